@@ -1,0 +1,78 @@
+# `make train` and `make test` do all that is needed on a machine with Python, g++ and make. Each target may be run
+# again: stamp files in .venv remember what is installed and built.
+
+PYTHON   ?= $(shell command -v python3.11 || command -v python3)
+MAX_JOBS ?= 2
+VENV     := .venv
+BIN      := $(VENV)/bin
+# torch looks for ninja on the PATH; pip puts it into the environment.
+export PATH := $(abspath $(BIN)):$(PATH)
+export MAX_JOBS
+
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+PIP  := $(BIN)/python -m pip --disable-pip-version-check
+
+# A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
+.DELETE_ON_ERROR:
+.PHONY: help venv build train test test-gpu lint format bench check-cuda clean
+
+help:
+	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
+	@echo 'make test        set up, then run the tests'
+	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
+	@echo 'make venv        create $(VENV), install torch and the package, build the extension'
+	@echo 'make build       build the extension where its sources have changed'
+	@echo 'make lint        ruff, mypy and clang-format'
+	@echo 'make format      let ruff and clang-format rewrite the sources'
+	@echo 'make bench       run the benchmark suites'
+	@echo 'make check-cuda  compile the CUDA half where nvcc is on the PATH; needs no GPU'
+	@echo 'make clean       remove what was built; $(VENV) stays'
+
+venv: $(VENV)/.installed $(VENV)/.built
+build: $(VENV)/.built
+
+train: venv
+	$(BIN)/fastsync train --env CartPole-v1 --nproc 2
+
+test: venv
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: venv
+	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+bench: venv
+	$(BIN)/python -m pytest benchmarks --benchmark-only $(PYTEST_ARGS)
+
+check-cuda: venv
+	$(BIN)/python tools/check_cuda.py
+
+clean:
+	rm -rf build dist *.egg-info fastsync/_C*.so $(VENV)/.built
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes before the package, because the extension is built against it.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt torch ninja 'setuptools>=77.0.3' wheel
+	touch $@
+
+$(VENV)/.built: $(CSRC) setup.py $(VENV)/.torch
+	$(BIN)/python setup.py build_ext --inplace
+	touch $@
+
+# pip builds the extension too, but finds its objects made.
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(VENV)/.torch | $(VENV)/.built
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev]'
+	touch $@

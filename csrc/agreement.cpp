@@ -1,0 +1,106 @@
+#include "agreement.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <sstream>
+#include <vector>
+
+namespace fastsync {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+std::vector<at::Tensor> all_gather(const Group& group, const at::Tensor& mine, c10::Device device) {
+  std::vector<at::Tensor> input{mine.to(device)};
+  std::vector<std::vector<at::Tensor>> output(1);
+  for (int64_t rank = 0; rank < group->getSize(); ++rank) {
+    output[0].push_back(at::empty_like(input[0]));
+  }
+  group->allgather(output, input)->wait();
+  std::vector<at::Tensor> on_cpu;
+  for (const at::Tensor& tensor : output[0]) {
+    on_cpu.push_back(tensor.cpu());
+  }
+  return on_cpu;
+}
+
+std::vector<std::string> gather_texts(const Group& group, const std::string& text, int64_t longest,
+                                      c10::Device device) {
+  at::Tensor padded = at::zeros({longest}, at::kByte);
+  std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
+  std::vector<std::string> texts;
+  for (const at::Tensor& row : all_gather(group, padded, device)) {
+    texts.emplace_back(reinterpret_cast<const char*>(row.data_ptr<uint8_t>()));
+  }
+  return texts;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+std::string line_or_nothing(const std::vector<std::string>& lines, size_t index) {
+  return index < lines.size() ? lines[index] : "nothing";
+}
+
+// "rank 0, 2: compression fp16; rank 1: compression none", for the first line in which the ranks differ.
+std::string first_difference(const std::vector<std::string>& texts) {
+  std::vector<std::vector<std::string>> lines;
+  for (const std::string& text : texts) {
+    lines.push_back(lines_of(text));
+  }
+  std::map<std::string, std::string> ranks_of;
+  for (size_t index = 0; ranks_of.size() < 2; ++index) {
+    ranks_of.clear();
+    for (size_t rank = 0; rank < lines.size(); ++rank) {
+      std::string& ranks = ranks_of[line_or_nothing(lines[rank], index)];
+      ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(rank);
+    }
+  }
+  std::string difference;
+  for (const auto& [line, ranks] : ranks_of) {
+    difference += (difference.empty() ? "" : "; ") + ranks + ": " + line;
+  }
+  return difference;
+}
+
+}  // namespace
+
+// FNV-1a, 64 bits (Fowler, Noll, Vo); std::hash may differ from machine to machine.
+uint64_t fingerprint(const std::string& text) {
+  uint64_t hash = 0xCBF29CE484222325ULL;
+  for (const unsigned char byte : text) {
+    hash = (hash ^ byte) * 0x100000001B3ULL;
+  }
+  return hash;
+}
+
+void check_agreement(const Group& group, const std::string& description, c10::Device device) {
+  if (group->getSize() == 1) {
+    return;
+  }
+  at::Tensor mine = at::empty({2}, at::kLong);
+  mine[0] = static_cast<int64_t>(fingerprint(description));
+  mine[1] = static_cast<int64_t>(description.size());
+  bool agree = true;
+  int64_t longest = 0;
+  for (const at::Tensor& theirs : all_gather(group, mine, device)) {
+    agree = agree && at::equal(mine, theirs);
+    longest = std::max(longest, theirs[1].item<int64_t>());
+  }
+  if (agree) {
+    return;
+  }
+  const auto texts = gather_texts(group, description, longest + 1, device);
+  TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on what to synchronise: ", first_difference(texts),
+                    ". Nothing was sent; give every rank the same model and the same settings.");
+}
+
+}  // namespace fastsync

@@ -1,0 +1,22 @@
+// Do all ranks mean the same? Asked once, before the first sync, because ranks that differ would hang or add up
+// garbage.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <string>
+
+namespace fastsync {
+
+// A hash of the text that is the same on every machine.
+uint64_t fingerprint(const std::string& text);
+
+// Compares a description (lines of text) over all ranks of the group, through tensors on the device. Where they differ,
+// every rank throws c10::ValueError with the first line that differs and which ranks have which version of it. Only a
+// hash travels while they agree.
+void check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& description,
+                     c10::Device device);
+
+}  // namespace fastsync

@@ -1,0 +1,27 @@
+// From tensors and devices to the raw-pointer passes of pack_unpack.h: types, the current stream, scratch memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include "pack_unpack.h"
+
+namespace fastsync {
+
+// True for the dtypes a gradient may have: float32, float64, float16, bfloat16.
+bool is_supported(at::ScalarType dtype);
+DType dtype_of(at::ScalarType dtype);
+
+// Scratch memory for the passes over one bucket: zeros on CUDA, undefined on a CPU, which needs none.
+at::Tensor new_workspace(c10::Device device);
+
+// True while a CUDA graph is being captured on the current stream of the device.
+bool is_capturing(c10::Device device);
+
+// Each runs on the current stream of the device.
+void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace);
+void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace);
+void run_measure(const MeasureArgs& args, c10::Device device, const at::Tensor& workspace);
+
+}  // namespace fastsync

@@ -1,0 +1,185 @@
+#include "bucket_sync.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <utility>
+
+namespace fastsync {
+
+using c10::ivalue::Future;
+
+Wire wire_from_name(const std::string& name) {
+  for (const Wire wire : {Wire::kNone, Wire::kFloat16, Wire::kBFloat16}) {
+    if (name == name_of(wire)) {
+      return wire;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "wire: expected 'none', 'fp16' or 'bf16', got '", name, "'");
+}
+
+const char* name_of(Wire wire) {
+  switch (wire) {
+    case Wire::kNone:
+      return "none";
+    case Wire::kFloat16:
+      return "fp16";
+    case Wire::kBFloat16:
+      return "bf16";
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+namespace {
+
+at::ScalarType wire_dtype(Wire wire, at::ScalarType grad) {
+  switch (wire) {
+    case Wire::kFloat16:
+      return at::kHalf;
+    case Wire::kBFloat16:
+      return at::kBFloat16;
+    case Wire::kNone:
+      return grad;
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+std::vector<Segment> lay_out(const std::vector<at::Tensor>& grads) {
+  std::vector<Segment> segments;
+  segments.reserve(grads.size());
+  int64_t offset = 0;
+  for (const at::Tensor& grad : grads) {
+    segments.push_back({grad.data_ptr(), grad.numel(), offset});
+    offset += grad.numel();
+  }
+  return segments;
+}
+
+float* data_or_null(const at::Tensor& scale) { return scale.defined() ? scale.data_ptr<float>() : nullptr; }
+
+}  // namespace
+
+// What one sync needs until its unpack.
+struct BucketSync::Flight {
+  std::vector<at::Tensor> grads;
+  std::vector<Segment> segments;
+  at::Tensor wire;
+  bool in_place;  // the wire is the gradient's own memory and nothing has to be undone: unpack only measures
+  at::Tensor scale;
+  std::shared_ptr<Stopwatch> stopwatch;
+};
+
+BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name, c10::Device device)
+    : group_(std::move(group)),
+      name_(std::move(name)),
+      device_(device),
+      stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
+      workspace_(new_workspace(device)) {}
+
+c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire wire,
+                                            std::shared_ptr<Stopwatch> stopwatch) {
+  stopwatch->mark(Mark::kStart);
+  const auto grad_dtype = grads.front().scalar_type();
+  const auto dtype = wire_dtype(wire, grad_dtype);
+  const int64_t world_size = group_->getSize();
+
+  Flight flight;
+  flight.segments = lay_out(grads);
+  flight.grads = std::move(grads);
+  if (wire == Wire::kFloat16 && !scale_.defined()) {
+    agree_on_scale(flight.segments, dtype_of(grad_dtype));
+  }
+  if (wire == Wire::kFloat16) {
+    flight.scale = scale_;
+  }
+  const int64_t numel = flight.segments.back().offset + flight.segments.back().numel;
+  const bool shares_memory = flight.grads.size() == 1 && dtype == grad_dtype;
+  flight.wire = shares_memory ? flight.grads.front().view({-1}) : wire_buffer(numel, dtype);
+  flight.in_place = shares_memory && !flight.scale.defined();
+
+  const PackArgs args{flight.segments.data(),
+                      static_cast<int64_t>(flight.segments.size()),
+                      dtype_of(grad_dtype),
+                      dtype_of(dtype),
+                      flight.wire.data_ptr(),
+                      1.0 / static_cast<double>(world_size),
+                      saturation_limit(wire == Wire::kNone ? DType::kFloat64 : dtype_of(dtype), world_size),
+                      data_or_null(flight.scale),
+                      stats_.data_ptr<double>()};
+  {
+    RECORD_FUNCTION("fastsync::pack", {});
+    run_pack(args, device_, workspace_);
+  }
+  stopwatch->mark(Mark::kSent);
+  flight.stopwatch = std::move(stopwatch);
+  totals_->elements = numel;
+  totals_->wire_bytes += static_cast<int64_t>(flight.wire.nbytes());
+  totals_->num_syncs += 1;
+
+  std::vector<at::Tensor> tensors{flight.wire};
+  try {
+    return group_->allreduce(tensors)->getFuture()->then(
+        [self = shared_from_this(), flight = std::move(flight)](Future& reduced) {
+          if (reduced.hasError()) {
+            self->fail(reduced.tryRetrieveErrorMessage().c_str());
+          }
+          self->finish(flight);
+          return c10::IValue(flight.grads.front());
+        },
+        c10::TensorType::get());
+  } catch (const std::exception& error) {
+    fail(error.what());
+  }
+}
+
+void BucketSync::finish(const Flight& flight) {
+  RECORD_FUNCTION("fastsync::unpack", {});
+  flight.stopwatch->mark(Mark::kReduced);
+  const auto num_segments = static_cast<int64_t>(flight.segments.size());
+  const auto grad_dtype = dtype_of(flight.grads.front().scalar_type());
+  if (flight.in_place) {
+    run_measure({flight.segments.data(), num_segments, grad_dtype, stats_.data_ptr<double>()}, device_, workspace_);
+  } else {
+    run_unpack({flight.segments.data(), num_segments, grad_dtype, dtype_of(flight.wire.scalar_type()),
+                flight.wire.data_ptr(), data_or_null(flight.scale), stats_.data_ptr<double>()},
+               device_, workspace_);
+  }
+  flight.stopwatch->mark(Mark::kDone);
+}
+
+// The first scale comes from the gradients themselves: the largest magnitude over all ranks. One pass and one number to
+// reduce, once in a bucket's life; the scales after follow the reduced gradients. All on the device, for no host waits.
+void BucketSync::agree_on_scale(const std::vector<Segment>& segments, DType dtype) {
+  run_measure({segments.data(), static_cast<int64_t>(segments.size()), dtype, stats_.data_ptr<double>()}, device_,
+              workspace_);
+  at::Tensor largest = stats_.narrow(0, kMaxMagnitude, 1).clone();
+  std::vector<at::Tensor> tensors{largest};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  try {
+    group_->allreduce(tensors, options)->wait();
+  } catch (const std::exception& error) {
+    fail(error.what());
+  }
+  const at::Tensor exponent = kTargetExponent - std::get<1>(at::frexp(largest));
+  const at::Tensor bits = exponent.clamp(-kMaxScaleExponent, kMaxScaleExponent).to(at::kInt).add(127).mul(1 << 23);
+  scale_ = at::where(largest > 0, bits.view(at::kFloat), 1.0F).to(at::kFloat);
+}
+
+at::Tensor BucketSync::wire_buffer(int64_t numel, at::ScalarType dtype) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device_);
+  if (!device_.is_cpu()) {
+    return at::empty({numel}, options);  // the caching allocator's, so that idle buckets hold no memory
+  }
+  if (!wire_.defined() || wire_.scalar_type() != dtype || wire_.numel() != numel) {
+    wire_ = at::empty({numel}, options);
+  }
+  return wire_;
+}
+
+void BucketSync::fail(const char* what) const {
+  TORCH_CHECK(false, "fastsync: all_reduce of ", name_, " failed on rank ", group_->getRank(), " of ",
+              group_->getSize(), ": ", what);
+}
+
+}  // namespace fastsync

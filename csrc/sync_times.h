@@ -1,0 +1,92 @@
+// How long the parts of a sync took, on the clock of the device that did them, without the host ever waiting for it.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace fastsync {
+
+enum class Mark : int8_t { kStart, kSent, kReduced, kDone };
+
+// The moments of one bucket's sync: the clock's on a CPU, places on the current stream on CUDA.
+class Stopwatch {
+ public:
+  explicit Stopwatch(c10::Device device);
+
+  void restart();
+  void mark(Mark mark);
+  // True once the device has passed kDone. Never, where a CUDA graph was captured: its events belong to the graph.
+  bool done() const;
+
+  // Seconds between marks of two stopwatches of one device, both done.
+  static double seconds(const Stopwatch& from, Mark from_mark, const Stopwatch& to, Mark to_mark);
+
+  c10::Device device() const { return device_; }
+
+ private:
+  static constexpr int kNumMarks = 4;
+
+  c10::Device device_;
+  bool measures_ = true;
+  std::atomic<bool> marked_done_{false};
+  std::array<std::chrono::steady_clock::time_point, kNumMarks> times_;
+  std::array<std::optional<c10::Event>, kNumMarks> events_;
+};
+
+// Sums over the syncs of one bucket. The times, in seconds, are over num_timed of them: those of which the device was
+// done in time to be read.
+struct BucketTotals {
+  int64_t elements = 0;
+  int64_t wire_bytes = 0;
+  int64_t num_syncs = 0;
+  int64_t num_timed = 0;
+  double pack_time = 0.0;
+  double collective_time = 0.0;
+  double unpack_time = 0.0;
+
+  void add(const BucketTotals& other);
+};
+
+// The stopwatches of the steps under way, and the totals of those that are over. Not thread-safe.
+class SyncTimes {
+ public:
+  // A step is the buckets between begin_step and end_step, or the next begin_step. It is added up once it has ended.
+  void begin_step();
+  void end_step();
+  // A stopwatch for the next bucket of this step, whose times will go to the totals given.
+  std::shared_ptr<Stopwatch> start_bucket(std::shared_ptr<BucketTotals> totals, c10::Device device);
+  // Adds up the steps that the device is done with.
+  void collect();
+
+  int64_t num_timed_steps() const { return num_timed_steps_; }
+  // From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide.
+  double exposed_time() const { return exposed_time_; }
+
+ private:
+  struct Lap {
+    std::shared_ptr<BucketTotals> totals;
+    std::shared_ptr<Stopwatch> stopwatch;
+  };
+  struct Step {
+    std::vector<Lap> laps;
+    bool ended = false;
+  };
+
+  void add_up(const Step& step);
+
+  std::deque<Step> steps_;
+  std::vector<std::shared_ptr<Stopwatch>> unused_;
+  int64_t num_timed_steps_ = 0;
+  double exposed_time_ = 0.0;
+};
+
+}  // namespace fastsync

@@ -1,0 +1,203 @@
+// The arithmetic of the wire, written once for host and device: how one gradient value becomes a wire value and back,
+// how large a value may be sent, and how a bucket's scale follows its gradients. Tests on a CPU vouch for the GPU.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define FASTSYNC_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FASTSYNC_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace fastsync {
+
+enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+// Storage of the 16-bit types: plain bits, so that neither torch nor CUDA headers are needed to name them.
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// What a value is multiplied and rounded in: float for all but double.
+template <class T>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+template <class T>
+using Compute = typename ComputeOf<T>::type;
+
+template <class T>
+struct LargestOf {
+  static constexpr T value = std::numeric_limits<T>::max();
+};
+template <>
+struct LargestOf<Float16> {
+  static constexpr float value = 65504.0F;
+};
+template <>
+struct LargestOf<BFloat16> {
+  static constexpr float value = 3.3895313892515355e38F;
+};
+template <class T>
+inline constexpr auto kLargest = LargestOf<T>::value;
+
+FASTSYNC_HOST_DEVICE uint32_t float_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+FASTSYNC_HOST_DEVICE float float_from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+template <class C>
+FASTSYNC_HOST_DEVICE bool is_finite(C value) {
+  return value <= kLargest<C> && value >= -kLargest<C>;
+}
+
+template <class C>
+FASTSYNC_HOST_DEVICE C magnitude(C value) {
+  return value < C(0) ? -value : value;
+}
+
+// ---- decode: a stored value to float or double, always exact --------------------------------------------------------
+
+FASTSYNC_HOST_DEVICE float decode(float value) { return value; }
+FASTSYNC_HOST_DEVICE double decode(double value) { return value; }
+FASTSYNC_HOST_DEVICE float decode(BFloat16 value) { return float_from_bits(static_cast<uint32_t>(value.bits) << 16); }
+
+FASTSYNC_HOST_DEVICE float decode(Float16 value) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__ushort_as_half(value.bits));
+#else
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000U) << 16;
+  const uint32_t rest = value.bits & 0x7FFFU;
+  if (rest < 0x0400U) {  // zero or subnormal: a multiple of 2^-24
+    return float_from_bits(float_bits(static_cast<float>(rest) * 0x1p-24F) | sign);
+  }
+  const uint32_t exponent_shift = rest >= 0x7C00U ? 0x70000000U : 0x38000000U;  // inf and nan keep all exponent bits
+  return float_from_bits(((rest << 13) + exponent_shift) | sign);
+#endif
+}
+
+// ---- encode: the one rounding, to nearest even ------------------------------------------------------------------
+
+template <class T>
+FASTSYNC_HOST_DEVICE T encode(Compute<T> value) {
+  return value;
+}
+
+template <>
+FASTSYNC_HOST_DEVICE BFloat16 encode<BFloat16>(float value) {
+#if defined(__CUDA_ARCH__)
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+#else
+  if (value != value) {
+    return {0x7FC0U};
+  }
+  const uint32_t bits = float_bits(value);
+  return {static_cast<uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16)};
+#endif
+}
+
+template <>
+FASTSYNC_HOST_DEVICE Float16 encode<Float16>(float value) {
+#if defined(__CUDA_ARCH__)
+  return {__half_as_ushort(__float2half_rn(value))};
+#else
+  const uint32_t sign = (float_bits(value) >> 16) & 0x8000U;
+  const uint32_t rest = float_bits(value) & 0x7FFFFFFFU;
+  uint32_t half;
+  if (rest > 0x7F800000U) {
+    half = 0x7E00U;
+  } else if (rest >= 0x477FF000U) {  // 65520 and more round to infinity
+    half = 0x7C00U;
+  } else if (rest >= 0x38800000U) {  // normal: round the 13 bits that go, rebias the exponent
+    half = (rest + 0xFFFU + ((rest >> 13) & 1U) - 0x38000000U) >> 13;
+  } else {  // subnormal: adding 1/2 makes the float adder round at 2^-24
+    half = float_bits(float_from_bits(rest) + 0.5F) - 0x3F000000U;
+  }
+  return {static_cast<uint16_t>(half | sign)};
+#endif
+}
+
+// value * multiplier, kept within ±limit. Only finite values are clamped: an inf or nan in a gradient must arrive.
+template <class C>
+FASTSYNC_HOST_DEVICE C scale_and_clamp(C value, C multiplier, C limit, bool& saturated) {
+  const C scaled = value * multiplier;
+  saturated = magnitude(scaled) > limit && is_finite(value);
+  return saturated ? (scaled < C(0) ? -limit : limit) : scaled;
+}
+
+// A wire value to the value stored in a gradient of type T. What was finite on the wire stays finite in T.
+template <class T, class Wire>
+FASTSYNC_HOST_DEVICE T decode_to(Wire wire, Compute<T> multiplier) {
+  bool saturated;
+  const auto value = static_cast<Compute<T>>(decode(wire));
+  return encode<T>(scale_and_clamp<Compute<T>>(value, multiplier, kLargest<T>, saturated));
+}
+
+// ---- ranges ---------------------------------------------------------------------------------------------------------
+
+// The largest magnitude one rank may put on a wire whose values are then added over world_size ranks in the wire's own
+// precision, so that no order of additions reaches infinity: n values of at most L sum to at most n L (1 + u)^(n - 1),
+// u being half a unit in the last place at 1. Rounded down to the wire's grid. No limit for the full-width wires.
+inline double saturation_limit(DType wire, int64_t world_size) {
+  if (wire != DType::kFloat16 && wire != DType::kBFloat16) {
+    return std::numeric_limits<double>::infinity();
+  }
+  const bool is_half = wire == DType::kFloat16;
+  const int significand_bits = is_half ? 11 : 8;
+  const double largest = is_half ? kLargest<Float16> : kLargest<BFloat16>;
+  const double growth = std::pow(1.0 + std::ldexp(1.0, -significand_bits), static_cast<double>(world_size - 1));
+  int exponent;
+  const double fraction = std::frexp(largest / (static_cast<double>(world_size) * growth), &exponent);
+  return std::ldexp(std::floor(std::ldexp(fraction, significand_bits)), exponent - significand_bits);
+}
+
+// A bucket's scale is a power of two that brings its largest reduced magnitude to [2^9, 2^10): a factor of 64 below
+// float16's largest, for ranks whose own gradients are larger than the mean and for gradients that grow.
+constexpr int kTargetExponent = 10;
+constexpr int kMaxScaleExponent = 100;
+constexpr int kMaxIdleScaleExponent = 24;
+
+FASTSYNC_HOST_DEVICE int scale_exponent_for(double amax) {
+  int exponent;
+  frexp(amax, &exponent);
+  const int wanted = kTargetExponent - exponent;
+  return wanted > kMaxScaleExponent ? kMaxScaleExponent : (wanted < -kMaxScaleExponent ? -kMaxScaleExponent : wanted);
+}
+
+// The scale for the next step from this step's scale and the largest finite magnitude among the reduced gradients.
+// It falls at once and rises by a factor of two a step, so that one small step does not make the next one saturate.
+// All zeros may mean that everything was too small for the scale: it rises, but not beyond what soon comes back.
+FASTSYNC_HOST_DEVICE float next_bucket_scale(float scale, double amax) {
+  int exponent;
+  frexp(scale, &exponent);
+  exponent -= 1;  // frexp's fraction lies in [1/2, 1): a power of two 2^e comes as 1/2 · 2^(e + 1)
+  if (amax > 0.0) {
+    const int wanted = scale_exponent_for(amax);
+    exponent = wanted < exponent + 1 ? wanted : exponent + 1;
+  } else if (exponent < kMaxIdleScaleExponent) {
+    exponent += 1;
+  }
+  return ldexpf(1.0F, exponent);
+}
+
+}  // namespace fastsync

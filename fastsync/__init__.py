@@ -1,0 +1,41 @@
+"""fastsync: gradient synchronisation for PyTorch in the fewest passes over memory."""
+
+from typing import NoReturn
+
+import torch  # noqa: F401  the extension links against its libraries, which must be loaded first
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BucketStats",
+    "CommHook",
+    "Compression",
+    "GradStats",
+    "HookState",
+    "SyncStats",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "clip_grad_norm_",
+    "fp16_compress_hook",
+    "register_comm_hook",
+]
+
+try:
+    from . import _C as _C  # also registers torch.ops.fastsync
+except ImportError as error:
+    # The package stays importable so that `fastsync doctor` can tell what is wrong; any use of the engine says it too.
+    _reason = str(error)
+
+    def __getattr__(name: str) -> NoReturn:
+        if name not in __all__:
+            raise AttributeError(f"module 'fastsync' has no attribute {name!r}")
+        raise ImportError(
+            f"fastsync's extension is not built for this torch and Python ({_reason}): run "
+            "`pip install --no-build-isolation .` in fastsync's source tree, in an environment that has torch"
+        )
+
+else:
+    from .clip import clip_grad_norm_
+    from .compression import Compression
+    from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
+    from .stats import BucketStats, GradStats, SyncStats

@@ -1,0 +1,46 @@
+"""Gradient clipping with the norm that the engine already has."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .ddp import CommHook
+
+
+def clip_grad_norm_(sync_or_params: CommHook | Iterable[Tensor] | Tensor, max_norm: float) -> Tensor:
+    """Scales the gradients in place so that their 2-norm is at most ``max_norm``.
+
+    Given a hook, the norm is the one its unpack found out, so clipping reads the gradients no more than once. Call it
+    after ``backward()`` and before anything else changes the gradients, as ``GradScaler.unscale_`` does. Given
+    parameters, it is ``torch.nn.utils.clip_grad_norm_``. Either way the gradients are always multiplied by the
+    coefficient, clamped to 1, so that the host never waits to find out whether they need be.
+
+    Args:
+        sync_or_params: what ``register_comm_hook`` returned, or parameters (one or many).
+        max_norm: the largest norm allowed, positive.
+
+    Returns:
+        The norm before clipping, a 0-dim float32 tensor on the gradients' device. Where it is inf or nan, so are the
+        gradients afterwards.
+
+    Raises:
+        ValueError: ``max_norm`` is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
+    if not isinstance(sync_or_params, CommHook):
+        return torch.nn.utils.clip_grad_norm_(sync_or_params, max_norm, foreach=None)
+    grads = [p.grad for p in sync_or_params.parameters() if p.grad is not None]
+    grad_norm = sync_or_params.grad_stats.grad_norm
+    coefficient = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    for same in _by_device_and_dtype(grads):
+        torch._foreach_mul_(same, coefficient.to(same[0].device))
+    return grad_norm
+
+
+def _by_device_and_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return list(groups.values())

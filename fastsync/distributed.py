@@ -1,0 +1,99 @@
+"""Process groups: set-up and tear-down, what a rank knows of itself, and small reductions of metrics over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+
+@contextmanager
+def process_group(timeout: float) -> Iterator[torch.device]:
+    """Opens the default process group for the time of a ``with`` block and yields this rank's device.
+
+    Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without RANK this process is the only rank of a world of one.
+    The backend is NCCL where every rank of every node has a GPU of its own, and Gloo on the CPU otherwise.
+
+    Args:
+        timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
+
+    Raises:
+        RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limit = timedelta(seconds=timeout)
+    if "RANK" in os.environ:
+        store, rank, world_size = next(rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+    else:
+        store, rank, world_size = HashStore(), 0, 1
+    has_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+    if _all_agree(store, rank, world_size, has_gpu):
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def dist_sum(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of ``values`` over the ranks, in a new tensor. Every rank must call it, with the same shape and dtype."""
+    total = values.detach().clone()
+    dist.all_reduce(total, group=process_group)
+    return total
+
+
+def dist_mean(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """The mean of ``values`` over the ranks, in a new tensor. Every rank must call it, as ``dist_sum``."""
+    return dist_sum(values, process_group) / dist.get_world_size(process_group)
+
+
+def check_consistency(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it.
+
+    Raises:
+        RuntimeError: on every rank, naming the first tensor that differs and which ranks agree on it.
+    """
+    mine = {name: _digest(tensor) for name, tensor in module.state_dict().items()}
+    of_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather_object(of_rank, mine, group=process_group)
+    names = dict.fromkeys(name for digests in of_rank for name in digests)
+    for name in names:
+        ranks_by_digest: dict[str, list[int]] = defaultdict(list)
+        for rank, digests in enumerate(of_rank):
+            ranks_by_digest[digests.get(name, "missing")].append(rank)
+        if len(ranks_by_digest) > 1:
+            camps = "; ".join(
+                f"ranks {ranks}: {'missing' if digest == 'missing' else 'sha256 ' + digest[:12]}"
+                for digest, ranks in ranks_by_digest.items()
+            )
+            raise RuntimeError(f"{name!r} of {type(module).__name__} differs between ranks: {camps}")
+
+
+def _all_agree(store: Store, rank: int, world_size: int, mine: bool) -> bool:
+    """Whether ``mine`` is true on every rank: nodes may differ in their GPUs, and all ranks need one backend."""
+    keys = [f"fastsync/own_gpu/{rank}" for rank in range(world_size)]
+    store.set(keys[rank], "yes" if mine else "no")
+    return all(answer == b"yes" for answer in store.multi_get(keys))
+
+
+def _digest(tensor: Tensor) -> str:
+    """A hash of the tensor's bytes, dtype and shape."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + raw.tobytes()).hexdigest()

@@ -1,0 +1,155 @@
+"""What this machine can do with fastsync, and what will not work here: ``fastsync doctor``.
+
+It runs where the extension is missing or does not load, because that is when it is needed most.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
+TRAIN_MODULES = ("gymnasium", "matplotlib", "numpy", "rich", "tensorboard", "tyro")
+
+Facts: TypeAlias = Sequence[tuple[str, str]]
+
+
+def main() -> int:
+    """Prints the report.
+
+    Returns:
+        0 if the engine works on the CPU of this machine, 1 if not.
+    """
+    extension, error = _load_extension()
+    obstacles = _engine_obstacles(extension, error)
+    _print_section("versions", _versions())
+    _print_section("engine", _engine(extension))
+    _print_section("process groups", _backends())
+    _print_section("devices", _devices())
+    print("will not work here")
+    for line in [*obstacles, *_gpu_limits(extension), *_training_limits()] or ["nothing that doctor looks for"]:
+        print(f"  {line}")
+    return 1 if obstacles else 0
+
+
+def _load_extension() -> tuple[ModuleType | None, str]:
+    """The extension, or None and the reason why it does not load."""
+    try:
+        return importlib.import_module("fastsync._C"), ""
+    except ImportError as error:
+        return None, str(error)
+
+
+def _versions() -> Facts:
+    return [
+        ("fastsync", _package_version()),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("torch's CUDA", torch.version.cuda or "none"),
+        ("platform", platform.platform()),
+    ]
+
+
+def _package_version() -> str:
+    try:
+        return importlib.metadata.version("fastsync")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed, only on the import path"
+
+
+def _engine(extension: ModuleType | None) -> Facts:
+    if extension is None:
+        return [("extension", "does not load")]
+    built_with = [(f"built with {name}", version) for name, version in sorted(extension.build_info().items())]
+    return [
+        ("extension", f"loads from {extension.__file__}"),
+        ("CUDA half", _yes_no(extension.built_with_cuda(), "built", "not built")),
+        *built_with,
+    ]
+
+
+def _backends() -> Facts:
+    return [
+        ("gloo", _yes_no(_has_gloo(), "available", "not available")),
+        ("nccl", ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl() else "not available"),
+    ]
+
+
+def _devices() -> Facts:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu = f"{cores} cores for this process, {torch.get_num_threads()} torch threads"
+    return [("cpu", cpu), *((f"cuda:{index}", _describe_gpu(index)) for index in range(torch.cuda.device_count()))]
+
+
+def _describe_gpu(index: int) -> str:
+    device = torch.cuda.get_device_properties(index)
+    return f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB"
+
+
+def _engine_obstacles(extension: ModuleType | None, error: str) -> list[str]:
+    """What keeps the engine from working at all."""
+    obstacles = []
+    if extension is None:
+        obstacles.append(f"the engine: the extension does not load ({error}); build it: {REBUILD}")
+    elif not _same_release(built_for := extension.build_info()["torch"], torch.__version__):
+        obstacles.append(
+            f"the engine: built for torch {built_for}, but this is {torch.__version__}; rebuild: {REBUILD}"
+        )
+    if not _has_gloo():
+        obstacles.append("several ranks on the CPU: this torch has no Gloo; install a torch that has")
+    return obstacles
+
+
+def _gpu_limits(extension: ModuleType | None) -> list[str]:
+    limits = []
+    if not _has_nccl():
+        limits.append("NCCL: this torch has none; use Gloo")
+    elif not torch.cuda.is_available():
+        limits.append("NCCL: torch sees no GPU; use Gloo")
+    if extension is not None and not extension.built_with_cuda():
+        if torch.version.cuda is None:
+            way_out = "install a torch with CUDA, then rebuild"
+        else:
+            way_out = "rebuild with FASTSYNC_CUDA=1, which fails with the reason where it cannot be built"
+        limits.append(f"gradients on a GPU: the CUDA half is not built; {way_out}: {REBUILD}")
+    return limits
+
+
+def _training_limits() -> list[str]:
+    missing = [name for name in TRAIN_MODULES if importlib.util.find_spec(name) is None]
+    if not missing:
+        return []
+    return [f"fastsync train: {', '.join(missing)} missing; install them: pip install 'fastsync[train]'"]
+
+
+def _has_gloo() -> bool:
+    return dist.is_available() and dist.is_gloo_available()
+
+
+def _has_nccl() -> bool:
+    return dist.is_available() and dist.is_nccl_available()
+
+
+def _same_release(version: str, other: str) -> bool:
+    """Whether two versions of torch are equal up to their build, such as "+cpu"."""
+    return version.split("+")[0] == other.split("+")[0]
+
+
+def _yes_no(condition: bool, yes: str, no: str) -> str:
+    return yes if condition else no
+
+
+def _print_section(title: str, facts: Facts) -> None:
+    print(title)
+    for name, value in facts:
+        print(f"  {name:<22} {value}")
+    print()

@@ -1,0 +1,1 @@
+"""Proximal policy optimisation over many ranks, whose gradients go through fastsync."""

@@ -1,0 +1,104 @@
+"""What a sync tells about the gradients and about itself."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .reference import NUM_NONFINITE, NUM_SATURATED, SUM_OF_SQUARES
+
+if TYPE_CHECKING:
+    from . import _C
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """The newest averaged gradients, found out in the pass that unpacked them.
+
+    0-dim tensors on the gradients' device: reading one on the host (``.item()``, ``print``) waits for the device, and
+    nothing else here does.
+    """
+
+    grad_norm: Tensor
+    """2-norm over all synchronised gradients, float32; inf or nan if a gradient is."""
+    num_nonfinite: Tensor
+    """How many averaged values are inf or nan, int64. The same on all ranks."""
+    num_saturated: Tensor
+    """How many values of this rank did not fit the wire and were sent as the largest that does, int64."""
+
+    @classmethod
+    def from_rows(cls, rows: Tensor) -> "GradStats":
+        """From the engine's statistics, float64 [buckets, reference.NUM_STATS]."""
+        total = rows.sum(dim=0)
+        return cls(
+            grad_norm=total[SUM_OF_SQUARES].sqrt().float(),
+            num_nonfinite=total[NUM_NONFINITE].long(),
+            num_saturated=total[NUM_SATURATED].long(),
+        )
+
+
+@dataclass(frozen=True)
+class BucketStats:
+    """One bucket's share of ``SyncStats``. Sums over its syncs so far; times in seconds."""
+
+    elements: int
+    wire_bytes: int
+    num_syncs: int
+    pack_time: float
+    collective_time: float
+    unpack_time: float
+
+    @classmethod
+    def _from_totals(cls, totals: "_C.BucketTotals") -> "BucketStats":
+        # On a GPU a sync goes untimed when the device has not finished it while its events are kept: scale up.
+        scale = totals.num_syncs / totals.num_timed if totals.num_timed else 0.0
+        return cls(
+            elements=totals.elements,
+            wire_bytes=totals.wire_bytes,
+            num_syncs=totals.num_syncs,
+            pack_time=totals.pack_time * scale,
+            collective_time=totals.collective_time * scale,
+            unpack_time=totals.unpack_time * scale,
+        )
+
+
+@dataclass(frozen=True)
+class SyncStats:
+    """What synchronisation has cost this rank so far. Sums since the beginning; times in seconds, bytes of payload."""
+
+    num_steps: int
+    """Backward passes that were synchronised."""
+    num_syncs: int
+    """Buckets that were synchronised, all steps together."""
+    elements: int
+    """Gradient values in one step."""
+    wire_bytes: int
+    """Bytes this rank handed to the process group: values times their size on the wire."""
+    pack_time: float
+    """In the pass before the collective: scale, cast, gather."""
+    collective_time: float
+    """From the moment a bucket is with the process group until it is reduced, summed over buckets (they overlap)."""
+    unpack_time: float
+    """In the pass after the collective: cast, unscale, scatter, statistics."""
+    exposed_time: float
+    """From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide."""
+    buckets: tuple[BucketStats, ...]
+    """The buckets of the newest step, in DDP's order."""
+
+    @classmethod
+    def from_totals(cls, totals: "_C.HookTotals") -> "SyncStats":
+        """From the engine's own counters."""
+        everything = BucketStats._from_totals(totals.all)
+        buckets = tuple(BucketStats._from_totals(bucket) for bucket in totals.buckets)
+        timed_share = totals.num_timed_steps / totals.num_steps if totals.num_steps else 0.0
+        return cls(
+            num_steps=totals.num_steps,
+            num_syncs=everything.num_syncs,
+            elements=sum(bucket.elements for bucket in buckets),
+            wire_bytes=everything.wire_bytes,
+            pack_time=everything.pack_time,
+            collective_time=everything.collective_time,
+            unpack_time=everything.unpack_time,
+            exposed_time=totals.exposed_time / timed_share if timed_share else 0.0,
+            buckets=buckets,
+        )

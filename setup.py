@@ -1,0 +1,154 @@
+"""Builds ``fastsync._C`` against the torch of this environment; everything else is in pyproject.toml.
+
+FASTSYNC_CUDA=1 insists on the CUDA half and fails with the reason, FASTSYNC_CUDA=0 leaves it out; unset, it is built
+where it can be. FASTSYNC_WERROR=1 makes compiler warnings errors. TORCH_CUDA_ARCH_LIST chooses the GPU architectures,
+MAX_JOBS the number of parallel compilations.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import setuptools
+
+HERE = Path(__file__).resolve().parent
+SETUPTOOLS_NEEDED = (77, 0, 3)
+CUDA_ARCHITECTURES = "8.0;9.0+PTX"
+
+# -fopenmp belongs to compiling only. at::parallel_for is a template, so its parallel region is compiled into the
+# extension, but the OpenMP runtime has to be the one that torch has loaded: linking another would give the process a
+# second thread pool.
+# -ffp-contract=off: the arithmetic must round like the reference, so no multiply-add may be fused.
+CXX_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+]
+NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
+
+
+def fail(message: str) -> SystemExit:
+    return SystemExit(f"fastsync: {message}")
+
+
+def import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise fail(
+            f"the extension is built against the installed torch, which cannot be imported here ({error}): "
+            "pip install torch, then pip install --no-build-isolation ."
+        ) from None
+    return torch
+
+
+def check_setuptools() -> None:
+    version = tuple(int(part) for part in re.findall(r"\d+", setuptools.__version__)[:3])
+    if version < SETUPTOOLS_NEEDED:
+        needed = ".".join(map(str, SETUPTOOLS_NEEDED))
+        raise fail(
+            f"setuptools {setuptools.__version__} is too old to build with: pip install 'setuptools>={needed}', then "
+            "pip install --no-build-isolation ."
+        )
+
+
+def toolkit_version(cuda_home: str) -> str | None:
+    """The release of the nvcc under ``cuda_home``, such as "13.0"; None where there is none that runs."""
+    try:
+        text = subprocess.run([f"{cuda_home}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    release = re.search(r"release (\d+\.\d+)", text)
+    return release.group(1) if release else None
+
+
+def cuda_obstacle(torch_version: str, torch_cuda: str | None, cuda_home: str | None) -> str | None:
+    """Why the CUDA half cannot be built against this torch; None where it can. A GPU need not be present."""
+    if torch_cuda is None:
+        return f"torch {torch_version} is built without CUDA (torch.version.cuda is None)"
+    if cuda_home is None:
+        return "no CUDA toolkit was found: set CUDA_HOME or put nvcc on the PATH"
+    toolkit = toolkit_version(cuda_home)
+    if toolkit is None:
+        return f"{cuda_home}/bin/nvcc does not run: point CUDA_HOME at a CUDA toolkit"
+    if toolkit.split(".")[0] != torch_cuda.split(".")[0]:
+        return f"torch {torch_version} is built with CUDA {torch_cuda}, but the toolkit in {cuda_home} is {toolkit}"
+    return None
+
+
+def wants_cuda(setting: str, obstacle: str | None) -> bool:
+    if setting not in ("", "0", "1"):
+        raise fail(f"FASTSYNC_CUDA={setting!r} means nothing: 1 insists on the CUDA half, 0 leaves it out")
+    if setting == "1" and obstacle is not None:
+        raise fail(f"FASTSYNC_CUDA=1, but the CUDA half cannot be built: {obstacle}")
+    if setting == "" and obstacle is not None:
+        print(f"fastsync: building the CPU half only: {obstacle}", file=sys.stderr)
+    return setting != "0" and obstacle is None
+
+
+def files(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(HERE)) for path in HERE.glob(pattern))
+
+
+def make_extension(with_cuda: bool) -> setuptools.Extension:
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+    sources = files("csrc/*.cpp") + files("csrc/cpu/*.cpp")
+    cxx, nvcc = list(CXX_FLAGS), list(NVCC_FLAGS)
+    if os.environ.get("FASTSYNC_WERROR") == "1":
+        cxx.append("-Werror")
+        nvcc.append("-Werror=all-warnings")
+    if with_cuda:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+        sources += files("csrc/cuda/*.cu")
+        cxx.append("-DFASTSYNC_WITH_CUDA")
+        nvcc.append("-DFASTSYNC_WITH_CUDA")
+    extension = (CUDAExtension if with_cuda else CppExtension)(
+        "fastsync._C",
+        sources,
+        depends=files("csrc/**/*.h") + files("csrc/**/*.cuh"),
+        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+    )
+    # torch's headers become system headers: the warnings are for our own code.
+    for flags in (cxx, nvcc):
+        flags += [f"-isystem{folder}" for folder in extension.include_dirs]
+    extension.include_dirs = [str(HERE / "csrc")]
+    return extension
+
+
+def main() -> None:
+    check_setuptools()
+    torch = import_torch()
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension
+
+    obstacle = cuda_obstacle(torch.__version__, torch.version.cuda, CUDA_HOME)
+    with_cuda = wants_cuda(os.environ.get("FASTSYNC_CUDA", ""), obstacle)
+
+    class BuildInOneFolder(BuildExtension):
+        """Keeps the objects of one torch and one Python in one folder under build/.
+
+        pip, which would compile everything in a fresh folder each time, and `setup.py build_ext --inplace` share it,
+        and objects compiled for another torch are never taken for this one's.
+        """
+
+        def finalize_options(self) -> None:
+            if self.build_temp is None:
+                self.build_temp = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}"
+            super().finalize_options()
+
+    setuptools.setup(ext_modules=[make_extension(with_cuda)], cmdclass={"build_ext": BuildInOneFolder})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Decides, for all tests, which of them run on this machine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips gpu tests where they cannot run; FAIL_WITHOUT_CUDA=1 makes them fail, so that none skips in silence."""
+    if item.get_closest_marker("gpu") is None or (reason := why_no_gpu()) is None:
+        return
+    if os.environ.get("FAIL_WITHOUT_CUDA") == "1":
+        pytest.fail(f"FAIL_WITHOUT_CUDA=1, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+def why_no_gpu() -> str | None:
+    """What a gpu test lacks here, or None."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    from fastsync import _C
+
+    return None if _C.built_with_cuda() else "the CUDA half of the extension is not built"

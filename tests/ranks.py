@@ -1,0 +1,165 @@
+"""Runs a function on several ranks: spawned processes, one process group, a time limit, results in rank order.
+
+``run_ranks`` is the only way in which the tests start ranks, so that none of them can hang or leave a process behind.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# How long the other ranks may go on after one has failed, so that their errors can be reported as well.
+GRACE_SECONDS = 1.0
+# How long a hanging rank gets to write down where it hangs.
+STACK_SECONDS = 0.5
+
+
+class RankError(RuntimeError):
+    """A rank raised or died. ``rank`` is the one that failed first; the message holds every traceback."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankTimeoutError(TimeoutError):
+    """Some ranks did not finish in time. The message tells where each of them stood."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
+    """Calls ``fn(rank, world_size, *args)`` on ``world_size`` spawned ranks and returns their results in rank order.
+
+    ``fn`` is a function at the top level of a module. ``args`` and results travel by pickle, tensors as copies. In each
+    rank the default process group (``backend``) is initialised and torch runs on one thread. With NCCL in ``backend``
+    rank r uses CUDA device r modulo the number of devices.
+
+    Raises:
+        RankError: a rank raised (its traceback is in the message) or its process died.
+        RankTimeoutError: not all ranks were done ``timeout`` seconds after the start, which includes importing torch.
+    """
+    call = pickle.dumps((fn, args))
+    context = multiprocessing.get_context("spawn")
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        processes: list[BaseProcess] = []
+        try:
+            for rank in range(world_size):
+                process = context.Process(
+                    target=_rank_main, args=(rank, world_size, call, str(folder), timeout, backend), name=f"rank {rank}"
+                )
+                process.start()
+                processes.append(process)
+            _wait_for_all(processes, deadline)
+            _raise_first_failure(processes, folder)
+            _raise_if_running(processes, folder, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(world_size)]
+
+
+def _rank_main(rank: int, world_size: int, call: bytes, folder_name: str, timeout: float, backend: str) -> None:
+    folder = Path(folder_name)
+    faulthandler.register(signal.SIGUSR1, file=_stack_file(folder, rank).open("w"), all_threads=True)
+    try:
+        torch.set_num_threads(1)
+        if "nccl" in backend:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        store = dist.FileStore(str(folder / "store"), world_size)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        fn, args = pickle.loads(call)
+        result = pickle.dumps(fn(rank, world_size, *args))
+        dist.destroy_process_group()
+        _result_file(folder, rank).write_bytes(result)
+    except BaseException:
+        # The monotonic clock is the machine's, so it orders the failures of different processes.
+        failed_at = time.monotonic()
+        _error_file(folder, rank).write_bytes(pickle.dumps((failed_at, traceback.format_exc())))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A process group whose peers are stuck may block in its destructor: leave without running any.
+        os._exit(1)
+
+
+def _wait_for_all(processes: Sequence[BaseProcess], deadline: float) -> None:
+    """Returns when all have ended, when the deadline has passed, or a moment after one has failed."""
+    while running := [process for process in processes if process.exitcode is None]:
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return
+        wait([process.sentinel for process in running], timeout=remaining)
+
+
+def _raise_first_failure(processes: Sequence[BaseProcess], folder: Path) -> None:
+    failures: list[tuple[float, int, str]] = []
+    for rank, process in enumerate(processes):
+        if not process.exitcode:
+            continue
+        if _error_file(folder, rank).exists():
+            failed_at, text = pickle.loads(_error_file(folder, rank).read_bytes())
+        else:
+            # A rank that could not even write its error died first: the others only noticed that it was gone.
+            failed_at, text = 0.0, _describe_death(process.exitcode)
+        failures.append((failed_at, rank, text))
+    if failures:
+        failures.sort()
+        rank = failures[0][1]
+        reports = "\n".join(f"rank {rank}:\n{text}" for _, rank, text in failures)
+        raise RankError(rank, f"rank {rank} of {len(processes)} failed first\n{reports}")
+
+
+def _raise_if_running(processes: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
+    running = {rank: process for rank, process in enumerate(processes) if process.exitcode is None}
+    if not running:
+        return
+    for rank, process in running.items():
+        # Without the handler, which a rank that is still importing has not set up, the signal would end the process.
+        if process.pid is not None and _stack_file(folder, rank).exists():
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(STACK_SECONDS)
+    stacks = "\n".join(f"rank {rank} stood at:\n{_read_stack(folder, rank)}" for rank in running)
+    raise RankTimeoutError(f"ranks {list(running)} of {len(processes)} did not finish within {timeout:g} s\n{stacks}")
+
+
+def _read_stack(folder: Path, rank: int) -> str:
+    file = _stack_file(folder, rank)
+    return file.read_text() if file.exists() else "its start: it was still importing"
+
+
+def _describe_death(exitcode: int) -> str:
+    return f"died of {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exited with status {exitcode}"
+
+
+def _result_file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.result"
+
+
+def _error_file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.error"
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.stack"

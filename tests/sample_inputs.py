@@ -1,0 +1,205 @@
+"""Buckets to test the operators with: a list that has one of every kind, and a strategy for random ones.
+
+A ``Bucket`` is a description; ``build`` makes its tensors, bit for bit the same each time, so that an operator and the
+reference can be given equal inputs of their own to write into.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastsync import reference
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPERATORS = ["pack", "unpack", "measure"]
+GRAD_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+WIRE_DTYPES = [None, torch.float16, torch.bfloat16]  # None: the gradients' own
+VALUES = ["ordinary", "mostly_ordinary", "wide", "special", "bits", "zeros"]
+FORMS = ["contiguous", "transposed", "channels_last", "strided"]
+
+# What lies in a storage behind the last element of its tensor: nobody may write there.
+_NUM_BEHIND = 3
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One gradient's shape and how it lies in memory: ``form``, and ``offset`` elements after its storage's start.
+
+    ``form`` is one of ``FORMS`` or "expanded", which no operator can write.
+    """
+
+    shape: tuple[int, ...]
+    form: str = "contiguous"
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Everything that the operators are given. ``scale_exponent=None`` stands for no bucket scale."""
+
+    gradients: tuple[Gradient, ...]
+    grad_dtype: torch.dtype = torch.float32
+    wire_dtype: torch.dtype | None = None
+    wire_offset: int = 0
+    scale_exponent: int | None = None
+    multiplier: float = 1.0
+    limit: float | None = None
+    values: str = "ordinary"
+    seed: int = 0
+
+    @property
+    def wire(self) -> torch.dtype:
+        return self.wire_dtype or self.grad_dtype
+
+    def build(self, device: str) -> BuiltBucket:
+        built = BuiltBucket(self, device)
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def allocate(numel: int, offset: int, dtype: torch.dtype) -> Tensor:
+            storage = random_values(self.values, offset + numel + _NUM_BEHIND, dtype, generator).to(device)
+            built.storages.append(storage)
+            return storage[offset : offset + numel]
+
+        built.grads = [_lay_out(gradient, self.grad_dtype, allocate) for gradient in self.gradients]
+        built.wire = allocate(sum(grad.numel() for grad in built.grads), self.wire_offset, self.wire)
+        # What an operator is not to write has a value of its own, so that writing it shows.
+        built.stats = -torch.arange(1.0, reference.NUM_STATS + 1, dtype=torch.float64, device=device)
+        if self.scale_exponent is not None:
+            built.bucket_scale = torch.tensor(math.ldexp(1.0, self.scale_exponent), device=device)
+        return built
+
+
+@dataclass
+class BuiltBucket:
+    """The tensors of a ``Bucket``; ``storages`` are the whole memory that gradients and wire are part of."""
+
+    bucket: Bucket
+    device: str
+    grads: list[Tensor] = field(default_factory=list)
+    wire: Tensor = field(default_factory=lambda: torch.empty(0))
+    stats: Tensor = field(default_factory=lambda: torch.empty(0))
+    bucket_scale: Tensor | None = None
+    storages: list[Tensor] = field(default_factory=list)
+
+    def arguments(self, operator: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the keyword arguments for one of ``OPERATORS``."""
+        if operator == "pack":
+            options = {"multiplier": self.bucket.multiplier, "limit": self.bucket.limit}
+            return (self.grads, self.wire, self.stats, self.bucket_scale), options
+        if operator == "unpack":
+            return (self.wire, self.grads, self.stats, self.bucket_scale), {}
+        return (self.grads, self.stats), {}
+
+
+def _lay_out(gradient: Gradient, dtype: torch.dtype, allocate: Callable[[int, int, torch.dtype], Tensor]) -> Tensor:
+    shape, form = gradient.shape, gradient.form
+    if form == "transposed":
+        stored = shape[::-1]
+    elif form == "channels_last" and len(shape) >= 2:
+        stored = (shape[0], *shape[2:], shape[1])
+    elif form == "strided" and shape:
+        stored = (*shape[:-1], 2 * shape[-1])
+    elif form == "expanded" and shape:
+        stored = (1, *shape[1:])
+    else:
+        stored, form = shape, "contiguous"
+    memory = allocate(math.prod(stored), gradient.offset, dtype).view(stored)
+    return {
+        "contiguous": lambda: memory,
+        "transposed": lambda: memory.permute(tuple(reversed(range(len(shape))))),
+        "channels_last": lambda: memory.movedim(-1, 1),
+        "strided": lambda: memory[..., ::2],
+        "expanded": lambda: memory.expand(shape),
+    }[form]()
+
+
+def random_bits(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Values of which every bit is random: of all magnitudes, subnormal, infinite and nan."""
+    size = dtype.itemsize
+    low = -(2 ** (8 * size - 1))
+    integers = torch.randint(low, -low - 1, (numel,), generator=generator, dtype=torch.int64)
+    return integers.to(_INTEGERS[size]).view(dtype)
+
+
+def special_values(dtype: torch.dtype) -> Tensor:
+    """The borders of ``dtype`` and of the 16-bit wires, the neighbours of the latter, and what is not finite."""
+    borders = [0.0, 1.0, 2.0**-149, math.inf, math.nan]
+    for each in (dtype, torch.float16, torch.bfloat16):
+        info = torch.finfo(each)
+        borders += [info.max, info.tiny, info.smallest_normal * info.eps, info.smallest_normal * info.eps / 2]
+    borders += [65519.99, 65520.0, 1e5]
+    return torch.tensor([*borders, *(-border for border in borders)], dtype=torch.float64).to(dtype)
+
+
+def random_values(kind: str, numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """A vector of ``dtype`` on the CPU: one of ``VALUES``."""
+    ordinary = torch.randn(numel, generator=generator)
+    if kind == "ordinary":
+        return ordinary.to(dtype)
+    if kind == "wide":  # over the exponents of float32 in which products and squares lose nothing or everything
+        return (ordinary * torch.exp2(torch.randint(-120, 120, (numel,), generator=generator))).to(dtype)
+    if kind == "bits":
+        return random_bits(numel, dtype, generator)
+    if kind == "zeros":
+        return torch.copysign(torch.zeros(numel), ordinary).to(dtype)
+    table = special_values(dtype)
+    special = table[torch.randint(len(table), (numel,), generator=generator)]
+    if kind == "special":
+        return special
+    if kind == "mostly_ordinary":  # so few that most blocks of 128 have one and most rows of 16 none
+        return torch.where(torch.rand(numel, generator=generator) < 1 / 64, special, ordinary.to(dtype))
+    raise ValueError(f"values: expected one of {VALUES}, got {kind!r}")
+
+
+def sample_inputs(device: str) -> list[BuiltBucket]:
+    """One bucket of every kind that the operators treat differently."""
+    forms = tuple(Gradient((2, 3, 4, 5), form, offset) for offset, form in enumerate(FORMS))
+    sizes = (Gradient((1,)), Gradient((17,)), Gradient((300,)))
+    half, bfloat16 = torch.float16, torch.bfloat16
+    buckets = [
+        Bucket((Gradient((7, 5)),)),
+        Bucket(forms, wire_dtype=half, wire_offset=1, scale_exponent=3, multiplier=1 / 3, limit=65504.0),
+        Bucket((Gradient(()), Gradient((0,)), Gradient((2, 0, 3)), Gradient((4,), offset=1))),
+        Bucket((Gradient((0,)), Gradient((0, 4))), wire_dtype=half, scale_exponent=0),
+        Bucket(sizes, wire_dtype=bfloat16, multiplier=0.5, limit=1.0, values="special"),
+        Bucket(sizes, torch.float64, half, scale_exponent=0, limit=65504.0, values="wide"),
+        Bucket(sizes, half, bfloat16, multiplier=0.125),
+        Bucket(sizes, bfloat16, scale_exponent=9, values="bits"),
+    ]
+    return [bucket.build(device) for bucket in buckets]
+
+
+def _gradients(forms: Sequence[str]) -> st.SearchStrategy[Gradient]:
+    small = st.lists(st.integers(0, 9), max_size=4)
+    flat = st.tuples(st.integers(0, 600))
+    shapes = st.one_of(small.map(tuple), flat)
+    return st.builds(Gradient, shapes, st.sampled_from(forms), st.integers(0, 9))
+
+
+@st.composite
+def random_buckets(draw: st.DrawFn, *, expanded: bool = False) -> Bucket:
+    """Buckets of up to eight gradients. ``expanded`` allows gradients that share memory, which can only be read."""
+    grad_dtype = draw(st.sampled_from(GRAD_DTYPES))
+    wire_dtype = draw(st.sampled_from(WIRE_DTYPES))
+    limits = [None, 1.0, 1e-3] + [reference.saturation_limit(wire_dtype or grad_dtype, n) for n in (1, 2, 3, 64)]
+    forms = [*FORMS, "expanded"] if expanded else FORMS
+    return Bucket(
+        gradients=tuple(draw(st.lists(_gradients(forms), min_size=1, max_size=8))),
+        grad_dtype=grad_dtype,
+        wire_dtype=wire_dtype,
+        wire_offset=draw(st.integers(0, 9)),
+        scale_exponent=draw(st.one_of(st.none(), st.integers(-20, 30), st.sampled_from([-126, -100, 100, 126]))),
+        multiplier=draw(st.sampled_from([1.0, 1 / 2, 1 / 3, 1 / 8, 1e-3, -7.0])),
+        limit=draw(st.sampled_from(limits)),
+        values=draw(st.sampled_from(VALUES)),
+        seed=draw(st.integers(0, 2**31)),
+    )

@@ -1,0 +1,148 @@
+"""setup.py: what it builds, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def setup_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fastsync_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run_setup(*, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs setup.py far enough to decide what to build; ``path`` comes first on the import path."""
+    variables = {**os.environ, **environment}
+    if path is not None:
+        variables["PYTHONPATH"] = str(path)
+    return subprocess.run(
+        [sys.executable, "setup.py", "--name"], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120
+    )
+
+
+def _sources(*patterns: str) -> set[str]:
+    return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
+
+
+def _fake_toolkit(folder: Path, release: str) -> str:
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    nvcc.chmod(0o755)
+    return str(folder)
+
+
+def test_without_torch_one_sentence_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
+    result = _run_setup(path=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.strip().count("\n") == 0
+    assert "No module named 'torch'" in result.stderr
+    assert "pip install torch, then pip install --no-build-isolation ." in result.stderr
+
+
+def test_too_old_setuptools_is_refused(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_script.setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match=r"setuptools 65\.5\.0 is too old to build with: pip install 'setuptools>=77"):
+        setup_script.check_setuptools()
+
+
+def test_unknown_setting_is_refused() -> None:
+    result = _run_setup(FASTSYNC_CUDA="banana")
+    assert result.returncode == 1
+    assert "FASTSYNC_CUDA='banana' means nothing: 1 insists on the CUDA half, 0 leaves it out" in result.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
+def test_insisting_on_cuda_without_a_cuda_torch_fails_with_the_reason() -> None:
+    result = _run_setup(FASTSYNC_CUDA="1")
+    assert result.returncode == 1
+    assert f"FASTSYNC_CUDA=1, but the CUDA half cannot be built: torch {torch.__version__}" in result.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
+def test_leaving_cuda_out_by_itself_is_said() -> None:
+    result = _run_setup(FASTSYNC_CUDA="")
+    assert result.returncode == 0
+    assert "building the CPU half only: torch" in result.stderr
+
+
+def test_leaving_cuda_out_on_request_is_silent() -> None:
+    result = _run_setup(FASTSYNC_CUDA="0")
+    assert result.returncode == 0
+    assert "CPU half only" not in result.stderr
+
+
+def test_obstacles_to_the_cuda_half(setup_script: ModuleType, tmp_path: Path) -> None:
+    toolkit = _fake_toolkit(tmp_path / "cuda", "13.0")
+    obstacle = setup_script.cuda_obstacle
+    assert obstacle("2.13.0", "13.2", toolkit) is None
+    assert "torch.version.cuda is None" in obstacle("2.13.0+cpu", None, toolkit)
+    assert "set CUDA_HOME or put nvcc on the PATH" in obstacle("2.13.0", "13.0", None)
+    assert f"{tmp_path}/empty/bin/nvcc does not run" in obstacle("2.13.0", "13.0", f"{tmp_path}/empty")
+    mismatch = obstacle("2.13.0", "12.8", toolkit)
+    assert mismatch == f"torch 2.13.0 is built with CUDA 12.8, but the toolkit in {toolkit} is 13.0"
+
+
+@pytest.mark.parametrize(
+    ("setting", "obstacle", "built"),
+    [("", None, True), ("", "no toolkit", False), ("0", None, False), ("0", "no toolkit", False), ("1", None, True)],
+)
+def test_when_the_cuda_half_is_built(setup_script: ModuleType, setting: str, obstacle: str | None, built: bool) -> None:
+    assert setup_script.wants_cuda(setting, obstacle) is built
+
+
+def test_insisting_without_a_toolkit_fails_with_the_reason(setup_script: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="cannot be built: no CUDA toolkit was found"):
+        setup_script.wants_cuda("1", setup_script.cuda_obstacle("2.13.0", "13.0", None))
+
+
+def test_cpu_half_is_always_built(setup_script: ModuleType) -> None:
+    extension = setup_script.make_extension(with_cuda=False)
+    assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp")
+    assert "-DFASTSYNC_WITH_CUDA" not in extension.extra_compile_args["cxx"]
+    assert _sources("csrc/**/*.h") <= set(extension.depends)
+
+
+def test_cuda_half_adds_the_kernels_for_ampere_and_hopper(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    extension = setup_script.make_extension(with_cuda=True)
+    assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/cuda/*.cu")
+    for compiler in ("cxx", "nvcc"):
+        assert "-DFASTSYNC_WITH_CUDA" in extension.extra_compile_args[compiler]
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"
+
+
+def test_warnings_are_errors_only_on_request(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTSYNC_WERROR", raising=False)
+    assert "-Werror" not in setup_script.make_extension(with_cuda=False).extra_compile_args["cxx"]
+    monkeypatch.setenv("FASTSYNC_WERROR", "1")
+    assert "-Werror" in setup_script.make_extension(with_cuda=False).extra_compile_args["cxx"]
+
+
+def test_extension_brings_no_openmp_runtime_of_its_own() -> None:
+    from fastsync import _C
+
+    libraries = subprocess.run(["readelf", "-d", _C.__file__], capture_output=True, text=True, check=True).stdout
+    assert "libtorch_cpu" in libraries
+    assert "omp" not in libraries

@@ -1,0 +1,143 @@
+"""fastsync.distributed: process groups from torchrun's environment, reductions, and agreement of weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastsync.distributed import check_consistency, dist_mean, dist_sum, process_group
+from tests.ranks import run_ranks
+
+WORLD_SIZE = 3
+
+
+@dataclass
+class Seen:
+    """What one rank saw."""
+
+    mine: list[float]
+    total: list[float]
+    average: list[float]
+    equal_weights: str
+    one_bit_differs: str
+    layer_missing: str
+    collective_left_out: str
+
+
+def look_around(rank: int, world_size: int) -> Seen:
+    mine = torch.tensor([1.0, 3.0 * rank])
+    total, average = dist_sum(mine), dist_mean(mine)
+    return Seen(
+        mine=mine.tolist(),
+        total=total.tolist(),
+        average=average.tolist(),
+        equal_weights=consistency_error(two_layers()),
+        one_bit_differs=consistency_error(with_one_bit_flipped(two_layers()) if rank == 1 else two_layers()),
+        layer_missing=consistency_error(two_layers()[:1] if rank == 2 else two_layers()),
+        collective_left_out=leave_out_a_collective(rank),
+    )
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+def with_one_bit_flipped(model: nn.Sequential) -> nn.Sequential:
+    # One bit: a comparison by tolerance would not see it.
+    model[0].bias.detach().view(torch.int32)[1] ^= 1
+    return model
+
+
+def consistency_error(model: nn.Module) -> str:
+    try:
+        check_consistency(model)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def leave_out_a_collective(rank: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    message = ""
+    if rank == 0:
+        try:
+            dist_sum(torch.zeros(1), group)
+        except RuntimeError as error:
+            message = str(error)
+    dist.barrier()
+    return message
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[Seen]:
+    return run_ranks(look_around, WORLD_SIZE, timeout=120)
+
+
+def test_sum_and_mean_over_ranks(seen: list[Seen]):
+    for rank, at_rank in enumerate(seen):
+        assert at_rank.total == [3.0, 9.0]
+        assert at_rank.average == [1.0, 3.0]
+        assert at_rank.mine == [1.0, 3.0 * rank], "the rank's own values must not be overwritten"
+
+
+def test_equal_weights_are_consistent(seen: list[Seen]):
+    assert [at_rank.equal_weights for at_rank in seen] == [""] * WORLD_SIZE
+
+
+def test_one_differing_bit_is_named_on_every_rank(seen: list[Seen]):
+    for at_rank in seen:
+        assert at_rank.one_bit_differs.startswith("'0.bias' of Sequential differs between ranks: ranks [0, 2]: sha256 ")
+        assert "; ranks [1]: sha256 " in at_rank.one_bit_differs
+
+
+def test_a_tensor_that_a_rank_lacks_is_named_on_every_rank(seen: list[Seen]):
+    for at_rank in seen:
+        assert at_rank.layer_missing.startswith("'1.weight' of Sequential differs between ranks: ranks [0, 1]: sha256 ")
+        assert at_rank.layer_missing.endswith("; ranks [2]: missing")
+
+
+def test_a_collective_that_a_rank_leaves_out_ends_with_an_error(seen: list[Seen]):
+    assert "1000ms" in seen[0].collective_left_out
+
+
+def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with process_group(timeout=30) as device:
+        assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert not dist.is_initialized()
+
+
+LONELY = """
+from fastsync.distributed import process_group
+try:
+    with process_group(timeout=1.0):
+        pass
+except RuntimeError as error:
+    print("RuntimeError:", error)
+"""
+
+
+def test_a_rank_whose_peers_never_come_gives_up_in_time():
+    environment = os.environ | {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", LONELY], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert process.stdout.startswith("RuntimeError:"), process.stdout + process.stderr

@@ -1,0 +1,463 @@
+"""torch.ops.fastsync.{pack,unpack,measure} against fastsync.reference, and the way torch sees them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastsync._C  # noqa: F401 registers torch.ops.fastsync
+from fastsync import reference
+from tests.compare import assert_bitwise_equal
+from tests.sample_inputs import (
+    DEVICES,
+    GRAD_DTYPES,
+    OPERATORS,
+    VALUES,
+    WIRE_DTYPES,
+    Bucket,
+    BuiltBucket,
+    Gradient,
+    random_buckets,
+    sample_inputs,
+)
+
+ops = torch.ops.fastsync
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+random_examples = settings(derandomize=True, deadline=None, max_examples=400)
+HALVES = [torch.float16, torch.bfloat16]
+CHUNK = 32768
+BLOCK = 128
+
+# A square is rounded once and is then the term of at most seven float32 additions before the sum goes on in float64:
+# eight errors of at most 2^-24 of a sum of positive terms, 4.8e-7 in all.
+SUM_TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads wait for each other in spinning loops, which take forever where the cores have other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_same_stats(actual: Tensor, expected: Tensor) -> None:
+    actual, expected = actual.cpu(), expected.cpu()
+    squares = slice(reference.SUM_OF_SQUARES, reference.SUM_OF_SQUARES + 1)
+    torch.testing.assert_close(actual[squares], expected[squares], rtol=SUM_TOLERANCE, atol=0, equal_nan=True)
+    for index in (reference.NUM_NONFINITE, reference.NUM_SATURATED, reference.MAX_MAGNITUDE):
+        assert_bitwise_equal(actual[index], expected[index], f"stats[{index}]")
+
+
+def assert_same_state(actual: BuiltBucket, expected: BuiltBucket) -> None:
+    assert_bitwise_equal(actual.wire, expected.wire, "wire")
+    for i, (grad, expected_grad) in enumerate(zip(actual.grads, expected.grads, strict=True)):
+        assert_bitwise_equal(grad, expected_grad, f"grads[{i}]")
+    for i, (storage, expected_storage) in enumerate(zip(actual.storages, expected.storages, strict=True)):
+        assert_bitwise_equal(storage, expected_storage, f"the memory around tensor {i}")
+    if actual.bucket_scale is not None:
+        assert_bitwise_equal(actual.bucket_scale, expected.bucket_scale, "bucket_scale")
+    assert_same_stats(actual.stats, expected.stats)
+
+
+def call(implementation: Any, operator: str, built: BuiltBucket) -> None:
+    args, kwargs = built.arguments(operator)
+    assert getattr(implementation, operator)(*args, **kwargs) is None
+
+
+def check_against_reference(operator: str, bucket: Bucket, device: str) -> None:
+    actual, expected = bucket.build(device), bucket.build("cpu")
+    call(ops, operator, actual)
+    call(reference, operator, expected)
+    assert_same_state(actual, expected)
+
+
+def new_stats(device: str = "cpu") -> Tensor:
+    return torch.zeros(reference.NUM_STATS, dtype=torch.float64, device=device)
+
+
+def all_patterns(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+
+
+# ---- against the reference ------------------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_samples(operator: str, device: str) -> None:
+    for built in sample_inputs(device):
+        expected = built.bucket.build("cpu")
+        call(ops, operator, built)
+        call(reference, operator, expected)
+        assert_same_state(built, expected)
+
+
+@on_each_device
+@given(bucket=random_buckets(expanded=True))
+@random_examples
+def test_pack_of_random_buckets(device: str, bucket: Bucket) -> None:
+    check_against_reference("pack", bucket, device)
+
+
+@on_each_device
+@given(bucket=random_buckets())
+# A block is decoded in vectors, a tail value by value: neither may pass float32's largest.
+@example(bucket=Bucket((Gradient((BLOCK,)), Gradient((3,))), scale_exponent=-126, values="wide"))
+@example(bucket=Bucket((Gradient((BLOCK,)),), wire_dtype=torch.bfloat16, scale_exponent=-100, values="mostly_ordinary"))
+@random_examples
+def test_unpack_to_random_buckets(device: str, bucket: Bucket) -> None:
+    check_against_reference("unpack", bucket, device)
+
+
+@on_each_device
+@given(bucket=random_buckets(expanded=True))
+@random_examples
+def test_measure_of_random_buckets(device: str, bucket: Bucket) -> None:
+    check_against_reference("measure", bucket, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_sizes_across_chunk_and_block_borders(
+    grad_dtype: torch.dtype, wire_dtype: torch.dtype | None, operator: str, device: str
+) -> None:
+    around_chunk = (Gradient((CHUNK - 1,)), Gradient((CHUNK,), offset=1), Gradient((CHUNK + 1,)))
+    beyond = (Gradient((BLOCK - 1,)), Gradient((BLOCK + 1,)), Gradient((2 * CHUNK + BLOCK + 17,)), Gradient((131, 263)))
+    for values in ("ordinary", "mostly_ordinary"):
+        bucket = Bucket(
+            around_chunk + beyond, grad_dtype, wire_dtype, scale_exponent=2, multiplier=1 / 3, limit=1.5, values=values
+        )
+        check_against_reference(operator, bucket, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_more_gradients_than_a_large_model_has(operator: str, device: str) -> None:
+    gradients = tuple(Gradient((n % 7, n % 50), offset=n % 3) for n in range(1000))
+    bucket = Bucket(gradients, wire_dtype=torch.float16, scale_exponent=2, limit=9.0, values="mostly_ordinary")
+    check_against_reference(operator, bucket, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_one_flat_buffer_is_gradients_and_wire(
+    grad_dtype: torch.dtype, wire_dtype: torch.dtype | None, device: str
+) -> None:
+    """The gradients are views of one buffer; with a wire of their own dtype, that buffer is the wire as well."""
+    sizes = [5, 0, BLOCK, 1, CHUNK + 3, 16]
+    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(1)).to(grad_dtype)
+    written, expected = flat.clone().to(device), flat.clone()
+    wire = written if wire_dtype is None else torch.empty_like(written, dtype=wire_dtype)
+    expected_wire = torch.empty_like(expected, dtype=wire_dtype or grad_dtype)
+    stats, expected_stats = new_stats(device), new_stats()
+    ops.pack(written.split(sizes), wire, stats, multiplier=0.3)
+    reference.pack(expected.split(sizes), expected_wire, expected_stats, multiplier=0.3)
+    assert_bitwise_equal(wire, expected_wire)
+    ops.unpack(wire, written.split(sizes), stats)
+    reference.unpack(expected_wire, expected.split(sizes), expected_stats)
+    assert_bitwise_equal(written, expected)
+    assert_same_stats(stats, expected_stats)
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_sum_of_squares_at_every_magnitude(dtype: torch.dtype, device: str) -> None:
+    """Squares leave float32's range from both ends of it, and float64's for float64."""
+    info = torch.finfo(dtype)
+    exponents = range(math.frexp(info.tiny)[1] - 10, math.frexp(info.max)[1])
+    generator = torch.Generator().manual_seed(2)
+    mantissas = 1 + torch.rand(2 * BLOCK + 5, generator=generator, dtype=torch.float64)
+    for exponent in exponents:
+        grads = [(mantissas * 2.0**exponent).to(dtype)]
+        stats, expected = new_stats(device), new_stats()
+        ops.measure([grad.to(device) for grad in grads], stats)
+        reference.measure(grads, expected)
+        assert_same_stats(stats, expected)
+
+
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("values", VALUES)
+def test_results_do_not_depend_on_the_number_of_threads(grad_dtype: torch.dtype, values: str) -> None:
+    bucket = Bucket(
+        (Gradient((3 * CHUNK + 77,)), Gradient((11,)), Gradient((300, 301), "transposed"), Gradient((CHUNK + 1,))),
+        grad_dtype,
+        torch.float16,
+        scale_exponent=1,
+        limit=2.0,
+        values=values,
+    )
+    for operator in OPERATORS:
+        results = []
+        for num_threads in (1, 2, 3):
+            results.append(bucket.build("cpu"))
+            torch.set_num_threads(num_threads)
+            call(ops, operator, results[-1])
+            torch.set_num_threads(1)
+        for other in results[1:]:
+            assert_bitwise_equal(other.stats, results[0].stats, "stats")
+            assert_same_state(other, results[0])
+
+
+# ---- every 16-bit value, every rounding -----------------------------------------------------------------------------
+
+# As one tensor the values go through the vectors, in pieces shorter than a row of 16 they go one by one.
+in_one_or_in_pieces = pytest.mark.parametrize("piece", [2**18, 15])
+
+
+@on_each_device
+@in_one_or_in_pieces
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_every_pattern_decodes_to_float32(wire_dtype: torch.dtype, piece: int, device: str) -> None:
+    wire = all_patterns(wire_dtype)
+    decoded = torch.empty(len(wire), device=device)
+    ops.unpack(wire.to(device), decoded.split(piece), new_stats(device))
+    assert_bitwise_equal(decoded, wire.to(torch.float32))
+
+
+@on_each_device
+@in_one_or_in_pieces
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_every_pattern_reaches_every_gradient_dtype(
+    wire_dtype: torch.dtype, grad_dtype: torch.dtype, piece: int, device: str
+) -> None:
+    wire = all_patterns(wire_dtype)
+    for scale in (1.0, 2.0**-9, 2.0**12):
+        grads = torch.zeros(len(wire), dtype=grad_dtype, device=device)
+        expected = torch.zeros(len(wire), dtype=grad_dtype)
+        ops.unpack(wire.to(device), grads.split(piece), new_stats(device), torch.tensor(scale, device=device))
+        reference.unpack(wire, [expected], new_stats(), torch.tensor(scale))
+        assert_bitwise_equal(grads, expected)
+
+
+@on_each_device
+@in_one_or_in_pieces
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_every_rounding(wire_dtype: torch.dtype, piece: int, device: str) -> None:
+    """Every 16-bit value, the midpoint between it and the next, and the two float32 neighbours of that midpoint."""
+    magnitudes = all_patterns(wire_dtype)[2**15 :].double()
+    magnitudes = magnitudes[magnitudes.isfinite()]
+    beyond = 2 * magnitudes[-1] - magnitudes[-2]  # where the next value would be if the exponent went on
+    following = torch.cat([magnitudes[1:], beyond.view(1)])
+    midpoints = ((magnitudes + following) / 2).float()
+    up, down = torch.tensor(float("inf")), torch.tensor(float("-inf"))
+    values = torch.cat([magnitudes.float(), midpoints, midpoints.nextafter(up), midpoints.nextafter(down)])
+    values = torch.cat([values, -values])
+    wire = torch.empty(len(values), dtype=wire_dtype, device=device)
+    ops.pack(values.to(device).split(piece), wire, new_stats(device))
+    assert_bitwise_equal(wire, values.to(wire_dtype))
+
+
+@on_each_device
+@in_one_or_in_pieces
+@pytest.mark.parametrize("grad_dtype", HALVES)
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_every_16_bit_gradient_is_packed(
+    grad_dtype: torch.dtype, wire_dtype: torch.dtype, piece: int, device: str
+) -> None:
+    grads = all_patterns(grad_dtype)
+    limit = reference.saturation_limit(wire_dtype, 3)
+    for multiplier in (1.0, 1 / 3, 2.0**-14, 512.0):
+        wire = torch.empty(len(grads), dtype=wire_dtype, device=device)
+        expected = torch.empty(len(grads), dtype=wire_dtype)
+        stats, expected_stats = new_stats(device), new_stats()
+        ops.pack(grads.to(device).split(piece), wire, stats, multiplier=multiplier, limit=limit)
+        reference.pack([grads], expected, expected_stats, multiplier=multiplier, limit=limit)
+        assert_bitwise_equal(wire, expected)
+        assert_same_stats(stats, expected_stats)
+
+
+# ---- finite stays finite --------------------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_limit_is_kept_at_every_place(grad_dtype: torch.dtype, wire_dtype: torch.dtype, device: str) -> None:
+    """What is at the limit is sent as it is and not counted; what is beyond is sent as the limit and counted."""
+    limit = 3.0
+    at = torch.tensor(limit, dtype=grad_dtype)
+    inf, nan = float("inf"), float("nan")
+    values = [at, -at, at.nextafter(at + 1), -at.nextafter(at + 1), 1e4, -1e4, inf, -inf, nan]
+    sent = [limit, -limit, limit, -limit, limit, -limit, inf, -inf, nan]
+    for place in range(2 * BLOCK + 7):
+        grad = torch.zeros(2 * BLOCK + 7, dtype=grad_dtype)
+        index = torch.arange(place, place + len(values)) % len(grad)
+        grad[index] = torch.tensor(values, dtype=grad_dtype)
+        expected = torch.zeros(len(grad), dtype=wire_dtype)
+        expected[index] = torch.tensor(sent, dtype=wire_dtype)
+        wire, stats = torch.empty_like(expected, device=device), new_stats(device)
+        ops.pack([grad.to(device)], wire, stats, limit=limit)
+        assert_bitwise_equal(wire, expected)
+        assert stats[reference.NUM_SATURATED] == 4
+
+
+@on_each_device
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("wire_dtype", HALVES)
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("values", ["special", "bits", "wide"])
+def test_sum_over_ranks_stays_finite_in_any_order(
+    values: str, grad_dtype: torch.dtype, wire_dtype: torch.dtype, world_size: int, device: str
+) -> None:
+    """Gradients up to the largest there are, on ranks alike or not: what is finite stays so, what is not arrives."""
+    for scale_exponent in (None, -100, 5, 100):
+        wires, nonfinite = [], torch.zeros(3 * BLOCK + 5, dtype=torch.bool)
+        for rank in range(world_size):
+            built = Bucket(
+                (Gradient((3 * BLOCK + 5,)),),
+                grad_dtype,
+                wire_dtype,
+                scale_exponent=scale_exponent,
+                multiplier=1 / world_size,
+                limit=reference.saturation_limit(wire_dtype, world_size),
+                values=values,
+                seed=rank // 2,  # every other rank holds what the one before it does
+            ).build(device)
+            call(ops, "pack", built)
+            wires.append(built.wire.clone())
+            nonfinite |= ~built.grads[0].cpu().isfinite()
+            alike = _sum_in_order([built.wire] * world_size)
+            assert torch.equal(alike.isfinite(), built.grads[0].isfinite())
+        shuffled = [wires[i] for i in torch.randperm(world_size, generator=torch.Generator().manual_seed(3))]
+        for total in (_sum_in_order(wires), _sum_in_order(wires[::-1]), _sum_in_order(shuffled), _sum_in_pairs(wires)):
+            assert torch.equal(~total.isfinite().cpu(), nonfinite)
+            built.wire.copy_(total)
+            call(ops, "unpack", built)
+            assert torch.equal(~built.grads[0].isfinite().cpu(), nonfinite)
+            assert built.stats[reference.NUM_NONFINITE] == nonfinite.sum()
+
+
+def _sum_in_order(wires: Sequence[Tensor]) -> Tensor:
+    total = wires[0].clone()
+    for wire in wires[1:]:
+        total += wire
+    return total
+
+
+def _sum_in_pairs(wires: Sequence[Tensor]) -> Tensor:
+    if len(wires) == 1:
+        return wires[0].clone()
+    middle = len(wires) // 2
+    return _sum_in_pairs(wires[:middle]) + _sum_in_pairs(wires[middle:])
+
+
+# ---- the bucket scale -----------------------------------------------------------------------------------------------
+
+magnitudes_over_time = st.lists(
+    st.one_of(st.just(0.0), st.sampled_from([float("nan"), float("inf")]), st.floats(2.0**-126, 2.0**126, width=32)),
+    max_size=40,
+)
+
+
+@on_each_device
+@given(magnitudes=magnitudes_over_time, exponent=st.integers(-100, 100))
+@example(magnitudes=[1.0] * 15 + [1e6] + [0.0] * 60 + [1e-30] * 200, exponent=0)
+@random_examples
+def test_bucket_scale_follows_the_reference(device: str, magnitudes: list[float], exponent: int) -> None:
+    scale = torch.tensor(2.0**exponent, device=device)
+    expected = scale.item()
+    grad, stats = torch.zeros(3, device=device), new_stats(device)
+    for magnitude in magnitudes:
+        ops.unpack(torch.tensor([0.0, magnitude, -magnitude / 2], device=device), [grad], stats, scale)
+        finite = grad[grad.isfinite()].abs().max().item()
+        assert stats[reference.MAX_MAGNITUDE].item() == finite
+        expected = reference.next_bucket_scale(expected, finite)
+        assert scale.item() == expected
+
+
+@on_each_device
+def test_bucket_scale_rises_by_two_falls_at_once_and_ignores_what_is_not_finite(device: str) -> None:
+    def scale_after(start: float, *values: float) -> float:
+        scale = torch.tensor(start, device=device)
+        wire = torch.tensor(values, device=device) * start
+        ops.unpack(wire, [torch.zeros(len(values), device=device)], new_stats(device), scale)
+        return scale.item()
+
+    assert scale_after(1.0, 1.0, -0.25) == 2.0
+    assert scale_after(256.0, 1.0) == 512.0
+    assert scale_after(512.0, 1.0) == 512.0
+    assert scale_after(512.0, -1023.0) == 1.0
+    assert scale_after(512.0, 1024.0) == 0.5
+    assert scale_after(512.0, float("nan"), 1.0, float("inf")) == 512.0
+    assert scale_after(1.0, 0.0) == 2.0
+    assert scale_after(2.0**24, 0.0) == 2.0**24
+    assert scale_after(2.0**30, 0.0) == 2.0**30
+    assert scale_after(2.0**100, 2.0**-120) == 2.0**100
+
+
+# ---- as torch sees them ---------------------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(operator: str, device: str) -> None:
+    for built in sample_inputs(device):
+        args, kwargs = built.arguments(operator)
+        results = torch.library.opcheck(getattr(ops, operator).default, args, kwargs)
+        assert set(results.values()) == {"SUCCESS"}
+        assert len(results) == 4
+
+
+@on_each_device
+def test_compiled_function_gives_the_same_and_its_writes_are_seen(device: str) -> None:
+    def average(grads: list[Tensor], wire: Tensor, stats: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        ops.pack(grads, wire, stats, scale, multiplier=0.5, limit=100.0)
+        sent = wire.float()
+        wire.mul_(2)
+        ops.unpack(wire, grads, stats, scale)
+        ops.measure(grads, stats)
+        return sent, grads[0] + 1
+
+    bucket = Bucket((Gradient((3, 5)), Gradient(()), Gradient((200,))), wire_dtype=torch.float16, scale_exponent=1)
+    eager, compiled = bucket.build(device), bucket.build(device)
+    torch._dynamo.reset()
+    compiled_average = torch.compile(average, backend="aot_eager", fullgraph=True)
+    expected = average(eager.grads, eager.wire, eager.stats, eager.bucket_scale)
+    actual = compiled_average(compiled.grads, compiled.wire, compiled.stats, compiled.bucket_scale)
+    for result, expected_result in zip(actual, expected, strict=True):
+        assert_bitwise_equal(result, expected_result)
+    assert_same_state(compiled, eager)
+    assert not torch.equal(eager.grads[0], bucket.build(device).grads[0])
+
+
+def test_fake_tensors_are_checked_and_nothing_else() -> None:
+    with FakeTensorMode():
+        grads, stats, scale = [torch.empty(3, 5), torch.empty(())], new_stats(), torch.ones(())
+        wire = torch.empty(16, dtype=torch.float16)
+        assert ops.pack(grads, wire, stats, scale, limit=1.0) is None
+        assert ops.unpack(wire, grads, stats, scale) is None
+        assert ops.measure(grads, stats) is None
+        with pytest.raises(ValueError, match="wire: expected a contiguous vector of 16 elements"):
+            ops.pack(grads, wire[1:], stats)
+        with pytest.raises(ValueError, match="wire: expected a contiguous vector of 16 elements"):
+            ops.unpack(wire[1:], grads, stats)
+        with pytest.raises(ValueError, match="stats: expected 4"):
+            ops.measure(grads, stats[1:])
+
+
+def test_more_than_2_to_the_31_elements_on_meta() -> None:
+    grads = [torch.empty(2**31, device="meta", dtype=torch.bfloat16) for _ in range(3)]
+    wire = torch.empty(3 * 2**31, device="meta", dtype=torch.float16)
+    stats, scale = new_stats("meta"), torch.empty((), device="meta")
+    ops.pack(grads, wire, stats, scale)
+    ops.unpack(wire, grads, stats, scale)
+    ops.measure(grads, stats)
+    message = r"contiguous vector of 6442450944 elements, as many as the gradients have, got \[6442450943\]"
+    with pytest.raises(ValueError, match=message):
+        ops.pack(grads, wire[:-1], stats)
+    with pytest.raises(ValueError, match=message):
+        ops.unpack(wire[:-1], grads, stats)

@@ -1,0 +1,82 @@
+"""torch.ops.fastsync.* refuse what they cannot serve, say why, and leave everything as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastsync._C  # noqa: F401 registers torch.ops.fastsync
+
+
+def _bad(message: str, operators: str = "pack unpack", **changes: Any) -> Any:
+    return pytest.param(operators.split(), changes, message, id=f"{'-'.join(changes)}: {message[:40]}")
+
+
+EACH = "pack unpack measure"
+BAD_INPUTS = [
+    _bad(r"grads: expected at least one tensor, got an empty list", EACH, grads=[]),
+    _bad(r"grads\[0\]: expected a dense tensor, got layout Sparse; .*sparse", EACH, grads=[torch.eye(2).to_sparse()]),
+    _bad(r"grads\[1\]: expected a dense tensor", EACH, grads=[torch.ones(2), torch.eye(2).to_sparse()]),
+    _bad(r"grads\[0\]: expected float32, .* got ComplexFloat", EACH, grads=[torch.ones(6, dtype=torch.complex64)]),
+    _bad(r"grads\[1\]: expected float32, .* got Long", EACH, grads=[torch.ones(2), torch.ones(4, dtype=torch.int64)]),
+    _bad(r"grads\[0\]: expected float32, .* got Bool", EACH, grads=[torch.ones(6, dtype=torch.bool)]),
+    _bad(r"grads\[1\]: expected Float like grads\[0\], got Half", EACH, grads=[torch.ones(2), torch.ones(4).half()]),
+    _bad(r"grads\[1\]: expected device cpu .* got meta", EACH, grads=[torch.ones(2), torch.ones(4, device="meta")]),
+    _bad(r"wire: expected a contiguous vector of 6 elements, .* got \[5\]", wire=torch.ones(5)),
+    _bad(r"wire: expected a contiguous vector of 6 elements, .* got \[7\]", wire=torch.ones(7)),
+    _bad(r"wire: expected a contiguous vector of 6 elements, .* got \[6, 1\]", wire=torch.ones(6, 1)),
+    _bad(r"wire: expected a contiguous vector of 6 elements", wire=torch.ones(12)[::2]),
+    _bad(r"wire: .* \(Float\), float16 or bfloat16, got Double", wire=torch.ones(6, dtype=torch.float64)),
+    _bad(r"wire: .* \(Float\), float16 or bfloat16, got Char", wire=torch.ones(6, dtype=torch.int8)),
+    _bad(r"wire: .* \(Half\), float16 or bfloat16, got Float", grads=[torch.ones(6).half()]),
+    _bad(r"wire: expected a contiguous vector of 6 elements", wire=torch.ones(6).to_sparse()),
+    _bad(r"wire: expected device cpu like the gradients, got meta", wire=torch.ones(6, device="meta")),
+    _bad(r"stats: expected 4 contiguous float64 elements on cpu, got \[4\] Float", EACH, stats=torch.ones(4)),
+    _bad(r"stats: expected 4 .* got \[3\] Double", EACH, stats=torch.ones(3, dtype=torch.float64)),
+    _bad(r"stats: expected 4 contiguous", EACH, stats=torch.ones(8, dtype=torch.float64)[::2]),
+    _bad(r"stats: .* on meta", EACH, stats=torch.ones(4, dtype=torch.float64, device="meta")),
+    _bad(r"bucket_scale: expected one float32 element on cpu, got \[\] Double", bucket_scale=torch.ones(()).double()),
+    _bad(r"bucket_scale: expected one float32 element on cpu, got \[2\] Float", bucket_scale=torch.ones(2)),
+    _bad(r"bucket_scale: expected one float32 element on cpu, got \[0\] Float", bucket_scale=torch.ones(0)),
+    _bad(r"bucket_scale: .* on meta", bucket_scale=torch.ones((), device="meta")),
+    _bad(r"multiplier: expected a finite number, got nan", "pack", multiplier=float("nan")),
+    _bad(r"multiplier: expected a finite number, got inf", "pack", multiplier=float("inf")),
+    _bad(r"limit: expected a positive number or None, got 0", "pack", limit=0.0),
+    _bad(r"limit: expected a positive number or None, got -1", "pack", limit=-1.0),
+    _bad(r"limit: expected a positive number or None, got nan", "pack", limit=float("nan")),
+]
+
+
+@pytest.mark.parametrize(("operators", "changes", "message"), BAD_INPUTS)
+def test_bad_input_is_refused_and_nothing_is_written(
+    operators: list[str], changes: dict[str, Any], message: str
+) -> None:
+    arguments = {
+        "grads": [torch.full((2,), 2.0), torch.full((2, 2), 2.0)],
+        "wire": torch.full((6,), 3.0),
+        "stats": torch.full((4,), 4.0, dtype=torch.float64),
+        "bucket_scale": torch.full((), 8.0),
+        "multiplier": 1.0,
+        "limit": 1.0,
+    } | changes
+    before = {name: _snapshot(value) for name, value in arguments.items()}
+    names = {
+        "pack": ["grads", "wire", "stats", "bucket_scale", "multiplier", "limit"],
+        "unpack": ["wire", "grads", "stats", "bucket_scale"],
+        "measure": ["grads", "stats"],
+    }
+    for operator in operators:
+        with pytest.raises(ValueError, match=message):
+            getattr(torch.ops.fastsync, operator)(**{name: arguments[name] for name in names[operator]})
+        assert {name: _snapshot(value) for name, value in arguments.items()} == before
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_snapshot(each) for each in value]
+    if isinstance(value, Tensor):
+        return "meta" if value.is_meta else value.to_dense().tolist()
+    return repr(value)

@@ -1,0 +1,41 @@
+"""Settings that cannot work are refused, each with a message that names the setting and the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastsync.ppo.config import Settings
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"total_steps": 0}, "total_steps=0 must be at least 1"),
+        ({"num_envs": 0}, "num_envs=0 must be at least 1"),
+        ({"num_steps": -1}, "num_steps=-1 must be at least 1"),
+        ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
+        ({"num_epochs": 0}, "num_epochs=0 must be at least 1"),
+        ({"num_minibatches": 0}, "num_minibatches=0 must be at least 1"),
+        ({"timeout": 0.0}, "timeout=0.0 must be greater than 0"),
+        ({"learning_rate": -1e-3}, "learning_rate=-0.001 must be greater than 0"),
+        ({"clip_coef": 0.0}, "clip_coef=0.0 must be greater than 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 must be greater than 0"),
+        ({"ent_coef": -0.1}, "ent_coef=-0.1 must not be negative"),
+        ({"vf_coef": -0.1}, "vf_coef=-0.1 must not be negative"),
+        ({"seed": -1}, "seed=-1 must not be negative"),
+        ({"gamma": 1.1}, r"gamma=1.1 must lie in \[0, 1\]"),
+        ({"gae_lambda": -0.1}, r"gae_lambda=-0.1 must lie in \[0, 1\]"),
+        ({"gamma": float("nan")}, r"gamma=nan must lie in \[0, 1\]"),
+        (
+            {"num_envs": 3, "num_steps": 5, "num_minibatches": 4},
+            r"num_minibatches=4 does not divide the 15 rows of a rank's rollout \(num_envs=3 \* num_steps=5\)",
+        ),
+        ({"sync": "ddp", "compression": "fp16"}, "compression='fp16' needs sync='fastsync': sync='ddp' sends"),
+        ({"sync": "cat", "compression": "bf16"}, "compression='bf16' needs sync='fastsync': sync='cat' sends"),
+    ],
+)
+def test_bad_settings_are_refused(bad: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Settings(**bad)

@@ -1,0 +1,81 @@
+"""Compiles the CUDA half without a GPU and without a CUDA build of torch, so that it cannot rot on machines like that.
+
+Every csrc/cuda/*.cu is compiled by nvcc for sm_80 and sm_90; every csrc/*.cpp is syntax-checked as setup.py would
+compile it with the CUDA half. Nothing is linked or kept. Where nvcc is not on the PATH it says so and succeeds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch.utils.cpp_extension import include_paths
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import setup  # noqa: E402
+
+GENCODE = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90"]
+# torch's CUDA headers include this file, which only CUDA builds of torch carry. It holds macros about cuDNN.
+MACROS = "c10/cuda/impl/cuda_cmake_macros.h"
+
+
+def cuda_include(nvcc: str) -> str:
+    """The include folder of the toolkit that ``nvcc``, which may be a wrapper script, belongs to."""
+    dryrun = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-E", os.devnull], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE)
+    if dryrun.returncode or top is None:
+        raise SystemExit(f"check-cuda: {nvcc} --dryrun does not tell where its toolkit is:\n{dryrun.stderr}")
+    return str(Path(top.group(1).strip()) / "include")
+
+
+def kernel_command(nvcc: str, source: Path, output: Path) -> list[str]:
+    flags = [*setup.NVCC_FLAGS, "-Werror=all-warnings", "-DFASTSYNC_WITH_CUDA", *GENCODE]
+    return [nvcc, *flags, f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(output / f"{source.stem}.o")]
+
+
+def glue_command(source: Path, system_includes: list[str]) -> list[str]:
+    flags = [*setup.CXX_FLAGS, "-Werror", "-DFASTSYNC_WITH_CUDA", "-DTORCH_EXTENSION_NAME=_C"]
+    includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{folder}" for folder in system_includes)]
+    return [os.environ.get("CXX", "c++"), "-fsyntax-only", *flags, *includes, str(source)]
+
+
+def run(command: list[str]) -> bool:
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    verdict = "FAILED" if result.returncode else "ok"
+    print(f"{shlex.join(command)}\n{result.stdout}check-cuda: {verdict}", flush=True)
+    return result.returncode == 0
+
+
+def main() -> int:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        print("check-cuda: nvcc is not on the PATH: the CUDA half was NOT compiled")
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        system_includes = [*include_paths(), sysconfig.get_path("include"), cuda_include(nvcc)]
+        if not any((Path(folder) / MACROS).exists() for folder in system_includes):
+            (scratch / MACROS).parent.mkdir(parents=True)
+            (scratch / MACROS).touch()
+            system_includes.append(str(scratch))
+        commands = [kernel_command(nvcc, source, scratch) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+        commands += [glue_command(source, system_includes) for source in sorted((ROOT / "csrc").glob("*.cpp"))]
+        if not commands:
+            raise SystemExit("check-cuda: csrc holds no .cu and no .cpp")
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
+            results = list(pool.map(run, commands))
+    print(f"check-cuda: {sum(results)} of {len(results)} files compile")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
