@@ -1,6 +1,7 @@
 // torch.ops.fastsync.*: the passes as operators. Schemas declare what is written; arguments are checked before anything
 // is touched; the Meta kernels run the checks alone, which is all there is to an operator that returns nothing.
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -84,6 +85,17 @@ float* data_or_null(const std::optional<at::Tensor>& scale) {
   return scale.has_value() ? scale->data_ptr<float>() : nullptr;
 }
 
+void check_writable(at::TensorList grads) {
+  for (size_t i = 0; i < grads.size(); ++i) {
+    TORCH_CHECK_VALUE(at::has_internal_overlap(grads[i]) != at::MemOverlap::Yes, "grads[", i,
+                      "]: expected a tensor to ", "write to, got one whose elements share memory (shape ",
+                      grads[i].sizes(), ", strides ", grads[i].strides(), "); clone it first");
+  }
+}
+
+// Tells autograd that a tensor it may have saved is another one now.
+void mark_written(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
+
 void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
                 const std::optional<at::Tensor>& bucket_scale, double multiplier, std::optional<double> limit) {
   check_grads(grads);
@@ -109,6 +121,8 @@ void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::op
                       data_or_null(bucket_scale),
                       stats.data_ptr<double>()};
   run_pack(args, wire.device(), new_workspace(wire.device()));
+  mark_written(wire);
+  mark_written(stats);
 }
 
 void check_unpack(const at::Tensor& wire, at::TensorList grads, const at::Tensor& stats,
@@ -121,6 +135,7 @@ void check_unpack(const at::Tensor& wire, at::TensorList grads, const at::Tensor
 
 void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale) {
   check_unpack(wire, grads, stats, bucket_scale);
+  check_writable(grads);
   const auto dense = as_contiguous(grads);
   const auto segments = lay_out(dense);
   const UnpackArgs args{segments.data(),
@@ -132,9 +147,15 @@ void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std:
                         stats.data_ptr<double>()};
   run_unpack(args, wire.device(), new_workspace(wire.device()));
   for (size_t i = 0; i < grads.size(); ++i) {
-    if (!dense[i].is_same(grads[i])) {
+    if (dense[i].is_same(grads[i])) {
+      mark_written(grads[i]);
+    } else {
       grads[i].copy_(dense[i]);
     }
+  }
+  mark_written(stats);
+  if (bucket_scale.has_value()) {
+    mark_written(*bucket_scale);
   }
 }
 
@@ -150,6 +171,7 @@ void measure(at::TensorList grads, at::Tensor stats) {
   const MeasureArgs args{segments.data(), static_cast<int64_t>(segments.size()), dtype_of(dense.front().scalar_type()),
                          stats.data_ptr<double>()};
   run_measure(args, stats.device(), new_workspace(stats.device()));
+  mark_written(stats);
 }
 
 void pack_meta(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,

@@ -174,7 +174,7 @@ inline double saturation_limit(DType wire, int64_t world_size) {
 // A bucket's scale is a power of two that brings its largest reduced magnitude to [2^9, 2^10): a factor of 64 below
 // float16's largest, for ranks whose own gradients are larger than the mean and for gradients that grow.
 constexpr int kTargetExponent = 10;
-constexpr int kMaxScaleExponent = 100;
+constexpr int kMaxScaleExponent = 118;  // enough for float32's largest
 constexpr int kMaxIdleScaleExponent = 24;
 
 FASTSYNC_HOST_DEVICE int scale_exponent_for(double amax) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from collections import defaultdict
@@ -30,6 +31,10 @@ def process_group(timeout: float) -> Iterator[torch.device]:
     Raises:
         RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
     """
+    # Optimizers import it. Imported while a group is open, it keeps that group alive for good, and Gloo's threads with
+    # it; a thread that then drops a tensor while the interpreter shuts down aborts the process.
+    import torch._dynamo
+
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit = timedelta(seconds=timeout)
@@ -50,6 +55,7 @@ def process_group(timeout: float) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+        gc.collect()  # DDP is part of reference cycles and holds the group
 
 
 def dist_sum(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:

@@ -14,7 +14,7 @@ NUM_STATS = 4
 SUM_OF_SQUARES, NUM_NONFINITE, NUM_SATURATED, MAX_MAGNITUDE = range(NUM_STATS)
 
 TARGET_EXPONENT = 10
-MAX_SCALE_EXPONENT = 100
+MAX_SCALE_EXPONENT = 118
 MAX_IDLE_SCALE_EXPONENT = 24
 
 _SIGNIFICAND_BITS = {torch.float16: 11, torch.bfloat16: 8}
@@ -31,7 +31,8 @@ def pack(
 ) -> None:
     """Gradients to wire: ``wire = (grads * multiplier * bucket_scale)``, one after the other, each in C order.
 
-    Products are taken in float32 (float64 for float64 gradients) and rounded once, to nearest even, to ``wire.dtype``.
+    Products are taken in float32 (float64 for float64 gradients) and rounded once, to nearest even, to ``wire.dtype``;
+    float64 products go to a 16-bit wire through float32, as torch's own conversion does.
     A finite gradient whose product is beyond ``±limit`` is sent as ``±limit`` and counted in ``stats[NUM_SATURATED]``;
     inf and nan are sent as they are.
 

@@ -42,6 +42,7 @@ BAD_INPUTS = [
     _bad(r"bucket_scale: expected one float32 element on cpu, got \[2\] Float", bucket_scale=torch.ones(2)),
     _bad(r"bucket_scale: expected one float32 element on cpu, got \[0\] Float", bucket_scale=torch.ones(0)),
     _bad(r"bucket_scale: .* on meta", bucket_scale=torch.ones((), device="meta")),
+    _bad(r"grads\[0\]: expected a tensor to write to", "unpack", grads=[torch.ones(1).expand(6)]),
     _bad(r"multiplier: expected a finite number, got nan", "pack", multiplier=float("nan")),
     _bad(r"multiplier: expected a finite number, got inf", "pack", multiplier=float("inf")),
     _bad(r"limit: expected a positive number or None, got 0", "pack", limit=0.0),

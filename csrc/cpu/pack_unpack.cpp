@@ -2,6 +2,7 @@
 #include "../pack_unpack.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/Version.h>
 
 #include <algorithm>
 #include <cstring>
@@ -15,6 +16,17 @@ namespace fastsync::cpu {
 namespace {
 
 constexpr int64_t kChunkSize = 32768;
+
+// ATEN_CPU_CAPABILITY=default, which makes torch itself do without vector instructions, does so here too.
+[[maybe_unused]] bool has_avx2_rows() {
+#if FASTSYNC_HAS_AVX2_ROWS
+  static const bool has =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && at::get_cpu_capability() != "DEFAULT";
+  return has;
+#else
+  return false;
+#endif
+}
 
 // The sum of squares in double, one sum per column, so that the result depends neither on the number of threads nor on
 // the instruction set. Blocks whose squares are safe in float come in summed; the others value by value.

@@ -201,13 +201,4 @@ FASTSYNC_AVX2 void measure_block(const G* gradient, BlockSquares& squares) {
 }  // namespace avx2
 #endif
 
-inline bool has_avx2_rows() {
-#if FASTSYNC_HAS_AVX2_ROWS
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  return has;
-#else
-  return false;
-#endif
-}
-
 }  // namespace fastsync::cpu
