@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -85,12 +87,16 @@ def _rank_main(rank: int, world_size: int, call: bytes, folder_name: str, timeou
         torch.set_num_threads(1)
         if "nccl" in backend:
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        # DDP and optimizers import it; imported while a group is open, it keeps the group's threads alive until the
+        # interpreter shuts down, which may then abort.
+        importlib.import_module("torch._dynamo")
         store = dist.FileStore(str(folder / "store"), world_size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         fn, args = pickle.loads(call)
         result = pickle.dumps(fn(rank, world_size, *args))
         dist.destroy_process_group()
+        gc.collect()  # DDP is part of reference cycles and holds the group
         _result_file(folder, rank).write_bytes(result)
     except BaseException:
         # The monotonic clock is the machine's, so it orders the failures of different processes.

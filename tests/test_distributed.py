@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,3 +142,33 @@ def test_a_rank_whose_peers_never_come_gives_up_in_time():
         [sys.executable, "-c", LONELY], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert process.stdout.startswith("RuntimeError:"), process.stdout + process.stderr
+
+
+THREADS = """
+import pathlib
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from fastsync.distributed import process_group
+with process_group(timeout=30.0):
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).backward()
+    optimizer.step()
+    del model, optimizer
+names = [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+print("threads of Gloo:", [name.strip() for name in names if "gloo" in name])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads in /proc")
+def test_no_thread_of_the_group_outlives_it():
+    """One that does may abort the process while the interpreter shuts down."""
+    process = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120, check=False, env=without_ranks()
+    )
+    assert process.stdout == "threads of Gloo: []\n", process.stdout + process.stderr
+
+
+def without_ranks() -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in names} | {"CUDA_VISIBLE_DEVICES": ""}
