@@ -52,7 +52,7 @@ format: venv
 	$(BIN)/clang-format -i $(CSRC)
 
 bench: venv
-	$(BIN)/python -m pytest benchmarks --benchmark-only $(PYTEST_ARGS)
+	$(BIN)/python -m pytest benchmarks --benchmark-enable $(PYTEST_ARGS)
 
 check-cuda: venv
 	$(BIN)/python tools/check_cuda.py

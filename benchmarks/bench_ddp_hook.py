@@ -4,6 +4,7 @@ The model's own backward is next to nothing (each parameter's gradient is a cons
 the hook, and the collective. This process is rank 0; a second one runs the same steps as rank 1.
 """
 
+import importlib
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator
@@ -96,15 +97,17 @@ class Step:
 
 def _start(rank: int, store: str) -> None:
     torch.set_num_threads(1)
+    # DDP imports it; imported while a group is open, it keeps the group's threads alive beyond the group.
+    importlib.import_module("torch._dynamo")
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=TIMEOUT)
 
 
 def _peer(store: str, orders: Connection) -> None:
-    """Rank 1: runs what it is told, a (size, way) at a time, until None comes."""
+    """Rank 1: runs what it is told, a (size, way, number of steps) at a time, until None comes."""
     _start(1, store)
-    for size, way in iter(orders.recv, None):
+    for size, way, num_steps in iter(orders.recv, None):
         step = Step(size, way)
-        for _ in range(WARMUP + ROUNDS[size]):
+        for _ in range(num_steps):
             step.prepare()
             step.run()
     dist.destroy_process_group()
@@ -129,7 +132,7 @@ def peer() -> Iterator[Connection]:
 def test_backward(benchmark, peer: Connection, size: str, way: str) -> None:
     benchmark.group = f"DDP backward, {size} float32 parameters, 2 Gloo ranks"
     benchmark.extra_info.update(what=way, is_limit=way == "no_sync")
-    peer.send((size, way))
+    peer.send((size, way, 1 if benchmark.disabled else WARMUP + ROUNDS[size]))
     step = Step(size, way)
     benchmark.pedantic(step.run, setup=step.prepare, rounds=ROUNDS[size], warmup_rounds=WARMUP)
     step.check(synchronised=way != "no_sync")

@@ -25,16 +25,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         groups.setdefault(row.group, []).append(row)
     for group, members in groups.items():
         limit = next((m for m in members if m.extra_info.get("is_limit")), None)
-        terminalreporter.write_sep("-", f"{group}: medians", bold=True)
+        terminalreporter.write_sep("-", f"{group}: median [p10, p90]", bold=True)
         for member in sorted(members, key=lambda m: m.stats.median):
             terminalreporter.write_line(_line(member, limit))
 
 
 def _line(benchmark: Any, limit: Any) -> str:
+    times = benchmark.stats.sorted_data
+    low, high = times[len(times) // 10], times[len(times) * 9 // 10]
     median = benchmark.stats.median
-    text = f"{benchmark.extra_info['what']:<44} {median * 1e6:12.1f} us"
+    text = f"{benchmark.extra_info['what']:<32} {median * 1e6:10.1f} us [{low * 1e6:10.1f}, {high * 1e6:10.1f}]"
     if "bytes" in benchmark.extra_info:
-        text += f" {benchmark.extra_info['bytes'] / median / 1e9:8.1f} GB/s"
+        text += f" {benchmark.extra_info['bytes'] / median / 1e9:6.1f} GB/s"
     if limit is not None:
-        text += f"   {limit.stats.median / median:6.1%} of {limit.extra_info['what']}"
+        text += f"  {median / limit.stats.median:6.2f} x {limit.extra_info['what']}"
     return text

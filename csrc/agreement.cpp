@@ -56,8 +56,12 @@ std::string first_difference(const std::vector<std::string>& texts) {
   for (const std::string& text : texts) {
     lines.push_back(lines_of(text));
   }
+  size_t most_lines = 0;
+  for (const auto& of_rank : lines) {
+    most_lines = std::max(most_lines, of_rank.size());
+  }
   std::map<std::string, std::string> ranks_of;
-  for (size_t index = 0; ranks_of.size() < 2; ++index) {
+  for (size_t index = 0; index < most_lines && ranks_of.size() < 2; ++index) {
     ranks_of.clear();
     for (size_t rank = 0; rank < lines.size(); ++rank) {
       std::string& ranks = ranks_of[line_or_nothing(lines[rank], index)];
@@ -100,7 +104,7 @@ void check_agreement(const Group& group, const std::string& description, c10::De
   }
   const auto texts = gather_texts(group, description, longest + 1, device);
   TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on what to synchronise: ", first_difference(texts),
-                    ". Nothing was sent; give every rank the same model and the same settings.");
+                    ". Nothing of this bucket was sent; give every rank the same model and the same settings.");
 }
 
 }  // namespace fastsync

@@ -30,6 +30,19 @@ DType dtype_of(at::ScalarType dtype) {
   }
 }
 
+std::vector<Segment> lay_out(at::TensorList grads) {
+  std::vector<Segment> segments;
+  segments.reserve(grads.size());
+  int64_t offset = 0;
+  for (const at::Tensor& grad : grads) {
+    segments.push_back({grad.data_ptr(), grad.numel(), offset});
+    offset += grad.numel();
+  }
+  return segments;
+}
+
+float* data_or_null(const at::Tensor& scale) { return scale.defined() ? scale.data_ptr<float>() : nullptr; }
+
 at::Tensor new_workspace(c10::Device device) {
   if (device.is_cpu()) {
     return {};

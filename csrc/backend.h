@@ -5,6 +5,8 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include <vector>
+
 #include "pack_unpack.h"
 
 namespace fastsync {
@@ -12,6 +14,12 @@ namespace fastsync {
 // True for the dtypes a gradient may have: float32, float64, float16, bfloat16.
 bool is_supported(at::ScalarType dtype);
 DType dtype_of(at::ScalarType dtype);
+
+// Where contiguous gradients lie in a wire buffer: one after the other.
+std::vector<Segment> lay_out(at::TensorList grads);
+
+// The element of a bucket's scale; null where there is none.
+float* data_or_null(const at::Tensor& scale);
 
 // Scratch memory for the passes over one bucket: zeros on CUDA, undefined on a CPU, which needs none.
 at::Tensor new_workspace(c10::Device device);

@@ -6,7 +6,11 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "backend.h"
 #include "chunk_table.h"
@@ -15,6 +19,7 @@
 namespace {
 
 namespace py = pybind11;
+using c10::ivalue::Future;
 using fastsync::BucketTotals;
 using fastsync::HookState;
 
@@ -28,6 +33,19 @@ bool built_with_cuda() {
 
 std::map<std::string, std::string> build_info() { return {{"torch", TORCH_VERSION}, {"compiler", __VERSION__}}; }
 
+// The last owner of a Gloo group waits for the group's threads to end, and those may be waiting for the GIL.
+void delete_without_gil(HookState* state) {
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) {
+    no_gil.emplace();
+  }
+  delete state;
+}
+
+std::shared_ptr<HookState> new_hook_state(c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  return {new HookState(std::move(group)), &delete_without_gil};
+}
+
 // DDP expects a Python object from a hook registered in Python. It is made here, where the GIL is held anyway, so that
 // nothing has to wait for the GIL when the bucket is done.
 auto run(HookState& state, c10d::GradBucket& bucket, const std::string& wire) {
@@ -35,9 +53,10 @@ auto run(HookState& state, c10d::GradBucket& bucket, const std::string& wire) {
   const c10::IValue buffer = torch::jit::toIValue(py::cast(bucket.getBuffer()), type);
   const py::gil_scoped_release no_gil;
   auto future = state.run(bucket, fastsync::wire_from_name(wire));
-  auto with_buffer = [buffer](c10::ivalue::Future& averaged) {
+  // The storage is named, because a future would look for it inside a Python object with the GIL.
+  auto with_buffer = [buffer, storage = bucket.getBuffer().storage().getWeakStorageImpl()](Future& averaged) {
     averaged.value();  // throws what went wrong
-    return buffer;
+    return std::make_tuple(buffer, std::vector{storage});
   };
   return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(std::move(with_buffer), type));
 }
@@ -70,7 +89,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("exposed_time", &HookState::Totals::exposed_time);
 
   py::class_<HookState, std::shared_ptr<HookState>>(m, "HookState")
-      .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>>(), py::arg("process_group"))
+      .def(py::init(&new_hook_state), py::arg("process_group"))
       .def("run", &run, py::arg("bucket"), py::arg("wire"))
       .def("set_wire", &set_wire, py::arg("wire"), no_gil)
       .def("grad_stats", &HookState::grad_stats, no_gil)

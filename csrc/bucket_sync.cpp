@@ -1,6 +1,7 @@
 #include "bucket_sync.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 
 #include <utility>
@@ -44,41 +45,31 @@ at::ScalarType wire_dtype(Wire wire, at::ScalarType grad) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-std::vector<Segment> lay_out(const std::vector<at::Tensor>& grads) {
-  std::vector<Segment> segments;
-  segments.reserve(grads.size());
-  int64_t offset = 0;
-  for (const at::Tensor& grad : grads) {
-    segments.push_back({grad.data_ptr(), grad.numel(), offset});
-    offset += grad.numel();
-  }
-  return segments;
-}
-
-float* data_or_null(const at::Tensor& scale) { return scale.defined() ? scale.data_ptr<float>() : nullptr; }
-
 }  // namespace
 
-// What one sync needs until its unpack.
+// What one sync needs until its unpack. No process group is among it: a Gloo thread may be the last to let go of this,
+// and a group that ended on its own thread would wait for itself.
 struct BucketSync::Flight {
   std::vector<at::Tensor> grads;
   std::vector<Segment> segments;
   at::Tensor wire;
   bool in_place;  // the wire is the gradient's own memory and nothing has to be undone: unpack only measures
   at::Tensor scale;
+  at::Tensor stats;
+  at::Tensor workspace;
   std::shared_ptr<Stopwatch> stopwatch;
 };
 
-BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name, c10::Device device)
+BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device)
     : group_(std::move(group)),
-      name_(std::move(name)),
+      failure_(std::make_shared<const std::string>(c10::str("fastsync: all_reduce of ", name, " failed on rank ",
+                                                            group_->getRank(), " of ", group_->getSize(), ": "))),
       device_(device),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
       workspace_(new_workspace(device)) {}
 
 c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire wire,
                                             std::shared_ptr<Stopwatch> stopwatch) {
-  stopwatch->mark(Mark::kStart);
   const auto grad_dtype = grads.front().scalar_type();
   const auto dtype = wire_dtype(wire, grad_dtype);
   const int64_t world_size = group_->getSize();
@@ -89,11 +80,15 @@ c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire 
   if (wire == Wire::kFloat16 && !scale_.defined()) {
     agree_on_scale(flight.segments, dtype_of(grad_dtype));
   }
+  stopwatch->mark(Mark::kStart);
   if (wire == Wire::kFloat16) {
     flight.scale = scale_;
   }
   const int64_t numel = flight.segments.back().offset + flight.segments.back().numel;
   const bool shares_memory = flight.grads.size() == 1 && dtype == grad_dtype;
+  if (shares_memory) {
+    wire_.reset();
+  }
   flight.wire = shares_memory ? flight.grads.front().view({-1}) : wire_buffer(numel, dtype);
   flight.in_place = shares_memory && !flight.scale.defined();
 
@@ -111,6 +106,8 @@ c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire 
     run_pack(args, device_, workspace_);
   }
   stopwatch->mark(Mark::kSent);
+  flight.stats = stats_;
+  flight.workspace = workspace_;
   flight.stopwatch = std::move(stopwatch);
   totals_->elements = numel;
   totals_->wire_bytes += static_cast<int64_t>(flight.wire.nbytes());
@@ -118,17 +115,16 @@ c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire 
 
   std::vector<at::Tensor> tensors{flight.wire};
   try {
+    // With the thread's state, for without it a profiler would not see what happens on the group's thread.
     return group_->allreduce(tensors)->getFuture()->then(
-        [self = shared_from_this(), flight = std::move(flight)](Future& reduced) {
-          if (reduced.hasError()) {
-            self->fail(reduced.tryRetrieveErrorMessage().c_str());
-          }
-          self->finish(flight);
+        at::wrapPropagateTLSState([failure = failure_, flight = std::move(flight)](Future& reduced) {
+          TORCH_CHECK(!reduced.hasError(), *failure, reduced.tryRetrieveErrorMessage());
+          finish(flight);
           return c10::IValue(flight.grads.front());
-        },
+        }),
         c10::TensorType::get());
   } catch (const std::exception& error) {
-    fail(error.what());
+    TORCH_CHECK(false, *failure_, error.what());
   }
 }
 
@@ -138,11 +134,12 @@ void BucketSync::finish(const Flight& flight) {
   const auto num_segments = static_cast<int64_t>(flight.segments.size());
   const auto grad_dtype = dtype_of(flight.grads.front().scalar_type());
   if (flight.in_place) {
-    run_measure({flight.segments.data(), num_segments, grad_dtype, stats_.data_ptr<double>()}, device_, workspace_);
+    run_measure({flight.segments.data(), num_segments, grad_dtype, flight.stats.data_ptr<double>()},
+                flight.wire.device(), flight.workspace);
   } else {
     run_unpack({flight.segments.data(), num_segments, grad_dtype, dtype_of(flight.wire.scalar_type()),
-                flight.wire.data_ptr(), data_or_null(flight.scale), stats_.data_ptr<double>()},
-               device_, workspace_);
+                flight.wire.data_ptr(), data_or_null(flight.scale), flight.stats.data_ptr<double>()},
+               flight.wire.device(), flight.workspace);
   }
   flight.stopwatch->mark(Mark::kDone);
 }
@@ -159,7 +156,7 @@ void BucketSync::agree_on_scale(const std::vector<Segment>& segments, DType dtyp
   try {
     group_->allreduce(tensors, options)->wait();
   } catch (const std::exception& error) {
-    fail(error.what());
+    TORCH_CHECK(false, *failure_, error.what());
   }
   const at::Tensor exponent = kTargetExponent - std::get<1>(at::frexp(largest));
   const at::Tensor bits = exponent.clamp(-kMaxScaleExponent, kMaxScaleExponent).to(at::kInt).add(127).mul(1 << 23);
@@ -175,11 +172,6 @@ at::Tensor BucketSync::wire_buffer(int64_t numel, at::ScalarType dtype) {
     wire_ = at::empty({numel}, options);
   }
   return wire_;
-}
-
-void BucketSync::fail(const char* what) const {
-  TORCH_CHECK(false, "fastsync: all_reduce of ", name_, " failed on rank ", group_->getRank(), " of ",
-              group_->getSize(), ": ", what);
 }
 
 }  // namespace fastsync

@@ -23,9 +23,9 @@ enum class Wire : int8_t { kNone, kFloat16, kBFloat16 };
 Wire wire_from_name(const std::string& name);
 const char* name_of(Wire wire);
 
-class BucketSync : public std::enable_shared_from_this<BucketSync> {
+class BucketSync {
  public:
-  BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name, c10::Device device);
+  BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device);
 
   // Averages the gradients over the group, in place. They are dense, contiguous, of one supported dtype and on the
   // bucket's device, the same on every rank. The future's value is the first gradient; it is complete when all are
@@ -49,11 +49,10 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
 
   void agree_on_scale(const std::vector<Segment>& segments, DType dtype);
   at::Tensor wire_buffer(int64_t numel, at::ScalarType dtype);
-  void finish(const Flight& flight);
-  [[noreturn]] void fail(const char* what) const;
+  static void finish(const Flight& flight);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::string name_;
+  std::shared_ptr<const std::string> failure_;  // how an error begins: "fastsync: all_reduce of bucket 0 failed on ..."
   c10::Device device_;
   at::Tensor wire_;  // kept between syncs on a CPU only, where a fresh buffer would cost page faults
   at::Tensor scale_;

@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
+#include <unordered_set>
 
 #include "agreement.h"
 
@@ -13,22 +15,26 @@ using c10::ivalue::Future;
 
 namespace {
 
-void check_buffer(const at::Tensor& buffer, Wire wire, const std::string& name) {
+void check_buffer(const at::Tensor& buffer, const std::string& name) {
   TORCH_CHECK_VALUE(buffer.layout() == at::kStrided, "fastsync: ", name,
                     " holds a sparse gradient, which fastsync does ",
                     "not handle; use sparse=False in the embedding, or DDP without a fastsync hook");
-  const auto dtype = buffer.scalar_type();
-  const bool plain_complex = buffer.is_complex() && is_supported(c10::toRealValueType(dtype));
-  TORCH_CHECK_VALUE(!plain_complex || wire == Wire::kNone, "fastsync: ", name, " holds ", dtype, " gradients, which ",
-                    "cannot travel as ", name_of(wire), "; use compression='none'");
-  TORCH_CHECK_VALUE(plain_complex || is_supported(dtype), "fastsync: ", name, " holds ", dtype,
-                    " gradients; fastsync handles float32, float64, float16, bfloat16 and complex ones");
+  TORCH_CHECK_VALUE(is_supported(buffer.scalar_type()), "fastsync: ", name, " holds ", buffer.scalar_type(),
+                    " gradients; fastsync handles float32, float64, float16 and bfloat16 (DDP hands over complex "
+                    "gradients as real ones)");
+}
+
+// Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
+void check_group(c10d::ProcessGroup& group, c10::Device device) {
+  TORCH_CHECK_VALUE(device.is_cpu() || group.getBackend(device.type())->getBackendName() != "gloo",
+                    "fastsync: the gradients are on ", device, " and the process group is Gloo's, which fastsync ",
+                    "supports on CPUs only; use NCCL");
 }
 
 std::string describe(const c10d::GradBucket& bucket, const std::string& name, Wire wire,
-                     const std::string& loaded_scales) {
+                     const std::string& saved_scales) {
   std::ostringstream text;
-  text << "compression " << name_of(wire) << "\n" << loaded_scales << "\n";
+  text << "compression " << name_of(wire) << "\n" << saved_scales << "\n";
   text << name << " with " << bucket.getBuffer().numel() << " elements of " << bucket.getBuffer().scalar_type() << "\n";
   const auto parameters = bucket.getParameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -44,103 +50,87 @@ HookState::HookState(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std:
 void HookState::set_wire(Wire wire) {
   const std::lock_guard<std::mutex> lock(mutex_);
   wire_ = wire;
-  for (const auto& [storage, bucket] : buckets_) {
+  for (const auto& [parameter, bucket] : buckets_) {
     bucket->agreed_wire.reset();
+    bucket->sync->set_scale({});  // it has not followed the gradients while another wire was in use
   }
 }
 
 c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, Wire wire) {
   const at::Tensor buffer = grad_bucket.getBuffer();
-  check_buffer(buffer, wire, "bucket " + std::to_string(grad_bucket.getIndex()));
+  check_buffer(buffer, "bucket " + std::to_string(grad_bucket.getIndex()));
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::shared_ptr<Bucket> bucket = find_or_add(grad_bucket);
-  // The first bucket may never come: with skip_all_reduce_unused_params DDP passes over those that nobody uses.
-  const bool came_already = std::find(step_.begin(), step_.end(), bucket) != step_.end();
-  if (grad_bucket.getIndex() == 0 || step_.empty() || came_already) {
+  if (bucket->agreed_wire != wire) {
+    agree(*bucket, grad_bucket, wire);
+  }
+  // DDP sends its buckets in order. A backward that failed leaves the rest out.
+  if (!step_is_open_ || grad_bucket.getIndex() <= last_index_) {
     step_.clear();
     times_.begin_step();
     num_steps_ += 1;
   }
-  if (bucket->agreed_wire != wire) {
-    agree(*bucket, grad_bucket, wire);
-  }
+  step_is_open_ = !grad_bucket.isLast();
+  last_index_ = grad_bucket.getIndex();
   step_.push_back(bucket);
-  const bool inherits = wire == Wire::kFloat16 && !bucket->sync->scale().defined();
-  if (inherits) {
-    bucket->sync->set_scale(inherited_scale(*bucket));
-  }
-  const auto dense = buffer.is_complex() ? at::view_as_real(buffer).view({-1}) : buffer.view({-1});
-  auto future = bucket->sync->sync({dense}, wire, times_.start_bucket(bucket->sync->totals(), buffer.device()));
-  if (inherits) {
-    share_scale(*bucket);
-  }
+  auto future =
+      bucket->sync->sync({buffer.view({-1})}, wire, times_.start_bucket(bucket->sync->totals(), buffer.device()));
   if (grad_bucket.isLast()) {
     times_.end_step();
   }
-  if (!buffer.is_complex()) {
-    return future;
-  }
-  return future->then(
-      [buffer](Future& averaged) {
-        averaged.value();  // throws what went wrong
-        return c10::IValue(buffer);
-      },
-      c10::TensorType::get());
+  return future;
 }
 
-// A bucket is what is in it. DDP keeps a bucket's buffer from step to step, which finds it at once; hooks wrapped
-// around ours hand over a buffer of their own each time, and then the parameters tell.
+// A bucket is what is in it. Its index is no identity, because DDP regroups its buckets after the first backward, nor
+// is its buffer, because hooks wrapped around this one hand over buffers of their own.
 std::shared_ptr<HookState::Bucket> HookState::find_or_add(c10d::GradBucket& grad_bucket) {
-  const auto& storage = grad_bucket.getBuffer().storage();
-  const auto* key = storage.unsafeGetStorageImpl();
-  if (const auto found = buckets_.find(key); found != buckets_.end() && !found->second->storage.expired()) {
-    return found->second;
-  }
   const auto parameters = grad_bucket.getParameters();
-  std::shared_ptr<Bucket> bucket = take_by_parameters(parameters);
-  if (bucket == nullptr) {
-    const std::string name = "bucket " + std::to_string(grad_bucket.getIndex());
-    auto sync = std::make_shared<BucketSync>(group_, name, grad_bucket.getBuffer().device());
-    all_totals_.push_back(sync->totals());
-    bucket = std::make_shared<Bucket>(Bucket{storage.getWeakStorageImpl(), {}, std::move(sync), std::nullopt});
-    for (const at::Tensor& parameter : parameters) {
-      bucket->parameters.emplace_back(parameter.getIntrusivePtr());
+  const auto same = [](const ParameterId& id, const at::Tensor& parameter) {
+    return id._unsafe_get_target() == parameter.unsafeGetTensorImpl();
+  };
+  const auto* key = parameters.front().unsafeGetTensorImpl();
+  if (const auto found = buckets_.find(key); found != buckets_.end()) {
+    const auto& ids = found->second->parameters;
+    if (std::equal(ids.begin(), ids.end(), parameters.begin(), parameters.end(), same)) {
+      return found->second;
     }
   }
-  bucket->storage = storage.getWeakStorageImpl();
-  forget_dead_buckets();
+  check_group(*group_, grad_bucket.getBuffer().device());
+  forget_buckets_of(parameters);
+  auto bucket = std::make_shared<Bucket>();
+  for (const at::Tensor& parameter : parameters) {
+    bucket->parameters.emplace_back(parameter.getIntrusivePtr());
+  }
+  bucket->sync = std::make_shared<BucketSync>(group_, "bucket " + std::to_string(grad_bucket.getIndex()),
+                                              grad_bucket.getBuffer().device());
+  bucket->sync->set_scale(saved_scale(*bucket));
   buckets_[key] = bucket;
   return bucket;
 }
 
-// The bucket of exactly these parameters, taken out of the table: its buffer is another one now.
-std::shared_ptr<HookState::Bucket> HookState::take_by_parameters(const std::vector<at::Tensor>& parameters) {
-  const auto same = [](const ParameterId& id, const at::Tensor& parameter) {
-    return !id.expired() && id._unsafe_get_target() == parameter.unsafeGetTensorImpl();
-  };
-  for (auto entry = buckets_.begin(); entry != buckets_.end(); ++entry) {
-    const auto& ids = entry->second->parameters;
-    if (std::equal(ids.begin(), ids.end(), parameters.begin(), parameters.end(), same)) {
-      auto bucket = std::move(entry->second);
-      buckets_.erase(entry);
-      return bucket;
-    }
+// A parameter is in one bucket: those that held one of these are no more, nor are those of models that are gone.
+void HookState::forget_buckets_of(const std::vector<at::Tensor>& parameters) {
+  std::unordered_set<const c10::TensorImpl*> moved;
+  for (const at::Tensor& parameter : parameters) {
+    moved.insert(parameter.unsafeGetTensorImpl());
   }
-  return nullptr;
-}
-
-void HookState::forget_dead_buckets() {
-  std::erase_if(buckets_, [](const auto& entry) {
-    return std::any_of(entry.second->parameters.begin(), entry.second->parameters.end(),
-                       [](const ParameterId& id) { return id.expired(); });
+  std::erase_if(buckets_, [&](const auto& entry) {
+    const auto& ids = entry.second->parameters;
+    const bool is_dead = std::any_of(ids.begin(), ids.end(), [&](const ParameterId& id) {
+      return id.expired() || moved.count(id._unsafe_get_target()) != 0;
+    });
+    if (is_dead) {
+      forgotten_totals_.add(*entry.second->sync->totals());
+    }
+    return is_dead;
   });
-  std::erase_if(known_scales_, [](const auto& entry) { return entry.second.parameter.expired(); });
+  std::erase_if(saved_scales_, [](const auto& entry) { return entry.second.parameter.expired(); });
 }
 
 void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, Wire wire) {
   const auto name = "bucket " + std::to_string(grad_bucket.getIndex());
   try {
-    check_agreement(group_, describe(grad_bucket, name, wire, loaded_scales_), grad_bucket.getBuffer().device());
+    check_agreement(group_, describe(grad_bucket, name, wire, saved_scales_text_), grad_bucket.getBuffer().device());
   } catch (const c10::ValueError&) {
     throw;
   } catch (const std::exception& error) {
@@ -150,26 +140,18 @@ void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, Wire wire) 
   bucket.agreed_wire = wire;
 }
 
-// DDP regroups its buckets after the first backward, and a resumed run starts from saved scales: a new bucket takes the
-// smallest scale of its parameters, so that none saturates. Undefined where one is unknown, on all ranks alike.
-at::Tensor HookState::inherited_scale(const Bucket& bucket) const {
-  std::vector<at::Tensor> scales;
+// The smallest saved scale of the bucket's parameters, so that none saturates: DDP's first buckets are not those that
+// the scales were saved from. Undefined where one is unknown, on all ranks alike; then the gradients decide.
+at::Tensor HookState::saved_scale(const Bucket& bucket) const {
+  double smallest = std::numeric_limits<double>::infinity();
   for (const ParameterId& id : bucket.parameters) {
-    const auto known = known_scales_.find(id._unsafe_get_target());
-    if (known == known_scales_.end()) {
+    const auto saved = saved_scales_.find(id._unsafe_get_target());
+    if (saved == saved_scales_.end()) {
       return {};
     }
-    if (scales.empty() || !scales.back().is_same(known->second.scale)) {
-      scales.push_back(known->second.scale.to(bucket.sync->stats().device()));
-    }
+    smallest = std::min(smallest, saved->second.scale);
   }
-  return std::get<0>(at::cat(scales).min(0, /*keepdim=*/true));
-}
-
-void HookState::share_scale(const Bucket& bucket) {
-  for (const ParameterId& id : bucket.parameters) {
-    known_scales_.insert_or_assign(id._unsafe_get_target(), KnownScale{id, bucket.sync->scale()});
-  }
+  return at::full({1}, smallest, bucket.sync->stats().options().dtype(at::kFloat));
 }
 
 at::Tensor HookState::grad_stats() {
@@ -189,8 +171,9 @@ HookState::Totals HookState::totals() {
   for (const auto& bucket : step_) {
     totals.buckets.push_back(*bucket->sync->totals());
   }
-  for (const auto& bucket_totals : all_totals_) {
-    totals.all.add(*bucket_totals);
+  totals.all = forgotten_totals_;
+  for (const auto& [parameter, bucket] : buckets_) {
+    totals.all.add(*bucket->sync->totals());
   }
   totals.num_steps = num_steps_;
   totals.num_timed_steps = times_.num_timed_steps();
@@ -200,10 +183,20 @@ HookState::Totals HookState::totals() {
 
 std::vector<HookState::ParameterScale> HookState::scales() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  auto newest = saved_scales_;  // which hold until their parameters' buckets have been synchronised
+  for (const auto& [key, bucket] : buckets_) {
+    if (!bucket->sync->scale().defined()) {
+      continue;
+    }
+    const auto scale = bucket->sync->scale().item<double>();
+    for (const ParameterId& id : bucket->parameters) {
+      newest.insert_or_assign(id._unsafe_get_target(), SavedScale{id, scale});
+    }
+  }
   std::vector<ParameterScale> scales;
-  for (const auto& [impl, known] : known_scales_) {
-    if (auto parameter = known.parameter.lock()) {
-      scales.emplace_back(at::Tensor(std::move(parameter)), known.scale.item<double>());
+  for (const auto& [key, saved] : newest) {
+    if (auto parameter = saved.parameter.lock()) {
+      scales.emplace_back(at::Tensor(std::move(parameter)), saved.scale);
     }
   }
   return scales;
@@ -211,18 +204,17 @@ std::vector<HookState::ParameterScale> HookState::scales() {
 
 void HookState::set_scales(const std::vector<ParameterScale>& scales) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  known_scales_.clear();
+  saved_scales_.clear();
   std::ostringstream values;
   for (const auto& [parameter, scale] : scales) {
-    const auto tensor = at::full({1}, scale, at::TensorOptions().dtype(at::kFloat).device(parameter.device()));
-    known_scales_.insert_or_assign(parameter.unsafeGetTensorImpl(),
-                                   KnownScale{ParameterId(parameter.getIntrusivePtr()), tensor});
+    saved_scales_.insert_or_assign(parameter.unsafeGetTensorImpl(),
+                                   SavedScale{ParameterId(parameter.getIntrusivePtr()), scale});
     values << scale << " ";
   }
-  loaded_scales_ = "saved scales of " + std::to_string(scales.size()) + " parameters, fingerprint " +
-                   std::to_string(fingerprint(values.str()));
-  for (const auto& [storage, bucket] : buckets_) {
-    bucket->sync->set_scale({});
+  saved_scales_text_ = "saved scales of " + std::to_string(scales.size()) + " parameters, fingerprint " +
+                       std::to_string(fingerprint(values.str()));
+  for (const auto& [key, bucket] : buckets_) {
+    bucket->sync->set_scale(saved_scale(*bucket));
     bucket->agreed_wire.reset();
   }
 }

@@ -1,7 +1,6 @@
 // DDP's way in: its buckets, as the Reducer hands them over, to BucketSync and back. No Python here, and no GIL.
 #pragma once
 
-#include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -21,7 +20,8 @@
 
 namespace fastsync {
 
-// The buckets of the models on one process group, found again from step to step. Thread-safe.
+// The buckets of a model, found again from step to step. Thread-safe. Models may share one, but then the statistics are
+// of whichever came last.
 class HookState {
  public:
   explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group);
@@ -47,7 +47,7 @@ class HookState {
   };
   Totals totals();
 
-  // The fp16 scale of each parameter's bucket, for checkpoints.
+  // The fp16 scale of each parameter's bucket, for checkpoints. Waits for the device.
   using ParameterScale = std::pair<at::Tensor, double>;
   std::vector<ParameterScale> scales();
   void set_scales(const std::vector<ParameterScale>& scales);
@@ -57,32 +57,31 @@ class HookState {
   using ParameterId = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
   struct Bucket {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     std::vector<ParameterId> parameters;
     std::shared_ptr<BucketSync> sync;
     std::optional<Wire> agreed_wire;
   };
 
-  struct KnownScale {
+  struct SavedScale {
     ParameterId parameter;
-    at::Tensor scale;  // shared with the bucket, which moves it on
+    double scale;
   };
 
   std::shared_ptr<Bucket> find_or_add(c10d::GradBucket& grad_bucket);
-  std::shared_ptr<Bucket> take_by_parameters(const std::vector<at::Tensor>& parameters);
-  void forget_dead_buckets();
+  void forget_buckets_of(const std::vector<at::Tensor>& parameters);
   void agree(Bucket& bucket, c10d::GradBucket& grad_bucket, Wire wire);
-  at::Tensor inherited_scale(const Bucket& bucket) const;
-  void share_scale(const Bucket& bucket);
+  at::Tensor saved_scale(const Bucket& bucket) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::atomic<Wire> wire_{Wire::kNone};
   std::mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, std::shared_ptr<Bucket>> buckets_;
-  std::unordered_map<const c10::TensorImpl*, KnownScale> known_scales_;
-  std::string loaded_scales_ = "no saved scales";
-  std::vector<std::shared_ptr<Bucket>> step_;
-  std::vector<std::shared_ptr<BucketTotals>> all_totals_;
+  std::unordered_map<const c10::TensorImpl*, std::shared_ptr<Bucket>> buckets_;  // by its first parameter
+  std::unordered_map<const c10::TensorImpl*, SavedScale> saved_scales_;
+  std::string saved_scales_text_ = "no saved scales";
+  std::vector<std::shared_ptr<Bucket>> step_;  // the buckets of the newest backward so far
+  bool step_is_open_ = false;
+  size_t last_index_ = 0;
+  BucketTotals forgotten_totals_;
   int64_t num_steps_ = 0;
   SyncTimes times_;
 };

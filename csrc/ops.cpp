@@ -70,21 +70,6 @@ std::vector<at::Tensor> as_contiguous(at::TensorList grads) {
   return dense;
 }
 
-std::vector<Segment> lay_out(at::TensorList dense) {
-  std::vector<Segment> segments;
-  segments.reserve(dense.size());
-  int64_t offset = 0;
-  for (const at::Tensor& grad : dense) {
-    segments.push_back({grad.data_ptr(), grad.numel(), offset});
-    offset += grad.numel();
-  }
-  return segments;
-}
-
-float* data_or_null(const std::optional<at::Tensor>& scale) {
-  return scale.has_value() ? scale->data_ptr<float>() : nullptr;
-}
-
 void check_writable(at::TensorList grads) {
   for (size_t i = 0; i < grads.size(); ++i) {
     TORCH_CHECK_VALUE(at::has_internal_overlap(grads[i]) != at::MemOverlap::Yes, "grads[", i,
@@ -118,7 +103,7 @@ void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::op
                       wire.data_ptr(),
                       multiplier,
                       limit.value_or(std::numeric_limits<double>::infinity()),
-                      data_or_null(bucket_scale),
+                      data_or_null(bucket_scale.value_or(at::Tensor())),
                       stats.data_ptr<double>()};
   run_pack(args, wire.device(), new_workspace(wire.device()));
   mark_written(wire);
@@ -136,14 +121,17 @@ void check_unpack(const at::Tensor& wire, at::TensorList grads, const at::Tensor
 void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale) {
   check_unpack(wire, grads, stats, bucket_scale);
   check_writable(grads);
-  const auto dense = as_contiguous(grads);
+  std::vector<at::Tensor> dense;
+  for (const at::Tensor& grad : grads) {
+    dense.push_back(grad.is_contiguous() ? grad : at::empty(grad.sizes(), grad.options()));
+  }
   const auto segments = lay_out(dense);
   const UnpackArgs args{segments.data(),
                         static_cast<int64_t>(segments.size()),
                         dtype_of(dense.front().scalar_type()),
                         dtype_of(wire.scalar_type()),
                         wire.data_ptr(),
-                        data_or_null(bucket_scale),
+                        data_or_null(bucket_scale.value_or(at::Tensor())),
                         stats.data_ptr<double>()};
   run_unpack(args, wire.device(), new_workspace(wire.device()));
   for (size_t i = 0; i < grads.size(); ++i) {

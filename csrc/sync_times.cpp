@@ -48,7 +48,6 @@ double Stopwatch::seconds(const Stopwatch& from, Mark from_mark, const Stopwatch
 }
 
 void BucketTotals::add(const BucketTotals& other) {
-  elements += other.elements;
   wire_bytes += other.wire_bytes;
   num_syncs += other.num_syncs;
   num_timed += other.num_timed;

@@ -53,7 +53,7 @@ struct BucketTotals {
   double collective_time = 0.0;
   double unpack_time = 0.0;
 
-  void add(const BucketTotals& other);
+  void add(const BucketTotals& other);  // all but elements, which is one bucket's
 };
 
 // The stopwatches of the steps under way, and the totals of those that are over. Not thread-safe.

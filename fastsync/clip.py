@@ -11,18 +11,18 @@ from .ddp import CommHook
 def clip_grad_norm_(sync_or_params: CommHook | Iterable[Tensor] | Tensor, max_norm: float) -> Tensor:
     """Scales the gradients in place so that their 2-norm is at most ``max_norm``.
 
-    Given a hook, the norm is the one its unpack found out, so clipping reads the gradients no more than once. Call it
-    after ``backward()`` and before anything else changes the gradients, as ``GradScaler.unscale_`` does. Given
-    parameters, it is ``torch.nn.utils.clip_grad_norm_``. Either way the gradients are always multiplied by the
-    coefficient, clamped to 1, so that the host never waits to find out whether they need be.
+    Given a hook, the norm is the one its unpack found out, so clipping reads the gradients no more than once. It is the
+    norm of what ``backward()`` left: call this before anything changes the gradients, so not after
+    ``GradScaler.unscale_``. Given parameters, it is ``torch.nn.utils.clip_grad_norm_``. Either way the gradients are
+    always multiplied by the coefficient, clamped to 1, so that the host never waits to find out whether they need be.
 
     Args:
         sync_or_params: what ``register_comm_hook`` returned, or parameters (one or many).
         max_norm: the largest norm allowed, positive.
 
     Returns:
-        The norm before clipping, a 0-dim float32 tensor on the gradients' device. Where it is inf or nan, so are the
-        gradients afterwards.
+        The norm before clipping, a 0-dim float32 tensor on the gradients' device. Where it is inf or nan the gradients
+        are of no use afterwards, as with torch's function: an optimizer step must be skipped.
 
     Raises:
         ValueError: ``max_norm`` is not positive.

@@ -1,5 +1,6 @@
 """The way in for models wrapped in DistributedDataParallel: communication hooks."""
 
+import math
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
 from .compression import Compression, as_compression
+from .reference import MAX_SCALE_EXPONENT
 from .stats import GradStats, SyncStats
 
 _GRAD_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -21,7 +23,7 @@ class HookState:
     """What the engine keeps between steps for ``allreduce_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook``.
 
     Pass one as the ``state`` of DDP's ``register_comm_hook`` to read the statistics of those hooks; passing None or a
-    process group makes them keep a state of their own.
+    process group makes them keep a state of their own. One model, one state: statistics are of one backward at a time.
 
     Args:
         process_group: the group to average over; None for the default group.
@@ -34,7 +36,7 @@ class HookState:
 
     @property
     def grad_stats(self) -> GradStats:
-        """Statistics of the gradients of the newest backward. Raises RuntimeError before the first."""
+        """Statistics of the newest backward that was synchronised. Raises RuntimeError before the first."""
         return GradStats.from_rows(self._engine.grad_stats())
 
     def stats(self) -> SyncStats:
@@ -54,24 +56,29 @@ class HookState:
         """Takes over the scales of ``state_dict()``. Call it on every rank, with the same state.
 
         Raises:
-            ValueError: a name is no parameter of the model, or a scale is not a power of two.
+            ValueError: it is no state of a hook, a name is no parameter of the model, or a scale is not a power of two
+                within ``2**±reference.MAX_SCALE_EXPONENT``.
         """
         named = self._named_parameters()
-        scales: dict[str, float] = state_dict["scales"]
+        scales = state_dict.get("scales") if isinstance(state_dict, dict) else None
+        if not isinstance(scales, dict):
+            raise ValueError(
+                f"state_dict: expected what state_dict() returns, a dict with 'scales', got {state_dict!r}"
+            )
         for name, scale in scales.items():
             if name not in named:
                 raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")
-            if not (scale > 0 and float(scale).hex().startswith("0x1.0000000000000p")):
-                raise ValueError(f"state_dict: the scale of {name!r} is {scale!r}, not a power of two")
+            if not _is_scale(scale):
+                raise ValueError(
+                    f"state_dict: the scale of {name!r} is {scale!r}, not a power of two from 2**-{MAX_SCALE_EXPONENT} "
+                    f"to 2**{MAX_SCALE_EXPONENT}"
+                )
         self._engine.set_scales([(parameter, scales[name]) for name, parameter in named.items() if name in scales])
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         if self._module is None:
             raise ValueError("this HookState does not know its model: create it with HookState(module=model)")
         return dict(self._module.named_parameters())
-
-    def _average(self, bucket: GradBucket, wire: str) -> torch.futures.Future[Tensor]:
-        return self._engine.run(bucket, wire)
 
 
 class CommHook(HookState):
@@ -81,7 +88,11 @@ class CommHook(HookState):
         self, ddp_model: DistributedDataParallel, compression: Compression, process_group: dist.ProcessGroup | None
     ) -> None:
         super().__init__(process_group, module=ddp_model.module)
-        self._ddp_model = weakref.ref(ddp_model)
+        ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
+        # DDP too decides once, when it wraps a model, which parameters it serves.
+        self._parameters = [
+            p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored
+        ]
         self.compression = compression
         _C.register_hook(ddp_model.reducer, self._engine)
 
@@ -99,8 +110,7 @@ class CommHook(HookState):
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients the hook averages."""
-        ignored: set[str] = getattr(self._ddp_model(), "parameters_to_ignore", set())
-        return [p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored]
+        return self._parameters
 
 
 _registered: "weakref.WeakKeyDictionary[nn.Module, CommHook]" = weakref.WeakKeyDictionary()
@@ -125,14 +135,20 @@ def register_comm_hook(
         The hook's handle: its statistics, its state for checkpoints, and its compression, which may be changed later.
 
     Raises:
-        ValueError: an argument is not what it should be, the model has a hook already, or it holds what the engine does
-            not handle: sparse gradients, complex parameters with a 16-bit wire, dtypes such as float8.
+        ValueError: an argument is not what it should be, the model has a hook already, it holds what the engine does
+            not handle (sparse gradients, complex parameters with a 16-bit wire, dtypes such as float8), or DDP was told
+            to send some parameters past its hook or to leave some buckets out.
         RuntimeError: DDP runs in the mode compiled with the Python reducer, which would skip a C++ hook silently.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise ValueError(
             f"ddp_model: expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}; "
             "wrap the model first"
+        )
+    if ddp_model.mixed_precision is not None:
+        raise ValueError(
+            "ddp_model: it was built with mixed_precision, for which DDP registers a hook of its own; use "
+            "torch.autocast and compression instead"
         )
     if ddp_model in _registered or ddp_model._comm_hooks:
         raise ValueError(
@@ -145,6 +161,7 @@ def register_comm_hook(
             "only and would skip this one silently; use optimize_ddp='ddp_optimizer', or register "
             "fastsync.fp16_compress_hook and its like through ddp_model.register_comm_hook"
         )
+    _check_options(ddp_model)
     _check_dense(ddp_model.module)
     _check_parameters(dict(ddp_model.module.named_parameters()), as_compression(compression))
     group = _resolve_group(ddp_model.process_group if process_group is None else process_group)
@@ -164,7 +181,7 @@ def allreduce_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Te
     Returns:
         A future of the averaged bucket buffer.
     """
-    return _state_for(state)._average(bucket, "none")
+    return _state_for(state)._engine.run(bucket, "none")
 
 
 def fp16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -172,7 +189,7 @@ def fp16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Futur
 
     See ``allreduce_hook`` for the arguments.
     """
-    return _state_for(state)._average(bucket, "fp16")
+    return _state_for(state)._engine.run(bucket, "fp16")
 
 
 def bf16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -180,7 +197,7 @@ def bf16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Futur
 
     See ``allreduce_hook`` for the arguments.
     """
-    return _state_for(state)._average(bucket, "bf16")
+    return _state_for(state)._engine.run(bucket, "bf16")
 
 
 # DDP refuses any hook of the name "bf16_compress_hook" where NCCL is missing; this one does not need it.
@@ -218,6 +235,26 @@ def _resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
     default = dist.group.WORLD
     assert default is not None
     return default
+
+
+def _is_scale(scale: object) -> bool:
+    if not isinstance(scale, float):
+        return False
+    fraction, exponent = math.frexp(scale)
+    return fraction == 0.5 and abs(exponent - 1) <= MAX_SCALE_EXPONENT
+
+
+def _check_options(ddp_model: DistributedDataParallel) -> None:
+    if getattr(ddp_model, "_delay_all_reduce_params", []):
+        raise ValueError(
+            "ddp_model: it was built with delay_all_reduce_named_params, whose gradients DDP averages past its hook; "
+            "build it without"
+        )
+    if getattr(ddp_model, "skip_all_reduce_unused_params", False):
+        raise ValueError(
+            "ddp_model: it was built with skip_all_reduce_unused_params, which keeps buckets from the hook, so that it "
+            "cannot tell where a backward begins; build it without (find_unused_parameters alone is fine)"
+        )
 
 
 def _check_dense(module: nn.Module) -> None:

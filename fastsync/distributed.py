@@ -35,17 +35,16 @@ def process_group(timeout: float) -> Iterator[torch.device]:
     # it; a thread that then drops a tensor while the interpreter shuts down aborts the process.
     import torch._dynamo
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
         store, rank, world_size = next(rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
     else:
         store, rank, world_size = HashStore(), 0, 1
-    has_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
-    if _all_agree(store, rank, world_size, has_gpu):
-        device = torch.device("cuda", local_rank)
+    gpu = _candidate_gpu()
+    if _all_differ(store, rank, world_size, gpu):
+        assert gpu is not None
+        device = gpu
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     else:
@@ -53,9 +52,12 @@ def process_group(timeout: float) -> Iterator[torch.device]:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         yield device
-    finally:
-        dist.destroy_process_group()
-        gc.collect()  # DDP is part of reference cycles and holds the group
+    except BaseException:
+        if device.type == "cpu":  # NCCL would first wait for what is in flight, and the error with it
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+    gc.collect()  # DDP is part of reference cycles and holds the group
 
 
 def dist_sum(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -92,11 +94,18 @@ def check_consistency(module: nn.Module, process_group: dist.ProcessGroup | None
             raise RuntimeError(f"{name!r} of {type(module).__name__} differs between ranks: {camps}")
 
 
-def _all_agree(store: Store, rank: int, world_size: int, mine: bool) -> bool:
-    """Whether ``mine`` is true on every rank: nodes may differ in their GPUs, and all ranks need one backend."""
-    keys = [f"fastsync/own_gpu/{rank}" for rank in range(world_size)]
-    store.set(keys[rank], "yes" if mine else "no")
-    return all(answer == b"yes" for answer in store.multi_get(keys))
+def _candidate_gpu() -> torch.device | None:
+    """The GPU this rank would take. A launcher may show it all GPUs of the node, or just its own."""
+    num_gpus = torch.cuda.device_count()
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % num_gpus) if num_gpus else None
+
+
+def _all_differ(store: Store, rank: int, world_size: int, mine: torch.device | None) -> bool:
+    """Whether every rank of every node has a GPU, and none the same as another: all ranks need one backend."""
+    keys = [f"fastsync/gpu/{rank}" for rank in range(world_size)]
+    store.set(keys[rank], str(torch.cuda.get_device_properties(mine).uuid) if mine else "")
+    gpus = store.multi_get(keys)
+    return all(gpus) and len(set(gpus)) == world_size
 
 
 def _digest(tensor: Tensor) -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 TRAIN_MODULES = ("gymnasium", "matplotlib", "numpy", "rich", "tensorboard", "tyro")
+"""What the extra "train" installs."""
 
 Facts: TypeAlias = Sequence[tuple[str, str]]
 

@@ -13,12 +13,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 if TYPE_CHECKING:
     from fastsync.ppo.config import Settings
 
-NEEDED = ("tyro", "rich", "gymnasium", "tensorboard", "matplotlib", "numpy")
-
 
 def require_extra() -> None:
     """Ends the process with one sentence if something that training needs is not installed."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    from fastsync.doctor import TRAIN_MODULES
+
+    missing = [name for name in TRAIN_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(
             f"training needs {', '.join(missing)}, which the extra 'train' installs: pip install 'fastsync[train]'"

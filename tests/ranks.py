@@ -51,7 +51,7 @@ def run_ranks(
 
     ``fn`` is a function at the top level of a module. ``args`` and results travel by pickle, tensors as copies. In each
     rank the default process group (``backend``) is initialised and torch runs on one thread. With NCCL in ``backend``
-    rank r uses CUDA device r modulo the number of devices.
+    rank r uses CUDA device r modulo the number of devices; ranks may share one.
 
     Raises:
         RankError: a rank raised (its traceback is in the message) or its process died.
@@ -87,6 +87,8 @@ def _rank_main(rank: int, world_size: int, call: bytes, folder_name: str, timeou
         torch.set_num_threads(1)
         if "nccl" in backend:
             torch.cuda.set_device(rank % torch.cuda.device_count())
+            if world_size > torch.cuda.device_count():
+                _let_nccl_share_gpus(rank)
         # DDP and optimizers import it; imported while a group is open, it keeps the group's threads alive until the
         # interpreter shuts down, which may then abort.
         importlib.import_module("torch._dynamo")
@@ -106,6 +108,13 @@ def _rank_main(rank: int, world_size: int, call: bytes, folder_name: str, timeou
         sys.stderr.flush()
         # A process group whose peers are stuck may block in its destructor: leave without running any.
         os._exit(1)
+
+
+def _let_nccl_share_gpus(rank: int) -> None:
+    """NCCL refuses two ranks of one host on one GPU; from 2.30 on it can be told not to."""
+    os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # all that is left between "hosts", and always there
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
 
 
 def _wait_for_all(processes: Sequence[BaseProcess], deadline: float) -> None:

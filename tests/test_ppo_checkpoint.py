@@ -18,7 +18,8 @@ def make_checkpoint(step: int) -> Checkpoint:
     optimizer = torch.optim.Adam(policy.parameters())
     policy.value(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    return Checkpoint(policy.state_dict(), optimizer.state_dict(), Settings(seed=step, run_name="a run"), step)
+    settings = Settings(seed=step, run_name="a run")
+    return Checkpoint(policy.state_dict(), optimizer.state_dict(), {"scales": {"w": 0.5}}, settings, step)
 
 
 def test_everything_loads_back(tmp_path: Path):
@@ -28,6 +29,7 @@ def test_everything_loads_back(tmp_path: Path):
     loaded = load_checkpoint(path)
     assert loaded.step == 5
     assert loaded.config == saved.config
+    assert loaded.sync == saved.sync
     torch.testing.assert_close(loaded.model, saved.model, rtol=0, atol=0)
     torch.testing.assert_close(loaded.optimizer["state"], saved.optimizer["state"], rtol=0, atol=0)
     assert loaded.optimizer["param_groups"] == saved.optimizer["param_groups"]

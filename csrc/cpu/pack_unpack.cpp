@@ -171,7 +171,7 @@ Tally measure_chunk(const G* gradient, int64_t numel) {
       tally.add_block(squares, gradient + i, kBlock);
     }
     if (i < numel) {
-      const PaddedBlock<std::remove_const_t<G>> rest(gradient + i, numel - i);
+      const PaddedBlock<G> rest(gradient + i, numel - i);
       BlockSquares squares{};
       measure_one_block(rest.values, squares);
       tally.add_block(squares, gradient + i, numel - i);

@@ -20,6 +20,8 @@ class Checkpoint:
     """The policy's state_dict."""
     optimizer: dict[str, Any]
     """The optimizer's state_dict."""
+    sync: dict[str, Any]
+    """What the gradient synchronisation keeps from step to step."""
     config: Settings
     """The settings of the run."""
     step: int
@@ -31,6 +33,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     content = {
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
+        "sync": checkpoint.sync,
         "config": asdict(checkpoint.config),
         "step": checkpoint.step,
     }
@@ -53,6 +56,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         model=content["model"],
         optimizer=content["optimizer"],
+        sync=content["sync"],
         config=Settings(**content["config"]),
         step=content["step"],
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fastsync.compression import Wire
+
 SyncMode = Literal["fastsync", "ddp", "cat"]
-Wire = Literal["none", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)

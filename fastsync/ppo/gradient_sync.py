@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fastsync
 from fastsync.ppo.config import Settings
-
-if TYPE_CHECKING:
-    from fastsync import CommHook
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,9 @@ class GradientSync(Protocol):
     def report(self) -> SyncReport:
         """What it cost so far."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it keeps from step to step, for a checkpoint."""
+
 
 def make_gradient_sync(settings: Settings, policy: nn.Module) -> GradientSync:
     """The way of averaging that ``settings.sync`` names. Afterwards all ranks hold the weights of rank 0."""
@@ -59,17 +60,13 @@ class FastsyncHook:
     """DDP with fastsync's hook."""
 
     def __init__(self, policy: nn.Module, compression: str) -> None:
-        import fastsync
-
         self.model = DistributedDataParallel(policy)
-        self._hook: CommHook = fastsync.register_comm_hook(self.model, compression=compression)
+        self._hook = fastsync.register_comm_hook(self.model, compression=compression)
 
     def reduce(self) -> None:
         pass
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        import fastsync
-
         return fastsync.clip_grad_norm_(self._hook, max_norm)
 
     def report(self) -> SyncReport:
@@ -79,6 +76,9 @@ class FastsyncHook:
             exposed_seconds=stats.exposed_time,
             wire_bytes=stats.wire_bytes,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._hook.state_dict()
 
 
 class PlainDDP:
@@ -95,6 +95,9 @@ class PlainDDP:
 
     def report(self) -> SyncReport:
         return SyncReport(seconds=None, exposed_seconds=None, wire_bytes=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
 
 class ConcatenatedAllReduce:
@@ -125,6 +128,9 @@ class ConcatenatedAllReduce:
         seconds = self._stopwatch.seconds()
         # Backward is over when it starts, so nothing hides it.
         return SyncReport(seconds=seconds, exposed_seconds=seconds, wire_bytes=self._wire_bytes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
 
 class Stopwatch:

@@ -101,7 +101,7 @@ def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainR
         check_consistency(policy)
         result = TrainResult(step, seconds, window.returns, mean_sync_report(sync.report(), device))
         if report:
-            checkpoint = Checkpoint(policy.state_dict(), optimizer.state_dict(), settings, step)
+            checkpoint = Checkpoint(policy.state_dict(), optimizer.state_dict(), sync.state_dict(), settings, step)
             save_checkpoint(report.folder / "checkpoint.pt", checkpoint)
             report.finish(result)
     return policy, result

@@ -1,0 +1,143 @@
+"""clip_grad_norm_: what torch's does, with the norm that the hook already has."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from tests.models import (
+    SMALL_BUCKETS,
+    Mlp,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    backward_of,
+    batch,
+    given_ddp,
+    grads_of,
+    group_of_one,
+    random_grads,
+)
+from tests.ranks import run_ranks
+
+SHAPES = [(7, 33), (300,), (2, 3, 4)]
+RTOL = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def _assert_clips_like_torch(hook: fastsync.CommHook, ddp: DistributedDataParallel, max_norm: float) -> None:
+    expected = [
+        nn.Parameter(parameter.detach().clone()) for parameter in ddp.parameters() if parameter.grad is not None
+    ]
+    for parameter, grad in zip(expected, grads_of(ddp), strict=True):
+        parameter.grad = grad.clone()
+    expected_norm = nn.utils.clip_grad_norm_(expected, max_norm)
+    norm = fastsync.clip_grad_norm_(hook, max_norm)
+    assert (norm.dtype, norm.shape) == (torch.float32, ())
+    info = torch.finfo(expected[0].dtype)
+    rtol, atol = RTOL[expected[0].dtype], info.smallest_normal * info.eps  # or the next subnormal
+    torch.testing.assert_close(norm.double(), expected_norm.double(), rtol=rtol, atol=0.0, equal_nan=True)
+    for actual, parameter in zip(grads_of(ddp), expected, strict=True):
+        torch.testing.assert_close(actual, parameter.grad, rtol=rtol, atol=atol, equal_nan=True)
+    assert_same_on_all_ranks([norm, *grads_of(ddp)])
+
+
+def _clips_like_torch(rank: int, world_size: int) -> None:
+    for dtype in RTOL:
+        grads = random_grads(rank, 0, SHAPES, dtype)
+        for wire in ("none", "fp16", "bf16"):
+            ddp = given_ddp(grads, bucket_cap_mb=SMALL_BUCKETS)
+            hook = fastsync.register_comm_hook(ddp, wire)
+            for max_norm in (1e3, 0.5, 1e-3, float("inf")):
+                averaged = backward_of(ddp, grads)
+                _assert_clips_like_torch(hook, ddp, max_norm)
+                if max_norm > 1e2:
+                    assert_all_bitwise_equal(grads_of(ddp), averaged, "gradient below the maximum")
+                else:
+                    assert nn.utils.get_total_norm([grad.double() for grad in grads_of(ddp)]) <= 1.01 * max_norm
+
+
+def _clips_what_is_not_finite(rank: int, world_size: int) -> None:
+    for value in (float("inf"), float("nan")):
+        grads = [torch.ones(3), torch.tensor([2.0, value if rank == 1 else 1.0])]
+        ddp = given_ddp(grads)
+        hook = fastsync.register_comm_hook(ddp)
+        backward_of(ddp, grads)
+        _assert_clips_like_torch(hook, ddp, 1.0)
+        assert not torch.cat(grads_of(ddp)).isfinite().all()
+
+
+def _clips_the_parameters_that_were_synchronised(rank: int, world_size: int) -> None:
+    model = Mlp()
+    frozen = model.layers[2]
+    frozen.requires_grad_(False)
+    frozen.weight.grad = torch.full_like(frozen.weight, 7.0)  # not ours: it is neither in the norm nor scaled
+    ddp = DistributedDataParallel(model)
+    hook = fastsync.register_comm_hook(ddp)
+    ddp(batch(rank, 0)).square().sum().backward()
+    trained = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    norm = nn.utils.get_total_norm(trained)
+    torch.testing.assert_close(fastsync.clip_grad_norm_(hook, 0.1), norm)
+    torch.testing.assert_close(nn.utils.get_total_norm(trained), torch.tensor(0.1))
+    assert frozen.weight.grad.unique().tolist() == [7.0]
+
+    grads = random_grads(rank, 0, SHAPES, torch.float32)
+    ddp = given_ddp(grads, find_unused_parameters=True)
+    hook = fastsync.register_comm_hook(ddp, "fp16")
+    for used in ([grads[0], None, grads[2]], [grads[0], None, grads[2]] if rank else [None, None, grads[2]]):
+        backward_of(ddp, used)
+        _assert_clips_like_torch(hook, ddp, 0.5)
+
+    mixed = [torch.full((3,), 2.0), torch.full((4,), 2.0, dtype=torch.bfloat16)]
+    ddp = given_ddp(mixed)
+    hook = fastsync.register_comm_hook(ddp)
+    backward_of(ddp, mixed)
+    assert fastsync.clip_grad_norm_(hook, 7**0.5).item() == pytest.approx(28**0.5)
+    for grad in grads_of(ddp):
+        assert grad.unique().tolist() == [pytest.approx(1.0, rel=2.0**-8)]
+
+
+def _clips(rank: int, world_size: int) -> None:
+    _clips_like_torch(rank, world_size)
+    _clips_what_is_not_finite(rank, world_size)
+    _clips_the_parameters_that_were_synchronised(rank, world_size)
+
+
+def test_a_hooks_gradients_are_clipped_as_torch_does() -> None:
+    run_ranks(_clips, 2)
+
+
+def test_parameters_are_clipped_by_torch() -> None:
+    for many in (True, False):
+        parameter, expected = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+        for each in (parameter, expected):
+            each.grad = torch.arange(4.0)
+        norm = fastsync.clip_grad_norm_([parameter] if many else parameter, 0.5)
+        assert norm.item() == nn.utils.clip_grad_norm_([expected], 0.5).item()
+        assert torch.equal(parameter.grad, expected.grad)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_a_max_norm_that_is_not_positive_is_refused(max_norm: float) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=f"max_norm: expected a positive number, got {max_norm!r}"):
+        fastsync.clip_grad_norm_(parameter, max_norm)
+    assert parameter.grad.tolist() == [1.0, 1.0]
+
+
+def test_the_norm_is_not_computed_again() -> None:
+    with group_of_one():
+        ddp = given_ddp([torch.ones(4)])
+        hook = fastsync.register_comm_hook(ddp)
+        with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
+            fastsync.clip_grad_norm_(hook, 1.0)
+        backward_of(ddp, [torch.ones(4)])
+        with patch.object(torch.Tensor, "item", side_effect=AssertionError("the host waited")):
+            norm = fastsync.clip_grad_norm_(hook, 1.0)
+        assert norm.item() == 2.0
+        # The gradients are other ones now, and the norm is still that of the backward.
+        assert fastsync.clip_grad_norm_(hook, 1.0).item() == 2.0

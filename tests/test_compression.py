@@ -1,0 +1,98 @@
+"""Compression: its names, and that it can be swapped while training."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync.compression import as_compression
+from tests.models import (
+    SMALL_BUCKETS,
+    Mlp,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    backward_of,
+    batch,
+    given_ddp,
+    grads_of,
+    group_of_one,
+    train_step,
+)
+from tests.ranks import run_ranks
+
+
+def test_a_wires_name_is_shorthand_for_its_compression() -> None:
+    assert fastsync.Compression() == fastsync.Compression(wire="none") == as_compression("none")
+    assert as_compression("fp16") == fastsync.Compression(wire="fp16") != as_compression("bf16")
+    compression = fastsync.Compression(wire="bf16")
+    assert as_compression(compression) is compression
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        compression.wire = "fp16"
+
+
+@pytest.mark.parametrize("wire", ["fp8", "", "FP16", None, 16])
+def test_an_unknown_name_is_refused_with_the_names_there_are(wire: object) -> None:
+    message = rf"compression: expected one of 'none', 'bf16', 'fp16' or a Compression of it, got {wire!r}$"
+    with pytest.raises(ValueError, match=message):
+        as_compression(wire)
+    with pytest.raises(ValueError, match=message):
+        fastsync.Compression(wire=wire)
+
+
+def test_an_assignment_that_is_refused_changes_nothing() -> None:
+    with group_of_one():
+        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2)]), "bf16")
+        with pytest.raises(ValueError, match="compression: expected one of"):
+            hook.compression = "int3"
+        assert hook.compression == fastsync.Compression(wire="bf16")
+
+        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2, dtype=torch.complex64)]))
+        with pytest.raises(ValueError, match=r"'fp16' cannot carry parameter weights\.0, which is torch\.complex64"):
+            hook.compression = "fp16"
+        assert hook.compression == fastsync.Compression(wire="none")
+
+
+def _swaps_while_training(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
+    hook = fastsync.register_comm_hook(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    step, sent = 0, 0
+    for compression, itemsize in (("none", 4), (fastsync.Compression("fp16"), 2), ("bf16", 2), ("none", 4)):
+        hook.compression = compression
+        assert hook.compression == as_compression(compression)
+        fresh = DistributedDataParallel(copy.deepcopy(ddp.module), bucket_cap_mb=SMALL_BUCKETS)
+        fastsync.register_comm_hook(fresh, compression)
+        fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1)
+        for _ in range(3):
+            train_step(ddp, optimizer, batch(rank, step))
+            train_step(fresh, fresh_optimizer, batch(rank, step))
+            assert_all_bitwise_equal(grads_of(ddp), grads_of(fresh), f"{compression}: step {step}, gradient")
+            assert_all_bitwise_equal(list(ddp.parameters()), list(fresh.parameters()), f"step {step}, parameter")
+            step, sent = step + 1, sent + 8082 * itemsize
+            assert hook.stats().wire_bytes == sent
+        assert_same_on_all_ranks(list(ddp.parameters()))
+
+
+def _comes_back_to_other_gradients(rank: int, world_size: int) -> None:
+    ddp = given_ddp([torch.ones(3)])
+    hook = fastsync.register_comm_hook(ddp, "fp16")
+    for wire, magnitude in (("fp16", 1.0), ("none", 1.0), ("none", 1e6), ("fp16", 1e6), ("bf16", 1.0), ("fp16", 1e-6)):
+        hook.compression = wire
+        (averaged,) = backward_of(ddp, [torch.full((3,), magnitude)])
+        torch.testing.assert_close(averaged, torch.full((3,), magnitude), rtol=2.0**-8, atol=0.0)
+        assert hook.grad_stats.num_saturated.item() == 0, f"{wire} at {magnitude}: the scale is an old one"
+
+
+def _swaps(rank: int, world_size: int) -> None:
+    _swaps_while_training(rank, world_size)
+    _comes_back_to_other_gradients(rank, world_size)
+
+
+def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there() -> None:
+    run_ranks(_swaps, 2)

@@ -1,0 +1,141 @@
+"""What a sync tells: statistics of the gradients, and of what the syncs cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fastsync
+from tests.models import (
+    SMALL_BUCKETS,
+    Mlp,
+    assert_same_on_all_ranks,
+    backward_of,
+    batch,
+    given_ddp,
+    group_of_one,
+    random_grads,
+)
+from tests.ranks import run_ranks
+
+ITEMSIZES = {"none": 4, "bf16": 2, "fp16": 2}
+
+
+def _sync_stats_add_up(rank: int, world_size: int) -> None:
+    for wire, itemsize in ITEMSIZES.items():
+        ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
+        hook = fastsync.register_comm_hook(ddp, wire)
+        empty = hook.stats()
+        assert (empty.num_steps, empty.num_syncs, empty.elements, empty.wire_bytes, empty.buckets) == (0, 0, 0, 0, ())
+        assert (empty.pack_time, empty.collective_time, empty.unpack_time, empty.exposed_time) == (0.0, 0.0, 0.0, 0.0)
+
+        num_syncs = 0
+        for step in range(1, 4):
+            ddp.zero_grad()
+            ddp(batch(rank, step)).square().mean().backward()
+            stats = hook.stats()
+            num_syncs += len(stats.buckets)
+            assert stats.num_steps == step
+            assert stats.num_syncs == num_syncs
+            assert stats.elements == 8082
+            assert stats.wire_bytes == step * 8082 * itemsize
+
+        # DDP made other buckets after the first step.
+        assert len(stats.buckets) >= 3
+        for bucket in stats.buckets:
+            assert bucket.num_syncs == 2
+            assert bucket.wire_bytes == 2 * bucket.elements * itemsize
+            assert min(bucket.pack_time, bucket.collective_time, bucket.unpack_time) > 0
+        for part in ("pack_time", "collective_time", "unpack_time"):
+            assert getattr(stats, part) > sum(getattr(bucket, part) for bucket in stats.buckets)
+        longest = max(bucket.collective_time for bucket in stats.buckets)
+        assert 0 < stats.exposed_time < stats.pack_time + stats.collective_time + stats.unpack_time
+        assert longest < stats.collective_time
+
+
+def _grad_stats_are_those_of_the_gradients(rank: int, world_size: int) -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for wire in ITEMSIZES:
+            shapes = [(7, 33), (), (300,), (250,)]
+            like = random_grads(rank, 0, shapes, dtype)
+            ddp = given_ddp(like, bucket_cap_mb=SMALL_BUCKETS)
+            hook = fastsync.register_comm_hook(ddp, wire)
+            for step in range(3):
+                grads = random_grads(rank, step, shapes, dtype)
+                if step == 2 and rank == 1:
+                    grads[0][3, 4], grads[2][17], grads[2][18] = float("inf"), float("nan"), float("-inf")
+                averaged = backward_of(ddp, grads)
+                expected = nn.utils.get_total_norm([grad.double() for grad in averaged])
+                stats = hook.grad_stats
+                assert (stats.grad_norm.dtype, stats.grad_norm.shape) == (torch.float32, ())
+                assert (stats.num_nonfinite.dtype, stats.num_saturated.dtype) == (torch.int64, torch.int64)
+                torch.testing.assert_close(
+                    stats.grad_norm.double(), expected, rtol=1e-6, atol=0.0, equal_nan=True, msg=f"{dtype} over {wire}"
+                )
+                assert stats.num_nonfinite.item() == (3 if step == 2 else 0)
+                assert stats.num_saturated.item() == 0
+                assert_same_on_all_ranks([stats.grad_norm])
+
+
+def _grad_stats_are_of_the_newest_step(rank: int, world_size: int) -> None:
+    ddp = given_ddp([torch.ones(4), torch.ones(2)], find_unused_parameters=True, bucket_cap_mb=2.0**-20)
+    hook = fastsync.register_comm_hook(ddp)
+    backward_of(ddp, [torch.full((4,), 3.0), torch.full((2,), 100.0)])
+    assert hook.grad_stats.grad_norm.item() == pytest.approx((4 * 9 + 2 * 1e4) ** 0.5)
+    backward_of(ddp, [torch.full((4,), 1.0 + 2 * rank), None])
+    assert hook.grad_stats.grad_norm.item() == 4.0
+    before = hook.grad_stats
+    with ddp.no_sync():
+        ddp([torch.ones(4), torch.ones(2)]).backward()
+    assert hook.grad_stats.grad_norm.item() == before.grad_norm.item()
+    assert hook.stats().num_steps == 2
+
+
+def _all_stats(rank: int, world_size: int) -> None:
+    _sync_stats_add_up(rank, world_size)
+    _grad_stats_are_those_of_the_gradients(rank, world_size)
+    _grad_stats_are_of_the_newest_step(rank, world_size)
+
+
+def test_stats_are_exact_and_those_of_the_averaged_gradients() -> None:
+    run_ranks(_all_stats, 2)
+
+
+def test_complex_gradients_are_measured_by_their_parts() -> None:
+    with group_of_one():
+        ddp = given_ddp([torch.zeros(3, dtype=torch.complex64)])
+        hook = fastsync.register_comm_hook(ddp)
+        backward_of(ddp, [torch.tensor([3.0 + 4.0j, 0.0, complex(float("nan"), float("nan"))])])
+        assert hook.grad_stats.num_nonfinite.item() == 2
+        backward_of(ddp, [torch.tensor([3.0 + 4.0j, 0.0, 5.0j])])
+        assert hook.grad_stats.grad_norm.item() == pytest.approx(50**0.5)
+        assert hook.stats().wire_bytes == 2 * 3 * 8
+
+
+def test_there_are_no_grad_stats_before_the_first_backward() -> None:
+    with group_of_one():
+        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2)]))
+        for state in (hook, fastsync.HookState()):
+            with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
+                _ = state.grad_stats
+
+
+def _both_passes_are_profiled(rank: int, world_size: int) -> None:
+    ddp = given_ddp([torch.ones(300), torch.ones(300)], bucket_cap_mb=SMALL_BUCKETS)
+    fastsync.register_comm_hook(ddp, "fp16")
+    grads = [torch.ones(300), torch.ones(300)]
+    backward_of(ddp, grads)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        backward_of(ddp, grads)
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert {name: counts.get(name) for name in ("fastsync::pack", "fastsync::unpack")} == {
+        "fastsync::pack": 2,
+        "fastsync::unpack": 2,
+    }
+
+
+def test_the_profiler_shows_pack_and_unpack_of_every_bucket() -> None:
+    run_ranks(_both_passes_are_profiled, 2)
