@@ -57,7 +57,7 @@ struct Tally {
   void add_block(const BlockSquares& squares, const G* gradient, int64_t numel) {
     constexpr uint32_t kSmallestSafe = (127U - 40U)
                                        << 23;              // 2^-40: what its square hides from a float sum is too small
-    constexpr uint32_t kLargestSafe = (127U + 60U) << 23;  // 2^60: eight squares stay below float's largest
+    constexpr uint32_t kLargestSafe = (127U + 60U) << 23;  // 2^60: sixteen squares stay below float's largest
     if (squares.largest_bits == 0) {
       return;
     }
@@ -107,7 +107,11 @@ void unpack_one_block(const W* wire, G* gradient, float multiplier, BlockSquares
 #if FASTSYNC_HAS_AVX2_ROWS
   if (has_avx2_rows()) {
     avx2::unpack_block(wire, gradient, multiplier, squares);
-    return;
+    constexpr uint32_t kInfinity = 0x7F800000U;
+    if (!kMayHoldBeyond<W, G> || squares.largest_bits < kInfinity) {
+      return;
+    }
+    squares = {};
   }
 #endif
   portable::unpack_block(wire, gradient, multiplier, squares);

@@ -19,7 +19,7 @@
 namespace fastsync::cpu {
 
 constexpr int kRow = 16;
-constexpr int kRowsPerBlock = 8;
+constexpr int kRowsPerBlock = 16;
 constexpr int64_t kBlock = kRow * kRowsPerBlock;
 
 // Squares of a block, summed per column in float, and its largest magnitude as bits (ordered like the magnitudes, inf
@@ -36,6 +36,11 @@ inline W pack_value(G gradient, Compute<G> multiplier, Compute<G> limit, int64_t
   num_saturated += saturated;
   return encode<W>(static_cast<Compute<W>>(scaled));
 }
+
+// From a 16-bit wire to float, a row need not look for values beyond float's largest: what becomes inf shows in the
+// block's largest magnitude, and as the wire is still there the block can be done again.
+template <class W, class G>
+inline constexpr bool kMayHoldBeyond = std::is_same_v<G, float> && !std::is_same_v<W, float>;
 
 namespace portable {
 
@@ -170,7 +175,10 @@ FASTSYNC_AVX2 void unpack_block(const W* wire, G* gradient, float multiplier, Bl
   for (int64_t i = 0; i < kBlock; i += kRow) {
     __m256 low = _mm256_mul_ps(load(wire + i), multipliers);
     __m256 high = _mm256_mul_ps(load(wire + i + 8), multipliers);
-    if (__builtin_expect(any_beyond(low, high, limits), 0)) {
+    if constexpr (kMayHoldBeyond<W, G>) {
+      store(gradient + i, low);
+      store(gradient + i + 8, high);
+    } else if (__builtin_expect(any_beyond(low, high, limits), 0)) {
       for (int j = 0; j < kRow; ++j) {
         gradient[i + j] = decode_to<G>(wire[i + j], multiplier);
       }
