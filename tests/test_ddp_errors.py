@@ -224,7 +224,7 @@ def test_a_hook_may_be_the_last_owner_of_its_group() -> None:
 
 
 # The thread of a Gloo group lets go of its last work a moment after backward() has returned, and takes the GIL for it.
-# torch does not survive the end of the interpreter, or of the group's last owner, within this moment, hook or no hook.
+# torch does not survive the end of the interpreter, or of the group's last owner, within this moment.
 EXIT = """
 import gc, time
 import torch, torch.distributed as dist

@@ -178,10 +178,10 @@ def _disjoint_groups(rank: int, world_size: int) -> None:
         given = given_ddp([grad])
         hook = fastsync.register_comm_hook(given, wire, process_group=mine)
         assert_all_bitwise_equal(_twice(given, hook, grad), [in_group], "of the group given")
-    for state in (mine, fastsync.HookState(mine)):
-        drop_in = given_ddp([grad], process_group=mine)
+    for state, expected in ((None, in_world), (mine, in_group), (fastsync.HookState(mine), in_group), (None, in_world)):
+        drop_in = given_ddp([grad])
         drop_in.register_comm_hook(state, fastsync.fp16_compress_hook)
-        assert_all_bitwise_equal(backward_of(drop_in, [grad]), [in_group], "of the state's group")
+        assert_all_bitwise_equal(backward_of(drop_in, [grad]), [expected], "of the state's group")
     assert_same_on_all_ranks([grad * 0 + in_group], mine)
 
 

@@ -112,16 +112,34 @@ def test_state_dict_names_the_parameters_that_have_a_scale() -> None:
         assert fastsync.HookState(module=ddp.module).state_dict() == {"scales": {}}
 
 
-def test_rebuilt_buckets_take_the_smallest_scale_of_their_parameters() -> None:
+def test_a_bucket_takes_the_smallest_scale_that_was_saved_for_its_parameters() -> None:
     with group_of_one():
-        ddp = given_ddp([torch.ones(2), torch.ones(3)])
+        for large in (0, 1):
+            ddp = given_ddp([torch.ones(3), torch.ones(3)])
+            hook = fastsync.register_comm_hook(ddp, "fp16")
+            scales = {f"weights.{index}": 2.0**-4 if index == large else 2.0**10 for index in range(2)}
+            hook.load_state_dict({"scales": scales})
+            # One bucket: with the scale 2^10 of the other parameter, 4096 would saturate.
+            averaged = backward_of(ddp, [torch.full((3,), 4096.0 if index == large else 1.0) for index in range(2)])
+            assert averaged[large].tolist() == [4096.0] * 3
+            assert hook.grad_stats.num_saturated.item() == 0
+            assert hook.state_dict()["scales"] == {"weights.0": 2.0**-3, "weights.1": 2.0**-3}
+
+
+def test_a_state_replaces_all_that_was_there() -> None:
+    with group_of_one():
+        ddp = given_ddp([torch.ones(2), torch.ones(3)], **KEPT_BUCKETS)
         hook = fastsync.register_comm_hook(ddp, "fp16")
-        hook.load_state_dict({"scales": {"weights.0": 2.0**10, "weights.1": 2.0**-4}})
-        # One bucket: with the scale 2^10 of the first parameter, 4096 would saturate.
-        averaged = backward_of(ddp, [torch.ones(2), torch.full((3,), 4096.0)])
-        assert averaged[1].tolist() == [4096.0] * 3
-        assert hook.grad_stats.num_saturated.item() == 0
-        assert hook.state_dict()["scales"] == {"weights.0": 2.0**-3, "weights.1": 2.0**-3}
+        hook.load_state_dict({"scales": {"weights.0": 2.0, "weights.1": 4.0}})
+        hook.load_state_dict({"scales": {"weights.1": 8.0}})
+        assert hook.state_dict() == {"scales": {"weights.1": 8.0}}
+        grads = [torch.ones(2), torch.ones(3)]
+        for _ in range(2):
+            backward_of(ddp, grads)
+        hook.load_state_dict({"scales": {"weights.0": 2.0**-8, "weights.1": 4.0}})
+        assert hook.state_dict() == {"scales": {"weights.0": 2.0**-8, "weights.1": 4.0}}
+        backward_of(ddp, grads)
+        assert hook.state_dict() == {"scales": {"weights.0": 2.0**-7, "weights.1": 8.0}}
 
 
 def test_scales_live_with_a_hook_state_for_the_drop_in_hooks() -> None:
