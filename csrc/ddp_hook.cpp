@@ -129,6 +129,12 @@ void HookState::forget_buckets_of(const std::vector<at::Tensor>& parameters) {
 
 void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, Wire wire) {
   const auto name = "bucket " + std::to_string(grad_bucket.getIndex());
+  // DDP hands over complex gradients as the floats they are made of, so the buffer does not tell.
+  for (const at::Tensor& parameter : grad_bucket.getParameters()) {
+    TORCH_CHECK_VALUE(wire == Wire::kNone || !parameter.is_complex(), "fastsync: ", name, " holds ",
+                      parameter.scalar_type(), " gradients, which cannot travel as ", name_of(wire),
+                      "; use compression='none'");
+  }
   try {
     check_agreement(group_, describe(grad_bucket, name, wire, saved_scales_text_), grad_bucket.getBuffer().device());
   } catch (const c10::ValueError&) {

@@ -80,6 +80,11 @@ def test_complex_parameters_over_16_bits_are_refused(wire: str) -> None:
     with pytest.raises(ValueError, match=message):
         fastsync.register_comm_hook(given_ddp(like), wire)
 
+    ddp = given_ddp(like)
+    ddp.register_comm_hook(None, {"fp16": fastsync.fp16_compress_hook, "bf16": fastsync.bf16_compress_hook}[wire])
+    with pytest.raises(ValueError, match=rf"ComplexFloat.* cannot travel as {wire}; use compression='none'"):
+        backward_of(ddp, like)
+
 
 @pytest.mark.usefixtures("one_rank")
 def test_other_dtypes_are_refused_unless_they_are_frozen() -> None:
