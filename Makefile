@@ -65,7 +65,7 @@ $(BIN)/python:
 
 # torch comes before the package, because the extension is built against it.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	$(PIP) install -c constraints.txt torch ninja 'setuptools>=77.0.3' wheel
+	$(PIP) install -c constraints.txt torch numpy ninja 'setuptools>=77.0.3' wheel
 	touch $@
 
 $(VENV)/.built: $(CSRC) setup.py $(VENV)/.torch

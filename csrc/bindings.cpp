@@ -93,6 +93,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("run", &run, py::arg("bucket"), py::arg("wire"))
       .def("set_wire", &set_wire, py::arg("wire"), no_gil)
       .def("grad_stats", &HookState::grad_stats, no_gil)
+      .def("num_steps", &HookState::num_steps, no_gil)
       .def("totals", &HookState::totals, no_gil)
       .def("scales", &HookState::scales, no_gil)
       .def("set_scales", &HookState::set_scales, py::arg("scales"), no_gil);

@@ -170,6 +170,11 @@ at::Tensor HookState::grad_stats() {
   return at::stack(rows);
 }
 
+int64_t HookState::num_steps() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_steps_;
+}
+
 HookState::Totals HookState::totals() {
   const std::lock_guard<std::mutex> lock(mutex_);
   times_.collect();

@@ -46,6 +46,7 @@ class HookState {
     double exposed_time = 0.0;  // seconds, see SyncTimes
   };
   Totals totals();
+  int64_t num_steps();
 
   // The fp16 scale of each parameter's bucket, for checkpoints. Waits for the device.
   using ParameterScale = std::pair<at::Tensor, double>;

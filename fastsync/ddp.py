@@ -62,9 +62,8 @@ class HookState:
         named = self._named_parameters()
         scales = state_dict.get("scales") if isinstance(state_dict, dict) else None
         if not isinstance(scales, dict):
-            raise ValueError(
-                f"state_dict: expected what state_dict() returns, a dict with 'scales', got {state_dict!r}"
-            )
+            got = f"keys {list(state_dict)[:3]}" if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise ValueError(f"state_dict: expected what state_dict() returns, a dict with 'scales', got {got}")
         for name, scale in scales.items():
             if name not in named:
                 raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")
@@ -93,6 +92,7 @@ class CommHook(HookState):
         self._parameters = [
             p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored
         ]
+        self._claimed_step = -1
         self.compression = compression
         _C.register_hook(ddp_model.reducer, self._engine)
 
@@ -107,6 +107,21 @@ class CommHook(HookState):
         _check_parameters(self._named_parameters(), chosen)
         self._compression = chosen
         self._engine.set_wire(chosen.wire)
+
+    def claim_norm(self) -> None:
+        """Marks the newest norm as used up, for clipping: it is no longer that of the gradients.
+
+        Raises:
+            RuntimeError: it has been used up, and no backward was synchronised since.
+        """
+        num_steps = self._engine.num_steps()
+        if num_steps == self._claimed_step:
+            raise RuntimeError(
+                "fastsync.clip_grad_norm_: no backward was synchronised since these gradients were clipped, so their "
+                "norm is not known; clip once after each synchronised backward (the norm before clipping stays in "
+                "hook.grad_stats), or use torch.nn.utils.clip_grad_norm_"
+            )
+        self._claimed_step = num_steps
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients the hook averages."""

@@ -50,12 +50,9 @@ def process_group(timeout: float) -> Iterator[torch.device]:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    try:
-        yield device
-    except BaseException:
-        if device.type == "cpu":  # NCCL would first wait for what is in flight, and the error with it
-            dist.destroy_process_group()
-        raise
+    # After an error the group ends with the process: ended here, other ranks might be the first to report a failure,
+    # and NCCL would keep the error back until what is in flight is done.
+    yield device
     dist.destroy_process_group()
     gc.collect()  # DDP is part of reference cycles and holds the group
 

@@ -73,7 +73,7 @@ def test_bad_arguments_are_refused_before_ranks_are_launched(
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("rich", "tyro") else object())
-    with pytest.raises(SystemExit, match=r"^training needs tyro, rich, .*: pip install 'fastsync\[train\]'$"):
+    with pytest.raises(SystemExit, match=r"^training needs rich, tyro, .*: pip install 'fastsync\[train\]'$"):
         main(["train"])
 
 

@@ -136,8 +136,34 @@ def test_the_norm_is_not_computed_again() -> None:
         with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
             fastsync.clip_grad_norm_(hook, 1.0)
         backward_of(ddp, [torch.ones(4)])
+        ddp.module.weights[0].grad.mul_(8)  # which the norm of the backward does not know
         with patch.object(torch.Tensor, "item", side_effect=AssertionError("the host waited")):
             norm = fastsync.clip_grad_norm_(hook, 1.0)
         assert norm.item() == 2.0
-        # The gradients are other ones now, and the norm is still that of the backward.
-        assert fastsync.clip_grad_norm_(hook, 1.0).item() == 2.0
+
+
+def test_a_norm_serves_once() -> None:
+    with group_of_one():
+        ddp = given_ddp([torch.ones(4)])
+        hook = fastsync.register_comm_hook(ddp)
+        backward_of(ddp, [torch.full((4,), 8.0)])
+        assert fastsync.clip_grad_norm_(hook, 1.0).item() == 16.0
+        message = "no backward was synchronised since these gradients were clipped"
+        with pytest.raises(RuntimeError, match=message):
+            fastsync.clip_grad_norm_(hook, 1.0)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp([torch.full((4,), 8.0)]).backward()
+        with pytest.raises(RuntimeError, match=message):
+            fastsync.clip_grad_norm_(hook, 1.0)
+        assert [grad.tolist() for grad in grads_of(ddp)] == [[8.0] * 4]
+        backward_of(ddp, [torch.full((4,), 8.0)])
+        assert fastsync.clip_grad_norm_(hook, 32.0).item() == 16.0
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear(1, 1), "state"])
+def test_what_is_neither_hook_nor_parameters_is_refused(wrong: object) -> None:
+    with group_of_one():
+        given = fastsync.HookState() if wrong == "state" else wrong
+        with pytest.raises(ValueError, match=r"sync_or_params: .*got (Linear|HookState); model\.parameters\(\)"):
+            fastsync.clip_grad_norm_(given, 1.0)

@@ -47,7 +47,7 @@ class RunReport:
 
         self.folder = make_run_folder(settings)
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        self._title = f"{settings.env} on {ranks}, sync {settings.sync}"
+        self._title = f"{settings.env} on {ranks}, sync {sync_name(settings)}"
         self._threshold = reward_threshold
         self._points: list[CurvePoint] = []
         self._console = Console()
@@ -88,6 +88,11 @@ class RunReport:
         self._console.print(result_table(result, title=self._title, folder=str(self.folder)))
 
 
+def sync_name(settings: Settings) -> str:
+    """How a run's gradients travel, such as "ddp" or "fastsync fp16"."""
+    return settings.sync if settings.compression == "none" else f"{settings.sync} {settings.compression}"
+
+
 def make_run_folder(settings: Settings) -> Path:
     """Creates the folder of a run.
 
@@ -96,7 +101,8 @@ def make_run_folder(settings: Settings) -> Path:
     """
     started = time.strftime("%Y%m%d-%H%M%S")
     env = settings.env.replace("/", "-").replace(":", "-")
-    folder = Path(settings.runs_dir) / (settings.run_name or f"{env}-{settings.sync}-{settings.seed}-{started}")
+    name = f"{env}-{sync_name(settings).replace(' ', '-')}-{settings.seed}-{started}"
+    folder = Path(settings.runs_dir) / (settings.run_name or name)
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
