@@ -72,7 +72,7 @@ def result_table(result: TrainResult, *, title: str, folder: str) -> Table:
     )
     table.add_row("environment steps", f"{result.step:,} in {result.seconds:.1f} s")
     table.add_row("steps per second", f"{result.step / result.seconds:,.0f}")
-    table.add_row("time in synchronisation", _share(result.sync.seconds, result.seconds))
+    table.add_row("time in synchronisation, with waiting for other ranks", _share(result.sync.seconds, result.seconds))
     table.add_row("  not hidden by backward", _share(result.sync.exposed_seconds, result.seconds))
     table.add_row("bytes on the wire, per rank", _bytes(result.sync.wire_bytes))
     table.add_row("written to", folder)
