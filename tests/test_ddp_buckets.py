@@ -75,8 +75,7 @@ def test_a_wire_that_was_left_and_taken_again_starts_anew() -> None:
         assert _values(backward_of(ddp, [torch.full((4,), 2.0**-40)])) == [2.0**-40]
 
 
-def test_times_and_norms_are_of_one_backward_each_where_backwards_break_off() -> None:
-    """Asking for the times between steps must not lose the place, nor may a step that broke off leak into the next."""
+def test_times_and_norms_are_of_one_backward_each() -> None:
     with group_of_one():
         ddp = given_ddp([torch.ones(256)] * 4, bucket_cap_mb=SMALL_BUCKETS)
         hook = fastsync.register_comm_hook(ddp)
@@ -86,7 +85,23 @@ def test_times_and_norms_are_of_one_backward_each_where_backwards_break_off() ->
             torch.testing.assert_close(hook.grad_stats.grad_norm.item(), 32.0 * number)
 
 
-def test_old_buckets_are_forgotten_but_counted() -> None:
+def test_norms_are_of_one_backward_each_where_each_uses_other_buckets() -> None:
+    """Asking for the times between the steps must not lose the place."""
+    with group_of_one():
+        ddp = given_ddp(
+            [torch.ones(4)] * 3, find_unused_parameters=True, skip_all_reduce_unused_params=True, **TINY_BUCKETS
+        )
+        state = fastsync.HookState()
+        ddp.register_comm_hook(state, fastsync.allreduce_hook)
+        backward_of(ddp, [torch.ones(4)] * 3)  # after which DDP regroups
+        ends, middle = [torch.ones(4), None, torch.ones(4)], [None, torch.full((4,), 2.0), None]
+        for step, (grads, norm) in enumerate([(ends, 8**0.5), (middle, 4.0)] * 2, start=2):
+            backward_of(ddp, grads)
+            assert state.stats().num_steps == step
+            torch.testing.assert_close(state.grad_stats.grad_norm.item(), norm)
+
+
+def test_what_old_buckets_sent_still_counts() -> None:
     with group_of_one():
         state = fastsync.HookState()
         sent = 0
