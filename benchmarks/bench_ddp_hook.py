@@ -1,98 +1,36 @@
-"""A DDP backward with each hook, two Gloo ranks on this machine, against DDP without communication (no_sync).
+"""A DDP backward with each hook, two Gloo ranks on this machine, against a backward without communication (no_sync).
 
-The model's own backward is next to nothing (each parameter's gradient is a constant), so what is timed is DDP's copies,
-the hook, and the collective. This process is rank 0; a second one runs the same steps as rank 1.
+The model's own backward is next to nothing, so what is timed is DDP's copies, the hook, and the collective. This
+process is rank 0; a second one runs the same steps as rank 1. ``python -m benchmarks sync`` compares more, in turns.
 """
 
+import functools
 import importlib
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
-import fastsync
+from benchmarks.ways import WAYS, Step, is_right
+from benchmarks.workloads import SIZES, Workload
 
 WARMUP = 10
 TIMEOUT = timedelta(seconds=120)
-# One small policy (6 tensors), one middle-sized, one of about two DDP buckets.
-MODELS = {
-    "5 K": [(64, 4), (64,), (64, 64), (64,), (2, 64), (2,)],
-    "0.5 M": [(512, 256), (512,), (512, 512), (512,), (256, 512), (256,)],
-    "12 M": [(1024, 1024), (1024,)] * 12,
-}
-ROUNDS = {"5 K": 300, "0.5 M": 100, "12 M": 20}
-
-
-class Parameters(nn.Module):
-    """Parameters whose gradient is a number each."""
-
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.weights = nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
-
-    def forward(self, factor: Tensor) -> Tensor:
-        return torch.stack([(weight * factor).sum() for weight in self.weights]).sum()
-
-
-def _no_hook(model: DistributedDataParallel) -> None:
-    del model
-
-
-def _torch_hook(hook: Callable) -> Callable[[DistributedDataParallel], None]:
-    return lambda model: model.register_comm_hook(None, hook)
-
-
-def _fastsync_hook(compression: str) -> Callable[[DistributedDataParallel], object]:
-    return lambda model: fastsync.register_comm_hook(model, compression)
-
-
-WAYS = {
-    "no_sync": _no_hook,
-    "DDP": _no_hook,
-    "torch allreduce_hook": _torch_hook(default_hooks.allreduce_hook),
-    "torch fp16_compress_hook": _torch_hook(default_hooks.fp16_compress_hook),
-    "fastsync none": _fastsync_hook("none"),
-    "fastsync fp16": _fastsync_hook("fp16"),
-    "fastsync bf16": _fastsync_hook("bf16"),
-    "fastsync.fp16_compress_hook": _torch_hook(fastsync.fp16_compress_hook),
-}
-
-
-class Step:
-    """One way's model, ready to run backward after backward."""
-
-    def __init__(self, size: str, way: str) -> None:
-        self.model = DistributedDataParallel(Parameters(MODELS[size]))
-        WAYS[way](self.model)
-        self.context = self.model.no_sync if way == "no_sync" else nullcontext
-        self.factor = torch.tensor(1.0 + dist.get_rank())
-
-    def prepare(self) -> None:
-        """The forward, which is not timed, and a barrier, so that no rank waits for the other's start."""
-        self.model.zero_grad()
-        with self.context():
-            self.loss = self.model(self.factor)
-        dist.barrier()
-
-    def run(self) -> None:
-        with self.context():
-            self.loss.backward()
-
-    def check(self, synchronised: bool) -> None:
-        """Ranks 0 and 1 have gradients of 1 and 2: the mean is 1.5 at any width."""
-        expected = 1.5 if synchronised else self.factor.item()
-        for weight in self.model.parameters():
-            assert torch.equal(weight.grad, torch.full_like(weight, expected))
+COMPARED = (
+    "no_sync",
+    "ddp",
+    "ddp/allreduce_hook",
+    "ddp/fp16_compress_hook",
+    "fastsync.register_comm_hook/none",
+    "fastsync.register_comm_hook/fp16",
+    "fastsync.register_comm_hook/bf16",
+    "fastsync.fp16_compress_hook",
+)
 
 
 def _start(rank: int, store: str) -> None:
@@ -102,13 +40,28 @@ def _start(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=TIMEOUT)
 
 
+@functools.cache
+def _workload(size: str) -> Workload:
+    return Workload(SIZES[size], torch.device("cpu"))
+
+
+def _build(size: str, way: str) -> Step:
+    return WAYS[way].build(_workload(size), dist.group.WORLD)
+
+
+def _prepare(step: Step) -> None:
+    """What is not timed, and a barrier, so that no rank waits for the other's start."""
+    step.prepare()
+    dist.barrier()
+
+
 def _peer(store: str, orders: Connection) -> None:
     """Rank 1: runs what it is told, a (size, way, number of steps) at a time, until None comes."""
     _start(1, store)
     for size, way, num_steps in iter(orders.recv, None):
-        step = Step(size, way)
+        step = _build(size, way)
         for _ in range(num_steps):
-            step.prepare()
+            _prepare(step)
             step.run()
     dist.destroy_process_group()
 
@@ -127,12 +80,13 @@ def peer() -> Iterator[Connection]:
         process.join(TIMEOUT.total_seconds())
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", MODELS)
+@pytest.mark.parametrize("way", COMPARED)
+@pytest.mark.parametrize("size", SIZES)
 def test_backward(benchmark, peer: Connection, size: str, way: str) -> None:
     benchmark.group = f"DDP backward, {size} float32 parameters, 2 Gloo ranks"
     benchmark.extra_info.update(what=way, is_limit=way == "no_sync")
-    peer.send((size, way, 1 if benchmark.disabled else WARMUP + ROUNDS[size]))
-    step = Step(size, way)
-    benchmark.pedantic(step.run, setup=step.prepare, rounds=ROUNDS[size], warmup_rounds=WARMUP)
-    step.check(synchronised=way != "no_sync")
+    num_rounds = SIZES[size].repetitions
+    peer.send((size, way, 1 if benchmark.disabled else WARMUP + num_rounds))
+    step = _build(size, way)
+    benchmark.pedantic(step.run, setup=lambda: _prepare(step), rounds=num_rounds, warmup_rounds=WARMUP)
+    assert is_right(way, step, _workload(size))

@@ -12,9 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include "agreement.h"
 #include "backend.h"
+#include "bucket_layout.h"
 #include "chunk_table.h"
 #include "ddp_hook.h"
+#include "synchronizer.h"
 
 namespace {
 
@@ -22,6 +25,8 @@ namespace py = pybind11;
 using c10::ivalue::Future;
 using fastsync::BucketTotals;
 using fastsync::HookState;
+using fastsync::Synchronizer;
+using fastsync::SyncTotals;
 
 bool built_with_cuda() {
 #ifdef FASTSYNC_WITH_CUDA
@@ -34,17 +39,19 @@ bool built_with_cuda() {
 std::map<std::string, std::string> build_info() { return {{"torch", TORCH_VERSION}, {"compiler", __VERSION__}}; }
 
 // The last owner of a Gloo group waits for the group's threads to end, and those may be waiting for the GIL.
-void delete_without_gil(HookState* state) {
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check()) {
-    no_gil.emplace();
-  }
-  delete state;
+template <class Engine, class... Args>
+std::shared_ptr<Engine> make_shared(Args... args) {
+  const auto delete_without_gil = [](Engine* engine) {
+    std::optional<py::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) {
+      no_gil.emplace();
+    }
+    delete engine;
+  };
+  return {new Engine(std::move(args)...), delete_without_gil};
 }
 
-std::shared_ptr<HookState> new_hook_state(c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return {new HookState(std::move(group)), &delete_without_gil};
-}
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // DDP expects a Python object from a hook registered in Python. It is made here, where the GIL is held anyway, so that
 // nothing has to wait for the GIL when the bucket is done.
@@ -59,6 +66,16 @@ auto run(HookState& state, c10d::GradBucket& bucket, const std::string& wire) {
     return std::make_tuple(buffer, std::vector{storage});
   };
   return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(std::move(with_buffer), type));
+}
+
+// sizes: (bytes, kind) of each parameter.
+auto lay_out_buckets(const std::vector<std::pair<int64_t, int64_t>>& sizes, const std::vector<int64_t>& order,
+                     int64_t cap_bytes) {
+  std::vector<fastsync::ParameterSize> parameters;
+  for (const auto& [bytes, kind] : sizes) {
+    parameters.push_back({bytes, kind});
+  }
+  return fastsync::lay_out_buckets(parameters, order, cap_bytes);
 }
 
 void set_wire(HookState& state, const std::string& wire) { state.set_wire(fastsync::wire_from_name(wire)); }
@@ -81,15 +98,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("collective_time", &BucketTotals::collective_time)
       .def_readonly("unpack_time", &BucketTotals::unpack_time);
 
-  py::class_<HookState::Totals>(m, "HookTotals")
-      .def_readonly("buckets", &HookState::Totals::buckets)
-      .def_readonly("all", &HookState::Totals::all)
-      .def_readonly("num_steps", &HookState::Totals::num_steps)
-      .def_readonly("num_timed_steps", &HookState::Totals::num_timed_steps)
-      .def_readonly("exposed_time", &HookState::Totals::exposed_time);
+  py::class_<SyncTotals>(m, "SyncTotals")
+      .def_readonly("buckets", &SyncTotals::buckets)
+      .def_readonly("all", &SyncTotals::all)
+      .def_readonly("num_steps", &SyncTotals::num_steps)
+      .def_readonly("num_timed_steps", &SyncTotals::num_timed_steps)
+      .def_readonly("exposed_time", &SyncTotals::exposed_time);
 
   py::class_<HookState, std::shared_ptr<HookState>>(m, "HookState")
-      .def(py::init(&new_hook_state), py::arg("process_group"))
+      .def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
       .def("run", &run, py::arg("bucket"), py::arg("wire"))
       .def("set_wire", &set_wire, py::arg("wire"), no_gil)
       .def("grad_stats", &HookState::grad_stats, no_gil)
@@ -98,8 +115,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("scales", &HookState::scales, no_gil)
       .def("set_scales", &HookState::set_scales, py::arg("scales"), no_gil);
 
+  py::class_<Synchronizer, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
+      .def(py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t>),
+           py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"))
+      .def("attach", &Synchronizer::attach, py::arg("parameters"), no_gil)
+      .def("detach", &Synchronizer::detach, no_gil)
+      .def("set_enabled", &Synchronizer::set_enabled, py::arg("enabled"), no_gil)
+      .def("synchronize", &Synchronizer::synchronize, no_gil)
+      .def("set_wire", &Synchronizer::set_wire, py::arg("wire"), no_gil)
+      .def("agree", &Synchronizer::agree, no_gil)
+      .def("ride", &Synchronizer::ride, py::arg("name"), py::arg("value"), no_gil)
+      .def("riders", &Synchronizer::riders, no_gil)
+      .def("grad_stats", &Synchronizer::grad_stats, no_gil)
+      .def("num_steps", &Synchronizer::num_steps, no_gil)
+      .def("gradients_are_unchanged", &Synchronizer::gradients_are_unchanged, no_gil)
+      .def("totals", &Synchronizer::totals, no_gil)
+      .def("scales", &Synchronizer::scales, no_gil)
+      .def("set_scales", &Synchronizer::set_scales, py::arg("scales"), no_gil);
+
+  m.def("check_agreement", &fastsync::check_agreement, py::arg("process_group"), py::arg("description"),
+        py::arg("device"), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 
+  m.def("lay_out_buckets", &lay_out_buckets, py::arg("sizes"), py::arg("order"), py::arg("cap_bytes"));
   m.def("chunk_table", &fastsync::chunk_table, py::arg("numels"), py::arg("chunk_size"));
   m.def("launch_ranges", &fastsync::launch_ranges, py::arg("numels"), py::arg("capacity"));
 }

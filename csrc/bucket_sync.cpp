@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -47,16 +48,17 @@ at::ScalarType wire_dtype(Wire wire, at::ScalarType grad) {
 
 }  // namespace
 
-// What one sync needs until its unpack. No process group is among it: a Gloo thread may be the last to let go of this,
-// and a group that ended on its own thread would wait for itself.
 struct BucketSync::Flight {
   std::vector<at::Tensor> grads;
   std::vector<Segment> segments;
   at::Tensor wire;
-  bool in_place;  // the wire is the gradient's own memory and nothing has to be undone: unpack only measures
+  bool in_place = false;  // the wire is the gradient's own memory and nothing has to be undone: unpack only measures
+  Extras extras;          // parts of the wire, or a vector of their own
   at::Tensor scale;
   at::Tensor stats;
   at::Tensor workspace;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  std::shared_ptr<const std::string> failure;
   std::shared_ptr<Stopwatch> stopwatch;
 };
 
@@ -68,67 +70,137 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
       workspace_(new_workspace(device)) {}
 
-c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire wire,
-                                            std::shared_ptr<Stopwatch> stopwatch) {
+std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> grads, Wire wire,
+                                                     std::shared_ptr<Stopwatch> stopwatch, const Extras& extras) {
   const auto grad_dtype = grads.front().scalar_type();
   const auto dtype = wire_dtype(wire, grad_dtype);
   const int64_t world_size = group_->getSize();
 
-  Flight flight;
-  flight.segments = lay_out(grads);
-  flight.grads = std::move(grads);
+  auto flight = std::make_shared<Flight>();
+  flight->segments = lay_out(grads);
+  flight->grads = std::move(grads);
   if (wire == Wire::kFloat16 && !scale_.defined()) {
-    agree_on_scale(flight.segments, dtype_of(grad_dtype));
+    agree_on_scale(flight->segments, dtype_of(grad_dtype));
   }
   stopwatch->mark(Mark::kStart);
   if (wire == Wire::kFloat16) {
-    flight.scale = scale_;
+    flight->scale = scale_;
   }
-  const int64_t numel = flight.segments.back().offset + flight.segments.back().numel;
-  const bool shares_memory = flight.grads.size() == 1 && dtype == grad_dtype;
+  const int64_t numel = flight->segments.back().offset + flight->segments.back().numel;
+  const bool has_extras = extras.flags.defined() || extras.riders.defined();
+  const bool shares_memory = flight->grads.size() == 1 && dtype == grad_dtype && !has_extras;
   if (shares_memory) {
     wire_.reset();
+    flight->wire = flight->grads.front().view({-1});
+  } else {
+    const bool riders_fit = extras.riders.defined() && dtype == at::kFloat;
+    flight->wire = wire_buffer(
+        numel + (extras.flags.defined() ? extras.flags.numel() : 0) + (riders_fit ? extras.riders.numel() : 0), dtype);
   }
-  flight.wire = shares_memory ? flight.grads.front().view({-1}) : wire_buffer(numel, dtype);
-  flight.in_place = shares_memory && !flight.scale.defined();
+  flight->in_place = shares_memory && !flight->scale.defined();
 
-  const PackArgs args{flight.segments.data(),
-                      static_cast<int64_t>(flight.segments.size()),
+  const PackArgs args{flight->segments.data(),
+                      static_cast<int64_t>(flight->segments.size()),
                       dtype_of(grad_dtype),
                       dtype_of(dtype),
-                      flight.wire.data_ptr(),
+                      flight->wire.data_ptr(),
                       1.0 / static_cast<double>(world_size),
                       saturation_limit(wire == Wire::kNone ? DType::kFloat64 : dtype_of(dtype), world_size),
-                      data_or_null(flight.scale),
+                      data_or_null(flight->scale),
                       stats_.data_ptr<double>()};
   {
     RECORD_FUNCTION("fastsync::pack", {});
     run_pack(args, device_, workspace_);
+    add_extras(*flight, numel, extras);
   }
   stopwatch->mark(Mark::kSent);
-  flight.stats = stats_;
-  flight.workspace = workspace_;
-  flight.stopwatch = std::move(stopwatch);
+  flight->stats = stats_;
+  flight->workspace = workspace_;
+  flight->failure = failure_;
+  flight->stopwatch = std::move(stopwatch);
   totals_->elements = numel;
-  totals_->wire_bytes += static_cast<int64_t>(flight.wire.nbytes());
   totals_->num_syncs += 1;
+  all_reduce(*flight);
+  return flight;
+}
 
-  std::vector<at::Tensor> tensors{flight.wire};
+void BucketSync::add_extras(Flight& flight, int64_t numel, const Extras& extras) {
+  const auto append = [&](const at::Tensor& values) {
+    at::Tensor part = flight.wire.narrow(0, numel, values.numel());
+    part.copy_(values, /*non_blocking=*/true);
+    numel += values.numel();
+    return part;
+  };
+  if (extras.flags.defined()) {
+    flight.extras.flags = append(extras.flags);
+  }
+  if (extras.riders.defined()) {
+    const bool fit = flight.wire.scalar_type() == at::kFloat;
+    flight.extras.riders =
+        fit ? append(extras.riders) : extras.riders.to(device_, at::kFloat, /*non_blocking=*/true, /*copy=*/true);
+  }
+}
+
+void BucketSync::all_reduce(Flight& flight) {
+  std::vector<at::Tensor> buffers{flight.wire};
+  if (flight.extras.riders.defined() && flight.wire.scalar_type() != at::kFloat) {
+    buffers.push_back(flight.extras.riders);
+  }
+  // Several go as one launch where the backend can do that; Gloo has them in flight side by side.
+  const bool grouped = buffers.size() > 1 && group_->getBackend(device_.type())->supportsCoalescing();
   try {
-    // With the thread's state, for without it a profiler would not see what happens on the group's thread.
-    return group_->allreduce(tensors)->getFuture()->then(
-        at::wrapPropagateTLSState([failure = failure_, flight = std::move(flight)](Future& reduced) {
-          TORCH_CHECK(!reduced.hasError(), *failure, reduced.tryRetrieveErrorMessage());
-          finish(flight);
-          return c10::IValue(flight.grads.front());
-        }),
-        c10::TensorType::get());
+    if (grouped) {
+      group_->startCoalescing(device_.type());
+    }
+    for (const at::Tensor& buffer : buffers) {
+      totals_->wire_bytes += static_cast<int64_t>(buffer.nbytes());
+      std::vector<at::Tensor> tensors{buffer};
+      flight.works.push_back(group_->allreduce(tensors));
+    }
+    if (grouped) {
+      flight.works = {group_->endCoalescing(device_.type())};
+    }
   } catch (const std::exception& error) {
     TORCH_CHECK(false, *failure_, error.what());
   }
 }
 
-void BucketSync::finish(const Flight& flight) {
+void BucketSync::discard(Flight& flight) {
+  RECORD_FUNCTION("fastsync::wait", {});
+  for (const auto& work : std::exchange(flight.works, {})) {
+    try {
+      work->wait();
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, *flight.failure, error.what());
+    }
+  }
+}
+
+Extras BucketSync::receive(Flight& flight) {
+  discard(flight);
+  if (!flight.wire.device().is_cpu()) {
+    // Packed on backward's stream, which need not be this one.
+    flight.wire.record_stream(c10::impl::VirtualGuardImpl(flight.wire.device().type()).getStream(flight.wire.device()));
+  }
+  unpack(flight);
+  return flight.extras;
+}
+
+c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire wire,
+                                            std::shared_ptr<Stopwatch> stopwatch) {
+  auto flight = send(std::move(grads), wire, std::move(stopwatch));
+  const auto work = std::exchange(flight->works, {}).front();
+  // With the thread's state, for without it a profiler would not see what happens on the group's thread.
+  return work->getFuture()->then(at::wrapPropagateTLSState([flight = std::move(flight)](Future& reduced) {
+                                   TORCH_CHECK(!reduced.hasError(), *flight->failure,
+                                               reduced.tryRetrieveErrorMessage());
+                                   unpack(*flight);
+                                   return c10::IValue(flight->grads.front());
+                                 }),
+                                 c10::TensorType::get());
+}
+
+void BucketSync::unpack(const Flight& flight) {
   RECORD_FUNCTION("fastsync::unpack", {});
   flight.stopwatch->mark(Mark::kReduced);
   const auto num_segments = static_cast<int64_t>(flight.segments.size());

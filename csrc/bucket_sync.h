@@ -23,16 +23,38 @@ enum class Wire : int8_t { kNone, kFloat16, kBFloat16 };
 Wire wire_from_name(const std::string& name);
 const char* name_of(Wire wire);
 
+// Small vectors that travel beside the gradients of a bucket and are summed over the ranks as they are. Undefined where
+// there are none.
+struct Extras {
+  at::Tensor flags;   // zeros and ones, in the wire's dtype: a sum may be rounded, but is zero only where all are
+  at::Tensor riders;  // float32, summed in float32: in the bucket's collective where the wire is, or in one beside it
+};
+
 class BucketSync {
  public:
   BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device);
 
-  // Averages the gradients over the group, in place. They are dense, contiguous, of one supported dtype and on the
-  // bucket's device, the same on every rank. The future's value is the first gradient; it is complete when all are
-  // averaged (on CUDA: when everything is enqueued, with the events to wait for). One sync at a time.
-  // Marks every moment on the stopwatch.
+  // What is on its way between send and receive. No process group is among it: a Gloo thread may be the last to let go
+  // of a flight, and a group that ended on its own thread would wait for itself.
+  struct Flight;
+
+  // Packs the gradients and hands them to the group. They are dense, contiguous, of one supported dtype and on the
+  // bucket's device, the same on every rank. One flight at a time. Marks every moment on the stopwatch.
+  std::shared_ptr<Flight> send(std::vector<at::Tensor> grads, Wire wire, std::shared_ptr<Stopwatch> stopwatch,
+                               const Extras& extras = {});
+
+  // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place. Returns the
+  // extras' sums.
+  static Extras receive(Flight& flight);
+
+  // Waits alone: the gradients are left as they are, or, where they were their own wire, as the group left them.
+  static void discard(Flight& flight);
+
+  // send, and receive when the group is done, on the thread that says so. The future's value is the first gradient.
   c10::intrusive_ptr<c10::ivalue::Future> sync(std::vector<at::Tensor> grads, Wire wire,
                                                std::shared_ptr<Stopwatch> stopwatch);
+
+  c10::Device device() const { return device_; }
 
   // The power of two that fp16 values are multiplied with: one float32 element; undefined before the first fp16 sync.
   const at::Tensor& scale() const { return scale_; }
@@ -45,11 +67,11 @@ class BucketSync {
   const std::shared_ptr<BucketTotals>& totals() const { return totals_; }
 
  private:
-  struct Flight;
-
   void agree_on_scale(const std::vector<Segment>& segments, DType dtype);
   at::Tensor wire_buffer(int64_t numel, at::ScalarType dtype);
-  static void finish(const Flight& flight);
+  void add_extras(Flight& flight, int64_t numel, const Extras& extras);
+  void all_reduce(Flight& flight);
+  static void unpack(const Flight& flight);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<const std::string> failure_;  // how an error begins: "fastsync: all_reduce of bucket 0 failed on ..."

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <limits>
 #include <sstream>
 #include <unordered_set>
 
@@ -103,7 +102,7 @@ std::shared_ptr<HookState::Bucket> HookState::find_or_add(c10d::GradBucket& grad
   }
   bucket->sync = std::make_shared<BucketSync>(group_, "bucket " + std::to_string(grad_bucket.getIndex()),
                                               grad_bucket.getBuffer().device());
-  bucket->sync->set_scale(saved_scale(*bucket));
+  bucket->sync->set_scale(saved_scales_.smallest_of(bucket->parameters, grad_bucket.getBuffer().device()));
   buckets_[key] = bucket;
   return bucket;
 }
@@ -124,7 +123,7 @@ void HookState::forget_buckets_of(const std::vector<at::Tensor>& parameters) {
     }
     return is_dead;
   });
-  std::erase_if(saved_scales_, [](const auto& entry) { return entry.second.parameter.expired(); });
+  saved_scales_.forget_dead_parameters();
 }
 
 void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, Wire wire) {
@@ -136,7 +135,8 @@ void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, Wire wire) 
                       "; use compression='none'");
   }
   try {
-    check_agreement(group_, describe(grad_bucket, name, wire, saved_scales_text_), grad_bucket.getBuffer().device());
+    check_agreement(group_, describe(grad_bucket, name, wire, saved_scales_.description()),
+                    grad_bucket.getBuffer().device());
   } catch (const c10::ValueError&) {
     throw;
   } catch (const std::exception& error) {
@@ -144,20 +144,6 @@ void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, Wire wire) 
                 group_->getSize(), ": ", error.what());
   }
   bucket.agreed_wire = wire;
-}
-
-// The smallest saved scale of the bucket's parameters, so that none saturates: DDP's first buckets are not those that
-// the scales were saved from. Undefined where one is unknown, on all ranks alike; then the gradients decide.
-at::Tensor HookState::saved_scale(const Bucket& bucket) const {
-  double smallest = std::numeric_limits<double>::infinity();
-  for (const ParameterId& id : bucket.parameters) {
-    const auto saved = saved_scales_.find(id._unsafe_get_target());
-    if (saved == saved_scales_.end()) {
-      return {};
-    }
-    smallest = std::min(smallest, saved->second.scale);
-  }
-  return at::full({1}, smallest, bucket.sync->stats().options().dtype(at::kFloat));
 }
 
 at::Tensor HookState::grad_stats() {
@@ -175,10 +161,9 @@ int64_t HookState::num_steps() {
   return num_steps_;
 }
 
-HookState::Totals HookState::totals() {
+SyncTotals HookState::totals() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  times_.collect();
-  Totals totals;
+  SyncTotals totals = times_.totals();
   for (const auto& bucket : step_) {
     totals.buckets.push_back(*bucket->sync->totals());
   }
@@ -187,45 +172,23 @@ HookState::Totals HookState::totals() {
     totals.all.add(*bucket->sync->totals());
   }
   totals.num_steps = num_steps_;
-  totals.num_timed_steps = times_.num_timed_steps();
-  totals.exposed_time = times_.exposed_time();
   return totals;
 }
 
-std::vector<HookState::ParameterScale> HookState::scales() {
+std::vector<ParameterScale> HookState::scales() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto newest = saved_scales_;  // which hold until their parameters' buckets have been synchronised
+  ParameterScales newest = saved_scales_;  // which hold until their parameters' buckets have been synchronised
   for (const auto& [key, bucket] : buckets_) {
-    if (!bucket->sync->scale().defined()) {
-      continue;
-    }
-    const auto scale = bucket->sync->scale().item<double>();
-    for (const ParameterId& id : bucket->parameters) {
-      newest.insert_or_assign(id._unsafe_get_target(), SavedScale{id, scale});
-    }
+    newest.record(bucket->parameters, bucket->sync->scale());
   }
-  std::vector<ParameterScale> scales;
-  for (const auto& [key, saved] : newest) {
-    if (auto parameter = saved.parameter.lock()) {
-      scales.emplace_back(at::Tensor(std::move(parameter)), saved.scale);
-    }
-  }
-  return scales;
+  return newest.list();
 }
 
 void HookState::set_scales(const std::vector<ParameterScale>& scales) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  saved_scales_.clear();
-  std::ostringstream values;
-  for (const auto& [parameter, scale] : scales) {
-    saved_scales_.insert_or_assign(parameter.unsafeGetTensorImpl(),
-                                   SavedScale{ParameterId(parameter.getIntrusivePtr()), scale});
-    values << scale << " ";
-  }
-  saved_scales_text_ = "saved scales of " + std::to_string(scales.size()) + " parameters, fingerprint " +
-                       std::to_string(fingerprint(values.str()));
+  saved_scales_ = ParameterScales(scales);
   for (const auto& [key, bucket] : buckets_) {
-    bucket->sync->set_scale(saved_scale(*bucket));
+    bucket->sync->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->sync->device()));
     bucket->agreed_wire.reset();
   }
 }

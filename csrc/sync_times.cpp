@@ -85,6 +85,15 @@ std::shared_ptr<Stopwatch> SyncTimes::start_bucket(std::shared_ptr<BucketTotals>
   return stopwatch;
 }
 
+SyncTotals SyncTimes::totals() {
+  collect();
+  SyncTotals totals;
+  totals.num_timed_steps = num_timed_steps_;
+  totals.exposed_time = exposed_time_;
+  return totals;
+}
+
+// Adds up the steps that the device is done with.
 void SyncTimes::collect() {
   const auto is_done = [](const Lap& lap) { return lap.stopwatch->done(); };
   for (auto step = steps_.begin(); step != steps_.end();) {

@@ -56,6 +56,17 @@ struct BucketTotals {
   void add(const BucketTotals& other);  // all but elements, which is one bucket's
 };
 
+// What the syncs of a model have cost.
+struct SyncTotals {
+  std::vector<BucketTotals> buckets;  // of the newest step, in the order they were sent
+  BucketTotals all;                   // of all the buckets there have been
+  int64_t num_steps = 0;
+  int64_t num_timed_steps = 0;
+  // Seconds from the moment the last bucket of a step was on its way until all were unpacked: what backward did not
+  // hide. Over the timed steps.
+  double exposed_time = 0.0;
+};
+
 // The stopwatches of the steps under way, and the totals of those that are over. Not thread-safe.
 class SyncTimes {
  public:
@@ -64,12 +75,8 @@ class SyncTimes {
   void end_step();
   // A stopwatch for the next bucket of this step, whose times will go to the totals given.
   std::shared_ptr<Stopwatch> start_bucket(std::shared_ptr<BucketTotals> totals, c10::Device device);
-  // Adds up the steps that the device is done with.
-  void collect();
-
-  int64_t num_timed_steps() const { return num_timed_steps_; }
-  // From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide.
-  double exposed_time() const { return exposed_time_; }
+  // The times alone, of the steps that the device is done with: the buckets' totals are added up by now, too.
+  SyncTotals totals();
 
  private:
   struct Lap {
@@ -81,6 +88,7 @@ class SyncTimes {
     bool ended = false;
   };
 
+  void collect();
   void add_up(const Step& step);
 
   std::deque<Step> steps_;

@@ -11,10 +11,14 @@ __all__ = [
     "CommHook",
     "Compression",
     "GradStats",
+    "GradientSynchronizer",
     "HookState",
     "SyncStats",
+    "all_reduce_gradients",
     "allreduce_hook",
+    "attach",
     "bf16_compress_hook",
+    "check_consistency",
     "clip_grad_norm_",
     "fp16_compress_hook",
     "register_comm_hook",
@@ -38,4 +42,6 @@ else:
     from .clip import clip_grad_norm_
     from .compression import Compression
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
+    from .distributed import check_consistency
     from .stats import BucketStats, GradStats, SyncStats
+    from .synchronizer import GradientSynchronizer, all_reduce_gradients, attach

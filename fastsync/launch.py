@@ -1,17 +1,16 @@
-"""Starting the ranks of a training on this machine, with torchrun's launcher."""
+"""``fastsync train``: a training on several ranks of this machine."""
 
 from __future__ import annotations
 
 import sys
-import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs import make_envs
+from fastsync.ranks import launch_ranks
 from fastsync.train import train_rank
 
 
@@ -38,19 +37,8 @@ def launch(options: Launch) -> int:
         ValueError: an unsupported environment. It is tried here, so that the error comes once and not from each rank.
     """
     make_envs(options.settings.env, num_envs=1).close()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=options.nproc,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # port 0: any that is free
-        local_addr="localhost",
-        max_restarts=0,
-        start_method="spawn",
-    )
     try:
-        elastic_launch(config, train_rank)(options.settings)
+        launch_ranks(train_rank, options.nproc, options.settings)
     except ChildFailedError as error:
         # The launcher has logged the whole traceback already.
         rank, failure = error.get_first_failure()

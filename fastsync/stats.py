@@ -73,7 +73,8 @@ class SyncStats:
     elements: int
     """Gradient values in one step."""
     wire_bytes: int
-    """Bytes this rank handed to the process group: values times their size on the wire."""
+    """Bytes this rank handed to the process group: values times their size on the wire. ``attach`` adds riders, and one
+    element a parameter that tells whether there is a gradient."""
     pack_time: float
     """In the pass before the collective: scale, cast, gather."""
     collective_time: float
@@ -83,10 +84,10 @@ class SyncStats:
     exposed_time: float
     """From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide."""
     buckets: tuple[BucketStats, ...]
-    """The buckets of the newest step, in DDP's order."""
+    """The buckets of the newest step, in the order they are sent."""
 
     @classmethod
-    def from_totals(cls, totals: "_C.HookTotals") -> "SyncStats":
+    def from_totals(cls, totals: "_C.SyncTotals") -> "SyncStats":
         """From the engine's own counters."""
         everything = BucketStats._from_totals(totals.all)
         buckets = tuple(BucketStats._from_totals(bucket) for bucket in totals.buckets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from tests.models import (
     SMALL_BUCKETS,
+    Given,
     Mlp,
     assert_all_bitwise_equal,
     assert_same_on_all_ranks,
@@ -28,7 +30,9 @@ SHAPES = [(7, 33), (300,), (2, 3, 4)]
 RTOL = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-def _assert_clips_like_torch(hook: fastsync.CommHook, ddp: DistributedDataParallel, max_norm: float) -> None:
+def _assert_clips_like_torch(
+    hook: fastsync.CommHook | fastsync.GradientSynchronizer, ddp: nn.Module, max_norm: float
+) -> None:
     expected = [
         nn.Parameter(parameter.detach().clone()) for parameter in ddp.parameters() if parameter.grad is not None
     ]
@@ -100,10 +104,26 @@ def _clips_the_parameters_that_were_synchronised(rank: int, world_size: int) -> 
         assert grad.unique().tolist() == [pytest.approx(1.0, rel=2.0**-8)]
 
 
+def _clips_what_is_attached(rank: int, world_size: int) -> None:
+    for wire in ("none", "fp16"):
+        grads = random_grads(rank, 0, SHAPES, torch.float32)
+        model = Given(grads)
+        sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+        for max_norm in (1e3, 0.5):
+            model.zero_grad()
+            model(grads).backward()
+            _assert_clips_like_torch(sync, model, max_norm)
+        # A gradient that is missing here and not elsewhere is one of them, too.
+        model.zero_grad()
+        model([grads[0] if rank else None, None, grads[2]]).backward()
+        _assert_clips_like_torch(sync, model, 0.5)
+
+
 def _clips(rank: int, world_size: int) -> None:
     _clips_like_torch(rank, world_size)
     _clips_what_is_not_finite(rank, world_size)
     _clips_the_parameters_that_were_synchronised(rank, world_size)
+    _clips_what_is_attached(rank, world_size)
 
 
 def test_a_hooks_gradients_are_clipped_as_torch_does() -> None:
@@ -167,3 +187,111 @@ def test_what_is_neither_hook_nor_parameters_is_refused(wrong: object) -> None:
         given = fastsync.HookState() if wrong == "state" else wrong
         with pytest.raises(ValueError, match=r"sync_or_params: .*got (Linear|HookState); model\.parameters\(\)"):
             fastsync.clip_grad_norm_(given, 1.0)
+
+
+# ---- the coefficient in the optimizer's step ----------------------------------------------------------------------
+
+FUSED = {
+    "Adam": partial(torch.optim.Adam, lr=0.1, fused=True),
+    "AdamW": partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_optimizer_clips_in_its_step(name: str) -> None:
+    with group_of_one():
+        model, expected = Given([torch.ones(4), torch.ones(3)]), Given([torch.ones(4), torch.ones(3)])
+        sync = fastsync.attach(model)
+        optimizer, reference = (FUSED[name](each.parameters()) for each in (model, expected))
+        for step, max_norm in enumerate((0.5, 1e3, 0.25, None, 0.5)):
+            grads = random_grads(0, step, [(4,), (3,)], torch.float32)
+            for each in (model, expected):
+                each.zero_grad()
+                each(grads).backward()
+            if max_norm is not None:
+                before = [grad.clone() for grad in grads_of(model)]
+                norm = fastsync.clip_grad_norm_(sync, max_norm, optimizer=optimizer)
+                assert_all_bitwise_equal(grads_of(model), before, "a pass over the gradients")
+                torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(expected.parameters(), max_norm))
+            optimizer.step()
+            reference.step()
+            assert not hasattr(optimizer, "grad_scale"), "the step after would be clipped as well"
+            for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_fused_optimizer_clips_scaled_gradients() -> None:
+    """Without unscale_: GradScaler multiplies its scale into the coefficient that waits for the step."""
+    with group_of_one():
+        model, expected = Given([torch.ones(4)]), Given([torch.ones(4)])
+        sync = fastsync.attach(model)
+        optimizer, reference = (FUSED["SGD"](each.parameters()) for each in (model, expected))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            grads = [torch.full((4,), 2.0)]
+            for each in (model, expected):
+                each.zero_grad()
+            scaler.scale(model(grads)).backward()
+            expected(grads).backward()
+            if step % 2 == 0:  # the norm is that of the scaled gradients: 32
+                assert fastsync.clip_grad_norm_(sync, 8.0, optimizer=optimizer).item() == 32.0
+                nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            reference.step()
+            for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_that_is_not_fused_gets_clipped_gradients() -> None:
+    with group_of_one():
+        model = Given([torch.ones(4)])
+        sync = fastsync.attach(model)
+        optimizer = torch.optim.Adam(model.parameters())
+        model([torch.full((4,), 2.0)]).backward()
+        assert fastsync.clip_grad_norm_(sync, 2.0, optimizer=optimizer).item() == 4.0
+        assert grads_of(model)[0].tolist() == pytest.approx([1.0] * 4)
+        assert not hasattr(optimizer, "grad_scale")
+
+
+def test_an_optimizer_of_other_gradients_too_is_refused() -> None:
+    with group_of_one():
+        model, other = Given([torch.ones(4)]), nn.Parameter(torch.ones(5))
+        other.grad = torch.ones(5)
+        sync = fastsync.attach(model)
+        optimizer = FUSED["SGD"]([*model.parameters(), other])
+        model([torch.ones(4)]).backward()
+        with pytest.raises(ValueError, match=r"optimizer: it also steps a parameter of shape \[5\]"):
+            fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer)
+        other.grad = None
+        fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer)
+        with pytest.raises(ValueError, match="optimizer: serves only with what attach or register_comm_hook returned"):
+            fastsync.clip_grad_norm_(model.parameters(), 1.0, optimizer=optimizer)
+
+
+def test_gradients_that_were_changed_have_no_known_norm() -> None:
+    with group_of_one():
+        model = Given([torch.ones(4), torch.ones(3)])
+        sync = fastsync.attach(model)
+
+        def local_backward() -> None:
+            with sync.no_sync():
+                model([torch.ones(4), None]).backward()
+
+        changes = {
+            "clipping": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            "backward": local_backward,
+            "another gradient": lambda: setattr(model.weights[1], "grad", torch.ones(3)),
+            "no gradient": lambda: setattr(model.weights[1], "grad", None),
+            "zero_grad": model.zero_grad,
+        }
+        for change in changes.values():
+            model.zero_grad()
+            model([torch.ones(4), torch.ones(3)]).backward()
+            change()
+            with pytest.raises(RuntimeError, match="the gradients have been changed since they were synchronised"):
+                fastsync.clip_grad_norm_(sync, 1.0)
+        model.zero_grad()
+        model([torch.ones(4), None]).backward()
+        assert fastsync.clip_grad_norm_(sync, 1.0).item() == 2.0

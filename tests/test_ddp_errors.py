@@ -152,7 +152,10 @@ def test_a_state_of_another_type_is_refused(state: object) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("group", ["world", 0])
 def test_a_group_of_another_type_is_refused(group: object) -> None:
-    message = f"process_group: expected a ProcessGroup that this rank is a member of, or None, got {group!r}"
+    message = (
+        "process_group: expected a ProcessGroup that this rank is a member of, a one-dimensional DeviceMesh, or None, "
+        f"got {group!r}"
+    )
     with pytest.raises(ValueError, match=message):
         fastsync.HookState(group)
     with pytest.raises(ValueError, match=message):

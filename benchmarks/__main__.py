@@ -1,0 +1,29 @@
+"""``python -m benchmarks COMMAND``: what can be measured, one command a module of this package."""
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
+}
+REQUIRED = ("numpy", "rich", "tyro")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed, against rivals and the limit.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, description in COMMANDS.items():
+        # No help of its own: `python -m benchmarks COMMAND --help` shows the options.
+        commands.add_parser(name, help=description, add_help=False)
+    options, rest = parser.parse_known_args(arguments)
+    if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
+        sys.exit(f"benchmarks need {', '.join(missing)}, which the extra 'train' installs: pip install -e '.[train]'")
+    return importlib.import_module(f"benchmarks.{options.command}").main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

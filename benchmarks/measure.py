@@ -1,0 +1,163 @@
+"""What a step's synchronisation costs: the ways are checked and timed in turns, and what the ranks found is joined.
+
+Every way has a model, gradients and a process group of its own, so that none shares another's buffers, connections or
+threads; only the values of the weights, which nobody changes, are shared.
+"""
+
+import faulthandler
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from benchmarks.records import Record, environment, quantiles
+from benchmarks.timing import rounds, slowest_rank, time_rounds
+from benchmarks.ways import LIMITS, WAYS, is_right
+from benchmarks.workloads import SIZES, Workload
+from fastsync import SyncStats
+
+T = TypeVar("T")
+
+TIMEOUT = 120.0
+"""Seconds that a rank waits for the others; a round that takes longer ends the rank, which tells where it stood."""
+COSTS = ("exposed_time", "pack_time", "collective_time", "unpack_time", "wire_bytes")
+"""What is taken over from SyncStats."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often each way runs, and in which order."""
+
+    warmup: int
+    repetitions: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one rank has found out about one way."""
+
+    correct: bool
+    error: float | None
+    """Relative error of the newest gradients, in the 2-norm; None where they are not to be the mean."""
+    samples: list[float]
+    cost: dict[str, float]
+    """A step's share of SyncStats; empty where the way does not tell."""
+
+
+def measure(
+    size: str, names: Sequence[str], schedule: Schedule, device: torch.device, progress: Progress
+) -> list[Record]:
+    """Checks and times these ways at one size. A collective call; every rank gets the same rows."""
+    groups = {name: dist.new_group(timeout=timedelta(seconds=TIMEOUT)) for name in names}
+    measurements = _measure_here(size, groups, schedule, device, progress)
+    gc.collect()  # DDP is part of reference cycles and holds its group
+    for group in groups.values():
+        dist.destroy_process_group(group)
+    settings = {
+        "size": size,
+        "numel": SIZES[size].numel,
+        "num_tensors": len(SIZES[size].shapes),
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        **asdict(schedule),
+    }
+    return to_records(_all_gather(measurements), settings, _all_gather(environment(device))[0])
+
+
+def _measure_here(
+    size: str, groups: Mapping[str, dist.ProcessGroup], schedule: Schedule, device: torch.device, progress: Progress
+) -> dict[str, Measurement]:
+    """What this rank finds out. Its models end with this function, before their groups do."""
+    workload = Workload(SIZES[size], device, schedule.seed)
+    steps = {name: WAYS[name].build(workload, group) for name, group in groups.items()}
+    for step in _each(list(steps.values()), progress, f"{size}: check"):
+        step.prepare()
+        step.run()
+    right = {name: is_right(name, step, workload) for name, step in steps.items()}
+    # What is wrong on one rank is timed on none, or the others would wait for it.
+    timed = {name: steps[name] for name in steps if all(other[name] for other in _all_gather(right))}
+    order = list(rounds(timed, schedule.warmup + schedule.repetitions, schedule.seed))
+    time_rounds(timed, _each(order[: schedule.warmup], progress, f"{size}: warm-up"), device)
+    before = {name: step.stats() for name, step in timed.items()}
+    samples = time_rounds(timed, _each(order[schedule.warmup :], progress, f"{size}: timed"), device)
+    return {
+        name: Measurement(
+            # Once more, on what the last repetition has left.
+            correct=name in timed and is_right(name, step, workload),
+            error=None if WAYS[name].wire is None else workload.relative_error(step.result()),
+            samples=samples.get(name, []),
+            cost=cost_per_step(before.get(name), step.stats()),
+        )
+        for name, step in steps.items()
+    }
+
+
+def cost_per_step(before: SyncStats | None, after: SyncStats | None) -> dict[str, float]:
+    """The mean over the steps between two readings: seconds, and bytes on the wire. Empty where there are none."""
+    if before is None or after is None:
+        return {}
+    num_steps = after.num_steps - before.num_steps
+    return {name: (getattr(after, name) - getattr(before, name)) / num_steps for name in COSTS}
+
+
+def to_records(
+    of_rank: Sequence[Mapping[str, Measurement]], settings: Mapping[str, Any], where: Mapping[str, Any]
+) -> list[Record]:
+    """One row a way: of the samples the slowest rank's, of the errors the largest, of the costs the mean."""
+    samples = {name: slowest_rank([rank[name].samples for rank in of_rank]) for name in of_rank[0]}
+    medians = {name: quantiles(values)["median"] for name, values in samples.items() if values}
+    return [
+        Record(
+            benchmark="sync",
+            way=name,
+            settings={**settings, "wire": str(WAYS[name].wire).removeprefix("torch.") if WAYS[name].wire else None},
+            figures={
+                **ratios(name, medians),
+                "error": _over_ranks(np.max, [rank[name].error for rank in of_rank]),
+                **{cost: _over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
+            },
+            correct=all(rank[name].correct for rank in of_rank),
+            samples=samples[name],
+            environment=where,
+        )
+        for name in of_rank[0]
+    ]
+
+
+def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
+    """What a way adds to the step without sync, and that as a multiple of the bare all_reduce of what it sends.
+
+    The bare all_reduce has no backward in it: what it adds is all of it. A way's own share is the part of the bare
+    all_reduce's time that comes on top of it; it is negative where a way hides communication behind backward.
+    """
+    limit = WAYS[name].limit
+    if limit is None or not {name, limit, "no_sync"} <= medians.keys():
+        return {"over_no_sync": None, "over_all_reduce": None, "own_share": None}
+    over_no_sync = medians[name] - (0.0 if name in LIMITS.values() else medians["no_sync"])
+    multiple = over_no_sync / medians[limit]
+    return {"over_no_sync": over_no_sync, "over_all_reduce": multiple, "own_share": multiple - 1}
+
+
+def _over_ranks(reduce: Callable[[Sequence[float]], float], values: Sequence[float | None]) -> float | None:
+    return None if None in values else float(reduce(values))
+
+
+def _all_gather(value: Any) -> list[Any]:
+    of_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(of_rank, value)
+    return of_rank
+
+
+def _each(items: Sequence[T], progress: Progress, description: str) -> Iterator[T]:
+    """The items, with progress shown and a time limit on each: not every wait inside of a hook has one."""
+    for item in progress.track(items, description=description):
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True)
+        yield item
+    faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,47 @@
+"""What the terminal shows: records as tables, and progress."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from benchmarks.records import Record
+
+Columns = Mapping[str, Callable[[Record], str]]
+WIDTH_IN_FILES = 180
+
+
+def console() -> Console:
+    """Standard output; wide where it is no terminal, which would say how wide it is."""
+    out = Console()
+    if not out.is_terminal:
+        out.width = WIDTH_IN_FILES
+    return out
+
+
+def table(title: str, columns: Columns, records: Iterable[Record]) -> Table:
+    """One row a record; ``columns`` maps each heading to what stands under it. The first column holds names."""
+    result = Table(title=title, title_justify="left")
+    for index, heading in enumerate(columns):
+        result.add_column(heading, justify="right" if index else "left", no_wrap=index == 0)
+    for record in records:
+        result.add_row(*(cell(record) for cell in columns.values()), style=None if record.correct else "red")
+    return result
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+def spread(quantiles: Mapping[str, float]) -> str:
+    """Milliseconds: median [p10, p90]."""
+    if not quantiles:
+        return ""
+    return "{} [{}, {}]".format(*(milliseconds(quantiles[name]) for name in ("median", "p10", "p90")))
+
+
+def progress_bars(shown: bool) -> Progress:
+    """On standard error, drawn only when something advances: a thread that draws would disturb what is measured."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), auto_refresh=False, disable=not shown)

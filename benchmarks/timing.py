@@ -1,0 +1,54 @@
+"""The clock: rivals take turns, in an order that changes, each time from a barrier, and the slowest rank counts."""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fastsync.stopwatch import Stopwatch
+
+
+class Rival(Protocol):
+    def prepare(self) -> None: ...
+
+    def run(self) -> None: ...
+
+
+def rounds(names: Iterable[str], num_rounds: int, seed: int) -> Iterator[list[str]]:
+    """All names, once a round, each round in another order: the same on all ranks, which share ``seed``.
+
+    Nobody follows the same rival every time, which may leave caches, buffers or threads in a good or a bad state.
+    """
+    order = list(names)
+    generator = random.Random(seed)
+    for _ in range(num_rounds):
+        generator.shuffle(order)
+        yield order.copy()
+
+
+def time_rounds(
+    rivals: Mapping[str, Rival], rounds: Iterable[Sequence[str]], device: torch.device
+) -> dict[str, list[float]]:
+    """Each rival's seconds, one sample a round, as this rank sees them. A collective call.
+
+    Only ``run`` is timed, on a GPU by events. Before it the ranks meet in a barrier of the default group, so that none
+    waits for another's ``prepare``.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in rivals}
+    for order in rounds:
+        for name in order:
+            rivals[name].prepare()
+            stopwatch = Stopwatch(device)
+            dist.barrier()
+            with stopwatch:
+                rivals[name].run()
+            samples[name].append(stopwatch.seconds())
+    return samples
+
+
+def slowest_rank(samples_of_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Per repetition the longest time of all ranks: a step is over when it is over everywhere."""
+    return np.max(np.array(samples_of_rank), axis=0).tolist()

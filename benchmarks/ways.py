@@ -1,0 +1,234 @@
+"""The ways to average a model's gradients over ranks: fastsync's, PyTorch's, hand-written ones, and the limit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from benchmarks.workloads import Workload
+from fastsync import SyncStats
+
+MIN_WARMUP = 2
+"""Steps before a way does what it will do from then on: DDP regroups its buckets once, PowerSGD starts at its third."""
+
+
+class Step(Protocol):
+    """One way's model, ready to take step after step: ``prepare``, then ``run``, which is what is timed."""
+
+    def prepare(self) -> None: ...
+
+    def run(self) -> None: ...
+
+    def result(self) -> Tensor:
+        """The gradients that the newest ``run`` left, in one vector."""
+
+    def stats(self) -> SyncStats | None:
+        """What synchronisation cost so far, where the way tells."""
+
+
+class TrainingStep:
+    """The forward is prepared, the backward timed, with what has to follow it (``synchronize``)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        synchronize: Callable[[], object] = lambda: None,
+        stats: Callable[[], SyncStats | None] = lambda: None,
+    ) -> None:
+        self._model = model
+        self._synchronize = synchronize
+        self.stats = stats
+
+    def prepare(self) -> None:
+        self._model.zero_grad()
+        self._loss = self._model()
+
+    def run(self) -> None:
+        self._loss.backward()
+        self._synchronize()
+
+    def result(self) -> Tensor:
+        return torch.cat([parameter.grad.reshape(-1) for parameter in self._model.parameters()])
+
+
+class BareAllReduce:
+    """One all_reduce of as many values as the model has, already divided, cast and in one tensor. No backward."""
+
+    def __init__(self, workload: Workload, group: ProcessGroup, dtype: torch.dtype) -> None:
+        self._source = (workload.flat_grads / workload.world_size).to(dtype)
+        self._flat = torch.empty_like(self._source)
+        self._group = group
+
+    def prepare(self) -> None:
+        self._flat.copy_(self._source)
+
+    def run(self) -> None:
+        dist.all_reduce(self._flat, group=self._group)
+
+    def result(self) -> Tensor:
+        return self._flat
+
+    def stats(self) -> None:
+        return None
+
+
+Build = Callable[[Workload, ProcessGroup], Step]
+
+
+def _no_sync(workload: Workload, group: ProcessGroup) -> Step:
+    del group
+    return TrainingStep(workload.model())
+
+
+def _bare(dtype: torch.dtype) -> Build:
+    return lambda workload, group: BareAllReduce(workload, group, dtype)
+
+
+def _ddp(workload: Workload, group: ProcessGroup) -> Step:
+    return TrainingStep(DistributedDataParallel(workload.model(), process_group=group))
+
+
+def _ddp_with(hook: Callable) -> Build:
+    def build(workload: Workload, group: ProcessGroup) -> Step:
+        model = DistributedDataParallel(workload.model(), process_group=group)
+        model.register_comm_hook(group, hook)
+        return TrainingStep(model)
+
+    return build
+
+
+def _power_sgd(workload: Workload, group: ProcessGroup) -> Step:
+    # In one bucket: the hook starts all_reduces from callbacks, so with two buckets under way each rank would have them
+    # in an order of its own, and Gloo pairs them by order: a wrong size, or a wait without end.
+    one_bucket = 1 + workload.flat_grads.nbytes // 2**20
+    model = DistributedDataParallel(workload.model(), process_group=group, bucket_cap_mb=one_bucket)
+    state = PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook)
+    return TrainingStep(model)
+
+
+def _register_comm_hook(compression: str) -> Build:
+    def build(workload: Workload, group: ProcessGroup) -> Step:
+        model = DistributedDataParallel(workload.model(), process_group=group)
+        return TrainingStep(model, stats=fastsync.register_comm_hook(model, compression).stats)
+
+    return build
+
+
+def _attach(compression: str) -> Build:
+    def build(workload: Workload, group: ProcessGroup) -> Step:
+        model = workload.model()
+        return TrainingStep(model, stats=fastsync.attach(model, compression, process_group=group).stats)
+
+    return build
+
+
+def _synchronize(workload: Workload, group: ProcessGroup) -> Step:
+    model = workload.model()
+    sync = fastsync.attach(model, process_group=group, overlap=False)
+    return TrainingStep(model, sync.synchronize, sync.stats)
+
+
+def _all_reduce_gradients(workload: Workload, group: ProcessGroup) -> Step:
+    model = workload.model()
+    parameters = list(model.parameters())
+    return TrainingStep(model, lambda: fastsync.all_reduce_gradients(parameters, process_group=group))
+
+
+def _cat(workload: Workload, group: ProcessGroup) -> Step:
+    """As trainers without DDP write it: concatenate, all_reduce, divide, copy back."""
+    model = workload.model()
+    parameters = list(model.parameters())
+
+    def synchronize() -> None:
+        flat = torch.cat([parameter.grad.view(-1) for parameter in parameters])
+        dist.all_reduce(flat, group=group)
+        flat /= workload.world_size
+        begin = 0
+        for parameter in parameters:
+            parameter.grad.copy_(flat[begin : begin + parameter.numel()].view_as(parameter))
+            begin += parameter.numel()
+
+    return TrainingStep(model, synchronize)
+
+
+def _per_parameter(workload: Workload, group: ProcessGroup) -> Step:
+    model = workload.model()
+    parameters = list(model.parameters())
+
+    def synchronize() -> None:
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= workload.world_size
+
+    return TrainingStep(model, synchronize)
+
+
+@dataclass(frozen=True)
+class Way:
+    build: Build
+    """Makes a step of it. A collective call: on all ranks, in the same order."""
+    wire: torch.dtype | None = torch.float32
+    """What travels; None if nothing does."""
+    approximate: bool = False
+    """Whether the result is something else than the mean, rounded. Its error is reported and not judged."""
+    nccl_only: bool = False
+
+    @property
+    def limit(self) -> str | None:
+        """The bare all_reduce of what travels."""
+        return LIMITS[self.wire] if self.wire else None
+
+
+fp16, bf16 = torch.float16, torch.bfloat16
+
+LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_reduce/bf16"}
+
+WAYS = {
+    "no_sync": Way(_no_sync, wire=None),
+    **{name: Way(_bare(wire), wire) for wire, name in LIMITS.items()},
+    "ddp": Way(_ddp),
+    "ddp/allreduce_hook": Way(_ddp_with(default_hooks.allreduce_hook)),
+    "ddp/fp16_compress_hook": Way(_ddp_with(default_hooks.fp16_compress_hook), fp16),
+    "ddp/bf16_compress_hook": Way(_ddp_with(default_hooks.bf16_compress_hook), bf16, nccl_only=True),
+    "ddp/powerSGD_hook": Way(_power_sgd, approximate=True),
+    "cat": Way(_cat),
+    "per_parameter": Way(_per_parameter),
+    "fastsync.fp16_compress_hook": Way(_ddp_with(fastsync.fp16_compress_hook), fp16),
+    "fastsync.register_comm_hook/none": Way(_register_comm_hook("none")),
+    "fastsync.register_comm_hook/fp16": Way(_register_comm_hook("fp16"), fp16),
+    "fastsync.register_comm_hook/bf16": Way(_register_comm_hook("bf16"), bf16),
+    "fastsync.attach/none": Way(_attach("none")),
+    "fastsync.attach/fp16": Way(_attach("fp16"), fp16),
+    "fastsync.attach/bf16": Way(_attach("bf16"), bf16),
+    "fastsync.synchronize/none": Way(_synchronize),
+    "fastsync.all_reduce_gradients/none": Way(_all_reduce_gradients),
+}
+
+
+def is_right(name: str, step: Step, workload: Workload) -> bool:
+    """Whether the step's newest result is what this way promises."""
+    way = WAYS[name]
+    if way.wire is None:
+        return torch.equal(step.result(), workload.flat_grads)
+    return way.approximate or workload.is_mean(step.result(), way.wire)
+
+
+def with_their_limits(names: tuple[str, ...]) -> list[str]:
+    """These ways, with those that they are compared to, in the order of the table."""
+    needed = {*names, "no_sync"} | {WAYS[name].limit for name in names}
+    return [name for name in WAYS if name in needed]
+
+
+def left_out(names: list[str], backend: str) -> dict[str, str]:
+    """Which of these ways cannot run on this backend, and why."""
+    reason = f"PyTorch refuses it on {backend}: it takes NCCL"
+    return {name: reason for name in names if WAYS[name].nccl_only and backend != "nccl"}

@@ -1,0 +1,94 @@
+"""What is synchronised: parameters of three sizes, and gradients whose mean over the ranks is known."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Shapes = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Size:
+    shapes: Shapes
+    repetitions: int
+    """How many are timed by default."""
+
+    @property
+    def numel(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+
+SIZES = {
+    # One small policy (6 tensors), one middle-sized, one of about two DDP buckets.
+    "5k": Size([(64, 4), (64,), (64, 64), (64,), (2, 64), (2,)], repetitions=300),
+    "0.5m": Size([(512, 256), (512,), (512, 512), (512,), (256, 512), (256,)], repetitions=100),
+    "12m": Size([(1024, 1024), (1024,)] * 12, repetitions=20),
+}
+
+
+class Model(nn.Module):
+    """Parameters whose gradients are the given tensors, at the price of one multiplication each."""
+
+    def __init__(self, weights: list[Tensor], grads: list[Tensor]) -> None:
+        super().__init__()
+        # Parameters of its own, with a .grad of their own, in memory that all models share: nobody changes the values.
+        self.weights = nn.ParameterList(nn.Parameter(weight.detach()) for weight in weights)
+        self.constants = grads
+
+    def forward(self) -> Tensor:
+        products = [(weight * grad).sum() for weight, grad in zip(self.weights, self.constants, strict=True)]
+        return torch.stack(products).sum()
+
+
+class Workload:
+    """One size's weights, the same on all ranks, and float32 gradients, other ones on each rank of the default group.
+
+    Gradients are normally distributed, so that a value in the wrong place is a wrong value. For a low-rank method they
+    are the worst case: they have no structure.
+    """
+
+    def __init__(self, size: Size, device: torch.device, seed: int = 0) -> None:
+        self.world_size = dist.get_world_size()
+        self._lengths = [torch.Size(shape).numel() for shape in size.shapes]
+        self._shapes = size.shapes
+        self._weights = self._split(_normal(size.numel, seed).to(device))
+        # Every rank works out the others' gradients by itself, so that the mean owes nothing to a collective.
+        mean = torch.zeros(size.numel, dtype=torch.float64)
+        mean_magnitude = torch.zeros(size.numel, dtype=torch.float64)
+        for rank in range(self.world_size):
+            grads = _normal(size.numel, seed + 1 + rank)
+            mean += grads / self.world_size
+            mean_magnitude += grads.abs() / self.world_size
+            if rank == dist.get_rank():
+                self.flat_grads = grads.to(device)
+        self.mean = mean.to(device)
+        self._mean_magnitude = mean_magnitude.to(device)
+
+    def model(self) -> Model:
+        return Model(self._weights, self._split(self.flat_grads))
+
+    def is_mean(self, result: Tensor, wire: torch.dtype) -> bool:
+        """Whether each value of ``result``, flat, is as near to the mean as roundings to ``wire`` allow.
+
+        A rank's value is rounded when it is cast, when it is divided, and in each of n - 1 additions, by a relative
+        error of at most u each time (N. Higham, Accuracy and Stability of Numerical Algorithms, section 2.2), and where
+        it is subnormal by half of the smallest step in the first two.
+        """
+        info = torch.finfo(wire)
+        unit = info.eps / 2
+        relative = (1 + unit) ** (self.world_size + 1) - 1
+        bound = self._mean_magnitude * relative + 2 * self.world_size * info.smallest_normal * unit
+        return bool(((result.double() - self.mean).abs() <= bound).all())
+
+    def relative_error(self, result: Tensor) -> float:
+        """The 2-norm of the error over that of the mean."""
+        return ((result.double() - self.mean).norm() / self.mean.norm()).item()
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        return [part.view(shape) for part, shape in zip(flat.split(self._lengths), self._shapes, strict=True)]
+
+
+def _normal(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))

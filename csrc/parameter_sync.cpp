@@ -1,0 +1,475 @@
+#include "parameter_sync.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+#include <utility>
+
+#include "agreement.h"
+#include "bucket_layout.h"
+
+namespace fastsync {
+
+namespace {
+
+// Complex gradients travel as the pairs of reals that they are.
+at::ScalarType real_dtype(const at::Tensor& parameter) { return c10::toRealValueType(parameter.scalar_type()); }
+at::Tensor as_reals(const at::Tensor& gradient) {
+  return gradient.is_complex() ? at::view_as_real(gradient) : gradient;
+}
+
+// The same elements at the same places of a dense block of memory.
+bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
+  return gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense();
+}
+
+// Dense, whatever the gradient is, with the strides that every rank's parameter has.
+at::Tensor new_stand_in(const at::Tensor& parameter) {
+  return at::empty_like(parameter, at::TensorOptions(), at::MemoryFormat::Preserve);
+}
+
+}  // namespace
+
+ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
+                             c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes)
+    : group_(std::move(group)), bucket_cap_bytes_(bucket_cap_bytes) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    parameters_.emplace_back(parameters[i], std::move(names[i]));
+  }
+}
+
+// ---- one sync ---------------------------------------------------------------------------------------------------
+
+void ParameterSync::begin() {
+  for (Parameter& parameter : parameters_) {
+    parameter.tensor = at::Tensor(parameter.id.lock());
+    TORCH_CHECK(parameter.tensor.defined(), "fastsync: parameter ", parameter.name, " no longer exists");
+    parameter.is_ready = false;
+    parameter.stand_in.reset();
+  }
+  if (is_laid_out_ && !layout_holds()) {
+    forget_layout();
+  }
+  for (Bucket& bucket : buckets_) {
+    bucket.num_waiting = bucket.parameters.size();
+  }
+  order_.clear();
+  next_bucket_ = 0;
+  presence_.assign(presence_.size(), 0.0F);
+  is_under_way_ = true;
+  num_steps_ += 1;
+  times_.begin_step();
+}
+
+void ParameterSync::mark_ready(size_t index) {
+  Parameter& parameter = parameters_[index];
+  check(parameter);
+  parameter.is_new = true;
+  const bool again = std::exchange(parameter.is_ready, true);
+  if (!is_laid_out_) {
+    parameter.repeats |= again;
+    if (!again) {
+      order_.push_back(index);
+    }
+    return;
+  }
+  if (parameter.bucket == kNone) {
+    return;  // frozen since this sync began
+  }
+  Bucket& bucket = buckets_[parameter.bucket];
+  const bool was_repeating = std::exchange(parameter.repeats, parameter.repeats || again);
+  TORCH_CHECK(
+      !again || parameter.bucket >= next_bucket_, "fastsync: parameter ", parameter.name,
+      " got another gradient in the same backward after its bucket was sent, as a weight does that is shared ",
+      "between reentrant checkpoints. From now on its bucket waits for the end of backward: run the step again, ",
+      "on all ranks, after zero_grad()");
+  if (!parameter.repeats) {
+    bucket.num_waiting -= 1;
+  } else if (!was_repeating) {
+    bucket.num_waiting += 1;  // it had been counted as final
+  }
+}
+
+void ParameterSync::mark_all_ready() {
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    if (parameters_[index].tensor.grad().defined() && !parameters_[index].is_ready) {
+      mark_ready(index);
+    }
+  }
+}
+
+void ParameterSync::check(const Parameter& parameter) const {
+  const at::Tensor& gradient = parameter.tensor.grad();
+  TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided, "fastsync: parameter ", parameter.name,
+                    " got a sparse gradient, which fastsync does not handle; use sparse=False in the embedding");
+}
+
+void ParameterSync::send_full_buckets() {
+  while (is_laid_out_ && next_bucket_ < buckets_.size() && buckets_[next_bucket_].num_waiting == 0) {
+    send_next();
+  }
+}
+
+void ParameterSync::send_rest() {
+  if (!is_laid_out_) {
+    lay_out();
+  }
+  while (next_bucket_ < buckets_.size()) {
+    send_next();
+  }
+}
+
+void ParameterSync::send_next() {
+  Bucket& bucket = buckets_[next_bucket_];
+  std::vector<at::Tensor> grads;
+  grads.reserve(bucket.parameters.size());
+  for (const size_t index : bucket.parameters) {
+    grads.push_back(gradient_to_send(parameters_[index]));
+  }
+  send(bucket, std::move(grads));
+}
+
+void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads) {
+  if (!have_agreed_) {
+    agree();
+  }
+  const c10::Device device = bucket.sync->device();
+  Extras extras;
+  const bool is_last = next_bucket_ + 1 == buckets_.size();
+  if (is_last) {
+    extras = {flags(), board_riders(device)};
+  }
+  bucket.flight =
+      bucket.sync->send(std::move(grads), wire_, times_.start_bucket(bucket.sync->totals(), device), extras);
+  next_bucket_ += 1;
+  if (is_last) {
+    times_.end_step();
+  }
+}
+
+// A parameter without a new gradient travels as what its gradient is, so that the mean is right where another rank has
+// a new one: as zeros where there is none.
+at::Tensor ParameterSync::gradient_to_send(Parameter& parameter) {
+  const at::Tensor& gradient = parameter.tensor.grad();
+  const bool is_present = parameter.is_new && gradient.defined();
+  presence_[parameter.place] = is_present ? 1.0F : 0.0F;
+  if (is_present && lies_like(gradient, parameter.tensor)) {
+    return as_reals(gradient);
+  }
+  parameter.stand_in = new_stand_in(parameter.tensor);
+  if (gradient.defined()) {
+    check(parameter);
+    parameter.stand_in.copy_(gradient);
+  } else {
+    parameter.stand_in.zero_();
+  }
+  return as_reals(parameter.stand_in);
+}
+
+void ParameterSync::receive() {
+  is_under_way_ = false;  // whatever fails below
+  at::Tensor flags;
+  at::Tensor rider_sums;
+  for (Bucket& bucket : buckets_) {
+    const Extras sums = BucketSync::receive(*bucket.flight);
+    bucket.flight.reset();
+    flags = sums.flags;
+    rider_sums = sums.riders;
+  }
+  hand_out(flags);
+  take_off(rider_sums);
+  end();
+}
+
+// Reads the flags on the host only where a gradient is missing here: nothing else tells whether it stays missing.
+void ParameterSync::hand_out(const at::Tensor& flags) {
+  at::Tensor counts;
+  for (Parameter& parameter : parameters_) {
+    if (parameter.bucket == kNone) {
+      continue;
+    }
+    at::Tensor& gradient = parameter.tensor.mutable_grad();
+    if (parameter.stand_in.defined()) {
+      bool exists = presence_[parameter.place] > 0;
+      if (!exists) {
+        counts = counts.defined() ? counts : flags.to(at::kCPU, at::kFloat);
+        exists = counts.data_ptr<float>()[parameter.place] > 0;
+      }
+      if (exists && gradient.defined()) {
+        gradient.copy_(parameter.stand_in);
+      } else if (exists) {
+        gradient = parameter.stand_in;
+      }
+      parameter.stand_in.reset();
+    } else {
+      gradient.unsafeGetTensorImpl()->bump_version();  // the passes write through bare pointers
+    }
+    parameter.is_new = false;
+    parameter.averaged = gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr;
+    parameter.averaged_version = gradient.defined() ? gradient._version() : 0;
+  }
+}
+
+bool ParameterSync::gradients_are_unchanged() const {
+  return std::all_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
+    const at::Tensor tensor(parameter.id.lock());
+    if (parameter.bucket == kNone || !tensor.defined()) {
+      return true;
+    }
+    const at::Tensor& gradient = tensor.grad();
+    return gradient.defined() ? gradient.unsafeGetTensorImpl() == parameter.averaged &&
+                                    gradient._version() == parameter.averaged_version
+                              : parameter.averaged == nullptr;
+  });
+}
+
+void ParameterSync::abandon() {
+  is_under_way_ = false;          // whatever fails below
+  const auto waiting = waiting_;  // for the next sync; this one carries them too, for others may expect them
+  while (is_laid_out_ && next_bucket_ < buckets_.size()) {
+    send_poisoned();
+  }
+  waiting_ = waiting;
+  for (Bucket& bucket : buckets_) {
+    if (const auto flight = std::exchange(bucket.flight, nullptr)) {
+      BucketSync::discard(*flight);
+    }
+  }
+  end();
+}
+
+void ParameterSync::send_poisoned() {
+  Bucket& bucket = buckets_[next_bucket_];
+  std::vector<at::Tensor> grads;
+  for (const size_t index : bucket.parameters) {
+    const Parameter& parameter = parameters_[index];
+    presence_[parameter.place] = 1.0F;
+    grads.push_back(as_reals(new_stand_in(parameter.tensor).fill_(std::numeric_limits<double>::quiet_NaN())));
+  }
+  send(bucket, std::move(grads));
+}
+
+void ParameterSync::end() {
+  for (Parameter& parameter : parameters_) {
+    parameter.tensor.reset();
+    parameter.stand_in.reset();
+  }
+}
+
+// ---- what rides along -------------------------------------------------------------------------------------------
+
+void ParameterSync::ride(const std::string& name, const at::Tensor& value) {
+  waiting_.insert_or_assign(name, value.detach().clone(at::MemoryFormat::Contiguous));
+}
+
+at::Tensor ParameterSync::board_riders(c10::Device device) {
+  aboard_ = std::exchange(waiting_, {});
+  std::ostringstream description;
+  std::vector<at::Tensor> values;
+  for (const auto& [name, value] : aboard_) {
+    description << "rider " << name << " of shape " << value.sizes() << "\n";
+    values.push_back(value.to(device, /*non_blocking=*/true).view({-1}));
+  }
+  if (agreed_riders_.count(description.str()) == 0) {
+    check_agreement(group_, description.str(), device);
+    agreed_riders_.insert(description.str());
+  }
+  return values.empty() ? at::Tensor() : at::cat(values);
+}
+
+void ParameterSync::take_off(const at::Tensor& sums) {
+  riders_.clear();
+  if (!sums.defined()) {
+    return;
+  }
+  const at::Tensor means = sums.div(group_->getSize());
+  int64_t offset = 0;
+  for (const auto& [name, value] : std::exchange(aboard_, {})) {
+    riders_[name] = means.narrow(0, offset, value.numel()).view(value.sizes());
+    offset += value.numel();
+  }
+}
+
+std::map<std::string, at::Tensor> ParameterSync::riders() const { return riders_; }
+
+// Made anew only when it changes, which on CUDA is a copy from the host.
+at::Tensor ParameterSync::flags() {
+  if (!flags_.defined() || presence_ != flagged_) {
+    flags_ = at::tensor(at::ArrayRef<float>(presence_)).to(buckets_.back().sync->device());
+    flagged_ = presence_;
+  }
+  return flags_;
+}
+
+// ---- the layout -------------------------------------------------------------------------------------------------
+
+bool ParameterSync::takes_part(const Parameter& parameter) const {
+  return parameter.tensor.requires_grad() && parameter.tensor.numel() > 0;
+}
+
+// False once parameters were frozen or unfrozen, or the model was moved or cast.
+bool ParameterSync::layout_holds() const {
+  return std::all_of(parameters_.begin(), parameters_.end(), [&](const Parameter& parameter) {
+    const at::Tensor& tensor = parameter.tensor;
+    return takes_part(parameter) == (parameter.bucket != kNone) &&
+           (parameter.bucket == kNone ||
+            (tensor.numel() == parameter.numel && tensor.scalar_type() == parameter.dtype &&
+             tensor.device() == parameter.device));
+  });
+}
+
+void ParameterSync::lay_out() {
+  std::vector<size_t> taking_part;
+  std::vector<std::pair<at::ScalarType, c10::Device>> kinds;
+  std::vector<ParameterSize> sizes;
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    Parameter& parameter = parameters_[index];
+    if (!takes_part(parameter)) {
+      continue;
+    }
+    const at::Tensor& tensor = parameter.tensor;
+    parameter.numel = tensor.numel();
+    parameter.dtype = tensor.scalar_type();
+    parameter.device = tensor.device();
+    const std::pair kind(real_dtype(tensor), tensor.device());
+    auto found = std::find(kinds.begin(), kinds.end(), kind);
+    found = found != kinds.end() ? found : kinds.insert(kinds.end(), kind);
+    taking_part.push_back(index);
+    sizes.push_back({static_cast<int64_t>(tensor.nbytes()), found - kinds.begin()});
+  }
+  if (taking_part.empty()) {
+    return;  // nothing requires a gradient: nothing to send, this time
+  }
+  agree();
+  for (const auto& places : lay_out_buckets(sizes, order_of_rank_0(taking_part), bucket_cap_bytes_)) {
+    Bucket bucket;
+    for (const int64_t place : places) {
+      Parameter& parameter = parameters_[taking_part[place]];
+      parameter.bucket = buckets_.size();
+      parameter.place = presence_.size();
+      presence_.push_back(0.0F);
+      bucket.parameters.push_back(taking_part[place]);
+      bucket.ids.push_back(parameter.id);
+    }
+    const c10::Device device = parameters_[bucket.parameters.front()].device;
+    bucket.sync = std::make_shared<BucketSync>(group_, "bucket " + std::to_string(buckets_.size()), device);
+    bucket.sync->set_scale(saved_scales_.smallest_of(bucket.ids, device));
+    buckets_.push_back(std::move(bucket));
+  }
+  is_laid_out_ = true;
+}
+
+// Rank 0's order for all, as places in taking_part: that in which its gradients got ready, then, from the last
+// parameter to the first, those it has no gradient for.
+std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& taking_part) const {
+  std::vector<size_t> indices = order_;
+  for (auto index = taking_part.rbegin(); index != taking_part.rend(); ++index) {
+    if (!parameters_[*index].is_ready) {
+      indices.push_back(*index);
+    }
+  }
+  std::vector<int64_t> order;
+  for (const size_t index : indices) {
+    const auto place = std::lower_bound(taking_part.begin(), taking_part.end(), index);
+    if (place != taking_part.end() && *place == index) {
+      order.push_back(place - taking_part.begin());
+    }
+  }
+  std::vector<at::Tensor> tensors{
+      at::tensor(at::ArrayRef<int64_t>(order)).to(parameters_[taking_part.front()].tensor.device())};
+  group_->broadcast(tensors)->wait();
+  const at::Tensor of_rank_0 = tensors.front().cpu();
+  return {of_rank_0.data_ptr<int64_t>(), of_rank_0.data_ptr<int64_t>() + of_rank_0.numel()};
+}
+
+void ParameterSync::forget_layout() {
+  for (const Bucket& bucket : buckets_) {
+    saved_scales_.record(bucket.ids, bucket.sync->scale());
+    forgotten_totals_.add(*bucket.sync->totals());
+  }
+  for (Parameter& parameter : parameters_) {
+    parameter.bucket = kNone;
+  }
+  buckets_.clear();
+  presence_.clear();
+  flags_.reset();
+  is_laid_out_ = false;
+  have_agreed_ = false;
+}
+
+// ---- settings and agreement -------------------------------------------------------------------------------------
+
+void ParameterSync::set_wire(Wire wire) {
+  wire_ = wire;
+  have_agreed_ = false;
+  for (const Bucket& bucket : buckets_) {
+    bucket.sync->set_scale({});  // it has not followed the gradients while another wire was in use
+  }
+}
+
+void ParameterSync::agree() {
+  c10::Device device = c10::kCPU;
+  std::ostringstream text;
+  text << "compression " << name_of(wire_) << "\n"
+       << "bucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20) << "\n"
+       << saved_scales_.description() << "\n";
+  for (const Parameter& parameter : parameters_) {
+    const at::Tensor tensor(parameter.id.lock());
+    TORCH_CHECK(tensor.defined(), "fastsync: parameter ", parameter.name, " no longer exists");
+    text << "parameter " << parameter.name << " of shape " << tensor.sizes() << ", strides " << tensor.strides() << ", "
+         << tensor.scalar_type() << (tensor.requires_grad() ? "" : ", frozen") << "\n";
+    device = tensor.device();
+  }
+  try {
+    check_agreement(group_, text.str(), device);
+  } catch (const c10::ValueError&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "fastsync: agreement failed on rank ", group_->getRank(), " of ", group_->getSize(), ": ",
+                error.what());
+  }
+  have_agreed_ = true;
+}
+
+std::vector<ParameterScale> ParameterSync::scales() const {
+  ParameterScales newest = saved_scales_;  // which hold until their parameters have been synchronised
+  for (const Bucket& bucket : buckets_) {
+    newest.record(bucket.ids, bucket.sync->scale());
+  }
+  return newest.list();
+}
+
+void ParameterSync::set_scales(const std::vector<ParameterScale>& scales) {
+  saved_scales_ = ParameterScales(scales);
+  have_agreed_ = false;
+  for (const Bucket& bucket : buckets_) {
+    bucket.sync->set_scale(saved_scales_.smallest_of(bucket.ids, bucket.sync->device()));
+  }
+}
+
+// ---- what it has cost -------------------------------------------------------------------------------------------
+
+at::Tensor ParameterSync::grad_stats() const {
+  TORCH_CHECK(!buckets_.empty() && num_steps_ > 0,
+              "fastsync: no gradients have been synchronised yet; statistics come with a backward()");
+  std::vector<at::Tensor> rows;
+  for (const Bucket& bucket : buckets_) {
+    rows.push_back(bucket.sync->stats().to(buckets_.front().sync->device(), /*non_blocking=*/true));
+  }
+  return at::stack(rows);
+}
+
+SyncTotals ParameterSync::totals() {
+  SyncTotals totals = times_.totals();
+  totals.all = forgotten_totals_;
+  for (const Bucket& bucket : buckets_) {
+    totals.buckets.push_back(*bucket.sync->totals());
+    totals.all.add(*bucket.sync->totals());
+  }
+  totals.num_steps = num_steps_;
+  return totals;
+}
+
+}  // namespace fastsync

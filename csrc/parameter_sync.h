@@ -1,0 +1,145 @@
+// All gradients of a set of parameters: which bucket each goes into, when a bucket may be sent, what travels for a
+// parameter that has no gradient here, and what rides along. Knows nothing of autograd; not thread-safe.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bucket_sync.h"
+#include "parameter_scales.h"
+#include "sync_times.h"
+
+namespace fastsync {
+
+class ParameterSync {
+ public:
+  // The names, one for each parameter, are for errors.
+  ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
+                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes);
+
+  // One sync: begin, mark_ready for each gradient that is final, in any order and any number of them, then send_rest
+  // and receive. In between, send_full_buckets sends what can be sent already; the order in which buckets are sent is
+  // the same on all ranks. After the first sync the order in which rank 0's gradients got ready decides the buckets.
+  void begin();
+  void mark_ready(size_t index);
+  void send_full_buckets();
+  void send_rest();
+  void receive();
+  bool is_under_way() const { return is_under_way_; }
+
+  // Ends a sync that will get no more gradients because backward failed. What is left to send goes as nan, so that the
+  // ranks stay in step, and one that did not fail is not misled.
+  void abandon();
+
+  // The parameter has a gradient that no sync has averaged: it will take part in the next one.
+  void mark_new(size_t index) { parameters_[index].is_new = true; }
+  // Every parameter with a gradient takes part in the sync under way.
+  void mark_all_ready();
+
+  Wire wire() const { return wire_; }
+  // Between syncs, on all ranks between the same ones. They check anew that they agree.
+  void set_wire(Wire wire);
+
+  // Raises c10::ValueError where the ranks differ in parameters or settings. The first sync does it, if nobody did.
+  void agree();
+
+  // A float32 tensor to be averaged with the next sync, in place of an earlier one of that name.
+  void ride(const std::string& name, const at::Tensor& value);
+  // The averages that came with the newest sync.
+  std::map<std::string, at::Tensor> riders() const;
+
+  // float64 [number of buckets, kNumStats], of the newest sync.
+  at::Tensor grad_stats() const;
+  SyncTotals totals();
+  int64_t num_steps() const { return num_steps_; }
+  // Whether the gradients are still those that the newest sync left.
+  bool gradients_are_unchanged() const;
+
+  // The fp16 scale of each parameter's bucket, for checkpoints. Waits for the device.
+  std::vector<ParameterScale> scales() const;
+  void set_scales(const std::vector<ParameterScale>& scales);
+
+ private:
+  static constexpr size_t kNone = static_cast<size_t>(-1);
+
+  struct Parameter {
+    Parameter(const at::Tensor& tensor, std::string name) : id(tensor.getIntrusivePtr()), name(std::move(name)) {}
+
+    ParameterId id;
+    std::string name;
+    at::Tensor tensor;  // while a sync is under way
+    size_t bucket = kNone;
+    size_t place = 0;   // among all parameters in the buckets, in their order
+    int64_t numel = 0;  // this and the next two: what the layout was made for
+    at::ScalarType dtype = at::kFloat;
+    c10::Device device = c10::kCPU;
+    bool is_new = false;
+    bool is_ready = false;
+    bool repeats = false;  // gets more than one gradient in a backward: final only at its end
+    at::Tensor stand_in;   // what travels where the gradient is missing or lies otherwise than the parameter
+    const c10::TensorImpl* averaged = nullptr;  // the newest sync's gradient and its version
+    uint32_t averaged_version = 0;
+  };
+
+  struct Bucket {
+    std::vector<size_t> parameters;
+    std::vector<ParameterId> ids;
+    size_t num_waiting = 0;
+    std::shared_ptr<BucketSync> sync;
+    std::shared_ptr<BucketSync::Flight> flight;
+  };
+
+  bool takes_part(const Parameter& parameter) const;
+  bool layout_holds() const;
+  void lay_out();
+  void forget_layout();
+  std::vector<int64_t> order_of_rank_0(const std::vector<size_t>& taking_part) const;
+  std::string describe() const;
+
+  void check(const Parameter& parameter) const;
+  void send_next();
+  void send_poisoned();
+  void send(Bucket& bucket, std::vector<at::Tensor> grads);
+  at::Tensor gradient_to_send(Parameter& parameter);
+  at::Tensor flags();
+  at::Tensor board_riders(c10::Device device);
+  void take_off(const at::Tensor& sums);
+  void hand_out(const at::Tensor& flags);
+  void end();
+
+  std::vector<Parameter> parameters_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  int64_t bucket_cap_bytes_;
+  Wire wire_ = Wire::kNone;
+
+  bool is_laid_out_ = false;
+  bool have_agreed_ = false;
+  std::vector<Bucket> buckets_;
+  ParameterScales saved_scales_;
+  BucketTotals forgotten_totals_;
+
+  bool is_under_way_ = false;
+  std::vector<size_t> order_;  // in which gradients got ready, while there is no layout
+  size_t next_bucket_ = 0;
+  std::vector<float> presence_;  // by place: 1 where this rank has a gradient
+  std::vector<float> flagged_;   // what flags_ holds
+  at::Tensor flags_;
+
+  std::map<std::string, at::Tensor> waiting_;  // riders of the next sync
+  std::map<std::string, at::Tensor> aboard_;   // of the one under way
+  std::map<std::string, at::Tensor> riders_;   // of the newest
+  std::set<std::string> agreed_riders_{""};
+
+  int64_t num_steps_ = 0;
+  SyncTimes times_;
+};
+
+}  // namespace fastsync

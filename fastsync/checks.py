@@ -1,0 +1,84 @@
+"""What is refused before anything is sent: groups, models and parameters that the engine cannot serve."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .compression import Compression
+
+_GRAD_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_COMPLEX_DTYPES = (torch.complex64, torch.complex128)
+
+
+def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The process group itself, that of a one-dimensional mesh, or for None the default group.
+
+    Raises:
+        ValueError: it is none of these, there is no default group, or the mesh has several dimensions.
+    """
+    if isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"process_group: the DeviceMesh has {process_group.ndim} dimensions {process_group.mesh_dim_names}; "
+                "name the one to average over, as in mesh['dp']"
+            )
+        return process_group.get_group()
+    if process_group is not None:
+        raise ValueError(
+            f"process_group: expected a ProcessGroup that this rank is a member of, a one-dimensional DeviceMesh, or "
+            f"None, got {process_group!r}"
+        )
+    if not dist.is_initialized():
+        raise ValueError(
+            "process_group: None stands for the default group, and there is none yet; call "
+            "torch.distributed.init_process_group first"
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default
+
+
+def check_dense(module: nn.Module, argument: str) -> None:
+    """Raises ValueError where the module has embeddings with sparse gradients."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ValueError(
+                f"{argument}: {name}.weight gets sparse gradients ({type(child).__name__} with sparse=True), which "
+                "fastsync does not handle; build it with sparse=False"
+            )
+
+
+def check_parameters(named: Mapping[str, Tensor], compression: Compression, argument: str) -> None:
+    """Raises ValueError for parameters of a dtype that the engine, or the wire, does not carry."""
+    for name, parameter in named.items():
+        if not parameter.requires_grad or parameter.dtype in _GRAD_DTYPES:
+            continue
+        if parameter.dtype not in _COMPLEX_DTYPES:
+            raise ValueError(
+                f"{argument}: parameter {name} is {parameter.dtype}; fastsync handles float32, float64, float16, "
+                "bfloat16 and complex gradients"
+            )
+        if compression.wire != "none":
+            raise ValueError(
+                f"compression: {compression.wire!r} cannot carry parameter {name}, which is {parameter.dtype}; use "
+                "compression='none' for models with complex parameters"
+            )
+
+
+def check_group(group: dist.ProcessGroup, named: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where the group has no backend for a parameter's device."""
+    have = {device.type for device in group._device_types}
+    for name, parameter in named.items():
+        if not parameter.requires_grad:
+            continue
+        device = parameter.device
+        if device.type not in have:
+            raise ValueError(
+                f"process_group: it serves {', '.join(sorted(have))}, but parameter {name} is on {device}; use a group "
+                "whose backend does (Gloo for cpu, NCCL for cuda)"
+            )

@@ -1,0 +1,95 @@
+"""What both ways into the engine, hook and attach, hand to the user: statistics, state for checkpoints, the norm."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from . import _C
+from .reference import MAX_SCALE_EXPONENT
+from .stats import GradStats, SyncStats
+
+
+class SyncHandle(ABC):
+    """Statistics of an engine, and its state for checkpoints."""
+
+    _engine: "_C.HookState | _C.Synchronizer"
+
+    @abstractmethod
+    def _named_parameters(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def grad_stats(self) -> GradStats:
+        """Statistics of the newest backward that was synchronised. Raises RuntimeError before the first."""
+        return GradStats.from_rows(self._engine.grad_stats())
+
+    def stats(self) -> SyncStats:
+        """What synchronisation has cost so far. On a GPU, steps the device has not finished yet are estimated."""
+        return SyncStats.from_totals(self._engine.totals())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on as if it had not stopped: each parameter's fp16 scale, by name.
+
+        The scales are equal on all ranks. Reads them on the host, so it waits for the device.
+        """
+        scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
+        named = self._named_parameters()
+        return {"scales": {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the scales of ``state_dict()``. Call it on every rank, with the same state.
+
+        Raises:
+            ValueError: it is no state of an engine, a name is no parameter of the model, or a scale is not a power of
+                two within ``2**±reference.MAX_SCALE_EXPONENT``.
+        """
+        named = self._named_parameters()
+        scales = state_dict.get("scales") if isinstance(state_dict, dict) else None
+        if not isinstance(scales, dict):
+            got = f"keys {list(state_dict)[:3]}" if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise ValueError(f"state_dict: expected what state_dict() returns, a dict with 'scales', got {got}")
+        for name, scale in scales.items():
+            if name not in named:
+                raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")
+            if not _is_scale(scale):
+                raise ValueError(
+                    f"state_dict: the scale of {name!r} is {scale!r}, not a power of two from 2**-{MAX_SCALE_EXPONENT} "
+                    f"to 2**{MAX_SCALE_EXPONENT}"
+                )
+        self._engine.set_scales([(parameter, scales[name]) for name, parameter in named.items() if name in scales])
+
+
+class ClippableHandle(SyncHandle):
+    """A handle that knows whose gradients it averages, so that they can be clipped with the norm that is known."""
+
+    _claimed_step = -1
+
+    @abstractmethod
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters whose gradients are averaged."""
+
+    def claim_norm(self) -> Tensor:
+        """The newest norm, as ``GradStats.grad_norm``, for clipping; marked as used up, because then it changes.
+
+        Raises:
+            RuntimeError: it has been used up, and no backward was synchronised since.
+        """
+        num_steps = self._engine.num_steps()
+        if num_steps == self._claimed_step:
+            raise RuntimeError(
+                "fastsync.clip_grad_norm_: no backward was synchronised since these gradients were clipped, so their "
+                "norm is not known; clip once after each synchronised backward (the norm before clipping stays in "
+                "grad_stats), or use torch.nn.utils.clip_grad_norm_"
+            )
+        grad_norm = self.grad_stats.grad_norm
+        self._claimed_step = num_steps
+        return grad_norm
+
+
+def _is_scale(scale: object) -> bool:
+    if not isinstance(scale, float):
+        return False
+    fraction, exponent = math.frexp(scale)
+    return fraction == 0.5 and abs(exponent - 1) <= MAX_SCALE_EXPONENT

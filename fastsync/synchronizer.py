@@ -1,0 +1,324 @@
+"""The way in for trainers without DistributedDataParallel: one line, and every backward averages its gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from . import _C
+from .checks import check_dense, check_group, check_parameters, resolve_group
+from .compression import Compression, as_compression
+from .handle import ClippableHandle
+from .stats import GradStats
+
+_BUCKET_CAP_MB = 25.0
+_BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
+
+
+class GradientSynchronizer(ClippableHandle):
+    """What ``attach`` returns: averages the gradients of some parameters whenever a backward ends.
+
+    A copy or a pickle of it is None: a copied model is a plain one.
+    """
+
+    def __init__(
+        self, named: Mapping[str, Tensor], compression: Compression, group: dist.ProcessGroup, bucket_cap_mb: float
+    ) -> None:
+        self._named = dict(named)
+        self._engine: _C.Synchronizer = _C.Synchronizer(
+            list(named.values()), list(named), group, int(bucket_cap_mb * 2**20)
+        )
+        self._is_enabled = True
+        self.compression = compression
+
+    @property
+    def compression(self) -> Compression:
+        """What travels. May be set, to a ``Compression`` or its shorthand, between steps: on all ranks at the same."""
+        return self._compression
+
+    @compression.setter
+    def compression(self, compression: Compression | str) -> None:
+        chosen = as_compression(compression)
+        check_parameters(self._named, chosen, "module_or_params")
+        self._compression = chosen
+        self._engine.set_wire(chosen.wire)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, ``backward()`` accumulates into ``.grad`` on this rank alone; the next outside averages the sum.
+
+        Only the call of ``backward()`` has to be inside, on all ranks for the same ones.
+        """
+        before, self._is_enabled = self._is_enabled, False
+        self._engine.set_enabled(False)
+        try:
+            yield
+        finally:
+            self._is_enabled = before
+            self._engine.set_enabled(before)
+
+    def synchronize(self) -> None:
+        """Averages every ``.grad`` there is, now: with ``overlap=False``, or after ``no_sync``.
+
+        Every rank must call it. A parameter without a gradient here counts as zeros where another rank has one.
+
+        Raises:
+            ValueError: at the first sync, where the ranks differ in parameters or settings.
+            RuntimeError: another rank did not take part in time, or is lost.
+        """
+        self._engine.synchronize()
+
+    def ride(self, name: str, tensor: Tensor) -> None:
+        """Sends a small tensor along with the next sync, to be averaged over the ranks in float32, at any compression.
+
+        With it, ranks agree on control flow (a KL divergence, a stop flag) without a collective of its own. Its value
+        is taken now; once the sync is over, its mean is in ``riders``. A second one of the same name takes its place.
+        All ranks must send the same names and shapes.
+
+        Args:
+            name: under which ``riders`` will have the mean.
+            tensor: float32, of any shape, on any device.
+
+        Raises:
+            ValueError: it is no float32 tensor.
+        """
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"tensor: rider {name!r} has to be a float32 tensor, got {got}; use tensor.float()")
+        self._engine.ride(name, tensor)
+
+    @property
+    def riders(self) -> dict[str, Tensor]:
+        """The means over the ranks of what rode on the newest sync, float32, on the gradients' device."""
+        return self._engine.riders()
+
+    def detach(self) -> None:
+        """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before."""
+        self._engine.detach()
+        _attached.discard(self)
+        _owned_by_nobody.discard(self)
+
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters whose gradients are averaged."""
+        return [parameter for parameter in self._named.values() if parameter.requires_grad]
+
+    def claim_norm(self) -> Tensor:
+        """As ``ClippableHandle.claim_norm``; also refuses where the gradients are not those the sync left.
+
+        Their version counters tell. ``GradScaler.unscale_`` does not count itself as a change, so it goes unnoticed.
+        """
+        if self._engine.num_steps() > 0 and not self._engine.gradients_are_unchanged():
+            raise RuntimeError(
+                "fastsync.clip_grad_norm_: the gradients have been changed since they were synchronised (by zero_grad, "
+                "clipping, or a backward under no_sync), so their norm is not known; clip right after the synchronised "
+                "backward, or use torch.nn.utils.clip_grad_norm_"
+            )
+        return super().claim_norm()
+
+    def _named_parameters(self) -> Mapping[str, Tensor]:
+        return self._named
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+# Whose hooks are on; those of a module live as long as it does, those of loose parameters until detach().
+_attached: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
+_owned_by_module: weakref.WeakKeyDictionary[nn.Module, list[GradientSynchronizer]] = weakref.WeakKeyDictionary()
+_owned_by_nobody: set[GradientSynchronizer] = set()
+
+
+def attach(
+    module_or_params: nn.Module | Iterable[Tensor] | Tensor,
+    compression: Compression | str = "none",
+    *,
+    bucket_cap_mb: float = _BUCKET_CAP_MB,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    overlap: bool = True,
+    broadcast: bool = True,
+) -> GradientSynchronizer:
+    """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
+
+    The model stays as it is: no wrapper, the same state dict. Buckets of gradients are sent while backward goes on, in
+    the order in which the first backward finished them, from C++ that does not hold the GIL. Call it on every rank, in
+    the same order where there are several, once the model is on its device and of its dtype.
+
+    Every rank must run the same number of backwards. They may reach different parameters: one without a gradient here
+    counts as zeros where another rank has one, and keeps ``grad is None`` where none has.
+
+    Args:
+        module_or_params: a model, or some parameters. A module stays attached as long as it lives, even if the return
+            value is dropped; loose parameters until ``detach()``.
+        compression: what travels, a ``Compression`` or its shorthand ``"none"``, ``"bf16"``, ``"fp16"``.
+        bucket_cap_mb: how large a bucket gets before the next one begins, in MiB. Smaller ones start earlier and cost
+            more latency.
+        process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group.
+            Several attached to one group send one after the other; for each to overlap, give each a group of its own.
+        overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it.
+        broadcast: first give every rank the parameters and buffers of the group's rank 0.
+
+    Raises:
+        ValueError: an argument is not what it should be, a parameter is attached already, belongs to a model wrapped in
+            DistributedDataParallel, or is of a kind that fastsync does not handle; or, with ``broadcast``, the ranks
+            hold different parameters or settings, on every rank.
+    """
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
+    named = _named_parameters(module_or_params)
+    _check_unattached(named)
+    group = resolve_group(process_group)
+    check_group(group, named)
+    sync = GradientSynchronizer(named, as_compression(compression), group, bucket_cap_mb)
+    if broadcast:
+        buffers = dict(module_or_params.named_buffers()) if isinstance(module_or_params, nn.Module) else {}
+        _broadcast(sync, named, buffers, group)
+    if overlap:
+        sync._engine.attach(list(named.values()))
+    _attached.add(sync)
+    if isinstance(module_or_params, nn.Module):
+        _owned_by_module.setdefault(module_or_params, []).append(sync)
+    else:
+        _owned_by_nobody.add(sync)
+    return sync
+
+
+@dataclass(frozen=True)
+class _Reducer:
+    """An engine kept between calls of ``all_reduce_gradients``, for its buffers, its scales, and the agreement."""
+
+    parameters: tuple[weakref.ref[Tensor], ...]
+    compression: Compression
+    sync: _C.Synchronizer
+
+    def serves(self, parameters: Sequence[Tensor], compression: Compression) -> bool:
+        return (
+            self.compression == compression
+            and len(self.parameters) == len(parameters)
+            and all(mine() is theirs for mine, theirs in zip(self.parameters, parameters, strict=True))
+        )
+
+
+_MAX_REDUCERS = 16  # for one group: more than the models of any one trainer
+_reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Reducer]] = weakref.WeakKeyDictionary()
+
+
+def all_reduce_gradients(
+    params: nn.Module | Iterable[Tensor] | Tensor,
+    compression: Compression | str = "none",
+    *,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> GradStats:
+    """Averages the gradients of the parameters over the ranks, now, without hooks. Every rank must call it.
+
+    What trainers write as concatenate → all_reduce → copy back. A parameter without a gradient here counts as zeros
+    where another rank has one, and keeps ``grad is None`` where none has.
+
+    Args:
+        params: the parameters, or their module.
+        compression: as in ``attach``.
+        process_group: as in ``attach``.
+
+    Returns:
+        The statistics of the averaged gradients, among them their norm.
+
+    Raises:
+        ValueError: an argument is not what it should be, none of the parameters requires a gradient, or the ranks
+            differ in parameters or settings.
+        RuntimeError: another rank did not take part in time, or is lost.
+    """
+    named = _named_parameters(params, argument="params")
+    chosen = as_compression(compression)
+    group = resolve_group(process_group)
+    reducers = _reducers.setdefault(group, [])
+    parameters = list(named.values())
+    engine = next((r.sync for r in reducers if r.serves(parameters, chosen)), None)
+    if engine is None:
+        check_group(group, named)
+        engine = GradientSynchronizer(named, chosen, group, _BUCKET_CAP_MB)._engine
+        reducers[:] = [r for r in reducers if all(ref() is not None for ref in r.parameters)][-_MAX_REDUCERS + 1 :]
+        reducers.append(_Reducer(tuple(weakref.ref(p) for p in parameters), chosen, engine))
+    engine.synchronize()
+    return GradStats.from_rows(engine.grad_stats())
+
+
+def _named_parameters(
+    module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str = "module_or_params"
+) -> dict[str, Tensor]:
+    """Those that can have gradients, by name; loose ones are named by their index."""
+    if isinstance(module_or_params, nn.Module):
+        _check_unwrapped(module_or_params, argument)
+        check_dense(module_or_params, argument)
+        # torch.compile's wrapper must not show in the names, for checkpoints come from models with and without it.
+        named = {name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters()}
+    else:
+        given = [module_or_params] if isinstance(module_or_params, Tensor) else list(module_or_params)
+        for index, parameter in enumerate(given):
+            if not isinstance(parameter, Tensor):
+                raise ValueError(
+                    f"{argument}: expected a module or tensors, but number {index} is a {type(parameter).__name__}"
+                    + ("; pass them without their names" if isinstance(parameter, str | tuple) else "")
+                )
+        unique = {id(parameter): (str(index), parameter) for index, parameter in reversed(list(enumerate(given)))}
+        named = dict(reversed(list(unique.values())))
+    for name, parameter in named.items():
+        _check_parameter(name, parameter, argument)
+    able: dict[str, Tensor] = {name: p for name, p in named.items() if p.is_floating_point() or p.is_complex()}
+    if not any(parameter.requires_grad for parameter in able.values()):
+        raise ValueError(f"{argument}: none of its {len(named)} parameters requires a gradient; nothing to synchronise")
+    return able
+
+
+def _check_unwrapped(module: nn.Module, argument: str) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, DistributedDataParallel):
+            raise ValueError(
+                f"{argument}: {name or 'the module'} is wrapped in DistributedDataParallel, which averages gradients "
+                "itself; use fastsync.register_comm_hook(ddp_model), or attach to the model without the wrapper"
+            )
+
+
+def _check_parameter(name: str, parameter: Tensor, argument: str) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ValueError(f"{argument}: parameter {name} is not initialised yet; run a forward first")
+    if not parameter.is_leaf:
+        raise ValueError(
+            f"{argument}: tensor {name} is no leaf of the graph (it came from {parameter.grad_fn}), so it has no "
+            ".grad; pass the parameters it was computed from"
+        )
+    # Subclasses that wrap others, such as DTensor, hold no memory of their own.
+    if type(parameter) not in (Tensor, nn.Parameter) and hasattr(parameter, "__tensor_flatten__"):
+        raise ValueError(
+            f"{argument}: parameter {name} is a {type(parameter).__name__}, whose gradients are sharded or wrapped; "
+            "fastsync averages plain tensors"
+        )
+
+
+def _check_unattached(named: Mapping[str, Tensor]) -> None:
+    attached = {id(p): name for sync in _attached for name, p in sync._named.items()}
+    for name, parameter in named.items():
+        if id(parameter) in attached:
+            raise ValueError(
+                f"module_or_params: parameter {name} is attached already (as {attached[id(parameter)]}); call detach() "
+                "of what the first attach() returned, or set its .compression to change what travels"
+            )
+
+
+@torch.no_grad()
+def _broadcast(
+    sync: GradientSynchronizer, named: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: dist.ProcessGroup
+) -> None:
+    """Rank 0's values for all, once the ranks know that they have the same tensors."""
+    sync._engine.agree()
+    if buffers:
+        lines = [f"buffer {name} of shape {list(b.shape)}, {b.dtype}" for name, b in buffers.items()]
+        _C.check_agreement(group, "\n".join(lines), next(iter(named.values())).device)
+    tensors = [tensor.detach() for tensor in (*named.values(), *buffers.values())]
+    dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]  # as DDP does

@@ -1,0 +1,252 @@
+"""What attach and all_reduce_gradients refuse, and how they say it; and what happens where the ranks do not agree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from tests.models import SMALL_BUCKETS, Given, Mlp, grads_of, group_of_one
+from tests.ranks import run_ranks
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with group_of_one():
+        yield
+
+
+def _linear_in(dtype: torch.dtype) -> nn.Module:
+    return nn.Linear(2, 2, dtype=dtype)
+
+
+def _frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "ddp": (lambda: DistributedDataParallel(Mlp()), "the module is wrapped in DistributedDataParallel.*register_comm"),
+    "ddp inside": (lambda: nn.Sequential(DistributedDataParallel(Mlp())), "0 is wrapped in DistributedDataParallel"),
+    "sparse": (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), r"0\.weight gets sparse gradients"),
+    "float8": (
+        lambda: [nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))],
+        r"parameter 0 is torch\.float8_e4m3fn; fastsync handles float32",
+    ),
+    "lazy": (lambda: nn.LazyLinear(3), "parameter weight is not initialised yet; run a forward first"),
+    "frozen": (_frozen, "none of its 2 parameters requires a gradient"),
+    "nothing": (list, "none of its 0 parameters requires a gradient"),
+    "named": (lambda: Mlp().named_parameters(), "number 0 is a tuple; pass them without their names"),
+    "optimizer": (lambda: torch.optim.SGD(Mlp().parameters()).param_groups, "number 0 is a dict"),
+    "no leaf": (lambda: [torch.ones(2, requires_grad=True) * 2], "tensor 0 is no leaf of the graph.*MulBackward"),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("call", [fastsync.attach, fastsync.all_reduce_gradients])
+def test_what_cannot_be_synchronised_is_refused(call: Callable[..., object], what: str) -> None:
+    make, message = REFUSED[what]
+    argument = "module_or_params" if call is fastsync.attach else "params"
+    with pytest.raises(ValueError, match=f"{argument}: .*{message}"):
+        call(make())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_bad_settings_are_refused() -> None:
+    model = Mlp()
+    for cap in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"bucket_cap_mb: expected a positive number of MiB, got {cap!r}"):
+            fastsync.attach(model, bucket_cap_mb=cap)
+    with pytest.raises(ValueError, match="compression: expected one of 'none', 'bf16', 'fp16'"):
+        fastsync.attach(model, "fp32")
+    with pytest.raises(ValueError, match=r"'bf16' cannot carry parameter weight, which is torch\.complex64"):
+        fastsync.attach(_linear_in(torch.complex64), "bf16")
+    sync = fastsync.attach(_linear_in(torch.complex64))
+    with pytest.raises(ValueError, match="'fp16' cannot carry parameter weight"):
+        sync.compression = "fp16"
+    assert sync.compression.wire == "none"
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"process_group: the DeviceMesh has 2 dimensions .*as in mesh\['dp'\]"):
+        fastsync.attach(model, process_group=mesh)
+    with pytest.raises(ValueError, match="process_group: expected a ProcessGroup"):
+        fastsync.attach(model, process_group="world")
+    # None of these left anything behind.
+    fastsync.attach(model)
+
+
+def test_without_a_process_group() -> None:
+    for call in (fastsync.attach, fastsync.all_reduce_gradients):
+        with pytest.raises(ValueError, match="process_group: None stands for the default group, and there is none yet"):
+            call(Mlp())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_parameter_is_attached_once() -> None:
+    model = Mlp()
+    sync = fastsync.attach(model)
+    weight = model.layers[0].weight
+    for again in (model, [weight], nn.Sequential(model)):
+        with pytest.raises(ValueError, match=re.escape("attached already (as layers.0.weight); call detach()")):
+            fastsync.attach(again)
+    sync.detach()
+    for overlap in (False, True):
+        sync = fastsync.attach([weight], overlap=overlap)
+        with pytest.raises(ValueError, match=r"parameter layers\.0\.weight is attached already"):
+            fastsync.attach(model)
+        sync.detach()
+    fastsync.attach(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sparse_gradients_that_show_up_late() -> None:
+    embedding = nn.Embedding(3, 2)
+    sync = fastsync.attach(embedding)
+    embedding.sparse = True
+    with pytest.raises(ValueError, match=r"parameter weight got a sparse gradient.*use sparse=False"):
+        embedding(torch.tensor([1])).sum().backward()
+    embedding.sparse = False
+    embedding.zero_grad()
+    embedding(torch.tensor([1])).sum().backward()
+    assert embedding.weight.grad.sum() == 2
+    assert sync.stats().num_steps == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_statistics_before_the_first_sync() -> None:
+    sync = fastsync.attach(Mlp())
+    with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
+        _ = sync.grad_stats
+    with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
+        fastsync.clip_grad_norm_(sync, 1.0)
+    assert sync.stats().num_steps == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_synchronize_inside_a_backward_is_refused() -> None:
+    model = Given([torch.ones(3), torch.ones(2)])
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    model.weights[0].register_post_accumulate_grad_hook(lambda _: sync.synchronize())
+    model.weights[1].register_post_accumulate_grad_hook(lambda _: sync.synchronize())
+    with pytest.raises(RuntimeError, match=r"synchronize\(\) was called inside a backward"):
+        model([torch.ones(3), torch.ones(2)]).backward()
+
+
+# ---- ranks that differ ------------------------------------------------------------------------------------------
+
+
+def _differences(rank: int, world_size: int) -> None:
+    def other_shape() -> object:
+        return fastsync.attach(nn.Linear(2, 3 + rank))
+
+    def other_compression() -> object:
+        return fastsync.attach(nn.Linear(2, 3), ["none", "fp16"][rank])
+
+    def other_cap() -> object:
+        return fastsync.attach(nn.Linear(2, 3), bucket_cap_mb=1 + rank)
+
+    def other_frozen() -> object:
+        model = nn.Linear(2, 3)
+        model.bias.requires_grad_(rank == 0)
+        return fastsync.attach(model)
+
+    def other_buffer() -> object:
+        model = nn.Linear(2, 3)
+        model.register_buffer("count", torch.zeros(1 + rank))
+        return fastsync.attach(model)
+
+    def other_number() -> object:
+        return fastsync.attach([nn.Parameter(torch.ones(2)) for _ in range(1 + rank)])
+
+    expected = {
+        other_shape: r"rank 0: parameter weight of shape \[3, 2\].*; rank 1: parameter weight of shape \[4, 2\]",
+        other_compression: "rank 1: compression fp16; rank 0: compression none|rank 0: .*none; rank 1: .*fp16",
+        other_cap: "rank 0: bucket_cap_mb 1; rank 1: bucket_cap_mb 2",
+        other_frozen: "bias of shape .*frozen",
+        other_buffer: r"buffer count of shape \[1\].*buffer count of shape \[2\]",
+        other_number: "rank 0: nothing; rank 1: parameter 1 of shape|rank 1: parameter 1 of shape.*; rank 0: nothing",
+    }
+    for attach, message in expected.items():
+        with pytest.raises(ValueError, match=f"the ranks do not agree on what to synchronise: .*({message})"):
+            attach()
+    # Without a broadcast nothing is sent by attach: the first backward tells.
+    model = nn.Linear(2, 3 + rank)
+    sync = fastsync.attach(model, broadcast=False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the ranks do not agree on what to synchronise"):
+            model(torch.ones(1, 2)).sum().backward()
+    sync.detach()
+    # The same ranks go on with what they agree on, and notice where compression is set to different values.
+    model = nn.Linear(2, 3)
+    sync = fastsync.attach(model)
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    assert model.weight.grad.unique().tolist() == [1.5]
+    sync.compression = ["bf16", "fp16"][rank]
+    with pytest.raises(ValueError, match=r"compression bf16.*compression fp16"):
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    sync.compression = "bf16"
+    model.zero_grad()
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    assert model.weight.grad.unique().tolist() == [1.5]
+
+
+def test_ranks_that_differ_are_told_on_every_rank() -> None:
+    run_ranks(_differences, 2)
+
+
+def _lost_peer(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = Mlp()
+    fastsync.attach(model, process_group=group)
+    model(torch.ones(1, 32)).sum().backward()
+    if rank == 1:
+        dist.barrier()  # of the default group: this rank lives, but does not come
+        return ""
+    with pytest.raises(RuntimeError, match="fastsync: all_reduce of bucket 0 failed on rank 0 of 2: ") as error:
+        model(torch.ones(1, 32)).sum().backward()
+    dist.barrier()
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_come_ends_in_an_error_that_says_what_was_waited_for() -> None:
+    message, _ = run_ranks(_lost_peer, 2)
+    assert "imed out" in message or "closed" in message
+
+
+def _fails_then_recovers(rank: int, world_size: int) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("as told")
+
+    grads = [torch.full((300,), 1.0 + rank) for _ in range(3)]
+    model = Given(grads)
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+
+    def step(fail: bool) -> None:
+        model.zero_grad()
+        weights = [Fails.apply(weight) if fail and index == 0 else weight for index, weight in enumerate(model.weights)]
+        sum((weight * grad).sum() for weight, grad in zip(weights, grads, strict=True)).backward()
+
+    for failing in (True, False, True, True, False, False):
+        if failing:
+            with pytest.raises(ArithmeticError, match="as told"):
+                step(fail=True)
+        else:
+            step(fail=False)
+            assert [grad.unique().tolist() for grad in grads_of(model)] == [[1.5]] * 3
+    assert sync.grad_stats.num_nonfinite == 0
+
+
+def test_a_backward_that_fails_on_all_ranks_spoils_nothing() -> None:
+    run_ranks(_fails_then_recovers, 2)

@@ -1,0 +1,155 @@
+"""The state and the statistics of an attached engine: a resumed run is the run that was not interrupted, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import profile
+
+import fastsync
+from tests.models import (
+    SMALL_BUCKETS,
+    Given,
+    Mlp,
+    assert_all_bitwise_equal,
+    batch,
+    grads_of,
+    group_of_one,
+    random_grads,
+)
+from tests.ranks import run_ranks
+
+SHAPES = [(300,), (260,), (100, 4)]
+
+
+def _wide(rank: int, step: int) -> list[Tensor]:
+    """Gradients of such a range that the scale decides about how the small ones are rounded to fp16."""
+    first, second, third = random_grads(rank, step, SHAPES, torch.float32)
+    return [1e3 * first, second * torch.logspace(0, -8, 260), 1e-6 * third]
+
+
+def _attached(bucket_cap_mb: float) -> tuple[Given, fastsync.GradientSynchronizer]:
+    model = Given(_wide(0, 0))
+    return model, fastsync.attach(model, "fp16", bucket_cap_mb=bucket_cap_mb)
+
+
+def _run(model: Given, rank: int, steps: range) -> list[list[Tensor]]:
+    grads = []
+    for step in steps:
+        model.zero_grad()
+        # Large at first, so that the scales are still on their way up when the state is saved.
+        model([grad * (2.0**12 if step == 0 else 1.0) for grad in _wide(rank, step)]).backward()
+        grads.append([grad.clone() for grad in grads_of(model)])
+    return grads
+
+
+def _save(rank: int, world_size: int) -> list[dict[str, Any]]:
+    saved = []
+    for cap in (SMALL_BUCKETS, 25):
+        model, sync = _attached(cap)
+        _run(model, rank, range(4))
+        state = copy.deepcopy(sync.state_dict())
+        saved.append({"cap": cap, "state": state, "grads": _run(model, rank, range(4, 7))})
+        fresh, _ = _attached(cap)
+        without_state = _run(fresh, rank, range(4, 5))
+        assert not torch.equal(without_state[0][1], saved[-1]["grads"][0][1]), "the scales do not matter here"
+    return saved
+
+
+def _resume(rank: int, world_size: int, saved_by_rank: list[list[dict[str, Any]]]) -> None:
+    for saved in saved_by_rank[rank]:
+        model, sync = _attached(saved["cap"])
+        sync.load_state_dict(saved["state"])
+        assert sync.state_dict() == saved["state"]
+        for step, (actual, expected) in enumerate(zip(_run(model, rank, range(4, 7)), saved["grads"], strict=True)):
+            assert_all_bitwise_equal(actual, expected, f"cap {saved['cap']}, step {step}")
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
+    run_ranks(_resume, 2, run_ranks(_save, 2))
+
+
+def test_bad_states_are_refused() -> None:
+    with group_of_one():
+        model = nn.Linear(2, 2)
+        sync = fastsync.attach(model, "fp16")
+        for state, message in (
+            ({}, "expected what state_dict"),
+            ({"scales": {"bias": 3.0}}, "the scale of 'bias' is 3.0, not a power of two"),
+            ({"scales": {"layer.bias": 2.0}}, "no parameter named 'layer.bias'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                sync.load_state_dict(state)
+        sync.load_state_dict({"scales": {"weight": 4.0}})
+        assert sync.state_dict() == {"scales": {"weight": 4.0}}
+
+
+def _stats_add_up(rank: int, world_size: int) -> None:
+    for wire, itemsize in {"none": 4, "bf16": 2, "fp16": 2}.items():
+        model = Mlp()
+        sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+        empty = sync.stats()
+        assert (empty.num_steps, empty.num_syncs, empty.elements, empty.wire_bytes, empty.buckets) == (0, 0, 0, 0, ())
+        for step in range(1, 4):
+            model.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+            stats = sync.stats()
+            num_flags = len(list(model.parameters()))
+            assert stats.num_steps == step
+            assert stats.elements == sum(bucket.elements for bucket in stats.buckets) == 8082
+            assert stats.num_syncs == step * len(stats.buckets)
+            assert stats.wire_bytes == step * (8082 + num_flags) * itemsize
+        for bucket in stats.buckets:
+            assert bucket.num_syncs == 3
+            assert min(bucket.pack_time, bucket.collective_time, bucket.unpack_time) > 0
+        for part in ("wire_bytes", "pack_time", "collective_time", "unpack_time"):
+            assert getattr(stats, part) == pytest.approx(sum(getattr(bucket, part) for bucket in stats.buckets))
+        assert 0 < stats.exposed_time < stats.pack_time + stats.collective_time + stats.unpack_time
+        # What is laid out anew keeps its totals.
+        model.layers[0].requires_grad_(False)
+        model.zero_grad()
+        model(batch(rank, 4)).square().mean().backward()
+        later = sync.stats()
+        assert later.elements == 8082 - 64 * 33
+        assert later.wire_bytes == stats.wire_bytes + (later.elements + num_flags - 2) * itemsize
+
+
+def test_stats_add_up() -> None:
+    run_ranks(_stats_add_up, 2)
+
+
+def _norm_of_all_gradients(rank: int, world_size: int) -> None:
+    model = Given(_wide(0, 0))
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(3):
+        grads: list[Tensor | None] = list(_wide(rank, step))
+        if step == 1 and rank == 0:
+            grads[0] = None
+        if step == 2:
+            grads[2] = None  # it keeps the gradient of the step before
+        else:
+            model.zero_grad()
+        model(grads).backward()
+        expected = nn.utils.get_total_norm([grad.double() for grad in grads_of(model)])
+        torch.testing.assert_close(sync.grad_stats.grad_norm.double(), expected, rtol=1e-6, atol=0.0)
+
+
+def test_the_norm_is_that_of_all_gradients() -> None:
+    run_ranks(_norm_of_all_gradients, 2)
+
+
+def test_the_profiler_shows_each_part() -> None:
+    with group_of_one():
+        model = Given([torch.ones(300), torch.ones(300)])
+        fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
+        for _ in range(2):
+            loss = model([torch.ones(300), torch.ones(300)])
+            with profile() as profiler:
+                loss.backward()
+        counts = {event.key: event.count for event in profiler.key_averages()}
+        for part in ("fastsync::pack", "gloo:all_reduce", "fastsync::wait", "fastsync::unpack"):
+            assert counts.get(part) == 2, part

@@ -1,0 +1,224 @@
+"""The benchmark commands: real runs on real ranks, tiny budgets, and no assertion about speed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.measure import COSTS, Schedule, cost_per_step, measure, ratios
+from benchmarks.records import Record, quantiles, write_json
+from benchmarks.sync import report
+from benchmarks.timing import rounds, slowest_rank, time_rounds
+from benchmarks.ways import LIMITS, WAYS, BareAllReduce, TrainingStep, Way, left_out, with_their_limits
+from benchmarks.workloads import SIZES, Size, Workload
+from fastsync import SyncStats
+from tests.models import group_of_one
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "benchmarks", *arguments)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def test_sync_from_the_command_line(tmp_path: Path):
+    options = ("--sizes", "5k", "--repetitions", "3", "--warmup", "2", "--json", "rows.json")
+    process = run_command(tmp_path, "sync", *options)
+    assert process.returncode == 0, process.stdout + process.stderr
+    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    refused = "ddp/bf16_compress_hook"
+    assert list(rows) == [way for way in WAYS if way != refused]
+    assert f"{refused} is left out: PyTorch refuses it on gloo" in process.stdout
+    for way, row in rows.items():
+        assert way in process.stdout
+        assert row["correct"]
+        assert len(row["samples"]) == 3
+        assert min(row["samples"]) > 0
+        assert row["quantiles"] == quantiles(row["samples"])
+        assert row["settings"]["world_size"] == 2
+        assert row["settings"]["numel"] == SIZES["5k"].numel
+        assert row["environment"]["torch"] == torch.__version__
+    values = SIZES["5k"].numel
+    for door in ("register_comm_hook", "attach"):
+        for compression, width in {"none": 4, "fp16": 2, "bf16": 2}.items():
+            figures = rows[f"fastsync.{door}/{compression}"]["figures"]
+            assert 1 <= figures["wire_bytes"] / (width * values) < 1.01  # attach sends a little of its own along
+            assert all(figures[cost] > 0 for cost in COSTS)
+    assert rows["ddp"]["figures"]["wire_bytes"] is None
+
+
+class WrongOnRank1(BareAllReduce):
+    def result(self) -> torch.Tensor:
+        return super().result() + dist.get_rank()
+
+
+def measure_with_wrong_ways(rank: int, world_size: int) -> list[Record]:
+    del rank, world_size
+    WAYS["wrong"] = Way(lambda workload, group: TrainingStep(workload.model()))
+    WAYS["wrong on rank 1"] = Way(lambda workload, group: WrongOnRank1(workload, group, torch.float32))
+    schedule = Schedule(warmup=2, repetitions=4, seed=0)
+    names = with_their_limits(("wrong", "wrong on rank 1", "cat"))
+    return measure("5k", names, schedule, CPU, Progress(disable=True))
+
+
+def test_what_is_wrong_is_not_timed_and_fails(capsys: pytest.CaptureFixture[str]):
+    first, second = run_ranks(measure_with_wrong_ways, 2)
+    assert first == second
+    rows = {record.way: record for record in first}
+    assert {way: len(row.samples) for way, row in rows.items()} == {
+        "no_sync": 4,
+        "all_reduce/fp32": 4,
+        "cat": 4,
+        "wrong": 0,
+        "wrong on rank 1": 0,
+    }
+    assert [way for way, row in rows.items() if not row.correct] == ["wrong", "wrong on rank 1"]
+    assert report(first, []) == 1
+    assert "WRONG: wrong on rank 1 at 5k" in capsys.readouterr().out
+    assert report([row for row in first if row.correct], []) == 0
+
+
+class Rival:
+    """Notes when it is prepared and when it runs."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def prepare(self) -> None:
+        self._log.append(f"prepare {self._name}")
+
+    def run(self) -> None:
+        self._log.append(f"run {self._name}")
+
+
+def test_rivals_take_turns():
+    log: list[str] = []
+    rivals = {name: Rival(name, log) for name in "ab"}
+    with group_of_one():
+        samples = time_rounds(rivals, [["a", "b"], ["b", "a"]], CPU)
+    assert log == [f"{what} {name}" for name in "abba" for what in ("prepare", "run")]
+    assert {name: len(times) for name, times in samples.items()} == {"a": 2, "b": 2}
+    assert min(min(times) for times in samples.values()) > 0
+
+
+def test_every_round_has_everyone_and_nobody_always_follows_the_same():
+    orders = list(rounds("abcde", 50, seed=3))
+    assert all(sorted(order) == list("abcde") for order in orders)
+    followers = {(first, second) for order in orders for first, second in pairwise(order)}
+    assert len(followers) == 5 * 4
+    assert orders == list(rounds("abcde", 50, seed=3))
+    assert orders != list(rounds("abcde", 50, seed=4))
+
+
+def test_the_slowest_rank_counts():
+    assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 2.0]]) == [3.0, 5.0, 2.0]
+    assert slowest_rank([[], []]) == []
+
+
+def test_quantiles():
+    assert quantiles([10.0, 0.0, *range(1, 10)]) == {"p10": 1.0, "median": 5.0, "p90": 9.0}
+    assert quantiles([]) == {}
+
+
+def test_records_survive_json(tmp_path: Path):
+    record = Record("sync", "ddp", {"size": "5k"}, {"own_share": None}, True, [0.25, 0.5, 0.75], {"torch": "2"})
+    write_json(tmp_path / "rows.json", [record, record])
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert len(rows) == 2
+    assert Record(**{name: rows[1][name] for name in vars(record)}) == record
+    assert rows[1]["quantiles"] == {"p10": 0.3, "median": 0.5, "p90": 0.7}
+
+
+def test_ratios():
+    medians = {"no_sync": 1.0, "all_reduce/fp32": 4.0, "all_reduce/bf16": 2.0, "ddp": 6.0, "fastsync.attach/bf16": 4.0}
+    assert ratios("ddp", medians) == {"over_no_sync": 5.0, "over_all_reduce": 1.25, "own_share": 0.25}
+    assert ratios("fastsync.attach/bf16", medians) == {"over_no_sync": 3.0, "over_all_reduce": 1.5, "own_share": 0.5}
+    assert ratios("all_reduce/fp32", medians) == {"over_no_sync": 4.0, "over_all_reduce": 1.0, "own_share": 0.0}
+    unknown = {"over_no_sync": None, "over_all_reduce": None, "own_share": None}
+    assert ratios("no_sync", medians) == unknown
+    assert ratios("ddp/fp16_compress_hook", medians) == unknown
+
+
+def test_cost_per_step():
+    def stats(num_steps: int, seconds: float, wire_bytes: int) -> SyncStats:
+        return SyncStats(num_steps, 1, 1, wire_bytes, seconds, seconds, seconds, seconds, ())
+
+    assert cost_per_step(stats(2, 1.0, 100), stats(6, 3.0, 500)) == dict.fromkeys(COSTS, 0.5) | {"wire_bytes": 100.0}
+    assert cost_per_step(None, None) == {}
+
+
+def test_ways_come_with_what_they_are_compared_to():
+    assert with_their_limits(("fastsync.attach/fp16",)) == ["no_sync", "all_reduce/fp16", "fastsync.attach/fp16"]
+    assert with_their_limits(tuple(WAYS)) == list(WAYS)
+    assert all(WAYS[name].limit == name for name in LIMITS.values())
+
+
+def test_only_ways_that_the_backend_refuses_are_left_out():
+    assert list(left_out(list(WAYS), "gloo")) == ["ddp/bf16_compress_hook"]
+    assert left_out(list(WAYS), "nccl") == {}
+
+
+def test_the_check_allows_rounding_and_nothing_else():
+    with group_of_one():
+        workload = Workload(Size([(40, 25)], repetitions=1), CPU)
+    mean = workload.mean.float()
+    assert workload.is_mean(mean, torch.float32)
+    for wire, wider in ((torch.float16, torch.float32), (torch.bfloat16, torch.float16)):
+        assert workload.is_mean(mean.to(wire), wire)
+        assert not workload.is_mean(mean.to(wire), wider)
+    swapped = mean.clone()
+    swapped[[0, 1]] = mean[[1, 0]]
+    assert not workload.is_mean(swapped, torch.bfloat16)
+    assert not workload.is_mean(torch.full_like(mean, math.nan), torch.bfloat16)
+    assert workload.relative_error(2 * mean) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc", "0"], "nproc=0 must be at least 1"),
+        (["--repetitions", "0"], "repetitions=0 must be at least 1"),
+        (["--warmup", "1"], "warmup=1 must be at least 2"),
+        (["--sizes"], "sizes: choose at least one of 5k"),
+        (["--sizes", "7b"], "7b"),
+        (["--ways", "telepathy"], "telepathy"),
+        (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
+    ],
+)
+def test_bad_options_are_refused_before_ranks_are_launched(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["sync", *arguments])
+    # The message may be wrapped into a frame.
+    assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in COMMANDS)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
+    with pytest.raises(SystemExit, match=r"^benchmarks need tyro, .*: pip install -e '.\[train\]'$"):
+        main(["sync"])

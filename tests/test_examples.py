@@ -1,0 +1,170 @@
+"""The examples as a user runs them: real scripts, torchrun, two ranks on Gloo, and what they claim."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+import fastsync
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TIME_LIMIT = 120.0
+# Returns of CartPole: a random policy gets 22 on average, and 500 is the most there is.
+BEYOND_RANDOM = 100.0
+each_example = pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
+
+
+def run(*command: str) -> str:
+    """Runs a command, which must succeed in time and end with one line of result; returns that line."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its ranks; killed, it would leave them behind
+            out, err = process.communicate(timeout=60)
+            pytest.fail(f"{command} was not done within {TIME_LIMIT:g} s\n{out}\n{err}", pytrace=False)
+    assert process.returncode == 0, f"{command} exited with status {process.returncode}\n{out}\n{err}"
+    lines = out.splitlines()
+    assert len(lines) == 1, f"{command}: expected one line of result\n{out}\n{err}"
+    return lines[0]
+
+
+def run_on_two_ranks(name: str, *arguments: str) -> str:
+    return run(*TORCHRUN, f"examples/{name}.py", *arguments)
+
+
+def numbers(pattern: str, line: str) -> list[float]:
+    match = re.fullmatch(pattern, line)
+    assert match, f"{line!r} does not match {pattern!r}"
+    return [float(group) for group in match.groups()]
+
+
+def test_cleanrl_learns_cartpole():
+    line = run_on_two_ranks("cleanrl_ppo", "--total-timesteps", "30000")
+    (mean_return,) = numbers(r"mean return of the last 50 episodes of each rank, 2 ranks: ([\d.]+)", line)
+    assert mean_return > BEYOND_RANDOM
+
+
+def test_sb3_learns_cartpole():
+    line = run_on_two_ranks("sb3_ppo", "--total-timesteps", "16000")
+    (mean_return,) = numbers(r"mean return of 2 x 10 episodes: ([\d.]+)", line)
+    assert mean_return > BEYOND_RANDOM
+
+
+def test_rsl_rl_learns_the_same_either_way():
+    line = run_on_two_ranks("rsl_rl_reduce_parameters")
+    first, last, difference = numbers(r"loss ([\d.]+) -> ([\d.]+); attached, weights differ by at most (\S+)", line)
+    assert last < first / 4
+    # The norms that clip are summed in another order.
+    assert difference < 1e-5
+
+
+def test_skrl_skips_the_same_step_on_all_ranks():
+    line = run_on_two_ranks("skrl_per_model")
+    losses, _, skipped = line.partition("; steps skipped, by rank: ")
+    first, last = numbers(r"loss ([\d.]+) -> ([\d.]+)", losses)
+    assert last < first / 4
+    assert ast.literal_eval(skipped) == [[20], [20]]
+
+
+@pytest.mark.parametrize("name", ["lightning_ddp", "accelerate_ddp"])
+def test_ddp_hooks_learn_with_two_bytes_a_gradient(name: str):
+    line = run_on_two_ranks(name)
+    first, last, *sent = numbers(r"loss ([\d.]+) -> ([\d.]+); (\d+) steps of (\d+) gradients in (\d+) bytes", line)
+    assert last < first / 4
+    num_steps, num_elements, num_bytes = sent
+    # 4 epochs of 4096 rows in batches of 64 on each of 2 ranks, through a network with one hidden layer.
+    assert num_steps == 4 * 4096 / (2 * 64)
+    assert num_elements == (16 + 1) * 64 + (64 + 1)
+    assert num_bytes == 2 * num_steps * num_elements
+
+
+# What each example is run with alone, and says then.
+ALONE = {
+    "accelerate_ddp": ((), "0 bytes"),
+    "cleanrl_ppo": (("--total-timesteps", "5000"), "1 ranks"),
+    "lightning_ddp": ((), "256 steps"),
+    "rsl_rl_reduce_parameters": ((), "loss"),
+    "sb3_ppo": (("--total-timesteps", "1000"), "mean return of 1 x 10 episodes"),
+    "skrl_per_model": ((), "by rank: [[20]]"),
+}
+
+
+@each_example
+def test_one_process_is_enough(script: Path):
+    arguments, result = ALONE[script.stem]
+    assert result in run(sys.executable, f"examples/{script.name}", *arguments)
+
+
+@each_example
+def test_the_docstring_says_how_to_run_it(script: Path):
+    docstring = ast.get_docstring(ast.parse(script.read_text())) or ""
+    said = [line.strip() for line in docstring.splitlines()]
+    assert f"torchrun --standalone --nproc-per-node=2 examples/{script.name}" in said
+    assert f"python examples/{script.name}" in said
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_without_sync(rank: int, world_size: int) -> dict[str, str]:
+    """What each example that uses attach or all_reduce_gradients says where these do nothing."""
+    said = {}
+    with (
+        mock.patch.object(fastsync, "attach", return_value=None),
+        mock.patch.object(fastsync, "all_reduce_gradients", return_value=None),
+    ):
+        for name in ("cleanrl_ppo", "sb3_ppo", "rsl_rl_reduce_parameters", "skrl_per_model"):
+            module = load(name)
+            settings = (module.Args(total_timesteps=2000),) if hasattr(module, "Args") else ()
+            try:
+                module.main(*settings, torch.device("cpu"))
+                said[name] = "nothing"
+            except RuntimeError as error:
+                said[name] = str(error)
+    return said
+
+
+def test_without_their_line_the_ranks_part():
+    """Each rank has data of its own, so it is the synchronisation that keeps the ranks equal."""
+    for said in run_ranks(run_without_sync, 2, timeout=TIME_LIMIT):
+        for name, error in said.items():
+            assert "differs between ranks" in error, f"{name} said: {error}"
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "message"),
+    [
+        ("cleanrl_ppo", "tyro", r"pip install 'fastsync\[train\]'"),
+        ("sb3_ppo", "stable_baselines3", "pip install stable-baselines3 tyro"),
+        ("lightning_ddp", "lightning", "pip install lightning"),
+        ("accelerate_ddp", "accelerate", "pip install accelerate"),
+    ],
+)
+def test_a_missing_package_is_named(name: str, package: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=rf"^this example needs .*: {message}$"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))

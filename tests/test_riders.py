@@ -1,0 +1,135 @@
+"""What rides along with the gradients: exact means, at any compression, without a collective of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import profile
+
+import fastsync
+from tests.models import (
+    SMALL_BUCKETS,
+    Given,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    grads_of,
+    group_of_one,
+    random_grads,
+)
+from tests.ranks import run_ranks
+
+SHAPES = [(7, 33), (300,), (2, 3, 4)]
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).sum(dim=0) / len(values)
+
+
+def _exact_means(rank: int, world_size: int) -> None:
+    for wire in ("none", "bf16", "fp16"):
+        for dtype in (torch.float32, torch.bfloat16):
+            model, alone = (Given(random_grads(0, 0, SHAPES, dtype)) for _ in range(2))
+            sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+            reference = fastsync.attach(alone, wire, bucket_cap_mb=SMALL_BUCKETS)
+            assert sync.riders == {}
+            for step in range(4):
+                mine = random_grads(rank, step, SHAPES, dtype)
+                alone.zero_grad()
+                alone(mine).backward()
+                values = [random_grads(100 + other, step, [(), (3, 2)], torch.float32) for other in range(world_size)]
+                if step != 2:
+                    sync.ride("kl", values[rank][0])
+                    sync.ride("metrics", torch.zeros(5))
+                    sync.ride("metrics", values[rank][1])  # takes the place of the one before
+                model.zero_grad()
+                model(mine).backward()
+                assert_all_bitwise_equal(grads_of(model), grads_of(alone), f"{wire}: riders changed a gradient")
+                assert torch.equal(sync.grad_stats.grad_norm, reference.grad_stats.grad_norm)
+                if step == 2:
+                    assert sync.riders == {}, "riders of an earlier sync"
+                    continue
+                assert set(sync.riders) == {"kl", "metrics"}
+                assert torch.equal(sync.riders["kl"], _mean([value[0] for value in values]))
+                assert torch.equal(sync.riders["metrics"], _mean([value[1] for value in values]))
+                assert_same_on_all_ranks(list(sync.riders.values()))
+            assert sync.stats().elements == reference.stats().elements
+
+
+def test_riders_are_exact_means_and_change_no_gradient() -> None:
+    run_ranks(_exact_means, 2)
+
+
+def _ways_to_sync(rank: int, world_size: int) -> None:
+    model = Given([torch.ones(3)])
+    sync = fastsync.attach(model)
+    value = torch.tensor([float(rank)])
+    sync.ride("value", value)
+    value.fill_(100.0)  # too late
+    with sync.no_sync():
+        model([torch.ones(3)]).backward()
+    assert sync.riders == {}, "it went with a backward that was not synchronised"
+    sync.synchronize()
+    assert sync.riders["value"].tolist() == [0.5]
+    kept = sync.riders["value"]
+    sync.ride("value", torch.tensor([8.0]))
+    model([torch.ones(3)]).backward()
+    assert kept.tolist() == [0.5], "a later sync wrote into what this one gave"
+    assert sync.riders["value"].tolist() == [8.0]
+
+    # A stop flag: all ranks leave the loop at the same step, which only one of them asked for.
+    steps = 0
+    while True:
+        sync.ride("stop", torch.tensor(float(rank == 1 and steps == 2)))
+        model([torch.ones(3)]).backward()
+        steps += 1
+        if sync.riders["stop"] > 0:
+            break
+    assert steps == 3
+
+
+def test_riders_go_with_the_next_sync() -> None:
+    run_ranks(_ways_to_sync, 2)
+
+
+def _in_the_same_collective(rank: int, world_size: int) -> None:
+    for wire, num_collectives in (("none", 1), ("fp16", 2)):
+        model = Given([torch.ones(3)])
+        sync = fastsync.attach(model, wire)
+        for _ in range(2):
+            sync.ride("value", torch.ones(2))
+            loss = model([torch.ones(3)])
+            with profile() as profiler:
+                loss.backward()
+        collectives = [event for event in profiler.events() if event.name == "gloo:all_reduce"]
+        assert len(collectives) == num_collectives
+
+
+def test_riders_share_the_collective_where_the_wire_is_float32() -> None:
+    run_ranks(_in_the_same_collective, 2)
+
+
+def _different_riders(rank: int, world_size: int) -> None:
+    model = Given([torch.ones(3)])
+    sync = fastsync.attach(model)
+    sync.ride("value", torch.ones(2 + rank))
+    with pytest.raises(ValueError, match=r"rank 0: rider value of shape \[2\]; rank 1: rider value of shape \[3\]"):
+        model([torch.ones(3)]).backward()
+    sync.ride("value", torch.ones(2))
+    model.zero_grad()
+    model([torch.ones(3)]).backward()
+    assert sync.riders["value"].tolist() == [1.0, 1.0]
+    dist.barrier()
+
+
+def test_ranks_whose_riders_differ_are_told() -> None:
+    run_ranks(_different_riders, 2)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2, dtype=torch.float64), torch.tensor(1), 0.5])
+def test_what_is_not_float32_is_refused(wrong: object) -> None:
+    with group_of_one():
+        sync = fastsync.attach(torch.nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"rider 'kl' has to be a float32 tensor, got .*; use tensor\.float\(\)"):
+            sync.ride("kl", wrong)
