@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace fastsync {
@@ -53,7 +54,10 @@ struct BucketSync::Flight {
   std::vector<Segment> segments;
   at::Tensor wire;
   bool in_place = false;  // the wire is the gradient's own memory and nothing has to be undone: unpack only measures
-  Extras extras;          // parts of the wire, or a vector of their own
+  int64_t numel = 0;      // of the gradients; behind them on the wire come flags, then riders if it is float32
+  int64_t num_flags = 0;
+  int64_t num_riders = 0;
+  at::Tensor own_riders;  // where they have a collective of their own
   at::Tensor scale;
   at::Tensor stats;
   at::Tensor workspace;
@@ -86,16 +90,17 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> gra
   if (wire == Wire::kFloat16) {
     flight->scale = scale_;
   }
-  const int64_t numel = flight->segments.back().offset + flight->segments.back().numel;
-  const bool has_extras = extras.flags.defined() || extras.riders.defined();
-  const bool shares_memory = flight->grads.size() == 1 && dtype == grad_dtype && !has_extras;
+  flight->numel = flight->segments.back().offset + flight->segments.back().numel;
+  flight->num_flags = extras.flags.defined() ? extras.flags.numel() : 0;
+  flight->num_riders = extras.riders.defined() ? extras.riders.numel() : 0;
+  const int64_t num_extras = flight->num_flags + (dtype == at::kFloat ? flight->num_riders : 0);
+  const bool shares_memory = flight->grads.size() == 1 && dtype == grad_dtype && num_extras == 0;
   if (shares_memory) {
     wire_.reset();
-    flight->wire = flight->grads.front().view({-1});
+    // Dense, but perhaps in another order than that of its indices.
+    flight->wire = flight->grads.front().as_strided({flight->numel}, {1});
   } else {
-    const bool riders_fit = extras.riders.defined() && dtype == at::kFloat;
-    flight->wire = wire_buffer(
-        numel + (extras.flags.defined() ? extras.flags.numel() : 0) + (riders_fit ? extras.riders.numel() : 0), dtype);
+    flight->wire = wire_buffer(flight->numel + num_extras, dtype);
   }
   flight->in_place = shares_memory && !flight->scale.defined();
 
@@ -111,40 +116,60 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> gra
   {
     RECORD_FUNCTION("fastsync::pack", {});
     run_pack(args, device_, workspace_);
-    add_extras(*flight, numel, extras);
+    add_extras(*flight, extras);
   }
   stopwatch->mark(Mark::kSent);
   flight->stats = stats_;
   flight->workspace = workspace_;
   flight->failure = failure_;
   flight->stopwatch = std::move(stopwatch);
-  totals_->elements = numel;
+  totals_->elements = flight->numel;
   totals_->num_syncs += 1;
   all_reduce(*flight);
   return flight;
 }
 
-void BucketSync::add_extras(Flight& flight, int64_t numel, const Extras& extras) {
-  const auto append = [&](const at::Tensor& values) {
-    at::Tensor part = flight.wire.narrow(0, numel, values.numel());
-    part.copy_(values, /*non_blocking=*/true);
-    numel += values.numel();
-    return part;
-  };
-  if (extras.flags.defined()) {
-    flight.extras.flags = append(extras.flags);
+namespace {
+
+// values → wire[offset...]. On a CPU without copy_, which takes longer than packing the gradients of a small policy.
+void append(const at::Tensor& wire, int64_t offset, const at::Tensor& values) {
+  if (!wire.device().is_cpu()) {
+    wire.narrow(0, offset, values.numel()).copy_(values);
+    return;
   }
-  if (extras.riders.defined()) {
-    const bool fit = flight.wire.scalar_type() == at::kFloat;
-    flight.extras.riders =
-        fit ? append(extras.riders) : extras.riders.to(device_, at::kFloat, /*non_blocking=*/true, /*copy=*/true);
+  dispatch_grad(dtype_of(wire.scalar_type()), [&](auto zero) {
+    using T = decltype(zero);
+    const auto* from = values.const_data_ptr<float>();
+    std::transform(from, from + values.numel(), static_cast<T*>(wire.data_ptr()) + offset,
+                   [](float value) { return encode<T>(value); });
+  });
+}
+
+}  // namespace
+
+void BucketSync::add_extras(Flight& flight, const Extras& extras) {
+  if (flight.num_flags > 0) {
+    append(flight.wire, flight.numel, extras.flags);
   }
+  if (flight.num_riders > 0 && flight.wire.scalar_type() == at::kFloat) {
+    append(flight.wire, flight.numel + flight.num_flags, extras.riders);
+  } else if (flight.num_riders > 0) {
+    flight.own_riders = extras.riders.clone();
+  }
+}
+
+at::Tensor BucketSync::flags(const Flight& flight) { return flight.wire.narrow(0, flight.numel, flight.num_flags); }
+
+at::Tensor BucketSync::riders(const Flight& flight) {
+  return flight.own_riders.defined()
+             ? flight.own_riders
+             : flight.wire.narrow(0, flight.wire.numel() - flight.num_riders, flight.num_riders);
 }
 
 void BucketSync::all_reduce(Flight& flight) {
   std::vector<at::Tensor> buffers{flight.wire};
-  if (flight.extras.riders.defined() && flight.wire.scalar_type() != at::kFloat) {
-    buffers.push_back(flight.extras.riders);
+  if (flight.own_riders.defined()) {
+    buffers.push_back(flight.own_riders);
   }
   // Several go as one launch where the backend can do that; Gloo has them in flight side by side.
   const bool grouped = buffers.size() > 1 && group_->getBackend(device_.type())->supportsCoalescing();
@@ -176,14 +201,13 @@ void BucketSync::discard(Flight& flight) {
   }
 }
 
-Extras BucketSync::receive(Flight& flight) {
+void BucketSync::receive(Flight& flight) {
   discard(flight);
   if (!flight.wire.device().is_cpu()) {
     // Packed on backward's stream, which need not be this one.
     flight.wire.record_stream(c10::impl::VirtualGuardImpl(flight.wire.device().type()).getStream(flight.wire.device()));
   }
   unpack(flight);
-  return flight.extras;
 }
 
 c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire wire,

@@ -23,11 +23,11 @@ enum class Wire : int8_t { kNone, kFloat16, kBFloat16 };
 Wire wire_from_name(const std::string& name);
 const char* name_of(Wire wire);
 
-// Small vectors that travel beside the gradients of a bucket and are summed over the ranks as they are. Undefined where
-// there are none.
+// Small float32 vectors on the bucket's device that travel beside its gradients and are summed over the ranks as they
+// are. Undefined where there are none.
 struct Extras {
   at::Tensor flags;   // zeros and ones, in the wire's dtype: a sum may be rounded, but is zero only where all are
-  at::Tensor riders;  // float32, summed in float32: in the bucket's collective where the wire is, or in one beside it
+  at::Tensor riders;  // in float32: in the bucket's collective where the wire is float32, or in one beside it
 };
 
 class BucketSync {
@@ -43,9 +43,12 @@ class BucketSync {
   std::shared_ptr<Flight> send(std::vector<at::Tensor> grads, Wire wire, std::shared_ptr<Stopwatch> stopwatch,
                                const Extras& extras = {});
 
-  // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place. Returns the
-  // extras' sums.
-  static Extras receive(Flight& flight);
+  // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
+  static void receive(Flight& flight);
+
+  // The extras' sums, after receive. They may lie in memory that the bucket's next send writes to.
+  static at::Tensor flags(const Flight& flight);
+  static at::Tensor riders(const Flight& flight);
 
   // Waits alone: the gradients are left as they are, or, where they were their own wire, as the group left them.
   static void discard(Flight& flight);
@@ -69,7 +72,7 @@ class BucketSync {
  private:
   void agree_on_scale(const std::vector<Segment>& segments, DType dtype);
   at::Tensor wire_buffer(int64_t numel, at::ScalarType dtype);
-  void add_extras(Flight& flight, int64_t numel, const Extras& extras);
+  void add_extras(Flight& flight, const Extras& extras);
   void all_reduce(Flight& flight);
   static void unpack(const Flight& flight);
 

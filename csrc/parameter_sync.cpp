@@ -93,8 +93,8 @@ void ParameterSync::mark_ready(size_t index) {
 }
 
 void ParameterSync::mark_all_ready() {
-  for (size_t index = 0; index < parameters_.size(); ++index) {
-    if (parameters_[index].tensor.grad().defined() && !parameters_[index].is_ready) {
+  for (size_t index = parameters_.size(); index-- > 0;) {  // the order in which a backward would most likely come
+    if (parameters_[index].tensor.grad().defined()) {
       mark_ready(index);
     }
   }
@@ -170,21 +170,16 @@ at::Tensor ParameterSync::gradient_to_send(Parameter& parameter) {
 
 void ParameterSync::receive() {
   is_under_way_ = false;  // whatever fails below
-  at::Tensor flags;
-  at::Tensor rider_sums;
-  for (Bucket& bucket : buckets_) {
-    const Extras sums = BucketSync::receive(*bucket.flight);
-    bucket.flight.reset();
-    flags = sums.flags;
-    rider_sums = sums.riders;
+  for (const Bucket& bucket : buckets_) {
+    BucketSync::receive(*bucket.flight);
   }
-  hand_out(flags);
-  take_off(rider_sums);
+  hand_out();
+  take_off_riders();
   end();
 }
 
 // Reads the flags on the host only where a gradient is missing here: nothing else tells whether it stays missing.
-void ParameterSync::hand_out(const at::Tensor& flags) {
+void ParameterSync::hand_out() {
   at::Tensor counts;
   for (Parameter& parameter : parameters_) {
     if (parameter.bucket == kNone) {
@@ -194,7 +189,7 @@ void ParameterSync::hand_out(const at::Tensor& flags) {
     if (parameter.stand_in.defined()) {
       bool exists = presence_[parameter.place] > 0;
       if (!exists) {
-        counts = counts.defined() ? counts : flags.to(at::kCPU, at::kFloat);
+        counts = counts.defined() ? counts : BucketSync::flags(*buckets_.back().flight).to(at::kCPU, at::kFloat);
         exists = counts.data_ptr<float>()[parameter.place] > 0;
       }
       if (exists && gradient.defined()) {
@@ -232,9 +227,9 @@ void ParameterSync::abandon() {
     send_poisoned();
   }
   waiting_ = waiting;
-  for (Bucket& bucket : buckets_) {
-    if (const auto flight = std::exchange(bucket.flight, nullptr)) {
-      BucketSync::discard(*flight);
+  for (const Bucket& bucket : buckets_) {
+    if (bucket.flight) {
+      BucketSync::discard(*bucket.flight);
     }
   }
   end();
@@ -255,6 +250,9 @@ void ParameterSync::end() {
   for (Parameter& parameter : parameters_) {
     parameter.tensor.reset();
     parameter.stand_in.reset();
+  }
+  for (Bucket& bucket : buckets_) {
+    bucket.flight.reset();
   }
 }
 
@@ -279,12 +277,12 @@ at::Tensor ParameterSync::board_riders(c10::Device device) {
   return values.empty() ? at::Tensor() : at::cat(values);
 }
 
-void ParameterSync::take_off(const at::Tensor& sums) {
+void ParameterSync::take_off_riders() {
   riders_.clear();
-  if (!sums.defined()) {
+  if (aboard_.empty()) {
     return;
   }
-  const at::Tensor means = sums.div(group_->getSize());
+  const at::Tensor means = BucketSync::riders(*buckets_.back().flight).div(group_->getSize());
   int64_t offset = 0;
   for (const auto& [name, value] : std::exchange(aboard_, {})) {
     riders_[name] = means.narrow(0, offset, value.numel()).view(value.sizes());

@@ -111,8 +111,8 @@ class ParameterSync {
   at::Tensor gradient_to_send(Parameter& parameter);
   at::Tensor flags();
   at::Tensor board_riders(c10::Device device);
-  void take_off(const at::Tensor& sums);
-  void hand_out(const at::Tensor& flags);
+  void take_off_riders();
+  void hand_out();
   void end();
 
   std::vector<Parameter> parameters_;

@@ -23,7 +23,7 @@ class SyncHandle(ABC):
     @property
     def grad_stats(self) -> GradStats:
         """Statistics of the newest backward that was synchronised. Raises RuntimeError before the first."""
-        return GradStats.from_rows(self._engine.grad_stats())
+        return GradStats(self._engine.grad_stats())
 
     def stats(self) -> SyncStats:
         """What synchronisation has cost so far. On a GPU, steps the device has not finished yet are estimated."""

@@ -11,30 +11,33 @@ if TYPE_CHECKING:
     from . import _C
 
 
-@dataclass(frozen=True)
 class GradStats:
     """The newest averaged gradients, found out in the pass that unpacked them.
 
     0-dim tensors on the gradients' device: reading one on the host (``.item()``, ``print``) waits for the device, and
     nothing else here does.
+
+    Args:
+        rows: the engine's statistics, float64 [buckets, reference.NUM_STATS].
     """
 
-    grad_norm: Tensor
-    """2-norm over all synchronised gradients, float32; inf or nan if a gradient is."""
-    num_nonfinite: Tensor
-    """How many averaged values are inf or nan, int64. The same on all ranks."""
-    num_saturated: Tensor
-    """How many values of this rank did not fit the wire and were sent as the largest that does, int64."""
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
 
-    @classmethod
-    def from_rows(cls, rows: Tensor) -> "GradStats":
-        """From the engine's statistics, float64 [buckets, reference.NUM_STATS]."""
-        total = rows.sum(dim=0)
-        return cls(
-            grad_norm=total[SUM_OF_SQUARES].sqrt().float(),
-            num_nonfinite=total[NUM_NONFINITE].long(),
-            num_saturated=total[NUM_SATURATED].long(),
-        )
+    @property
+    def grad_norm(self) -> Tensor:
+        """2-norm over all synchronised gradients, float32; inf or nan if a gradient is."""
+        return self._rows[:, SUM_OF_SQUARES].sum().sqrt().float()
+
+    @property
+    def num_nonfinite(self) -> Tensor:
+        """How many averaged values are inf or nan, int64. The same on all ranks."""
+        return self._rows[:, NUM_NONFINITE].sum().long()
+
+    @property
+    def num_saturated(self) -> Tensor:
+        """How many values of this rank did not fit the wire and were sent as the largest that does, int64."""
+        return self._rows[:, NUM_SATURATED].sum().long()
 
 
 @dataclass(frozen=True)

@@ -194,15 +194,15 @@ def attach(
 class _Reducer:
     """An engine kept between calls of ``all_reduce_gradients``, for its buffers, its scales, and the agreement."""
 
-    parameters: tuple[weakref.ref[Tensor], ...]
+    given: tuple[weakref.ref[Tensor], ...]
     compression: Compression
-    sync: _C.Synchronizer
+    engine: _C.Synchronizer
 
     def serves(self, parameters: Sequence[Tensor], compression: Compression) -> bool:
         return (
             self.compression == compression
-            and len(self.parameters) == len(parameters)
-            and all(mine() is theirs for mine, theirs in zip(self.parameters, parameters, strict=True))
+            and len(self.given) == len(parameters)
+            and all(mine() is theirs for mine, theirs in zip(self.given, parameters, strict=True))
         )
 
 
@@ -234,19 +234,21 @@ def all_reduce_gradients(
             differ in parameters or settings.
         RuntimeError: another rank did not take part in time, or is lost.
     """
-    named = _named_parameters(params, argument="params")
     chosen = as_compression(compression)
     group = resolve_group(process_group)
+    if not isinstance(params, nn.Module):
+        params = [params] if isinstance(params, Tensor) else list(params)
+    given = list(params.parameters()) if isinstance(params, nn.Module) else params
     reducers = _reducers.setdefault(group, [])
-    parameters = list(named.values())
-    engine = next((r.sync for r in reducers if r.serves(parameters, chosen)), None)
+    engine = next((reducer.engine for reducer in reducers if reducer.serves(given, chosen)), None)
     if engine is None:
+        named = _named_parameters(params, argument="params")
         check_group(group, named)
         engine = GradientSynchronizer(named, chosen, group, _BUCKET_CAP_MB)._engine
-        reducers[:] = [r for r in reducers if all(ref() is not None for ref in r.parameters)][-_MAX_REDUCERS + 1 :]
-        reducers.append(_Reducer(tuple(weakref.ref(p) for p in parameters), chosen, engine))
+        reducers[:] = [r for r in reducers if all(ref() is not None for ref in r.given)][-_MAX_REDUCERS + 1 :]
+        reducers.append(_Reducer(tuple(weakref.ref(p) for p in given), chosen, engine))
     engine.synchronize()
-    return GradStats.from_rows(engine.grad_stats())
+    return GradStats(engine.grad_stats())
 
 
 def _named_parameters(

@@ -236,10 +236,10 @@ def test_several_dtypes_in_one_model() -> None:
 
 def _memory_layouts(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
-    shape = (4, 3, 5, 2)
+    shape = (8, 5, 4, 3)  # as many as fill a bucket of its own
     weight = nn.Parameter(torch.zeros(shape).to(memory_format=torch.channels_last))
     transposed = nn.Parameter(torch.zeros(6, 4).t())
-    sync = fastsync.attach([weight, transposed], overlap=False, bucket_cap_mb=SMALL_BUCKETS)
+    sync = fastsync.attach([transposed, weight], overlap=False, bucket_cap_mb=SMALL_BUCKETS)
     mine = [torch.randint(-8, 8, shape).float(), torch.randint(-8, 8, (4, 6)).float()]
     given = [
         lambda g: g.clone(),
@@ -259,6 +259,7 @@ def _memory_layouts(rank: int, world_size: int) -> None:
         sync.synchronize()
         for parameter, mean in zip((weight, transposed), expected, strict=True):
             assert torch.equal(parameter.grad, mean), f"layout {step}"
+    assert [bucket.elements for bucket in sync.stats().buckets] == [weight.numel(), transposed.numel()]
 
 
 def test_gradients_of_any_memory_layout() -> None:

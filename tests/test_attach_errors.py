@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import compiled_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -72,7 +76,7 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="'fp16' cannot carry parameter weight"):
         sync.compression = "fp16"
     assert sync.compression.wire == "none"
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"process_group: the DeviceMesh has 2 dimensions .*as in mesh\['dp'\]"):
         fastsync.attach(model, process_group=mesh)
     with pytest.raises(ValueError, match="process_group: expected a ProcessGroup"):
@@ -116,6 +120,30 @@ def test_sparse_gradients_that_show_up_late() -> None:
     embedding(torch.tensor([1])).sum().backward()
     assert embedding.weight.grad.sum() == 2
     assert sync.stats().num_steps == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sharded_parameters_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh))
+    with pytest.raises(ValueError, match="parameter 0 is a DTensor, whose gradients are sharded or wrapped"):
+        fastsync.attach([weight])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_compiled_autograd_is_refused_where_it_would_skip_the_hooks() -> None:
+    model = nn.Linear(2, 2)
+    sync = fastsync.attach(model)
+    compiled = partial(compiled_autograd._enable, torch.compile(backend="eager"))
+    with compiled(), pytest.raises(RuntimeError, match=r"compiled autograd does not run the hooks.*overlap=False"):
+        model(torch.ones(1, 2)).sum().backward()
+    sync.detach()
+    sync = fastsync.attach(model, overlap=False)
+    model.zero_grad()
+    with compiled():
+        model(torch.ones(1, 2)).sum().backward()
+    sync.synchronize()
+    assert sync.stats().num_steps == 1
 
 
 @pytest.mark.usefixtures("one_rank")
