@@ -14,12 +14,13 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-gpu lint format bench check-cuda clean
+.PHONY: help venv build train test test-gpu test-asan lint format bench check-cuda clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
 	@echo 'make test        set up, then run the tests'
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
+	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make venv        create $(VENV), install torch and the package, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make lint        ruff, mypy and clang-format'
@@ -39,6 +40,19 @@ test: venv
 
 test-gpu: venv
 	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# The interpreter is not built with AddressSanitizer, so its runtime has to be loaded first, and with it the libstdc++
+# whose exceptions it watches. What Python and torch never free is no concern of ours. That build comes before the
+# package in this folder on the import path, in the tests and in what they start.
+ASAN_FOLDER := build/asan
+ASAN_TESTS  ?= tests/test_ops.py tests/test_agreement.py $(wildcard tests/test_ddp*.py tests/test_attach*.py)
+test-asan: venv
+	mkdir -p $(ASAN_FOLDER)
+	FASTSYNC_SANITIZE=address FASTSYNC_CUDA=0 $(BIN)/python setup.py --quiet \
+		egg_info --egg-base $(ASAN_FOLDER) build --build-lib $(ASAN_FOLDER)
+	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(abspath $(ASAN_FOLDER)) PYTHONSAFEPATH=1 \
+	$(BIN)/pytest --import-mode=append $(ASAN_TESTS) $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

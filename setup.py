@@ -1,8 +1,8 @@
 """Builds ``fastsync._C`` against the torch of this environment; everything else is in pyproject.toml.
 
 FASTSYNC_CUDA=1 insists on the CUDA half and fails with the reason, FASTSYNC_CUDA=0 leaves it out; unset, it is built
-where it can be. FASTSYNC_WERROR=1 makes compiler warnings errors. TORCH_CUDA_ARCH_LIST chooses the GPU architectures,
-MAX_JOBS the number of parallel compilations.
+where it can be. FASTSYNC_WERROR=1 makes compiler warnings errors, FASTSYNC_SANITIZE=address has AddressSanitizer watch
+the C++ half. TORCH_CUDA_ARCH_LIST chooses the GPU architectures, MAX_JOBS the number of parallel compilations.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ CXX_FLAGS = [
     "-Wall",
     "-Wextra",
 ]
+# After the others, for the last -O counts. The sanitizer has gcc warn of what is uninitialised where nothing is.
+SANITIZER_FLAGS = ["-fsanitize=address", "-fno-omit-frame-pointer", "-O1", "-g1", "-Wno-maybe-uninitialized"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
 
 
@@ -97,11 +99,17 @@ def wants_cuda(setting: str, obstacle: str | None) -> bool:
     return setting != "0" and obstacle is None
 
 
+def wants_sanitizer(setting: str) -> bool:
+    if setting not in ("", "address"):
+        raise fail(f"FASTSYNC_SANITIZE={setting!r} means nothing: address builds with AddressSanitizer")
+    return setting == "address"
+
+
 def files(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(HERE)) for path in HERE.glob(pattern))
 
 
-def make_extension(with_cuda: bool) -> setuptools.Extension:
+def make_extension(with_cuda: bool, with_sanitizer: bool = False) -> setuptools.Extension:
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
     sources = files("csrc/*.cpp") + files("csrc/cpu/*.cpp")
@@ -109,6 +117,8 @@ def make_extension(with_cuda: bool) -> setuptools.Extension:
     if os.environ.get("FASTSYNC_WERROR") == "1":
         cxx.append("-Werror")
         nvcc.append("-Werror=all-warnings")
+    if with_sanitizer:
+        cxx += SANITIZER_FLAGS
     if with_cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
         sources += files("csrc/cuda/*.cu")
@@ -119,6 +129,7 @@ def make_extension(with_cuda: bool) -> setuptools.Extension:
         sources,
         depends=files("csrc/**/*.h") + files("csrc/**/*.cuh"),
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+        extra_link_args=["-fsanitize=address"] if with_sanitizer else [],
     )
     # torch's headers become system headers: the warnings are for our own code.
     for flags in (cxx, nvcc):
@@ -134,6 +145,8 @@ def main() -> None:
 
     obstacle = cuda_obstacle(torch.__version__, torch.version.cuda, CUDA_HOME)
     with_cuda = wants_cuda(os.environ.get("FASTSYNC_CUDA", ""), obstacle)
+    with_sanitizer = wants_sanitizer(os.environ.get("FASTSYNC_SANITIZE", ""))
+    objects = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}{'-asan' if with_sanitizer else ''}"
 
     class BuildInOneFolder(BuildExtension):
         """Keeps the objects of one torch and one Python in one folder under build/.
@@ -144,10 +157,10 @@ def main() -> None:
 
         def finalize_options(self) -> None:
             if self.build_temp is None:
-                self.build_temp = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}"
+                self.build_temp = objects
             super().finalize_options()
 
-    setuptools.setup(ext_modules=[make_extension(with_cuda)], cmdclass={"build_ext": BuildInOneFolder})
+    setuptools.setup(ext_modules=[make_extension(with_cuda, with_sanitizer)], cmdclass={"build_ext": BuildInOneFolder})
 
 
 if __name__ == "__main__":

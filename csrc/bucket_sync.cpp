@@ -72,10 +72,21 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
                                                             group_->getRank(), " of ", group_->getSize(), ": "))),
       device_(device),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
-      workspace_(new_workspace(device)) {}
+      workspace_(new_workspace(device)) {
+  // Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
+  TORCH_CHECK_VALUE(device.is_cpu() || group_->getBackend(device.type())->getBackendName() != "gloo",
+                    "fastsync: the gradients are on ", device, " and the process group is Gloo's, which fastsync ",
+                    "supports on CPUs only; use NCCL");
+}
 
 std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> grads, Wire wire,
                                                      std::shared_ptr<Stopwatch> stopwatch, const Extras& extras) {
+  return launch(std::move(grads), wire, std::move(stopwatch), extras, /*may_use_their_memory=*/false);
+}
+
+std::shared_ptr<BucketSync::Flight> BucketSync::launch(std::vector<at::Tensor> grads, Wire wire,
+                                                       std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                                       bool may_use_their_memory) {
   const auto grad_dtype = grads.front().scalar_type();
   const auto dtype = wire_dtype(wire, grad_dtype);
   const int64_t world_size = group_->getSize();
@@ -94,11 +105,10 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> gra
   flight->num_flags = extras.flags.defined() ? extras.flags.numel() : 0;
   flight->num_riders = extras.riders.defined() ? extras.riders.numel() : 0;
   const int64_t num_extras = flight->num_flags + (dtype == at::kFloat ? flight->num_riders : 0);
-  const bool shares_memory = flight->grads.size() == 1 && dtype == grad_dtype && num_extras == 0;
+  const bool shares_memory = may_use_their_memory && flight->grads.size() == 1 && dtype == grad_dtype;
   if (shares_memory) {
     wire_.reset();
-    // Dense, but perhaps in another order than that of its indices.
-    flight->wire = flight->grads.front().as_strided({flight->numel}, {1});
+    flight->wire = flight->grads.front().view({-1});
   } else {
     flight->wire = wire_buffer(flight->numel + num_extras, dtype);
   }
@@ -190,7 +200,7 @@ void BucketSync::all_reduce(Flight& flight) {
   }
 }
 
-void BucketSync::discard(Flight& flight) {
+void BucketSync::wait(Flight& flight) {
   RECORD_FUNCTION("fastsync::wait", {});
   for (const auto& work : std::exchange(flight.works, {})) {
     try {
@@ -199,20 +209,32 @@ void BucketSync::discard(Flight& flight) {
       TORCH_CHECK(false, *flight.failure, error.what());
     }
   }
+  if (!flight.wire.device().is_cpu()) {
+    // They were made on backward's stream, which need not be this one.
+    const auto stream = c10::impl::VirtualGuardImpl(flight.wire.device().type()).getStream(flight.wire.device());
+    flight.wire.record_stream(stream);
+    if (flight.own_riders.defined()) {
+      flight.own_riders.record_stream(stream);
+    }
+  }
 }
 
 void BucketSync::receive(Flight& flight) {
-  discard(flight);
-  if (!flight.wire.device().is_cpu()) {
-    // Packed on backward's stream, which need not be this one.
-    flight.wire.record_stream(c10::impl::VirtualGuardImpl(flight.wire.device().type()).getStream(flight.wire.device()));
-  }
+  wait(flight);
+  unpack(flight);
+}
+
+void BucketSync::discard(Flight& flight) {
+  wait(flight);
+  const at::Tensor nowhere = at::empty({flight.numel}, flight.grads.front().options());
+  flight.grads = {nowhere};
+  flight.segments = lay_out(flight.grads);
   unpack(flight);
 }
 
 c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire wire,
                                             std::shared_ptr<Stopwatch> stopwatch) {
-  auto flight = send(std::move(grads), wire, std::move(stopwatch));
+  auto flight = launch(std::move(grads), wire, std::move(stopwatch), {}, /*may_use_their_memory=*/true);
   const auto work = std::exchange(flight->works, {}).front();
   // With the thread's state, for without it a profiler would not see what happens on the group's thread.
   return work->getFuture()->then(at::wrapPropagateTLSState([flight = std::move(flight)](Future& reduced) {

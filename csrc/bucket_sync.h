@@ -50,10 +50,11 @@ class BucketSync {
   static at::Tensor flags(const Flight& flight);
   static at::Tensor riders(const Flight& flight);
 
-  // Waits alone: the gradients are left as they are, or, where they were their own wire, as the group left them.
+  // As receive, except that the averages go nowhere. The scale moves on as it does on other ranks.
   static void discard(Flight& flight);
 
-  // send, and receive when the group is done, on the thread that says so. The future's value is the first gradient.
+  // send, and receive when the group is done, on the thread that says so. A single gradient of the wire's dtype is its
+  // own wire, so nothing else may use its memory meanwhile. The future's value is the first gradient.
   c10::intrusive_ptr<c10::ivalue::Future> sync(std::vector<at::Tensor> grads, Wire wire,
                                                std::shared_ptr<Stopwatch> stopwatch);
 
@@ -70,10 +71,13 @@ class BucketSync {
   const std::shared_ptr<BucketTotals>& totals() const { return totals_; }
 
  private:
+  std::shared_ptr<Flight> launch(std::vector<at::Tensor> grads, Wire wire, std::shared_ptr<Stopwatch> stopwatch,
+                                 const Extras& extras, bool may_use_their_memory);
   void agree_on_scale(const std::vector<Segment>& segments, DType dtype);
   at::Tensor wire_buffer(int64_t numel, at::ScalarType dtype);
   void add_extras(Flight& flight, const Extras& extras);
   void all_reduce(Flight& flight);
+  static void wait(Flight& flight);
   static void unpack(const Flight& flight);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;

@@ -23,13 +23,6 @@ void check_buffer(const at::Tensor& buffer, const std::string& name) {
                     "gradients as real ones)");
 }
 
-// Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
-void check_group(c10d::ProcessGroup& group, c10::Device device) {
-  TORCH_CHECK_VALUE(device.is_cpu() || group.getBackend(device.type())->getBackendName() != "gloo",
-                    "fastsync: the gradients are on ", device, " and the process group is Gloo's, which fastsync ",
-                    "supports on CPUs only; use NCCL");
-}
-
 std::string describe(const c10d::GradBucket& bucket, const std::string& name, Wire wire,
                      const std::string& saved_scales) {
   std::ostringstream text;
@@ -94,7 +87,6 @@ std::shared_ptr<HookState::Bucket> HookState::find_or_add(c10d::GradBucket& grad
       return found->second;
     }
   }
-  check_group(*group_, grad_bucket.getBuffer().device());
   forget_buckets_of(parameters);
   auto bucket = std::make_shared<Bucket>();
   for (const at::Tensor& parameter : parameters) {

@@ -1,6 +1,7 @@
 #include "parameter_sync.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
 #include <limits>
@@ -22,7 +23,9 @@ at::Tensor as_reals(const at::Tensor& gradient) {
 
 // The same elements at the same places of a dense block of memory.
 bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
-  return gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense();
+  return gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense() &&
+         gradient.scalar_type() == parameter.scalar_type() && gradient.device() == parameter.device() &&
+         !gradient.is_conj() && !gradient.is_neg();
 }
 
 // Dense, whatever the gradient is, with the strides that every rank's parameter has.
@@ -54,6 +57,7 @@ void ParameterSync::begin() {
   }
   for (Bucket& bucket : buckets_) {
     bucket.num_waiting = bucket.parameters.size();
+    bucket.flight.reset();  // of a sync that failed
   }
   order_.clear();
   next_bucket_ = 0;
@@ -107,14 +111,26 @@ void ParameterSync::check(const Parameter& parameter) const {
 }
 
 void ParameterSync::send_full_buckets() {
-  while (is_laid_out_ && next_bucket_ < buckets_.size() && buckets_[next_bucket_].num_waiting == 0) {
+  while (may_send_next()) {
     send_next();
   }
+}
+
+// Nothing that waits for other ranks may happen before the end of backward: which engine comes first is not the same on
+// all ranks until then.
+bool ParameterSync::may_send_next() const {
+  if (!is_laid_out_ || !have_agreed_ || next_bucket_ == buckets_.size()) {
+    return false;
+  }
+  const bool is_last = next_bucket_ + 1 == buckets_.size();
+  return buckets_[next_bucket_].num_waiting == 0 && !(is_last && riders_.need_agreement());
 }
 
 void ParameterSync::send_rest() {
   if (!is_laid_out_) {
     lay_out();
+  } else if (!have_agreed_) {
+    agree();
   }
   while (next_bucket_ < buckets_.size()) {
     send_next();
@@ -128,18 +144,18 @@ void ParameterSync::send_next() {
   for (const size_t index : bucket.parameters) {
     grads.push_back(gradient_to_send(parameters_[index]));
   }
-  send(bucket, std::move(grads));
+  send(bucket, std::move(grads), /*with_riders=*/true);
 }
 
-void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads) {
-  if (!have_agreed_) {
-    agree();
-  }
+void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool with_riders) {
   const c10::Device device = bucket.sync->device();
-  Extras extras;
   const bool is_last = next_bucket_ + 1 == buckets_.size();
+  Extras extras;
   if (is_last) {
-    extras = {flags(), board_riders(device)};
+    if (riders_.need_agreement()) {
+      riders_.agree(group_, device);
+    }
+    extras = {flags(), with_riders ? riders_.board(device) : riders_.empty_seats(device)};
   }
   bucket.flight =
       bucket.sync->send(std::move(grads), wire_, times_.start_bucket(bucket.sync->totals(), device), extras);
@@ -174,7 +190,9 @@ void ParameterSync::receive() {
     BucketSync::receive(*bucket.flight);
   }
   hand_out();
-  take_off_riders();
+  if (!buckets_.empty() && riders_.have_seats()) {
+    riders_.arrive(BucketSync::riders(*buckets_.back().flight), group_->getSize());
+  }
   end();
 }
 
@@ -192,7 +210,7 @@ void ParameterSync::hand_out() {
         counts = counts.defined() ? counts : BucketSync::flags(*buckets_.back().flight).to(at::kCPU, at::kFloat);
         exists = counts.data_ptr<float>()[parameter.place] > 0;
       }
-      if (exists && gradient.defined()) {
+      if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
         gradient.copy_(parameter.stand_in);
       } else if (exists) {
         gradient = parameter.stand_in;
@@ -202,8 +220,11 @@ void ParameterSync::hand_out() {
       gradient.unsafeGetTensorImpl()->bump_version();  // the passes write through bare pointers
     }
     parameter.is_new = false;
-    parameter.averaged = gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr;
-    parameter.averaged_version = gradient.defined() ? gradient._version() : 0;
+    parameter.averaged.reset();
+    if (gradient.defined()) {
+      parameter.averaged.emplace(gradient.getIntrusivePtr());
+      parameter.averaged_version = gradient._version();
+    }
   }
 }
 
@@ -214,19 +235,24 @@ bool ParameterSync::gradients_are_unchanged() const {
       return true;
     }
     const at::Tensor& gradient = tensor.grad();
-    return gradient.defined() ? gradient.unsafeGetTensorImpl() == parameter.averaged &&
-                                    gradient._version() == parameter.averaged_version
-                              : parameter.averaged == nullptr;
+    if (!gradient.defined() || !parameter.averaged) {
+      return gradient.defined() == parameter.averaged.has_value();
+    }
+    return parameter.averaged->_unsafe_get_target() == gradient.unsafeGetTensorImpl() &&
+           parameter.averaged_version == gradient._version();
   });
 }
 
 void ParameterSync::abandon() {
-  is_under_way_ = false;          // whatever fails below
-  const auto waiting = waiting_;  // for the next sync; this one carries them too, for others may expect them
-  while (is_laid_out_ && next_bucket_ < buckets_.size()) {
+  is_under_way_ = false;  // whatever fails below
+  if (!is_laid_out_) {
+    lay_out();
+  } else if (!have_agreed_) {
+    agree();
+  }
+  while (next_bucket_ < buckets_.size()) {
     send_poisoned();
   }
-  waiting_ = waiting;
   for (const Bucket& bucket : buckets_) {
     if (bucket.flight) {
       BucketSync::discard(*bucket.flight);
@@ -243,7 +269,7 @@ void ParameterSync::send_poisoned() {
     presence_[parameter.place] = 1.0F;
     grads.push_back(as_reals(new_stand_in(parameter.tensor).fill_(std::numeric_limits<double>::quiet_NaN())));
   }
-  send(bucket, std::move(grads));
+  send(bucket, std::move(grads), /*with_riders=*/false);
 }
 
 void ParameterSync::end() {
@@ -255,42 +281,6 @@ void ParameterSync::end() {
     bucket.flight.reset();
   }
 }
-
-// ---- what rides along -------------------------------------------------------------------------------------------
-
-void ParameterSync::ride(const std::string& name, const at::Tensor& value) {
-  waiting_.insert_or_assign(name, value.detach().clone(at::MemoryFormat::Contiguous));
-}
-
-at::Tensor ParameterSync::board_riders(c10::Device device) {
-  aboard_ = std::exchange(waiting_, {});
-  std::ostringstream description;
-  std::vector<at::Tensor> values;
-  for (const auto& [name, value] : aboard_) {
-    description << "rider " << name << " of shape " << value.sizes() << "\n";
-    values.push_back(value.to(device, /*non_blocking=*/true).view({-1}));
-  }
-  if (agreed_riders_.count(description.str()) == 0) {
-    check_agreement(group_, description.str(), device);
-    agreed_riders_.insert(description.str());
-  }
-  return values.empty() ? at::Tensor() : at::cat(values);
-}
-
-void ParameterSync::take_off_riders() {
-  riders_.clear();
-  if (aboard_.empty()) {
-    return;
-  }
-  const at::Tensor means = BucketSync::riders(*buckets_.back().flight).div(group_->getSize());
-  int64_t offset = 0;
-  for (const auto& [name, value] : std::exchange(aboard_, {})) {
-    riders_[name] = means.narrow(0, offset, value.numel()).view(value.sizes());
-    offset += value.numel();
-  }
-}
-
-std::map<std::string, at::Tensor> ParameterSync::riders() const { return riders_; }
 
 // Made anew only when it changes, which on CUDA is a copy from the host.
 at::Tensor ParameterSync::flags() {
@@ -328,6 +318,9 @@ void ParameterSync::lay_out() {
       continue;
     }
     const at::Tensor& tensor = parameter.tensor;
+    TORCH_CHECK_VALUE(is_supported(real_dtype(tensor)) && (wire_ == Wire::kNone || !tensor.is_complex()),
+                      "fastsync: parameter ", parameter.name, " is ", tensor.scalar_type(),
+                      ", which cannot be synchronised with compression '", name_of(wire_), "'");
     parameter.numel = tensor.numel();
     parameter.dtype = tensor.scalar_type();
     parameter.device = tensor.device();
@@ -400,8 +393,10 @@ void ParameterSync::forget_layout() {
 // ---- settings and agreement -------------------------------------------------------------------------------------
 
 void ParameterSync::set_wire(Wire wire) {
-  wire_ = wire;
   have_agreed_ = false;
+  if (std::exchange(wire_, wire) == wire) {
+    return;
+  }
   for (const Bucket& bucket : buckets_) {
     bucket.sync->set_scale({});  // it has not followed the gradients while another wire was in use
   }
@@ -423,10 +418,12 @@ void ParameterSync::agree() {
   try {
     check_agreement(group_, text.str(), device);
   } catch (const c10::ValueError&) {
+    is_under_way_ = false;  // on every rank: none is left waiting
+    end();
     throw;
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "fastsync: agreement failed on rank ", group_->getRank(), " of ", group_->getSize(), ": ",
-                error.what());
+    TORCH_CHECK(false, "fastsync: agreement failed on rank ", group_->getRank(), " of ", group_->getSize(),
+                " (is compression set, a state loaded, or a parameter frozen on this rank alone?): ", error.what());
   }
   have_agreed_ = true;
 }

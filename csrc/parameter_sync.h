@@ -6,15 +6,15 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <set>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bucket_sync.h"
 #include "parameter_scales.h"
+#include "riders.h"
 #include "sync_times.h"
 
 namespace fastsync {
@@ -36,7 +36,7 @@ class ParameterSync {
   bool is_under_way() const { return is_under_way_; }
 
   // Ends a sync that will get no more gradients because backward failed. What is left to send goes as nan, so that the
-  // ranks stay in step, and one that did not fail is not misled.
+  // ranks stay in step, and one that did not fail is not misled. The gradients are left alone.
   void abandon();
 
   // The parameter has a gradient that no sync has averaged: it will take part in the next one.
@@ -52,9 +52,9 @@ class ParameterSync {
   void agree();
 
   // A float32 tensor to be averaged with the next sync, in place of an earlier one of that name.
-  void ride(const std::string& name, const at::Tensor& value);
+  void ride(const std::string& name, const at::Tensor& value) { riders_.add(name, value); }
   // The averages that came with the newest sync.
-  std::map<std::string, at::Tensor> riders() const;
+  const Riders::Tensors& riders() const { return riders_.means(); }
 
   // float64 [number of buckets, kNumStats], of the newest sync.
   at::Tensor grad_stats() const;
@@ -85,7 +85,7 @@ class ParameterSync {
     bool is_ready = false;
     bool repeats = false;  // gets more than one gradient in a backward: final only at its end
     at::Tensor stand_in;   // what travels where the gradient is missing or lies otherwise than the parameter
-    const c10::TensorImpl* averaged = nullptr;  // the newest sync's gradient and its version
+    std::optional<ParameterId> averaged;  // the newest sync's gradient and its version
     uint32_t averaged_version = 0;
   };
 
@@ -102,16 +102,14 @@ class ParameterSync {
   void lay_out();
   void forget_layout();
   std::vector<int64_t> order_of_rank_0(const std::vector<size_t>& taking_part) const;
-  std::string describe() const;
 
   void check(const Parameter& parameter) const;
+  bool may_send_next() const;
   void send_next();
   void send_poisoned();
-  void send(Bucket& bucket, std::vector<at::Tensor> grads);
+  void send(Bucket& bucket, std::vector<at::Tensor> grads, bool with_riders);
   at::Tensor gradient_to_send(Parameter& parameter);
   at::Tensor flags();
-  at::Tensor board_riders(c10::Device device);
-  void take_off_riders();
   void hand_out();
   void end();
 
@@ -133,11 +131,7 @@ class ParameterSync {
   std::vector<float> flagged_;   // what flags_ holds
   at::Tensor flags_;
 
-  std::map<std::string, at::Tensor> waiting_;  // riders of the next sync
-  std::map<std::string, at::Tensor> aboard_;   // of the one under way
-  std::map<std::string, at::Tensor> riders_;   // of the newest
-  std::set<std::string> agreed_riders_{""};
-
+  Riders riders_;
   int64_t num_steps_ = 0;
   SyncTimes times_;
 };

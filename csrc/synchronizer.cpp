@@ -10,168 +10,259 @@
 
 #include <algorithm>
 #include <functional>
-#include <mutex>
-#include <unordered_map>
-#include <utility>
 
 namespace fastsync {
 
 using torch::autograd::variable_list;
 
-// All ranks must send their buckets in one order. Those of one engine have one; two engines whose gradients get ready
-// side by side do not. So, of the engines on a process group, only the first to be attached sends while backward goes
-// on, and at its end they follow each other in the order in which they were attached.
-struct Synchronizer::Lane {
-  std::mutex mutex;
-  std::vector<Synchronizer*> attached;
+namespace {
 
-  // On all engines together, because here too the order counts.
-  void abandon_interrupted() {
-    for (Synchronizer* engine : attached) {
-      if (engine->was_interrupted()) {
-        engine->sync_.abandon();
-      }
-    }
-  }
+// All ranks must send in one order. The buckets of one engine have one; those of two engines whose gradients get ready
+// side by side do not. So of the engines on one process group only the first to be attached sends while backward goes
+// on, and at its end all of them follow each other in the order in which they were attached.
+struct Attached {
+  struct Entry {
+    const Synchronizer* engine;
+    const c10d::ProcessGroup* group;
+    std::weak_ptr<Synchronizer> owner;
+  };
 
-  void finish() {
-    for (Synchronizer* engine : attached) {
-      if (engine->sync_.is_under_way()) {
-        engine->sync_.send_rest();
+  std::mutex mutex;  // never held while an engine's is taken, nor while an engine may end
+  std::vector<Entry> engines;
+
+  std::vector<std::shared_ptr<Synchronizer>> in_order() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::vector<std::shared_ptr<Synchronizer>> alive;
+    for (const Entry& entry : engines) {
+      if (auto owner = entry.owner.lock()) {
+        alive.push_back(std::move(owner));
       }
     }
-    for (Synchronizer* engine : attached) {
-      if (engine->sync_.is_under_way()) {
-        engine->sync_.receive();
-      }
-    }
+    return alive;
   }
 };
 
-std::shared_ptr<Synchronizer::Lane> Synchronizer::lane_of(c10d::ProcessGroup* group) {
-  static std::mutex mutex;
-  static auto& lanes = *new std::unordered_map<c10d::ProcessGroup*, std::weak_ptr<Lane>>();  // outlives every engine
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::erase_if(lanes, [](const auto& entry) { return entry.second.expired(); });
-  auto lane = lanes[group].lock();
-  if (!lane) {
-    lane = std::make_shared<Lane>();
-    lanes[group] = lane;
-  }
-  return lane;
+Attached& attached() {
+  static auto& attached = *new Attached();  // outlives every engine
+  return attached;
 }
+
+void refuse_to_be_compiled(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) {
+  TORCH_CHECK(
+      false,
+      "fastsync.attach: compiled autograd does not run the hooks that send gradients; use attach(overlap=False) "
+      "and call synchronize() after backward()");
+}
+
+// Runs before a parameter's gradient is accumulated, whichever accumulator it has by then.
+struct BeforeGradient : torch::autograd::FunctionPreHook {
+  BeforeGradient(const Synchronizer* engine, std::function<void()> call) : engine(engine), call(std::move(call)) {}
+  variable_list operator()(const variable_list& grads) override {
+    call();
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override { refuse_to_be_compiled(args); }
+
+  const Synchronizer* engine;
+  std::function<void()> call;
+};
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+}  // namespace
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes)
-    : lane_(lane_of(group.get())),
-      sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes),
-      process_id_(getpid()) {}
+    : group_(group), process_id_(getpid()), sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes) {}
 
 Synchronizer::~Synchronizer() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
-  take_hooks_off();
+  if (getpid() == process_id_) {  // in a forked child another thread's locks stay locked
+    take_hooks_off();
+  }
 }
+
+// ---- hooks --------------------------------------------------------------------------------------------------------
 
 void Synchronizer::attach(const std::vector<at::Tensor>& parameters) {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
-  for (size_t index = 0; index < parameters.size(); ++index) {
-    at::Tensor parameter = parameters[index];
-    const bool is_frozen = !parameter.requires_grad();
-    if (is_frozen) {
-      parameter.set_requires_grad(true);  // only then does it have an accumulator, which stays the one it has
-    }
-    auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    if (is_frozen) {
-      parameter.set_requires_grad(false);
-    }
-    const auto on_gradient = [self = weak_from_this(), index](const variable_list& outputs, const variable_list&) {
-      if (const auto engine = self.lock()) {
-        engine->on_gradient(index);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    hooks_.resize(parameters.size());
+    for (size_t index = 0; index < parameters.size(); ++index) {
+      at::Tensor parameter = parameters[index];
+      const bool is_frozen = !parameter.requires_grad();
+      if (is_frozen) {
+        parameter.set_requires_grad(true);  // only then does it take hooks, which it keeps
       }
-      return outputs;
-    };
-    const auto on_compile = [](torch::dynamo::autograd::CompiledNodeArgs&) {
-      TORCH_CHECK(false,
-                  "fastsync.attach: compiled autograd does not run the hooks that send gradients; use "
-                  "attach(overlap=False) and call synchronize() after backward()");
-    };
-    const auto key =
-        accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(on_gradient, on_compile));
-    hooks_.push_back({std::move(accumulator), key});
+      hooks_[index].parameter = parameter;
+      torch::autograd::impl::hooks(parameter).push_back(
+          std::make_unique<BeforeGradient>(this, [self = weak_from_this(), index] {
+            if (const auto engine = self.lock()) {
+              engine->before_gradient(index);
+            }
+          }));
+      put_on(index, torch::autograd::impl::grad_accumulator(parameter));
+      if (is_frozen) {
+        parameter.set_requires_grad(false);
+      }
+    }
   }
-  lane_->attached.push_back(this);
+  const std::lock_guard<std::mutex> lock(attached().mutex);
+  attached().engines.push_back({this, group_.get(), weak_from_this()});
 }
 
-void Synchronizer::detach() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
-  const at::NoGradGuard no_grad;
-  lane_->abandon_interrupted();
-  take_hooks_off();
+void Synchronizer::put_on(size_t index, Accumulator accumulator) {
+  const auto on_gradient = [self = weak_from_this(), index](const variable_list& outputs, const variable_list&) {
+    if (const auto engine = self.lock()) {
+      engine->on_gradient(index);
+    }
+    return outputs;
+  };
+  hooks_[index].on_accumulator = accumulator->add_post_hook(
+      std::make_unique<torch::autograd::utils::LambdaPostHook>(on_gradient, refuse_to_be_compiled));
+  hooks_[index].accumulator = std::move(accumulator);
+}
+
+void Synchronizer::before_gradient(size_t index) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (hooks_.empty()) {
+    return;  // detached, by another thread
+  }
+  auto accumulator = torch::autograd::impl::try_get_grad_accumulator(hooks_[index].parameter);
+  if (accumulator && accumulator != hooks_[index].accumulator) {
+    put_on(index, std::move(accumulator));
+  }
 }
 
 void Synchronizer::take_hooks_off() {
-  for (const Hook& hook : hooks_) {
-    hook.accumulator->del_post_hook(hook.key);
+  {
+    const std::lock_guard<std::mutex> lock(attached().mutex);
+    std::erase_if(attached().engines, [&](const auto& entry) { return entry.engine == this; });
+  }
+  for (const Hooks& hooks : hooks_) {
+    std::erase_if(torch::autograd::impl::hooks(hooks.parameter), [&](const auto& hook) {
+      const auto* ours = dynamic_cast<const BeforeGradient*>(hook.get());
+      return ours != nullptr && ours->engine == this;
+    });
+    hooks.accumulator->del_post_hook(hooks.on_accumulator);
   }
   hooks_.clear();
-  std::erase(lane_->attached, this);
+}
+
+void Synchronizer::detach() {
+  TORCH_CHECK(!inside_backward(), "fastsync: detach() was called inside a backward; call it after");
+  if (getpid() == process_id_) {
+    abandon_interrupted();
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(!sync_.is_under_way() || backward_.expired(), "fastsync: detach() was called while another thread's ",
+              "backward is under way; call it after");
+  take_hooks_off();
 }
 
 void Synchronizer::set_enabled(bool enabled) {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   is_enabled_ = enabled;
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------
 
 void Synchronizer::on_gradient(size_t index) {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  if (is_interrupted()) {
+    check_not_forked();
+    abandon_interrupted();
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (is_enabled_ && !sync_.is_under_way()) {
+    begin();
+  }
+  call_at_the_end_of_backward();
   if (!is_enabled_) {
     sync_.mark_new(index);
     return;
   }
-  const at::NoGradGuard no_grad;
-  if (!sync_.is_under_way() || was_interrupted()) {
-    begin();
-  }
-  call_at_the_end_of_backward();
   sync_.mark_ready(index);
-  if (lane_->attached.front() == this) {
+  if (may_send_early()) {
     sync_.send_full_buckets();
   }
 }
 
-void Synchronizer::begin() {
+void Synchronizer::check_not_forked() const {
   TORCH_CHECK(getpid() == process_id_, "fastsync: this process was forked from the one that attached the engine, and ",
               "the process group did not come along; call detach() in the child");
-  lane_->abandon_interrupted();
+}
+
+void Synchronizer::begin() {
+  check_not_forked();
   sync_.begin();
 }
 
-// A backward that raised never calls on_backward_end.
-bool Synchronizer::was_interrupted() const { return sync_.is_under_way() && backward_.expired(); }
-
 // Once for each graph task: a backward that runs inside another's node, as a reentrant checkpoint does, has its own.
 void Synchronizer::call_at_the_end_of_backward() {
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task == graph_task_ && !backward_.expired()) {
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  if (graph_task == graph_task_ && !backward_.expired()) {
     return;
   }
-  graph_task_ = task;
+  graph_task_ = graph_task;
   auto token = std::make_shared<char>();
   backward_ = token;
-  // Strong: the last owner must not die inside one of its hooks.
+  // Strong, so that the last owner does not die inside one of its hooks.
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this(), token = std::move(token)] { self->on_backward_end(); });
+      [self = shared_from_this(), graph_task, token = std::move(token)] { self->on_backward_end(graph_task); });
 }
 
-void Synchronizer::on_backward_end() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
-  if (!sync_.is_under_way() || outer_backward_will_call()) {
-    return;
+void Synchronizer::on_backward_end(int graph_task) {
+  if (ends_with(graph_task) && !outer_backward_will_call()) {
+    const at::NoGradGuard no_grad;
+    finish(graph_task);
   }
+}
+
+// Engines that take part in one backward end together. None waits before all have sent, or ranks on which they come in
+// different orders would wait for each other.
+void Synchronizer::finish(int graph_task) {
+  const auto engines = attached().in_order();
+  for (const auto& engine : engines) {
+    if (engine->ends_with(graph_task)) {
+      const std::lock_guard<std::mutex> lock(engine->mutex_);
+      engine->sync_.send_rest();
+    }
+  }
+  for (const auto& engine : engines) {
+    if (engine->ends_with(graph_task)) {
+      const std::lock_guard<std::mutex> lock(engine->mutex_);
+      engine->sync_.receive();
+    }
+  }
+}
+
+// A backward that raised never calls on_backward_end. Of all engines together, because here too the order counts.
+void Synchronizer::abandon_interrupted() {
   const at::NoGradGuard no_grad;
-  lane_->finish();
+  for (const auto& engine : attached().in_order()) {
+    if (engine->is_interrupted()) {
+      const std::lock_guard<std::mutex> lock(engine->mutex_);
+      engine->sync_.abandon();
+    }
+  }
+}
+
+bool Synchronizer::is_interrupted() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return sync_.is_under_way() && backward_.expired();
+}
+
+bool Synchronizer::ends_with(int graph_task) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return sync_.is_under_way() && graph_task_ == graph_task;
+}
+
+bool Synchronizer::may_send_early() const {
+  const std::lock_guard<std::mutex> lock(attached().mutex);
+  const auto& engines = attached().engines;
+  const auto first =
+      std::find_if(engines.begin(), engines.end(), [&](const auto& entry) { return entry.group == group_.get(); });
+  return first != engines.end() && first->engine == this;
 }
 
 namespace {
@@ -207,10 +298,9 @@ bool Synchronizer::outer_backward_will_call() {
   if (!outer) {
     return false;
   }
-  auto token = std::make_shared<char>();
-  const auto call = [self = weak_from_this(), token] {
+  const auto call = [self = weak_from_this()] {
     if (const auto engine = self.lock()) {
-      const std::lock_guard<std::mutex> lock(engine->lane_->mutex);
+      const std::lock_guard<std::mutex> lock(engine->mutex_);
       if (engine->sync_.is_under_way()) {
         engine->call_at_the_end_of_backward();
       }
@@ -224,7 +314,11 @@ bool Synchronizer::outer_backward_will_call() {
     }
   }
   if (will_call) {
+    // The outer node holds the token, for it lives as long as its graph; a next one may be an accumulator.
+    auto token = std::make_shared<char>();
+    const std::lock_guard<std::mutex> lock(mutex_);
     backward_ = token;
+    call_before(*outer, [token = std::move(token)] {});
   }
   return will_call;
 }
@@ -232,10 +326,11 @@ bool Synchronizer::outer_backward_will_call() {
 // ---- between backwards ----------------------------------------------------------------------------------------------
 
 void Synchronizer::synchronize() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  TORCH_CHECK(!inside_backward(), "fastsync: synchronize() was called inside a backward; call it after");
+  check_not_forked();
+  abandon_interrupted();
+  const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
-  TORCH_CHECK(!sync_.is_under_way() || was_interrupted(), "fastsync: synchronize() was called inside a backward, at ",
-              "whose end the gradients are averaged anyway");
   begin();
   sync_.mark_all_ready();
   sync_.send_rest();
@@ -243,52 +338,52 @@ void Synchronizer::synchronize() {
 }
 
 void Synchronizer::set_wire(const std::string& wire) {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   sync_.set_wire(wire_from_name(wire));
 }
 
 void Synchronizer::agree() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   sync_.agree();
 }
 
 void Synchronizer::ride(const std::string& name, const at::Tensor& value) {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   sync_.ride(name, value);
 }
 
-std::map<std::string, at::Tensor> Synchronizer::riders() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+Riders::Tensors Synchronizer::riders() {
+  const std::lock_guard<std::mutex> lock(mutex_);
   return sync_.riders();
 }
 
 at::Tensor Synchronizer::grad_stats() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return sync_.grad_stats();
 }
 
 SyncTotals Synchronizer::totals() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return sync_.totals();
 }
 
 int64_t Synchronizer::num_steps() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return sync_.num_steps();
 }
 
 bool Synchronizer::gradients_are_unchanged() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return sync_.gradients_are_unchanged();
 }
 
 std::vector<ParameterScale> Synchronizer::scales() {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return sync_.scales();
 }
 
 void Synchronizer::set_scales(const std::vector<ParameterScale>& scales) {
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
+  const std::lock_guard<std::mutex> lock(mutex_);
   sync_.set_scales(scales);
 }
 

@@ -7,8 +7,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,7 +17,7 @@
 
 namespace fastsync {
 
-// Thread-safe. Must be owned by a shared_ptr.
+// Must be owned by a shared_ptr. Any thread may read what it tells; one at a time may run backwards through it.
 class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
  public:
   Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
@@ -25,7 +25,7 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   ~Synchronizer();
 
   // Puts hooks on the parameters, which are those it was made for: frozen ones too, which may be unfrozen later. From
-  // then on the parameters live as long as this does, until detach.
+  // then on the parameters live as long as this does, until detach. Not inside a backward.
   void attach(const std::vector<at::Tensor>& parameters);
   void detach();
 
@@ -39,7 +39,7 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   void set_wire(const std::string& wire);
   void agree();
   void ride(const std::string& name, const at::Tensor& value);
-  std::map<std::string, at::Tensor> riders();
+  Riders::Tensors riders();
   at::Tensor grad_stats();
   SyncTotals totals();
   int64_t num_steps();
@@ -51,29 +51,39 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   // What grad_accumulator returns differs between versions of torch.
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-  // A parameter holds its accumulator weakly: one that has hooks must be held.
-  struct Hook {
+  // A parameter holds its accumulator weakly, and gets another when it is moved or cast: the hook on the accumulator
+  // tells that a gradient is there; one on the parameter itself comes before it and sees to it that the other is in
+  // place.
+  struct Hooks {
+    at::Tensor parameter;
     Accumulator accumulator;
-    uintptr_t key;
+    uintptr_t on_accumulator = 0;
   };
 
-  // Those who send through one process group.
-  struct Lane;
-  static std::shared_ptr<Lane> lane_of(c10d::ProcessGroup* group);
-
+  void put_on(size_t index, Accumulator accumulator);
+  void before_gradient(size_t index);
   void take_hooks_off();
-  void begin();
-  void on_gradient(size_t index);
-  void on_backward_end();
-  void call_at_the_end_of_backward();
-  bool outer_backward_will_call();
-  bool was_interrupted() const;
 
-  std::shared_ptr<Lane> lane_;  // its mutex guards all that follows
-  ParameterSync sync_;
-  std::vector<Hook> hooks_;
-  bool is_enabled_ = true;
+  void on_gradient(size_t index);
+  void check_not_forked() const;
+  void begin();
+  void call_at_the_end_of_backward();
+  void on_backward_end(int graph_task);
+  bool outer_backward_will_call();
+  bool may_send_early() const;
+  bool is_interrupted();
+  bool ends_with(int graph_task);
+
+  static void abandon_interrupted();
+  static void finish(int graph_task);
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int process_id_;
+
+  std::mutex mutex_;  // guards what follows; held by one engine at a time
+  ParameterSync sync_;
+  std::vector<Hooks> hooks_;
+  bool is_enabled_ = true;
 
   // Expires when the backward under way does, ended or not: whatever will call on_backward_end holds it.
   std::weak_ptr<char> backward_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,6 +106,9 @@ class GradientSynchronizer(ClippableHandle):
         self._engine.detach()
         _attached.discard(self)
         _owned_by_nobody.discard(self)
+        for owned in _owned_by_module.values():
+            if self in owned:
+                owned.remove(self)
 
     def parameters(self) -> Sequence[Tensor]:
         """The parameters whose gradients are averaged."""
@@ -151,8 +155,9 @@ def attach(
     the order in which the first backward finished them, from C++ that does not hold the GIL. Call it on every rank, in
     the same order where there are several, once the model is on its device and of its dtype.
 
-    Every rank must run the same number of backwards. They may reach different parameters: one without a gradient here
-    counts as zeros where another rank has one, and keeps ``grad is None`` where none has.
+    Every rank must run the same number of backwards that reach any of the parameters. They may reach different ones: a
+    parameter without a gradient here counts as zeros where another rank has one, and keeps ``grad is None`` where none
+    has.
 
     Args:
         module_or_params: a model, or some parameters. A module stays attached as long as it lives, even if the return
@@ -170,7 +175,7 @@ def attach(
             DistributedDataParallel, or is of a kind that fastsync does not handle; or, with ``broadcast``, the ranks
             hold different parameters or settings, on every rank.
     """
-    if not bucket_cap_mb > 0:
+    if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
     named = _named_parameters(module_or_params)
     _check_unattached(named)
@@ -184,7 +189,10 @@ def attach(
         sync._engine.attach(list(named.values()))
     _attached.add(sync)
     if isinstance(module_or_params, nn.Module):
-        _owned_by_module.setdefault(module_or_params, []).append(sync)
+        # Each that has parameters, for the module itself may be a container made for this call alone.
+        for owner in module_or_params.modules():
+            if owner is module_or_params or next(owner.parameters(recurse=False), None) is not None:
+                _owned_by_module.setdefault(owner, []).append(sync)
     else:
         _owned_by_nobody.add(sync)
     return sync

@@ -254,8 +254,6 @@ def _memory_layouts(rank: int, world_size: int) -> None:
             total = parameter.grad.clone()
             torch.distributed.all_reduce(total)
             expected.append(total / world_size)
-        if step == 3:
-            weight.grad, transposed.grad = weight.grad.clone(), transposed.grad.clone()
         sync.synchronize()
         for parameter, mean in zip((weight, transposed), expected, strict=True):
             assert torch.equal(parameter.grad, mean), f"layout {step}"
@@ -264,6 +262,46 @@ def _memory_layouts(rank: int, world_size: int) -> None:
 
 def test_gradients_of_any_memory_layout() -> None:
     run_ranks(_memory_layouts, 2)
+
+
+def _odd_gradients(rank: int, world_size: int) -> None:
+    # Two gradients in one memory, each in a bucket of its own.
+    first, second, small = (nn.Parameter(torch.zeros(shape)) for shape in ((20, 20), (400,), (3,)))
+    sync = fastsync.attach([first, second, small], bucket_cap_mb=SMALL_BUCKETS)
+    for _ in range(3):
+        for parameter in (first, second, small):
+            parameter.grad = None
+        loss = (small * (rank + 1)).sum()
+        (loss + ((first.view(-1) + second.view(400)) * (rank + 1)).sum()).backward()
+        assert first.grad.data_ptr() == second.grad.data_ptr(), "they do not share memory: nothing is shown"
+        for parameter in (first, second, small):
+            assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5))
+    assert len(sync.stats().buckets) == 3
+
+    # A gradient with the conjugate bit.
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    fastsync.attach([weight])
+    (weight.conj() * torch.tensor(1.0 + 2.0j * (rank + 1))).real.sum().backward()
+    assert torch.equal(weight.grad.resolve_conj(), torch.full((3,), 1.0 + 3.0j))
+
+    # Gradients of another dtype than their parameter's, of which one is missing on one rank.
+    weights = [nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for _ in range(2)]
+    for weight in weights:
+        weight.grad_dtype = torch.float32
+    fastsync.attach(weights)
+    for step in range(2):
+        for weight in weights:
+            weight.grad = None
+        loss = weights[0].float().sum() * (rank + 1)
+        if rank == 0 or step == 0:
+            loss = loss + weights[1].float().sum() * (rank + 1)
+        loss.backward()
+        assert weights[0].grad.unique().tolist() == [1.5]
+        assert weights[1].grad.unique().tolist() == [1.5 if step == 0 else 0.5]
+
+
+def test_gradients_that_share_memory_or_have_another_type() -> None:
+    run_ranks(_odd_gradients, 2)
 
 
 def _empty_and_scalar(rank: int, world_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -65,7 +66,7 @@ def test_what_cannot_be_synchronised_is_refused(call: Callable[..., object], wha
 @pytest.mark.usefixtures("one_rank")
 def test_bad_settings_are_refused() -> None:
     model = Mlp()
-    for cap in (0, -1.0, float("nan")):
+    for cap in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"bucket_cap_mb: expected a positive number of MiB, got {cap!r}"):
             fastsync.attach(model, bucket_cap_mb=cap)
     with pytest.raises(ValueError, match="compression: expected one of 'none', 'bf16', 'fp16'"):
@@ -157,13 +158,22 @@ def test_statistics_before_the_first_sync() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_synchronize_inside_a_backward_is_refused() -> None:
+@pytest.mark.parametrize("call", ["synchronize", "detach"])
+def test_calls_inside_a_backward_are_refused(call: str) -> None:
     model = Given([torch.ones(3), torch.ones(2)])
     sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    model.weights[0].register_post_accumulate_grad_hook(lambda _: sync.synchronize())
-    model.weights[1].register_post_accumulate_grad_hook(lambda _: sync.synchronize())
-    with pytest.raises(RuntimeError, match=r"synchronize\(\) was called inside a backward"):
-        model([torch.ones(3), torch.ones(2)]).backward()
+    refused = []
+
+    def hook(_: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError, match=rf"{call}\(\) was called inside a backward; call it after"):
+            getattr(sync, call)()
+        refused.append(call)
+
+    for weight in model.weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    model([torch.ones(3), torch.ones(2)]).backward()
+    assert refused == [call] * 2
+    assert sync.stats().num_steps == 1
 
 
 # ---- ranks that differ ------------------------------------------------------------------------------------------
@@ -247,34 +257,69 @@ def test_a_rank_that_does_not_come_ends_in_an_error_that_says_what_was_waited_fo
     assert "imed out" in message or "closed" in message
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("as told")
+
+
+def _step(model: Given, grads: list[torch.Tensor], *, fails: bool, set_to_none: bool = True) -> None:
+    """A backward that fails does so when all gradients but the first are there."""
+    model.zero_grad(set_to_none=set_to_none)
+    weights = [Fails.apply(weight) if fails and index == 0 else weight for index, weight in enumerate(model.weights)]
+    loss = sum((weight * grad).sum() for weight, grad in zip(weights, grads, strict=True))
+    if fails:
+        with pytest.raises(ArithmeticError, match="as told"):
+            loss.backward()
+    else:
+        loss.backward()
+
+
 def _fails_then_recovers(rank: int, world_size: int) -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, inputs: torch.Tensor) -> torch.Tensor:
-            return inputs.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError("as told")
-
     grads = [torch.full((300,), 1.0 + rank) for _ in range(3)]
-    model = Given(grads)
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-
-    def step(fail: bool) -> None:
-        model.zero_grad()
-        weights = [Fails.apply(weight) if fail and index == 0 else weight for index, weight in enumerate(model.weights)]
-        sum((weight * grad).sum() for weight, grad in zip(weights, grads, strict=True)).backward()
-
-    for failing in (True, False, True, True, False, False):
-        if failing:
-            with pytest.raises(ArithmeticError, match="as told"):
-                step(fail=True)
-        else:
-            step(fail=False)
-            assert [grad.unique().tolist() for grad in grads_of(model)] == [[1.5]] * 3
-    assert sync.grad_stats.num_nonfinite == 0
+    for wire in ("none", "fp16"):
+        for set_to_none in (True, False):
+            model = Given(grads)
+            sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+            for fails in (True, False, True, True, False, False):
+                if fails and rank == 1:
+                    time.sleep(0.1)  # what the other rank has sent is still on its way when it goes on
+                _step(model, grads, fails=fails, set_to_none=set_to_none)
+                if not fails:
+                    assert [grad.unique().tolist() for grad in grads_of(model)] == [[1.5]] * 3
+            assert sync.grad_stats.num_nonfinite == 0
 
 
 def test_a_backward_that_fails_on_all_ranks_spoils_nothing() -> None:
     run_ranks(_fails_then_recovers, 2)
+
+
+def _fails_on_one_rank(rank: int, world_size: int) -> None:
+    """The others get nan, for they cannot know; then all go on in step, with the same scales."""
+    for wire in ("none", "bf16", "fp16"):
+        for failing_step in (0, 2):
+            model = Given([torch.zeros(300)] * 3)
+            sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+            for step in range(6):
+                fails = step == failing_step
+                sync.ride("step", torch.tensor(float(step)))
+                # Smaller from the failing step on, so that fp16's scales have reason to move.
+                size = 2.0**-10 if step >= failing_step else 1.0
+                _step(model, [torch.full((300,), (1.0 + rank) * size)] * 3, fails=fails and rank == 1)
+                if fails:
+                    assert rank == 1 or any(grad.isnan().all() for grad in grads_of(model))
+                    assert rank == 1 or sync.riders["step"].isnan() or failing_step == 0
+                    continue
+                assert [grad.unique().tolist() for grad in grads_of(model)] == [[1.5 * size]] * 3, f"{wire}, {step}"
+                assert sync.riders["step"] == step
+            states: list[object] = [None, None]
+            dist.all_gather_object(states, sync.state_dict())
+            assert states[0] == states[1]
+
+
+def test_a_backward_that_fails_on_one_rank_is_noticed_on_the_others() -> None:
+    run_ranks(_fails_on_one_rank, 2)

@@ -123,6 +123,29 @@ def _different_riders(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
+def _left_out_on_one_rank(rank: int, world_size: int) -> None:
+    for wire in ("none", "fp16"):
+        model = Given([torch.ones(3)])
+        sync = fastsync.attach(model, wire)
+        for names in (["a", "b"], ["a", "b"] if rank == 0 else ["b"], ["a", "b"], []):
+            for name in names:
+                sync.ride(name, torch.tensor([float(rank), 1.0]))
+            model.zero_grad()
+            model([torch.ones(3)]).backward()
+            assert sorted(sync.riders) == names
+            assert all(value.tolist() == [0.5, 1.0] for name, value in sync.riders.items() if name == "b")
+            assert grads_of(model)[0].tolist() == [1.0] * 3
+            if names == ["a", "b"]:
+                a_is_missing = sync.riders["a"].isnan().tolist()
+                assert a_is_missing in ([False, False], [True, True])
+                last = a_is_missing
+        assert last == [False, False]
+
+
+def test_a_rider_that_some_ranks_leave_out_is_nan() -> None:
+    run_ranks(_left_out_on_one_rank, 2)
+
+
 def test_ranks_whose_riders_differ_are_told() -> None:
     run_ranks(_different_riders, 2)
 

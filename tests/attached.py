@@ -1,0 +1,86 @@
+"""An attached ``Mlp`` on two ranks: a backward of it, and what its gradients then have to be."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastsync
+from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, batch, grads_of
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("as planned")
+
+
+class Fallible(Mlp):
+    """An ``Mlp`` whose backward may raise once the gradients of its last layer are there."""
+
+    fails = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layers[:4](inputs)
+        return self.layers[4](_RaiseInBackward.apply(hidden) if self.fails else hidden)
+
+
+def attach(model: nn.Module | list[Tensor], **options: Any) -> fastsync.GradientSynchronizer:
+    return fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, **options)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(batch(rank, step)).square().mean()
+
+
+def gradients(model: nn.Module, rank: int, step: int) -> list[Tensor]:
+    """What that rank's backward gives by itself."""
+    return list(torch.autograd.grad(loss_of(model, rank, step), list(model.parameters())))
+
+
+def mean_gradients(model: nn.Module, step: int) -> list[Tensor]:
+    """What the sync gives on two ranks, to the bit: halving is exact."""
+    return [(one + other) / 2 for one, other in zip(*(gradients(model, rank, step) for rank in range(2)), strict=True)]
+
+
+def backward(model: nn.Module, rank: int, step: int) -> list[Tensor]:
+    model.zero_grad()
+    loss_of(model, rank, step).backward()
+    return grads_of(model)
+
+
+def assert_averages(model: nn.Module, rank: int, step: int = 0) -> None:
+    expected = mean_gradients(model, step)
+    assert_all_bitwise_equal(backward(model, rank, step), expected, f"step {step}: averaged gradient")
+
+
+def assert_averages_nothing(model: nn.Module, rank: int, step: int = 0) -> None:
+    expected = gradients(model, rank, step)
+    assert_all_bitwise_equal(backward(model, rank, step), expected, f"step {step}: this rank's own gradient")
+
+
+def references_to(model: nn.Module) -> list[weakref.ref[Any]]:
+    return [weakref.ref(thing) for thing in (model, *model.parameters())]
+
+
+def assert_freed(references: list[weakref.ref[Any]]) -> None:
+    gc.collect()
+    alive = [type(reference()).__name__ for reference in references if reference() is not None]
+    assert alive == [], f"still alive: {alive}"
+
+
+def fail(model: Fallible, rank: int, step: int) -> None:
+    """A backward that raises when some buckets are on their way."""
+    model.fails = True
+    with pytest.raises(ArithmeticError, match="as planned"):
+        backward(model, rank, step)
+    model.fails = False
