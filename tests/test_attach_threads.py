@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,28 @@ def _statistics_read_while_backward_runs(rank: int) -> None:
     assert sync.stats().num_steps == 30
 
 
+def _python_runs_while_backward_waits(rank: int) -> None:
+    model, others = Mlp(), dist.new_group()
+    attach(model)
+    backward(model, rank, 0)
+    if rank == 1:
+        dist.barrier(others)  # until Python has run on the other rank, whose backward waits for this one's
+        backward(model, rank, 1)
+        return
+    has_begun = threading.Event()
+    model.layers[4].weight.register_post_accumulate_grad_hook(lambda _: has_begun.set())
+
+    def let_the_other_rank_come() -> None:
+        has_begun.wait()
+        time.sleep(0.1)  # by now backward waits; if it held the GIL, this line would not be left
+        dist.barrier(others)
+
+    with _threads(1) as pool:
+        came = pool.submit(let_the_other_rank_come)
+        backward(model, rank, 1)
+        came.result()
+
+
 def _freed_in_another_thread(rank: int) -> None:
     model = Mlp()
     model.itself = [model]  # a cycle: only the garbage collector can free it
@@ -166,6 +189,7 @@ def _all_about_threads(rank: int, world_size: int) -> None:
     _backward_in_other_threads(rank)
     _two_at_once_with_a_group_each(rank)
     _statistics_read_while_backward_runs(rank)
+    _python_runs_while_backward_waits(rank)
     _freed_in_another_thread(rank)
     _freed_while_backward_runs(rank)
 

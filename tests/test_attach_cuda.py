@@ -1,0 +1,107 @@
+"""attach on GPUs: the bits it gives on a CPU, in stream order, riders in a grouped call; the host never waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastsync
+from fastsync import reference
+from tests.models import SMALL_BUCKETS, Given, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, batch, grads_of
+from tests.ranks import run_ranks
+from tests.test_ddp_cuda import LONG, SHORT, STEPS, WIRE_DTYPES, _grads
+
+pytestmark = pytest.mark.gpu
+on_one_and_two_ranks = pytest.mark.parametrize("world_size", [1, 2])
+
+
+def _assert_averages(model: Given, sync: fastsync.GradientSynchronizer, wire: str, rank: int, world_size: int) -> None:
+    for step in range(STEPS):
+        everyone: list[list[Tensor]] = [_grads(other, step) for other in range(world_size)]
+        mine: list[Tensor | None] = [grad.to("cuda") for grad in everyone[rank]]
+        if step == 3 and rank == 0:
+            mine[1] = None
+            everyone[0][1] = torch.zeros_like(everyone[0][1])
+        model.zero_grad()
+        sync.ride("rank", torch.tensor([float(rank), 1.0], device="cuda"))
+        loss = model(mine)
+        torch.cuda._sleep(SHORT)  # the gradients come late: who does not wait for their stream reads something else
+        loss.backward()
+        if step == 3 and world_size == 1:
+            assert model.weights[1].grad is None
+            continue
+        mean = reference.all_reduce_mean(everyone, WIRE_DTYPES[wire])
+        assert_all_bitwise_equal(grads_of(model), mean, f"{wire}: step {step}, gradient")
+        assert sync.riders["rank"].tolist() == [(world_size - 1) / 2, 1.0]
+        assert_same_on_all_ranks(grads_of(model))
+
+
+def _averages(rank: int, world_size: int) -> None:
+    for wire in WIRE_DTYPES:
+        model = Given([grad.to("cuda") for grad in _grads(0, 0)])
+        sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+        _assert_averages(model, sync, wire, rank, world_size)
+
+
+@on_one_and_two_ranks
+def test_gradients_are_bitwise_the_reference(world_size: int) -> None:
+    run_ranks(_averages, world_size, backend="nccl")
+
+
+def _side_stream(rank: int, world_size: int) -> None:
+    side = torch.cuda.Stream()
+    for wire in WIRE_DTYPES:
+        with torch.cuda.stream(side):
+            model = Given([grad.to("cuda") for grad in _grads(0, 0)])
+            sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+        torch.cuda._sleep(LONG)  # keeps the default stream busy: what ran there by mistake would come too late
+        with torch.cuda.stream(side):
+            _assert_averages(model, sync, wire, rank, world_size)
+        torch.cuda.synchronize()
+
+
+def test_backward_on_a_side_stream() -> None:
+    run_ranks(_side_stream, 2, backend="nccl")
+
+
+def _host_never_waits(rank: int, world_size: int) -> None:
+    for wire in WIRE_DTYPES:
+        model = Mlp().to("cuda")
+        sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        batches = [batch(rank, step).to("cuda") for step in range(STEPS)]
+        kl = torch.tensor(float(rank), device="cuda")
+        for step, inputs in enumerate(batches, start=1):
+            if step == 3:  # the ranks have agreed by now
+                torch.cuda.set_sync_debug_mode("error")
+            if step == STEPS:  # that mode does not see every wait, so the host is to be done while the device is not
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+                torch.cuda._sleep(LONG)
+                slept = torch.cuda.current_stream().record_event()
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.zero_grad()
+            sync.ride("kl", kl)
+            model(inputs).square().mean().backward()
+            fastsync.clip_grad_norm_(sync, 0.01, optimizer=optimizer)
+            optimizer.step()
+        assert not slept.query(), "the host waited for the device"
+        torch.cuda.set_sync_debug_mode("default")
+        assert_same_on_all_ranks(list(model.parameters()))
+
+
+@on_one_and_two_ranks
+def test_the_host_never_waits_for_the_device(world_size: int) -> None:
+    run_ranks(_host_never_waits, world_size, backend="nccl")
+
+
+def _gloo(rank: int, world_size: int) -> None:
+    model = Mlp().to("cuda")
+    fastsync.attach(model, broadcast=False)
+    with pytest.raises(ValueError, match="the process group is Gloo's, which fastsync supports on CPUs only; use NCCL"):
+        model(batch(rank, 0).to("cuda")).sum().backward()
+
+
+def test_gloo_is_refused_with_gradients_on_a_gpu() -> None:
+    run_ranks(_gloo, 2, backend="gloo")
