@@ -7,12 +7,15 @@
 #include <sstream>
 #include <vector>
 
+#include "without_python_objects.h"
+
 namespace fastsync {
 namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 std::vector<at::Tensor> all_gather(const Group& group, const at::Tensor& mine, c10::Device device) {
+  const WithoutPythonObjects without_python;
   std::vector<at::Tensor> input{mine.to(device)};
   std::vector<std::vector<at::Tensor>> output(1);
   for (int64_t rank = 0; rank < group->getSize(); ++rank) {

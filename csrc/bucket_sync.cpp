@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "without_python_objects.h"
+
 namespace fastsync {
 
 using c10::ivalue::Future;
@@ -87,6 +89,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> gra
 std::shared_ptr<BucketSync::Flight> BucketSync::launch(std::vector<at::Tensor> grads, Wire wire,
                                                        std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
                                                        bool may_use_their_memory) {
+  const WithoutPythonObjects without_python;
   const auto grad_dtype = grads.front().scalar_type();
   const auto dtype = wire_dtype(wire, grad_dtype);
   const int64_t world_size = group_->getSize();
@@ -234,6 +237,7 @@ void BucketSync::discard(Flight& flight) {
 
 c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire wire,
                                             std::shared_ptr<Stopwatch> stopwatch) {
+  const WithoutPythonObjects without_python;
   auto flight = launch(std::move(grads), wire, std::move(stopwatch), {}, /*may_use_their_memory=*/true);
   const auto work = std::exchange(flight->works, {}).front();
   // With the thread's state, for without it a profiler would not see what happens on the group's thread.

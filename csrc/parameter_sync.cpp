@@ -10,6 +10,7 @@
 
 #include "agreement.h"
 #include "bucket_layout.h"
+#include "without_python_objects.h"
 
 namespace fastsync {
 
@@ -368,6 +369,7 @@ std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& t
       order.push_back(place - taking_part.begin());
     }
   }
+  const WithoutPythonObjects without_python;
   std::vector<at::Tensor> tensors{
       at::tensor(at::ArrayRef<int64_t>(order)).to(parameters_[taking_part.front()].tensor.device())};
   group_->broadcast(tensors)->wait();

@@ -1,0 +1,23 @@
+// Collectives that take no Python object along. torch's backward() puts one into its thread's state, and each Work
+// keeps a copy of that state: a thread of the group that lets go of a Work as its last owner would wait for the GIL,
+// and would abort the process where the interpreter ends meanwhile.
+#pragma once
+
+#include <ATen/ThreadLocalPythonObjects.h>
+
+#include <utility>
+
+namespace fastsync {
+
+class WithoutPythonObjects {
+ public:
+  WithoutPythonObjects() { at::impl::ThreadLocalPythonObjects::set_state({}); }
+  ~WithoutPythonObjects() { at::impl::ThreadLocalPythonObjects::set_state(std::move(saved_)); }
+  WithoutPythonObjects(const WithoutPythonObjects&) = delete;
+  WithoutPythonObjects& operator=(const WithoutPythonObjects&) = delete;
+
+ private:
+  at::impl::ThreadLocalPythonObjects saved_ = at::impl::ThreadLocalPythonObjects::get_state();
+};
+
+}  // namespace fastsync
