@@ -69,6 +69,12 @@ def test_unknown_setting_is_refused() -> None:
     assert "FASTSYNC_CUDA='banana' means nothing: 1 insists on the CUDA half, 0 leaves it out" in result.stderr
 
 
+def test_unknown_sanitizer_is_refused() -> None:
+    result = _run_setup(FASTSYNC_SANITIZE="banana")
+    assert result.returncode == 1
+    assert "FASTSYNC_SANITIZE='banana' means nothing: address builds with AddressSanitizer" in result.stderr
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
 def test_insisting_on_cuda_without_a_cuda_torch_fails_with_the_reason() -> None:
     result = _run_setup(FASTSYNC_CUDA="1")
