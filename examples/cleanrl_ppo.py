@@ -130,5 +130,6 @@ def main(args, device):
 
 if __name__ == "__main__":
     arguments = tyro.cli(Args)
+    torch.set_num_threads(1)  # as torchrun does; for networks this small more threads are slower
     with process_group(timeout=60) as device:
         main(arguments, device)

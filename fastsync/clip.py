@@ -34,8 +34,9 @@ def clip_grad_norm_(
     Raises:
         ValueError: ``max_norm`` is not positive, the first argument is neither a handle nor parameters, parameters came
             with an optimizer, or the optimizer steps other gradients too.
-        RuntimeError: the norm is not known: no backward was synchronised since the gradients were last clipped, or
-            something changed them since.
+        RuntimeError: the norm is not known: no backward was synchronised since the gradients were last clipped, or,
+            with ``attach``, their version counters tell that something changed them. What bypasses those counters, such
+            as ``GradScaler.unscale_`` or ``.data``, goes unnoticed, and then they are clipped by a wrong norm.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")

@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
+
+from .checks import resolve_group
 
 
 @contextmanager
@@ -69,15 +72,19 @@ def dist_mean(values: Tensor, process_group: dist.ProcessGroup | None = None) ->
     return dist_sum(values, process_group) / dist.get_world_size(process_group)
 
 
-def check_consistency(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+def check_consistency(module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it.
+
+    Only hashes travel. Buffers count: BatchNorm's running statistics, which every rank takes from its own samples,
+    differ after the first forward.
 
     Raises:
         RuntimeError: on every rank, naming the first tensor that differs and which ranks agree on it.
     """
+    group = resolve_group(process_group)
     mine = {name: _digest(tensor) for name, tensor in module.state_dict().items()}
-    of_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather_object(of_rank, mine, group=process_group)
+    of_rank: list[dict[str, str]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(of_rank, mine, group=group)
     names = dict.fromkeys(name for digests in of_rank for name in digests)
     for name in names:
         ranks_by_digest: dict[str, list[int]] = defaultdict(list)

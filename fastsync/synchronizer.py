@@ -171,9 +171,9 @@ def attach(
         broadcast: first give every rank the parameters and buffers of the group's rank 0.
 
     Raises:
-        ValueError: an argument is not what it should be, a parameter is attached already, belongs to a model wrapped in
-            DistributedDataParallel, or is of a kind that fastsync does not handle; or, with ``broadcast``, the ranks
-            hold different parameters or settings, on every rank.
+        ValueError: an argument is not what it should be, a parameter is attached already or is of a kind that fastsync
+            does not handle, the module is or contains a DistributedDataParallel; or, with ``broadcast``, the ranks hold
+            different parameters or settings, on every rank.
     """
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
@@ -275,6 +275,7 @@ def _named_parameters(
                 raise ValueError(
                     f"{argument}: expected a module or tensors, but number {index} is a {type(parameter).__name__}"
                     + ("; pass them without their names" if isinstance(parameter, str | tuple) else "")
+                    + ("; pass its parameters()" if isinstance(parameter, nn.Module) else "")
                 )
         unique = {id(parameter): (str(index), parameter) for index, parameter in reversed(list(enumerate(given)))}
         named = dict(reversed(list(unique.values())))
