@@ -111,7 +111,7 @@ void HookState::forget_buckets_of(const std::vector<at::Tensor>& parameters) {
       return id.expired() || moved.count(id._unsafe_get_target()) != 0;
     });
     if (is_dead) {
-      forgotten_totals_.add(*entry.second->sync->totals());
+      forgotten_totals_.push_back(entry.second->sync->totals());
     }
     return is_dead;
   });
@@ -159,7 +159,9 @@ SyncTotals HookState::totals() {
   for (const auto& bucket : step_) {
     totals.buckets.push_back(*bucket->sync->totals());
   }
-  totals.all = forgotten_totals_;
+  for (const auto& forgotten : forgotten_totals_) {
+    totals.all.add(*forgotten);
+  }
   for (const auto& [parameter, bucket] : buckets_) {
     totals.all.add(*bucket->sync->totals());
   }

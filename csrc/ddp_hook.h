@@ -62,7 +62,7 @@ class HookState {
   std::vector<std::shared_ptr<Bucket>> step_;  // the buckets of the newest backward so far
   bool step_is_open_ = false;
   size_t last_index_ = 0;
-  BucketTotals forgotten_totals_;
+  std::vector<std::shared_ptr<BucketTotals>> forgotten_totals_;  // to which a step under way still adds its times
   int64_t num_steps_ = 0;
   SyncTimes times_;
 };

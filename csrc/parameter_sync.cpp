@@ -380,7 +380,7 @@ std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& t
 void ParameterSync::forget_layout() {
   for (const Bucket& bucket : buckets_) {
     saved_scales_.record(bucket.ids, bucket.sync->scale());
-    forgotten_totals_.add(*bucket.sync->totals());
+    forgotten_totals_.push_back(bucket.sync->totals());
   }
   for (Parameter& parameter : parameters_) {
     parameter.bucket = kNone;
@@ -460,7 +460,9 @@ at::Tensor ParameterSync::grad_stats() const {
 
 SyncTotals ParameterSync::totals() {
   SyncTotals totals = times_.totals();
-  totals.all = forgotten_totals_;
+  for (const auto& forgotten : forgotten_totals_) {
+    totals.all.add(*forgotten);
+  }
   for (const Bucket& bucket : buckets_) {
     totals.buckets.push_back(*bucket.sync->totals());
     totals.all.add(*bucket.sync->totals());

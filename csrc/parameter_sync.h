@@ -122,7 +122,7 @@ class ParameterSync {
   bool have_agreed_ = false;
   std::vector<Bucket> buckets_;
   ParameterScales saved_scales_;
-  BucketTotals forgotten_totals_;
+  std::vector<std::shared_ptr<BucketTotals>> forgotten_totals_;  // to which a step under way still adds its times
 
   bool is_under_way_ = false;
   std::vector<size_t> order_;  // in which gradients got ready, while there is no layout

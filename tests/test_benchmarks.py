@@ -60,8 +60,7 @@ def test_sync_from_the_command_line(tmp_path: Path):
         for compression, width in {"none": 4, "fp16": 2, "bf16": 2}.items():
             figures = rows[f"fastsync.{door}/{compression}"]["figures"]
             assert 1 <= figures["wire_bytes"] / (width * values) < 1.01  # attach sends a little of its own along
-            # Over three steps they are differences of two readings that may both be estimates: no more is certain.
-            assert all(isinstance(figures[cost], float) for cost in COSTS)
+            assert all(figures[cost] > 0 for cost in COSTS)
     assert rows["ddp"]["figures"]["wire_bytes"] is None
 
 

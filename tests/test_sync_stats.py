@@ -104,6 +104,20 @@ def test_stats_are_exact_and_those_of_the_averaged_gradients() -> None:
     run_ranks(_all_stats, 2)
 
 
+def _every_step_is_timed(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(Mlp())  # which makes another bucket after the first step, while nobody reads
+    hook = fastsync.register_comm_hook(ddp)
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(batch(rank, step)).square().mean().backward()
+    totals = hook._engine.totals().all
+    assert totals.num_timed == totals.num_syncs == 4
+
+
+def test_the_times_of_buckets_that_are_no_more_count() -> None:
+    run_ranks(_every_step_is_timed, 2)
+
+
 def test_complex_gradients_are_measured_by_their_parts() -> None:
     with group_of_one():
         ddp = given_ddp([torch.zeros(3, dtype=torch.complex64)])
