@@ -1,0 +1,76 @@
+"""Spaces that the trainer can learn in, and the way of an action from the policy to the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def check_spaces(env: str, observations: Space[Any], actions: Space[Any]) -> None:
+    """Checks that a policy can be made for these spaces.
+
+    Raises:
+        ValueError: observations are neither vectors of numbers nor 8-bit images, or actions neither Discrete, nor
+            MultiDiscrete, nor vectors of real numbers. The message says what to do about it.
+    """
+    if not isinstance(observations, spaces.Box):
+        raise ValueError(
+            f"env={env!r} has observations {observations}; vectors (a Box of one dimension) and images can be learnt "
+            f"from: wrap the environment in gymnasium.wrappers.FlattenObservation, and give it as 'module:function'"
+        )
+    is_image = len(observations.shape) == 3 and observations.dtype == np.uint8
+    if len(observations.shape) != 1 and not is_image:
+        raise ValueError(
+            f"env={env!r} has observations {observations}; a Box must have one dimension, or be an image of three "
+            f"dimensions and dtype uint8: wrap the environment in gymnasium.wrappers.FlattenObservation or "
+            f"ReshapeObservation, and give it as 'module:function'"
+        )
+    if isinstance(actions, spaces.Box):
+        if len(actions.shape) != 1 or not np.issubdtype(actions.dtype, np.floating):
+            raise ValueError(
+                f"env={env!r} has actions {actions}; a Box of actions must have one dimension and real numbers: wrap "
+                f"the environment in gymnasium.wrappers.TransformAction, and give it as 'module:function'"
+            )
+    elif isinstance(actions, spaces.MultiDiscrete):
+        if actions.nvec.ndim != 1:
+            raise ValueError(
+                f"env={env!r} has actions {actions}; a MultiDiscrete must have one dimension: wrap the environment in "
+                f"gymnasium.wrappers.TransformAction, and give it as 'module:function'"
+            )
+    elif not isinstance(actions, spaces.Discrete):
+        raise ValueError(
+            f"env={env!r} has actions {actions}; Discrete, MultiDiscrete and Box can be learnt: wrap the environment "
+            f"in gymnasium.wrappers.TransformAction, and give it as 'module:function'"
+        )
+
+
+def action_translator(space: Space[Any]) -> Callable[[Array], Array]:
+    """What takes a batch of actions as the policy makes them (int64 [N] or [N, k] from 0, real [N, k] without bounds)
+    into the environment's space: shifted to its start, or cut off at its bounds and of its dtype.
+    """
+    if isinstance(space, spaces.Box):
+        low, high, dtype = space.low, space.high, space.dtype
+        if not (np.isfinite(low).any() or np.isfinite(high).any()):
+            return lambda actions: actions.astype(dtype, copy=False)
+        return lambda actions: np.clip(actions, low, high).astype(dtype, copy=False)
+    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
+    start = space.start
+    if not np.any(start):
+        return lambda actions: actions
+    return lambda actions: actions + start
+
+
+def random_actions(space: Space[Any], num_envs: int, generator: np.random.Generator) -> Array:
+    """A batch of actions such as an untrained policy makes them."""
+    if isinstance(space, spaces.Box):
+        return generator.standard_normal((num_envs, *space.shape), dtype=np.float32)
+    if isinstance(space, spaces.MultiDiscrete):
+        return generator.integers(space.nvec, size=(num_envs, *space.nvec.shape))
+    assert isinstance(space, spaces.Discrete)
+    return generator.integers(space.n, size=num_envs)
