@@ -6,6 +6,7 @@ import csv
 import importlib
 import math
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,9 +66,8 @@ def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        # A row that a killed run has not finished lacks fields, which are then None.
-        whole = [row for row in csv.DictReader(file) if None not in row.values()]
-    return [row for row in whole if int(row["step"]) <= step]
+        whole = [line for line in file if line.endswith("\n")]  # a killed run may have left half a line
+    return [row for row in csv.DictReader(whole) if int(row["step"]) <= step]
 
 
 class TensorBoardLog:
@@ -108,7 +108,7 @@ class WandbLog:
             ) from None
         id_file = folder / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id())
+            id_file.write_text(uuid.uuid4().hex[:8])
         self._run = wandb.init(
             project=project,
             name=folder.name,
