@@ -10,6 +10,8 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
+from fastsync.ppo.atari import wrap_atari
+
 # Which extra brings what an environment needs, by a part of its entry point or of its name.
 EXTRAS = {"ale": "atari", "atari": "atari", "box2d": "box2d", "mujoco": "mujoco"}
 
@@ -27,8 +29,12 @@ class EnvSource:
 
     @property
     def is_atari(self) -> bool:
-        """Whether it is a game of the Arcade Learning Environment."""
-        return self.spec is not None and str(self.spec.entry_point).startswith("ale_py")
+        """Whether it is a game of the Arcade Learning Environment, seen on its screen."""
+        return (
+            self.spec is not None
+            and str(self.spec.entry_point).startswith("ale_py")
+            and self.spec.kwargs.get("obs_type", "rgb") != "ram"
+        )
 
     @property
     def reward_threshold(self) -> float | None:
@@ -36,7 +42,7 @@ class EnvSource:
         return self.spec.reward_threshold if self.spec else None
 
     def make(self) -> gymnasium.Env[Any, Any]:
-        """One environment.
+        """One environment; games in the wrappers of ``wrap_atari``.
 
         Raises:
             ValueError: it cannot be made here.
@@ -48,6 +54,8 @@ class EnvSource:
             return env
         assert self.spec is not None
         try:
+            if self.is_atari:
+                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1))
             return gymnasium.make(self.spec, disable_env_checker=True)
         except (gymnasium.error.Error, ImportError) as error:
             raise cannot_be_made(self.name, error, needed_for=str(self.spec.entry_point)) from error

@@ -84,17 +84,20 @@ class Environments(ABC):
         self.first_index = first_index
         self.reward_threshold = reward_threshold
         self.why_not_restorable = why_not_restorable
-        self.num_restored = 0
-        """How many environments went on where their state said, in the last ``restore``. The others began anew."""
+        self.begun_anew: list[int] = []
+        """Environments that the last ``restore`` could not bring back, by their numbers among those of all ranks."""
         self._translate = action_translator(action_space)
         self._observations: Array | None = None
         self._all = np.ones(num_envs, dtype=np.bool_)
         self._all.flags.writeable = False
+        self._restarting: Bools
+        self._returns: NDArray[np.float64]
+        self._lengths: NDArray[np.int64]
         self._clear_accounts()
 
     @property
     def is_restorable(self) -> bool:
-        """Whether ``restore`` goes on exactly where ``state`` was taken. A trial has shown it."""
+        """Whether ``restore`` goes on exactly where ``state`` was taken, as far as a trial could show."""
         return self.why_not_restorable is None
 
     def reset(self) -> Array:
@@ -152,19 +155,22 @@ class Environments(ABC):
         """Goes back to a state, also of fewer environments than these: the others begin their first episodes.
 
         Returns:
-            The observations to act on, [N, ...]. ``num_restored`` then tells how many environments go on exactly;
-            the rest could not, and began new episodes.
+            The observations to act on, [N, ...]. Where these are not what the state says, new episodes have begun, and
+            ``begun_anew`` tells where; ``restored`` is False there and in environments that the state does not know.
         """
-        if state["kind"] == type(self).__name__ and state["same_step"] == self.same_step:
-            observations, restored = self._restore(to_numpy(state))
+        state = to_numpy(state)
+        if state["kind"] == type(self).__name__:
+            observations, restored = self._restore(state)
         else:
             observations, restored = self._reset(), np.zeros(self.num_envs, dtype=np.bool_)
         self._clear_accounts()
         known = np.flatnonzero(restored)
-        self._returns[known] = to_numpy(state["returns"])[known]
-        self._lengths[known] = to_numpy(state["lengths"])[known]
-        self._restarting[known] = to_numpy(state["restarting"])[known]
-        self.num_restored = len(known)
+        self._returns[known] = state["returns"][known]
+        self._lengths[known] = state["lengths"][known]
+        self._restarting[known] = state["restarting"][known]
+        num_saved = len(state["returns"])
+        self.restored = restored
+        self.begun_anew = [self.first_index + i for i in range(min(num_saved, self.num_envs)) if not restored[i]]
         self._observations = observations
         return observations
 

@@ -120,8 +120,7 @@ class PlainDDP:
     """DDP as it comes. It does not tell what its synchronisation cost."""
 
     def __init__(self, policy: nn.Module) -> None:
-        # The buffers are the same everywhere: they come from moments over all ranks.
-        self.model = DistributedDataParallel(policy, broadcast_buffers=False)
+        self.model = DistributedDataParallel(policy)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.model.no_sync()

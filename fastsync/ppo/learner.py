@@ -18,6 +18,7 @@ from fastsync.ppo.policy import ActorCritic
 from fastsync.ppo.rollout import Rollout
 from fastsync.ppo.schedule import Schedule
 from fastsync.ppo.update import Updater, row_weights
+from fastsync.stopwatch import Stopwatch
 
 
 class Learner:
@@ -47,6 +48,7 @@ class Learner:
         self._schedule = Schedule(settings, world_size, device)
         self._rewards = RewardNormalizer(settings.gamma).to(device) if settings.norm_rewards else None
         self._discounted_return = torch.zeros(settings.num_envs, dtype=policy.dtype, device=device)
+        self._stopwatch = Stopwatch(device)
         self._updater = Updater(
             settings,
             sync=self.sync,
@@ -80,7 +82,7 @@ class Learner:
             gamma=settings.gamma,
             gae_lambda=settings.gae_lambda,
         )
-        over_all_ranks = dist_sum(advantage_moments(advantages, rollout.valid))
+        over_all_ranks = self._sum_over_ranks(advantage_moments(advantages, rollout.valid))
         num_valid = over_all_ranks[0]
         weights = row_weights(
             rollout.valid, num_valid, world_size=self._world_size, num_minibatches=settings.num_minibatches
@@ -129,6 +131,10 @@ class Learner:
             self._rewards.load_state_dict(state["rewards"])
         self._generator.set_state(state["generator"])
 
+    def waiting_seconds(self) -> float:
+        """Time in collectives other than the gradients' so far; on a GPU it waits for those that are under way."""
+        return self._stopwatch.seconds()
+
     def environment_state(self) -> dict[str, Tensor]:
         """What it keeps for each of this rank's environments, one row each, on the CPU."""
         return {"discounted_return": self._discounted_return.cpu()}
@@ -136,6 +142,10 @@ class Learner:
     def load_environment_state(self, columns: dict[str, Tensor]) -> None:
         """Goes on from ``environment_state()``."""
         self._discounted_return.copy_(columns["discounted_return"])
+
+    def _sum_over_ranks(self, moments: Tensor) -> Tensor:
+        with self._stopwatch:
+            return dist_sum(moments)
 
     def _normalize(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
         """The rewards to learn from, and the moments of all ranks' observations if they are normalised."""
@@ -149,7 +159,7 @@ class Learner:
             mine.append(moments(rollout.observations, rollout.valid))
         if not mine:
             return rollout.rewards, None
-        over_all_ranks = list(dist_sum(torch.cat(mine)).split([len(part) for part in mine]))
+        over_all_ranks = list(self._sum_over_ranks(torch.cat(mine)).split([len(part) for part in mine]))
         rewards = rollout.rewards
         if self._rewards is not None:
             self._rewards.update(over_all_ranks.pop(0))

@@ -76,6 +76,9 @@ class Shuffler:
     @staticmethod
     def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
         """Equal parts, as views."""
+        if num_parts == 1:
+            yield batch
+            return
         dim = 0 if batch.memory is None else 1
         size = batch.log_probs.shape[dim] // num_parts
         for start in range(0, size * num_parts, size):

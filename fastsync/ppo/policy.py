@@ -101,19 +101,19 @@ class ActorCritic(nn.Module):
 
     def outputs(self, features: Tensor) -> Tensor:
         """The distribution's outputs [..., num_outputs]. In full precision also under autocast."""
-        return self._full(self.actor(features))
+        outputs: Tensor = self.actor(features)
+        return outputs.to(self.dtype)
 
     def value(self, features: Tensor) -> Tensor:
         """Expected discounted return [...]. In full precision also under autocast."""
-        return self._full(self.critic(features)).squeeze(-1)
-
-    def _full(self, values: Tensor) -> Tensor:
-        return values.to(self.dtype)
+        values: Tensor = self.critic(features)
+        return values.to(self.dtype).squeeze(-1)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
-        return next(self.parameters()).dtype
+        weight: Tensor = self.critic[-1].weight
+        return weight.dtype
 
 
 def make_policy(

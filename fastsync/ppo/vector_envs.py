@@ -78,7 +78,10 @@ class RecordedEnvironments(Environments):
         restored = np.array(self._vector.get_attr("is_restored"), dtype=np.bool_)
         # The recorders only tell again where they stand: this is how the vector environment learns which of them
         # ended in the step before.
-        observations = self._step(np.zeros_like(self._vector.action_space.sample()))[0]
+        anything = np.zeros_like(self._vector.action_space.sample())
+        observations, _, terminated, truncated, _ = self._step(anything)
+        if self.same_step:  # saved between an episode and the next, which began just now
+            restored &= ~(terminated | truncated)
         return observations, restored
 
     def _close(self) -> None:
@@ -127,7 +130,11 @@ class VectorizedEnvironments(Environments):
 
     def _restore(self, state: dict[str, Any]) -> tuple[Array, Bools]:
         observations = self._reset()
-        same = state["attributes"] is not None and len(state["observations"]) == self.num_envs
+        same = (
+            state["attributes"] is not None
+            and len(state["observations"]) == self.num_envs
+            and state["same_step"] == self.same_step
+        )
         if same:
             set_attributes(self._vector.unwrapped, state["attributes"])
             observations = state["observations"]
