@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs import make_environments
@@ -91,6 +93,10 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
         message: Any = failure.message  # a dict where the rank has raised, a string where its process has died
         reason = message["message"] if isinstance(message, dict) else message
         print(f"fastsync train: rank {rank} failed first: {reason}", file=sys.stderr)
+        return 1
+    except (DistError, RendezvousError) as error:
+        # Machines did not find each other, or lost the first one, which holds what they agree on.
+        print(f"fastsync train: machine {options.node_rank} of {options.nnodes}: {error}", file=sys.stderr)
         return 1
     except SignalException as error:
         print(f"fastsync train: {error}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
