@@ -4,40 +4,60 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns the exit status."""
     parser = argparse.ArgumentParser(prog="fastsync", description="Gradient synchronisation for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
-    # No help of its own: `fastsync train --help` shows the settings.
-    commands.add_parser("train", help="train a policy with PPO on several ranks of this machine", add_help=False)
+    # No help of their own: `fastsync train --help` shows the settings.
+    commands.add_parser("train", help="train a policy with PPO on several ranks and machines", add_help=False)
+    commands.add_parser("slurm", help="write a batch script that trains under Slurm", add_help=False)
+    commands.add_parser("eval", help="play episodes with a trained policy", add_help=False)
     commands.add_parser("doctor", help="tell what works on this machine, and what does not")
-    options, rest = parser.parse_known_args(arguments)
-    if options.command == "train":
-        return _train(rest)
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # What follows the subcommand is its own, also where it looks like an option of this parser.
+    options, rest = parser.parse_known_args(words[:1])
+    rest += words[1:]
+    subcommands = {"train": _train, "slurm": _slurm, "eval": _eval}
+    if options.command in subcommands:
+        return _run(options.command, subcommands[options.command], rest)
+    commands.choices["doctor"].parse_args(rest)
     from fastsync import doctor
 
     return doctor.main()
 
 
-def _train(arguments: Sequence[str]) -> int:
+def _run(name: str, subcommand: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Runs what needs the extra "train". What the user got wrong is told in one sentence."""
     from fastsync.train import require_extra
 
     require_extra()
-    import tyro
+    try:
+        return subcommand(arguments)
+    except ValueError as error:
+        print(f"fastsync {name}: {error}", file=sys.stderr)
+        return 2
 
+
+def _train(arguments: Sequence[str]) -> int:
+    from fastsync.command_line import parse
     from fastsync.launch import Launch, launch
 
-    options = tyro.cli(Launch, prog="fastsync train", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
-    try:
-        return launch(options)
-    except ValueError as error:
-        print(f"fastsync train: {error}", file=sys.stderr)
-        return 2
+    return launch(parse(Launch, "fastsync train", arguments), arguments)
+
+
+def _slurm(arguments: Sequence[str]) -> int:
+    from fastsync.slurm import main
+
+    return main(arguments)
+
+
+def _eval(arguments: Sequence[str]) -> int:
+    from fastsync.ppo.evaluate import main
+
+    return main(arguments)
 
 
 if __name__ == "__main__":

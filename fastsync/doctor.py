@@ -18,8 +18,16 @@ import torch
 import torch.distributed as dist
 
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
-TRAIN_MODULES = ("gymnasium", "matplotlib", "numpy", "rich", "tensorboard", "tyro")
-"""What the extra "train" installs."""
+TRAIN_MODULES = {
+    "gymnasium": "gymnasium",
+    "matplotlib": "matplotlib",
+    "numpy": "numpy",
+    "pyyaml": "yaml",
+    "rich": "rich",
+    "tensorboard": "tensorboard",
+    "tyro": "tyro",
+}
+"""Packages of the extra "train" that training cannot do without, and the modules that they bring."""
 
 Facts: TypeAlias = Sequence[tuple[str, str]]
 
@@ -126,10 +134,15 @@ def _gpu_limits(extension: ModuleType | None) -> list[str]:
 
 
 def _training_limits() -> list[str]:
-    missing = [name for name in TRAIN_MODULES if importlib.util.find_spec(name) is None]
+    missing = missing_train_packages()
     if not missing:
         return []
     return [f"fastsync train: {', '.join(missing)} missing; install them: pip install 'fastsync[train]'"]
+
+
+def missing_train_packages() -> list[str]:
+    """What training needs and this Python lacks."""
+    return [package for package, module in TRAIN_MODULES.items() if importlib.util.find_spec(module) is None]
 
 
 def _has_gloo() -> bool:

@@ -1,44 +1,90 @@
-"""``fastsync train``: a training on several ranks of this machine."""
+"""``fastsync train``: a training on several ranks of this machine, or of several machines."""
 
 from __future__ import annotations
 
+import importlib.util
+import shlex
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fastsync.ppo.config import Settings
-from fastsync.ppo.envs import make_envs
-from fastsync.ranks import launch_ranks
-from fastsync.train import train_rank
+from fastsync.ppo.envs import make_environments
+from fastsync.ranks import Nodes, launch_ranks
+from fastsync.train import STOPPED, train_rank
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Train a policy with PPO on several ranks of this machine."""
+    """Train a policy with PPO on several ranks, each a process of its own."""
 
     nproc: int = 1
-    """Number of ranks, each a process of its own."""
+    """Ranks on each machine."""
+    nnodes: int = 1
+    """Machines. The same command is started on each, with a node-rank of its own."""
+    node_rank: int = 0
+    """Number of this machine, from 0 on."""
+    master_addr: str | None = None
+    """Name or address of machine 0, which the others reach it by."""
+    master_port: int = 29500
+    """A port that is free on machine 0."""
+    max_restarts: int = 0
+    """How often the job comes back from its last checkpoint when a rank is lost."""
+    config: str | None = None
+    """A YAML file of settings, or a preset: Acrobot-v1, Breakout, CartPole-v1, HalfCheetah-v5, Hopper-v5,
+    LunarLander-v3, Pendulum-v1, Pong. What else is typed wins over it."""
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
-        if self.nproc < 1:
-            raise ValueError(f"nproc={self.nproc} must be at least 1")
+        for name, least in (("nproc", 1), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}: they count from 0")
+        if self.nnodes > 1 and self.master_addr is None:
+            raise ValueError(f"nnodes={self.nnodes} needs master_addr, by which the machines find each other")
+
+    @property
+    def nodes(self) -> Nodes:
+        """The machines."""
+        return Nodes(
+            self.nnodes, self.node_rank, self.master_addr or "localhost", self.master_port, self.settings.timeout
+        )
 
 
-def launch(options: Launch) -> int:
-    """Trains on ``nproc`` ranks.
+def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Settings], str | None] = train_rank) -> int:
+    """Trains on all ranks.
+
+    Args:
+        options: what to do.
+        arguments: the command line that said so, to tell how to go on.
+        work: what each rank does with the settings. It returns the name of the signal that stopped it, if one did.
 
     Returns:
-        The exit status: 0, or 1 if a rank failed, after telling which one and why.
+        The exit status: 0; 1 if a rank failed, after telling which one and why; 143 if the training was stopped by a
+        signal, after telling how to go on; 130 if that was Ctrl-C.
 
     Raises:
-        ValueError: an unsupported environment. It is tried here, so that the error comes once and not from each rank.
+        ValueError: settings that cannot work here. They are tried here, so that the error comes once and not from each
+            rank.
     """
-    make_envs(options.settings.env, num_envs=1).close()
+    _try_settings(options.settings)
+    settings = _named(options.settings)
     try:
-        launch_ranks(train_rank, options.nproc, options.settings)
+        stopped_by = launch_ranks(
+            work,
+            options.nproc,
+            settings,
+            nodes=options.nodes,
+            max_restarts=options.max_restarts,
+            stop_timeout=settings.timeout,
+        )
     except ChildFailedError as error:
         # The launcher has logged the whole traceback already.
         rank, failure = error.get_first_failure()
@@ -46,4 +92,49 @@ def launch(options: Launch) -> int:
         reason = message["message"] if isinstance(message, dict) else message
         print(f"fastsync train: rank {rank} failed first: {reason}", file=sys.stderr)
         return 1
+    except SignalException as error:
+        print(f"fastsync train: {error}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
+        return 128 + error.sigval
+    signals = [name for name in stopped_by if name]
+    if signals:
+        print(f"fastsync train: stopped by {signals[0]}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
+        return STOPPED
     return 0
+
+
+def _try_settings(settings: Settings) -> None:
+    """Raises what every rank would raise."""
+    if settings.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"wandb_project={settings.wandb_project!r} needs wandb, which the extra 'wandb' installs: "
+            "pip install 'fastsync[wandb]'"
+        )
+    # One environment, and none in processes: what can go wrong goes wrong there as well.
+    kind = "sync" if settings.vectorization == "async" else settings.vectorization
+    one = replace(settings, num_envs=1, num_minibatches=1, num_micro_batches=1, vectorization=kind)
+    make_environments(one, rank=0).close()
+
+
+def _named(settings: Settings) -> Settings:
+    """With a name for the run, which ranks that are started again can find."""
+    if settings.run_name is not None or settings.resume is not None:
+        return settings
+    return replace(settings, run_name=default_run_name(settings, time.time()))
+
+
+def default_run_name(settings: Settings, started: float) -> str:
+    """Environment, sync mode, seed and time."""
+    env = settings.env.replace("/", "-").replace(":", "-")
+    sync = settings.sync if settings.compression == "none" else f"{settings.sync}-{settings.compression}"
+    return f"{env}-{sync}-{settings.seed}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
+
+
+def _how_to_go_on(settings: Settings, arguments: Sequence[str]) -> str:
+    words = ["fastsync", "train", *arguments]
+    if settings.run_name is not None and "--run-name" not in words:
+        words += ["--run-name", settings.run_name]
+    if settings.resume is None:
+        words += ["--resume", "auto"]
+    elif Path(settings.resume).is_file():
+        return f"Go on from the newest checkpoint beside {settings.resume}"
+    return f"Go on from the last checkpoint with: {shlex.join(words)}"

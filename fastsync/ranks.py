@@ -1,38 +1,132 @@
-"""Starting ranks on this machine, with torchrun's launcher."""
+"""Starting ranks with torchrun's launcher: on this machine, or this machine's share of several."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 
-def launch_ranks(fn: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines that take part, and which of them this one is. The same launch is started on each."""
+
+    number: int = 1
+    rank: int = 0
+    """This machine's number. Ranks count on from those of the machines before."""
+    master_addr: str = "localhost"
+    """Machine 0, as the others reach it."""
+    master_port: int = 29500
+    """A free port there."""
+    timeout: float = 900.0
+    """Seconds that machines wait for each other."""
+
+
+def launch_ranks(
+    fn: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    nodes: Nodes | None = None,
+    max_restarts: int = 0,
+    stop_timeout: float = 30.0,
+) -> list[Any]:
     """Calls ``fn(*args)`` on ``nproc`` ranks, each a process of its own, and returns their results in rank order.
 
     ``fn`` is a function at the top level of a module; ``args`` and results travel by pickle. The ranks find each other
     through the environment variables that torchrun sets, as ``fastsync.distributed.process_group`` reads them.
 
+    SIGTERM and SIGUSR1 are passed on to the ranks as SIGTERM. They may end their work in order, and what they return
+    is returned; after ``stop_timeout`` seconds, or at a second signal, they are ended.
+
+    Args:
+        fn: what each rank does.
+        nproc: number of ranks on this machine.
+        *args: what ``fn`` is called with.
+        nodes: the machines; by default this one only. Results are those of this machine's ranks.
+        max_restarts: how often all ranks are started again when one has failed.
+        stop_timeout: seconds that ranks have to end in order when they are told to, or when one has failed.
+
     Raises:
         ChildFailedError: a rank raised or died. Its traceback has been logged.
+        SignalException: a signal ended the launch before there were ranks, or they did not end in time.
     """
+    if nodes is None or nodes.number == 1:
+        # Port 0: any that is free.
+        place: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        run_id, number = str(uuid.uuid4()), 1
+    else:
+        place = {
+            "rdzv_backend": "static",
+            "rdzv_endpoint": f"{nodes.master_addr}:{nodes.master_port}",
+            "rdzv_configs": {"rank": nodes.rank, "timeout": max(1, round(nodes.timeout))},
+        }
+        run_id, number = "fastsync", nodes.number
+    if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # older launchers have 30 s
+        place["shutdown_timeout"] = max(1, round(stop_timeout))
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=number,
+        max_nodes=number,
         nproc_per_node=nproc,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # port 0: any that is free
-        local_addr="localhost",
-        max_restarts=0,
+        run_id=run_id,
+        max_restarts=max_restarts,
         start_method="spawn",
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+        **place,
     )
-    results = elastic_launch(config, _on_one_thread)(fn, args)
-    return [results[rank] for rank in range(nproc)]
+    with _signals_passed_on(stop_timeout) as received:
+        try:
+            results = elastic_launch(config, _on_one_thread)(fn, args)
+        except ChildFailedError as error:
+            if received and error.get_first_failure()[1].exitcode == -signal.SIGTERM:
+                # It was told to stop before it could listen.
+                raise SignalException(f"ended by {received[0].name}", sigval=received[0]) from None
+            raise
+    return [results[rank] for rank in sorted(results)]
+
+
+@contextmanager
+def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
+    """Passes signals on to the ranks and goes on waiting for them. Yields a list that holds the first once it came.
+
+    The launcher's own way is to stop waiting and to expect that they exit. But a rank that has returned stays until
+    the launcher has read its result, so that ranks which end in order would be killed in the end.
+    """
+    first: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield first
+        return
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        ranks = [process.pid for process in multiprocessing.active_children() if process.pid is not None]
+        if first or not ranks:
+            received = first[0] if first else signal.Signals(number)
+            raise SignalException(f"ended by {received.name}", sigval=signal.SIGTERM)
+        first.append(signal.Signals(number))
+        signal.setitimer(signal.ITIMER_REAL, stop_timeout)
+        for pid in ranks:
+            os.kill(pid, signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (*FORWARDED, signal.SIGALRM)}
+    try:
+        yield first
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _on_one_thread(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

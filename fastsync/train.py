@@ -2,53 +2,73 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-if TYPE_CHECKING:
-    from fastsync.ppo.config import Settings
+from fastsync.ppo.config import Settings
+
+STOPPED = 128 + 15
+"""Exit status of a training that was asked to stop, and did in order: what shells have for SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train a policy with PPO, as the only rank or as one of those that torchrun starts."""
+
+    config: str | None = None
+    """A YAML file of settings, or the name of a preset, such as CartPole-v1. What else is typed wins over it."""
+    settings: Settings = field(default_factory=Settings)
 
 
 def require_extra() -> None:
     """Ends the process with one sentence if something that training needs is not installed."""
-    from fastsync.doctor import TRAIN_MODULES
+    from fastsync.doctor import missing_train_packages
 
-    missing = [name for name in TRAIN_MODULES if importlib.util.find_spec(name) is None]
+    missing = missing_train_packages()
     if missing:
         sys.exit(
             f"training needs {', '.join(missing)}, which the extra 'train' installs: pip install 'fastsync[train]'"
         )
 
 
-def train_rank(settings: Settings) -> None:
-    """Trains as the rank that the environment variables of torchrun name, or as the only one."""
+def train_rank(settings: Settings) -> str | None:
+    """Trains as the rank that the environment variables of torchrun name, or as the only one.
+
+    Returns:
+        The name of the signal that stopped it before its end, if one did.
+    """
     import torch
 
     from fastsync.distributed import process_group
     from fastsync.ppo.trainer import train
 
-    if "OMP_NUM_THREADS" not in os.environ:
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
         # As torchrun does: more threads gain nothing on networks this small, and cost much where a core is busy.
         torch.set_num_threads(1)
 
     with process_group(settings.timeout) as device:
-        train(settings, device)
+        return train(settings, device)[1].stopped_by
 
 
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the settings from the command line and trains."""
+    """Parses the settings from the command line and trains.
+
+    A rank that is alone exits with status 143 if it was stopped by a signal. Under torchrun it exits with 0, for
+    torchrun takes everything else for a failure; it has had the signal itself, and answers for the job.
+    """
     require_extra()
-    import tyro
+    from fastsync.command_line import parse
 
-    from fastsync.ppo.config import Settings
-
-    train_rank(tyro.cli(Settings, prog="python -m fastsync.train", args=arguments))
+    settings = parse(Arguments, "python -m fastsync.train", arguments).settings
+    if train_rank(settings) and "RANK" not in os.environ:
+        sys.exit(STOPPED)
 
 
 if __name__ == "__main__":

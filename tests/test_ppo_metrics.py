@@ -3,48 +3,124 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import pytest
 import torch
 
 from fastsync.ppo.gradient_sync import SyncReport
-from fastsync.ppo.metrics import EpisodeWindow, mean, mean_over_ranks, mean_sync_report
-from fastsync.ppo.rollout import Episode
+from fastsync.ppo.metrics import (
+    MAX_METRICS,
+    Episode,
+    EpisodeWindow,
+    GpuUse,
+    PhaseTimes,
+    RankReport,
+    gather_reports,
+    gpu_use,
+    mean,
+    mean_metrics,
+    mean_sync_report,
+)
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-# Of each rank: nothing, a few episodes, and then more than the window holds.
-ROLLOUTS = [
-    ([], []),
-    ([Episode(0, 1.0, 10), Episode(5, 2.0, 20)], [Episode(3, 3.0, 30)]),
-    ([Episode(row, 100.0 + row, 1) for row in range(150)], [Episode(140, -1.0, 2)]),
+# All that a report can hold, with figures that 32 bits could not carry.
+FULL = [
+    RankReport(
+        times=PhaseTimes(0.1, 0.2, 0.3, math.nan),
+        wire_bytes=2.0**40 + 1,
+        gpu=GpuUse(3.0, 0.25),
+        episodes=[Episode(0, -1.1, 10), Episode(5, math.inf, 20)],
+        metrics={"loss": 1.0, "entropy": -0.1},
+        stop_requested=True,
+    ),
+    RankReport(
+        times=PhaseTimes(1.0, 2.0, 3.0, 4.0),
+        gpu=GpuUse(3.0, 0.5),
+        episodes=[Episode(row, 100.0 + row, 1) for row in range(150)],
+        metrics={"loss": 2.0, "entropy": math.nan},
+        checkpoint_due=True,
+    ),
 ]
 
 
-def aggregate(rank: int, world_size: int) -> tuple[dict[str, float], SyncReport, list[list[float]], list[int]]:
-    window = EpisodeWindow(CPU)
-    returns, lengths = [], []
-    for of_rank in ROLLOUTS:
-        window.extend(of_rank[rank])
-        returns.append(window.returns)
-        lengths.append(sum(window.lengths))
-    metrics = mean_over_ranks({"loss": 1.0 + rank, "entropy": -2.0 * rank}, CPU)
+def gather(rank: int, world_size: int) -> tuple[list[RankReport], SyncReport, str]:
+    reports = gather_reports(FULL[rank], CPU)
     sync = mean_sync_report(SyncReport(seconds=1.0 + rank, exposed_seconds=None, wire_bytes=4), CPU)
-    return metrics, sync, returns, lengths
+    try:
+        # Not even as many: nobody hangs, and everybody is told.
+        gather_reports(RankReport(PhaseTimes(), metrics={"loss": 0.0} if rank else {"kl": 0.0, "loss": 0.0}), CPU)
+    except RuntimeError as error:
+        return reports, sync, str(error)
+    return reports, sync, "no error"
 
 
-def test_figures_are_those_of_all_ranks():
-    first, second = run_ranks(aggregate, 2, timeout=120)
-    assert first == second
-    metrics, sync, returns, lengths = first
-    assert metrics == {"loss": 1.5, "entropy": -1.0}
-    assert sync == SyncReport(seconds=1.5, exposed_seconds=None, wire_bytes=4.0)
-    # In the order of their ends, over both ranks.
-    assert returns[:2] == [[], [1.0, 3.0, 2.0]]
-    # The last 100 of 151 episodes: rows 51 to 149 of rank 0, and after row 140 the one of rank 1.
-    assert returns[2] == [*range(151, 241), -1.0, *range(241, 250)]
-    assert lengths == [0, 60, 101]
+def test_every_rank_gets_the_reports_of_all():
+    first, second = run_ranks(gather, 2, timeout=120)
+    # By their text, in which NaN is NaN.
+    assert repr(first[:2]) == repr(second[:2])
+    assert repr(first[0]) == repr([FULL[0], replace(FULL[1], episodes=FULL[1].episodes[-100:])])
+    assert first[1] == SyncReport(seconds=1.5, exposed_seconds=None, wire_bytes=4.0)
+    assert first[2] == "ranks [1] report other metrics than rank 0; this rank reports ['kl', 'loss']"
+    assert second[2] == "ranks [1] report other metrics than rank 0; this rank reports ['loss']"
 
 
-def test_the_mean_of_nothing_is_nan():
+def test_more_metrics_than_there_is_room_for_are_refused():
+    crowded = RankReport(PhaseTimes(), metrics={str(number): 0.0 for number in range(MAX_METRICS + 1)})
+    with pytest.raises(ValueError, match="33 metrics, but a report has room for 32"):
+        gather_reports(crowded, CPU)
+
+
+def reports_of(*ranks: list[Episode]) -> list[RankReport]:
+    return [RankReport(PhaseTimes(), episodes=episodes) for episodes in ranks]
+
+
+def test_the_window_holds_the_last_episodes_of_all_ranks():
+    window = EpisodeWindow()
+    window.extend(reports_of([], []))
+    assert window.returns == []
+    window.extend(reports_of([Episode(0, 1.0, 10), Episode(5, 2.0, 20)], [Episode(3, 3.0, 30)]))
+    assert window.returns == [1.0, 3.0, 2.0]
+    assert window.lengths == [10, 30, 20]
+    window.extend(reports_of([Episode(row, 100.0 + row, 1) for row in range(150)], [Episode(140, -1.0, 2)]))
+    # The last 100 of 151 episodes: rows 51 to 149 of rank 0, and in row 140 the one of rank 1, of the lower return.
+    assert window.returns == [*range(151, 240), -1.0, *range(240, 250)]
+    restored = EpisodeWindow.from_list(window.to_list())
+    assert (restored.returns, restored.lengths) == (window.returns, window.lengths)
+
+
+def test_the_window_does_not_depend_on_who_has_which_environment():
+    episodes = [Episode(2, 5.0, 7), Episode(2, 5.0, 6), Episode(1, 9.0, 1), Episode(2, -5.0, 9)]
+    windows = []
+    for ranks in ([episodes], [episodes[:2], episodes[2:]], [episodes[1:], episodes[:1]], [episodes[::-1], []]):
+        window = EpisodeWindow()
+        window.extend(reports_of(*ranks))
+        windows.append((window.returns, window.lengths))
+    assert windows == [([9.0, -5.0, 5.0, 5.0], [1, 9, 6, 7])] * 4
+
+
+def test_means_are_taken_over_ranks():
+    reports = [RankReport(PhaseTimes(), metrics=metrics) for metrics in ({"a": 1.0, "b": 0.0}, {"a": 4.0, "b": 1.0})]
+    assert mean_metrics(reports) == {"a": 2.5, "b": 0.5}
     assert math.isnan(mean([]))
-    assert mean([1.0, 2.0]) == 1.5
+
+
+def test_times_add_up():
+    total = PhaseTimes(1.0, 2.0, 3.0, 4.0) + PhaseTimes(0.5, 0.5, 0.5, math.nan)
+    assert (total.environment, total.policy, total.learning) == (1.5, 2.5, 3.5)
+    assert math.isnan(total.communication)
+    assert total.total == 7.5
+
+
+def test_a_cpu_has_no_gpu():
+    assert all(math.isnan(value) for value in (gpu_use(CPU).memory, gpu_use(CPU).utilisation))
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_what_it_does():
+    device = torch.device("cuda", 0)
+    kept = torch.empty(2**26, device=device)
+    use = gpu_use(device)
+    assert use.memory >= kept.nbytes
+    assert math.isnan(use.utilisation) or 0 <= use.utilisation <= 1

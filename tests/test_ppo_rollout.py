@@ -1,7 +1,8 @@
-"""What a rollout records of scripted environments: restarts, final observations, episodes, and where one goes on."""
+"""What a rollout records of scripted environments, in both autoreset modes: restarts, final observations, memory."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -9,10 +10,18 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from fastsync.ppo.policy import ActorCritic, log_prob
-from fastsync.ppo.rollout import Episode, Rollout, RolloutCollector
+from fastsync.ppo.config import Autoreset, Settings
+from fastsync.ppo.episodes import EpisodeRecorder
+from fastsync.ppo.metrics import Episode
+from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.rollout import Rollout, RolloutCollector
+from fastsync.ppo.vector_envs import RecordedEnvironments
+
+SETTINGS = Settings(hidden_sizes=(8, 8))
+RECURRENT = replace(SETTINGS, lstm_size=4, num_minibatches=1)
+MODES: list[Autoreset] = ["next_step", "same_step"]
 
 
 class Scripted(gymnasium.Env[Any, Any]):
@@ -38,41 +47,78 @@ class Scripted(gymnasium.Env[Any, Any]):
         return self._observe(), 1.0, over and not self.truncates, over and self.truncates, {}
 
 
-def collect_twice() -> tuple[RolloutCollector, list[Rollout]]:
-    """Two rollouts of four rows, from an environment that terminates after 3 steps and one truncated after 5."""
+def environments_of(*scripts: Scripted, mode: Autoreset) -> RecordedEnvironments:
+    makers = [
+        lambda script=script, index=index: EpisodeRecorder(script, seed=0, index=index)
+        for index, script in enumerate(scripts)
+    ]
+    autoreset = AutoresetMode.SAME_STEP if mode == "same_step" else AutoresetMode.NEXT_STEP
+    return RecordedEnvironments(SyncVectorEnv(makers, autoreset_mode=autoreset), first_index=0)
+
+
+def policy_for(environments: RecordedEnvironments, settings: Settings) -> ActorCritic:
     torch.manual_seed(0)
-    envs = SyncVectorEnv([lambda: Scripted(3, truncates=False), lambda: Scripted(5, truncates=True)])
+    policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    return policy
+
+
+def collect_twice(mode: Autoreset, settings: Settings = SETTINGS) -> tuple[RolloutCollector, list[Rollout]]:
+    """Two rollouts of four rows, from an environment that terminates after 3 steps and one truncated after 5."""
+    environments = environments_of(Scripted(3, truncates=False), Scripted(5, truncates=True), mode=mode)
     collector = RolloutCollector(
-        envs, ActorCritic(2, 3, 8), num_steps=4, seed=0, generator=torch.Generator().manual_seed(0)
+        environments, policy_for(environments, settings), num_steps=4, generator=torch.Generator().manual_seed(0)
     )
     rollouts = []
     for _ in range(2):
         rollout = collector.collect()
         columns = {name: column.clone() for name, column in vars(rollout).items() if isinstance(column, torch.Tensor)}
-        rollouts.append(Rollout(**columns, episodes=rollout.episodes))
+        rollouts.append(replace(rollout, **columns))
     return collector, rollouts
 
 
-def test_rows_are_those_of_the_environments():
-    _, rollouts = collect_twice()
-    observations = torch.cat([rollout.observations for rollout in rollouts])
-    # Episode and step that the policy saw; an episode of n steps takes n + 1 rows, the last of them its restart.
-    assert observations[:, 0].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1], [1, 2], [1, 3]]
-    assert observations[:, 1].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [0, 4], [0, 5], [1, 0], [1, 1]]
-    columns = {
-        name: torch.cat([getattr(rollout, name) for rollout in rollouts]).int().T.tolist()
-        for name in ("rewards", "valid", "terminated", "done")
-    }
-    assert columns == {
+def joined(rollouts: list[Rollout], name: str) -> list[list[int]]:
+    """The column as one list of rows for each environment."""
+    return torch.cat([getattr(rollout, name) for rollout in rollouts]).int().T.tolist()
+
+
+# Where an episode restarts in a step of its own, one of n steps takes n + 1 rows, the last of them its restart.
+EXPECTED = {
+    "next_step": {
         "rewards": [[1, 1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]],
         "valid": [[1, 1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]],
         "terminated": [[0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0]],
         "done": [[0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 0, 0, 0]],
-    }
+        "starts": [[1, 0, 0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 0]],
+    },
+    "same_step": {
+        "rewards": [[1] * 8, [1] * 8],
+        "valid": [[1] * 8, [1] * 8],
+        "terminated": [[0, 0, 1, 0, 0, 1, 0, 0], [0] * 8],
+        "done": [[0, 0, 1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0]],
+        "starts": [[1, 0, 0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 1, 0, 0]],
+    },
+}
+SEEN = {
+    "next_step": ([(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)], (0, 5)),
+    "same_step": ([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)], (1, 0)),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_are_those_of_the_environments(mode: Autoreset):
+    _, rollouts = collect_twice(mode)
+    observations = torch.cat([rollout.observations for rollout in rollouts])
+    of_first, sixth_of_second = SEEN[mode]
+    assert [tuple(row) for row in observations[:, 0].tolist()] == of_first
+    assert tuple(observations[5, 1].tolist()) == sixth_of_second
+    assert {name: joined(rollouts, name) for name in EXPECTED[mode]} == EXPECTED[mode]
 
 
 def test_episodes_are_told_with_row_return_and_length_also_across_rollouts():
-    _, (first, second) = collect_twice()
+    _, (first, second) = collect_twice("next_step")
     assert first.episodes == [Episode(row=2, episode_return=3.0, length=3)]
     assert second.episodes == [
         Episode(row=0, episode_return=5.0, length=5),
@@ -80,37 +126,71 @@ def test_episodes_are_told_with_row_return_and_length_also_across_rollouts():
     ]
 
 
-def test_values_and_log_probs_are_the_policys():
-    collector, rollouts = collect_twice()
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("network", ["separate", "shared"])
+def test_values_and_log_probs_are_the_policys(mode: Autoreset, network: Any):
+    collector, rollouts = collect_twice(mode, replace(SETTINGS, network=network))
     policy = collector.policy
     with torch.no_grad():
         for rollout in rollouts:
-            torch.testing.assert_close(rollout.values[:-1], policy.value(rollout.observations))
-            torch.testing.assert_close(
-                rollout.log_probs, log_prob(policy.logits(rollout.observations), rollout.actions)
-            )
+            outputs, values, _ = policy(rollout.observations)
+            torch.testing.assert_close(rollout.values, values)
+            torch.testing.assert_close(rollout.log_probs, policy.distribution.log_prob(outputs, rollout.actions))
         # The value after the last step is that of the state the next rollout begins in.
-        torch.testing.assert_close(rollouts[0].values[-1], policy.value(rollouts[1].observations[0]))
+        torch.testing.assert_close(rollouts[0].next_values[-1, 1], rollouts[1].values[0, 1])
+        # That of a truncated episode's end is the value of its last observation: 5 steps into episode 0.
+        final = policy.value(policy.features(torch.tensor([0.0, 5.0]))[0])
+        torch.testing.assert_close(rollouts[1].next_values[0, 1], final)
 
 
-def test_actions_are_sampled_from_the_policy():
-    torch.manual_seed(0)
-    envs = SyncVectorEnv([lambda: Scripted(1000, truncates=True) for _ in range(50)])
-    policy = ActorCritic(2, 3, 8)
-    probabilities = torch.tensor([0.1, 0.3, 0.6])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_memory_spans_rollouts_and_begins_anew_with_episodes(mode: Autoreset):
+    collector, rollouts = collect_twice(mode, RECURRENT)
+    policy = collector.policy
+    assert policy.memory is not None
     with torch.no_grad():
-        policy.actor[-1].weight.zero_()
-        policy.actor[-1].bias.copy_(probabilities.log())
-    collector = RolloutCollector(envs, policy, num_steps=400, seed=0, generator=torch.Generator().manual_seed(1))
-    frequencies = torch.bincount(collector.collect().actions.flatten(), minlength=3) / 20_000
-    # Five standard deviations of a binomial share.
-    bound = 5 * (probabilities * (1 - probabilities) / 20_000).sqrt()
-    assert ((frequencies - probabilities).abs() < bound).all()
+        for rollout in rollouts:  # learning sees what acting saw
+            outputs, values, _ = policy(rollout.observations, rollout.memory, rollout.starts)
+            torch.testing.assert_close(rollout.values, values)
+            torch.testing.assert_close(rollout.log_probs, policy.distribution.log_prob(outputs, rollout.actions))
+        # The first environment's second episode, alone and from its beginning.
+        row = joined(rollouts, "starts")[0].index(1, 1)
+        observations = torch.cat([rollout.observations for rollout in rollouts])[row : row + 3, :1]
+        starts = torch.zeros(3, 1, dtype=torch.bool)
+        _, expected, _ = policy(observations, policy.memory.initial_state(1), starts)
+        values = torch.cat([rollout.values for rollout in rollouts])[row : row + 3, :1]
+        torch.testing.assert_close(values, expected)
+        # The last observation of the truncated episode is remembered into, not begun with.
+        steps = torch.stack([torch.tensor([[0.0, float(step)]]) for step in range(6)])
+        _, expected, _ = policy(steps, policy.memory.initial_state(1), torch.zeros(6, 1, dtype=torch.bool))
+        torch.testing.assert_close(rollouts[1].next_values[0, 1], expected[5, 0])
 
 
-@pytest.mark.parametrize("name", ["_observations", "_actions", "_rewards", "_valid"])
+def test_ranks_act_as_one_rank_with_all_environments_would():
+    scripts = [(3, False), (4, True), (2, False), (7, True)]
+
+    def collected(rank: int, world_size: int) -> Rollout:
+        mine = np.array_split(np.arange(4), world_size)[rank]
+        environments = environments_of(*(Scripted(scripts[i][0], truncates=scripts[i][1]) for i in mine), mode=MODES[0])
+        return RolloutCollector(
+            environments,
+            policy_for(environments, SETTINGS),
+            num_steps=16,
+            generator=torch.Generator().manual_seed(0),
+            rank=rank,
+            world_size=world_size,
+        ).collect()
+
+    alone = collected(0, 1)
+    together = [collected(rank, 2) for rank in range(2)]
+    assert len(alone.actions.unique()) == 3
+    for name in ("actions", "observations", "rewards", "done", "valid"):
+        assert torch.equal(getattr(alone, name), torch.cat([getattr(part, name) for part in together], dim=1))
+
+
+@pytest.mark.parametrize("name", ["_observations", "_actions", "_rewards", "_flags", "_noise"])
 def test_buffers_are_allocated_once(name: str):
-    collector, _ = collect_twice()
+    collector, _ = collect_twice("next_step")
     before = getattr(collector, name)
     collector.collect()
     assert getattr(collector, name) is before

@@ -6,19 +6,22 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from gymnasium import spaces
+from torch import Tensor
 
 from fastsync.ppo.config import Settings
-from fastsync.ppo.policy import ActorCritic
-from fastsync.ppo.update import LOGGED, Batch, ppo_loss, row_weights
+from fastsync.ppo.minibatches import Batch, Shuffler
+from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.update import LOSSES, StepGate, ppo_loss, row_weights
 
-SETTINGS = Settings(ent_coef=0.03, vf_coef=0.7)
+SETTINGS = Settings(ent_coef=0.03, vf_coef=0.7, precision="fp64", hidden_sizes=(16, 16))
+OBSERVATIONS = spaces.Box(-1, 1, (4,))
 
 
 def sample(num_rows: int, *, seed: int = 0) -> tuple[ActorCritic, Batch]:
     """A policy, and rows whose probability ratios lie on both sides of the clipping range. A third is not valid."""
     torch.manual_seed(seed)
-    policy = ActorCritic(4, 3, 16).double()
+    policy = make_policy(SETTINGS, OBSERVATIONS, spaces.Discrete(3))
     with torch.no_grad():
         policy.actor[-1].weight.mul_(100)
     valid = torch.arange(num_rows) % 3 != 0
@@ -26,6 +29,7 @@ def sample(num_rows: int, *, seed: int = 0) -> tuple[ActorCritic, Batch]:
         observations=torch.randn(num_rows, 4, dtype=torch.float64),
         actions=torch.randint(3, (num_rows,)),
         log_probs=-torch.rand(num_rows, dtype=torch.float64) * 2,
+        values=torch.randn(num_rows, dtype=torch.float64),
         advantages=torch.randn(num_rows, dtype=torch.float64),
         returns=torch.randn(num_rows, dtype=torch.float64),
         weights=row_weights(valid, valid.sum(), world_size=1, num_minibatches=1).double(),
@@ -33,17 +37,21 @@ def sample(num_rows: int, *, seed: int = 0) -> tuple[ActorCritic, Batch]:
     return policy, batch
 
 
-def gradients(policy: nn.Module, batch: Batch) -> list[Tensor]:
-    loss, _ = ppo_loss(policy, batch, SETTINGS)
+def loss_of(policy: ActorCritic, batch: Batch, settings: Settings = SETTINGS) -> tuple[Tensor, Tensor]:
+    return ppo_loss(policy, policy.distribution, batch, settings, 0.2)
+
+
+def gradients(policy: ActorCritic, batch: Batch) -> list[Tensor]:
+    loss, _ = loss_of(policy, batch)
     return list(torch.autograd.grad(loss, list(policy.parameters())))
 
 
 def test_loss_is_the_mean_over_valid_rows():
     policy, batch = sample(30)
-    loss, logged = ppo_loss(policy, batch, SETTINGS)
+    loss, losses = loss_of(policy, batch)
     with torch.no_grad():
-        logits, values = policy(batch.observations)
-    sums = dict.fromkeys(LOGGED[:-1], 0.0)
+        logits, values, _ = policy(batch.observations)
+    sums = dict.fromkeys(LOSSES, 0.0)
     rows = [row for row in range(30) if row % 3]
     for row in rows:
         probabilities = torch.softmax(logits[row], 0).tolist()
@@ -56,7 +64,7 @@ def test_loss_is_the_mean_over_valid_rows():
         sums["clip_fraction"] += abs(ratio - 1) > 0.2
     means = {name: total / len(rows) for name, total in sums.items()}
     assert 0 < means["clip_fraction"] < 1
-    torch.testing.assert_close(dict(zip(LOGGED, logged.tolist(), strict=False)), means)
+    torch.testing.assert_close(dict(zip(LOSSES, losses.tolist(), strict=True)), means)
     expected = means["policy_loss"] + 0.7 * means["value_loss"] - 0.03 * means["entropy"]
     torch.testing.assert_close(float(loss.detach()), expected)
 
@@ -78,7 +86,7 @@ def test_gradients_averaged_over_ranks_and_minibatches_are_those_of_one_big_batc
     policy, batch = sample(32)
     valid = batch.weights > 0
     weights = row_weights(valid, valid.sum(), world_size=2, num_minibatches=4)
-    parts = replace(batch, weights=weights.double()).split(8)
+    parts = list(Shuffler.cut(replace(batch, weights=weights.double()), 8))
     assert len({int((part.weights > 0).sum()) for part in parts}) > 1
     averaged = [
         torch.stack(list(of_parts)).mean(0) for of_parts in zip(*(gradients(policy, p) for p in parts), strict=True)
@@ -86,13 +94,40 @@ def test_gradients_averaged_over_ranks_and_minibatches_are_those_of_one_big_batc
     torch.testing.assert_close(averaged, gradients(policy, batch))
 
 
-def test_shuffling_keeps_rows_together():
-    _, batch = sample(30)
-    shuffled = batch.shuffled(torch.Generator().manual_seed(0))
-    assert not torch.equal(shuffled.returns, batch.returns)
+def test_the_value_may_be_held_near_the_old_one():
+    policy, batch = sample(30)
+    with torch.no_grad():
+        values = policy(batch.observations)[1]
+    _, losses = loss_of(policy, batch, replace(SETTINGS, clip_value_loss=True))
+    total = 0.0
+    for row in (row for row in range(30) if row % 3):
+        value, old, target = (float(column[row]) for column in (values, batch.values, batch.returns))
+        near = min(max(value, old - 0.2), old + 0.2)
+        total += 0.5 * max((value - target) ** 2, (near - target) ** 2)
+    torch.testing.assert_close(float(losses[LOSSES.index("value_loss")]), total / 20)
 
-    def rows(batch: Batch) -> list[list[float]]:
-        columns = [column.double().reshape(30, -1) for column in vars(batch).values()]
-        return sorted(torch.cat(columns, dim=1).tolist())
 
-    assert rows(shuffled) == rows(batch)
+def test_a_closed_gate_lets_no_step_through():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.1), fused=True)
+    gate = StepGate(optimizer, torch.device("cpu"))
+    parameter.grad = torch.ones(3)
+    gate.closed.fill_(1)
+    optimizer.step()
+    assert parameter.tolist() == [1, 1, 1]
+    assert optimizer.state[parameter]["step"] == 0
+    gate.closed.zero_()
+    optimizer.step()
+    moved = parameter.detach().clone()
+    assert (moved < 1).all()
+
+    # With a GradScaler, which must not take a closed gate for an overflow, nor the gate an overflow for its own.
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    for closed, gradient, scale in ((1.0, 1.0, 8.0), (0.0, math.inf, 4.0)):
+        gate.closed.fill_(closed)
+        optimizer.zero_grad()
+        scaler.scale((parameter * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(parameter, moved)
+        assert scaler.get_scale() == scale

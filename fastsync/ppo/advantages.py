@@ -5,21 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastsync.distributed import dist_sum
-
 
 def estimate_advantages(
-    rewards: Tensor, values: Tensor, terminated: Tensor, done: Tensor, *, gamma: float, gae_lambda: float
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
 ) -> Tensor:
-    """Generalised advantage estimation (Schulman et al., ICLR 2016, equation 16), with restarts as extra rows.
+    """Generalised advantage estimation (Schulman et al., ICLR 2016, equation 16).
 
-    A step's successor is worth 0 where the episode terminated, and ``values[t + 1]`` otherwise: also where it was
-    truncated, because the row after it still holds the final observation (see Rollout). No advantage flows back over
-    the end of an episode. Rows that are restarts get a number too, which means nothing and reaches no other row.
+    A step's successor is worth 0 where the episode terminated, and ``next_values`` otherwise: also where it was
+    truncated. No advantage flows back over the end of an episode. Rows that are restarts get a number too, which means
+    nothing and reaches no other row.
 
     Args:
         rewards: [T, N].
-        values: [T + 1, N].
+        values: [T, N], of the states in which the steps began.
+        next_values: [T, N], of those to which they led.
         terminated: [T, N] bool.
         done: [T, N] bool, terminated or truncated.
         gamma: discount per step.
@@ -28,7 +34,7 @@ def estimate_advantages(
     Returns:
         Advantages [T, N].
     """
-    deltas = rewards + gamma * values[1:] * ~terminated - values[:-1]
+    deltas = rewards + gamma * next_values * ~terminated - values
     decays = gamma * gae_lambda * (~done).to(deltas.dtype)
     advantages = torch.empty_like(deltas)
     following = torch.zeros_like(deltas[0])
@@ -37,23 +43,20 @@ def estimate_advantages(
     return advantages
 
 
-def normalize_over_ranks(advantages: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Shifts and scales to mean 0 and variance 1 over the valid rows of all ranks. Every rank must call it.
+def advantage_moments(advantages: Tensor, valid: Tensor) -> Tensor:
+    """Number, sum and sum of squares of the advantages [T, N] in valid rows, [3] in fp64.
 
-    Args:
-        advantages: [T, N].
-        valid: [T, N] bool.
-
-    Returns:
-        Normalised advantages [T, N], and the number of valid rows over all ranks as a 0-dim fp64 tensor.
+    Those of all ranks together are the sum of each rank's. In fp64 the variance survives the subtraction of two large
+    numbers.
     """
-    # In fp64 the variance survives the subtraction of two large numbers.
     exact = advantages.double()
     weight = valid.double()
-    count, total, squares = dist_sum(
-        torch.stack([weight.sum(), (exact * weight).sum(), (exact.square() * weight).sum()])
-    ).unbind()
+    return torch.stack([weight.sum(), (exact * weight).sum(), (exact.square() * weight).sum()])
+
+
+def normalize_advantages(advantages: Tensor, moments: Tensor) -> Tensor:
+    """Shifts and scales to the mean 0 and variance 1 of the rows that ``moments`` [3] are of."""
+    count, total, squares = moments.unbind()
     mean = total / count
     variance = (squares / count - mean.square()).clamp(min=0)
-    normalized = (exact - mean) / (variance.sqrt() + 1e-8)
-    return normalized.to(advantages.dtype), count
+    return ((advantages.double() - mean) / (variance.sqrt() + 1e-8)).to(advantages.dtype)

@@ -3,91 +3,222 @@
 from __future__ import annotations
 
 import math
-from types import TracebackType
+from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from fastsync.ppo.metrics import TrainResult, mean
+from fastsync.ppo.metrics import PHASES, TrainResult, mean
+from fastsync.ppo.status import Status
+from fastsync.ppo.straggler import WaitingTimes
 
 NUM_LINES = 20
+MAX_RANKS = 16
+"""Ranks that the dashboard has a line for."""
 
 
-class ProgressDisplay:
-    """A progress bar with ETA on a terminal; elsewhere a line for every twentieth of the run."""
+class Display(Protocol):
+    """Shows where a run stands."""
 
-    def __init__(self, console: Console, *, title: str, total_steps: int) -> None:
+    def start(self) -> None:
+        """Begins to show."""
+
+    def stop(self) -> None:
+        """Ends. It may be called again."""
+
+    def update(self, status: Status, speed: float, waiting: WaitingTimes) -> None:
+        """Shows a new status.
+
+        Args:
+            status: where the run stands.
+            speed: environment steps per second, over all ranks.
+            waiting: of this run so far.
+        """
+
+
+def make_display(console: Console, *, title: str, total_steps: int, first_step: int = 0) -> Display:
+    """A dashboard on a terminal, and lines elsewhere."""
+    if console.is_terminal:
+        return Dashboard(console, title=title, total_steps=total_steps)
+    return Lines(console, total_steps=total_steps, first_step=first_step)
+
+
+class Lines:
+    """A line for every twentieth of the run."""
+
+    def __init__(self, console: Console, *, total_steps: int, first_step: int = 0) -> None:
         self._console = console
         self._total_steps = total_steps
-        self._next_line = 0
-        self._bar = Progress(
-            TextColumn("{task.description}"),
+        self._next_line = first_step
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def update(self, status: Status, speed: float, waiting: WaitingTimes) -> None:
+        if status.step < self._next_line:
+            return
+        self._next_line = status.step + self._total_steps // NUM_LINES
+        returned = f"{status.returns[0]:.1f}" if status.returns else "-"
+        self._console.print(
+            f"step {status.step:>9,} of {self._total_steps:,}  return {returned:>6}  {speed:,.0f} steps/s  "
+            f"ETA {_duration(_remaining(status.step, self._total_steps, speed))}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+class Dashboard:
+    """Progress, returns, losses, shares of time, and a line for each rank; redrawn with each update."""
+
+    def __init__(self, console: Console, *, title: str, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._progress = Progress(
+            TextColumn("{task.description}", style="bold"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
             TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            TextColumn("return {task.fields[mean_return]}"),
-            TextColumn("{task.fields[steps_per_second]} steps/s"),
+            TextColumn("ETA {task.fields[eta]}"),
+            expand=True,
             console=console,
-            disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(title, total=total_steps, mean_return="-", steps_per_second="-")
+        self._task = self._progress.add_task(title, total=total_steps, eta="-")
+        self._live = Live(self._progress, console=console, refresh_per_second=4)
 
-    def __enter__(self) -> ProgressDisplay:
-        self._bar.start()
-        return self
+    def start(self) -> None:
+        self._live.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+    def stop(self) -> None:
+        self._live.stop()
 
-    def update(self, step: int, seconds: float, mean_return: float) -> None:
-        """Shows that ``step`` environment steps are done after ``seconds``."""
-        return_text = "-" if math.isnan(mean_return) else f"{mean_return:.1f}"
-        speed = f"{step / seconds:,.0f}"
-        self._bar.update(
-            self._task, completed=min(step, self._total_steps), mean_return=return_text, steps_per_second=speed
-        )
-        if self._bar.disable and step >= self._next_line:
-            eta = max(0, self._total_steps - step) * seconds / step
-            self._console.print(
-                f"step {step:>9,} of {self._total_steps:,}  return {return_text:>6}  {speed} steps/s  ETA {eta:.0f} s",
-                highlight=False,
-            )
-            self._next_line = step + self._total_steps // NUM_LINES
+    def update(self, status: Status, speed: float, waiting: WaitingTimes) -> None:
+        eta = _duration(_remaining(status.step, self._total_steps, speed))
+        self._progress.update(self._task, completed=min(status.step, self._total_steps), eta=eta)
+        self._live.update(self.render(status, speed, waiting))
+
+    def render(self, status: Status, speed: float, waiting: WaitingTimes) -> RenderableType:
+        """All that the dashboard holds."""
+        columns = Table.grid(padding=(0, 4))
+        columns.add_row(_run_figures(status, speed), _learning_figures(status))
+        return Group(self._progress, columns, Text(), _rank_table(status, waiting), Text(straggler_line(waiting)))
 
 
-def result_table(result: TrainResult, *, title: str, folder: str) -> Table:
-    """The figures of a finished run."""
+def straggler_line(waiting: WaitingTimes) -> str:
+    """One sentence about who makes the others wait."""
+    if len(waiting.times) == 1:
+        return "one rank, which waits for nobody"
+    if any(math.isnan(seconds) for seconds in waiting.waited):
+        return "waiting between ranks is not measured with this way of syncing"
+    straggler = waiting.straggler
+    return str(straggler) if straggler else "no rank makes the others wait for long"
+
+
+def _run_figures(status: Status, speed: float) -> Table:
+    figures = {"steps": f"{status.step:,}", "steps per second": f"{speed:,.0f}"}
+    if status.returns:
+        average, low, high = status.returns
+        figures["return"] = f"{average:.1f}  ({low:.1f} to {high:.1f})"
+        figures["episode length"] = f"{mean(status.window.lengths):.1f}"
+    else:
+        figures["return"] = "no episode has ended"
+    figures["sent per update and rank"] = format_bytes(mean([report.wire_bytes for report in status.reports]))
+    return _two_columns(figures)
+
+
+def _learning_figures(status: Status) -> Table:
+    return _two_columns({name.replace("_", " "): f"{value:.4g}" for name, value in status.learning.items()})
+
+
+def _two_columns(figures: dict[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan")
+    table.add_column(justify="right")
+    for name, value in figures.items():
+        table.add_row(name, value)
+    return table
+
+
+def _rank_table(status: Status, waiting: WaitingTimes) -> Table:
+    """Shares of time since the start, and the GPU of each rank."""
+    table = Table(box=None, pad_edge=False, header_style="cyan")
+    table.add_column("rank")
+    for name in (*PHASES, "of it waiting", "GPU memory", "GPU use"):
+        table.add_column(name, justify="right")
+    for rank, report in enumerate(status.reports[:MAX_RANKS]):
+        times, waited = waiting.times[rank], waiting.waited[rank]
+        shares = [format_share(seconds, times.total) for seconds in (*(getattr(times, p) for p in PHASES), waited)]
+        table.add_row(str(rank), *shares, format_bytes(report.gpu.memory), format_share(report.gpu.utilisation, 1.0))
+    if len(status.reports) > MAX_RANKS:
+        table.add_row("…", f"and {len(status.reports) - MAX_RANKS} more")
+    return table
+
+
+def result_table(
+    result: TrainResult, waiting: WaitingTimes, *, title: str, new_steps: int, new_seconds: float
+) -> Table:
+    """The figures of a run that ended.
+
+    Args:
+        result: how it ended.
+        waiting: who waited for whom.
+        title: stands above.
+        new_steps: environment steps since the start, or since the run was resumed.
+        new_seconds: wall time of these.
+    """
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
-    table.add_column(justify="right")
+    table.add_column(justify="right", overflow="fold")
     episodes = len(result.returns)
+    if result.stopped_by:
+        table.add_row("stopped before its end by", result.stopped_by)
     table.add_row(
         "return",
         f"{mean(result.returns):.1f}, mean of the last {episodes} episodes" if episodes else "no episode ended",
     )
     table.add_row("environment steps", f"{result.step:,} in {result.seconds:.1f} s")
-    table.add_row("steps per second", f"{result.step / result.seconds:,.0f}")
-    table.add_row("time in synchronisation, with waiting for other ranks", _share(result.sync.seconds, result.seconds))
-    table.add_row("  not hidden by backward", _share(result.sync.exposed_seconds, result.seconds))
-    table.add_row("bytes on the wire, per rank", _bytes(result.sync.wire_bytes))
-    table.add_row("written to", folder)
+    table.add_row("steps per second", f"{new_steps / new_seconds:,.0f}" if new_seconds > 0 else "-")
+    waited = mean(waiting.waited)
+    mostly = result.sync.seconds is not None and waited > result.sync.seconds / 2
+    what = "mostly waiting for other ranks" if mostly else "with waiting for other ranks"
+    table.add_row(f"time in synchronisation, {what}", format_share(result.sync.seconds, new_seconds))
+    table.add_row("  not hidden by backward", format_share(result.sync.exposed_seconds, new_seconds))
+    for name in PHASES:
+        seconds = mean([getattr(times, name) for times in waiting.times])
+        table.add_row(f"time in {name}", format_share(seconds, mean([times.total for times in waiting.times])))
+    if len(waiting.times) > 1:
+        table.add_row("slowest rank", straggler_line(waiting))
+    table.add_row("bytes on the wire, per rank", format_bytes(result.sync.wire_bytes))
     return table
 
 
-def _share(part: float | None, whole: float) -> str:
-    return "not measured" if part is None else f"{part / whole:.1%}"
+def format_share(part: float | None, whole: float) -> str:
+    """Such as "12.5%"; a dash for what was not measured."""
+    return "-" if part is None or math.isnan(part) or not whole > 0 else f"{part / whole:.1%}"
 
 
-def _bytes(count: float | None) -> str:
-    if count is None:
-        return "not measured"
+def format_bytes(count: float | None) -> str:
+    """Such as "1.5 MB"; a dash for what was not measured."""
+    if count is None or math.isnan(count):
+        return "-"
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
+
+
+def _remaining(step: int, total_steps: int, speed: float) -> float:
+    return max(0, total_steps - step) / speed if speed > 0 else math.inf
+
+
+def _duration(seconds: float) -> str:
+    """Such as "42 s" or "1:02:03"."""
+    if math.isinf(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes else f"{rest} s"

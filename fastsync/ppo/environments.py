@@ -158,7 +158,7 @@ class Environments(ABC):
 
         Returns:
             The observations to act on, [N, ...]. Where these are not what the state says, new episodes have begun, and
-            ``begun_anew`` tells where.
+            ``begun_anew`` tells where; ``restored`` is False there and in environments that the state does not know.
         """
         state = to_numpy(state)
         if state["kind"] == type(self).__name__:
@@ -172,6 +172,7 @@ class Environments(ABC):
         self._lengths[known] = state["lengths"][known]
         self._restarting[known] = state["restarting"][known]
         num_saved = len(state["returns"])
+        self.restored = restored
         self.begun_anew = [self.first_index + i for i in range(min(num_saved, self.num_envs)) if not restored[i]]
         self._observations = observations
         return observations

@@ -1,16 +1,20 @@
-"""Who averages the gradients over ranks: fastsync's hook, plain DDP, or concatenate, all-reduce and copy back."""
+"""Who averages the gradients over ranks: fastsync, plain DDP, or concatenate, all-reduce and copy back."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import fastsync
+from fastsync.distributed import dist_mean
 from fastsync.ppo.config import Settings
 from fastsync.stopwatch import Stopwatch
 
@@ -28,17 +32,32 @@ class SyncReport:
 
 
 class GradientSync(Protocol):
-    """One way to average gradients. Between backward and the optimizer: ``reduce``, then ``clip_grad_norm_``."""
+    """One way to average gradients. Between the forward pass and the optimizer: ``backward``, then ``clip``."""
 
     @property
     def model(self) -> nn.Module:
         """The module to call in the forward pass of the loss."""
 
-    def reduce(self) -> None:
-        """Averages the gradients over ranks, unless backward has done so already."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, forward and backward passes only add to this rank's gradients."""
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the averaged gradients down to ``max_norm`` and returns their norm before, without a host sync."""
+    def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
+        """Backward, then the gradients are means over ranks.
+
+        Args:
+            loss: 0-dim.
+            rider: a float32 tensor of this rank; None, on all ranks alike, for nothing.
+
+        Returns:
+            The mean of ``rider`` over ranks, the same on each.
+        """
+
+    def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
+        """Scales the averaged gradients down to ``max_norm``, or leaves it to the optimizer's next step.
+
+        Returns:
+            Their norm before, without the scaler's scale, 0-dim; nothing waits for it.
+        """
 
     def report(self) -> SyncReport:
         """What it cost so far."""
@@ -46,31 +65,44 @@ class GradientSync(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """What it keeps from step to step, for a checkpoint."""
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from ``state_dict()``."""
+
 
 def make_gradient_sync(settings: Settings, policy: nn.Module) -> GradientSync:
     """The way of averaging that ``settings.sync`` names. Afterwards all ranks hold the weights of rank 0."""
     if settings.sync == "fastsync":
-        return FastsyncHook(policy, settings.compression)
+        return Attached(policy, settings.compression)
     if settings.sync == "ddp":
         return PlainDDP(policy)
     return ConcatenatedAllReduce(policy)
 
 
-class FastsyncHook:
-    """DDP with fastsync's hook."""
+class Attached:
+    """fastsync.attach. What else ranks have to agree on travels with the gradients."""
 
     def __init__(self, policy: nn.Module, compression: str) -> None:
-        self.model = DistributedDataParallel(policy)
-        self._hook = fastsync.register_comm_hook(self.model, compression=compression)
+        self.model = policy
+        self._sync = fastsync.attach(policy, compression)
 
-    def reduce(self) -> None:
-        pass
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._sync.no_sync()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return fastsync.clip_grad_norm_(self._hook, max_norm)
+    def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
+        if rider is not None:
+            self._sync.ride("rider", rider)
+        loss.backward()
+        return None if rider is None else self._sync.riders["rider"]
+
+    def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
+        if not scaler.is_enabled():
+            return fastsync.clip_grad_norm_(self._sync, max_norm, optimizer=optimizer)
+        # The engine's norm is that of the scaled gradients, and get_scale() would wait for the device.
+        scale = scaler.scale(torch.ones((), device=next(self.model.parameters()).device))
+        return fastsync.clip_grad_norm_(self._sync, max_norm * scale, optimizer=optimizer) / scale
 
     def report(self) -> SyncReport:
-        stats = self._hook.stats()
+        stats = self._sync.stats()
         return SyncReport(
             seconds=stats.pack_time + stats.collective_time + stats.unpack_time,
             exposed_seconds=stats.exposed_time,
@@ -78,7 +110,10 @@ class FastsyncHook:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return self._hook.state_dict()
+        return self._sync.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sync.load_state_dict(state)
 
 
 class PlainDDP:
@@ -87,10 +122,15 @@ class PlainDDP:
     def __init__(self, policy: nn.Module) -> None:
         self.model = DistributedDataParallel(policy)
 
-    def reduce(self) -> None:
-        pass
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.model.no_sync()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
+        loss.backward()
+        return None if rider is None else dist_mean(rider)
+
+    def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
+        scaler.unscale_(optimizer)
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def report(self) -> SyncReport:
@@ -98,6 +138,9 @@ class PlainDDP:
 
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
 class ConcatenatedAllReduce:
@@ -111,17 +154,16 @@ class ConcatenatedAllReduce:
         self._stopwatch = Stopwatch(self._parameters[0].device)
         self._wire_bytes = 0
 
-    def reduce(self) -> None:
-        with self._stopwatch:
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
-        self._wire_bytes += flat.nbytes
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
+        loss.backward()
+        self._reduce()
+        return None if rider is None else dist_mean(rider)
+
+    def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
+        scaler.unscale_(optimizer)
         return nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
     def report(self) -> SyncReport:
@@ -131,3 +173,16 @@ class ConcatenatedAllReduce:
 
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _reduce(self) -> None:
+        with self._stopwatch:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+        self._wire_bytes += flat.nbytes

@@ -1,57 +1,171 @@
-"""The policy network: an actor and a critic that share nothing."""
+"""The policy network: an actor and a critic, with or without layers in common, convolutions, and memory."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
+
+from fastsync.ppo.actions import make_distribution
+from fastsync.ppo.config import Activation, Settings
+from fastsync.ppo.memory import Memory, MemoryState
+from fastsync.ppo.normalize import ObservationNormalizer
+
+_ACTIVATIONS: dict[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
+_IMAGE_FEATURES = 512
+
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
 class ActorCritic(nn.Module):
-    """Logits of a categorical policy and a state value, from two separate networks with two hidden layers each.
+    """The outputs of an action distribution and a state value, from observations.
 
-    Weights are orthogonal with gain sqrt(2), 0.01 for the logits so that the first policy is nearly uniform, and 1 for
-    the value; biases are 0 (Engstrom et al., "Implementation Matters in Deep RL", ICLR 2020).
+    The trunk is what actor and critic share: nothing, or layers, or layers and an LSTM. Weights are orthogonal with
+    gain sqrt(2), 0.01 for the distribution's outputs so that the first policy is nearly uniform, and 1 for the value;
+    biases are 0 (Engstrom et al., "Implementation Matters in Deep RL", ICLR 2020). Images go through the network of
+    Mnih et al. ("Human-level control", Nature 2015).
     """
 
-    def __init__(self, observation_size: int, num_actions: int, hidden_size: int) -> None:
+    def __init__(
+        self,
+        observation_space: spaces.Space,  # type: ignore[type-arg]
+        action_space: spaces.Space,  # type: ignore[type-arg]
+        settings: Settings,
+    ) -> None:
         super().__init__()
-        self.actor = _network(observation_size, hidden_size, num_actions, last_gain=0.01)
-        self.critic = _network(observation_size, hidden_size, 1, last_gain=1.0)
+        assert isinstance(observation_space, spaces.Box)
+        shape = observation_space.shape
+        sees_images = len(shape) == 3
+        auto_shared = sees_images or settings.is_recurrent
+        self.is_shared = settings.network == "shared" or (settings.network == "auto" and auto_shared)
 
-    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [..., num_actions] and values [...] of observations [..., observation_size]."""
-        return self.logits(observations), self.value(observations)
+        def body() -> tuple[nn.Sequential, int]:
+            if sees_images:
+                return nn.Sequential(_Convolutions(shape)), _IMAGE_FEATURES
+            sizes = (shape[0], *settings.hidden_sizes)
+            return _perceptron(sizes, settings.activation), sizes[-1]
 
-    def logits(self, observations: Tensor) -> Tensor:
-        """Unnormalised log-probabilities of the actions, [..., num_actions]."""
-        logits: Tensor = self.actor(observations)
-        return logits
+        self.normalizer: ObservationNormalizer | None = None
+        if settings.norm_observations and not sees_images:
+            self.normalizer = ObservationNormalizer(shape[0])
+        self.distribution = make_distribution(action_space, log_std_init=settings.log_std_init)
+        self.memory: Memory | None = None
+        if self.is_shared:
+            self.trunk, width = body()
+            if settings.is_recurrent:
+                self.memory = Memory(width, settings.lstm_size)
+                width = settings.lstm_size
+            self.actor: nn.Sequential = nn.Sequential()
+            self.critic: nn.Sequential = nn.Sequential()
+        else:
+            self.trunk = nn.Sequential()
+            self.actor, width = body()
+            self.critic, _ = body()
+        self.actor.append(initialized(nn.Linear(width, self.distribution.num_outputs), gain=0.01))
+        self.critic.append(initialized(nn.Linear(width, 1), gain=1.0))
 
-    def value(self, observations: Tensor) -> Tensor:
-        """Expected discounted return, [...]."""
-        value: Tensor = self.critic(observations)
-        return value.squeeze(-1)
+    def forward(
+        self, observations: Tensor, state: MemoryState | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, MemoryState | None]:
+        """What actor and critic say.
+
+        Args:
+            observations: [..., *observation_shape]; with a memory [T, N, ...], in the order of time.
+            state: with a memory, what it held before the first row.
+            starts: with a memory, [T, N] bool: the row is the first of an episode, so the memory begins anew.
+
+        Returns:
+            The distribution's outputs [..., num_outputs], the expected discounted return [...], and with a memory its
+            state after the last row.
+        """
+        features, state = self.features(observations, state, starts)
+        return self.outputs(features), self.value(features), state
+
+    def features(
+        self, observations: Tensor, state: MemoryState | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState | None]:
+        """What actor and critic are given; arguments as in ``forward``."""
+        if self.normalizer is not None:
+            observations = self.normalizer(observations)
+        features = self.trunk(observations)
+        if self.memory is None:
+            return features, None
+        assert state is not None
+        assert starts is not None
+        return self.memory(features, state, starts)  # type: ignore[no-any-return]
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """The distribution's outputs [..., num_outputs]. In full precision also under autocast."""
+        outputs: Tensor = self.actor(features)
+        return outputs.to(self.dtype)
+
+    def value(self, features: Tensor) -> Tensor:
+        """Expected discounted return [...]. In full precision also under autocast."""
+        values: Tensor = self.critic(features)
+        return values.to(self.dtype).squeeze(-1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        weight: Tensor = self.critic[-1].weight
+        return weight.dtype
 
 
-def log_prob(logits: Tensor, actions: Tensor) -> Tensor:
-    """Log-probability [...] of actions [...] under logits [..., num_actions]."""
-    return torch.log_softmax(logits, dim=-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+def make_policy(
+    settings: Settings,
+    observation_space: spaces.Space,  # type: ignore[type-arg]
+    action_space: spaces.Space,  # type: ignore[type-arg]
+) -> ActorCritic:
+    """A policy as the settings want it, on the CPU, with weights from torch's global generator."""
+    policy = ActorCritic(observation_space, action_space, settings)
+    return policy.double() if settings.precision == "fp64" else policy
 
 
-def _network(num_inputs: int, hidden_size: int, num_outputs: int, *, last_gain: float) -> nn.Sequential:
-    return nn.Sequential(
-        _linear(num_inputs, hidden_size, gain=math.sqrt(2)),
-        nn.Tanh(),
-        _linear(hidden_size, hidden_size, gain=math.sqrt(2)),
-        nn.Tanh(),
-        _linear(hidden_size, num_outputs, gain=last_gain),
-    )
-
-
-def _linear(num_inputs: int, num_outputs: int, *, gain: float) -> nn.Linear:
-    layer = nn.Linear(num_inputs, num_outputs)
+def initialized(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
+    """The layer with orthogonal weights of that gain and biases of 0."""
     nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
     return layer
+
+
+def _perceptron(sizes: Sequence[int], activation: Activation) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for num_inputs, num_outputs in itertools.pairwise(sizes):
+        layers += [initialized(nn.Linear(num_inputs, num_outputs)), _ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers)
+
+
+class _Convolutions(nn.Module):
+    """Features [..., 512] of images [..., C, H, W] of bytes."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        channels, height, width = shape
+        for kernel, stride in ((8, 4), (4, 2), (3, 1)):
+            height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        if min(height, width) < 1:
+            raise ValueError(
+                f"observations of shape {tuple(shape)} are too small for the convolutions; 36 x 36 is the least"
+            )
+        self.layers = nn.Sequential(
+            initialized(nn.Conv2d(channels, 32, 8, stride=4)),
+            nn.ReLU(),
+            initialized(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            initialized(nn.Conv2d(64, 64, 3)),
+            nn.ReLU(),
+            nn.Flatten(),
+            initialized(nn.Linear(64 * height * width, _IMAGE_FEATURES)),
+            nn.ReLU(),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.reshape(-1, *images.shape[-3:])
+        features: Tensor = self.layers(flat.to(self.layers[0].weight.dtype) / 255)
+        return features.reshape(*images.shape[:-3], _IMAGE_FEATURES)

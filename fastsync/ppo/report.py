@@ -1,115 +1,139 @@
-"""What rank 0 tells about a run: progress on the console, TensorBoard, and the learning curve in the run's folder."""
+"""What rank 0 tells about a run: the console, the logs, and the learning curve in the run's folder."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 from rich.console import Console
 
 from fastsync.ppo.config import Settings
-from fastsync.ppo.console import ProgressDisplay, result_table
+from fastsync.ppo.console import Display, make_display, result_table
 from fastsync.ppo.curve import CurvePoint, draw_learning_curve
-from fastsync.ppo.metrics import EpisodeWindow, TrainResult, mean
-
-
-@dataclass(frozen=True)
-class Status:
-    """Where a run stands after an update."""
-
-    step: int
-    """Environment steps done, over all ranks."""
-    seconds: float
-    """Wall time of the learning loop so far."""
-    window: EpisodeWindow
-    """The last episodes of all ranks."""
-    metrics: dict[str, float]
-    """Figures of the update, averaged over ranks."""
+from fastsync.ppo.loggers import CsvLog, Logger, TensorBoardLog, WandbLog
+from fastsync.ppo.metrics import PHASES, TrainResult, mean
+from fastsync.ppo.status import Status
+from fastsync.ppo.straggler import WaitingTimes
 
 
 class RunReport:
     """Tells about one run. Use it in a ``with`` block, on one rank only.
 
     Args:
+        folder: the run's folder. It gets progress.csv, TensorBoard's event files and learning_curve.png.
         settings: the run's settings.
         world_size: the number of ranks that train.
         reward_threshold: the mean return at which the environment counts as solved, if that is defined.
+        resumed_step: where the run goes on; what the logs hold about later steps is dropped.
+        resumed_seconds: wall time that had passed by then.
+        notes: sentences to print before it starts.
 
     Raises:
-        ValueError: the run's folder exists already.
+        ValueError: W&B is wanted, but not installed.
     """
 
-    def __init__(self, settings: Settings, world_size: int, reward_threshold: float | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.folder = make_run_folder(settings)
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        world_size: int,
+        reward_threshold: float | None,
+        *,
+        resumed_step: int = 0,
+        resumed_seconds: float = 0.0,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        self._title = f"{settings.env} on {ranks}, sync {sync_name(settings)}"
+        sync = settings.sync if settings.compression == "none" else f"{settings.sync} {settings.compression}"
+        self._title = f"{settings.env} on {ranks}, sync {sync}"
         self._threshold = reward_threshold
-        self._points: list[CurvePoint] = []
+        self._resumed_step = resumed_step
+        self._resumed_seconds = resumed_seconds
+        self._notes = notes
+        self._waiting = WaitingTimes(world_size)
         self._console = Console()
-        self._display = ProgressDisplay(self._console, title=self._title, total_steps=settings.total_steps)
-        self._tensorboard = SummaryWriter(str(self.folder))
-        self._tensorboard.add_text("settings", _markdown_table(settings))
+        self._display: Display = make_display(
+            self._console, title=self._title, total_steps=settings.total_steps, first_step=resumed_step
+        )
+        csv_log = CsvLog(folder / "progress.csv", resumed_step)
+        self._points = [point for row in csv_log.rows if (point := _curve_point(row)) is not None]
+        self._loggers: list[Logger] = [csv_log, TensorBoardLog(folder, asdict(settings), resumed_step)]
+        if settings.wandb_project is not None:
+            self._loggers.append(WandbLog(folder, settings.wandb_project, asdict(settings)))
 
     def __enter__(self) -> RunReport:
-        self._display.__enter__()
+        for note in self._notes:
+            self._console.print(note, soft_wrap=True, highlight=False, markup=False)
+        self._display.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._display.__exit__(kind, error, trace)
-        self._tensorboard.close()
+        with ExitStack() as stack:
+            for logger in self._loggers:
+                stack.callback(logger.close)
+            stack.callback(self._display.stop)
 
     def update(self, status: Status) -> None:
         """Shows and logs where the run stands."""
-        returns = status.window.returns
-        self._display.update(status.step, status.seconds, mean(returns))
-        scalars = {f"learning/{name}": value for name, value in status.metrics.items()}
-        scalars["speed/steps_per_second"] = status.step / status.seconds
-        if returns:
-            scalars["episodes/return"] = mean(returns)
-            scalars["episodes/length"] = mean(status.window.lengths)
-            low, high = np.percentile(returns, [10, 90])
-            self._points.append(CurvePoint(status.step, float(low), mean(returns), float(high)))
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, status.step)
+        waited = self._waiting.add([report.times for report in status.reports])
+        speed = (status.step - self._resumed_step) / (status.seconds - self._resumed_seconds)
+        self._display.update(status, speed, self._waiting)
+        scalars = _scalars(status, speed, waited)
+        for logger in self._loggers:
+            logger.log(status.step, scalars)
+        if status.returns:
+            average, low, high = status.returns
+            self._points.append(CurvePoint(status.step, low, average, high))
 
     def finish(self, result: TrainResult) -> None:
         """Draws the learning curve and prints the table of results."""
-        self._display.__exit__(None, None, None)
+        self._display.stop()
         draw_learning_curve(
-            self.folder / "learning_curve.png", self._points, title=self._title, threshold=self._threshold
+            self._folder / "learning_curve.png", self._points, title=self._title, threshold=self._threshold
         )
-        self._console.print(result_table(result, title=self._title, folder=str(self.folder)))
+        table = result_table(
+            result,
+            self._waiting,
+            title=self._title,
+            new_steps=result.step - self._resumed_step,
+            new_seconds=result.seconds - self._resumed_seconds,
+        )
+        self._console.print(table)
+        # Not in the table, which would cut or fold it.
+        self._console.print(f"written to {self._folder}", soft_wrap=True, highlight=False, markup=False)
 
 
-def sync_name(settings: Settings) -> str:
-    """How a run's gradients travel, such as "ddp" or "fastsync fp16"."""
-    return settings.sync if settings.compression == "none" else f"{settings.sync} {settings.compression}"
+def _scalars(status: Status, speed: float, waited: Sequence[float]) -> dict[str, float]:
+    """All figures of an update, by the names that they have in the logs. NaN: not known."""
+    average, low, high = status.returns or (math.nan, math.nan, math.nan)
+    scalars = {
+        "seconds": status.seconds,
+        "update": status.update,
+        "episodes/return": average,
+        "episodes/return_p10": low,
+        "episodes/return_p90": high,
+        "episodes/length": mean(status.window.lengths),
+        "speed/steps_per_second": speed,
+        "speed/wire_bytes": mean([report.wire_bytes for report in status.reports]),
+    }
+    scalars |= {f"learning/{name}": value for name, value in status.learning.items()}
+    for rank, (report, waiting) in enumerate(zip(status.reports, waited, strict=True)):
+        figures = {f"{phase}_seconds": getattr(report.times, phase) for phase in PHASES}
+        figures |= {"waiting_seconds": waiting, "gpu_memory": report.gpu.memory, "gpu_use": report.gpu.utilisation}
+        scalars |= {f"rank{rank}/{name}": value for name, value in figures.items()}
+    return scalars
 
 
-def make_run_folder(settings: Settings) -> Path:
-    """Creates the folder of a run.
-
-    Raises:
-        ValueError: it exists already.
-    """
-    started = time.strftime("%Y%m%d-%H%M%S")
-    env = settings.env.replace("/", "-").replace(":", "-")
-    name = f"{env}-{sync_name(settings).replace(' ', '-')}-{settings.seed}-{started}"
-    folder = Path(settings.runs_dir) / (settings.run_name or name)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise ValueError(f"the run folder {folder} exists already; choose another run_name or remove it") from None
-    return folder
-
-
-def _markdown_table(settings: Settings) -> str:
-    rows = "\n".join(f"|{name}|{value}|" for name, value in vars(settings).items())
-    return f"|setting|value|\n|-|-|\n{rows}"
+def _curve_point(row: Mapping[str, str]) -> CurvePoint | None:
+    """What a row of progress.csv says about the learning curve, if an episode had ended."""
+    if not row["episodes/return"]:
+        return None
+    low, average, high = (float(row[f"episodes/{name}"]) for name in ("return_p10", "return", "return_p90"))
+    return CurvePoint(int(row["step"]), low, average, high)

@@ -2,139 +2,233 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from fastsync.ppo.envs import space_sizes
-from fastsync.ppo.policy import ActorCritic, log_prob
-
-
-@dataclass(frozen=True)
-class Episode:
-    """One finished episode."""
-
-    row: int
-    """The row of the rollout in which it ended."""
-    episode_return: float
-    """Sum of its rewards."""
-    length: int
-    """Number of its steps."""
+from fastsync.ppo.envs import Environments, Step
+from fastsync.ppo.memory import MemoryState
+from fastsync.ppo.metrics import Episode
+from fastsync.ppo.policy import ActorCritic
 
 
 @dataclass(frozen=True)
 class Rollout:
     """What T steps of N environments gave. All tensors lie on the policy's device; the next collection overwrites them.
 
-    Episodes restart with an extra step (gymnasium's AutoresetMode.NEXT_STEP): if environment n is done at row t, its
-    observation at row t + 1 is the final one of the old episode, and the step taken from there ignores the action,
-    gives reward 0 and leads to the first observation of the new episode. ``valid[t + 1, n]`` is False for such a row.
-    So ``values[t + 1]`` is at every valid row t the value of the true successor state, also when the episode ends at t.
+    Where episodes restart with a step of its own (gymnasium's AutoresetMode.NEXT_STEP), that step ignores the action,
+    gives reward 0 and leads to the first observation of the new episode: its row is not valid.
     """
 
     observations: Tensor
-    """[T, N, observation_size] float32: what the policy saw."""
+    """[T, N, *observation_shape]: what the policy saw."""
     actions: Tensor
-    """[T, N] int64: what it did."""
+    """[T, N, *action_shape]: what it did."""
     log_probs: Tensor
-    """[T, N] float32: log-probability of the actions."""
+    """[T, N]: log-probability of the actions."""
     values: Tensor
-    """[T + 1, N] float32: the critic's value of the observations, and of those after the last step."""
+    """[T, N]: the critic's value of the observations."""
+    next_values: Tensor
+    """[T, N]: its value of the true next observations: where an episode ended, of that episode's last one."""
     rewards: Tensor
-    """[T, N] float32."""
+    """[T, N]."""
     terminated: Tensor
     """[T, N] bool: the step led to a terminal state, whose value is 0."""
     done: Tensor
     """[T, N] bool: the step ended the episode, by termination or truncation."""
     valid: Tensor
     """[T, N] bool: the row is a step of an episode, and not a restart."""
+    starts: Tensor
+    """[T, N] bool: the row is the first of an episode."""
+    memory: MemoryState | None
+    """What a recurrent policy remembered before the first row."""
     episodes: list[Episode]
     """The episodes that ended, in order."""
+    environment_seconds: float
+    """Time in the environments."""
+    policy_seconds: float
+    """Time in everything else."""
 
 
 class RolloutCollector:
     """Steps the environments with the policy. All buffers are allocated here, once.
 
     Args:
-        envs: NEXT_STEP vector environments with vector observations and discrete actions.
+        environments: where to act.
         policy: acts; its weights may change between collections.
         num_steps: T, the rows of a rollout.
-        seed: seeds the environments. Environments that are copies of each other get seed, seed + 1, ...
-        generator: source of the action noise, on the policy's device.
+        generator: source of the action noise, on the policy's device, in the same state on every rank. Each rank takes
+            its part of noise that is drawn for the environments of all ranks, so that it does not matter how they are
+            spread over ranks.
+        rank: of this process.
+        world_size: number of ranks.
     """
 
     def __init__(
         self,
-        envs: VectorEnv[Any, Any, Any],
+        environments: Environments,
         policy: ActorCritic,
         *,
         num_steps: int,
-        seed: int,
         generator: torch.Generator,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self.envs = envs
+        self.environments = environments
         self.policy = policy
         self.num_steps = num_steps
         self.generator = generator
         self.device = generator.device
-        rows = (num_steps, envs.num_envs)
-        observation_size, num_actions = space_sizes(envs)
-        self._observations = torch.empty(num_steps + 1, envs.num_envs, observation_size, device=self.device)
-        self._actions = torch.empty(rows, dtype=torch.int64, device=self.device)
-        self._noise = torch.empty(*rows, num_actions, device=self.device)
-        self._rewards = np.empty(rows, dtype=np.float32)
-        self._terminated = np.empty(rows, dtype=np.bool_)
-        self._done = np.empty(rows, dtype=np.bool_)
-        self._valid = np.empty(rows, dtype=np.bool_)
-        # What the environments carry from one rollout into the next.
-        self._next_observation = envs.reset(seed=seed)[0]
-        self._restarting = np.zeros(envs.num_envs, dtype=np.bool_)
-        self._episode_return = np.zeros(envs.num_envs, dtype=np.float64)
-        self._episode_length = np.zeros(envs.num_envs, dtype=np.int64)
+        num_envs = environments.num_envs
+        distribution = policy.distribution
+        space = environments.single_observation_space
+        observation_dtype = torch.uint8 if space.dtype == np.uint8 else policy.dtype
+        action_dtype = policy.dtype if distribution.dtype.is_floating_point else distribution.dtype
+
+        def rows(*shape: int, dtype: torch.dtype = policy.dtype, num_rows: int = num_steps) -> Tensor:
+            return torch.empty(num_rows, num_envs, *shape, dtype=dtype, device=self.device)
+
+        self._observations = rows(*space.shape, dtype=observation_dtype, num_rows=num_steps + 1)
+        self._actions = rows(*distribution.shape, dtype=action_dtype)
+        self._outputs = rows(distribution.num_outputs)
+        self._values = rows(num_rows=num_steps + 1)
+        self._noise = torch.empty(
+            num_steps, num_envs * world_size, distribution.num_outputs, dtype=policy.dtype, device=self.device
+        )
+        self._my_noise = self._noise[:, num_envs * rank : num_envs * (rank + 1)]
+        self._rewards = np.empty((num_steps, num_envs))
+        flags = np.empty((4, num_steps, num_envs), dtype=np.bool_)
+        self._flags = flags
+        self._terminated, self._done, self._valid, self._starts = flags
+        # What goes on from one rollout into the next.
+        self._next_observation = environments.reset()
+        self._next_starts = np.ones(num_envs, dtype=np.bool_)
+        self._memory = policy.memory.initial_state(num_envs) if policy.memory else None
 
     @torch.no_grad()
     def collect(self) -> Rollout:
         """Acts for T steps."""
-        # argmax(logits + Gumbel noise) is a sample of the categorical distribution, without normalising it each step.
-        self._noise.exponential_(generator=self.generator).log_().neg_()
+        began = time.perf_counter()
+        self.policy.distribution.fill_noise_(self._noise, self.generator)
+        memory = self._memory
         episodes: list[Episode] = []
+        finals: list[_Final] = []
+        environment_seconds = 0.0
         for row in range(self.num_steps):
-            self._observations[row].copy_(torch.from_numpy(self._next_observation))
-            logits = self.policy.logits(self._observations[row])
-            torch.argmax(logits + self._noise[row], dim=-1, out=self._actions[row])
-            self._step(row, self._actions[row].cpu().numpy(), episodes)
-        self._observations[-1].copy_(torch.from_numpy(self._next_observation))
-        observations = self._observations[:-1]
+            actions = self._act(row)
+            stepped = time.perf_counter()
+            step = self.environments.step(actions)
+            environment_seconds += time.perf_counter() - stepped
+            self._record(row, step, episodes, finals)
+        self._complete_values()
+        terminated, done, valid, starts = torch.from_numpy(self._flags).to(self.device).unbind()
         return Rollout(
-            observations=observations,
+            observations=self._observations[:-1],
             actions=self._actions,
-            log_probs=log_prob(self.policy.logits(observations), self._actions),
-            values=self.policy.value(self._observations),
-            rewards=self._to_device(self._rewards),
-            terminated=self._to_device(self._terminated),
-            done=self._to_device(self._done),
-            valid=self._to_device(self._valid),
+            log_probs=self.policy.distribution.log_prob(self._outputs, self._actions),
+            values=self._values[:-1],
+            next_values=self._next_values(finals),
+            rewards=torch.from_numpy(self._rewards).to(self.device, self.policy.dtype),
+            terminated=terminated,
+            done=done,
+            valid=valid,
+            starts=starts,
+            memory=memory,
             episodes=episodes,
+            environment_seconds=environment_seconds,
+            policy_seconds=time.perf_counter() - began - environment_seconds,
         )
 
-    def _step(self, row: int, actions: np.ndarray[Any, Any], episodes: list[Episode]) -> None:
-        self._next_observation, rewards, terminated, truncated, _ = self.envs.step(actions)
-        done = terminated | truncated
-        valid = ~self._restarting
-        self._rewards[row], self._terminated[row], self._done[row], self._valid[row] = rewards, terminated, done, valid
-        self._restarting = done
-        self._episode_return += rewards
-        self._episode_length += valid
-        episodes.extend(
-            Episode(row, float(self._episode_return[index]), int(self._episode_length[index]))
-            for index in np.flatnonzero(done)
-        )
-        self._episode_return[done] = 0.0
-        self._episode_length[done] = 0
+    def state(self) -> dict[str, Tensor]:
+        """What goes on from one rollout into the next besides the environments: one row an environment, on the CPU."""
+        columns = {"starts": torch.from_numpy(self._next_starts.copy())}
+        if self._memory is not None:
+            columns["hidden"], columns["cell"] = (part.cpu() for part in self._memory)
+        return columns
 
-    def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def restore(self, observations: np.ndarray[Any, Any], columns: dict[str, Tensor]) -> None:
+        """Goes on where ``state`` was taken, from what the restored environments show now."""
+        self._next_observation = observations
+        self._next_starts = columns["starts"].numpy().copy()
+        if self._memory is not None:
+            self._memory = (columns["hidden"].to(self.device), columns["cell"].to(self.device))
+
+    def _act(self, row: int) -> np.ndarray[Any, Any]:
+        """Looks, decides, remembers; returns the actions [N, *action_shape]."""
+        self._observe(row)
+        self._starts[row] = self._next_starts
+        features, self._memory = self._features(self._observations[row], self._memory, self._next_starts)
+        outputs = self.policy.outputs(features)
+        self._outputs[row] = outputs
+        if self.policy.is_shared:
+            self._values[row] = self.policy.value(features)
+        actions = self._actions[row].copy_(self.policy.distribution.sample(outputs, self._my_noise[row]))
+        return actions.cpu().numpy()
+
+    def _observe(self, row: int) -> None:
+        self._observations[row].copy_(torch.from_numpy(self._next_observation))
+
+    def _features(
+        self, observations: Tensor, memory: MemoryState | None, starts: np.ndarray[Any, Any]
+    ) -> tuple[Tensor, MemoryState | None]:
+        """Of one row [N, ...]."""
+        if memory is None:
+            return self.policy.features(observations)
+        first = torch.from_numpy(starts).to(self.device)
+        features, memory = self.policy.features(observations.unsqueeze(0), memory, first.unsqueeze(0))
+        return features.squeeze(0), memory
+
+    def _record(self, row: int, step: Step, episodes: list[Episode], finals: list[_Final]) -> None:
+        done = step.terminated | step.truncated
+        self._rewards[row], self._terminated[row], self._done[row] = step.rewards, step.terminated, done
+        self._valid[row] = step.valid
+        self._next_observation = step.observations
+        self._next_starts = done if self.environments.same_step else ~step.valid
+        episodes.extend(Episode(row, ended.episode_return, ended.length) for ended in step.episodes)
+        for index, observation in step.final_observations.items():
+            if step.truncated[index] and not step.terminated[index]:
+                memory = tuple(part[index] for part in self._memory) if self._memory is not None else ()
+                finals.append(_Final(row, index, observation, memory))
+
+    def _complete_values(self) -> None:
+        """Those of all rows at once where the actor does without them, else that of the last row."""
+        self._observe(self.num_steps)
+        if self.policy.is_shared:
+            features, _ = self._features(self._observations[-1], self._memory, self._next_starts)
+            self._values[-1] = self.policy.value(features)
+        else:
+            self._values.copy_(self.policy.value(self.policy.features(self._observations)[0]))
+
+    def _next_values(self, finals: Sequence[_Final]) -> Tensor:
+        next_values = self._values[1:]
+        if not finals:
+            return next_values
+        observations = torch.from_numpy(np.stack([final.observation for final in finals]))
+        memory = None
+        if self._memory is not None:
+            hidden, cell = zip(*(final.memory for final in finals), strict=True)
+            memory = (torch.stack(hidden), torch.stack(cell))
+        features, _ = self._features(
+            observations.to(self.device, self._observations.dtype), memory, np.zeros(len(finals), dtype=np.bool_)
+        )
+        rows, environments = [final.row for final in finals], [final.index for final in finals]
+        next_values = next_values.clone()
+        next_values[rows, environments] = self.policy.value(features)
+        return next_values
+
+
+@dataclass(frozen=True)
+class _Final:
+    """The last observation of a truncated episode whose environment has gone on to the next already."""
+
+    row: int
+    index: int
+    """Of the environment."""
+    observation: np.ndarray[Any, Any]
+    memory: tuple[Tensor, ...]
+    """What the policy remembered of the episode, for this environment."""

@@ -1,107 +1,237 @@
-"""The learning loop: collect, estimate advantages, update, tell; the same on every rank."""
+"""The learning loop: collect, learn, tell, save; the same on every rank."""
 
 from __future__ import annotations
 
+import math
+import os
 import time
-from contextlib import closing, nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fastsync.distributed import check_consistency
-from fastsync.ppo.advantages import estimate_advantages, normalize_over_ranks
-from fastsync.ppo.checkpoint import Checkpoint, save_checkpoint
+from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
 from fastsync.ppo.config import Settings
-from fastsync.ppo.envs import make_envs, space_sizes
-from fastsync.ppo.gradient_sync import make_gradient_sync
-from fastsync.ppo.metrics import EpisodeWindow, TrainResult, mean_over_ranks, mean_sync_report
-from fastsync.ppo.policy import ActorCritic
-from fastsync.ppo.report import RunReport, Status
+from fastsync.ppo.envs import Environments, make_environments
+from fastsync.ppo.interrupt import StopSignals
+from fastsync.ppo.learner import Learner
+from fastsync.ppo.metrics import (
+    EpisodeWindow,
+    PhaseTimes,
+    RankReport,
+    TrainResult,
+    gather_reports,
+    gpu_use,
+    mean,
+    mean_sync_report,
+)
+from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.report import RunReport
 from fastsync.ppo.rollout import RolloutCollector
-from fastsync.ppo.update import LOGGED, Batch, row_weights, update
-
-
-def rank_generator(seed: int, rank: int, device: torch.device) -> torch.Generator:
-    """A source of randomness of this rank's own: no two pairs of seed and rank give the same stream."""
-    return torch.Generator(device).manual_seed(
-        int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0])
-    )
+from fastsync.ppo.run_folder import changes, open_run
+from fastsync.ppo.status import Status
+from fastsync.ppo.update import autocast
 
 
 def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainResult]:
     """Trains a policy with PPO. Every rank of the default process group must call it with the same settings.
 
-    Rank 0 shows progress and writes TensorBoard log, learning curve and checkpoint into the run's folder.
+    Rank 0 shows progress and writes logs, learning curve and checkpoints into the run's folder. SIGTERM or SIGUSR1 on
+    any rank ends the run in order on all of them after the update they are in, with a checkpoint.
 
     Returns:
-        The trained policy, the same on every rank, and how the run ended.
+        The policy, the same on every rank, and how the run ended.
 
     Raises:
         ValueError: an unsupported environment, or a run folder that exists already.
         RuntimeError: a rank was lost, or the ranks' weights differ at the end.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(settings.seed)
-    generator = rank_generator(settings.seed, rank, device)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        settings = replace(settings, resume="auto")
+    folder, checkpoint, notes = _open_run(settings, rank)
+    resumed_step = checkpoint.step if checkpoint else 0
+    with make_environments(settings, rank=rank, restart=resumed_step) as environments, StopSignals() as signals:
+        run = Run(settings, environments, device, rank=rank, world_size=world_size)
+        if checkpoint:
+            notes += changes(checkpoint, settings, world_size)
+            notes += run.resume(checkpoint)
+        if environments.why_not_restorable:
+            notes.append(environments.why_not_restorable)
+        with ExitStack() as stack:
+            report = None
+            if rank == 0:
+                report = RunReport(
+                    folder,
+                    settings,
+                    world_size,
+                    environments.reward_threshold,
+                    resumed_step=resumed_step,
+                    resumed_seconds=run.seconds,
+                    notes=notes,
+                )
+                stack.enter_context(report)
+            dist.barrier()  # rank 0 has taken its time to open the report
+            result = run.train(signals, report, CheckpointFolder(folder / CHECKPOINTS, settings.keep_checkpoints))
+    return run.policy, result
 
-    envs = make_envs(settings.env, settings.num_envs)
-    policy = ActorCritic(*space_sizes(envs), settings.hidden_size).to(device)
-    sync = make_gradient_sync(settings, policy)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate, eps=1e-5, fused=True)
-    collector = RolloutCollector(
-        envs,
-        policy,
-        num_steps=settings.num_steps,
-        seed=settings.seed + rank * settings.num_envs,
-        generator=generator,
-    )
-    window = EpisodeWindow(device)
 
-    threshold = envs.spec.reward_threshold if envs.spec else None
-    with closing(envs), RunReport(settings, world_size, threshold) if rank == 0 else nullcontext() as report:
-        dist.barrier()  # rank 0 has taken its time to open the report
-        step = 0
-        started = time.perf_counter()
-        while step < settings.total_steps:
-            if settings.anneal_lr:
-                for group in optimizer.param_groups:
-                    group["lr"] = settings.learning_rate * (1 - step / settings.total_steps)
+class Run:
+    """A training that goes on from update to update, as one rank sees it.
 
-            rollout = collector.collect()
-            advantages = estimate_advantages(
-                rollout.rewards,
-                rollout.values,
-                rollout.terminated,
-                rollout.done,
-                gamma=settings.gamma,
-                gae_lambda=settings.gae_lambda,
-            )
-            normalized, num_valid = normalize_over_ranks(advantages, rollout.valid)
-            weights = row_weights(
-                rollout.valid, num_valid, world_size=world_size, num_minibatches=settings.num_minibatches
-            )
-            batch = Batch(
-                observations=rollout.observations.flatten(0, 1),
-                actions=rollout.actions.flatten(),
-                log_probs=rollout.log_probs.flatten(),
-                advantages=normalized.flatten(),
-                returns=(advantages + rollout.values[:-1]).flatten(),
-                weights=weights.flatten(),
-            )
-            logged = update(sync, optimizer, batch, settings, generator)
+    Args:
+        settings: of the run, the same on every rank.
+        environments: of this rank.
+        device: of this rank.
+        rank: of this process.
+        world_size: number of ranks.
+    """
 
-            step += int(num_valid)
-            window.extend(rollout.episodes)
-            metrics = mean_over_ranks(dict(zip(LOGGED, logged.tolist(), strict=True)), device)
+    def __init__(
+        self, settings: Settings, environments: Environments, device: torch.device, *, rank: int, world_size: int
+    ) -> None:
+        self._settings = settings
+        self._environments = environments
+        self._device = device
+        self._rank = rank
+        self._world_size = world_size
+        torch.manual_seed(settings.seed)
+        # In the same state on every rank: what ranks draw for all, they need not tell each other.
+        generator = torch.Generator(device).manual_seed(settings.seed)
+        policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
+        self.policy = policy.to(device)
+        self._learner = Learner(settings, self.policy, generator, rank=rank, world_size=world_size)
+        self._collector = RolloutCollector(
+            environments,
+            self.policy,
+            num_steps=settings.num_steps,
+            generator=generator,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._window = EpisodeWindow()
+        self._step = 0
+        self._update = 0
+        self.seconds = 0.0
+        """Wall time of the learning loop, with what came before where the run was resumed."""
+        self._telling_seconds = 0.0
+
+    def train(self, signals: StopSignals, report: RunReport | None, checkpoints: CheckpointFolder) -> TrainResult:
+        """Trains until the end, or until a rank is told to stop; then saves.
+
+        Args:
+            signals: tell this rank to stop.
+            report: on rank 0.
+            checkpoints: where rank 0 saves.
+        """
+        started = time.perf_counter() - self.seconds
+        saved_at = time.perf_counter()
+        stopped = False
+        while self._step < self._settings.total_steps and not stopped:
+            mine = self._advance()
+            is_due = time.perf_counter() - saved_at >= self._settings.checkpoint_interval
+            mine = replace(mine, stop_requested=signals.requested, checkpoint_due=self._rank == 0 and is_due)
+            reports = self._tell(mine)
+            self.seconds = time.perf_counter() - started
+            stopped = any(each.stop_requested for each in reports)
             if report:
-                report.update(Status(step, time.perf_counter() - started, window, metrics))
-        seconds = time.perf_counter() - started
+                report.update(Status(self._step, self.seconds, self._update, self._window, reports))
+            is_over = stopped or self._step >= self._settings.total_steps
+            if is_over or reports[0].checkpoint_due:
+                self._save(checkpoints)
+                saved_at = time.perf_counter()
 
-        check_consistency(policy)
-        result = TrainResult(step, seconds, window.returns, mean_sync_report(sync.report(), device))
+        check_consistency(self.policy)
+        sync = mean_sync_report(self._learner.sync.report(), self._device)
+        stopped_by = signals.received.name if signals.received else "a signal to another rank"
+        result = TrainResult(self._step, self.seconds, self._window.returns, sync, stopped_by if stopped else None)
         if report:
-            checkpoint = Checkpoint(policy.state_dict(), optimizer.state_dict(), sync.state_dict(), settings, step)
-            save_checkpoint(report.folder / "checkpoint.pt", checkpoint)
             report.finish(result)
-    return policy, result
+        return result
+
+    def resume(self, checkpoint: Checkpoint) -> list[str]:
+        """Goes on from a checkpoint, also from one of another number of ranks.
+
+        Returns:
+            What could not go on exactly, in sentences.
+        """
+        self._step, self._update, self.seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
+        self._window = EpisodeWindow.from_list(checkpoint.window)
+        self._learner.load_state_dict(checkpoint.learner)
+        ...
+
+    def _advance(self) -> RankReport:
+        """One rollout and the learning from it, and what this rank has to tell about them."""
+        with autocast(self._settings.precision, self._device):
+            rollout = self._collector.collect()
+        before = self._learner.sync.report()
+        waited_before = self._learner.waiting_seconds()
+        began = time.perf_counter()
+        num_steps, metrics = self._learner.learn(rollout, step=self._step, update=self._update)
+        seconds = time.perf_counter() - began
+        after = self._learner.sync.report()
+        synced = _difference(after.exposed_seconds, before.exposed_seconds)
+        waited = self._learner.waiting_seconds() - waited_before + synced
+        self._step += num_steps
+        self._update += 1
+        return RankReport(
+            times=PhaseTimes(
+                environment=rollout.environment_seconds,
+                policy=rollout.policy_seconds,
+                learning=seconds - (0.0 if math.isnan(waited) else waited),
+                communication=waited + self._telling_seconds,
+            ),
+            wire_bytes=_difference(after.wire_bytes, before.wire_bytes),
+            gpu=gpu_use(self._device),
+            episodes=rollout.episodes,
+            metrics=metrics,
+        )
+
+    def _tell(self, mine: RankReport) -> list[RankReport]:
+        """The reports of all ranks."""
+        began = time.perf_counter()
+        reports = gather_reports(mine, self._device)
+        self._telling_seconds = time.perf_counter() - began  # of the next update, for this one's are told
+        self._window.extend(reports)
+        return reports
+
+    def _save(self, checkpoints: CheckpointFolder) -> None:
+        """Writes a checkpoint, on rank 0, of what all ranks know."""
+        mine = {"environments": self._environments.state(), "columns": self._columns()}
+        of_rank: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
+        dist.gather_object(mine, of_rank)
+        if of_rank is None:
+            return
+        checkpoint = Checkpoint(
+            settings=self._settings,
+            world_size=self._world_size,
+            step=self._step,
+            update=self._update,
+            seconds=self.seconds,
+            learner=self._learner.state_dict(),
+            environments=of_rank,
+            window=self._window.to_list(),
+        )
+        checkpoints.save(checkpoint, mean(self._window.returns))
+
+    def _columns(self) -> dict[str, Tensor]:
+        """What policy and learner keep for each environment of this rank, one row each."""
+        return self._collector.state() | self._learner.environment_state()
+
+
+def _open_run(settings: Settings, rank: int) -> tuple[Path, Checkpoint | None, list[str]]:
+    """The run's folder, the checkpoint to go on from, and what to say about it: found by rank 0, known to all."""
+    opened = [open_run(settings) if rank == 0 else None]
+    dist.broadcast_object_list(opened)
+    assert opened[0] is not None
+    return opened[0]
+
+
+def _difference(after: float | None, before: float | None) -> float:
+    """NaN where it was not measured."""
+    return math.nan if after is None or before is None else after - before

@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from fastsync.ppo.config import Settings
+from fastsync.ppo.actions import ActionDistribution
+from fastsync.ppo.config import Precision, Settings
 from fastsync.ppo.gradient_sync import GradientSync
-from fastsync.ppo.policy import log_prob
+from fastsync.ppo.minibatches import Batch, Shuffler
+from fastsync.ppo.schedule import Schedule
 
-LOGGED = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
-"""What ``update`` returns, in this order."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rows to learn from, B of them, in any order."""
-
-    observations: Tensor
-    """[B, observation_size] float32."""
-    actions: Tensor
-    """[B] int64."""
-    log_probs: Tensor
-    """[B] float32: log-probability of the actions when they were taken."""
-    advantages: Tensor
-    """[B] float32: normalised."""
-    returns: Tensor
-    """[B] float32: what the critic should have said."""
-    weights: Tensor
-    """[B] float32: the share of a row in the mean over its minibatch, 0 for rows that are no step of an episode."""
-
-    def shuffled(self, generator: torch.Generator) -> Batch:
-        """The same rows in random order."""
-        order = torch.randperm(len(self.actions), generator=generator, device=generator.device)
-        return Batch(*(column[order] for column in vars(self).values()))
-
-    def split(self, num_parts: int) -> list[Batch]:
-        """Equal parts, as views."""
-        columns = [column.chunk(num_parts) for column in vars(self).values()]
-        return [Batch(*part) for part in zip(*columns, strict=True)]
+LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+_KL = LOSSES.index("approx_kl")
+KL_TOLERANCE = 1.5
+"""By how much a minibatch may exceed target_kl before learning from its rollout ends, as in Stable-Baselines3."""
 
 
 def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_minibatches: int) -> Tensor:
@@ -52,58 +31,171 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
 
     Args:
         valid: bool, of any shape.
-        num_valid: 0-dim, the number of valid rows over all ranks.
+        num_valid: 0-dim fp64, the number of valid rows over all ranks.
         world_size: number of ranks.
         num_minibatches: minibatches that each rank cuts its rows into.
 
     Returns:
-        float32, shaped as ``valid``.
+        fp64, shaped as ``valid``.
     """
-    return valid * (world_size * num_minibatches / num_valid).float()
+    return valid * (world_size * num_minibatches / num_valid)
 
 
-def ppo_loss(model: nn.Module, batch: Batch, settings: Settings) -> tuple[Tensor, Tensor]:
+def ppo_loss(
+    model: nn.Module, distribution: ActionDistribution, batch: Batch, settings: Settings, clip_coef: float
+) -> tuple[Tensor, Tensor]:
     """The clipped surrogate objective with value loss and entropy bonus (Schulman et al., 2017, equation 9), negated.
 
     Returns:
-        The loss, 0-dim, and all of LOGGED but the gradient norm, [5], detached.
+        The loss, 0-dim, and LOSSES, [5], detached.
     """
-    logits, values = model(batch.observations)
-    log_ratio = log_prob(logits, batch.actions) - batch.log_probs
+    outputs, values, _ = model(batch.observations, batch.memory, batch.starts)
+    log_ratio = distribution.log_prob(outputs, batch.actions) - batch.log_probs
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - settings.clip_coef, 1 + settings.clip_coef)
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     surrogate = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
-    log_probabilities = torch.log_softmax(logits, dim=-1)
-    row_entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+    squared_error = (values - batch.returns).square()
+    if settings.clip_value_loss:
+        near = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
+        squared_error = torch.maximum(squared_error, (near - batch.returns).square())
 
     policy_loss = -(batch.weights * surrogate).sum()
-    value_loss = 0.5 * (batch.weights * (values - batch.returns).square()).sum()
-    entropy = (batch.weights * row_entropy).sum()
+    value_loss = 0.5 * (batch.weights * squared_error).sum()
+    entropy = (batch.weights * distribution.entropy(outputs)).sum()
     loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy
     with torch.no_grad():
         # (r - 1) - log r: never negative and of low variance (Schulman, "Approximating KL Divergence", 2020).
         approx_kl = (batch.weights * (ratio - 1 - log_ratio)).sum()
-        clip_fraction = (batch.weights * ((ratio - 1).abs() > settings.clip_coef)).sum()
-        logged = torch.stack([policy_loss, value_loss, entropy, approx_kl, clip_fraction])
-    return loss, logged
+        clip_fraction = (batch.weights * ((ratio - 1).abs() > clip_coef)).sum()
+        losses = torch.stack([policy_loss, value_loss, entropy, approx_kl, clip_fraction])
+    return loss, losses
 
 
-def update(
-    sync: GradientSync, optimizer: Optimizer, batch: Batch, settings: Settings, generator: torch.Generator
-) -> Tensor:
-    """Takes ``num_epochs * num_minibatches`` optimizer steps, the same number on every rank, without a host sync.
+class StepGate:
+    """Keeps an optimizer from stepping, by a decision that is made on the device and never read on the host.
 
-    Returns:
-        The means of LOGGED over the steps, on the device. The gradient norm is that before clipping.
+    Fused optimizers look at ``found_inf`` before they change anything, as GradScaler makes use of. Attributes:
+        closed: 0-dim float32, 1 for no steps.
     """
-    logged = []
-    for _ in range(settings.num_epochs):
-        for minibatch in batch.shuffled(generator).split(settings.num_minibatches):
-            loss, losses = ppo_loss(sync.model, minibatch, settings)
-            optimizer.zero_grad()
-            loss.backward()
-            sync.reduce()
-            grad_norm = sync.clip_grad_norm_(settings.max_grad_norm)
-            optimizer.step()
-            logged.append(torch.cat([losses, grad_norm.detach().reshape(1)]))
-    return torch.stack(logged).mean(0)
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.closed = torch.zeros((), device=device)
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        scalers = getattr(optimizer, "found_inf", None)
+        self._is_alone = scalers is None
+        optimizer.found_inf = self.closed if self._is_alone else torch.maximum(scalers, self.closed)
+
+    def _after(self, optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if self._is_alone:  # GradScaler deletes its own
+            del optimizer.found_inf
+
+
+class Updater:
+    """Takes optimizer steps on batches: the same number on every rank, and on a GPU without waiting for any.
+
+    Args:
+        settings: of the run.
+        sync: averages the gradients of the policy.
+        distribution: of the policy's actions.
+        optimizer: a fused one, with its learning rate as a tensor.
+        scaler: of the loss; disabled where the precision does without.
+        schedule: of the step sizes.
+        shuffler: cuts batches into minibatches.
+        device: of the policy.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        sync: GradientSync,
+        distribution: ActionDistribution,
+        optimizer: Optimizer,
+        scaler: GradScaler,
+        schedule: Schedule,
+        shuffler: Shuffler,
+        device: torch.device,
+    ) -> None:
+        self._settings = settings
+        self._sync = sync
+        self._distribution = distribution
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._schedule = schedule
+        self._shuffler = shuffler
+        self._device = device
+        self._gate = StepGate(optimizer, device)
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Learns from a rollout whose columns are [T, N, ...].
+
+        Returns:
+            The means over the steps taken of LOSSES and of the gradient's norm before clipping, and how many they were.
+        """
+        self._gate.closed.zero_()
+        logged, weights = [], []
+        for minibatch in self._minibatches(batch):
+            weights.append(1 - self._gate.closed)
+            logged.append(self._step(minibatch))
+        weight = torch.stack(weights)
+        mean = (torch.stack(logged) * weight.unsqueeze(1)).sum(0) / weight.sum()
+        names = (*LOSSES, "grad_norm", "optimizer_steps")
+        return dict(zip(names, torch.cat([mean, weight.sum().reshape(1)]).tolist(), strict=True))
+
+    def _minibatches(self, batch: Batch) -> Iterator[Batch]:
+        """Those of all epochs; on the CPU, where looking costs nothing, only until a step was refused."""
+        for _ in range(self._settings.num_epochs):
+            for minibatch in self._shuffler.minibatches(batch):
+                if self._device.type == "cpu" and self._gate.closed:
+                    return
+                yield minibatch
+
+    def _step(self, minibatch: Batch) -> Tensor:
+        """One optimizer step; LOSSES and the norm of the gradient, float32."""
+        self._optimizer.zero_grad()
+        losses, kl = self._backward(minibatch)
+        if kl is not None:
+            self._decide(kl)
+        grad_norm = self._sync.clip(self._settings.max_grad_norm, self._optimizer, self._scaler)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return torch.cat([losses, grad_norm.reshape(1)]).float()
+
+    def _backward(self, minibatch: Batch) -> tuple[Tensor, Tensor | None]:
+        """LOSSES of the minibatch on this rank, and where the settings ask for it the KL divergence over all ranks."""
+        *first, last = Shuffler.cut(minibatch, self._settings.num_micro_batches)
+        losses = torch.zeros(len(LOSSES), device=self._device)
+        for part in first:
+            with self._sync.no_sync():
+                loss, part_losses = self._loss(part)
+                self._scaler.scale(loss).backward()
+            losses = losses + part_losses
+        loss, part_losses = self._loss(last)
+        losses = losses + part_losses
+        rider = losses[_KL].float() if self._settings.target_kl is not None else None
+        return losses, self._sync.backward(self._scaler.scale(loss), rider)
+
+    def _loss(self, part: Batch) -> tuple[Tensor, Tensor]:
+        with autocast(self._settings.precision, self._device):
+            return ppo_loss(self._sync.model, self._distribution, part, self._settings, self._schedule.clip_coef)
+
+    def _decide(self, kl: Tensor) -> None:
+        """Adapts the learning rate, or refuses this and all further steps: on every rank alike, for ``kl`` is alike."""
+        if self._settings.lr_schedule == "adaptive":
+            self._schedule.adapt(self._optimizer, kl)
+        else:
+            assert self._settings.target_kl is not None
+            self._gate.closed.copy_(
+                torch.maximum(self._gate.closed, (kl > KL_TOLERANCE * self._settings.target_kl).float())
+            )
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """The context of forward passes: their matrix products in 16 bits, or nothing special."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision not in dtypes:
+        return nullcontext()
+    return torch.autocast(device.type, dtypes[precision])

@@ -1,0 +1,146 @@
+"""What a policy's last layer means: distributions over discrete, multi-discrete and continuous actions.
+
+Each has ``sample``, ``mode``, ``log_prob`` and ``entropy`` of the last layer's outputs. Randomness comes from outside,
+as noise that is drawn for a whole rollout at once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+
+class ActionDistribution(nn.Module, ABC):
+    """Actions of one kind of space.
+
+    Attributes:
+        num_outputs: what the last layer gives, per action.
+        shape: of one action.
+        dtype: of actions.
+    """
+
+    num_outputs: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def fill_noise_(self, noise: Tensor, generator: torch.Generator) -> None:
+        """Draws into ``noise`` [..., num_outputs] what ``sample`` needs."""
+
+    @abstractmethod
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """Actions [..., *shape] from outputs and noise [..., num_outputs]."""
+
+    @abstractmethod
+    def mode(self, outputs: Tensor) -> Tensor:
+        """The likeliest actions [..., *shape] under outputs [..., num_outputs]."""
+
+    @abstractmethod
+    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+        """Log-probability, or its density, [...] of actions [..., *shape] under outputs [..., num_outputs]."""
+
+    @abstractmethod
+    def entropy(self, outputs: Tensor) -> Tensor:
+        """Entropy [...] of the distributions that outputs [..., num_outputs] stand for, in nats."""
+
+
+class Categorical(ActionDistribution):
+    """One choice out of n; the outputs are logits."""
+
+    def __init__(self, num_choices: int) -> None:
+        super().__init__()
+        self.num_outputs = num_choices
+        self.shape = ()
+        self.dtype = torch.int64
+
+    def fill_noise_(self, noise: Tensor, generator: torch.Generator) -> None:
+        # Gumbel: the largest of logits + noise is a sample, so nothing needs to be normalised while the policy acts.
+        noise.exponential_(generator=generator).log_().neg_()
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return torch.argmax(outputs + noise, dim=-1)
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        return torch.argmax(outputs, dim=-1)
+
+    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+        return torch.log_softmax(outputs, dim=-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self, outputs: Tensor) -> Tensor:
+        log_probabilities = torch.log_softmax(outputs, dim=-1)
+        return -(log_probabilities.exp() * log_probabilities).sum(-1)
+
+
+class MultiCategorical(ActionDistribution):
+    """Several independent choices; the outputs are their logits, one after the other."""
+
+    def __init__(self, num_choices: Sequence[int]) -> None:
+        super().__init__()
+        self._parts = [Categorical(number) for number in num_choices]
+        self._sizes = list(num_choices)
+        self.num_outputs = sum(num_choices)
+        self.shape = (len(num_choices),)
+        self.dtype = torch.int64
+
+    def fill_noise_(self, noise: Tensor, generator: torch.Generator) -> None:
+        self._parts[0].fill_noise_(noise, generator)
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return self.mode(outputs + noise)
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        return torch.stack([logits.argmax(-1) for logits in outputs.split(self._sizes, dim=-1)], dim=-1)
+
+    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+        logits = outputs.split(self._sizes, dim=-1)
+        choices = actions.unbind(-1)
+        return torch.stack([p.log_prob(x, a) for p, x, a in zip(self._parts, logits, choices, strict=True)]).sum(0)
+
+    def entropy(self, outputs: Tensor) -> Tensor:
+        logits = outputs.split(self._sizes, dim=-1)
+        return torch.stack([part.entropy(x) for part, x in zip(self._parts, logits, strict=True)]).sum(0)
+
+
+class DiagonalGaussian(ActionDistribution):
+    """Real numbers, each normally distributed; the outputs are means, the standard deviations parameters of their own.
+
+    Samples are not bounded: the environment's bounds cut them off there, where their log-probability is taken for.
+    """
+
+    def __init__(self, size: int, *, log_std_init: float) -> None:
+        super().__init__()
+        self.num_outputs = size
+        self.shape = (size,)
+        self.dtype = torch.float32
+        self.log_std = nn.Parameter(torch.full((size,), log_std_init))
+
+    def fill_noise_(self, noise: Tensor, generator: torch.Generator) -> None:
+        noise.normal_(generator=generator)
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return outputs + self.log_std.exp() * noise
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+        standardized = (actions - outputs) * (-self.log_std).exp()
+        return (-0.5 * standardized.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+    def entropy(self, outputs: Tensor) -> Tensor:
+        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(outputs.shape[:-1])
+
+
+def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> ActionDistribution:  # type: ignore[type-arg]
+    """The distribution for a space that ``make_environments`` lets through."""
+    if isinstance(action_space, spaces.Discrete):
+        return Categorical(int(action_space.n))
+    if isinstance(action_space, spaces.MultiDiscrete):
+        return MultiCategorical([int(number) for number in action_space.nvec])
+    assert isinstance(action_space, spaces.Box)
+    return DiagonalGaussian(action_space.shape[0], log_std_init=log_std_init)

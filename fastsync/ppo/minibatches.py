@@ -1,0 +1,101 @@
+"""The rows to learn from, and how they are cut into minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastsync.ppo.memory import MemoryState
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows to learn from: B of them in any order, or for a recurrent policy B sequences of T rows, [T, B]."""
+
+    observations: Tensor
+    """[B, *observation_shape]."""
+    actions: Tensor
+    """[B, *action_shape]."""
+    log_probs: Tensor
+    """[B]: log-probability of the actions when they were taken."""
+    values: Tensor
+    """[B]: what the critic said then."""
+    advantages: Tensor
+    """[B]: normalised."""
+    returns: Tensor
+    """[B]: what the critic should have said."""
+    weights: Tensor
+    """[B]: the share of a row in the mean over its minibatch, 0 for rows that are no step of an episode."""
+    starts: Tensor | None = None
+    """[T, B] bool, for a recurrent policy: the row is the first of an episode."""
+    memory: MemoryState | None = None
+    """[B, size] each, for a recurrent policy: what it remembered before the first rows."""
+
+    def map(self, change: Callable[[Tensor], Tensor], change_memory: Callable[[Tensor], Tensor]) -> Batch:
+        """A batch of changed columns."""
+        columns = {name: change(column) for name, column in vars(self).items() if isinstance(column, Tensor)}
+        memory = self.memory and (change_memory(self.memory[0]), change_memory(self.memory[1]))
+        return replace(self, **columns, memory=memory)
+
+
+class Shuffler:
+    """Cuts rollouts into minibatches in an order that is new each time.
+
+    Without a memory the rows of each environment are shuffled on their own, and each minibatch takes the same number of
+    rows from each environment (where the number of minibatches divides that of steps). So each rank's part of a
+    minibatch is as large as the others', and the whole is the same however environments are spread over ranks. A
+    recurrent policy learns from the whole sequences of some environments, which are shuffled on each rank.
+
+    Args:
+        num_minibatches: how many of equal size.
+        generator: in the same state on every rank, on the batches' device.
+        rank: of this process.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, num_minibatches: int, generator: torch.Generator, *, rank: int, world_size: int) -> None:
+        self._num_minibatches = num_minibatches
+        self._generator = generator
+        self._rank = rank
+        self._world_size = world_size
+
+    def minibatches(self, batch: Batch) -> Iterator[Batch]:
+        """The minibatches of one pass over ``batch``, whose columns are [T, N, ...]."""
+        shape = batch.log_probs.shape
+        if batch.memory is None:
+            order = self._row_order(*shape)
+            shuffled = batch.map(lambda column: column.flatten(0, 1)[order], torch.clone)
+            return self.cut(shuffled, self._num_minibatches)
+        order = self._draw(shape[1]).argsort()
+        shuffled = batch.map(lambda column: column[:, order], lambda state: state[order])
+        return self.cut(shuffled, self._num_minibatches)
+
+    @staticmethod
+    def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
+        """Equal parts, as views."""
+        if num_parts == 1:
+            yield batch
+            return
+        dim = 0 if batch.memory is None else 1
+        size = batch.log_probs.shape[dim] // num_parts
+        for start in range(0, size * num_parts, size):
+            yield batch.map(
+                lambda column, at=start: column.narrow(dim, at, size),  # type: ignore[misc]
+                lambda state, at=start: state.narrow(0, at, size),  # type: ignore[misc]
+            )
+
+    def _row_order(self, num_steps: int, num_envs: int) -> Tensor:
+        """Indices [T * N] into rows that were [T, N]."""
+        steps = self._draw(num_steps, num_envs).argsort(dim=0, stable=True)
+        return (steps * num_envs + torch.arange(num_envs, device=steps.device)).flatten()
+
+    def _draw(self, *shape: int) -> Tensor:
+        """Random numbers for this rank's environments, the last dimension, out of those drawn for all ranks'."""
+        num_envs = shape[-1]
+        everyone = torch.rand(
+            *shape[:-1], num_envs * self._world_size, generator=self._generator, device=self._generator.device
+        )
+        return everyone.narrow(-1, num_envs * self._rank, num_envs)

@@ -1,0 +1,91 @@
+"""Running means and variances of observations and returns, over all steps of all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+LIMIT = 10.0
+"""Normalised observations and rewards are cut off here, as is customary (Andrychowicz et al., ICLR 2021, B.6)."""
+
+
+def moments(values: Tensor, valid: Tensor) -> Tensor:
+    """Number, sum and sum of squares of the valid rows of ``values`` [..., D], as one fp64 vector [1 + 2 D].
+
+    The moments of all ranks together are the sum of each rank's.
+    """
+    weight = valid.flatten().double()
+    rows = values.flatten(0, -2).double()
+    return torch.cat([weight.sum().reshape(1), weight @ rows, weight @ rows.square()])
+
+
+class RunningMoments(nn.Module):
+    """Mean and variance of all rows seen so far. Before the first they are 0 and 1.
+
+    They are buffers in fp64: part of the state dict, and no parameters.
+    """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, added: Tensor) -> None:
+        """Takes in the rows whose ``moments`` are ``added`` (Chan et al., 1979, equation 2.1)."""
+        count, total, squares = added[0], *added[1:].chunk(2)
+        mean = total / count
+        variance = (squares / count - mean.square()).clamp(min=0)
+        everything = self.count + count
+        shift = mean - self.mean
+        # Before the first rows the variance of 1 is a convention, and weighs nothing.
+        self.variance.copy_(
+            (self.variance * self.count + variance * count + shift.square() * self.count * count / everything)
+            / everything
+        )
+        self.mean.add_(shift * count / everything)
+        self.count.copy_(everything)
+
+
+class ObservationNormalizer(RunningMoments):
+    """Shifts and scales observations [..., D] to mean 0 and variance 1, cut off at 10."""
+
+    def forward(self, observations: Tensor) -> Tensor:
+        dtype = observations.dtype
+        deviation = (self.variance + 1e-8).sqrt().to(dtype)
+        return ((observations - self.mean.to(dtype)) / deviation).clamp(-LIMIT, LIMIT)
+
+
+class RewardNormalizer(RunningMoments):
+    """Divides rewards by the standard deviation of the discounted return, cut off at 10; their sign stays.
+
+    The return of an environment at a step is that of its episode so far: ``R[t] = gamma * R[t - 1] + r[t]`` (Engstrom
+    et al., "Implementation Matters in Deep RL", ICLR 2020, B).
+    """
+
+    def __init__(self, gamma: float) -> None:
+        super().__init__(1)
+        self._gamma = gamma
+
+    def forward(self, rewards: Tensor) -> Tensor:
+        deviation = (self.variance + 1e-8).sqrt().to(rewards.dtype)
+        return (rewards / deviation).clamp(-LIMIT, LIMIT)
+
+    def discounted_returns(self, rewards: Tensor, done: Tensor, carried: Tensor) -> Tensor:
+        """R at each step [T, N].
+
+        Args:
+            rewards: [T, N].
+            done: [T, N] bool: the episode ended with this step, so the next one begins at 0.
+            carried: [N], R of the step before, 0 at the beginning of an episode; overwritten for the next rollout.
+        """
+        returns = torch.empty_like(rewards)
+        for row, reward, over in zip(returns, rewards, done, strict=True):
+            torch.add(reward, carried, alpha=self._gamma, out=row)
+            carried.copy_(row * ~over)
+        return returns

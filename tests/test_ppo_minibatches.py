@@ -1,0 +1,84 @@
+"""Minibatches hold every row once, whole, and are the same however environments are spread over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastsync.ppo.minibatches import Batch, Shuffler
+
+NUM_STEPS, NUM_ENVS = 8, 6
+
+
+def batch_of(envs: slice, *, is_recurrent: bool = False) -> Batch:
+    """Rows that say who they are: 100 * step + environment."""
+    identity = 100.0 * torch.arange(NUM_STEPS).unsqueeze(1) + torch.arange(NUM_ENVS)[envs]
+    state = torch.arange(NUM_ENVS, dtype=torch.float32)[envs].unsqueeze(1).expand(-1, 2)
+    return Batch(
+        observations=identity.unsqueeze(-1).expand(-1, -1, 3),
+        actions=identity.long(),
+        log_probs=identity + 0.25,
+        values=identity + 0.5,
+        advantages=-identity,
+        returns=2 * identity,
+        weights=3 * identity,
+        starts=identity >= 100 if is_recurrent else None,
+        memory=(state, -state) if is_recurrent else None,
+    )
+
+
+def shuffler(num_minibatches: int, *, rank: int = 0, world_size: int = 1) -> Shuffler:
+    return Shuffler(num_minibatches, torch.Generator().manual_seed(0), rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 4, 3])
+def test_every_row_comes_once_and_whole(num_minibatches: int):
+    batch = batch_of(slice(None))
+    parts = list(shuffler(num_minibatches).minibatches(batch))
+    assert [len(part.actions) for part in parts] == [NUM_STEPS * NUM_ENVS // num_minibatches] * num_minibatches
+    seen = torch.cat([part.actions for part in parts])
+    assert not torch.equal(seen, batch.actions.flatten())
+    assert sorted(seen.tolist()) == sorted(batch.actions.flatten().tolist())
+    for part in parts:
+        identity = part.actions.float()
+        assert torch.equal(part.observations, identity.unsqueeze(1).expand(-1, 3))
+        assert torch.equal(part.log_probs, identity + 0.25)
+        assert torch.equal(part.values, identity + 0.5)
+        assert torch.equal(part.advantages, -identity)
+        assert torch.equal(part.returns, 2 * identity)
+        assert torch.equal(part.weights, 3 * identity)
+
+
+def test_each_pass_is_in_another_order():
+    shuffled = shuffler(1)
+    first, second = (next(shuffled.minibatches(batch_of(slice(None)))).actions for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_minibatches_do_not_depend_on_the_number_of_ranks(world_size: int):
+    alone = shuffler(4)
+    size = NUM_ENVS // world_size
+    ranks = [shuffler(4, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for _ in range(2):  # passes
+        together = zip(
+            *(r.minibatches(batch_of(slice(i * size, (i + 1) * size))) for i, r in enumerate(ranks)), strict=True
+        )
+        for whole, parts in zip(alone.minibatches(batch_of(slice(None))), together, strict=True):
+            assert len({len(part.actions) for part in parts}) == 1
+            assert sorted(torch.cat([part.actions for part in parts]).tolist()) == sorted(whole.actions.tolist())
+
+
+def test_a_memory_learns_from_whole_sequences():
+    batch = batch_of(slice(None), is_recurrent=True)
+    parts = list(shuffler(3).minibatches(batch))
+    envs = torch.cat([part.actions[0] for part in parts])
+    assert sorted(envs.tolist()) == list(range(NUM_ENVS))
+    for part in parts:
+        env = part.actions[0]
+        assert torch.equal(part.actions, 100 * torch.arange(NUM_STEPS).unsqueeze(1) + env)
+        assert part.starts is not None
+        assert torch.equal(part.starts, part.actions >= 100)
+        assert part.memory is not None
+        assert torch.equal(part.memory[0], env.float().unsqueeze(1).expand(-1, 2))
+        assert torch.equal(part.memory[1], -part.memory[0])

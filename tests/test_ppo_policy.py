@@ -1,0 +1,86 @@
+"""The policy network: its shapes, what is shared, how it begins, and precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from fastsync.ppo.config import Settings
+from fastsync.ppo.policy import make_policy
+
+VECTOR = spaces.Box(-1, 1, (5,))
+IMAGE = spaces.Box(0, 255, (4, 84, 84), dtype=np.uint8)
+THREE = spaces.Discrete(3)
+SETTINGS = Settings(hidden_sizes=(16, 8))
+
+
+def test_a_vector_policy_has_the_layers_it_was_asked_for():
+    policy = make_policy(replace(SETTINGS, activation="elu"), VECTOR, THREE)
+    assert [tuple(p.shape) for p in policy.actor.parameters()] == [(16, 5), (16,), (8, 16), (8,), (3, 8), (3,)]
+    assert [tuple(p.shape) for p in policy.critic.parameters()] == [(16, 5), (16,), (8, 16), (8,), (1, 8), (1,)]
+    assert not list(policy.trunk.parameters())
+    assert isinstance(policy.actor[1], torch.nn.ELU)
+    outputs, values, state = policy(torch.randn(6, 2, 5))
+    assert (outputs.shape, values.shape, state) == ((6, 2, 3), (6, 2), None)
+
+
+def test_layers_can_be_shared():
+    policy = make_policy(replace(SETTINGS, network="shared"), VECTOR, THREE)
+    assert [tuple(p.shape) for p in policy.trunk.parameters()] == [(16, 5), (16,), (8, 16), (8,)]
+    policy(torch.randn(6, 5))[1].sum().backward()
+    assert all(p.grad is not None for p in policy.trunk.parameters())
+    assert all(p.grad is None for p in policy.actor.parameters())
+
+
+@pytest.mark.parametrize("network", ["auto", "separate"])
+def test_images_go_through_convolutions(network: Any):
+    policy = make_policy(replace(SETTINGS, network=network), IMAGE, THREE)
+    assert policy.is_shared == (network == "auto")
+    # Nature 2015: 32 filters 8x8, 64 4x4, 64 3x3, 512 units.
+    body = policy.trunk if policy.is_shared else policy.actor[:-1]
+    assert [tuple(p.shape) for p in body.parameters() if p.dim() > 1] == [
+        (32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136),
+    ]  # fmt: skip
+    images = torch.randint(256, (2, 3, 4, 84, 84), dtype=torch.uint8)
+    outputs, values, _ = policy(images)
+    assert (outputs.shape, values.shape) == ((2, 3, 3), (2, 3))
+    torch.testing.assert_close(policy(images[1])[0], outputs[1])
+
+
+def test_images_that_are_too_small_are_refused():
+    with pytest.raises(ValueError, match=r"shape \(3, 20, 84\) are too small"):
+        make_policy(SETTINGS, spaces.Box(0, 255, (3, 20, 84), dtype=np.uint8), THREE)
+
+
+def test_weights_begin_orthogonal():
+    torch.manual_seed(0)
+    policy = make_policy(Settings(lstm_size=8, hidden_sizes=(16, 16), num_minibatches=1), VECTOR, THREE)
+    assert policy.memory is not None
+    gains = {policy.trunk[2].weight: 2.0, policy.actor[-1].weight: 1e-4, policy.critic[-1].weight: 1.0}
+    for weight, squared in gains.items():
+        torch.testing.assert_close(weight @ weight.T, squared * torch.eye(len(weight)), rtol=1e-4, atol=1e-6)
+    recurrent = policy.memory.cell.weight_hh
+    torch.testing.assert_close(recurrent.T @ recurrent, torch.eye(8), rtol=1e-4, atol=1e-5)
+    assert all((p == 0).all() for name, p in policy.named_parameters() if "bias" in name)
+
+
+def test_a_double_policy_is_double_throughout():
+    policy = make_policy(replace(SETTINGS, precision="fp64", norm_observations=True), VECTOR, spaces.Box(-1, 1, (2,)))
+    outputs, values, _ = policy(torch.randn(4, 5, dtype=torch.float64))
+    assert (outputs.dtype, values.dtype) == (torch.float64, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_answers_are_in_full_precision_under_autocast(dtype: torch.dtype):
+    policy = make_policy(replace(SETTINGS, lstm_size=4, num_minibatches=1), VECTOR, THREE)
+    assert policy.memory is not None
+    with torch.autocast("cpu", dtype):
+        outputs, values, _ = policy(
+            torch.randn(6, 2, 5), policy.memory.initial_state(2), torch.zeros(6, 2, dtype=torch.bool)
+        )
+    assert (outputs.dtype, values.dtype) == (torch.float32, torch.float32)
