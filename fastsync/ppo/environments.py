@@ -166,7 +166,6 @@ class Environments(ABC):
         else:
             observations, restored = self._reset(), np.zeros(self.num_envs, dtype=np.bool_)
         self._clear_accounts()
-        self.restored = restored
         known = np.flatnonzero(restored)
         self._returns[known] = state["returns"][known]
         self._lengths[known] = state["lengths"][known]
