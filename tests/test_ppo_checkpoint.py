@@ -1,50 +1,265 @@
-"""Checkpoints load back, and a write that fails leaves the old one."""
+"""Checkpoints load back, survive crashes, show damage, and make way for newer ones."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fastsync.ppo.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from fastsync.ppo import checkpoint as module
+from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.config import Settings
-from fastsync.ppo.policy import ActorCritic
+
+NAN = float("nan")
 
 
-def make_checkpoint(step: int) -> Checkpoint:
+def make_checkpoint(step: int, **changes: Any) -> Checkpoint:
     torch.manual_seed(step)
-    policy = ActorCritic(4, 2, 8)
-    optimizer = torch.optim.Adam(policy.parameters())
-    policy.value(torch.randn(3, 4)).sum().backward()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    settings = Settings(seed=step, run_name="a run")
-    return Checkpoint(policy.state_dict(), optimizer.state_dict(), {"scales": {"w": 0.5}}, settings, step)
+    values: dict[str, Any] = {
+        "settings": Settings(seed=step, run_name="a run", hidden_sizes=(8, 4)),
+        "world_size": 2,
+        "step": step,
+        "update": step // 10,
+        "seconds": 1.5,
+        "learner": {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()},
+        "environments": [{"lengths": torch.arange(3), "kind": "x", "big": 2**127}, {"lengths": torch.arange(2)}],
+        "window": [[0, 1.5, 20]],
+    }
+    return Checkpoint(**values | changes)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_everything_loads_back(tmp_path: Path):
-    path = tmp_path / "checkpoint.pt"
-    saved = make_checkpoint(5)
-    save_checkpoint(path, saved)
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=3)
+    saved = make_checkpoint(50)
+    path = folder.save(saved, mean_return=12.5)
+    assert path == tmp_path / "checkpoints" / "step-000000050.pt"
     loaded = load_checkpoint(path)
-    assert loaded.step == 5
-    assert loaded.config == saved.config
-    assert loaded.sync == saved.sync
-    torch.testing.assert_close(loaded.model, saved.model, rtol=0, atol=0)
-    torch.testing.assert_close(loaded.optimizer["state"], saved.optimizer["state"], rtol=0, atol=0)
-    assert loaded.optimizer["param_groups"] == saved.optimizer["param_groups"]
-    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert replace(loaded, learner={}, environments=[]) == replace(saved, learner={}, environments=[], best_return=12.5)
+    torch.testing.assert_close(loaded.learner["model"], saved.learner["model"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        loaded.learner["optimizer"]["state"], saved.learner["optimizer"]["state"], rtol=0, atol=0
+    )
+    assert loaded.learner["optimizer"]["param_groups"] == saved.learner["optimizer"]["param_groups"]
+    assert torch.equal(loaded.learner["rng"], saved.learner["rng"])
+    assert loaded.environments[0]["big"] == 2**127
+    found = CheckpointFolder(tmp_path / "checkpoints", keep=3).newest()
+    assert found is not None
+    assert (found[0], found[1].step) == (path, 50)
 
 
-def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "checkpoint.pt"
-    save_checkpoint(path, make_checkpoint(1))
+def test_an_empty_folder_has_none(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path / "nothing", keep=1)
+    assert folder.newest() is None
+    assert folder.best() is None
 
-    def write_half_and_fail(content: object, file: object) -> None:
-        file.write(b"half of it")  # type: ignore[attr-defined]
-        raise OSError("no space left on device")
 
-    monkeypatch.setattr(torch, "save", write_half_and_fail)
-    with pytest.raises(OSError, match="no space"):
-        save_checkpoint(path, make_checkpoint(2))
+def test_sha256sum_agrees(tmp_path: Path):
+    CheckpointFolder(tmp_path, keep=2).save(make_checkpoint(1), mean_return=1.0)
+    sums = [name for name in names(tmp_path) if name.endswith(".sha256")]
+    assert sums == ["best-000000001.pt.sha256", "step-000000001.pt.sha256"]
+    if shutil.which("sha256sum"):
+        subprocess.run(["sha256sum", "--check", "--strict", *sums], cwd=tmp_path, check=True, stdout=subprocess.PIPE)
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path):
+    returns = {10: NAN, 20: 5.0, 30: 9.0, 40: 7.0, 50: 9.0, 60: 8.0}
+    for step, mean_return in returns.items():
+        # As if the run were resumed before each save: the best is remembered.
+        CheckpointFolder(tmp_path, keep=2).save(make_checkpoint(step), mean_return)
+    assert [name for name in names(tmp_path) if name.endswith(".pt")] == [
+        "best-000000030.pt",
+        "step-000000050.pt",
+        "step-000000060.pt",
+    ]
+    assert len(names(tmp_path)) == 6
+    best = CheckpointFolder(tmp_path, keep=2).best()
+    assert best is not None
+    assert load_checkpoint(best).step == 30
+    assert load_checkpoint(tmp_path / "step-000000060.pt").best_return == 9.0
+
+
+def test_without_an_episode_there_is_no_best(tmp_path: Path):
+    CheckpointFolder(tmp_path, keep=2).save(make_checkpoint(1), NAN)
+    assert names(tmp_path) == ["step-000000001.pt", "step-000000001.pt.sha256"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str):
+    folder = CheckpointFolder(tmp_path, keep=3)
+    folder.save(make_checkpoint(1), NAN)
+    newest = folder.save(make_checkpoint(2), NAN)
+    content = bytearray(newest.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1  # one bit
+    newest.write_bytes({"cut": content[: len(content) // 2], "flipped": content, "empty": b""}[damage])
+    with pytest.raises(
+        RuntimeError, match=rf"{newest} is damaged: its SHA-256 is not that of step-000000002.pt.sha256"
+    ):
+        load_checkpoint(newest)
+    warnings: list[str] = []
+    found = folder.newest(warnings.append)
+    assert found is not None
+    assert found[1].step == 1
+    assert len(warnings) == 1
+    assert "step-000000002.pt is damaged" in warnings[0]
+
+
+def test_damage_without_a_sum_is_noticed_where_it_cannot_be_read(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, keep=3)
+    path = folder.save(make_checkpoint(1), NAN)
+    (tmp_path / "step-000000001.pt.sha256").unlink()
     assert load_checkpoint(path).step == 1
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(RuntimeError, match="step-000000001.pt is damaged"):
+        load_checkpoint(path)
+    with pytest.raises(RuntimeError, match="none of the 1 checkpoints in"):
+        folder.newest()
+
+
+def test_a_missing_file_and_another_version_are_named(tmp_path: Path):
+    with pytest.raises(RuntimeError, match=r"nowhere\.pt cannot be read: No such file"):
+        load_checkpoint(tmp_path / "nowhere.pt")
+    torch.save({"model": {}, "config": {}}, tmp_path / "old.pt")
+    with pytest.raises(
+        RuntimeError, match=r"old\.pt is no checkpoint of this version of fastsync: it has no .*settings"
+    ):
+        load_checkpoint(tmp_path / "old.pt")
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(RuntimeError, match="is no checkpoint of this version"):
+        load_checkpoint(tmp_path / "list.pt")
+
+
+def test_nothing_in_a_file_is_executed(tmp_path: Path):
+    class Trap:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "trapped"),)
+
+    torch.save({"settings": Trap()}, tmp_path / "trap.pt")
+    with pytest.raises(RuntimeError, match=r"trap\.pt is damaged"):
+        load_checkpoint(tmp_path / "trap.pt")
+    assert not (tmp_path / "trapped").exists()
+
+
+def rewrite_settings(path: Path, **changes: Any) -> None:
+    values = torch.load(path, weights_only=True)
+    for name, value in changes.items():
+        if value is None:
+            del values["settings"][name]
+        else:
+            values["settings"][name] = value
+    torch.save(values, path)
+    path.with_name(path.name + ".sha256").unlink(missing_ok=True)
+
+
+def test_settings_of_another_version_are_made_up_for_and_told(tmp_path: Path):
+    path = CheckpointFolder(tmp_path, keep=1).save(make_checkpoint(7), NAN)
+    rewrite_settings(path, curiosity=0.5, gamma=None)
+    loaded = load_checkpoint(path)
+    assert loaded.settings == replace(make_checkpoint(7).settings, gamma=Settings().gamma)
+    assert loaded.notes == (
+        "step-000000007.pt has a setting that this version of fastsync does not: curiosity=0.5",
+        "step-000000007.pt was saved without the setting gamma; it counts as 0.98",
+    )
+    rewrite_settings(path, num_envs=-3)
+    with pytest.raises(RuntimeError, match=r"step-000000007\.pt do not suit .* num_envs=-3 must be at least 1"):
+        load_checkpoint(path)
+
+
+class Crash(BaseException):
+    """What no handler of the code under test catches, as if the process were gone."""
+
+
+def save_until_crash(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, num_calls: int) -> bool:
+    """Saves, but after so many calls that change files the next one raises. Returns whether it came to that."""
+    left = num_calls
+
+    def counted(call: Any) -> Any:
+        def crash_or_call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Crash
+            return call(*args, **kwargs)
+
+        return crash_or_call
+
+    with monkeypatch.context() as patch:
+        for name in ("replace", "fsync", "link"):
+            patch.setattr(module.os, name, counted(getattr(os, name)))
+        patch.setattr(Path, "unlink", counted(Path.unlink))
+        patch.setattr(Path, "open", counted(Path.open))
+        try:
+            folder.save(make_checkpoint(2), 4.0)
+        except Crash:
+            return True
+    return False
+
+
+def test_a_crash_at_any_moment_leaves_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for num_calls in range(100):
+        place = tmp_path / str(num_calls)
+        CheckpointFolder(place, keep=1).save(make_checkpoint(1), 3.0)
+        (place / "left.tmp").touch()
+        crashed = save_until_crash(CheckpointFolder(place, keep=1), monkeypatch, num_calls)
+        warnings: list[str] = []
+        again = CheckpointFolder(place, keep=1)
+        found, best = again.newest(warnings.append), again.best()
+        assert warnings == []
+        assert found is not None
+        assert best is not None
+        assert load_checkpoint(best).best_return == (3.0 if load_checkpoint(best).step == 1 else 4.0)
+        if not crashed:
+            assert found[1].step == load_checkpoint(best).step == 2
+        # The next save leaves nothing behind of what was half done.
+        again.save(make_checkpoint(3), 5.0)
+        kept = ["best-000000003.pt", "step-000000003.pt"]
+        assert names(place) == sorted(kept + [f"{name}.sha256" for name in kept])
+        if not crashed:
+            break
+    assert 15 < num_calls < 99
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(make_checkpoint(1), NAN)
+    with monkeypatch.context() as patch:
+
+        def full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(module.os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            folder.save(make_checkpoint(2), NAN)
+    assert [name for name in names(tmp_path) if not name.endswith(".sha256")] == ["step-000000001.pt"]
+
+
+def test_later_ones_are_set_aside(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, keep=9)
+    for step, mean_return in {1: 1.0, 2: 2.0, 3: NAN}.items():
+        folder.save(make_checkpoint(step), mean_return)
+    renamed = folder.set_aside(after=1)
+    assert [path.name for path in renamed] == [
+        "step-000000002.pt.set-aside",
+        "step-000000003.pt.set-aside",
+        "best-000000002.pt.set-aside",
+    ]
+    found = folder.newest()
+    assert found is not None
+    assert found[1].step == 1
+    folder.save(make_checkpoint(2), 0.5)  # the best of what is left
+    assert "best-000000002.pt" in names(tmp_path)
+    assert folder.set_aside(after=2) == []

@@ -1,9 +1,16 @@
-"""Checkpoints: written so that a crash at any moment leaves either the old file or the new one, never half of one."""
+"""Checkpoints: a crash at any moment leaves the old ones whole, and one that was damaged since is noticed."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import math
 import os
-from dataclasses import asdict, dataclass
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +18,251 @@ import torch
 
 from fastsync.ppo.config import Settings
 
+_NAME = re.compile(r"(?:step|best)-(\d+)\.pt")
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run knows at some moment."""
+    """What a run knows at some moment. All of it is dicts, lists, numbers, strings and tensors."""
 
-    model: dict[str, Any]
-    """The policy's state_dict."""
-    optimizer: dict[str, Any]
-    """The optimizer's state_dict."""
-    sync: dict[str, Any]
-    """What the gradient synchronisation keeps from step to step."""
-    config: Settings
+    settings: Settings
     """The settings of the run."""
+    world_size: int
+    """The number of ranks."""
     step: int
     """Environment steps done, over all ranks."""
+    update: int
+    """Updates done, one after each rollout."""
+    seconds: float
+    """Wall time of the learning loop so far."""
+    learner: dict[str, Any]
+    """What the ranks share: policy, optimizer, gradient synchronisation, random numbers."""
+    environments: list[Any]
+    """What each rank has of its own, in rank order."""
+    window: list[Any]
+    """The last episodes."""
+    best_return: float = -math.inf
+    """The highest mean return that a checkpoint was saved with, this one included."""
+    notes: tuple[str, ...] = ()
+    """What reading it had to make up for, in sentences. Not written."""
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint beside ``path``, waits until the disk has it, and renames it over ``path``."""
-    content = {
-        "model": checkpoint.model,
-        "optimizer": checkpoint.optimizer,
-        "sync": checkpoint.sync,
-        "config": asdict(checkpoint.config),
-        "step": checkpoint.step,
-    }
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
+class CheckpointFolder:
+    """The checkpoints of a run: ``step-000012345.pt``, each with its SHA-256 beside it for ``sha256sum --check``.
+
+    ``best-000012345.pt`` is the one with the highest mean return so far. Only ``save`` and ``set_aside`` change anything,
+    so that others may read while a run writes.
+
+    Args:
+        folder: made when something is saved.
+        keep: how many of the newest stay when another is saved.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self._best_return: float | None = None
+
+    def save(self, checkpoint: Checkpoint, mean_return: float) -> Path:
+        """Writes a checkpoint and lets go of older ones. When this returns, the disk has it.
+
+        Args:
+            checkpoint: its best_return is filled in here.
+            mean_return: of its last episodes; NaN where there were none.
+
+        Raises:
+            OSError: it could not be written. Those saved before are still there.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clean_up()
+        best_before = self._best_so_far()
+        is_best = mean_return > best_before
+        best = mean_return if is_best else best_before
+        path = self.folder / f"step-{checkpoint.step:09d}.pt"
+        _write_with_sum(path, _encode(replace(checkpoint, best_return=best)))
+        if is_best:
+            _link_with_sum(path, self.folder / f"best-{checkpoint.step:09d}.pt")
+            self._best_return = best
+        for old in self._by_step("step")[: -self.keep] + self._by_step("best")[:-1]:
+            _remove(old)
+        _sync_folder(self.folder)
+        return path
+
+    def newest(self, warn: Callable[[str], None] = lambda text: None) -> tuple[Path, Checkpoint] | None:
+        """The newest checkpoint that can be read, or None if none was ever saved.
+
+        Args:
+            warn: is told of each newer one that is damaged.
+
+        Raises:
+            RuntimeError: there are some, and all are damaged.
+        """
+        paths = self._by_step("step")[::-1]
+        for path in paths:
+            try:
+                return path, load_checkpoint(path)
+            except RuntimeError as error:
+                warn(str(error))
+        if paths:
+            raise RuntimeError(f"none of the {len(paths)} checkpoints in {self.folder} can be read; see the warnings")
+        return None
+
+    def best(self) -> Path | None:
+        """The one with the highest mean return, or None if no episode had ended when any was saved."""
+        return next(iter(self._by_step("best")[::-1]), None)
+
+    def set_aside(self, *, after: int) -> list[Path]:
+        """Renames checkpoints of later steps, which a run that goes on from an earlier one will not come by again.
+
+        Returns:
+            Their new names.
+        """
+        renamed = []
+        for path in self._by_step("step") + self._by_step("best"):
+            if _step_of(path) <= after:
+                continue
+            aside = path.with_name(path.name + ".set-aside")
+            _sum_path(path).unlink(missing_ok=True)
+            os.replace(path, aside)
+            renamed.append(aside)
+        self._best_return = None
+        return renamed
+
+    def _clean_up(self) -> None:
+        """Removes what a crash left: unfinished files, and sums whose files were not written any more."""
+        for unfinished in self.folder.glob("*.tmp"):
+            unfinished.unlink(missing_ok=True)
+        for digest in self.folder.glob("*.pt.sha256"):
+            if not digest.with_suffix("").exists():
+                digest.unlink(missing_ok=True)
+
+    def _by_step(self, kind: str) -> list[Path]:
+        return sorted((path for path in self.folder.glob(f"{kind}-*.pt") if _NAME.fullmatch(path.name)), key=_step_of)
+
+    def _best_so_far(self) -> float:
+        if self._best_return is None:
+            self._best_return = -math.inf
+            best = self.best()
+            if best is not None:
+                try:
+                    self._best_return = load_checkpoint(best).best_return
+                except RuntimeError:  # damaged: the next one is the best
+                    _remove(best)
+        return self._best_return
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint onto the CPU. Nothing in the file is executed."""
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    return Checkpoint(
-        model=content["model"],
-        optimizer=content["optimizer"],
-        sync=content["sync"],
-        config=Settings(**content["config"]),
-        step=content["step"],
-    )
+    """Reads a checkpoint onto the CPU, after a look at its checksum where that is there. Nothing in it is executed.
+
+    Raises:
+        RuntimeError: it cannot be read, is damaged, or is none of this version.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RuntimeError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+    expected = _read_sum(path)
+    if expected is not None and hashlib.sha256(content).hexdigest() != expected:
+        raise RuntimeError(f"the checkpoint {path} is damaged: its SHA-256 is not that of {_sum_path(path).name}")
+    try:
+        values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise RuntimeError(f"the checkpoint {path} is damaged: {error}") from error
+    missing = _WRITTEN - set(values) if isinstance(values, dict) else _WRITTEN
+    if missing:
+        raise RuntimeError(
+            f"{path} is no checkpoint of this version of fastsync: it has no {', '.join(sorted(missing))}"
+        )
+    settings, notes = _settings_from(path, values["settings"])
+    return Checkpoint(**{name: values[name] for name in _WRITTEN} | {"settings": settings, "notes": notes})
+
+
+_WRITTEN = {field.name for field in fields(Checkpoint)} - {"notes"}
+
+
+def _encode(checkpoint: Checkpoint) -> bytes:
+    values = {name: getattr(checkpoint, name) for name in sorted(_WRITTEN)}
+    file = io.BytesIO()
+    torch.save(values | {"settings": asdict(checkpoint.settings)}, file)
+    return file.getvalue()
+
+
+def _settings_from(path: Path, values: dict[str, Any]) -> tuple[Settings, tuple[str, ...]]:
+    """Settings that another version may have written."""
+    known = {field.name for field in fields(Settings)}
+    notes = []
+    for name in sorted(set(values) - known):
+        notes.append(f"{path.name} has a setting that this version of fastsync does not: {name}={values[name]!r}")
+    defaults = Settings()
+    for name in sorted(known - set(values)):
+        notes.append(f"{path.name} was saved without the setting {name}; it counts as {getattr(defaults, name)!r}")
+    try:
+        return Settings(**{name: value for name, value in values.items() if name in known}), tuple(notes)
+    except (ValueError, TypeError) as error:
+        raise RuntimeError(f"the settings in {path} do not suit this version of fastsync: {error}") from error
+
+
+def _write_with_sum(path: Path, content: bytes) -> None:
+    """The sum comes first: a crash in between leaves a sum without a file, never a file without its sum."""
+    path.unlink(missing_ok=True)  # or the sum would be that of another file for a moment
+    digest = hashlib.sha256(content).hexdigest()
+    _write(_sum_path(path), f"{digest}  {path.name}\n".encode())
+    _write(path, content)
+
+
+def _write(path: Path, content: bytes) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _link_with_sum(path: Path, link: Path) -> None:
+    """Another name for a file, with a sum of its own."""
+    _remove(link)
+    _write(_sum_path(link), f"{_read_sum(path)}  {link.name}\n".encode())
+    unfinished = link.with_name(link.name + ".tmp")
+    try:
+        os.link(path, unfinished)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, unfinished)
+    os.replace(unfinished, link)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    _sum_path(path).unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Waits until the disk has the renames as well."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sum_path(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _read_sum(path: Path) -> str | None:
+    try:
+        words = _sum_path(path).read_text().split()
+    except FileNotFoundError:
+        return None
+    return words[0] if words else ""
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])

@@ -86,6 +86,8 @@ class Environments(ABC):
         self.why_not_restorable = why_not_restorable
         self.begun_anew: list[int] = []
         """Environments that the last ``restore`` could not bring back, by their numbers among those of all ranks."""
+        self.restored: Bools = np.zeros(num_envs, dtype=np.bool_)
+        """[N]: which of them the last ``restore`` brought back exactly; the rest are at the start of an episode."""
         self._translate = action_translator(action_space)
         self._observations: Array | None = None
         self._all = np.ones(num_envs, dtype=np.bool_)

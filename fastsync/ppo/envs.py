@@ -76,7 +76,7 @@ def _make_recorded(settings: Settings, source: EnvSource, rank: int, *, in_proce
         return [partial(_make_recorder, source, settings.seed, index, keep_actions) for index in indices]
 
     # The same trial on every rank, so that all come to the same answer.
-    tried = range(TRIED_IMAGES if len(specimen.observation_space.shape) == 3 else TRIED_VECTORS)
+    tried = range(TRIED_IMAGES if len(specimen.observation_space.shape or ()) == 3 else TRIED_VECTORS)
     why_not = why_not_restorable(
         lambda: wrap(SyncVectorEnv(makers(tried, keep_actions=True), autoreset_mode=mode), why_not=None)
     )

@@ -76,7 +76,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     @property
     def snapshot(self) -> dict[str, Any] | None:
-        """What it takes to come back here, as numbers and arrays. Assigning None begins the next episode."""
+        """What it takes to come back here, as numbers and arrays. Assigning None begins the first episode."""
         if self._last is None:
             return None
         if not self._keep_actions:
@@ -96,10 +96,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     def snapshot(self, snapshot: dict[str, Any] | None) -> None:
         self._tell_again = False
         self.is_restored = False
-        if snapshot is not None:
-            self._episode = int(snapshot["episode"])
-            if self._keep_actions and "actions" in snapshot:
-                self.is_restored = self._replay(snapshot)
+        self._episode = -1 if snapshot is None else int(snapshot["episode"])
+        if snapshot is not None and self._keep_actions and "actions" in snapshot:
+            self.is_restored = self._replay(snapshot)
         if not self.is_restored:
             self._begin_anew()
         self._tell_again = True

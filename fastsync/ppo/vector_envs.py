@@ -56,9 +56,19 @@ class RecordedEnvironments(Environments):
         try:
             return self._vector.step_wait(self._timeout)
         except multiprocessing.TimeoutError:
+            self._end_processes()
             raise RuntimeError(f"the environments' processes did not answer within {self._timeout:g} s") from None
         except (EOFError, ConnectionError) as error:
+            self._end_processes()
             raise RuntimeError(f"a process with an environment has ended: {error!r}") from error
+
+    def _end_processes(self) -> None:
+        """In place of close, which would wait for an answer."""
+        assert isinstance(self._vector, AsyncVectorEnv)
+        for process in self._vector.processes:
+            process.kill()
+            process.join()
+        self._vector.closed = True
 
     def _finished_episodes(self, indices: list[int], infos: dict[str, Any]) -> list[FinishedEpisode]:
         if not self._counts_games:
@@ -73,6 +83,7 @@ class RecordedEnvironments(Environments):
         return {"episodes": list(self._vector.get_attr("snapshot"))}
 
     def _restore(self, state: dict[str, Any]) -> tuple[Array, Bools]:
+        self._vector.reset()  # else it would restart environments that ended in its last step
         episodes = state["episodes"][: self.num_envs]
         self._vector.set_attr("snapshot", episodes + [None] * (self.num_envs - len(episodes)))
         restored = np.array(self._vector.get_attr("is_restored"), dtype=np.bool_)

@@ -1,0 +1,198 @@
+"""Run folders: new ones, those that a run goes on in, and what is said about what changed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
+from fastsync.ppo.config import Settings
+from fastsync.ppo.run_folder import CHECKPOINTS, changes, default_run_name, make_run_folder, open_run
+from fastsync.ppo.settings_file import load_settings
+from tests.test_ppo_checkpoint import make_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(runs_dir=str(tmp_path), seed=3)
+
+
+def save(folder: Path, *steps: int) -> None:
+    for step in steps:
+        CheckpointFolder(folder / CHECKPOINTS, keep=9).save(make_checkpoint(step), float(step))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / CHECKPOINTS).iterdir() if not path.name.endswith(".sha256"))
+
+
+def test_names_tell_what_runs():
+    settings = Settings(env="ALE/Pong-v5", compression="fp16", seed=7)
+    assert default_run_name(settings, None) == "ALE-Pong-v5-fastsync-fp16-7"
+    assert default_run_name(settings, 0.0).startswith("ALE-Pong-v5-fastsync-fp16-7-19")
+    assert default_run_name(Settings(env="a.b:make", sync="ddp"), None) == "a.b-make-ddp-1"
+
+
+def test_a_new_run_has_a_folder_of_its_own_with_its_settings(settings: Settings, tmp_path: Path):
+    folder, checkpoint, notes = open_run(settings)
+    assert folder.parent == tmp_path
+    assert folder.name.startswith("CartPole-v1-fastsync-3-20")
+    assert (checkpoint, notes) == (None, [])
+    assert load_settings(str(folder / "settings.yaml")) == settings
+    named = replace(settings, run_name="mine")
+    assert make_run_folder(named) == tmp_path / "mine"
+    with pytest.raises(ValueError, match=r"mine exists already; choose another run_name.*resume='auto'"):
+        open_run(named)
+
+
+def test_auto_begins_and_then_goes_on(settings: Settings, tmp_path: Path):
+    auto = replace(settings, resume="auto")
+    folder, checkpoint, notes = open_run(auto)
+    assert (folder, checkpoint, notes) == (tmp_path / "CartPole-v1-fastsync-3", None, [])
+    assert open_run(auto)[1] is None  # it stopped before its first checkpoint
+    save(folder, 10, 20)
+    folder, checkpoint, notes = open_run(auto)
+    assert checkpoint is not None
+    assert checkpoint.step == 20
+    assert notes == [f"going on from step 20 ({folder / CHECKPOINTS / 'step-000000020.pt'})"]
+    # Whoever begins another run with this file does not mean to go on with this one.
+    assert load_settings(str(folder / "settings.yaml")).resume is None
+    other = open_run(replace(auto, run_name="other"))
+    assert (other[0], other[1]) == (tmp_path / "other", None)
+
+
+def test_auto_passes_over_damaged_checkpoints(settings: Settings, tmp_path: Path):
+    auto = replace(settings, resume="auto", run_name="run")
+    save(tmp_path / "run", 10, 20)
+    damaged = tmp_path / "run" / CHECKPOINTS / "step-000000020.pt"
+    damaged.write_bytes(b"half")
+    _, checkpoint, notes = open_run(auto)
+    assert checkpoint is not None
+    assert checkpoint.step == 10
+    assert "step-000000020.pt is damaged" in notes[0]
+    assert "going on from step 10" in notes[1]
+    assert "step-000000020.pt.set-aside" in notes[2]
+    # It is not in the way of what the run saves when it comes to that step again.
+    save(tmp_path / "run", 20)
+    assert open_run(auto)[1].step == 20  # type: ignore[union-attr]
+
+
+def test_auto_does_not_begin_anew_over_damaged_ones(settings: Settings, tmp_path: Path):
+    save(tmp_path / "run", 10)
+    (tmp_path / "run" / CHECKPOINTS / "step-000000010.pt").write_bytes(b"half")
+    with pytest.raises(RuntimeError, match=r"(?s)none of the 1 checkpoints.*step-000000010.pt is damaged"):
+        open_run(replace(settings, resume="auto", run_name="run"))
+
+
+def test_a_folder_goes_on_from_its_newest(settings: Settings, tmp_path: Path):
+    save(tmp_path / "elsewhere" / "run", 10, 20)
+    folder, checkpoint, _ = open_run(replace(settings, resume=str(tmp_path / "elsewhere" / "run")))
+    assert folder == tmp_path / "elsewhere" / "run"
+    assert checkpoint is not None
+    assert checkpoint.step == 20
+
+
+@pytest.mark.parametrize("name", ["step-000000010.pt", "best-000000010.pt"])
+def test_a_file_goes_on_from_there_and_later_ones_are_set_aside(settings: Settings, tmp_path: Path, name: str):
+    run = tmp_path / "run"
+    save(run, 10)
+    for step in (20, 30):
+        CheckpointFolder(run / CHECKPOINTS, keep=9).save(make_checkpoint(step), 0.0)
+    folder, checkpoint, notes = open_run(replace(settings, resume=str(run / CHECKPOINTS / name)))
+    assert folder == run
+    assert checkpoint is not None
+    assert checkpoint.step == 10
+    assert notes[1] == (
+        "set aside, as they are of later steps: step-000000020.pt.set-aside, step-000000030.pt.set-aside"
+    )
+    assert names(run) == [
+        "best-000000010.pt",
+        "step-000000010.pt",
+        "step-000000020.pt.set-aside",
+        "step-000000030.pt.set-aside",
+    ]
+
+
+def test_a_copied_file_begins_a_run_of_its_own(settings: Settings, tmp_path: Path):
+    save(tmp_path / "run", 10)
+    copy = tmp_path / "copy.pt"
+    copy.write_bytes((tmp_path / "run" / CHECKPOINTS / "step-000000010.pt").read_bytes())
+    folder, checkpoint, notes = open_run(replace(settings, resume=str(copy), run_name="new"))
+    assert folder == tmp_path / "new"
+    assert checkpoint is not None
+    assert notes == [f"going on from step 10 ({copy})"]
+    assert names(tmp_path / "run") == ["best-000000010.pt", "step-000000010.pt"]
+
+
+def test_what_is_not_there_cannot_be_resumed(settings: Settings, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="nowhere' is neither 'auto', nor a run's folder, nor a checkpoint"):
+        open_run(replace(settings, resume=str(tmp_path / "nowhere")))
+    with pytest.raises(ValueError, match="holds no checkpoints in .*checkpoints"):
+        open_run(replace(settings, resume=str(tmp_path / "empty")))
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize("resume", [None, "auto", "file"])
+def test_ranks_that_are_started_again_find_their_run(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None
+):
+    if resume == "file":
+        save(tmp_path / "before", 5)
+        resume = str(tmp_path / "before" / CHECKPOINTS / "step-000000005.pt")
+    settings = replace(settings, resume=resume)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    folder, _, _ = open_run(settings)
+    save(folder, 10)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again, checkpoint, _ = open_run(settings)
+    assert again == folder
+    assert checkpoint is not None
+    assert checkpoint.step == 10
+    # A launcher of its own has nothing to do with this run.
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    if resume is None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("time.time", lambda: 0.0)
+            assert open_run(settings)[1] is None
+
+
+def checkpoint_of(**changes: Any) -> Checkpoint:
+    return make_checkpoint(1, settings=Settings(**changes), notes=("it was old",))
+
+
+def test_changes_are_told():
+    checkpoint = checkpoint_of()
+    assert changes(checkpoint, Settings(resume="auto", run_name="x", runs_dir="y"), 2) == ["it was old"]
+    assert changes(checkpoint, Settings(learning_rate=0.5, total_steps=7, num_envs=16), 4) == [
+        "it was old",
+        "the run goes on with world size 4 after 2: a batch of all ranks has 2048 rows after 2048",
+        "total_steps is 7 from here on, after 200000",
+        "num_envs is 16 from here on, after 32",
+        "learning_rate is 0.5 from here on, after 0.001",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
+        ({"env": "Acrobot-v1"}, "env='CartPole-v1' cannot be resumed from a run with env='Acrobot-v1'"),
+        ({"hidden_sizes": (8,)}, r"hidden_sizes=\(64, 64\) cannot be resumed from a run with hidden_sizes=\(8,\)"),
+        ({"lstm_size": 4}, "lstm_size=0 cannot be resumed"),
+        ({"norm_observations": True}, "norm_observations=False cannot be resumed"),
+    ],
+)
+def test_another_environment_or_network_is_refused(old: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        changes(checkpoint_of(**old), Settings(), 2)

@@ -1,0 +1,138 @@
+"""Small environments whose every number can be foretold. Reach them as "tests.toy_envs:Name"."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+
+class Countdown(gymnasium.Env[Any, Any]):
+    """Episodes of 2 to 7 steps, by the seed; even ones terminate, odd ones are truncated. The reward is 1 + action."""
+
+    observation_space: spaces.Space[Any] = spaces.Box(-np.inf, np.inf, (3,), dtype=np.float64)
+    action_space: spaces.Space[Any] = spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.remaining = self.length = int(self.np_random.integers(2, 8))
+        self.noise = self.draw()
+        return self.look(), {}
+
+    def step(self, action: Any):
+        self.remaining -= 1
+        self.noise = self.draw() + float(np.sum(action))
+        done = self.remaining == 0
+        even = self.length % 2 == 0
+        return self.look(), 1.0 + float(np.sum(action)), done and even, done and not even, {}
+
+    def draw(self) -> float:
+        return float(self.np_random.random())
+
+    def look(self) -> Any:
+        return np.array([self.noise, self.remaining, self.length])
+
+
+class Unseeded(Countdown):
+    """Takes its randomness from elsewhere."""
+
+    def draw(self) -> float:
+        return float(np.frombuffer(os.urandom(4), dtype=np.uint32)[0])
+
+
+class Leaky(Countdown):
+    """An episode knows how many there were before."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.past = getattr(self, "past", 0) + 1
+        return super().reset(seed=seed, options=options)
+
+    def look(self) -> Any:
+        return super().look() + (0.5 * self.past if self.remaining == 1 else 0)
+
+
+class Continuous(Countdown):
+    action_space = spaces.Box(np.array([-1.0, -np.inf]), np.array([np.inf, 2.0]), dtype=np.float64)
+
+
+class FromFive(Countdown):
+    action_space = spaces.Discrete(3, start=5)
+
+
+class Several(Countdown):
+    action_space = spaces.MultiDiscrete([2, 3], start=[0, 10])
+
+
+class Grid(Countdown):
+    observation_space = spaces.Box(0, 1, (4, 4), dtype=np.float32)
+
+
+class FloatImage(Countdown):
+    observation_space = spaces.Box(0, 1, (4, 4, 3), dtype=np.float32)
+
+
+class Named(Countdown):
+    observation_space = spaces.Dict({"position": spaces.Box(0, 1, (2,))})
+
+
+class Binary(Countdown):
+    action_space = spaces.MultiBinary(4)
+
+
+class Table(Countdown):
+    action_space = spaces.MultiDiscrete([[2, 3], [4, 5]])
+
+
+class Whole(Countdown):
+    action_space = spaces.Box(0, 9, (2,), dtype=np.int64)
+
+
+class Hangs(Countdown):
+    """Never answers to an action that nobody takes at random."""
+
+    action_space = spaces.Box(-1e9, 1e9, (1,), dtype=np.float32)
+
+    def step(self, action: Any):
+        if action[0] > 1e6:
+            time.sleep(1000)
+        return super().step(action)
+
+
+class Dies(Hangs):
+    """Takes its process along."""
+
+    def step(self, action: Any):
+        if action[0] > 1e6:
+            os._exit(3)
+        return super().step(action)
+
+
+def not_an_environment() -> int:
+    return 7
+
+
+class OwnVector(VectorEnv[Any, Any, Any]):
+    """Ends an episode of every environment in every third step."""
+
+    def __init__(self, num_envs: int, mode: AutoresetMode | None, tells_final: bool = True) -> None:
+        self.num_envs = num_envs
+        self.metadata = {"autoreset_mode": mode}
+        self.single_observation_space = spaces.Box(0, 9, (1,), dtype=np.float32)
+        self.single_action_space = spaces.Discrete(2)
+        self.tells_final = tells_final
+        self.count = 0
+
+    def reset(self, *, seed: Any = None, options: Any = None):
+        self.count = 0
+        return np.zeros((self.num_envs, 1), np.float32), {}
+
+    def step(self, actions: Any):
+        self.count += 1
+        done = np.full(self.num_envs, self.count % 3 == 0)
+        infos = {"final_obs": np.full((self.num_envs, 1), self.count)} if done.all() and self.tells_final else {}
+        return np.zeros((self.num_envs, 1), np.float32), np.ones(self.num_envs), ~done & done, done, infos
