@@ -93,9 +93,10 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     process.send_signal(signal.SIGTERM)
     stopped = end(process)
     assert stopped.returncode == 143, stopped.stderr
-    assert stopped.stderr.strip().splitlines()[-1] == (
+    said = stopped.stderr.strip().splitlines()[-1]
+    assert said == (
         "fastsync train: stopped by SIGTERM. Go on from the last checkpoint with: "
-        "fastsync train --nproc 2 --config run.yaml --seed 5 --resume auto"
+        "fastsync train --nproc 2 --config run.yaml --seed 5 --run-name mine --resume auto"
     )
     assert "stopped before its end by" in stopped.stdout
     saved = find_checkpoint(folder)
@@ -103,9 +104,8 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     assert read_steps(folder)[-1] == saved.step
     assert load_settings(str(folder / "settings.yaml")) == saved.settings
 
-    more = ("--resume", "auto", "--total-steps", str(saved.step + 1))
-    process = start(tmp_path, *FASTSYNC, "train", "--nproc", "2", "--config", "run.yaml", "--seed", "5", *more)
-    resumed = end(process)
+    as_told = said.partition(" with: fastsync ")[2].split()
+    resumed = run(tmp_path, *FASTSYNC, *as_told, "--total-steps", str(saved.step + 1))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     steps = read_steps(folder)
     assert steps == sorted(set(steps))
