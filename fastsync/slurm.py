@@ -130,8 +130,8 @@ def settings_words(settings: Settings) -> list[str]:
 _SCRIPT = """\
 {directives}
 
-{setup}# Ranks that are told to end save first. Slurm lets this script know before the time is up: it passes that on, waits
-# for them, and unless they were done it puts the job into the queue again, where it goes on from the checkpoint.
+{setup}# Ranks that are told to end save first. Slurm lets this script know before the time is up: it passes that on and
+# waits for them. Unless they were done, it puts the job into the queue again, where it goes on from the checkpoint.
 end_ranks() {{
     trap '' USR1 TERM
     kill -TERM "$step" 2>/dev/null

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from fastsync.launch import Launch, launch
 from fastsync.ppo.config import Settings
 from fastsync.ranks import launch_ranks
 
@@ -85,6 +87,40 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.parametrize(
+    ("settings", "words", "more"),
+    [
+        ({}, [], ["--run-name", "NEW", "--resume", "auto"]),
+        ({"run_name": "a b"}, ["--run-name", "a b"], ["--run-name", "a b", "--resume", "auto"]),
+        ({"resume": "auto"}, ["--resume=auto"], ["--resume", "auto"]),
+        ({"resume": "runs/x"}, ["--resume", "runs/x"], ["--resume", "runs/x"]),
+        (
+            {"resume": "runs/x/checkpoints/step-1.pt"},
+            ["--resume", "runs/x/checkpoints/step-1.pt"],
+            ["--resume", "runs/x"],
+        ),
+        ({"resume": "found.pt"}, ["--resume", "found.pt"], ["--run-name", "NEW", "--resume", "auto"]),
+    ],
+)
+def test_the_way_to_go_on_is_that_of_the_run(
+    settings: dict[str, str],
+    words: list[str],
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/x/checkpoints").mkdir(parents=True)
+    for file in ("found.pt", "runs/x/checkpoints/step-1.pt"):
+        (tmp_path / file).touch()
+    monkeypatch.setattr("fastsync.launch.default_run_name", lambda settings, started: "NEW")
+    monkeypatch.setattr("fastsync.launch.launch_ranks", lambda *arguments, **options: [None, "SIGTERM"])
+    assert launch(Launch(settings=Settings(**settings)), ["--seed", "1", *words, "--num-envs", "32"]) == 143
+    command = shlex.split(capsys.readouterr().err.partition(" with: ")[2])
+    assert command == ["fastsync", "train", "--seed", "1", "--num-envs", "32", *more]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stopped_launcher_lets_its_ranks_end_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals):
     with launched(tmp_path, "--nproc", "2") as launcher:
@@ -111,7 +147,7 @@ def test_a_rank_that_is_stopped_alone_stops_the_job(tmp_path: Path):
     assert (world_size, name) == ("2", "mine")
     assert status == 143
     assert said.startswith("fastsync train: stopped by SIGUSR1. ")
-    assert said.endswith("--run-name mine --max-restarts 1 --resume auto")
+    assert said.endswith("--nproc 2 --max-restarts 1 --run-name mine --resume auto")
     assert not (tmp_path / "attempt1-rank0").exists()
 
 
