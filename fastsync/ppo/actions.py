@@ -1,7 +1,7 @@
 """What a policy's last layer means: distributions over discrete, multi-discrete and continuous actions.
 
-Each has ``sample``, ``mode``, ``log_prob`` and ``log_prob_and_entropy`` of the last layer's outputs. Randomness comes from outside,
-as noise that is drawn for a whole rollout at once.
+Each has ``sample``, ``mode``, ``log_prob`` and ``log_prob_and_entropy`` of the last layer's outputs. Randomness comes
+from outside, as noise that is drawn for a whole rollout at once.
 """
 
 from __future__ import annotations

@@ -83,9 +83,9 @@ class StepGate:
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        scalers = getattr(optimizer, "found_inf", None)
-        self._is_alone = scalers is None
-        optimizer.found_inf = self.closed if self._is_alone else torch.maximum(scalers, self.closed)
+        of_scaler: Tensor | None = getattr(optimizer, "found_inf", None)
+        self._is_alone = of_scaler is None
+        optimizer.found_inf = self.closed if of_scaler is None else torch.maximum(of_scaler, self.closed)
 
     def _after(self, optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._is_alone:  # GradScaler deletes its own
