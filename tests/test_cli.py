@@ -117,6 +117,26 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     assert played.stdout.startswith(f"CartPole-v1 after {steps[-1]:,} steps, likeliest actions: return ")
 
 
+def test_a_training_that_loses_a_rank_comes_back(tmp_path: Path):
+    options = ("--total-steps", "30000", "--num-envs", "4", "--num-epochs", "2", "--checkpoint-interval", "0")
+    process = start(tmp_path, *FASTSYNC, "train", "--nproc", "2", "--max-restarts", "1", *options, "--run-name", "lost")
+    folder = tmp_path / "runs" / "lost"
+    wait_for_updates(process, folder, 5)
+    os.kill(ranks_of(process)[-1], signal.SIGKILL)
+    finished = end(process)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "going on from step" in finished.stdout
+    steps = read_steps(folder)
+    assert steps == sorted(set(steps))
+    assert steps[-1] == find_checkpoint(folder).step >= 30000
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+    """The processes that a launcher has started."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
     process = start(tmp_path, *ALONE, "--total-steps", "1000000000", "--num-envs", "4", "--run-name", "tiny")
     wait_for_updates(process, tmp_path / "runs" / "tiny", 2)
