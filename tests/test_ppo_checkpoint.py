@@ -124,7 +124,7 @@ def test_damage_without_a_sum_is_noticed_where_it_cannot_be_read(tmp_path: Path)
     (tmp_path / "step-000000001.pt.sha256").unlink()
     assert load_checkpoint(path).step == 1
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(RuntimeError, match="step-000000001.pt is damaged"):
+    with pytest.raises(RuntimeError, match=r"step-000000001\.pt is damaged"):
         load_checkpoint(path)
     with pytest.raises(RuntimeError, match="none of the 1 checkpoints in"):
         folder.newest()
@@ -209,14 +209,18 @@ def save_until_crash(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, 
     return False
 
 
-def test_a_crash_at_any_moment_leaves_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("same_step", [False, True])
+def test_a_crash_at_any_moment_leaves_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_step: bool):
+    """Also where a checkpoint of other content takes the place of one of the same step."""
     for num_calls in range(100):
-        place = tmp_path / str(num_calls)
-        CheckpointFolder(place, keep=1).save(make_checkpoint(1), 3.0)
-        (place / "left.tmp").touch()
-        crashed = save_until_crash(CheckpointFolder(place, keep=1), monkeypatch, num_calls)
+        folder = CheckpointFolder(tmp_path / str(num_calls), keep=2)
+        folder.save(make_checkpoint(1), 3.0)
+        if same_step:
+            folder.save(make_checkpoint(2, seconds=9.0), NAN)
+        (folder.folder / "left.tmp").touch()
+        crashed = save_until_crash(CheckpointFolder(folder.folder, keep=2), monkeypatch, num_calls)
         warnings: list[str] = []
-        again = CheckpointFolder(place, keep=1)
+        again = CheckpointFolder(folder.folder, keep=1)
         found, best = again.newest(warnings.append), again.best()
         assert warnings == []
         assert found is not None
@@ -224,10 +228,11 @@ def test_a_crash_at_any_moment_leaves_a_good_one(tmp_path: Path, monkeypatch: py
         assert load_checkpoint(best).best_return == (3.0 if load_checkpoint(best).step == 1 else 4.0)
         if not crashed:
             assert found[1].step == load_checkpoint(best).step == 2
+            assert found[1].seconds == 1.5
         # The next save leaves nothing behind of what was half done.
         again.save(make_checkpoint(3), 5.0)
         kept = ["best-000000003.pt", "step-000000003.pt"]
-        assert names(place) == sorted(kept + [f"{name}.sha256" for name in kept])
+        assert names(folder.folder) == sorted(kept + [f"{name}.sha256" for name in kept])
         if not crashed:
             break
     assert 15 < num_calls < 99

@@ -138,7 +138,7 @@ def test_what_is_not_there_cannot_be_resumed(settings: Settings, tmp_path: Path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="nowhere' is neither 'auto', nor a run's folder, nor a checkpoint"):
         open_run(replace(settings, resume=str(tmp_path / "nowhere")))
-    with pytest.raises(ValueError, match="holds no checkpoints in .*checkpoints"):
+    with pytest.raises(ValueError, match=r"holds no checkpoints in .*checkpoints"):
         open_run(replace(settings, resume=str(tmp_path / "empty")))
     assert list((tmp_path / "empty").iterdir()) == []
 

@@ -50,8 +50,8 @@ class Checkpoint:
 class CheckpointFolder:
     """The checkpoints of a run: ``step-000012345.pt``, each with its SHA-256 beside it for ``sha256sum --check``.
 
-    ``best-000012345.pt`` is the one with the highest mean return so far. Only ``save`` and ``set_aside`` change anything,
-    so that others may read while a run writes.
+    ``best-000012345.pt`` is the one with the highest mean return so far. Only ``save`` and ``set_aside`` change
+    anything, so that others may read while a run writes.
 
     Args:
         folder: made when something is saved.
@@ -190,12 +190,14 @@ def _encode(checkpoint: Checkpoint) -> bytes:
 def _settings_from(path: Path, values: dict[str, Any]) -> tuple[Settings, tuple[str, ...]]:
     """Settings that another version may have written."""
     known = {field.name for field in fields(Settings)}
-    notes = []
-    for name in sorted(set(values) - known):
-        notes.append(f"{path.name} has a setting that this version of fastsync does not: {name}={values[name]!r}")
     defaults = Settings()
-    for name in sorted(known - set(values)):
-        notes.append(f"{path.name} was saved without the setting {name}; it counts as {getattr(defaults, name)!r}")
+    notes = [
+        f"{path.name} has a setting that this version of fastsync does not: {name}={values[name]!r}"
+        for name in sorted(set(values) - known)
+    ] + [
+        f"{path.name} was saved without the setting {name}; it counts as {getattr(defaults, name)!r}"
+        for name in sorted(known - set(values))
+    ]
     try:
         return Settings(**{name: value for name, value in values.items() if name in known}), tuple(notes)
     except (ValueError, TypeError) as error:
