@@ -102,8 +102,9 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
         print(f"fastsync train: machine {options.node_rank} of {options.nnodes}: {error}", file=sys.stderr)
         return 1
     except SignalException as error:
-        print(f"fastsync train: {error}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
-        return 128 + error.sigval
+        ended_by = signal.Signals(error.sigval)
+        print(f"fastsync train: ended by {ended_by.name}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
+        return 128 + ended_by
     reasons = [reason for reason in stopped_by if reason]
     if reasons:
         # Ranks that had no signal of their own only know that another one had.

@@ -46,7 +46,13 @@ def deaf(settings: Settings) -> None:
         time.sleep(3600)
 
 
-WORK = {"until_told_to_stop": until_told_to_stop, "deaf": deaf}
+def not_listening_yet(settings: Settings) -> None:
+    """A rank that has not come to the point where it takes notice of signals."""
+    say(settings, "attempt0-rank0", f"{os.getpid()} 1 {settings.run_name}")
+    time.sleep(3600)
+
+
+WORK = {work.__name__: work for work in (until_told_to_stop, deaf, not_listening_yet)}
 
 if __name__ == "__main__":
     arguments = sys.argv[2:]

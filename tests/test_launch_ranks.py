@@ -172,13 +172,21 @@ def test_a_lost_job_comes_back_under_its_name(tmp_path: Path):
         assert launcher.ends()[0] == 143
 
 
-def test_ranks_that_do_not_stop_are_ended(tmp_path: Path):
-    with launched(tmp_path, "--timeout", "1", work="deaf") as launcher:
+@pytest.mark.parametrize(
+    ("work", "number", "expected"),
+    [
+        ("deaf", signal.SIGTERM, 143),
+        ("not_listening_yet", signal.SIGTERM, 143),
+        ("not_listening_yet", signal.SIGINT, 130),
+    ],
+)
+def test_ranks_that_do_not_stop_are_ended(tmp_path: Path, work: str, number: signal.Signals, expected: int):
+    with launched(tmp_path, "--timeout", "1", work=work) as launcher:
         pid, *_ = launcher.waits_for("attempt0-rank0")
-        launcher.process.send_signal(signal.SIGTERM)
+        launcher.process.send_signal(number)
         status, said = launcher.ends()
-    assert status == 143
-    assert said.startswith("fastsync train: ended by SIGTERM. Go on from the last checkpoint with: ")
+    assert status == expected
+    assert said.startswith(f"fastsync train: ended by {number.name}. Go on from the last checkpoint with: ")
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
 

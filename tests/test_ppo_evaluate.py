@@ -118,6 +118,16 @@ def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path, capsys: pytest.
     ]
 
 
+def test_a_damaged_checkpoint_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = CheckpointFolder(tmp_path / CHECKPOINTS, keep=1).save(checkpoint_of(leaning_to_1(1.0), DISCRETE), 0.0)
+    file.write_bytes(file.read_bytes()[:-100])
+    assert main(["eval", str(file)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("fastsync eval: ")
+    assert file.name in said
+    assert said.count("\n") == 1
+
+
 def test_the_spread_is_told():
     assert str(Evaluation([1.0, 3.0], [4, 5])) == "return 2.00 ± 1.00 over 2 episodes of 4.5 steps"
 
@@ -138,6 +148,16 @@ def test_episodes_are_filmed_where_the_environment_can_be_seen(
         assert status == 0
         assert said.out.splitlines()[-1] == f"videos in {tmp_path / 'videos'}"
         assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
+
+
+def test_an_environment_that_cannot_be_drawn_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(self: object) -> None:
+        raise OSError("no screen")
+
+    monkeypatch.setattr("gymnasium.envs.classic_control.CartPoleEnv.render", fail)
+    settings = Settings(env="CartPole-v1")
+    with pytest.raises(ValueError, match=r"env=.CartPole-v1. cannot be drawn here: no screen; .* MUJOCO_GL=egl"):
+        make_environment(checkpoint_of(policy_for(settings), settings), seed=0, videos=tmp_path)
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -70,15 +70,21 @@ class Evaluation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Evaluates what a command line names, prints the result, and returns the exit status.
+    """Evaluates what a command line names and prints the result.
+
+    Returns:
+        The exit status: 0, or 1 if the checkpoint is damaged.
 
     Raises:
         ValueError: no such checkpoint, or an environment that cannot be made or recorded.
-        RuntimeError: a damaged checkpoint.
     """
     options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments)
     path = Path(options.checkpoint)
-    checkpoint = find_checkpoint(path)
+    try:
+        checkpoint = find_checkpoint(path)
+    except RuntimeError as error:
+        print(f"fastsync eval: {error}", file=sys.stderr)
+        return 1
     videos = _run_folder(path) / "videos" if options.video else None
     with make_environment(checkpoint, seed=options.seed, videos=videos) as environment:
         policy = load_policy(checkpoint, environment)
@@ -202,6 +208,14 @@ def _film(env: gymnasium.Env[Any, Any], source: EnvSource, folder: Path) -> gymn
             f"video needs an environment with render_mode='rgb_array', but env={source.name!r} has "
             f"render_mode={env.render_mode!r}; let its function make it so"
         )
+    try:
+        env.reset(seed=0)
+        env.render()
+    except Exception as error:  # each library that draws has errors of its own
+        raise ValueError(
+            f"video: env={source.name!r} cannot be drawn here: {error}; where there is no screen, MuJoCo draws with "
+            f"MUJOCO_GL=egl in the environment"
+        ) from error
     return RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
 
 
