@@ -1,0 +1,201 @@
+"""``python -m benchmarks ppo``: environment steps per second of whole trainings, ours and the rivals', in turns.
+
+All train CartPole-v1 with the same hyperparameters and the same network, on the same cores, one thread a process. A
+sample is the time of a training's loop: collecting and learning, without start-up.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+import tyro
+from rich.progress import TaskID
+
+from benchmarks.records import Record, environment, write_json
+from benchmarks.table import Columns, console, progress_bars, table
+from benchmarks.trainers import Outcome, Training, run_alone
+
+HYPERPARAMETERS = {
+    "cleanrl": Training(total_steps=0, num_envs=4, num_steps=128, num_minibatches=4, num_epochs=4, seed=1),
+    "zoo": Training(total_steps=0, num_envs=8, num_steps=32, num_minibatches=1, num_epochs=20, seed=1),
+    "fastsync": Training(total_steps=0, num_envs=32, num_steps=32, num_minibatches=4, num_epochs=10, seed=1),
+}
+"""CleanRL's defaults, those of RL Baselines3 Zoo for CartPole-v1, and ours."""
+LEARNT = 40.0
+"""A random policy has a mean return of 22: what has learnt nothing has not done the work."""
+if TYPE_CHECKING:
+    Name = str
+else:
+    Name = tyro.extras.literal_type_from_choices(HYPERPARAMETERS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure whole trainings of CartPole-v1: fastsync on one rank and on several, Stable-Baselines3, CleanRL."""
+
+    hyperparameters: tuple[Name, ...] = tuple(HYPERPARAMETERS)
+    """Whose: they differ in how much is learnt from each step."""
+    cleanrl: Path | None = None
+    """CleanRL's ppo.py (https://github.com/vwxyzjn/cleanrl). Without it that rival is left out."""
+    nproc: int = 2
+    """Ranks of fastsync's runs on several."""
+    total_steps: int = 60_000
+    """Environment steps of each training."""
+    repetitions: int = 3
+    """Trainings of each kind, with other seeds. The kinds take turns."""
+    timeout: float = 600.0
+    """Seconds after which a training counts as hanging."""
+    json: Path | None = None
+    """File to write all rows to, with every sample, the settings, versions and hardware."""
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "total_steps", "repetitions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.cleanrl is not None and not self.cleanrl.is_file():
+            raise ValueError(f"cleanrl={self.cleanrl}: there is no such file")
+        if self.json is not None and not self.json.parent.is_dir():
+            raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
+        for name in self.hyperparameters:
+            if HYPERPARAMETERS[name].num_envs % self.nproc:
+                raise ValueError(
+                    f"nproc={self.nproc} does not divide the {HYPERPARAMETERS[name].num_envs} environments of {name}"
+                )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and reports.
+
+    Returns:
+        The exit status: 0, or 1 if a training has learnt nothing.
+    """
+    options = tyro.cli(Options, prog="python -m benchmarks ppo", args=arguments)
+    records: list[Record] = []
+    with progress_bars(shown=True) as progress:
+        for name in dict.fromkeys(options.hyperparameters):
+            ways = dict(ways_of(HYPERPARAMETERS[name], options))
+            task = progress.add_task(f"hyperparameters of {name}", total=len(ways) * options.repetitions)
+            outcomes: dict[str, list[Outcome]] = {way: [] for way in ways}
+            for repetition in range(options.repetitions):
+                for way, (trainer, training) in ways.items():
+                    seeded = replace(training, seed=1 + repetition)
+                    outcomes[way].append(run_alone(trainer, seeded, timeout=options.timeout))
+                    progress.update(TaskID(task), advance=1, refresh=True)
+            records += records_of(name, ways, outcomes)
+    if options.json is not None:
+        write_json(options.json, records)
+    return report(records, options)
+
+
+def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:
+    """What is compared: a name, who trains, and with what."""
+    training = replace(base, total_steps=options.total_steps)
+    n = options.nproc
+    yield "environment alone", ("environment alone", training)
+    if importlib.util.find_spec("stable_baselines3"):
+        yield SB3, ("stable-baselines3", training)
+    if options.cleanrl:
+        yield CLEANRL, ("cleanrl", replace(training, cleanrl=str(options.cleanrl)))
+    yield ALONE, ("fastsync", training)
+    yield "fastsync, 1 rank, SyncVectorEnv", ("fastsync", replace(training, vectorization="sync"))
+    if n > 1:
+        yield f"fastsync, {n} ranks, same batch", ("fastsync", replace(training, nproc=n))
+        wide = replace(training, nproc=n, num_envs=n * training.num_envs, total_steps=n * training.total_steps)
+        yield f"fastsync, {n} ranks, {n} × the batch", ("fastsync", wide)
+
+
+SB3, CLEANRL, ALONE = "stable-baselines3", "cleanrl", "fastsync, 1 rank"
+
+
+def records_of(
+    name: str, ways: dict[str, tuple[str, Training]], outcomes: dict[str, list[Outcome]]
+) -> Iterator[Record]:
+    """A row for each way, with its speed as a ratio to the rivals' and, for more ranks, to that of one."""
+    speeds = {way: median(_speed(outcome) for outcome in of_way) for way, of_way in outcomes.items()}
+    for way, (_, training) in ways.items():
+        returns = [outcome["mean_return"] for outcome in outcomes[way]]
+        known = [value for value in returns if value is not None]
+        ratios = {f"over_{rival}": speeds[way] / speeds[rival] for rival in (SB3, CLEANRL) if rival in speeds}
+        is_wide = training.num_envs > ways[ALONE][1].num_envs
+        yield Record(
+            benchmark="ppo",
+            way=way,
+            settings={"hyperparameters": name, **vars(training)},
+            figures={
+                "steps_per_second": speeds[way],
+                "slowest": min(_speed(outcome) for outcome in outcomes[way]),
+                "fastest": max(_speed(outcome) for outcome in outcomes[way]),
+                "over_environment": speeds[way] / speeds["environment alone"],
+                "weak_scaling": speeds[way] / speeds[ALONE] / training.nproc if is_wide else None,
+                "mean_return": median(known) if known else None,
+                **ratios,
+            },
+            correct=all(value > LEARNT for value in known),
+            samples=[outcome["seconds"] or 0.0 for outcome in outcomes[way]],
+            environment=environment(torch.device("cpu")),
+        )
+
+
+def report(records: Sequence[Record], options: Options) -> int:
+    """Prints a table for each set of hyperparameters. Returns the exit status."""
+    out = console()
+    for name in dict.fromkeys(record.settings["hyperparameters"] for record in records):
+        rows = [record for record in records if record.settings["hyperparameters"] == name]
+        out.print(table(_title(name, rows[0]), COLUMNS, rows))
+    out.print(LEGEND, markup=False)
+    if options.cleanrl is None:
+        out.print("CleanRL is left out: name its ppo.py with --cleanrl", markup=False)
+    if not importlib.util.find_spec("stable_baselines3"):
+        out.print("Stable-Baselines3 is left out: it is not installed", markup=False)
+    wrong = [record for record in records if not record.correct]
+    for record in wrong:
+        print(f"{record.way} has learnt nothing: mean return {record.figures['mean_return']}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _speed(outcome: Outcome) -> float:
+    steps, seconds = outcome["steps"], outcome["seconds"]
+    assert steps is not None
+    assert seconds is not None
+    return steps / seconds
+
+
+def _cell(name: str, form: str) -> "Cell":
+    return lambda record: "" if record.figures.get(name) is None else format(record.figures[name], form)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Cell = Callable[[Record], str]
+
+COLUMNS: Columns = {
+    "trainer": lambda record: record.way,
+    "steps/s": _cell("steps_per_second", ",.0f"),
+    "slowest": _cell("slowest", ",.0f"),
+    "fastest": _cell("fastest", ",.0f"),
+    "× SB3": _cell(f"over_{SB3}", ".2f"),
+    "× CleanRL": _cell(f"over_{CLEANRL}", ".2f"),
+    "of environment alone": _cell("over_environment", ".1%"),
+    "weak scaling": _cell("weak_scaling", ".0%"),
+    "return": _cell("mean_return", ".0f"),
+}
+LEGEND = (
+    "steps/s: environment steps of all ranks by the time of the training's loop, median of the repetitions. weak "
+    "scaling: speed by number of ranks, over that of one rank that has as many environments as each of them. return: of "
+    "the last 100 episodes; with so few steps it only shows that something was learnt."
+)
+
+
+def _title(name: str, record: Record) -> str:
+    settings, where = record.settings, record.environment
+    return (
+        f"CartPole-v1, hyperparameters of {name}: {settings['num_envs']} environments × {settings['num_steps']} steps, "
+        f"{settings['num_epochs']} epochs of {settings['num_minibatches']} minibatches\n"
+        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
+    )

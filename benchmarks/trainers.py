@@ -1,0 +1,159 @@
+"""Whole trainings of CartPole-v1, each in a process of its own: ``python -m benchmarks.trainers TRAINER OPTIONS``.
+
+Prints one JSON object: environment steps, the seconds that collecting and learning took, without start-up, and the mean
+return of the last 100 episodes, or null where the trainer does not tell it.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Training:
+    """What every trainer is given. Counts of environments and minibatches are those of all ranks together."""
+
+    total_steps: int
+    num_envs: int
+    num_steps: int
+    num_minibatches: int
+    num_epochs: int
+    seed: int
+    nproc: int = 1
+    vectorization: str = "auto"
+    cleanrl: str | None = None
+    """CleanRL's ppo.py."""
+
+
+Outcome = dict[str, float | None]
+LEARNING_RATE, GAMMA, GAE_LAMBDA, CLIP, ENTROPY = 2.5e-4, 0.99, 0.95, 0.2, 0.01
+
+
+def train_fastsync(training: Training) -> Outcome:
+    from fastsync.ppo.config import Settings
+    from fastsync.ranks import launch_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(
+            total_steps=training.total_steps,
+            num_envs=training.num_envs // training.nproc,
+            num_steps=training.num_steps,
+            num_minibatches=training.num_minibatches,
+            num_epochs=training.num_epochs,
+            vectorization=training.vectorization,  # type: ignore[arg-type]
+            learning_rate=LEARNING_RATE,
+            gamma=GAMMA,
+            gae_lambda=GAE_LAMBDA,
+            clip_coef=CLIP,
+            clip_value_loss=True,
+            ent_coef=ENTROPY,
+            seed=training.seed,
+            runs_dir=folder,
+        )
+        return launch_ranks(fastsync_rank, training.nproc, settings)[0]
+
+
+def fastsync_rank(settings: Any) -> Outcome:
+    from fastsync.distributed import process_group
+    from fastsync.ppo.trainer import train
+
+    sys.stdout = sys.stderr  # which the parent lets through
+    with process_group(settings.timeout) as device:
+        _, result = train(settings, device)
+    return {"steps": result.step, "seconds": result.seconds, "mean_return": result.mean_return}
+
+
+def train_sb3(training: Training) -> Outcome:
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+
+    model = PPO(
+        "MlpPolicy",
+        make_vec_env("CartPole-v1", n_envs=training.num_envs, seed=training.seed),
+        n_steps=training.num_steps,
+        batch_size=training.num_envs * training.num_steps // training.num_minibatches,
+        n_epochs=training.num_epochs,
+        learning_rate=lambda remaining: LEARNING_RATE * remaining,
+        gamma=GAMMA,
+        gae_lambda=GAE_LAMBDA,
+        clip_range=CLIP,
+        clip_range_vf=CLIP,
+        ent_coef=ENTROPY,
+        seed=training.seed,
+        device="cpu",
+    )
+    began = time.perf_counter()
+    model.learn(training.total_steps)
+    seconds = time.perf_counter() - began
+    returns = [episode["r"] for episode in model.ep_info_buffer or []]
+    return {"steps": model.num_timesteps, "seconds": seconds, "mean_return": float(np.mean(returns))}
+
+
+def train_cleanrl(training: Training) -> Outcome:
+    """CleanRL's script tells its speed itself: steps so far by the time since its environments began."""
+    options = {
+        "total-timesteps": training.total_steps,
+        "num-envs": training.num_envs,
+        "num-steps": training.num_steps,
+        "num-minibatches": training.num_minibatches,
+        "update-epochs": training.num_epochs,
+        "seed": training.seed,
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert training.cleanrl is not None
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(Path(training.cleanrl).resolve()), *arguments, "--no-cuda"]
+        printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    speed = int(re.findall(r"^SPS: (\d+)$", printed, flags=re.MULTILINE)[-1])
+    rollout = training.num_envs * training.num_steps
+    steps = training.total_steps // rollout * rollout
+    return {"steps": steps, "seconds": steps / speed, "mean_return": None}
+
+
+def step_environment_alone(training: Training) -> Outcome:
+    """Random actions, by the environment's own vectorised implementation."""
+    import gymnasium
+
+    envs = gymnasium.make_vec("CartPole-v1", training.num_envs, vectorization_mode="vector_entry_point")
+    envs.reset(seed=training.seed)
+    num_rows = training.total_steps // training.num_envs
+    actions = np.random.default_rng(training.seed).integers(2, size=(num_rows, training.num_envs))
+    began = time.perf_counter()
+    for row in actions:
+        envs.step(row)
+    return {"steps": actions.size, "seconds": time.perf_counter() - began, "mean_return": None}
+
+
+TRAINERS: dict[str, Callable[[Training], Outcome]] = {
+    "fastsync": train_fastsync,
+    "stable-baselines3": train_sb3,
+    "cleanrl": train_cleanrl,
+    "environment alone": step_environment_alone,
+}
+
+
+def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
+    """Runs a trainer in a fresh process, with one thread to compute with on each rank."""
+    command = [sys.executable, "-m", "benchmarks.trainers", trainer, json.dumps(asdict(training))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{trainer} failed:\n{process.stdout}{process.stderr}")
+    outcome: Outcome = json.loads(process.stdout.splitlines()[-1])
+    return outcome
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(TRAINERS[sys.argv[1]](Training(**json.loads(sys.argv[2])))))
