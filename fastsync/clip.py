@@ -10,7 +10,10 @@ from .handle import ClippableHandle, SyncHandle
 
 
 def clip_grad_norm_(
-    sync_or_params: ClippableHandle | Iterable[Tensor] | Tensor, max_norm: float, *, optimizer: Optimizer | None = None
+    sync_or_params: ClippableHandle | Iterable[Tensor] | Tensor,
+    max_norm: float | Tensor,
+    *,
+    optimizer: Optimizer | None = None,
 ) -> Tensor:
     """Scales the gradients so that their 2-norm is at most ``max_norm``.
 
@@ -22,7 +25,9 @@ def clip_grad_norm_(
 
     Args:
         sync_or_params: what ``attach`` or ``register_comm_hook`` returned, or parameters (one or many).
-        max_norm: the largest norm allowed, positive.
+        max_norm: the largest norm allowed, positive. With a handle it may be a 0-dim tensor on the gradients' device,
+            which is not read on the host: for gradients that a GradScaler has scaled it is the norm allowed times
+            its scale.
         optimizer: the one that will step with these gradients and no others. Where it is fused and takes a
             ``grad_scale`` (Adam, AdamW, SGD with ``fused=True``), the coefficient goes into its next step, and clipping
             makes no pass at all: until then the gradients stay as they are. Any other is as good as None.
@@ -38,7 +43,7 @@ def clip_grad_norm_(
             with ``attach``, their version counters tell that something changed them. What bypasses those counters, such
             as ``GradScaler.unscale_`` or ``.data``, goes unnoticed, and then they are clipped by a wrong norm.
     """
-    if not max_norm > 0:
+    if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
     if isinstance(sync_or_params, ClippableHandle):
         if optimizer is not None:
@@ -57,7 +62,7 @@ def clip_grad_norm_(
         )
     if optimizer is not None:
         raise ValueError("optimizer: serves only with what attach or register_comm_hook returned, not with parameters")
-    return torch.nn.utils.clip_grad_norm_(sync_or_params, max_norm, foreach=None)
+    return torch.nn.utils.clip_grad_norm_(sync_or_params, float(max_norm), foreach=None)
 
 
 def _takes_grad_scale(optimizer: Optimizer) -> bool:

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -42,6 +42,8 @@ def process_group(timeout: float) -> Iterator[torch.device]:
     if "RANK" in os.environ:
         store, rank, world_size = next(rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
+        # Ranks that torchrun starts again meet in the same store, which still holds the addresses of those before.
+        store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     else:
         store, rank, world_size = HashStore(), 0, 1
     gpu = _candidate_gpu()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs import make_environments
+from fastsync.ppo.run_folder import CHECKPOINTS, default_run_name
 from fastsync.ranks import Nodes, launch_ranks
 from fastsync.train import STOPPED, train_rank
 
@@ -92,12 +97,19 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
         reason = message["message"] if isinstance(message, dict) else message
         print(f"fastsync train: rank {rank} failed first: {reason}", file=sys.stderr)
         return 1
+    except (DistError, RendezvousError) as error:
+        # Machines did not find each other, or lost the first one, which holds what they agree on.
+        print(f"fastsync train: machine {options.node_rank} of {options.nnodes}: {error}", file=sys.stderr)
+        return 1
     except SignalException as error:
-        print(f"fastsync train: {error}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
-        return 128 + error.sigval
-    signals = [name for name in stopped_by if name]
-    if signals:
-        print(f"fastsync train: stopped by {signals[0]}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
+        ended_by = signal.Signals(error.sigval)
+        print(f"fastsync train: ended by {ended_by.name}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
+        return 128 + ended_by
+    reasons = [reason for reason in stopped_by if reason]
+    if reasons:
+        # Ranks that had no signal of their own only know that another one had.
+        reason = next((reason for reason in reasons if reason in signal.Signals.__members__), reasons[0])
+        print(f"fastsync train: stopped by {reason}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
         return STOPPED
     return 0
 
@@ -116,25 +128,34 @@ def _try_settings(settings: Settings) -> None:
 
 
 def _named(settings: Settings) -> Settings:
-    """With a name for the run, which ranks that are started again can find."""
-    if settings.run_name is not None or settings.resume is not None:
+    """With a name for a run that begins, which ranks that are started again can find."""
+    begins = settings.resume is None or _run_of(settings.resume) is None
+    if settings.run_name is not None or settings.resume == "auto" or not begins:
         return settings
     return replace(settings, run_name=default_run_name(settings, time.time()))
 
 
-def default_run_name(settings: Settings, started: float) -> str:
-    """Environment, sync mode, seed and time."""
-    env = settings.env.replace("/", "-").replace(":", "-")
-    sync = settings.sync if settings.compression == "none" else f"{settings.sync}-{settings.compression}"
-    return f"{env}-{sync}-{settings.seed}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
+def _run_of(resume: str) -> Path | None:
+    """The folder of the run that a folder or a checkpoint belongs to; None for a checkpoint from elsewhere."""
+    path = Path(resume)
+    if not path.is_file():
+        return path
+    return path.parent.parent if path.parent.name == CHECKPOINTS else None
 
 
 def _how_to_go_on(settings: Settings, arguments: Sequence[str]) -> str:
     words = ["fastsync", "train", *arguments]
-    if settings.run_name is not None and "--run-name" not in words:
-        words += ["--run-name", settings.run_name]
-    if settings.resume is None:
-        words += ["--resume", "auto"]
-    elif Path(settings.resume).is_file():
-        return f"Go on from the newest checkpoint beside {settings.resume}"
+    run = None if settings.resume in (None, "auto") else _run_of(settings.resume)
+    if run is None:
+        if settings.run_name is not None:
+            words = _with_option(words, "--run-name", settings.run_name)
+        words = _with_option(words, "--resume", "auto")
+    else:
+        words = _with_option(words, "--resume", str(run))
     return f"Go on from the last checkpoint with: {shlex.join(words)}"
+
+
+def _with_option(words: Sequence[str], name: str, value: str) -> list[str]:
+    """The command line with that option, and without what it says of it now."""
+    others = [word for word in words if not word.startswith(f"{name}=")]
+    return [*(word for before, word in pairwise(["", *others]) if name not in (before, word)), name, value]

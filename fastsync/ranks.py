@@ -93,7 +93,7 @@ def launch_ranks(
         except ChildFailedError as error:
             if received and error.get_first_failure()[1].exitcode == -signal.SIGTERM:
                 # It was told to stop before it could listen.
-                raise SignalException(f"ended by {received[0].name}", sigval=received[0]) from None
+                raise SignalException(f"ended by {received[0].name}", sigval=signal.SIGTERM) from None
             raise
     return [results[rank] for rank in sorted(results)]
 

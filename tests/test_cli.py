@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import csv
+import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fastsync.cli import main
-from fastsync.ppo.checkpoint import load_checkpoint
+from fastsync.ppo.evaluate import find_checkpoint
+from fastsync.ppo.settings_file import load_settings
 
 FASTSYNC = (sys.executable, "-m", "fastsync.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fastsync.train")
+ALONE = (sys.executable, "-m", "fastsync.train")
 TINY = ("--env", "CartPole-v1", "--total-steps", "1000", "--num-envs", "4", "--run-name", "tiny")
 ROOT = Path(__file__).parent.parent
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def end(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        out, err = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return end(start(folder, *command))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +49,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         pytest.param((*FASTSYNC, "train", "--nproc", "2", "--sync", "cat"), "2 ranks, sync cat", id="launcher-cat"),
         pytest.param((*TORCHRUN, "--sync", "ddp"), "2 ranks, sync ddp", id="torchrun-ddp"),
         pytest.param((*FASTSYNC, "train", "--nproc", "2"), "2 ranks, sync fastsync", id="launcher-fastsync"),
-        pytest.param((sys.executable, "-m", "fastsync.train", "--sync", "ddp"), "1 rank, sync ddp", id="alone-ddp"),
+        pytest.param((*ALONE, "--sync", "ddp"), "1 rank, sync ddp", id="alone-ddp"),
     ],
 )
 def test_training_from_the_command_line(tmp_path: Path, command: tuple[str, ...], ranks: str):
@@ -41,10 +59,92 @@ def test_training_from_the_command_line(tmp_path: Path, command: tuple[str, ...]
     assert process.stdout.count(f"CartPole-v1 on {ranks}") == 1
     for row in ("return", "steps per second", "time in synchronisation", "bytes on the wire"):
         assert row in process.stdout
+    assert process.stdout.splitlines()[-1] == "written to runs/tiny"
     folder = tmp_path / "runs" / "tiny"
-    assert load_checkpoint(folder / "checkpoint.pt").step >= 1000
+    assert find_checkpoint(folder).step >= 1000
     assert (folder / "learning_curve.png").exists()
     assert len(list(folder.glob("events.out.tfevents.*"))) == 1
+    assert read_steps(folder)[-1] == find_checkpoint(folder).step
+
+
+def read_steps(folder: Path) -> list[int]:
+    """The steps that progress.csv has rows for."""
+    file = folder / "progress.csv"
+    if not file.exists():
+        return []
+    with file.open(newline="") as lines:
+        return [int(row["step"]) for row in csv.DictReader(line for line in lines if line.endswith("\n"))]
+
+
+def wait_for_updates(process: subprocess.Popen[str], folder: Path, number: int) -> None:
+    deadline = time.monotonic() + 100
+    while len(read_steps(folder)) < number:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
+    """From a file of settings, which the command line changes; with the command that the launcher says."""
+    (tmp_path / "run.yaml").write_text("env: CartPole-v1\nnum_envs: 4\ntotal_steps: 1e9\nrun_name: mine\n")
+    folder = tmp_path / "runs" / "mine"
+    process = start(tmp_path, *FASTSYNC, "train", "--nproc", "2", "--config", "run.yaml", "--seed", "5")
+    wait_for_updates(process, folder, 3)
+    process.send_signal(signal.SIGTERM)
+    stopped = end(process)
+    assert stopped.returncode == 143, stopped.stderr
+    said = stopped.stderr.strip().splitlines()[-1]
+    assert said == (
+        "fastsync train: stopped by SIGTERM. Go on from the last checkpoint with: "
+        "fastsync train --nproc 2 --config run.yaml --seed 5 --run-name mine --resume auto"
+    )
+    assert "stopped before its end by" in stopped.stdout
+    saved = find_checkpoint(folder)
+    # Nothing that was learnt is lost.
+    assert read_steps(folder)[-1] == saved.step
+    assert load_settings(str(folder / "settings.yaml")) == saved.settings
+
+    as_told = said.partition(" with: fastsync ")[2].split()
+    resumed = run(tmp_path, *FASTSYNC, *as_told, "--total-steps", str(saved.step + 1))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    steps = read_steps(folder)
+    assert steps == sorted(set(steps))
+    assert steps[-1] == find_checkpoint(folder).step > saved.step
+    assert steps[-2] == saved.step
+
+    played = run(tmp_path, *FASTSYNC, "eval", "runs/mine", "--episodes", "2")
+    assert played.returncode == 0, played.stderr
+    assert played.stdout.startswith(f"CartPole-v1 after {steps[-1]:,} steps, likeliest actions: return ")
+
+
+def test_a_training_that_loses_a_rank_comes_back(tmp_path: Path):
+    options = ("--total-steps", "30000", "--num-envs", "4", "--num-epochs", "2", "--checkpoint-interval", "0")
+    process = start(tmp_path, *FASTSYNC, "train", "--nproc", "2", "--max-restarts", "1", *options, "--run-name", "lost")
+    folder = tmp_path / "runs" / "lost"
+    wait_for_updates(process, folder, 5)
+    os.kill(ranks_of(process)[-1], signal.SIGKILL)
+    finished = end(process)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "going on from step" in finished.stdout
+    steps = read_steps(folder)
+    assert steps == sorted(set(steps))
+    assert steps[-1] == find_checkpoint(folder).step >= 30000
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+    """The processes that a launcher has started."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
+    process = start(tmp_path, *ALONE, "--total-steps", "1000000000", "--num-envs", "4", "--run-name", "tiny")
+    wait_for_updates(process, tmp_path / "runs" / "tiny", 2)
+    process.send_signal(signal.SIGUSR1)
+    stopped = end(process)
+    assert stopped.returncode == 143, stopped.stderr
+    assert "SIGUSR1" in stopped.stdout
+    assert find_checkpoint(tmp_path / "runs" / "tiny").step == read_steps(tmp_path / "runs" / "tiny")[-1]
 
 
 @pytest.mark.parametrize(
@@ -53,14 +153,21 @@ def test_training_from_the_command_line(tmp_path: Path, command: tuple[str, ...]
         (["--num-minibatches", "3"], "num_minibatches=3 does not divide the 1024 rows"),
         (["--compression", "fp16", "--sync", "ddp"], "compression='fp16' needs sync='fastsync'"),
         (["--nproc", "0"], "nproc=0 must be at least 1"),
+        (["--nnodes", "2"], "nnodes=2 needs master_addr"),
+        (["--nnodes", "2", "--node-rank", "2"], "node_rank=2 must be less than nnodes=2"),
+        (["--max-restarts", "-1"], "max_restarts=-1 must be at least 0"),
         (["--sync", "smoke-signals"], "smoke-signals"),
+        (["--config", "smoke-signals"], "config='smoke-signals' is neither a file nor a preset"),
         (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
-        (["--env", "Pendulum-v1"], "only Discrete spaces that start at 0 are supported"),
+        (["--env", "Blackjack-v1"], "env='Blackjack-v1' has observations Tuple"),
+        (["--env", "CartPole-v1", "--autoreset", "same_step", "--vectorization", "vector_entry_point"],
+         "autoreset='same_step' contradicts vectorization='vector_entry_point'"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_refused_before_ranks_are_launched(
-    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("fastsync.launch.launch_ranks", lambda *arguments, **options: pytest.fail("launched"))
     try:
         status: object = main(["train", *arguments])
     except SystemExit as error:
@@ -71,10 +178,15 @@ def test_bad_arguments_are_refused_before_ranks_are_launched(
     assert message in said
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("rich", "tyro") else object())
-    with pytest.raises(SystemExit, match=r"^training needs rich, tyro, .*: pip install 'fastsync\[train\]'$"):
-        main(["train"])
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("rich", "yaml") else find_spec(name))
+    for command in ("train", "slurm", "eval"):
+        with pytest.raises(SystemExit, match=r"^training needs pyyaml, rich, .*: pip install 'fastsync\[train\]'$"):
+            main([command])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    assert main(["train", "--wandb-project", "mine"]) == 2
+    assert "wandb_project='mine' needs wandb, which the extra 'wandb' installs" in capsys.readouterr().err
 
 
 def test_a_rank_that_fails_is_told(tmp_path: Path):
@@ -88,5 +200,12 @@ def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     said = capsys.readouterr().out
-    assert "train" in said
-    assert "doctor" in said
+    for command in ("train", "slurm", "eval", "doctor"):
+        assert command in said
+
+
+@pytest.mark.parametrize("words", [[], ["smoke"], ["--smoke", "train"], ["doctor", "--smoke"]])
+def test_what_is_no_command_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(words)
+    assert "usage: fastsync" in capsys.readouterr().err

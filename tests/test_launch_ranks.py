@@ -1,13 +1,28 @@
-"""launch_ranks: real processes through torchrun's launcher."""
+"""Launching: real processes through torchrun's launcher, that are told to stop, killed, and started again."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from fastsync.launch import Launch, launch
+from fastsync.ppo.config import Settings
 from fastsync.ranks import launch_ranks
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 60
+"""Seconds after which a test gives up waiting."""
 
 
 def rank_or_failure(failing: int) -> int:
@@ -18,7 +33,193 @@ def rank_or_failure(failing: int) -> int:
 
 
 def test_it_returns_what_the_ranks_return_and_raises_if_one_does() -> None:
+    before = signal.getsignal(signal.SIGTERM)
     assert launch_ranks(rank_or_failure, 2, -1) == [0, 1]
     with pytest.raises(ChildFailedError) as error:
         launch_ranks(rank_or_failure, 2, 1)
     assert error.value.get_first_failure()[0] == 1
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Launched:
+    """A launcher that runs."""
+
+    def __init__(self, folder: Path, *arguments: str, work: str = "until_told_to_stop") -> None:
+        self._folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launched", work, "--runs-dir", str(folder), *arguments],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def waits_for(self, name: str) -> list[str]:
+        """What a rank has said, once it did."""
+        file = self._folder / name
+        deadline = time.monotonic() + LIMIT
+        while not file.exists():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.process.communicate()[1]}"
+            assert time.monotonic() < deadline, f"nobody wrote {name}"
+            time.sleep(0.05)
+        return file.read_text().split()
+
+    def ends(self) -> tuple[int, str]:
+        """Its exit status, and the last line that it wrote."""
+        _, said = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, (said.strip().splitlines() or [""])[-1]
+
+
+@contextmanager
+def launched(folder: Path, *arguments: str, work: str = "until_told_to_stop") -> Iterator[Launched]:
+    launcher = Launched(folder, *arguments, work=work)
+    try:
+        yield launcher
+    finally:
+        if launcher.process.poll() is None:
+            launcher.process.send_signal(signal.SIGINT)  # which takes its ranks along
+            launcher.process.communicate(timeout=LIMIT)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "more"),
+    [
+        ({}, [], ["--run-name", "NEW", "--resume", "auto"]),
+        ({"run_name": "a b"}, ["--run-name", "a b"], ["--run-name", "a b", "--resume", "auto"]),
+        ({"resume": "auto"}, ["--resume=auto"], ["--resume", "auto"]),
+        ({"resume": "runs/x"}, ["--resume", "runs/x"], ["--resume", "runs/x"]),
+        (
+            {"resume": "runs/x/checkpoints/step-1.pt"},
+            ["--resume", "runs/x/checkpoints/step-1.pt"],
+            ["--resume", "runs/x"],
+        ),
+        ({"resume": "found.pt"}, ["--resume", "found.pt"], ["--run-name", "NEW", "--resume", "auto"]),
+    ],
+)
+def test_the_way_to_go_on_is_that_of_the_run(
+    settings: dict[str, str],
+    words: list[str],
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/x/checkpoints").mkdir(parents=True)
+    for file in ("found.pt", "runs/x/checkpoints/step-1.pt"):
+        (tmp_path / file).touch()
+    monkeypatch.setattr("fastsync.launch.default_run_name", lambda settings, started: "NEW")
+    monkeypatch.setattr("fastsync.launch.launch_ranks", lambda *arguments, **options: [None, "SIGTERM"])
+    assert launch(Launch(settings=Settings(**settings)), ["--seed", "1", *words, "--num-envs", "32"]) == 143
+    command = shlex.split(capsys.readouterr().err.partition(" with: ")[2])
+    assert command == ["fastsync", "train", "--seed", "1", "--num-envs", "32", *more]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stopped_launcher_lets_its_ranks_end_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals):
+    with launched(tmp_path, "--nproc", "2") as launcher:
+        *_, name = launcher.waits_for("attempt0-rank0")
+        launcher.waits_for("attempt0-rank1")
+        launcher.process.send_signal(number)
+        status, said = launcher.ends()
+    assert status == 143
+    assert said == (
+        f"fastsync train: stopped by SIGTERM. Go on from the last checkpoint with: "
+        f"fastsync train --runs-dir {tmp_path} --nproc 2 --run-name {name} --resume auto"
+    )
+    assert name.startswith("CartPole-v1-fastsync-1-20")
+    # Both came to their own end, rather than being killed.
+    assert [launcher.waits_for(f"attempt0-end{rank}") for rank in range(2)] == [["SIGTERM"]] * 2
+
+
+def test_a_rank_that_is_stopped_alone_stops_the_job(tmp_path: Path):
+    with launched(tmp_path, "--nproc", "2", "--run-name", "mine", "--max-restarts", "1") as launcher:
+        launcher.waits_for("attempt0-rank0")
+        pid, world_size, name = launcher.waits_for("attempt0-rank1")
+        os.kill(int(pid), signal.SIGUSR1)
+        status, said = launcher.ends()
+    assert (world_size, name) == ("2", "mine")
+    assert status == 143
+    assert said.startswith("fastsync train: stopped by SIGUSR1. ")
+    assert said.endswith("--nproc 2 --max-restarts 1 --run-name mine --resume auto")
+    assert not (tmp_path / "attempt1-rank0").exists()
+
+
+def test_a_rank_that_is_lost_is_named(tmp_path: Path):
+    with launched(tmp_path, "--nproc", "2") as launcher:
+        launcher.waits_for("attempt0-rank0")
+        pid, *_ = launcher.waits_for("attempt0-rank1")
+        os.kill(int(pid), signal.SIGKILL)
+        status, said = launcher.ends()
+    assert status == 1
+    assert said == f"fastsync train: rank 1 failed first: Signal 9 (SIGKILL) received by PID {pid}"
+
+
+def test_a_lost_job_comes_back_under_its_name(tmp_path: Path):
+    with launched(tmp_path, "--nproc", "2", "--max-restarts", "1") as launcher:
+        *_, name = launcher.waits_for("attempt0-rank0")
+        pid, *_ = launcher.waits_for("attempt0-rank1")
+        os.kill(int(pid), signal.SIGKILL)
+        again = [launcher.waits_for(f"attempt1-rank{rank}") for rank in range(2)]
+        assert [words[1:] for words in again] == [["2", name]] * 2
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.ends()[0] == 143
+
+
+@pytest.mark.parametrize(
+    ("work", "number", "expected"),
+    [
+        ("deaf", signal.SIGTERM, 143),
+        ("not_listening_yet", signal.SIGTERM, 143),
+        ("not_listening_yet", signal.SIGINT, 130),
+    ],
+)
+def test_ranks_that_do_not_stop_are_ended(tmp_path: Path, work: str, number: signal.Signals, expected: int):
+    with launched(tmp_path, "--timeout", "1", work=work) as launcher:
+        pid, *_ = launcher.waits_for("attempt0-rank0")
+        launcher.process.send_signal(number)
+        status, said = launcher.ends()
+    assert status == expected
+    assert said.startswith(f"fastsync train: ended by {number.name}. Go on from the last checkpoint with: ")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_two_machines_make_one_job(tmp_path: Path):
+    """Both are this machine. A rank of one is killed, and all come back; then one launcher is stopped."""
+    port = str(free_port())
+
+    def node(rank: int) -> tuple[str, ...]:
+        return ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "localhost", "--master-port", port)
+
+    options = ("--nproc", "1", "--timeout", "30", "--max-restarts", "1")
+    # The second one first: it has to wait.
+    with launched(tmp_path, *node(1), *options) as second, launched(tmp_path, *node(0), *options) as first:
+        for attempt in range(2):
+            said = [first.waits_for(f"attempt{attempt}-rank{rank}") for rank in range(2)]
+            assert [words[1] for words in said] == ["2", "2"]
+            # Ranks count by machine: the second one's child is rank 1.
+            assert int(said[1][0]) in children(second.process.pid)
+            if attempt == 0:
+                os.kill(int(said[1][0]), signal.SIGKILL)
+        second.process.send_signal(signal.SIGTERM)
+        assert (second.ends()[0], first.ends()[0]) == (143, 143)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_machine_that_nobody_joins_gives_up_within_the_timeout(tmp_path: Path):
+    options = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", str(free_port()), "--timeout", "2")
+    with launched(tmp_path, *options) as launcher:
+        status, said = launcher.ends()
+    assert status == 1
+    assert said.startswith("fastsync train: ")
+    assert Settings().timeout > 2

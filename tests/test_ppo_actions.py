@@ -46,8 +46,8 @@ def test_log_prob_and_entropy_are_torchs(name: str):
         entropy = sum(part.entropy() for part in expected)
     else:
         log_prob, entropy = expected.log_prob(actions), expected.entropy()
+    torch.testing.assert_close(distribution.log_prob_and_entropy(outputs, actions), (log_prob, entropy))
     torch.testing.assert_close(distribution.log_prob(outputs, actions), log_prob)
-    torch.testing.assert_close(distribution.entropy(outputs), entropy)
 
 
 @pytest.mark.parametrize("name", ["discrete", "multi-discrete"])

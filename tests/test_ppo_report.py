@@ -166,6 +166,16 @@ def test_the_dashboard_shows_what_matters():
     assert "rank 1 makes the others wait in environment: 1.0 s, 27%" in said
 
 
+def test_the_dashboard_is_silent_about_gpus_where_there_are_none():
+    waiting = WaitingTimes(1)
+    status = status_at(4, world_size=1)
+    waiting.add([report.times for report in status.reports])
+    said = rendered(status, waiting)
+    assert "of it waiting" in said
+    assert "GPU" not in said
+    assert "one rank, which waits for nobody" in said
+
+
 def test_the_dashboard_shortens_a_long_list_of_ranks():
     waiting = WaitingTimes(20)
     status = status_at(4, world_size=20)

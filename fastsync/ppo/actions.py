@@ -1,7 +1,7 @@
 """What a policy's last layer means: distributions over discrete, multi-discrete and continuous actions.
 
-Each has ``sample``, ``mode``, ``log_prob`` and ``entropy`` of the last layer's outputs. Randomness comes from outside,
-as noise that is drawn for a whole rollout at once.
+Each has ``sample``, ``mode``, ``log_prob`` and ``log_prob_and_entropy`` of the last layer's outputs. Randomness comes
+from outside, as noise that is drawn for a whole rollout at once.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ class ActionDistribution(nn.Module, ABC):
         """The likeliest actions [..., *shape] under outputs [..., num_outputs]."""
 
     @abstractmethod
-    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
-        """Log-probability, or its density, [...] of actions [..., *shape] under outputs [..., num_outputs]."""
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability, or its density, of actions [..., *shape] under outputs [..., num_outputs], and the entropy.
 
-    @abstractmethod
-    def entropy(self, outputs: Tensor) -> Tensor:
-        """Entropy [...] of the distributions that outputs [..., num_outputs] stand for, in nats."""
+        Returns:
+            Both [...], the entropy in nats.
+        """
+
+    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+        """The log-probability alone."""
+        return self.log_prob_and_entropy(outputs, actions)[0]
 
 
 class Categorical(ActionDistribution):
@@ -68,12 +72,10 @@ class Categorical(ActionDistribution):
     def mode(self, outputs: Tensor) -> Tensor:
         return torch.argmax(outputs, dim=-1)
 
-    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
-        return torch.log_softmax(outputs, dim=-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-    def entropy(self, outputs: Tensor) -> Tensor:
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         log_probabilities = torch.log_softmax(outputs, dim=-1)
-        return -(log_probabilities.exp() * log_probabilities).sum(-1)
+        entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+        return log_probabilities.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropy
 
 
 class MultiCategorical(ActionDistribution):
@@ -96,14 +98,12 @@ class MultiCategorical(ActionDistribution):
     def mode(self, outputs: Tensor) -> Tensor:
         return torch.stack([logits.argmax(-1) for logits in outputs.split(self._sizes, dim=-1)], dim=-1)
 
-    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         logits = outputs.split(self._sizes, dim=-1)
         choices = actions.unbind(-1)
-        return torch.stack([p.log_prob(x, a) for p, x, a in zip(self._parts, logits, choices, strict=True)]).sum(0)
-
-    def entropy(self, outputs: Tensor) -> Tensor:
-        logits = outputs.split(self._sizes, dim=-1)
-        return torch.stack([part.entropy(x) for part, x in zip(self._parts, logits, strict=True)]).sum(0)
+        both = [p.log_prob_and_entropy(x, a) for p, x, a in zip(self._parts, logits, choices, strict=True)]
+        log_probs, entropies = zip(*both, strict=True)
+        return torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)
 
 
 class DiagonalGaussian(ActionDistribution):
@@ -128,12 +128,11 @@ class DiagonalGaussian(ActionDistribution):
     def mode(self, outputs: Tensor) -> Tensor:
         return outputs
 
-    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         standardized = (actions - outputs) * (-self.log_std).exp()
-        return (-0.5 * standardized.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
-
-    def entropy(self, outputs: Tensor) -> Tensor:
-        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(outputs.shape[:-1])
+        log_prob = (-0.5 * standardized.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+        entropy = (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+        return log_prob, entropy.expand(outputs.shape[:-1])
 
 
 def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> ActionDistribution:  # type: ignore[type-arg]

@@ -144,15 +144,18 @@ def _two_columns(figures: dict[str, str]) -> Table:
 
 
 def _rank_table(status: Status, waiting: WaitingTimes) -> Table:
-    """Shares of time since the start, and the GPU of each rank."""
+    """Shares of time since the start, and the GPU of each rank where there are any."""
+    has_gpus = not all(math.isnan(report.gpu.memory) for report in status.reports)
     table = Table(box=None, pad_edge=False, header_style="cyan")
     table.add_column("rank")
-    for name in (*PHASES, "of it waiting", "GPU memory", "GPU use"):
+    for name in (*PHASES, "of it waiting", *(("GPU memory", "GPU use") if has_gpus else ())):
         table.add_column(name, justify="right")
     for rank, report in enumerate(status.reports[:MAX_RANKS]):
         times, waited = waiting.times[rank], waiting.waited[rank]
-        shares = [format_share(seconds, times.total) for seconds in (*(getattr(times, p) for p in PHASES), waited)]
-        table.add_row(str(rank), *shares, format_bytes(report.gpu.memory), format_share(report.gpu.utilisation, 1.0))
+        cells = [format_share(seconds, times.total) for seconds in (*(getattr(times, p) for p in PHASES), waited)]
+        if has_gpus:
+            cells += [format_bytes(report.gpu.memory), format_share(report.gpu.utilisation, 1.0)]
+        table.add_row(str(rank), *cells)
     if len(status.reports) > MAX_RANKS:
         table.add_row("…", f"and {len(status.reports) - MAX_RANKS} more")
     return table

@@ -112,8 +112,9 @@ class ActorCritic(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
-        weight: Tensor = self.critic[-1].weight
-        return weight.dtype
+        last = self.critic[-1]
+        assert isinstance(last, nn.Linear)
+        return last.weight.dtype
 
 
 def make_policy(
@@ -167,5 +168,5 @@ class _Convolutions(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         flat = images.reshape(-1, *images.shape[-3:])
-        features: Tensor = self.layers(flat.to(self.layers[0].weight.dtype) / 255)
+        features: Tensor = self.layers(flat.to(next(self.parameters()).dtype) / 255)
         return features.reshape(*images.shape[:-3], _IMAGE_FEATURES)

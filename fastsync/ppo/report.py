@@ -16,6 +16,7 @@ from fastsync.ppo.console import Display, make_display, result_table
 from fastsync.ppo.curve import CurvePoint, draw_learning_curve
 from fastsync.ppo.loggers import CsvLog, Logger, TensorBoardLog, WandbLog
 from fastsync.ppo.metrics import PHASES, TrainResult, mean
+from fastsync.ppo.run_folder import sync_name
 from fastsync.ppo.status import Status
 from fastsync.ppo.straggler import WaitingTimes
 
@@ -49,8 +50,7 @@ class RunReport:
     ) -> None:
         self._folder = folder
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        sync = settings.sync if settings.compression == "none" else f"{settings.sync} {settings.compression}"
-        self._title = f"{settings.env} on {ranks}, sync {sync}"
+        self._title = f"{settings.env} on {ranks}, sync {sync_name(settings)}"
         self._threshold = reward_threshold
         self._resumed_step = resumed_step
         self._resumed_seconds = resumed_seconds

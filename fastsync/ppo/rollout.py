@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from fastsync.ppo.envs import Environments, Step
@@ -87,6 +88,7 @@ class RolloutCollector:
         num_envs = environments.num_envs
         distribution = policy.distribution
         space = environments.single_observation_space
+        assert isinstance(space, spaces.Box)
         observation_dtype = torch.uint8 if space.dtype == np.uint8 else policy.dtype
         action_dtype = policy.dtype if distribution.dtype.is_floating_point else distribution.dtype
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from fastsync.distributed import check_consistency
 from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
 from fastsync.ppo.config import Settings
+from fastsync.ppo.env_states import begun_anew, redistribute, what_goes_on
 from fastsync.ppo.envs import Environments, make_environments
 from fastsync.ppo.interrupt import StopSignals
 from fastsync.ppo.learner import Learner
@@ -33,7 +36,7 @@ from fastsync.ppo.metrics import (
 from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.report import RunReport
 from fastsync.ppo.rollout import RolloutCollector
-from fastsync.ppo.run_folder import changes, open_run
+from fastsync.ppo.run_folder import CHECKPOINTS, changes, open_run
 from fastsync.ppo.status import Status
 from fastsync.ppo.update import autocast
 
@@ -163,7 +166,22 @@ class Run:
         self._step, self._update, self.seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
         self._window = EpisodeWindow.from_list(checkpoint.window)
         self._learner.load_state_dict(checkpoint.learner)
-        ...
+        environments = self._environments
+        states = [part["environments"] for part in checkpoint.environments]
+        spread = {"world_size": self._world_size, "num_envs": environments.num_envs}
+        mine = redistribute(states, rank=self._rank, **spread)
+        if mine is None:
+            observations, restored = environments.reset(), np.zeros(environments.num_envs, dtype=np.bool_)
+        else:
+            observations, restored = environments.restore(mine), environments.restored
+        saved = [part["columns"] for part in checkpoint.environments]
+        columns = _columns_for(saved, environments.first_index, torch.from_numpy(restored))
+        self._collector.restore(observations, columns)
+        self._learner.load_environment_state(columns)
+        begun: list[Any] = [None] * self._world_size
+        dist.all_gather_object(begun, environments.begun_anew if mine is not None else [])
+        notes = [what_goes_on(states, **spread), begun_anew(number for of_rank in begun for number in of_rank)]
+        return [note for note in notes if note]
 
     def _advance(self) -> RankReport:
         """One rollout and the learning from it, and what this rank has to tell about them."""
@@ -230,6 +248,25 @@ def _open_run(settings: Settings, rank: int) -> tuple[Path, Checkpoint | None, l
     dist.broadcast_object_list(opened)
     assert opened[0] is not None
     return opened[0]
+
+
+def _columns_for(saved: Sequence[dict[str, Tensor]], first: int, restored: Tensor) -> dict[str, Tensor]:
+    """The rows of this rank's environments out of those of all ranks; where a new episode begins, those of a start.
+
+    Args:
+        saved: of each rank of the run before, in rank order.
+        first: number of this rank's first environment among all.
+        restored: [N] bool: where the environment goes on.
+    """
+    columns = {}
+    for name in saved[0]:
+        rows = torch.cat([part[name] for part in saved])[first : first + len(restored)]
+        column = torch.zeros(len(restored), *rows.shape[1:], dtype=rows.dtype)
+        known = restored[: len(rows)]
+        column[: len(rows)][known] = rows[known]
+        columns[name] = column
+    columns["starts"] |= ~restored
+    return columns
 
 
 def _difference(after: float | None, before: float | None) -> float:

@@ -50,25 +50,24 @@ def ppo_loss(
         The loss, 0-dim, and LOSSES, [5], detached.
     """
     outputs, values, _ = model(batch.observations, batch.memory, batch.starts)
-    log_ratio = distribution.log_prob(outputs, batch.actions) - batch.log_probs
+    log_prob, entropy = distribution.log_prob_and_entropy(outputs, batch.actions)
+    log_ratio = log_prob - batch.log_probs
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    surrogate = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+    surrogate = torch.minimum(ratio * batch.advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * batch.advantages)
     squared_error = (values - batch.returns).square()
     if settings.clip_value_loss:
         near = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
         squared_error = torch.maximum(squared_error, (near - batch.returns).square())
 
-    policy_loss = -(batch.weights * surrogate).sum()
-    value_loss = 0.5 * (batch.weights * squared_error).sum()
-    entropy = (batch.weights * distribution.entropy(outputs)).sum()
-    loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy
+    weights = batch.weights.flatten()
+    loss = (0.5 * settings.vf_coef) * squared_error - surrogate - settings.ent_coef * entropy
     with torch.no_grad():
         # (r - 1) - log r: never negative and of low variance (Schulman, "Approximating KL Divergence", 2020).
-        approx_kl = (batch.weights * (ratio - 1 - log_ratio)).sum()
-        clip_fraction = (batch.weights * ((ratio - 1).abs() > clip_coef)).sum()
-        losses = torch.stack([policy_loss, value_loss, entropy, approx_kl, clip_fraction])
-    return loss, losses
+        approx_kl = ratio - 1 - log_ratio
+        clipped = (ratio - 1).abs() > clip_coef
+        losses = torch.stack([-surrogate, 0.5 * squared_error, entropy, approx_kl, clipped.to(ratio.dtype)])
+        means = losses.flatten(1) @ weights
+    return loss.flatten() @ weights, means
 
 
 class StepGate:
@@ -84,9 +83,9 @@ class StepGate:
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        scalers = getattr(optimizer, "found_inf", None)
-        self._is_alone = scalers is None
-        optimizer.found_inf = self.closed if self._is_alone else torch.maximum(scalers, self.closed)
+        of_scaler: Tensor | None = getattr(optimizer, "found_inf", None)
+        self._is_alone = of_scaler is None
+        optimizer.found_inf = self.closed if of_scaler is None else torch.maximum(of_scaler, self.closed)
 
     def _after(self, optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._is_alone:  # GradScaler deletes its own

@@ -1,0 +1,225 @@
+"""``fastsync eval``: playing episodes with a trained policy."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import gymnasium
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import RecordVideo
+
+from fastsync.ppo.atari import wrap_atari
+from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint
+from fastsync.ppo.env_source import EnvSource, find_env
+from fastsync.ppo.environments import Environments
+from fastsync.ppo.episodes import EpisodeRecorder
+from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.run_folder import CHECKPOINTS
+from fastsync.ppo.vector_envs import RecordedEnvironments
+
+UNSEEN = 2**31
+"""Number of the environment that episodes are played in: none that trained has it, so its episodes are new."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Play episodes with a trained policy, and tell their mean return."""
+
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """A checkpoint, or the folder of a run, whose newest one is taken."""
+    episodes: int = 10
+    """Number of episodes."""
+    stochastic: bool = False
+    """Draw actions as in training, instead of taking the likeliest."""
+    seed: int = 0
+    """Seeds episodes and actions."""
+    video: bool = False
+    """Record each episode, into the folder videos of the run."""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1:
+            raise ValueError(f"episodes={self.episodes} must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How the episodes went, in their order."""
+
+    returns: list[float]
+    """The sums of their rewards."""
+    lengths: list[int]
+    """Their numbers of steps."""
+
+    def __str__(self) -> str:
+        returns, episodes = np.array(self.returns), "episode" if len(self.returns) == 1 else "episodes"
+        return (
+            f"return {returns.mean():.2f} ± {returns.std():.2f} over {len(returns)} {episodes} "
+            f"of {np.mean(self.lengths):.1f} steps"
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Evaluates what a command line names and prints the result.
+
+    Returns:
+        The exit status: 0, or 1 if the checkpoint is damaged.
+
+    Raises:
+        ValueError: no such checkpoint, or an environment that cannot be made or recorded.
+    """
+    options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments)
+    path = Path(options.checkpoint)
+    try:
+        checkpoint = find_checkpoint(path)
+    except RuntimeError as error:
+        print(f"fastsync eval: {error}", file=sys.stderr)
+        return 1
+    videos = _run_folder(path) / "videos" if options.video else None
+    with make_environment(checkpoint, seed=options.seed, videos=videos) as environment:
+        policy = load_policy(checkpoint, environment)
+        result = play(policy, environment, options.episodes, stochastic=options.stochastic, seed=options.seed)
+    how = "actions drawn" if options.stochastic else "likeliest actions"
+    print(f"{checkpoint.settings.env} after {checkpoint.step:,} steps, {how}: {result}")
+    if videos is not None:
+        print(f"videos in {videos}")
+    return 0
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """That of a file, or the newest good one in the folder of a run or of its checkpoints.
+
+    Raises:
+        ValueError: there is none.
+        RuntimeError: the file is damaged, or all of them are.
+    """
+    if path.is_file():
+        return load_checkpoint(path)
+    for folder in (path / CHECKPOINTS, path):
+        newest = CheckpointFolder(folder, keep=1).newest(lambda warning: print(warning, file=sys.stderr))
+        if newest is not None:
+            return newest[1]
+    raise ValueError(f"checkpoint={str(path)!r} is neither a checkpoint nor the folder of a run that has one")
+
+
+def make_environment(checkpoint: Checkpoint, *, seed: int, videos: Path | None = None) -> Environments:
+    """One environment of the kind that the policy was trained in.
+
+    Args:
+        checkpoint: tells which.
+        seed: of its episodes.
+        videos: folder to record every episode into.
+
+    Raises:
+        ValueError: it cannot be made or recorded here.
+    """
+    source = find_env(checkpoint.settings.env)
+    env = source.make() if videos is None else _make_recorded(source, videos)
+    vector = SyncVectorEnv(
+        [lambda: EpisodeRecorder(env, seed=seed, index=UNSEEN, keep_actions=False)],
+        autoreset_mode=AutoresetMode.NEXT_STEP,
+    )
+    return RecordedEnvironments(
+        vector, first_index=0, counts_games=source.is_atari, reward_threshold=source.reward_threshold
+    )
+
+
+def load_policy(checkpoint: Checkpoint, environment: Environments) -> ActorCritic:
+    """The policy of a checkpoint, on the CPU."""
+    spaces = environment.single_observation_space, environment.single_action_space
+    policy = make_policy(checkpoint.settings, *spaces)
+    policy.load_state_dict(checkpoint.learner["model"])
+    return policy
+
+
+@torch.no_grad()
+def play(
+    policy: ActorCritic, environment: Environments, episodes: int, *, stochastic: bool = False, seed: int = 0
+) -> Evaluation:
+    """Plays episodes, one after the other.
+
+    Args:
+        policy: decides.
+        environment: a single one, whose episodes restart in a step of their own.
+        episodes: how many.
+        stochastic: draw actions, instead of taking the likeliest.
+        seed: of the actions that are drawn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    distribution = policy.distribution
+    noise = torch.empty(1, distribution.num_outputs, dtype=policy.dtype)
+    memory = policy.memory.initial_state(1) if policy.memory is not None else None
+    observations = environment.reset()
+    starts = torch.ones(1, dtype=torch.bool)
+    returns: list[float] = []
+    lengths: list[int] = []
+    while len(returns) < episodes:
+        seen = torch.from_numpy(observations)
+        if observations.dtype != np.uint8:
+            seen = seen.to(policy.dtype)
+        outputs, _, memory = _outputs(policy, seen, memory, starts)
+        if stochastic:
+            distribution.fill_noise_(noise, generator)
+            actions = distribution.sample(outputs, noise)
+        else:
+            actions = distribution.mode(outputs)
+        step = environment.step(actions.numpy())
+        observations, starts = step.observations, torch.from_numpy(~step.valid)
+        returns += [episode.episode_return for episode in step.episodes]
+        lengths += [episode.length for episode in step.episodes]
+    return Evaluation(returns, lengths)
+
+
+def _outputs(policy: ActorCritic, observations: torch.Tensor, memory: Any, starts: torch.Tensor) -> Any:
+    """What the policy says of one row [N, ...]."""
+    if memory is None:
+        return policy(observations)
+    outputs, values, memory = policy(observations.unsqueeze(0), memory, starts.unsqueeze(0))
+    return outputs.squeeze(0), values.squeeze(0), memory
+
+
+def _make_recorded(source: EnvSource, folder: Path) -> gymnasium.Env[Any, Any]:
+    """An environment that films itself. Games are filmed as they are, not as the policy sees them."""
+    if importlib.util.find_spec("moviepy") is None:
+        raise ValueError("video needs moviepy, which the extra 'video' installs: pip install 'fastsync[video]'")
+    if source.spec is not None:
+        spec = copy.deepcopy(source.spec)
+        spec.kwargs["render_mode"] = "rgb_array"
+        source = replace(source, spec=spec)
+    if source.is_atari:
+        assert source.spec is not None
+        return wrap_atari(_film(gymnasium.make(source.spec, disable_env_checker=True, frameskip=1), source, folder))
+    return _film(source.make(), source, folder)
+
+
+def _film(env: gymnasium.Env[Any, Any], source: EnvSource, folder: Path) -> gymnasium.Env[Any, Any]:
+    if env.render_mode != "rgb_array":
+        raise ValueError(
+            f"video needs an environment with render_mode='rgb_array', but env={source.name!r} has "
+            f"render_mode={env.render_mode!r}; let its function make it so"
+        )
+    try:
+        env.reset(seed=0)
+        env.render()
+    except Exception as error:  # each library that draws has errors of its own
+        raise ValueError(
+            f"video: env={source.name!r} cannot be drawn here: {error}; where there is no screen, MuJoCo draws with "
+            f"MUJOCO_GL=egl in the environment"
+        ) from error
+    return RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
+
+
+def _run_folder(path: Path) -> Path:
+    """The run that a checkpoint, its folder, or the run's own folder belongs to."""
+    folder = path.parent if path.is_file() else path
+    return folder.parent if folder.name == CHECKPOINTS else folder

@@ -1,0 +1,196 @@
+"""Runs that are killed or stopped, and gone on with: bitwise the runs that were not, where that can be."""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import random
+import time
+from contextlib import redirect_stdout
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
+from fastsync.ppo.config import Settings
+from fastsync.ppo.trainer import train
+
+# Whatever a run carries from one update to the next is in these two.
+RUNS = {
+    "vectors": Settings(
+        total_steps=4_000,
+        num_envs=4,
+        num_steps=16,
+        num_epochs=2,
+        compression="fp16",
+        precision="fp16",
+        norm_observations=True,
+        norm_rewards=True,
+        lr_schedule="adaptive",
+        target_kl=0.01,
+        checkpoint_interval=0,
+        resume="auto",
+    ),
+    "memory": Settings(
+        env="Acrobot-v1",
+        total_steps=4_000,
+        num_envs=4,
+        num_steps=16,
+        num_epochs=2,
+        lstm_size=8,
+        num_minibatches=2,
+        hidden_sizes=(8,),
+        autoreset="same_step",
+        checkpoint_interval=0,
+        resume="auto",
+    ),
+}
+LIMIT = 120.0
+
+
+def run_once(settings: Settings, folder: str, store: str, rank: int, world_size: int) -> None:
+    """One rank's life. What it says goes into the file "said"."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=LIMIT),
+    )
+    with (Path(folder) / "said").open("a") as said, redirect_stdout(said):
+        train(settings, torch.device("cpu"))
+
+
+class Job:
+    """Ranks as processes that start fast, because they are forked from one that has imported everything."""
+
+    def __init__(self, settings: Settings, world_size: int, folder: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.test_ppo_resume", "torch._dynamo"])
+        store = folder / f"store-{time.monotonic_ns()}"
+        self.ranks: list[BaseProcess] = [
+            context.Process(target=run_once, args=(settings, str(folder), str(store), rank, world_size))
+            for rank in range(world_size)
+        ]
+        for rank in self.ranks:
+            rank.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all ranks have ended by then."""
+        deadline = time.monotonic() + seconds
+        for rank in self.ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        return all(rank.exitcode is not None for rank in self.ranks)
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.join()
+
+
+def finish(settings: Settings, world_size: int, folder: Path) -> None:
+    job = Job(settings, world_size, folder)
+    try:
+        assert job.wait(LIMIT), "the run did not end in time"
+        assert [rank.exitcode for rank in job.ranks] == [0] * world_size
+    finally:
+        job.kill()
+
+
+def newest(settings: Settings) -> Checkpoint:
+    assert settings.run_name
+    found = CheckpointFolder(Path(settings.runs_dir) / settings.run_name / "checkpoints", keep=3).newest()
+    assert found is not None
+    return found[1]
+
+
+def progress(settings: Settings) -> list[dict[str, str]]:
+    """progress.csv without what clocks say."""
+    assert settings.run_name
+    rows = csv.DictReader((Path(settings.runs_dir) / settings.run_name / "progress.csv").open())
+    return [{name: value for name, value in row.items() if "second" not in name} for row in rows]
+
+
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    """Bitwise, all the way down."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other) or torch.equal(one.isnan(), other.isnan()), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, f"{where}/{index}")
+    else:
+        assert one == other, where
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("vectors", 1), ("vectors", 2), ("memory", 2)])
+def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path: Path, name: str, world_size: int):
+    whole = replace(RUNS[name], runs_dir=str(tmp_path), run_name="whole")
+    began = time.monotonic()
+    finish(whole, world_size, tmp_path)
+    length = time.monotonic() - began
+
+    killed = replace(whole, run_name="killed")
+    chance = random.Random(f"{name} {world_size}")
+    resumed_from = []
+    for _ in range(5):
+        job = Job(killed, world_size, tmp_path)
+        try:
+            if job.wait(length * chance.uniform(0.3, 0.8)):
+                break
+        finally:
+            job.kill()
+        folder = CheckpointFolder(tmp_path / "killed" / "checkpoints", keep=3)
+        found = folder.newest()
+        resumed_from.append(found[1].step if found else 0)
+    finish(killed, world_size, tmp_path)
+
+    assert resumed_from == sorted(resumed_from)
+    assert any(0 < step < RUNS[name].total_steps for step in resumed_from)
+    expected, got = newest(whole), newest(killed)
+    for part in ("step", "update", "learner", "environments", "window", "best_return"):
+        assert_same(getattr(got, part), getattr(expected, part), part)
+    assert progress(killed) == progress(whole)
+
+
+def test_another_world_size_goes_on_with_the_same_environments(tmp_path: Path):
+    """Two ranks hand over to one with as many environments in all: the run is what one rank had made of it."""
+    settings = replace(
+        RUNS["vectors"],
+        vectorization="sync",
+        precision="fp64",
+        compression="none",
+        total_steps=1_000,
+        num_envs=4,
+        runs_dir=str(tmp_path),
+        run_name="alone",
+        lr_schedule="constant",
+        target_kl=None,
+    )
+    finish(replace(settings, total_steps=2_000), 1, tmp_path)
+    handed_over = replace(settings, run_name="handed over")
+    finish(replace(handed_over, num_envs=2), 2, tmp_path)
+    half_way = newest(handed_over).step
+    assert 1_000 <= half_way < 1_100
+    finish(replace(handed_over, total_steps=2_000), 1, tmp_path)
+    said = (tmp_path / "said").read_text()
+    assert "world size 1 after 2" in said
+    assert "the 4 environments go on where they were, spread over the ranks anew" in said
+    expected, got = newest(settings), newest(handed_over)
+    assert got.step == expected.step
+    for key, weight in expected.learner["model"].items():
+        torch.testing.assert_close(got.learner["model"][key], weight, rtol=1e-9, atol=1e-11)
+    for left, right in zip(got.window, expected.window, strict=True):
+        assert left == pytest.approx(right, rel=1e-9)
