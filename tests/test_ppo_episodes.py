@@ -279,8 +279,12 @@ def test_plain_data_comes_back_as_it_was():
     np.testing.assert_array_equal(second.array, first.array)
     assert second.array.dtype == np.int32
     assert (second.scalar, second.pair, second.name) == (0.2, (2, None), "x")
+    # What was saved, and what goes on from it, have memory of their own.
+    second.array[:] = 0
+    assert saved["array"].tolist() == [7, 8, 9]
+    taken = attributes_of(first)
     first.array[:] = 0
-    assert second.array.tolist() == [7, 8, 9]
+    assert taken["array"].tolist() == [7, 8, 9]
     with pytest.raises(TypeError, match="object is not plain data"):
         to_plain([object()])
     assert to_numpy(to_plain({"a": [np.bool_(True)]})) == {"a": [True]}

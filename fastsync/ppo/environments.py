@@ -125,15 +125,16 @@ class Environments(ABC):
         self._returns += rewards
         self._lengths += valid
         self._observations = observations
-        if not done.any():
+        (ended,) = done.nonzero()
+        if not len(ended):
             return Step(observations, rewards, terminated, truncated, valid, {}, [])
-        indices = np.flatnonzero(done).tolist()
+        indices = ended.tolist()
         episodes = self._finished_episodes(indices, infos)
         final_observations = {}
         if self.same_step:
             final_observations = {index: _final_observation(infos, index) for index in indices}
-        self._returns[done] = 0.0
-        self._lengths[done] = 0
+        self._returns[ended] = 0.0
+        self._lengths[ended] = 0
         return Step(observations, rewards, terminated, truncated, valid, final_observations, episodes)
 
     def state(self) -> dict[str, Any]:
@@ -194,7 +195,8 @@ class Environments(ABC):
         self._lengths = np.zeros(self.num_envs, dtype=np.int64)
 
     def _finished_episodes(self, indices: list[int], infos: dict[str, Any]) -> list[FinishedEpisode]:
-        return [FinishedEpisode(i, float(self._returns[i]), int(self._lengths[i])) for i in indices]
+        returns, lengths = self._returns[indices].tolist(), self._lengths[indices].tolist()
+        return [FinishedEpisode(*account) for account in zip(indices, returns, lengths, strict=True)]
 
     @abstractmethod
     def _reset(self) -> Array: ...
