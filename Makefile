@@ -14,11 +14,12 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-gpu test-asan lint format bench check-cuda clean
+.PHONY: help venv build train test test-slow test-gpu test-asan lint format bench check-cuda clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
 	@echo 'make test        set up, then run the tests'
+	@echo 'make test-slow   run the tests that take minutes: trainings that must reach published returns'
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make venv        create $(VENV), install torch and the package, build the extension'
@@ -37,6 +38,9 @@ train: venv
 
 test: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: venv
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-gpu: venv
 	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

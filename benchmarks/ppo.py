@@ -187,7 +187,7 @@ COLUMNS: Columns = {
 }
 LEGEND = (
     "steps/s: environment steps of all ranks by the time of the training's loop, median of the repetitions. weak "
-    "scaling: speed by number of ranks, over that of one rank that has as many environments as each of them. return: of "
+    "scaling: speed by number of ranks, over that of one rank with as many environments as each of them. return: of "
     "the last 100 episodes; with so few steps it only shows that something was learnt."
 )
 

@@ -81,7 +81,6 @@ def test_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
         run_ranks(_return_something_unpicklable, 1)
 
 
-@pytest.mark.slow
 def test_hang_ends_at_the_timeout_tells_where_and_leaves_no_process(tmp_path: Path) -> None:
     timeout = 15.0
     start = time.monotonic()
