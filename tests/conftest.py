@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+from multiprocessing import forkserver
 
 import pytest
 import torch
+
+from tests.ranks import fresh_process_context
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The server that ranks are forked from starts before a test gives it other things to import."""
+    if fresh_process_context().get_start_method() == "forkserver":
+        forkserver.ensure_running()
+
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: spawned processes, one process group, a time limit, results in rank order.
+"""Runs a function on several ranks: fresh processes, one process group, a time limit, results in rank order.
 
 ``run_ranks`` is the only way in which the tests start ranks, so that none of them can hang or leave a process behind.
 """
@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class RankTimeoutError(TimeoutError):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
 ) -> list[Any]:
-    """Calls ``fn(rank, world_size, *args)`` on ``world_size`` spawned ranks and returns their results in rank order.
+    """Calls ``fn(rank, world_size, *args)`` on ``world_size`` fresh ranks and returns their results in rank order.
 
     ``fn`` is a function at the top level of a module. ``args`` and results travel by pickle, tensors as copies. In each
     rank the default process group (``backend``) is initialised and torch runs on one thread. With NCCL in ``backend``
@@ -58,7 +59,7 @@ def run_ranks(
         RankTimeoutError: not all ranks were done ``timeout`` seconds after the start, which includes importing torch.
     """
     call = pickle.dumps((fn, args))
-    context = multiprocessing.get_context("spawn")
+    context = fresh_process_context()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -78,6 +79,19 @@ def run_ranks(
                 process.kill()
                 process.join()
         return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(world_size)]
+
+
+def fresh_process_context() -> BaseContext:
+    """Starts processes that know nothing of this one.
+
+    Importing torch takes seconds. So where there is no GPU, whose driver must not be carried over a fork, they are
+    forked from a server that has imported it, and has done nothing else.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "fastsync.ppo.trainer", "tests.ranks"])
+    return context
 
 
 def _rank_main(rank: int, world_size: int, call: bytes, folder_name: str, timeout: float, backend: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
 import random
 import time
 from contextlib import redirect_stdout
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
 from fastsync.ppo.config import Settings
 from fastsync.ppo.trainer import train
+from tests.ranks import fresh_process_context
 
 # Whatever a run carries from one update to the next is in these two.
 RUNS = {
@@ -69,11 +69,10 @@ def run_once(settings: Settings, folder: str, store: str, rank: int, world_size:
 
 
 class Job:
-    """Ranks as processes that start fast, because they are forked from one that has imported everything."""
+    """Ranks, each a process of its own."""
 
     def __init__(self, settings: Settings, world_size: int, folder: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.test_ppo_resume", "torch._dynamo"])
+        context = fresh_process_context()
         store = folder / f"store-{time.monotonic_ns()}"
         self.ranks: list[BaseProcess] = [
             context.Process(target=run_once, args=(settings, str(folder), str(store), rank, world_size))
