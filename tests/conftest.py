@@ -17,7 +17,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         forkserver.ensure_running()
 
 
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips gpu tests where they cannot run; FAIL_WITHOUT_CUDA=1 makes them fail, so that none skips in silence."""
     if item.get_closest_marker("gpu") is None or (reason := why_no_gpu()) is None:

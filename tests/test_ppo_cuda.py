@@ -1,0 +1,91 @@
+"""The trainer on a GPU: the update loop waits for nothing, a run ends and goes on, precision 16 bits wide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastsync.ppo.config import Settings
+from fastsync.ppo.envs import make_environments
+from fastsync.ppo.learner import Learner
+from fastsync.ppo.minibatches import Batch
+from fastsync.ppo.policy import make_policy
+from fastsync.ppo.rollout import RolloutCollector
+from fastsync.ppo.trainer import train
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stops early": {"target_kl": 1e-3, "num_micro_batches": 2},
+    "adaptive": {"target_kl": 0.01, "lr_schedule": "adaptive", "precision": "bf16"},
+    "scaled": {"precision": "fp16", "target_kl": 0.01, "compression": "fp16"},
+    "continuous": {"env": "Pendulum-v1", "norm_observations": True, "norm_rewards": True, "autoreset": "same_step"},
+    "memory": {"lstm_size": 16, "num_minibatches": 2, "clip_value_loss": True},
+}
+
+
+def update_without_waiting(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    for changes in KINDS.values():
+        settings = replace(Settings(num_envs=8, num_steps=16, num_epochs=2), **changes)
+        generator = torch.Generator(device).manual_seed(0)
+        with make_environments(settings, rank=rank) as environments:
+            spaces = environments.single_observation_space, environments.single_action_space
+            policy = make_policy(settings, *spaces).to(device)
+            learner = Learner(settings, policy, generator, rank=rank, world_size=world_size)
+            collector = RolloutCollector(
+                environments,
+                policy,
+                num_steps=settings.num_steps,
+                generator=generator,
+                rank=rank,
+                world_size=world_size,
+            )
+            learner.learn(collector.collect(), step=0, update=0)  # agreements and first allocations
+            updater = learner._updater
+            take_step = updater._step
+
+            def watched(minibatch: Batch, take_step: Any = take_step) -> Tensor:
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    return take_step(minibatch)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+            updater._step = watched  # type: ignore[method-assign]
+            learner.learn(collector.collect(), step=100, update=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_step_waits_for_nothing(world_size: int) -> None:
+    run_ranks(update_without_waiting, world_size, backend="cpu:gloo,cuda:nccl")
+
+
+def train_and_go_on(rank: int, world_size: int, runs_dir: str) -> list[tuple[int, dict[str, Tensor]]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    outcomes = []
+    for name, changes in KINDS.items():
+        settings = replace(
+            Settings(total_steps=1_000, num_envs=4, num_steps=16, num_epochs=2, resume="auto", runs_dir=runs_dir),
+            run_name=name,
+            **changes,
+        )
+        train(settings, device)
+        policy, result = train(replace(settings, total_steps=2_000), device)
+        outcomes.append((result.step, {key: value.cpu() for key, value in policy.state_dict().items()}))
+    return outcomes
+
+
+def test_runs_on_gpus_go_on_and_end_with_the_same_weights(tmp_path: Path) -> None:
+    first, second = run_ranks(train_and_go_on, 2, str(tmp_path), backend="cpu:gloo,cuda:nccl")
+    for (step, weights), (other_step, others) in zip(first, second, strict=True):
+        assert 2_000 <= step == other_step
+        for key, weight in weights.items():
+            assert weight.isfinite().all()
+            assert torch.equal(weight, others[key])
