@@ -31,12 +31,12 @@ FULL = [
         times=PhaseTimes(0.1, 0.2, 0.3, math.nan),
         wire_bytes=2.0**40 + 1,
         gpu=GpuUse(3.0, 0.25),
-        episodes=[Episode(0, -1.1, 10), Episode(5, math.inf, 20)],
+        episodes=[Episode(0, -1.1, 10), Episode(5, math.inf, 20, environment=70_000)],
         metrics={"loss": 1.0, "entropy": -0.1},
         stop_requested=True,
     ),
     RankReport(
-        times=PhaseTimes(1.0, 2.0, 3.0, 4.0),
+        times=PhaseTimes(1.0, 2.0, 3.0, 4.0, 5.0),
         gpu=GpuUse(3.0, 0.5),
         episodes=[Episode(row, 100.0 + row, 1) for row in range(150)],
         metrics={"loss": 2.0, "entropy": math.nan},
@@ -83,21 +83,31 @@ def test_the_window_holds_the_last_episodes_of_all_ranks():
     window.extend(reports_of([Episode(0, 1.0, 10), Episode(5, 2.0, 20)], [Episode(3, 3.0, 30)]))
     assert window.returns == [1.0, 3.0, 2.0]
     assert window.lengths == [10, 30, 20]
-    window.extend(reports_of([Episode(row, 100.0 + row, 1) for row in range(150)], [Episode(140, -1.0, 2)]))
-    # The last 100 of 151 episodes: rows 51 to 149 of rank 0, and in row 140 the one of rank 1, of the lower return.
-    assert window.returns == [*range(151, 240), -1.0, *range(240, 250)]
+    one_more = [Episode(140, -1.0, 2, environment=1)]
+    window.extend(reports_of([Episode(row, 100.0 + row, 1) for row in range(150)], one_more))
+    # The last 100 of 151 episodes: rows 51 to 149 of rank 0, and in row 140 the one of rank 1.
+    assert window.returns == [*range(151, 241), -1.0, *range(241, 250)]
     restored = EpisodeWindow.from_list(window.to_list())
     assert (restored.returns, restored.lengths) == (window.returns, window.lengths)
+    assert restored.to_list() == window.to_list()
 
 
 def test_the_window_does_not_depend_on_who_has_which_environment():
-    episodes = [Episode(2, 5.0, 7), Episode(2, 5.0, 6), Episode(1, 9.0, 1), Episode(2, -5.0, 9)]
+    episodes = [Episode(2, 5.0, 7, 3), Episode(2, 9.0, 6, 1), Episode(1, 9.0, 1, 5), Episode(2, -5.0, 9, 4)]
     windows = []
     for ranks in ([episodes], [episodes[:2], episodes[2:]], [episodes[1:], episodes[:1]], [episodes[::-1], []]):
         window = EpisodeWindow()
         window.extend(reports_of(*ranks))
         windows.append((window.returns, window.lengths))
-    assert windows == [([9.0, -5.0, 5.0, 5.0], [1, 9, 6, 7])] * 4
+    assert windows == [([9.0, 9.0, 5.0, -5.0], [1, 6, 7, 9])] * 4
+
+
+def test_the_window_does_not_choose_by_returns():
+    """Where more episodes end at once than it holds: the highest 100 of 400 would have a mean of 1.2."""
+    returns = torch.randn(400, generator=torch.Generator().manual_seed(0)).tolist()
+    window = EpisodeWindow()
+    window.extend(reports_of([Episode(7, value, 1, environment) for environment, value in enumerate(returns)]))
+    assert window.returns == returns[-100:]
 
 
 def test_means_are_taken_over_ranks():
@@ -107,10 +117,10 @@ def test_means_are_taken_over_ranks():
 
 
 def test_times_add_up():
-    total = PhaseTimes(1.0, 2.0, 3.0, 4.0) + PhaseTimes(0.5, 0.5, 0.5, math.nan)
-    assert (total.environment, total.policy, total.learning) == (1.5, 2.5, 3.5)
+    total = PhaseTimes(1.0, 2.0, 3.0, 4.0, 5.0) + PhaseTimes(0.5, 0.5, 0.5, math.nan, 0.5)
+    assert (total.environment, total.policy, total.learning, total.reporting) == (1.5, 2.5, 3.5, 5.5)
     assert math.isnan(total.communication)
-    assert total.total == 7.5
+    assert total.total == 13.0
 
 
 def test_a_cpu_has_no_gpu():

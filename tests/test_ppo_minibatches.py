@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 
@@ -82,3 +84,13 @@ def test_a_memory_learns_from_whole_sequences():
         assert part.memory is not None
         assert torch.equal(part.memory[0], env.float().unsqueeze(1).expand(-1, 2))
         assert torch.equal(part.memory[1], -part.memory[0])
+
+
+def test_every_pair_of_rows_may_meet_in_a_minibatch():
+    """Also where a minibatch is smaller than a step of all environments."""
+    shuffled = shuffler(16)
+    batch = batch_of(slice(None))
+    met = {
+        tuple(sorted(part.actions.remainder(100).tolist())) for _ in range(40) for part in shuffled.minibatches(batch)
+    }
+    assert {pair for trio in met for pair in combinations(trio, 2) if len(trio) == 3} >= set(combinations(range(6), 2))

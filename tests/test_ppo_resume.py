@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import random
 import time
 from contextlib import redirect_stdout
@@ -121,7 +122,9 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
     """Bitwise, all the way down."""
     assert type(one) is type(other), where
     if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other) or torch.equal(one.isnan(), other.isnan()), where
+        assert one.dtype == other.dtype, where
+        assert one.shape == other.shape, where
+        assert one.numpy().tobytes() == other.numpy().tobytes(), where
     elif isinstance(one, dict):
         assert one.keys() == other.keys(), where
         for key in one:
@@ -134,34 +137,66 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
+def test_what_differs_is_noticed():
+    state = {"weights": [torch.tensor([1.0, math.nan])], "step": 1}
+    assert_same(state, {"weights": [torch.tensor([1.0, math.nan])], "step": 1})
+    for other in ([torch.tensor([2.0, math.nan])], [torch.tensor([1.0, 0.0])], [torch.tensor([1, 0])], []):
+        with pytest.raises(AssertionError):
+            assert_same(state, {"weights": other, "step": 1})
+
+
+def num_rows(settings: Settings) -> int:
+    """Updates that progress.csv tells of."""
+    assert settings.run_name
+    path = Path(settings.runs_dir) / settings.run_name / "progress.csv"
+    return max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
+
+
 @pytest.mark.parametrize(("name", "world_size"), [("vectors", 1), ("vectors", 2), ("memory", 2)])
 def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path: Path, name: str, world_size: int):
     whole = replace(RUNS[name], runs_dir=str(tmp_path), run_name="whole")
-    began = time.monotonic()
     finish(whole, world_size, tmp_path)
-    length = time.monotonic() - began
 
     killed = replace(whole, run_name="killed")
     chance = random.Random(f"{name} {world_size}")
     resumed_from = []
-    for _ in range(5):
+    for part in (0.2, 0.4, 0.6, 0.8):
         job = Job(killed, world_size, tmp_path)
+        deadline = time.monotonic() + LIMIT
         try:
-            if job.wait(length * chance.uniform(0.3, 0.8)):
-                break
+            while num_rows(killed) < part * num_rows(whole) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(chance.uniform(0, 0.03))  # an update with its checkpoint takes about as long
+            assert not all(rank.exitcode is not None for rank in job.ranks), "the run has ended too early to be killed"
         finally:
             job.kill()
-        folder = CheckpointFolder(tmp_path / "killed" / "checkpoints", keep=3)
-        found = folder.newest()
-        resumed_from.append(found[1].step if found else 0)
+        resumed_from.append(newest(killed).step)
     finish(killed, world_size, tmp_path)
 
-    assert resumed_from == sorted(resumed_from)
-    assert any(0 < step < RUNS[name].total_steps for step in resumed_from)
+    assert resumed_from == sorted(set(resumed_from))
+    assert resumed_from[-1] < newest(whole).step
     expected, got = newest(whole), newest(killed)
-    for part in ("step", "update", "learner", "environments", "window", "best_return"):
-        assert_same(getattr(got, part), getattr(expected, part), part)
+    for part_name in ("step", "update", "learner", "environments", "window", "best_return"):
+        assert_same(getattr(got, part_name), getattr(expected, part_name), part_name)
     assert progress(killed) == progress(whole)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({}, {"precision": "fp16"}, "precision is 'fp16' from here on, after 'fp32'"),
+        ({"sync": "cat"}, {"compression": "fp16"}, "sync is 'fastsync' from here on, after 'cat'"),
+        ({"precision": "fp16"}, {"sync": "ddp"}, "sync is 'ddp' from here on, after 'fastsync'"),
+    ],
+)
+def test_a_run_goes_on_with_other_settings(tmp_path: Path, before: Any, after: Any, said: str):
+    settings = Settings(
+        total_steps=200, num_envs=4, num_steps=16, num_epochs=1, resume="auto", runs_dir=str(tmp_path), run_name="run"
+    )
+    finish(replace(settings, **before), 1, tmp_path)
+    finish(replace(settings, total_steps=400, **after), 1, tmp_path)
+    assert newest(settings).step >= 400
+    assert said in (tmp_path / "said").read_text()
 
 
 def test_another_world_size_goes_on_with_the_same_environments(tmp_path: Path):

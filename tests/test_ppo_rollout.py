@@ -121,7 +121,7 @@ def test_episodes_are_told_with_row_return_and_length_also_across_rollouts():
     _, (first, second) = collect_twice("next_step")
     assert first.episodes == [Episode(row=2, episode_return=3.0, length=3)]
     assert second.episodes == [
-        Episode(row=0, episode_return=5.0, length=5),
+        Episode(row=0, episode_return=5.0, length=5, environment=1),
         Episode(row=2, episode_return=3.0, length=3),
     ]
 

@@ -67,3 +67,8 @@ def test_the_learning_rate_follows_the_kl_divergence():
     resumed.load_state_dict(schedule.state_dict())
     resumed.start_update(stepper, step=50, update=1)
     assert float(stepper.param_groups[0]["lr"]) == pytest.approx(1e-2)
+    # But not where another learning rate is asked for.
+    changed = Schedule(Settings(learning_rate=2e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
+    changed.load_state_dict(schedule.state_dict())
+    changed.start_update(stepper, step=50, update=1)
+    assert float(stepper.param_groups[0]["lr"]) == pytest.approx(2e-3)

@@ -7,21 +7,20 @@ import math
 import pytest
 
 from fastsync.ppo.metrics import PhaseTimes
-from fastsync.ppo.straggler import WaitingTimes
+from fastsync.ppo.straggler import WORK, WaitingTimes
 
 
-def ranks_that_meet(*work: tuple[float, float, float]) -> list[PhaseTimes]:
-    """Ranks that work for so long in environment, policy and learning, and then meet in a collective of 1 s."""
+def ranks_that_meet(*work: tuple[float, ...]) -> list[PhaseTimes]:
+    """Ranks that work for so long in each phase, and then meet in a collective of 1 s."""
     end = max(sum(phases) for phases in work) + 1.0
-    return [PhaseTimes(*phases, communication=end - sum(phases)) for phases in work]
+    return [PhaseTimes(**dict(zip(WORK, phases, strict=False)), communication=end - sum(phases)) for phases in work]
 
 
-@pytest.mark.parametrize("phase", ["environment", "policy", "learning"])
+@pytest.mark.parametrize("phase", WORK)
 @pytest.mark.parametrize("slow", [0, 2])
 def test_the_rank_that_takes_longer_is_named_with_what_it_does_longer(slow: int, phase: str):
-    position = ("environment", "policy", "learning").index(phase)
-    work = [[1.0, 1.0, 1.0] for _ in range(3)]
-    work[slow][position] += 2.0
+    work = [[1.0, 1.0, 0.5, 0.5] for _ in range(3)]
+    work[slow][WORK.index(phase)] += 2.0
     waiting = WaitingTimes(3)
     for _ in range(4):
         assert waiting.add(ranks_that_meet(*map(tuple, work))) == [0.0 if rank == slow else 2.0 for rank in range(3)]

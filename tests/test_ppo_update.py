@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from gymnasium import spaces
 from torch import Tensor
 
 from fastsync.ppo.config import Settings
+from fastsync.ppo.envs import make_environments
+from fastsync.ppo.learner import Learner
 from fastsync.ppo.minibatches import Batch, Shuffler
 from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.rollout import RolloutCollector
 from fastsync.ppo.update import LOSSES, StepGate, ppo_loss, row_weights
+from tests.models import group_of_one
 
 SETTINGS = Settings(ent_coef=0.03, vf_coef=0.7, precision="fp64", hidden_sizes=(16, 16))
 OBSERVATIONS = spaces.Box(-1, 1, (4,))
@@ -131,3 +137,32 @@ def test_a_closed_gate_lets_no_step_through():
         scaler.update()
         assert torch.equal(parameter, moved)
         assert scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sums_are_in_full_precision_under_autocast(precision: Any):
+    settings = replace(SETTINGS, precision=precision)
+    torch.manual_seed(0)
+    policy = make_policy(settings, OBSERVATIONS, spaces.Discrete(3))
+    _, batch = sample(300)
+    batch = batch.map(lambda column: column.float() if column.is_floating_point() else column, torch.clone)
+    batch = replace(batch, returns=300 + batch.returns)  # whose squares fp16 cannot hold
+    loss, losses = loss_of(policy, batch, settings)
+    assert (loss.dtype, losses.dtype) == (torch.float32, torch.float32)
+    expected, _ = loss_of(policy, batch, replace(settings, precision="fp32"))
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+
+
+def test_a_step_that_was_refused_is_not_counted():
+    """The second minibatch is over any limit of 1e-12, so the first step is the only one, and what is logged is its."""
+    settings = Settings(num_envs=2, num_steps=16, num_minibatches=4, num_epochs=3, target_kl=1e-12)
+    with group_of_one(), make_environments(settings, rank=0) as environments:
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
+        learner = Learner(settings, policy, generator, rank=0, world_size=1)
+        collector = RolloutCollector(environments, policy, num_steps=16, generator=generator)
+        _, metrics = learner.learn(collector.collect(), step=0, update=0)
+    assert metrics["optimizer_steps"] == 1
+    assert metrics["approx_kl"] < 1e-12
+    assert metrics["grad_norm"] > 0

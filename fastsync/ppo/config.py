@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,7 +54,7 @@ class Settings:
     """Step size of Adam at the start."""
     lr_schedule: LrSchedule = "linear"
     """linear: to 0 over the run. adaptive: divided or multiplied by 1.5 where the KL divergence of a minibatch is over
-    twice, or under half of target_kl."""
+    twice, or under half of target_kl, but kept within 1e-5 and 1e-2."""
     lr_scaling: LrScaling = "none"
     """Multiply the learning rate by the number of ranks, or by its square root."""
     warmup_updates: int = 0
@@ -121,7 +122,8 @@ class Settings:
         ):  # fmt: skip
             self._check(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("timeout", "learning_rate", "clip_coef", "max_grad_norm"):
-            self._check(name, getattr(self, name) > 0, "must be greater than 0")
+            self._check(name, 0 < getattr(self, name) < math.inf, "must be a finite number greater than 0")
+        self._check("seed", self.seed < 2**63, "must be less than 2**63")
         for name in ("ent_coef", "vf_coef", "seed", "lstm_size", "warmup_updates", "checkpoint_interval"):
             self._check(name, getattr(self, name) >= 0, "must not be negative")
         for name in ("gamma", "gae_lambda"):

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from fastsync.distributed import dist_sum
 from fastsync.ppo.advantages import advantage_moments, estimate_advantages, normalize_advantages
 from fastsync.ppo.config import Settings
+from fastsync.ppo.episodes import seed_from
 from fastsync.ppo.gradient_sync import make_gradient_sync
 from fastsync.ppo.minibatches import Batch, Shuffler
 from fastsync.ppo.normalize import RewardNormalizer, moments
@@ -115,21 +116,36 @@ class Learner:
             "sync": self.sync.state_dict(),
             "schedule": self._schedule.state_dict(),
             "rewards": self._rewards.state_dict() if self._rewards is not None else {},
-            "generator": self._generator.get_state(),
+            "generator": {"device": self._generator.device.type, "state": self._generator.get_state()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state_dict()``."""
+    def load_state_dict(self, state: dict[str, Any], *, step: int) -> list[str]:
+        """Goes on from ``state_dict()``, also of other settings.
+
+        Args:
+            state: of the run before.
+            step: environment steps done.
+
+        Returns:
+            What cannot go on as it was, in sentences.
+        """
         self.policy.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         for group in self._optimizer.param_groups:
             group["lr"] = group["lr"].to(self._generator.device)
-        self._scaler.load_state_dict(state["scaler"])
-        self.sync.load_state_dict(state["sync"])
+        if state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+        if state["sync"]:
+            self.sync.load_state_dict(state["sync"])
         self._schedule.load_state_dict(state["schedule"])
         if self._rewards is not None and state["rewards"]:
             self._rewards.load_state_dict(state["rewards"])
-        self._generator.set_state(state["generator"])
+        kind = self._generator.device.type
+        if state["generator"]["device"] == kind:
+            self._generator.set_state(state["generator"]["state"])
+            return []
+        self._generator.manual_seed(seed_from(self._settings.seed, step))
+        return [f"random numbers begin anew: a {kind} device does not know those of a {state['generator']['device']}"]
 
     def waiting_seconds(self) -> float:
         """Time in collectives other than the gradients' so far; on a GPU it waits for those that are under way."""

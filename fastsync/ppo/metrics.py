@@ -29,6 +29,8 @@ class Episode:
     """Sum of its rewards."""
     length: int
     """Number of its steps."""
+    environment: int = 0
+    """Number of the environment it was in, among those of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class PhaseTimes:
     """Losses, backward and optimizer, without what they waited for communication."""
     communication: float = 0.0
     """Waiting for collectives: for the network, and for ranks that came later. NaN where it is not measured."""
+    reporting: float = 0.0
+    """Display, logs and checkpoints, since the update before."""
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
         return PhaseTimes(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -98,10 +102,11 @@ class RankReport:
 
 
 # Where things stand in a report on its way: single figures, metrics, episodes.
-_TIMES = slice(0, 4)
-_WIRE_BYTES, _MEMORY, _UTILISATION, _STOP, _CHECKPOINT, _NAMES, _NUM_EPISODES = range(4, 11)
-_METRICS = slice(11, 11 + MAX_METRICS)
-_EPISODES = slice(_METRICS.stop, _METRICS.stop + 3 * WINDOW)
+_TIMES = slice(0, 5)
+_WIRE_BYTES, _MEMORY, _UTILISATION, _STOP, _CHECKPOINT, _NAMES, _NUM_EPISODES = range(5, 12)
+_METRICS = slice(12, 12 + MAX_METRICS)
+_EPISODE_SIZE = 4
+_EPISODES = slice(_METRICS.stop, _METRICS.stop + _EPISODE_SIZE * WINDOW)
 
 
 def gather_reports(mine: RankReport, device: torch.device) -> list[RankReport]:
@@ -135,25 +140,26 @@ def _pack(report: RankReport) -> torch.Tensor:
     episodes = [astuple(episode) for episode in report.episodes[-WINDOW:]]
     packed[_NUM_EPISODES] = len(episodes)
     if episodes:
-        packed[_EPISODES][: 3 * len(episodes)] = torch.tensor(episodes, dtype=torch.float64).reshape(-1)
+        packed[_EPISODES][: _EPISODE_SIZE * len(episodes)] = torch.tensor(episodes, dtype=torch.float64).reshape(-1)
     return packed
 
 
 def _unpack(row: list[float], names: list[str]) -> RankReport:
-    episodes = row[_EPISODES][: 3 * int(row[_NUM_EPISODES])]
+    episodes = torch.tensor(row[_EPISODES], dtype=torch.float64).reshape(-1, _EPISODE_SIZE)[: int(row[_NUM_EPISODES])]
     return RankReport(
         times=PhaseTimes(*row[_TIMES]),
         wire_bytes=row[_WIRE_BYTES],
         gpu=GpuUse(row[_MEMORY], row[_UTILISATION]),
-        episodes=[Episode(int(row), value, int(length)) for row, value, length in _triples(episodes)],
+        episodes=[_episode(values) for values in episodes.tolist()],
         metrics=dict(zip(names, row[_METRICS], strict=False)),
         stop_requested=bool(row[_STOP]),
         checkpoint_due=bool(row[_CHECKPOINT]),
     )
 
 
-def _triples(values: list[float]) -> Iterable[tuple[float, float, float]]:
-    return zip(values[::3], values[1::3], values[2::3], strict=True)
+def _episode(values: Sequence[float]) -> Episode:
+    row, episode_return, length, environment = values
+    return Episode(int(row), episode_return, int(length), int(environment))
 
 
 def mean_metrics(reports: Sequence[RankReport]) -> dict[str, float]:
@@ -203,12 +209,11 @@ class EpisodeWindow:
     def extend(self, reports: Sequence[RankReport]) -> None:
         """Adds the episodes that ended on each rank during one rollout.
 
-        They count as ended in the order of their rows. Within a row the order is that of their returns and lengths,
-        so that it does not matter which rank an environment lives on.
+        They count as ended in the order of their rows, and within a row in that of their environments: it matters
+        neither which rank an environment lives on, nor what the return was.
         """
-        self._last.extend(
-            sorted((episode for report in reports for episode in report.episodes), key=lambda ended: astuple(ended))
-        )
+        ended = (episode for report in reports for episode in report.episodes)
+        self._last.extend(sorted(ended, key=lambda episode: (episode.row, episode.environment)))
 
     @property
     def returns(self) -> list[float]:
@@ -222,11 +227,11 @@ class EpisodeWindow:
 
     def to_list(self) -> list[list[float]]:
         """Plain data for a checkpoint."""
-        return [[episode.row, episode.episode_return, episode.length] for episode in self._last]
+        return [list(astuple(episode)) for episode in self._last]
 
     @classmethod
     def from_list(cls, episodes: Iterable[Sequence[float]]) -> EpisodeWindow:
         """The window that ``to_list`` described."""
         window = cls()
-        window._last.extend(Episode(int(row), float(value), int(length)) for row, value, length in episodes)
+        window._last.extend(_episode(episode) for episode in episodes)
         return window

@@ -90,7 +90,12 @@ class Shuffler:
     def _row_order(self, num_steps: int, num_envs: int) -> Tensor:
         """Indices [T * N] into rows that were [T, N]."""
         steps = self._draw(num_steps, num_envs).argsort(dim=0, stable=True)
-        return (steps * num_envs + torch.arange(num_envs, device=steps.device)).flatten()
+        environments = torch.arange(num_envs, device=steps.device).expand_as(steps)
+        if num_steps % self._num_minibatches:
+            # A minibatch ends within a row of ``steps``: chance has to say for which environments.
+            environments = self._draw(num_steps, num_envs).argsort(dim=1, stable=True)
+            steps = steps.gather(1, environments)
+        return (steps * num_envs + environments).flatten()
 
     def _draw(self, *shape: int) -> Tensor:
         """Random numbers for this rank's environments, the last dimension, out of those drawn for all ranks'."""

@@ -191,7 +191,8 @@ class RolloutCollector:
         self._valid[row] = step.valid
         self._next_observation = step.observations
         self._next_starts = done if self.environments.same_step else ~step.valid
-        episodes.extend(Episode(row, ended.episode_return, ended.length) for ended in step.episodes)
+        first = self.environments.first_index
+        episodes.extend(Episode(row, e.episode_return, e.length, first + e.index) for e in step.episodes)
         for index, observation in step.final_observations.items():
             if step.truncated[index] and not step.terminated[index]:
                 memory = tuple(part[index] for part in self._memory) if self._memory is not None else ()

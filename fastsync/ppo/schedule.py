@@ -59,11 +59,13 @@ class Schedule:
         self._set(optimizer, self._adaptive)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the past of a run has decided."""
-        return {"adaptive": self._adaptive}
+        """What the past of a run has decided, and from which learning rate on."""
+        return {"adaptive": self._adaptive, "peak": torch.tensor(self._peak, dtype=torch.float64)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._adaptive.copy_(state["adaptive"])
+        """Goes on from ``state_dict()``, unless the settings ask for another learning rate now."""
+        if state["peak"] == self._peak:
+            self._adaptive.copy_(state["adaptive"])
 
     def _set(self, optimizer: Optimizer, learning_rate: Tensor | float) -> None:
         for group in optimizer.param_groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -25,13 +25,11 @@ class Status:
     """The last episodes of all ranks."""
     reports: Sequence[RankReport]
     """What each rank has told about this update."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Figures of the update that belong to no rank, such as the learning rate."""
 
     @cached_property
     def learning(self) -> dict[str, float]:
-        """All figures of the update; those of the ranks as their mean."""
-        return mean_metrics(self.reports) | self.metrics
+        """The figures of the update: the means of the ranks'."""
+        return mean_metrics(self.reports)
 
     @cached_property
     def returns(self) -> tuple[float, float, float] | None:

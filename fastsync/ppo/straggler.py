@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fastsync.ppo.metrics import PhaseTimes, mean
 
-WORK = ("environment", "policy", "learning")
+WORK = ("environment", "policy", "learning", "reporting")
 NOTABLE_SHARE = 0.02
 """Share of the time below which waiting is not worth a word: ranks are never equally fast."""
 

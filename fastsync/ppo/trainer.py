@@ -123,6 +123,7 @@ class Run:
         self.seconds = 0.0
         """Wall time of the learning loop, with what came before where the run was resumed."""
         self._telling_seconds = 0.0
+        self._reporting_seconds = 0.0
 
     def train(self, signals: StopSignals, report: RunReport | None, checkpoints: CheckpointFolder) -> TrainResult:
         """Trains until the end, or until a rank is told to stop; then saves.
@@ -140,7 +141,8 @@ class Run:
             is_due = time.perf_counter() - saved_at >= self._settings.checkpoint_interval
             mine = replace(mine, stop_requested=signals.requested, checkpoint_due=self._rank == 0 and is_due)
             reports = self._tell(mine)
-            self.seconds = time.perf_counter() - started
+            told_at = time.perf_counter()
+            self.seconds = told_at - started
             stopped = any(each.stop_requested for each in reports)
             if report:
                 report.update(Status(self._step, self.seconds, self._update, self._window, reports))
@@ -148,6 +150,7 @@ class Run:
             if is_over or reports[0].checkpoint_due:
                 self._save(checkpoints)
                 saved_at = time.perf_counter()
+            self._reporting_seconds = time.perf_counter() - told_at  # the next report tells, for this one is sent
 
         check_consistency(self.policy)
         sync = mean_sync_report(self._learner.sync.report(), self._device)
@@ -165,7 +168,7 @@ class Run:
         """
         self._step, self._update, self.seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
         self._window = EpisodeWindow.from_list(checkpoint.window)
-        self._learner.load_state_dict(checkpoint.learner)
+        notes = self._learner.load_state_dict(checkpoint.learner, step=checkpoint.step)
         environments = self._environments
         states = [part["environments"] for part in checkpoint.environments]
         spread = {"world_size": self._world_size, "num_envs": environments.num_envs}
@@ -180,8 +183,11 @@ class Run:
         self._learner.load_environment_state(columns)
         begun: list[Any] = [None] * self._world_size
         dist.all_gather_object(begun, environments.begun_anew if mine is not None else [])
-        notes = [what_goes_on(states, **spread), begun_anew(number for of_rank in begun for number in of_rank)]
-        return [note for note in notes if note]
+        of_environments = [
+            what_goes_on(states, **spread),
+            begun_anew(number for of_rank in begun for number in of_rank),
+        ]
+        return notes + [note for note in of_environments if note]
 
     def _advance(self) -> RankReport:
         """One rollout and the learning from it, and what this rank has to tell about them."""
@@ -203,6 +209,7 @@ class Run:
                 policy=rollout.policy_seconds,
                 learning=seconds - (0.0 if math.isnan(waited) else waited),
                 communication=waited + self._telling_seconds,
+                reporting=self._reporting_seconds,
             ),
             wire_bytes=_difference(after.wire_bytes, before.wire_bytes),
             gpu=gpu_use(self._device),

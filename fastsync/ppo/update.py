@@ -49,7 +49,8 @@ def ppo_loss(
     Returns:
         The loss, 0-dim, and LOSSES, [5], detached.
     """
-    outputs, values, _ = model(batch.observations, batch.memory, batch.starts)
+    with autocast(settings.precision, batch.log_probs.device):  # the model alone: sums of 16 bits would be coarse
+        outputs, values, _ = model(batch.observations, batch.memory, batch.starts)
     log_prob, entropy = distribution.log_prob_and_entropy(outputs, batch.actions)
     log_ratio = log_prob - batch.log_probs
     ratio = log_ratio.exp()
@@ -73,19 +74,24 @@ def ppo_loss(
 class StepGate:
     """Keeps an optimizer from stepping, by a decision that is made on the device and never read on the host.
 
-    Fused optimizers look at ``found_inf`` before they change anything, as GradScaler makes use of. Attributes:
+    Fused optimizers look at ``found_inf`` before they change anything, as GradScaler makes use of.
+
+    Attributes:
         closed: 0-dim float32, 1 for no steps.
+        refused: 0-dim float32, 1 if the last step was none, because of this or of a GradScaler.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.closed = torch.zeros((), device=device)
+        self.refused = torch.zeros((), device=device)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         of_scaler: Tensor | None = getattr(optimizer, "found_inf", None)
         self._is_alone = of_scaler is None
-        optimizer.found_inf = self.closed if of_scaler is None else torch.maximum(of_scaler, self.closed)
+        self.refused = self.closed.clone() if of_scaler is None else torch.maximum(of_scaler, self.closed)
+        optimizer.found_inf = self.refused
 
     def _after(self, optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._is_alone:  # GradScaler deletes its own
@@ -133,16 +139,19 @@ class Updater:
 
         Returns:
             The means over the steps taken of LOSSES and of the gradient's norm before clipping, and how many they were.
+            If none was, the means are NaN.
         """
         self._gate.closed.zero_()
-        logged, weights = [], []
+        logged, refused = [], []
         for minibatch in self._minibatches(batch):
-            weights.append(1 - self._gate.closed)
             logged.append(self._step(minibatch))
-        weight = torch.stack(weights)
-        mean = (torch.stack(logged) * weight.unsqueeze(1)).sum(0) / weight.sum()
+            refused.append(self._gate.refused)
+        was_taken = torch.stack(refused) == 0
+        num_taken = was_taken.sum()
+        # Not a product: what was refused may be inf.
+        mean = torch.where(was_taken.unsqueeze(1), torch.stack(logged), 0).sum(0) / num_taken
         names = (*LOSSES, "grad_norm", "optimizer_steps")
-        return dict(zip(names, torch.cat([mean, weight.sum().reshape(1)]).tolist(), strict=True))
+        return dict(zip(names, [*mean.tolist(), num_taken.item()], strict=True))
 
     def _minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Those of all epochs; on the CPU, where looking costs nothing, only until a step was refused."""
@@ -178,8 +187,7 @@ class Updater:
         return losses, self._sync.backward(self._scaler.scale(loss), rider)
 
     def _loss(self, part: Batch) -> tuple[Tensor, Tensor]:
-        with autocast(self._settings.precision, self._device):
-            return ppo_loss(self._sync.model, self._distribution, part, self._settings, self._schedule.clip_coef)
+        return ppo_loss(self._sync.model, self._distribution, part, self._settings, self._schedule.clip_coef)
 
     def _decide(self, kl: Tensor) -> None:
         """Adapts the learning rate, or refuses this and all further steps: on every rank alike, for ``kl`` is alike."""
