@@ -33,12 +33,12 @@ def status_at(update: int, world_size: int = 2, first_episode: int = 3) -> Statu
             wire_bytes=1e6,
             gpu=GpuUse(2e9, 0.5) if rank else GpuUse(),
             episodes=[Episode(0, 10.0 * update, 5)] if update >= first_episode else [],
-            metrics={"policy_loss": float(rank)},
+            metrics={"policy_loss": float(rank), "learning_rate": 1.0 / update},
         )
         for rank in range(world_size)
     ]
     window.extend(reports)
-    return Status(100 * update, 2.0 * update, update, window, reports, {"learning_rate": 1.0 / update})
+    return Status(100 * update, 2.0 * update, update, window, reports)
 
 
 def run(folder: Path, updates: range, *, world_size: int = 2, resumed_update: int = 0, finish: bool = False) -> None:
