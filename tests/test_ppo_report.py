@@ -161,8 +161,8 @@ def test_the_dashboard_shows_what_matters():
     for figure in ("400", "40.0  (40.0 to 40.0)", "learning rate", "0.25", "1 MB"):
         assert figure in said
     lines = [line.split() for line in said.splitlines()]
-    assert ["0", "26.7%", "13.3%", "6.7%", "53.3%", "26.7%", "-", "-"] in lines
-    assert ["1", "53.3%", "13.3%", "6.7%", "26.7%", "0.0%", "2", "GB", "50.0%"] in lines
+    assert ["0", "26.7%", "13.3%", "6.7%", "53.3%", "0.0%", "26.7%", "-", "-"] in lines
+    assert ["1", "53.3%", "13.3%", "6.7%", "26.7%", "0.0%", "0.0%", "2", "GB", "50.0%"] in lines
     assert "rank 1 makes the others wait in environment: 1.0 s, 27%" in said
 
 
