@@ -17,8 +17,9 @@ SPACES = {
 
 
 def sampled(distribution: ActionDistribution, outputs: torch.Tensor, num_rows: int) -> torch.Tensor:
-    noise = torch.empty(num_rows, distribution.num_outputs)
-    distribution.fill_noise_(noise, torch.Generator().manual_seed(0))
+    noise = distribution.noise(
+        torch.rand(num_rows, distribution.num_outputs, generator=torch.Generator().manual_seed(0))
+    )
     return distribution.sample(outputs.expand(num_rows, -1), noise)
 
 
@@ -35,9 +36,7 @@ def test_log_prob_and_entropy_are_torchs(name: str):
     torch.manual_seed(0)
     distribution = make_distribution(SPACES[name], log_std_init=0.5)
     outputs = torch.randn(5, 7, distribution.num_outputs)
-    noise = torch.empty_like(outputs)
-    distribution.fill_noise_(noise, torch.Generator().manual_seed(0))
-    actions = distribution.sample(outputs, noise)
+    actions = distribution.sample(outputs, distribution.noise(torch.rand(outputs.shape)))
     assert actions.shape == (5, 7, *distribution.shape)
     assert actions.dtype == distribution.dtype
     expected = plain(name, outputs)

@@ -15,6 +15,7 @@ from fastsync.ppo.envs import make_environments
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.minibatches import Batch
 from fastsync.ppo.policy import make_policy
+from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.rollout import RolloutCollector
 from fastsync.ppo.trainer import train
 from tests.ranks import run_ranks
@@ -34,19 +35,12 @@ def update_without_waiting(rank: int, world_size: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for changes in KINDS.values():
         settings = replace(Settings(num_envs=8, num_steps=16, num_epochs=2), **changes)
-        generator = torch.Generator(device).manual_seed(0)
+        streams = RandomStreams(0, first_index=rank * 8, num_envs=8, device=device)
         with make_environments(settings, rank=rank) as environments:
             spaces = environments.single_observation_space, environments.single_action_space
             policy = make_policy(settings, *spaces).to(device)
-            learner = Learner(settings, policy, generator, rank=rank, world_size=world_size)
-            collector = RolloutCollector(
-                environments,
-                policy,
-                num_steps=settings.num_steps,
-                generator=generator,
-                rank=rank,
-                world_size=world_size,
-            )
+            learner = Learner(settings, policy, streams, world_size=world_size)
+            collector = RolloutCollector(environments, policy, num_steps=settings.num_steps, streams=streams)
             learner.learn(collector.collect(), step=0, update=0)  # agreements and first allocations
             updater = learner._updater
             take_step = updater._step

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastsync.ppo.minibatches import Batch, Shuffler
+from fastsync.ppo.random_streams import RandomStreams
 
 NUM_STEPS, NUM_ENVS = 8, 6
 
@@ -30,7 +31,10 @@ def batch_of(envs: slice, *, is_recurrent: bool = False) -> Batch:
 
 
 def shuffler(num_minibatches: int, *, rank: int = 0, world_size: int = 1) -> Shuffler:
-    return Shuffler(num_minibatches, torch.Generator().manual_seed(0), rank=rank, world_size=world_size)
+    size = NUM_ENVS // world_size
+    return Shuffler(
+        num_minibatches, RandomStreams(0, first_index=rank * size, num_envs=size, device=torch.device("cpu"))
+    )
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 4, 3])

@@ -16,6 +16,7 @@ from fastsync.ppo.config import Autoreset, Settings
 from fastsync.ppo.episodes import EpisodeRecorder
 from fastsync.ppo.metrics import Episode
 from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.rollout import Rollout, RolloutCollector
 from fastsync.ppo.vector_envs import RecordedEnvironments
 
@@ -47,13 +48,19 @@ class Scripted(gymnasium.Env[Any, Any]):
         return self._observe(), 1.0, over and not self.truncates, over and self.truncates, {}
 
 
-def environments_of(*scripts: Scripted, mode: Autoreset) -> RecordedEnvironments:
+def environments_of(*scripts: Scripted, mode: Autoreset, first_index: int = 0) -> RecordedEnvironments:
     makers = [
         lambda script=script, index=index: EpisodeRecorder(script, seed=0, index=index)
         for index, script in enumerate(scripts)
     ]
     autoreset = AutoresetMode.SAME_STEP if mode == "same_step" else AutoresetMode.NEXT_STEP
-    return RecordedEnvironments(SyncVectorEnv(makers, autoreset_mode=autoreset), first_index=0)
+    return RecordedEnvironments(SyncVectorEnv(makers, autoreset_mode=autoreset), first_index=first_index)
+
+
+def streams_for(environments: RecordedEnvironments) -> RandomStreams:
+    return RandomStreams(
+        0, first_index=environments.first_index, num_envs=environments.num_envs, device=torch.device("cpu")
+    )
 
 
 def policy_for(environments: RecordedEnvironments, settings: Settings) -> ActorCritic:
@@ -69,7 +76,7 @@ def collect_twice(mode: Autoreset, settings: Settings = SETTINGS) -> tuple[Rollo
     """Two rollouts of four rows, from an environment that terminates after 3 steps and one truncated after 5."""
     environments = environments_of(Scripted(3, truncates=False), Scripted(5, truncates=True), mode=mode)
     collector = RolloutCollector(
-        environments, policy_for(environments, settings), num_steps=4, generator=torch.Generator().manual_seed(0)
+        environments, policy_for(environments, settings), num_steps=4, streams=streams_for(environments)
     )
     rollouts = []
     for _ in range(2):
@@ -171,14 +178,10 @@ def test_ranks_act_as_one_rank_with_all_environments_would():
 
     def collected(rank: int, world_size: int) -> Rollout:
         mine = np.array_split(np.arange(4), world_size)[rank]
-        environments = environments_of(*(Scripted(scripts[i][0], truncates=scripts[i][1]) for i in mine), mode=MODES[0])
+        mine_scripts = [Scripted(scripts[i][0], truncates=scripts[i][1]) for i in mine]
+        environments = environments_of(*mine_scripts, mode=MODES[0], first_index=int(mine[0]))
         return RolloutCollector(
-            environments,
-            policy_for(environments, SETTINGS),
-            num_steps=16,
-            generator=torch.Generator().manual_seed(0),
-            rank=rank,
-            world_size=world_size,
+            environments, policy_for(environments, SETTINGS), num_steps=16, streams=streams_for(environments)
         ).collect()
 
     alone = collected(0, 1)
@@ -188,7 +191,7 @@ def test_ranks_act_as_one_rank_with_all_environments_would():
         assert torch.equal(getattr(alone, name), torch.cat([getattr(part, name) for part in together], dim=1))
 
 
-@pytest.mark.parametrize("name", ["_observations", "_actions", "_rewards", "_flags", "_noise"])
+@pytest.mark.parametrize("name", ["_observations", "_actions", "_rewards", "_flags"])
 def test_buffers_are_allocated_once(name: str):
     collector, _ = collect_twice("next_step")
     before = getattr(collector, name)

@@ -16,6 +16,7 @@ from fastsync.ppo.envs import make_environments
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.minibatches import Batch, Shuffler
 from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.rollout import RolloutCollector
 from fastsync.ppo.update import LOSSES, StepGate, ppo_loss, row_weights
 from tests.models import group_of_one
@@ -158,10 +159,10 @@ def test_a_step_that_was_refused_is_not_counted():
     settings = Settings(num_envs=2, num_steps=16, num_minibatches=4, num_epochs=3, target_kl=1e-12)
     with group_of_one(), make_environments(settings, rank=0) as environments:
         torch.manual_seed(0)
-        generator = torch.Generator().manual_seed(0)
+        streams = RandomStreams(0, first_index=0, num_envs=2, device=torch.device("cpu"))
         policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
-        learner = Learner(settings, policy, generator, rank=0, world_size=1)
-        collector = RolloutCollector(environments, policy, num_steps=16, generator=generator)
+        learner = Learner(settings, policy, streams, world_size=1)
+        collector = RolloutCollector(environments, policy, num_steps=16, streams=streams)
         _, metrics = learner.learn(collector.collect(), step=0, update=0)
     assert metrics["optimizer_steps"] == 1
     assert metrics["approx_kl"] < 1e-12

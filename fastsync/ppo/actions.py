@@ -29,8 +29,8 @@ class ActionDistribution(nn.Module, ABC):
     dtype: torch.dtype
 
     @abstractmethod
-    def fill_noise_(self, noise: Tensor, generator: torch.Generator) -> None:
-        """Draws into ``noise`` [..., num_outputs] what ``sample`` needs."""
+    def noise(self, uniform: Tensor) -> Tensor:
+        """What ``sample`` needs, from numbers between 0 and 1, both [..., num_outputs]."""
 
     @abstractmethod
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class Categorical(ActionDistribution):
         self.shape = ()
         self.dtype = torch.int64
 
-    def fill_noise_(self, noise: Tensor, generator: torch.Generator) -> None:
+    def noise(self, uniform: Tensor) -> Tensor:
         # Gumbel: the largest of logits + noise is a sample, so nothing needs to be normalised while the policy acts.
-        noise.exponential_(generator=generator).log_().neg_()
+        return -torch.log(-torch.log(uniform))
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return torch.argmax(outputs + noise, dim=-1)
@@ -89,8 +89,8 @@ class MultiCategorical(ActionDistribution):
         self.shape = (len(num_choices),)
         self.dtype = torch.int64
 
-    def fill_noise_(self, noise: Tensor, generator: torch.Generator) -> None:
-        self._parts[0].fill_noise_(noise, generator)
+    def noise(self, uniform: Tensor) -> Tensor:
+        return self._parts[0].noise(uniform)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return self.mode(outputs + noise)
@@ -119,8 +119,9 @@ class DiagonalGaussian(ActionDistribution):
         self.dtype = torch.float32
         self.log_std = nn.Parameter(torch.full((size,), log_std_init))
 
-    def fill_noise_(self, noise: Tensor, generator: torch.Generator) -> None:
-        noise.normal_(generator=generator)
+    def noise(self, uniform: Tensor) -> Tensor:
+        normal: Tensor = torch.special.ndtri(uniform)
+        return normal
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return outputs + self.log_std.exp() * noise

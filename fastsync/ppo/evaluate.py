@@ -23,6 +23,7 @@ from fastsync.ppo.env_source import EnvSource, find_env
 from fastsync.ppo.environments import Environments
 from fastsync.ppo.episodes import EpisodeRecorder
 from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.run_folder import CHECKPOINTS
 from fastsync.ppo.vector_envs import RecordedEnvironments
 
@@ -155,9 +156,8 @@ def play(
         stochastic: draw actions, instead of taking the likeliest.
         seed: of the actions that are drawn.
     """
-    generator = torch.Generator().manual_seed(seed)
     distribution = policy.distribution
-    noise = torch.empty(1, distribution.num_outputs, dtype=policy.dtype)
+    streams = RandomStreams(seed, first_index=0, num_envs=1, device=torch.device("cpu"))
     memory = policy.memory.initial_state(1) if policy.memory is not None else None
     observations = environment.reset()
     starts = torch.ones(1, dtype=torch.bool)
@@ -169,8 +169,8 @@ def play(
             seen = seen.to(policy.dtype)
         outputs, _, memory = _outputs(policy, seen, memory, starts)
         if stochastic:
-            distribution.fill_noise_(noise, generator)
-            actions = distribution.sample(outputs, noise)
+            noise = distribution.noise(streams.uniform(1, distribution.num_outputs, policy.dtype))
+            actions = distribution.sample(outputs, noise[0])
         else:
             actions = distribution.mode(outputs)
         step = environment.step(actions.numpy())

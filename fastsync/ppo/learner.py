@@ -11,11 +11,11 @@ from torch.amp import GradScaler
 from fastsync.distributed import dist_sum
 from fastsync.ppo.advantages import advantage_moments, estimate_advantages, normalize_advantages
 from fastsync.ppo.config import Settings
-from fastsync.ppo.episodes import seed_from
 from fastsync.ppo.gradient_sync import make_gradient_sync
 from fastsync.ppo.minibatches import Batch, Shuffler
 from fastsync.ppo.normalize import RewardNormalizer, moments
 from fastsync.ppo.policy import ActorCritic
+from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.rollout import Rollout
 from fastsync.ppo.schedule import Schedule
 from fastsync.ppo.update import Updater, row_weights
@@ -28,18 +28,15 @@ class Learner:
     Args:
         settings: of the run, the same on every rank.
         policy: to be improved, on its device.
-        generator: in the same state on every rank.
-        rank: of this process.
+        streams: random numbers of this rank's environments.
         world_size: number of ranks.
     """
 
-    def __init__(
-        self, settings: Settings, policy: ActorCritic, generator: torch.Generator, *, rank: int, world_size: int
-    ) -> None:
+    def __init__(self, settings: Settings, policy: ActorCritic, streams: RandomStreams, *, world_size: int) -> None:
         self._settings = settings
         self._world_size = world_size
-        self._generator = generator
-        device = generator.device
+        self._streams = streams
+        device = streams.device
         self.policy = policy
         self.sync = make_gradient_sync(settings, policy)
         self._optimizer = torch.optim.Adam(
@@ -57,7 +54,7 @@ class Learner:
             optimizer=self._optimizer,
             scaler=self._scaler,
             schedule=self._schedule,
-            shuffler=Shuffler(settings.num_minibatches, generator, rank=rank, world_size=world_size),
+            shuffler=Shuffler(settings.num_minibatches, streams),
             device=device,
         )
 
@@ -116,23 +113,15 @@ class Learner:
             "sync": self.sync.state_dict(),
             "schedule": self._schedule.state_dict(),
             "rewards": self._rewards.state_dict() if self._rewards is not None else {},
-            "generator": {"device": self._generator.device.type, "state": self._generator.get_state()},
+            "num_draws": self._streams.num_draws,
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, step: int) -> list[str]:
-        """Goes on from ``state_dict()``, also of other settings.
-
-        Args:
-            state: of the run before.
-            step: environment steps done.
-
-        Returns:
-            What cannot go on as it was, in sentences.
-        """
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from ``state_dict()``, also of other settings."""
         self.policy.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         for group in self._optimizer.param_groups:
-            group["lr"] = group["lr"].to(self._generator.device)
+            group["lr"] = group["lr"].to(self._streams.device)
         if state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
         if state["sync"]:
@@ -140,12 +129,7 @@ class Learner:
         self._schedule.load_state_dict(state["schedule"])
         if self._rewards is not None and state["rewards"]:
             self._rewards.load_state_dict(state["rewards"])
-        kind = self._generator.device.type
-        if state["generator"]["device"] == kind:
-            self._generator.set_state(state["generator"]["state"])
-            return []
-        self._generator.manual_seed(seed_from(self._settings.seed, step))
-        return [f"random numbers begin anew: a {kind} device does not know those of a {state['generator']['device']}"]
+        self._streams.num_draws = state["num_draws"]
 
     def waiting_seconds(self) -> float:
         """Time in collectives other than the gradients' so far; on a GPU it waits for those that are under way."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsync.ppo.memory import MemoryState
+from fastsync.ppo.random_streams import RandomStreams
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,12 @@ class Shuffler:
 
     Args:
         num_minibatches: how many of equal size.
-        generator: in the same state on every rank, on the batches' device.
-        rank: of this process.
-        world_size: number of ranks.
+        streams: random numbers of the environments, on the batches' device.
     """
 
-    def __init__(self, num_minibatches: int, generator: torch.Generator, *, rank: int, world_size: int) -> None:
+    def __init__(self, num_minibatches: int, streams: RandomStreams) -> None:
         self._num_minibatches = num_minibatches
-        self._generator = generator
-        self._rank = rank
-        self._world_size = world_size
+        self._streams = streams
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """The minibatches of one pass over ``batch``, whose columns are [T, N, ...]."""
@@ -69,7 +66,7 @@ class Shuffler:
             order = self._row_order(*shape)
             shuffled = batch.map(lambda column: column.flatten(0, 1)[order], torch.clone)
             return self.cut(shuffled, self._num_minibatches)
-        order = self._draw(shape[1]).argsort()
+        order = self._draw(1)[0].argsort()
         shuffled = batch.map(lambda column: column[:, order], lambda state: state[order])
         return self.cut(shuffled, self._num_minibatches)
 
@@ -89,18 +86,14 @@ class Shuffler:
 
     def _row_order(self, num_steps: int, num_envs: int) -> Tensor:
         """Indices [T * N] into rows that were [T, N]."""
-        steps = self._draw(num_steps, num_envs).argsort(dim=0, stable=True)
+        steps = self._draw(num_steps).argsort(dim=0, stable=True)
         environments = torch.arange(num_envs, device=steps.device).expand_as(steps)
         if num_steps % self._num_minibatches:
             # A minibatch ends within a row of ``steps``: chance has to say for which environments.
-            environments = self._draw(num_steps, num_envs).argsort(dim=1, stable=True)
+            environments = self._draw(num_steps).argsort(dim=1, stable=True)
             steps = steps.gather(1, environments)
         return (steps * num_envs + environments).flatten()
 
-    def _draw(self, *shape: int) -> Tensor:
-        """Random numbers for this rank's environments, the last dimension, out of those drawn for all ranks'."""
-        num_envs = shape[-1]
-        everyone = torch.rand(
-            *shape[:-1], num_envs * self._world_size, generator=self._generator, device=self._generator.device
-        )
-        return everyone.narrow(-1, num_envs * self._rank, num_envs)
+    def _draw(self, num_steps: int) -> Tensor:
+        """Keys to sort by, [num_steps, N]."""
+        return self._streams.bits(num_steps).squeeze(-1)

@@ -16,6 +16,7 @@ from fastsync.ppo.envs import Environments, Step
 from fastsync.ppo.memory import MemoryState
 from fastsync.ppo.metrics import Episode
 from fastsync.ppo.policy import ActorCritic
+from fastsync.ppo.random_streams import RandomStreams
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,7 @@ class RolloutCollector:
         environments: where to act.
         policy: acts; its weights may change between collections.
         num_steps: T, the rows of a rollout.
-        generator: source of the action noise, on the policy's device, in the same state on every rank. Each rank takes
-            its part of noise that is drawn for the environments of all ranks, so that it does not matter how they are
-            spread over ranks.
-        rank: of this process.
-        world_size: number of ranks.
+        streams: random numbers for the actions, on the policy's device.
     """
 
     def __init__(
@@ -76,15 +73,13 @@ class RolloutCollector:
         policy: ActorCritic,
         *,
         num_steps: int,
-        generator: torch.Generator,
-        rank: int = 0,
-        world_size: int = 1,
+        streams: RandomStreams,
     ) -> None:
         self.environments = environments
         self.policy = policy
         self.num_steps = num_steps
-        self.generator = generator
-        self.device = generator.device
+        self.device = streams.device
+        self._streams = streams
         num_envs = environments.num_envs
         distribution = policy.distribution
         space = environments.single_observation_space
@@ -99,10 +94,6 @@ class RolloutCollector:
         self._actions = rows(*distribution.shape, dtype=action_dtype)
         self._outputs = rows(distribution.num_outputs)
         self._values = rows(num_rows=num_steps + 1)
-        self._noise = torch.empty(
-            num_steps, num_envs * world_size, distribution.num_outputs, dtype=policy.dtype, device=self.device
-        )
-        self._my_noise = self._noise[:, num_envs * rank : num_envs * (rank + 1)]
         self._rewards = np.empty((num_steps, num_envs))
         flags = np.empty((4, num_steps, num_envs), dtype=np.bool_)
         self._flags = flags
@@ -116,13 +107,14 @@ class RolloutCollector:
     def collect(self) -> Rollout:
         """Acts for T steps."""
         began = time.perf_counter()
-        self.policy.distribution.fill_noise_(self._noise, self.generator)
+        distribution = self.policy.distribution
+        noise = distribution.noise(self._streams.uniform(self.num_steps, distribution.num_outputs, self.policy.dtype))
         memory = self._memory
         episodes: list[Episode] = []
         finals: list[_Final] = []
         environment_seconds = 0.0
         for row in range(self.num_steps):
-            actions = self._act(row)
+            actions = self._act(row, noise[row])
             stepped = time.perf_counter()
             step = self.environments.step(actions)
             environment_seconds += time.perf_counter() - stepped
@@ -132,7 +124,7 @@ class RolloutCollector:
         return Rollout(
             observations=self._observations[:-1],
             actions=self._actions,
-            log_probs=self.policy.distribution.log_prob(self._outputs, self._actions),
+            log_probs=distribution.log_prob(self._outputs, self._actions),
             values=self._values[:-1],
             next_values=self._next_values(finals),
             rewards=torch.from_numpy(self._rewards).to(self.device, self.policy.dtype),
@@ -160,7 +152,7 @@ class RolloutCollector:
         if self._memory is not None:
             self._memory = (columns["hidden"].to(self.device), columns["cell"].to(self.device))
 
-    def _act(self, row: int) -> np.ndarray[Any, Any]:
+    def _act(self, row: int, noise: Tensor) -> np.ndarray[Any, Any]:
         """Looks, decides, remembers; returns the actions [N, *action_shape]."""
         self._observe(row)
         self._starts[row] = self._next_starts
@@ -169,7 +161,7 @@ class RolloutCollector:
         self._outputs[row] = outputs
         if self.policy.is_shared:
             self._values[row] = self.policy.value(features)
-        actions = self._actions[row].copy_(self.policy.distribution.sample(outputs, self._my_noise[row]))
+        actions = self._actions[row].copy_(self.policy.distribution.sample(outputs, noise))
         return actions.cpu().numpy()
 
     def _observe(self, row: int) -> None:

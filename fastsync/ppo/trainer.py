@@ -34,6 +34,7 @@ from fastsync.ppo.metrics import (
     mean_sync_report,
 )
 from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.report import RunReport
 from fastsync.ppo.rollout import RolloutCollector
 from fastsync.ppo.run_folder import CHECKPOINTS, changes, open_run
@@ -104,18 +105,17 @@ class Run:
         self._rank = rank
         self._world_size = world_size
         torch.manual_seed(settings.seed)
-        # In the same state on every rank: what ranks draw for all, they need not tell each other.
-        generator = torch.Generator(device).manual_seed(settings.seed)
+        streams = RandomStreams(
+            settings.seed, first_index=environments.first_index, num_envs=environments.num_envs, device=device
+        )
         policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
         self.policy = policy.to(device)
-        self._learner = Learner(settings, self.policy, generator, rank=rank, world_size=world_size)
+        self._learner = Learner(settings, self.policy, streams, world_size=world_size)
         self._collector = RolloutCollector(
             environments,
             self.policy,
             num_steps=settings.num_steps,
-            generator=generator,
-            rank=rank,
-            world_size=world_size,
+            streams=streams,
         )
         self._window = EpisodeWindow()
         self._step = 0
@@ -168,7 +168,7 @@ class Run:
         """
         self._step, self._update, self.seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
         self._window = EpisodeWindow.from_list(checkpoint.window)
-        notes = self._learner.load_state_dict(checkpoint.learner, step=checkpoint.step)
+        self._learner.load_state_dict(checkpoint.learner)
         environments = self._environments
         states = [part["environments"] for part in checkpoint.environments]
         spread = {"world_size": self._world_size, "num_envs": environments.num_envs}
@@ -183,11 +183,8 @@ class Run:
         self._learner.load_environment_state(columns)
         begun: list[Any] = [None] * self._world_size
         dist.all_gather_object(begun, environments.begun_anew if mine is not None else [])
-        of_environments = [
-            what_goes_on(states, **spread),
-            begun_anew(number for of_rank in begun for number in of_rank),
-        ]
-        return notes + [note for note in of_environments if note]
+        notes = [what_goes_on(states, **spread), begun_anew(number for of_rank in begun for number in of_rank)]
+        return [note for note in notes if note]
 
     def _advance(self) -> RankReport:
         """One rollout and the learning from it, and what this rank has to tell about them."""

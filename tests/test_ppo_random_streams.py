@@ -1,0 +1,65 @@
+"""Random numbers of environments: those of SplitMix64, evenly spread, the same on one rank and on several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastsync.ppo.random_streams import RandomStreams, _mix
+
+CPU = torch.device("cpu")
+MASK = 2**64 - 1
+
+
+def streams(seed: int = 0, first_index: int = 0, num_envs: int = 4) -> RandomStreams:
+    return RandomStreams(seed, first_index=first_index, num_envs=num_envs, device=CPU)
+
+
+def test_mixing_is_splitmix64s():
+    def plain(bits: int) -> int:
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
+        return bits ^ (bits >> 31)
+
+    inputs = torch.randint(-(2**62), 2**62, (100,), generator=torch.Generator().manual_seed(0)) * 2
+    assert [value & MASK for value in _mix(inputs).tolist()] == [plain(value & MASK) for value in inputs.tolist()]
+    # The first number of the generator with seed 0, as published with it.
+    assert int(_mix(torch.tensor(0x9E3779B97F4A7C15 - 2**64))) & MASK == 0xE220A8397B1DCDAF
+
+
+def test_streams_do_not_depend_on_the_rank_they_are_on():
+    alone, ranks = streams(), [streams(first_index=first, num_envs=2) for first in (0, 2)]
+    for shape in ((5, 3), (2, 1)):
+        assert torch.equal(alone.bits(*shape), torch.cat([rank.bits(*shape) for rank in ranks], dim=1))
+
+
+def test_streams_go_on_where_they_were():
+    first, second = streams(), streams()
+    first.bits(3, 2)
+    second.num_draws = first.num_draws
+    assert torch.equal(first.bits(4), second.bits(4))
+
+
+def test_no_two_draws_are_alike():
+    drawn = [streams(seed).bits(50, 2) for seed in range(5)]
+    again = streams()
+    drawn += [again.bits(50, 2) for _ in range(3)][1:]
+    assert torch.stack(drawn).unique().numel() == 7 * 50 * 4 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_numbers_are_uniform(dtype: torch.dtype):
+    numbers = streams(num_envs=20).uniform(500, 10, dtype)
+    assert numbers.dtype == dtype
+    assert 0 < numbers.min() < 1e-4
+    assert 1 - 1e-4 < numbers.max() < 1
+    counts = torch.histc(numbers, bins=100, min=0, max=1)
+    # Chi-squared with 99 degrees of freedom: five standard deviations about its mean.
+    statistic = ((counts - 1000).square() / 1000).sum()
+    assert abs(statistic - 99) < 5 * (2 * 99) ** 0.5
+    # Neighbours in time, in the number of the environment, and in the column know nothing of each other.
+    centred = numbers - 0.5
+    for dim in range(3):
+        size = numbers.shape[dim] - 1
+        products = centred.narrow(dim, 0, size) * centred.narrow(dim, 1, size)
+        assert abs(products.mean()) < 5 / 12 / products.numel() ** 0.5
