@@ -154,8 +154,10 @@ class Run:
 
         check_consistency(self.policy)
         sync = mean_sync_report(self._learner.sync.report(), self._device)
-        stopped_by = signals.received.name if signals.received else "a signal to another rank"
-        result = TrainResult(self._step, self.seconds, self._window.returns, sync, stopped_by if stopped else None)
+        stopped_by = None
+        if self._step < self._settings.total_steps:
+            stopped_by = signals.received.name if signals.received else "a signal to another rank"
+        result = TrainResult(self._step, self.seconds, self._window.returns, sync, stopped_by)
         if report:
             report.finish(result)
         return result
