@@ -24,8 +24,13 @@ HYPERPARAMETERS = {
     "cleanrl": Training(total_steps=0, num_envs=4, num_steps=128, num_minibatches=4, num_epochs=4, seed=1),
     "zoo": Training(total_steps=0, num_envs=8, num_steps=32, num_minibatches=1, num_epochs=20, seed=1),
     "fastsync": Training(total_steps=0, num_envs=32, num_steps=32, num_minibatches=4, num_epochs=10, seed=1),
+    "large": Training(
+        total_steps=0, num_envs=64, num_steps=128, num_minibatches=4, num_epochs=4, seed=1, hidden_size=256
+    ),
 }
-"""CleanRL's defaults, those of RL Baselines3 Zoo for CartPole-v1, and ours."""
+"""CleanRL's defaults, those of RL Baselines3 Zoo for CartPole-v1, ours, and a network that there is something to do for
+between two syncs."""
+CLEANRL_HIDDEN_SIZE = 64
 LEARNT = 40.0
 """A random policy has a mean return of 22: what has learnt nothing has not done the work."""
 if TYPE_CHECKING:
@@ -99,7 +104,7 @@ def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, 
     yield "environment alone", ("environment alone", training)
     if importlib.util.find_spec("stable_baselines3"):
         yield SB3, ("stable-baselines3", training)
-    if options.cleanrl:
+    if options.cleanrl and training.hidden_size == CLEANRL_HIDDEN_SIZE:  # it has no other
         yield CLEANRL, ("cleanrl", replace(training, cleanrl=str(options.cleanrl)))
     yield ALONE, ("fastsync", training)
     yield "fastsync, 1 rank, SyncVectorEnv", ("fastsync", replace(training, vectorization="sync"))

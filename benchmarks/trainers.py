@@ -30,6 +30,7 @@ class Training:
     num_minibatches: int
     num_epochs: int
     seed: int
+    hidden_size: int = 64
     nproc: int = 1
     vectorization: str = "auto"
     cleanrl: str | None = None
@@ -57,6 +58,7 @@ def train_fastsync(training: Training) -> Outcome:
             gae_lambda=GAE_LAMBDA,
             clip_coef=CLIP,
             clip_value_loss=True,
+            hidden_sizes=(training.hidden_size, training.hidden_size),
             ent_coef=ENTROPY,
             seed=training.seed,
             runs_dir=folder,
@@ -90,6 +92,7 @@ def train_sb3(training: Training) -> Outcome:
         clip_range=CLIP,
         clip_range_vf=CLIP,
         ent_coef=ENTROPY,
+        policy_kwargs={"net_arch": [training.hidden_size, training.hidden_size]},
         seed=training.seed,
         device="cpu",
     )

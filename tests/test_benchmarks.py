@@ -20,6 +20,7 @@ from benchmarks.measure import COSTS, Schedule, cost_per_step, measure, ratios
 from benchmarks.records import Record, quantiles, write_json
 from benchmarks.sync import report
 from benchmarks.timing import rounds, slowest_rank, time_rounds
+from benchmarks.trainers import Training, run_alone
 from benchmarks.ways import LIMITS, WAYS, BareAllReduce, TrainingStep, Way, left_out, with_their_limits
 from benchmarks.workloads import SIZES, Size, Workload
 from fastsync import SyncStats
@@ -222,3 +223,65 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
     with pytest.raises(SystemExit, match=r"^benchmarks need tyro, .*: pip install -e '.\[train\]'$"):
         main(["sync"])
+
+
+def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """With trainings that are made up: 1000 steps/s a rank, SB3 half of that, and CleanRL learns nothing."""
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> dict[str, float | None]:
+        speed = {"fastsync": 1000.0 * training.nproc, "stable-baselines3": 500.0}.get(trainer, 250.0)
+        returned = {"environment alone": None, "cleanrl": 22.0}.get(trainer, 100.0 + training.seed)
+        return {"steps": training.total_steps, "seconds": training.total_steps / speed, "mean_return": returned}
+
+    monkeypatch.setattr("benchmarks.ppo.run_alone", made_up)
+    script = tmp_path / "ppo.py"
+    script.touch()
+    status = main(["ppo", "--hyperparameters", "zoo", "--cleanrl", str(script), "--json", str(tmp_path / "rows.json")])
+    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    said = capsys.readouterr()
+    assert status == 1
+    assert "cleanrl has learnt nothing: mean return 22.0" in said.err
+    assert list(rows) == [
+        "environment alone",
+        "stable-baselines3",
+        "cleanrl",
+        "fastsync, 1 rank",
+        "fastsync, 1 rank, SyncVectorEnv",
+        "fastsync, 2 ranks, same batch",
+        "fastsync, 2 ranks, 2 × the batch",
+    ]
+    assert all(way in said.out for way in rows)
+    figures = rows["fastsync, 2 ranks, same batch"]["figures"]
+    assert (figures["steps_per_second"], figures["over_stable-baselines3"], figures["over_cleanrl"]) == (2000, 4, 8)
+    assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3
+    wide = rows["fastsync, 2 ranks, 2 × the batch"]
+    assert wide["settings"]["num_envs"] == 2 * rows["fastsync, 1 rank"]["settings"]["num_envs"]
+    assert wide["figures"]["weak_scaling"] == 1
+
+
+def test_trainings_run_in_processes_of_their_own():
+    training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, nproc=2)
+    for trainer in ("fastsync", "stable-baselines3"):
+        outcome = run_alone(trainer, training, timeout=150)
+        assert outcome["steps"] is not None
+        assert 512 <= outcome["steps"] < 768
+        assert outcome["seconds"] is not None
+        assert outcome["seconds"] > 0
+        assert outcome["mean_return"] is not None
+        assert 9 < outcome["mean_return"] < 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--nproc", "3"), "nproc=3 does not divide the 4 environments of cleanrl"),
+        (("--cleanrl", "/nowhere/ppo.py"), "cleanrl=/nowhere/ppo.py: there is no such file"),
+        (("--repetitions", "0"), "repetitions=0 must be at least 1"),
+    ],
+)
+def test_ppo_refuses_what_cannot_be_measured(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main(["ppo", *options])
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
