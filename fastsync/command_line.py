@@ -1,4 +1,4 @@
-"""Settings from the command line: a YAML file or preset first, and over it what is typed."""
+"""Settings from the command line: first a YAML file, a preset, or the run that goes on, and over it what is typed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import tyro
 
+from fastsync.ppo.config import Settings
+from fastsync.ppo.run_folder import settings_of_run
 from fastsync.ppo.settings_file import load_settings
 
 Command = TypeVar("Command")
@@ -22,15 +24,26 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         prog: the name of the command, for messages.
         arguments: the words behind it; by default those that this process was started with.
     """
+    make: Callable[..., Command] = command
+    try:
+        settings = _settings_before(prog, arguments)
+        default = make() if settings is None else make(settings=settings)
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        sys.exit(2)
+    return tyro.cli(command, prog=prog, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _settings_before(prog: str, arguments: Sequence[str] | None) -> Settings | None:
+    """What settings are before the command line changes them, if they are other than the defaults."""
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
-    source = finder.parse_known_args(arguments)[0].config
-    make: Callable[..., Command] = command
-    default = make()
-    if source is not None:
-        try:
-            default = make(settings=load_settings(source))
-        except ValueError as error:
-            print(f"{prog}: {error}", file=sys.stderr)
-            sys.exit(2)
-    return tyro.cli(command, prog=prog, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,))
+    finder.add_argument("--resume")
+    finder.add_argument("--run-name", "--run_name")
+    finder.add_argument("--runs-dir", "--runs_dir", default=Settings().runs_dir)
+    found = finder.parse_known_args(arguments)[0]
+    if found.config is not None:
+        return load_settings(found.config)
+    if found.resume is not None:
+        return settings_of_run(found.resume, found.run_name, found.runs_dir)
+    return None

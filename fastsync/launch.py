@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import signal
 import sys
@@ -19,8 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fastsync.ppo.config import Settings
-from fastsync.ppo.envs import make_environments
-from fastsync.ppo.run_folder import CHECKPOINTS, default_run_name
+from fastsync.ppo.preflight import check_environment, check_run
+from fastsync.ppo.run_folder import default_run_name, run_of
+from fastsync.ppo.settings_file import PRESET_WORLD_SIZE, is_preset, load_settings
 from fastsync.ranks import Nodes, launch_ranks
 from fastsync.train import STOPPED, train_rank
 
@@ -43,7 +43,7 @@ class Launch:
     """How often the job comes back from its last checkpoint when a rank is lost."""
     config: str | None = None
     """A YAML file of settings, or a preset: Acrobot-v1, Breakout, CartPole-v1, HalfCheetah-v5, Hopper-v5,
-    LunarLander-v3, Pendulum-v1, Pong. What else is typed wins over it."""
+    LunarLander-v3, Pendulum-v1, Pong. What else is typed wins over it. Presets are made for two ranks."""
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
@@ -54,6 +54,11 @@ class Launch:
             raise ValueError(f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}: they count from 0")
         if self.nnodes > 1 and self.master_addr is None:
             raise ValueError(f"nnodes={self.nnodes} needs master_addr, by which the machines find each other")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines."""
+        return self.nproc * self.nnodes
 
     @property
     def nodes(self) -> Nodes:
@@ -76,11 +81,16 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
         signal, after telling how to go on; 130 if that was Ctrl-C.
 
     Raises:
-        ValueError: settings that cannot work here. They are tried here, so that the error comes once and not from each
-            rank.
+        ValueError: settings that cannot work here, or a run that cannot begin or go on. That is tried here, so that the
+            error comes once and not from each rank.
     """
-    _try_settings(options.settings)
     settings = _named(options.settings)
+    check_environment(settings)
+    if options.node_rank == 0:
+        check_run(settings, options.world_size)
+    note = _preset_note(options)
+    if note:
+        print(f"fastsync train: {note}", file=sys.stderr)
     try:
         stopped_by = launch_ranks(
             work,
@@ -114,38 +124,31 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
     return 0
 
 
-def _try_settings(settings: Settings) -> None:
-    """Raises what every rank would raise."""
-    if settings.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            f"wandb_project={settings.wandb_project!r} needs wandb, which the extra 'wandb' installs: "
-            "pip install 'fastsync[wandb]'"
-        )
-    # One environment, and none in processes: what can go wrong goes wrong there as well.
-    kind = "sync" if settings.vectorization == "async" else settings.vectorization
-    one = replace(settings, num_envs=1, num_minibatches=1, num_micro_batches=1, vectorization=kind)
-    make_environments(one, rank=0).close()
+def _preset_note(options: Launch) -> str | None:
+    """What to say where ranks and environments give another batch than the preset was made for."""
+    if options.config is None or not is_preset(options.config):
+        return None
+    meant = load_settings(options.config).num_envs * PRESET_WORLD_SIZE
+    number = options.settings.num_envs * options.world_size
+    if number == meant:
+        return None
+    return (
+        f"the preset {options.config} is made for {meant} environments on {PRESET_WORLD_SIZE} ranks; "
+        f"nproc={options.nproc}, nnodes={options.nnodes} and num_envs={options.settings.num_envs} make it {number}"
+    )
 
 
 def _named(settings: Settings) -> Settings:
     """With a name for a run that begins, which ranks that are started again can find."""
-    begins = settings.resume is None or _run_of(settings.resume) is None
+    begins = settings.resume is None or run_of(Path(settings.resume)) is None
     if settings.run_name is not None or settings.resume == "auto" or not begins:
         return settings
     return replace(settings, run_name=default_run_name(settings, time.time()))
 
 
-def _run_of(resume: str) -> Path | None:
-    """The folder of the run that a folder or a checkpoint belongs to; None for a checkpoint from elsewhere."""
-    path = Path(resume)
-    if not path.is_file():
-        return path
-    return path.parent.parent if path.parent.name == CHECKPOINTS else None
-
-
 def _how_to_go_on(settings: Settings, arguments: Sequence[str]) -> str:
     words = ["fastsync", "train", *arguments]
-    run = None if settings.resume in (None, "auto") else _run_of(settings.resume)
+    run = None if settings.resume in (None, "auto") else run_of(Path(settings.resume))
     if run is None:
         if settings.run_name is not None:
             words = _with_option(words, "--run-name", settings.run_name)

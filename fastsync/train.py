@@ -53,7 +53,10 @@ def train_rank(settings: Settings) -> str | None:
         torch.set_num_threads(1)
 
     with process_group(settings.timeout) as device:
-        return train(settings, device)[1].stopped_by
+        # Those of rank 0 count: it alone has to see the folder of a run, whose settings may come from there.
+        of_rank_0 = [settings]
+        torch.distributed.broadcast_object_list(of_rank_0)
+        return train(of_rank_0[0], device)[1].stopped_by
 
 
 @record
@@ -61,12 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the settings from the command line and trains.
 
     A rank that is alone exits with status 143 if it was stopped by a signal. Under torchrun it exits with 0, for
-    torchrun takes everything else for a failure; it has had the signal itself, and answers for the job.
+    torchrun takes everything else for a failure; it has had the signal itself, and answers for the job. Settings that
+    cannot work end rank 0 with one sentence and status 2.
     """
     require_extra()
     from fastsync.command_line import parse
+    from fastsync.ppo.preflight import check_environment, check_run
 
-    settings = parse(Arguments, "python -m fastsync.train", arguments).settings
+    prog = "python -m fastsync.train"
+    settings = parse(Arguments, prog, arguments).settings
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            check_environment(settings)
+            check_run(settings, int(os.environ.get("WORLD_SIZE", "1")))
+        except ValueError as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            sys.exit(2)
     if train_rank(settings) and "RANK" not in os.environ:
         sys.exit(STOPPED)
 

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from fastsync.cli import main
+from fastsync.ppo.config import Settings
 from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.settings_file import load_settings
+from fastsync.train import main as train_main
 
 FASTSYNC = (sys.executable, "-m", "fastsync.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fastsync.train")
@@ -126,6 +128,7 @@ def test_a_training_that_loses_a_rank_comes_back(tmp_path: Path):
     finished = end(process)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "going on from step" in finished.stdout
+    assert not (folder / ".launcher").exists()
     steps = read_steps(folder)
     assert steps == sorted(set(steps))
     assert steps[-1] == find_checkpoint(folder).step >= 30000
@@ -160,13 +163,23 @@ def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
         (["--config", "smoke-signals"], "config='smoke-signals' is neither a file nor a preset"),
         (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
         (["--env", "Blackjack-v1"], "env='Blackjack-v1' has observations Tuple"),
+        (["--run-name", "taken"], "the run folder runs/taken exists already; choose another run_name"),
+        (["--resume", "nowhere"], "resume='nowhere' is neither 'auto', nor a run's folder, nor a checkpoint"),
+        (["--resume", "damaged.pt"], "the checkpoint damaged.pt is damaged"),
         (["--env", "CartPole-v1", "--autoreset", "same_step", "--vectorization", "vector_entry_point"],
          "autoreset='same_step' contradicts vectorization='vector_entry_point'"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused_before_ranks_are_launched(
-    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "damaged.pt").touch()
     monkeypatch.setattr("fastsync.launch.launch_ranks", lambda *arguments, **options: pytest.fail("launched"))
     try:
         status: object = main(["train", *arguments])
@@ -176,6 +189,34 @@ def test_bad_arguments_are_refused_before_ranks_are_launched(
     # The message may be wrapped into a frame.
     said = " ".join(capfd.readouterr().err.replace("│", " ").split())
     assert message in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
+        (["--resume", "nowhere"], "resume='nowhere' is neither 'auto', nor a run's folder, nor a checkpoint"),
+    ],
+)
+def test_a_rank_that_is_started_by_others_refuses_with_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    trained: list[Settings] = []
+    monkeypatch.setattr("fastsync.train.train_rank", trained.append)
+    for rank in (None, "0"):
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match=r"^2$"):
+            train_main(arguments)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("python -m fastsync.train: ")
+        assert message in line
+    assert not trained
+    # One of them says it for all, and torchrun ends the others.
+    monkeypatch.setenv("RANK", "1")
+    train_main(arguments)
+    assert len(trained) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -190,10 +231,15 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_a_rank_that_fails_is_told(tmp_path: Path):
-    (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    process = run(tmp_path, *FASTSYNC, "train", "--nproc", "2", "--sync", "cat", *TINY)
+    (tmp_path / "broken.py").write_text(
+        "import os\n\nimport gymnasium\n\n\ndef make():\n"
+        "    if 'RANK' in os.environ:\n        raise OSError('as told')\n    return gymnasium.make('CartPole-v1')\n"
+    )
+    process = run(tmp_path, *FASTSYNC, "train", "--nproc", "2", *TINY, "--env", "broken:make")
     assert process.returncode == 1
-    assert "fastsync train: rank 0 failed first: ValueError: the run folder runs/tiny exists already" in process.stderr
+    said = process.stderr.splitlines()[-1]
+    assert said.startswith("fastsync train: rank ")
+    assert said.endswith("as told")
 
 
 def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]):

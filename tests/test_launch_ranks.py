@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,11 +17,15 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from fastsync.command_line import parse
 from fastsync.launch import Launch, launch
+from fastsync.ppo.checkpoint import CheckpointFolder
 from fastsync.ppo.config import Settings
 from fastsync.ranks import launch_ranks
+from tests.test_ppo_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).parent.parent
+SAVED = "runs/x/checkpoints/step-000000001.pt"
 LIMIT = 60
 """Seconds after which a test gives up waiting."""
 
@@ -94,11 +99,8 @@ def free_port() -> int:
         ({"run_name": "a b"}, ["--run-name", "a b"], ["--run-name", "a b", "--resume", "auto"]),
         ({"resume": "auto"}, ["--resume=auto"], ["--resume", "auto"]),
         ({"resume": "runs/x"}, ["--resume", "runs/x"], ["--resume", "runs/x"]),
-        (
-            {"resume": "runs/x/checkpoints/step-1.pt"},
-            ["--resume", "runs/x/checkpoints/step-1.pt"],
-            ["--resume", "runs/x"],
-        ),
+        ({"resume": "runs/x/checkpoints"}, ["--resume", "runs/x/checkpoints"], ["--resume", "runs/x"]),
+        ({"resume": SAVED}, ["--resume", SAVED], ["--resume", "runs/x"]),
         ({"resume": "found.pt"}, ["--resume", "found.pt"], ["--run-name", "NEW", "--resume", "auto"]),
     ],
 )
@@ -111,14 +113,43 @@ def test_the_way_to_go_on_is_that_of_the_run(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/x/checkpoints").mkdir(parents=True)
-    for file in ("found.pt", "runs/x/checkpoints/step-1.pt"):
-        (tmp_path / file).touch()
+    saved = CheckpointFolder(tmp_path / "runs/x/checkpoints", 1).save(make_checkpoint(1, settings=Settings()), 0.0)
+    shutil.copy(saved, "found.pt")
     monkeypatch.setattr("fastsync.launch.default_run_name", lambda settings, started: "NEW")
     monkeypatch.setattr("fastsync.launch.launch_ranks", lambda *arguments, **options: [None, "SIGTERM"])
     assert launch(Launch(settings=Settings(**settings)), ["--seed", "1", *words, "--num-envs", "32"]) == 143
     command = shlex.split(capsys.readouterr().err.partition(" with: ")[2])
     assert command == ["fastsync", "train", "--seed", "1", "--num-envs", "32", *more]
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["--config", "CartPole-v1"], "nproc=1, nnodes=1 and num_envs=4 make it 4"),
+        (["--config", "CartPole-v1", "--nproc", "2", "--nnodes", "2", "--master-addr", "x"], "num_envs=4 make it 16"),
+        (["--config", "CartPole-v1", "--nproc", "2"], None),
+        (["--config", "CartPole-v1", "--num-envs", "8"], None),
+        (["--config", "own.yaml"], None),
+    ],
+)
+def test_a_preset_with_another_number_of_environments_is_noted(
+    words: list[str],
+    note: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("num_envs: 4")
+    monkeypatch.setattr("fastsync.launch.launch_ranks", lambda *arguments, **options: [])
+    assert launch(parse(Launch, "fastsync train", words)) == 0
+    said = capsys.readouterr().err
+    if note is None:
+        assert said == ""
+    else:
+        made_for = "fastsync train: the preset CartPole-v1 is made for 8 environments on 2 ranks; "
+        assert said.startswith(made_for)
+        assert said.endswith(f"{note}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

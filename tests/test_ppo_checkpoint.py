@@ -48,7 +48,8 @@ def test_everything_loads_back(tmp_path: Path):
     path = folder.save(saved, mean_return=12.5)
     assert path == tmp_path / "checkpoints" / "step-000000050.pt"
     loaded = load_checkpoint(path)
-    assert replace(loaded, learner={}, environments=[]) == replace(saved, learner={}, environments=[], best_return=12.5)
+    expected = replace(saved, learner={}, environments=[], mean_return=12.5, best_return=12.5)
+    assert replace(loaded, learner={}, environments=[]) == expected
     torch.testing.assert_close(loaded.learner["model"], saved.learner["model"], rtol=0, atol=0)
     torch.testing.assert_close(
         loaded.learner["optimizer"]["state"], saved.learner["optimizer"]["state"], rtol=0, atol=0
@@ -265,6 +266,47 @@ def test_later_ones_are_set_aside(tmp_path: Path):
     found = folder.newest()
     assert found is not None
     assert found[1].step == 1
-    folder.save(make_checkpoint(2), 0.5)  # the best of what is left
-    assert "best-000000002.pt" in names(tmp_path)
-    assert folder.set_aside(after=2) == []
+    # The best is that of what is left, at once and for those to come.
+    best = folder.best()
+    assert best is not None
+    assert best.name == "best-000000001.pt"
+    folder.save(make_checkpoint(2), 0.5)
+    assert folder.best() == best
+    folder.save(make_checkpoint(3), 1.5)
+    assert [name for name in names(tmp_path) if name.startswith("best")] == [
+        "best-000000002.pt.set-aside",
+        "best-000000002.pt.set-aside.sha256",
+        "best-000000003.pt",
+        "best-000000003.pt.sha256",
+    ]
+    assert folder.set_aside(after=3) == []
+
+
+def test_the_best_of_what_is_left_is_found_by_its_own_return(tmp_path: Path):
+    """All that is left knows of a best one that is gone: rotation took its file, and a better one its link."""
+    folder = CheckpointFolder(tmp_path, keep=3)
+    for step, mean_return in {1: 9.0, 2: 3.0, 3: 5.0, 4: 10.0}.items():
+        folder.save(make_checkpoint(step), mean_return)
+    folder.set_aside(after=3)
+    best = folder.best()
+    assert best is not None
+    assert best.name == "best-000000003.pt"
+
+
+def test_a_crash_before_the_best_got_its_link_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(make_checkpoint(1), 3.0)
+
+    def crash(path: Path, link: Path) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_link_with_sum", crash)
+        with pytest.raises(Crash):
+            folder.save(make_checkpoint(2), 5.0)
+    again = CheckpointFolder(tmp_path, keep=1)
+    again.save(make_checkpoint(3), 4.0)
+    best = again.best()
+    assert best is not None
+    assert load_checkpoint(best).step == 2
+    assert load_checkpoint(tmp_path / "step-000000003.pt").best_return == 5.0

@@ -11,6 +11,7 @@ import pytest
 from fastsync.command_line import parse
 from fastsync.launch import Launch
 from fastsync.ppo.config import Settings
+from fastsync.ppo.run_folder import open_run
 from fastsync.ppo.settings_file import PRESETS, dump_settings, load_settings, preset_names
 from fastsync.train import Arguments
 
@@ -137,6 +138,29 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path, command: Any, optio
     assert parse(command, "test", ["--seed", "6", *words, "--hidden-sizes", "16", "16"]).settings == replace(
         expected, seed=6, hidden_sizes=(16, 16)
     )
+
+
+@pytest.mark.parametrize("command", [Launch, Arguments])
+def test_a_run_that_goes_on_has_its_own_settings(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    own = Settings(seed=5, num_envs=8, hidden_sizes=(32,), run_name="mine")
+    folder, _, _ = open_run(own, 1)
+    by_name = ["--run-name", "mine", "--resume", "auto"]
+    assert parse(command, "test", by_name).settings == replace(own, resume="auto")
+    assert parse(command, "test", ["--run_name=mine", "--resume=auto", "--seed=6"]).settings == replace(
+        own, resume="auto", seed=6
+    )
+    for resume in (str(folder), f"{folder}/checkpoints"):
+        assert parse(command, "test", ["--resume", resume]).settings == replace(own, resume=resume, run_name=None)
+    # A file or a preset says what settings are; a run that is none yet has none.
+    source = write(tmp_path, "seed: 7\n")
+    assert parse(command, "test", [*by_name, "--config", source]).settings == Settings(
+        seed=7, resume="auto", run_name="mine"
+    )
+    assert parse(command, "test", ["--run-name", "new", "--resume", "auto"]).settings == Settings(
+        resume="auto", run_name="new"
+    )
+    assert parse(command, "test", ["--resume", "nowhere"]).settings == Settings(resume="nowhere")
 
 
 def test_a_file_in_the_folder_comes_before_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -63,6 +63,12 @@ def read_csv(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def make_events_older(folder: Path) -> None:
+    """TensorBoard reads files in the order of their names, which begin with the second that they were made in."""
+    (file,) = folder.glob("events.out.tfevents.*")
+    file.rename(folder / "events.out.tfevents.0000000001.host.1.0")
+
+
 def test_logs_hold_each_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(tmp_path, range(1, 11), finish=True)
     rows = read_csv(tmp_path)
@@ -91,6 +97,7 @@ def test_logs_hold_each_update(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run(tmp_path, range(1, 9))
+    make_events_older(tmp_path)
     whole = read_csv(tmp_path)
     with (tmp_path / "progress.csv").open("a") as file:
         file.write("900,18.0,9")  # killed while writing
@@ -133,6 +140,15 @@ def test_a_new_run_begins_its_csv_anew(tmp_path: Path):
     assert [row["step"] for row in read_csv(tmp_path)] == ["100"]
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_shows_each_step_once(tmp_path: Path):
+    run(tmp_path, range(1, 5))
+    make_events_older(tmp_path)
+    run(tmp_path, range(1, 3))
+    log = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in log.Scalars("seconds")] == [100, 200]
+    assert [row["step"] for row in read_csv(tmp_path)] == ["100", "200"]
+
+
 def test_lines_are_about_twenty(tmp_path: Path):
     written = io.StringIO()
     lines = Lines(Console(file=written, width=40), total_steps=1000)
@@ -142,8 +158,27 @@ def test_lines_are_about_twenty(tmp_path: Path):
         lines.update(Status(10 * update, 2.0, update, status.window, status.reports), 50.0, waiting)
     said = written.getvalue().splitlines()
     assert len(said) == 20
-    assert said[0] == "step        10 of 1,000  return      -  50 steps/s  ETA 20 s"
+    assert said[0] == (
+        "step        10 of 1,000  return      -  loss 0.5 nan  KL nan  50/s  "
+        "env - policy - learn - wait -  1 MB  ETA 20 s"
+    )
     assert said[10].startswith("step       510 of 1,000  return  510.0")
+
+
+def test_a_line_says_how_learning_goes_and_where_time_goes():
+    written = io.StringIO()
+    status = status_at(4)
+    waiting = WaitingTimes(2)
+    waiting.add([report.times for report in status.reports])
+    metrics = {"policy_loss": -0.000123456, "value_loss": 12345.678, "approx_kl": 0.0123456}
+    status = Status(9_876_543, 2.0, 4, status.window, status.reports, metrics)
+    Lines(Console(file=written, width=40), total_steps=10_000_000).update(status, 123_456.7, waiting)
+    (said,) = written.getvalue().splitlines()
+    assert said == (
+        "step 9,876,543 of 10,000,000  return   40.0  loss -0.00012 1.2e+04  KL 0.012  123,457/s  "
+        "env 40% policy 13% learn 7% wait 40%  1 MB  ETA 1 s"
+    )
+    assert len(said) < 150
 
 
 def rendered(status: Status, waiting: WaitingTimes) -> str:

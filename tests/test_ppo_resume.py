@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import random
 import time
 from contextlib import redirect_stdout
@@ -19,8 +20,9 @@ import torch.distributed as dist
 
 from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
 from fastsync.ppo.config import Settings
+from fastsync.ppo.run_folder import open_run
 from fastsync.ppo.trainer import train
-from tests.ranks import fresh_process_context
+from tests.ranks import fresh_process_context, run_ranks
 
 # Whatever a run carries from one update to the next is in these two.
 RUNS = {
@@ -228,3 +230,18 @@ def test_another_world_size_goes_on_with_the_same_environments(tmp_path: Path):
         torch.testing.assert_close(got.learner["model"][key], weight, rtol=1e-9, atol=1e-11)
     for left, right in zip(got.window, expected.window, strict=True):
         assert left == pytest.approx(right, rel=1e-9)
+
+
+def train_as_if_started_again(rank: int, world_size: int, settings: Settings) -> str:
+    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        train(settings, torch.device("cpu"))
+    return str(error.value)
+
+
+def test_ranks_that_are_started_again_leave_the_run_of_others_alone(tmp_path: Path):
+    settings = Settings(total_steps=100, num_envs=2, num_steps=8, runs_dir=str(tmp_path), run_name="theirs")
+    open_run(settings, 1)
+    (said,) = run_ranks(train_as_if_started_again, 1, settings)
+    assert "theirs exists already" in said
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["settings.yaml"]

@@ -10,7 +10,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ class Checkpoint:
     """What each rank has of its own, in rank order."""
     window: list[Any]
     """The last episodes."""
+    mean_return: float = math.nan
+    """Of its last episodes; NaN where there were none."""
     best_return: float = -math.inf
-    """The highest mean return that a checkpoint was saved with, this one included."""
+    """The mean return of the best checkpoint when this one was saved, this one included."""
     notes: tuple[str, ...] = ()
     """What reading it had to make up for, in sentences. Not written."""
 
@@ -67,7 +69,7 @@ class CheckpointFolder:
         """Writes a checkpoint and lets go of older ones. When this returns, the disk has it.
 
         Args:
-            checkpoint: its best_return is filled in here.
+            checkpoint: its mean_return and best_return are filled in here.
             mean_return: of its last episodes; NaN where there were none.
 
         Raises:
@@ -79,10 +81,9 @@ class CheckpointFolder:
         is_best = mean_return > best_before
         best = mean_return if is_best else best_before
         path = self.folder / f"step-{checkpoint.step:09d}.pt"
-        _write_with_sum(path, _encode(replace(checkpoint, best_return=best)))
+        _write_with_sum(path, _encode(replace(checkpoint, mean_return=mean_return, best_return=best)))
         if is_best:
-            _link_with_sum(path, self.folder / f"best-{checkpoint.step:09d}.pt")
-            self._best_return = best
+            self._link_best(path, best)
         for old in self._by_step("step")[: -self.keep] + self._by_step("best")[:-1]:
             _remove(old)
         _sync_folder(self.folder)
@@ -122,10 +123,15 @@ class CheckpointFolder:
             if _step_of(path) <= after:
                 continue
             aside = path.with_name(path.name + ".set-aside")
-            _sum_path(path).unlink(missing_ok=True)
+            digest = _read_sum(path)
+            if digest is not None:
+                write_whole(_sum_path(aside), f"{digest}  {aside.name}\n".encode())
             os.replace(path, aside)
+            _sum_path(path).unlink(missing_ok=True)
             renamed.append(aside)
-        self._best_return = None
+        if renamed:
+            self._best_return = None
+            self._best_so_far()
         return renamed
 
     def _clean_up(self) -> None:
@@ -140,15 +146,25 @@ class CheckpointFolder:
         return sorted((path for path in self.folder.glob(f"{kind}-*.pt") if _NAME.fullmatch(path.name)), key=_step_of)
 
     def _best_so_far(self) -> float:
+        """The mean return of the best one, which has its link when this returns."""
         if self._best_return is None:
             self._best_return = -math.inf
-            best = self.best()
+            best, steps = self.best(), self._by_step("step")
             if best is not None:
                 try:
                     self._best_return = load_checkpoint(best).best_return
-                except RuntimeError:  # damaged: the next one is the best
+                    steps = steps[-1:]  # a crash can have kept no older one from its link
+                except RuntimeError:  # damaged: the best of the others takes its place
                     _remove(best)
+            for path in steps:
+                mean_return = _mean_return_of(path)
+                if mean_return > self._best_return:
+                    self._link_best(path, mean_return)
         return self._best_return
+
+    def _link_best(self, path: Path, mean_return: float) -> None:
+        _link_with_sum(path, self.folder / f"best-{_step_of(path):09d}.pt")
+        self._best_return = mean_return
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -168,16 +184,26 @@ def load_checkpoint(path: Path) -> Checkpoint:
         values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise RuntimeError(f"the checkpoint {path} is damaged: {error}") from error
-    missing = _WRITTEN - set(values) if isinstance(values, dict) else _WRITTEN
+    missing = _REQUIRED - set(values) if isinstance(values, dict) else _REQUIRED
     if missing:
         raise RuntimeError(
             f"{path} is no checkpoint of this version of fastsync: it has no {', '.join(sorted(missing))}"
         )
     settings, notes = _settings_from(path, values["settings"])
-    return Checkpoint(**{name: values[name] for name in _WRITTEN} | {"settings": settings, "notes": notes})
+    known = {name: values[name] for name in _WRITTEN & set(values)}
+    return Checkpoint(**known | {"settings": settings, "notes": notes})
 
 
 _WRITTEN = {field.name for field in fields(Checkpoint)} - {"notes"}
+_REQUIRED = {field.name for field in fields(Checkpoint) if field.default is MISSING}
+
+
+def _mean_return_of(path: Path) -> float:
+    """NaN where no episode had ended, or where it cannot be read."""
+    try:
+        return load_checkpoint(path).mean_return
+    except RuntimeError:
+        return math.nan
 
 
 def _encode(checkpoint: Checkpoint) -> bytes:
@@ -208,11 +234,12 @@ def _write_with_sum(path: Path, content: bytes) -> None:
     """The sum comes first: a crash in between leaves a sum without a file, never a file without its sum."""
     path.unlink(missing_ok=True)  # or the sum would be that of another file for a moment
     digest = hashlib.sha256(content).hexdigest()
-    _write(_sum_path(path), f"{digest}  {path.name}\n".encode())
-    _write(path, content)
+    write_whole(_sum_path(path), f"{digest}  {path.name}\n".encode())
+    write_whole(path, content)
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that a crash at any moment leaves it whole, or as it was before. The disk has it then."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         with unfinished.open("wb") as file:
@@ -229,7 +256,7 @@ def _write(path: Path, content: bytes) -> None:
 def _link_with_sum(path: Path, link: Path) -> None:
     """Another name for a file, with a sum of its own."""
     _remove(link)
-    _write(_sum_path(link), f"{_read_sum(path)}  {link.name}\n".encode())
+    write_whole(_sum_path(link), f"{_read_sum(path)}  {link.name}\n".encode())
     unfinished = link.with_name(link.name + ".tmp")
     try:
         os.link(path, unfinished)

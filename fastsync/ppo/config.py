@@ -111,7 +111,9 @@ class Settings:
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept, besides the best."""
     resume: str | None = None
-    """auto goes on from the run's last checkpoint if there is one; a run's folder or a checkpoint goes on from that."""
+    """auto goes on from the run's last checkpoint if there is one; a run's folder or a checkpoint goes on from that. On
+    the command line without config, settings are then those of that run, except for what else is typed; with auto, this
+    needs run_name."""
     wandb_project: str | None = None
     """Also log to this project of Weights & Biases."""
 

@@ -47,7 +47,10 @@ def make_display(console: Console, *, title: str, total_steps: int, first_step: 
 
 
 class Lines:
-    """A line for every twentieth of the run."""
+    """A line for every twentieth of the run.
+
+    Losses are those of policy and value. Times are shares since the start, bytes what a rank has sent in the update.
+    """
 
     def __init__(self, console: Console, *, total_steps: int, first_step: int = 0) -> None:
         self._console = console
@@ -65,9 +68,18 @@ class Lines:
             return
         self._next_line = status.step + self._total_steps // NUM_LINES
         returned = f"{status.returns[0]:.1f}" if status.returns else "-"
+        policy_loss, value_loss, kl = (
+            f"{status.learning.get(name, math.nan):.2g}" for name in ("policy_loss", "value_loss", "approx_kl")
+        )
+        total = mean([times.total for times in waiting.times])
+        shares = (
+            f"{name} {format_share(mean([getattr(times, phase) for times in waiting.times]), total, digits=0)}"
+            for name, phase in zip(("env", "policy", "learn", "wait"), PHASES, strict=True)
+        )
         self._console.print(
-            f"step {status.step:>9,} of {self._total_steps:,}  return {returned:>6}  {speed:,.0f} steps/s  "
-            f"ETA {_duration(_remaining(status.step, self._total_steps, speed))}",
+            f"step {status.step:>9,} of {self._total_steps:,}  return {returned:>6}  "
+            f"loss {policy_loss} {value_loss}  KL {kl}  {speed:,.0f}/s  {' '.join(shares)}  "
+            f"{format_bytes(_wire_bytes(status))}  ETA {_duration(_remaining(status.step, self._total_steps, speed))}",
             highlight=False,
             soft_wrap=True,
         )
@@ -126,8 +138,13 @@ def _run_figures(status: Status, speed: float) -> Table:
         figures["episode length"] = f"{mean(status.window.lengths):.1f}"
     else:
         figures["return"] = "no episode has ended"
-    figures["sent per update and rank"] = format_bytes(mean([report.wire_bytes for report in status.reports]))
+    figures["sent per update and rank"] = format_bytes(_wire_bytes(status))
     return _two_columns(figures)
+
+
+def _wire_bytes(status: Status) -> float:
+    """Of a rank in an update."""
+    return mean([report.wire_bytes for report in status.reports])
 
 
 def _learning_figures(status: Status) -> Table:
@@ -199,9 +216,9 @@ def result_table(
     return table
 
 
-def format_share(part: float | None, whole: float) -> str:
+def format_share(part: float | None, whole: float, digits: int = 1) -> str:
     """Such as "12.5%"; a dash for what was not measured."""
-    return "-" if part is None or math.isnan(part) or not whole > 0 else f"{part / whole:.1%}"
+    return "-" if part is None or math.isnan(part) or not whole > 0 else f"{part / whole:.{digits}%}"
 
 
 def format_bytes(count: float | None) -> str:

@@ -24,7 +24,7 @@ from fastsync.ppo.environments import Environments
 from fastsync.ppo.episodes import EpisodeRecorder
 from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams
-from fastsync.ppo.run_folder import CHECKPOINTS
+from fastsync.ppo.run_folder import CHECKPOINTS, run_of
 from fastsync.ppo.vector_envs import RecordedEnvironments
 
 UNSEEN = 2**31
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     except RuntimeError as error:
         print(f"fastsync eval: {error}", file=sys.stderr)
         return 1
-    videos = _run_folder(path) / "videos" if options.video else None
+    videos = (run_of(path) or path.parent) / "videos" if options.video else None
     with make_environment(checkpoint, seed=options.seed, videos=videos) as environment:
         policy = load_policy(checkpoint, environment)
         result = play(policy, environment, options.episodes, stochastic=options.stochastic, seed=options.seed)
@@ -217,9 +217,3 @@ def _film(env: gymnasium.Env[Any, Any], source: EnvSource, folder: Path) -> gymn
             f"MUJOCO_GL=egl in the environment"
         ) from error
     return RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
-
-
-def _run_folder(path: Path) -> Path:
-    """The run that a checkpoint, its folder, or the run's own folder belongs to."""
-    folder = path.parent if path.is_file() else path
-    return folder.parent if folder.name == CHECKPOINTS else folder

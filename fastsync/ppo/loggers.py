@@ -71,12 +71,13 @@ def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
 
 
 class TensorBoardLog:
-    """Event files in the run's folder. On resumption TensorBoard drops the events after ``resumed_step``."""
+    """Event files in the run's folder. Of those before, TensorBoard drops what is after ``resumed_step``."""
 
     def __init__(self, folder: Path, settings: Mapping[str, object], resumed_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
+        # All of them at 0: a run that ended before its first checkpoint begins anew in its folder.
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else 0)
         rows = "\n".join(f"|{name}|{value}|" for name, value in settings.items())
         self._writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}", resumed_step)
 

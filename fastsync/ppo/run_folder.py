@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
-from dataclasses import fields, replace
+import uuid
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint
+from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint, write_whole
 from fastsync.ppo.config import Settings
-from fastsync.ppo.settings_file import dump_settings
+from fastsync.ppo.settings_file import dump_settings, load_settings
 
 CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"
 _LAUNCHER = ".launcher"
+_UNFINISHED = ".unfinished-"
 
 # What another policy, or other observations, would follow from: weights that were learnt mean nothing then.
 _FIXED = ("env", "network", "hidden_sizes", "activation", "lstm_size", "norm_observations")
@@ -36,45 +39,113 @@ def default_run_name(settings: Settings, started: float | None) -> str:
     return name if started is None else f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
 
 
-def make_run_folder(settings: Settings) -> Path:
-    """Creates the folder of a run that begins.
+def run_of(path: Path) -> Path | None:
+    """The folder of the run that a run's folder, the one with its checkpoints, or one of these belongs to.
+
+    None for a checkpoint that lies elsewhere.
+    """
+    folder = path.parent if path.is_file() else path
+    if folder.name == CHECKPOINTS:
+        return folder.parent
+    return None if path.is_file() else folder
+
+
+def settings_of_run(resume: str, run_name: str | None, runs_dir: str) -> Settings | None:
+    """The settings that a run had, or that a checkpoint was saved with, but where it lies as it is given here.
+
+    Args:
+        resume: as in Settings. "auto" means the run of that name.
+        run_name: as in Settings.
+        runs_dir: as in Settings.
+
+    Returns:
+        None where there are none.
 
     Raises:
-        ValueError: it exists already.
+        ValueError: the run's settings.yaml holds what is no setting.
     """
-    folder = Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, time.time()))
+    path = Path(resume)
+    if resume == "auto":
+        if run_name is None:
+            return None
+        path = Path(runs_dir) / run_name
+    file = (run_of(path) or path) / SETTINGS
     try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise ValueError(
-            f"the run folder {folder} exists already; choose another run_name, remove it, or go on in it with "
-            f"resume='auto'"
-        ) from None
-    return folder
+        if path.is_file():
+            settings = load_checkpoint(path).settings
+        elif file.is_file():
+            settings = load_settings(str(file))
+        else:
+            return None
+    except RuntimeError:  # a damaged checkpoint: whoever opens it says so
+        return None
+    return replace(settings, resume=None, run_name=run_name, runs_dir=runs_dir)
 
 
-def open_run(settings: Settings) -> Opened:
+@dataclass(frozen=True)
+class Found:
+    """What ``open_run`` would open."""
+
+    folder: Path
+    """Where the run lies."""
+    begins: bool
+    """Whether the folder has to be made."""
+    checkpoint: Checkpoint | None = None
+    """What it goes on from."""
+    notes: tuple[str, ...] = ()
+    """About finding it."""
+    changes: tuple[str, ...] = ()
+    """What is other than before."""
+
+
+def find_run(settings: Settings, world_size: int) -> Found:
+    """Finds a run as ``open_run`` does, and raises what it would raise, but writes nothing."""
+    found = _find(settings)
+    if found.checkpoint is None:
+        return found
+    return replace(found, changes=tuple(changes(found.checkpoint, settings, world_size)))
+
+
+def open_run(settings: Settings, world_size: int) -> Opened:
     """The folder of a run, what it goes on from, and what is to be said about it. One rank calls it.
 
     resume=None begins in a new folder. "auto" goes on in the folder of that name (without a time) if checkpoints are
     there, else begins in it. A run's folder goes on from its newest good checkpoint, a file among a run's checkpoints
     from that one; checkpoints of later steps are set aside. Any other checkpoint begins a new folder.
 
-    Ranks that torch's elastic launcher has started again go on where they were before, whatever resume says.
+    Ranks that torch's elastic launcher has started again go on in the folder that they had before. If they had none
+    yet, resume counts as it did for the first ones.
 
     Returns:
         The folder, which holds settings.yaml; the checkpoint or None; sentences.
 
     Raises:
-        ValueError: the folder of a new run exists, or what is to be resumed does not.
+        ValueError: the folder of a new run exists, what is to be resumed does not, or it cannot go on with these
+            settings. Nothing has been changed then.
         RuntimeError: none of the checkpoints can be read.
     """
-    folder, checkpoint, notes = _find(settings)
-    (folder / SETTINGS).write_text(dump_settings(replace(settings, resume=None)))
-    launcher = _launcher()
-    if launcher:
-        (folder / _LAUNCHER).write_text(launcher)
-    return folder, checkpoint, notes
+    if not _is_restart():
+        # Of an earlier launcher that happened to have the same number.
+        for file in _launcher_files(settings):
+            file.unlink(missing_ok=True)
+    found = find_run(settings, world_size)
+    notes = list(found.notes)
+    if found.begins:
+        _make_folder(found.folder, settings)
+    else:
+        if found.checkpoint:
+            checkpoints = CheckpointFolder(found.folder / CHECKPOINTS, settings.keep_checkpoints)
+            aside = checkpoints.set_aside(after=found.checkpoint.step)
+            if aside:
+                notes.append(f"set aside, as they are of later steps: {', '.join(renamed.name for renamed in aside)}")
+        # Not before: ranks that are lost in between and start again must set aside what is left.
+        _write_settings(found.folder, settings)
+    return found.folder, found.checkpoint, [*notes, *found.changes]
+
+
+def close_run(folder: Path) -> None:
+    """Takes away what only ranks that are started again need."""
+    (folder / _LAUNCHER).unlink(missing_ok=True)
 
 
 def changes(checkpoint: Checkpoint, settings: Settings, world_size: int) -> list[str]:
@@ -104,53 +175,86 @@ def changes(checkpoint: Checkpoint, settings: Settings, world_size: int) -> list
     return notes
 
 
-def _find(settings: Settings) -> Opened:
+def _find(settings: Settings) -> Found:
     folder = _folder_before_restart(settings)
     if folder:
         return _newest_in(folder, settings)
     if settings.resume is None:
-        return make_run_folder(settings), None, []
+        return _new_run(settings)
     if settings.resume == "auto":
         folder = Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, None))
-        folder.mkdir(parents=True, exist_ok=True)
-        return _newest_in(folder, settings)
+        return _newest_in(folder, settings) if folder.exists() else Found(folder, begins=True)
     path = Path(settings.resume)
-    if path.is_dir():
-        opened = _newest_in(path, settings)
-        if opened[1] is None:
-            raise ValueError(f"resume={settings.resume!r} holds no checkpoints in {path / CHECKPOINTS}")
-        return opened
-    if not path.is_file():
+    folder = run_of(path)
+    if path.is_file():
+        checkpoint = load_checkpoint(path)
+        found = Found(folder, begins=False) if folder else _new_run(settings)
+        return replace(found, checkpoint=checkpoint, notes=(_goes_on(path, checkpoint),))
+    if not folder or not folder.is_dir():
         raise ValueError(f"resume={settings.resume!r} is neither 'auto', nor a run's folder, nor a checkpoint")
-    checkpoint = load_checkpoint(path)
-    if path.parent.name != CHECKPOINTS:
-        return make_run_folder(settings), checkpoint, [_goes_on(path, checkpoint)]
-    return _go_on(path.parent.parent, path, checkpoint, settings)
+    found = _newest_in(folder, settings)
+    if found.checkpoint is None:
+        raise ValueError(f"resume={settings.resume!r} holds no checkpoints in {folder / CHECKPOINTS}")
+    return found
 
 
-def _newest_in(folder: Path, settings: Settings) -> Opened:
+def _new_run(settings: Settings) -> Found:
+    folder = Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, time.time()))
+    if folder.exists():
+        raise _exists(folder)
+    return Found(folder, begins=True)
+
+
+def _exists(folder: Path) -> ValueError:
+    return ValueError(
+        f"the run folder {folder} exists already; choose another run_name, remove it, or go on in it with resume='auto'"
+    )
+
+
+def _newest_in(folder: Path, settings: Settings) -> Found:
     warnings: list[str] = []
     try:
-        found = CheckpointFolder(folder / CHECKPOINTS, settings.keep_checkpoints).newest(warnings.append)
+        newest = CheckpointFolder(folder / CHECKPOINTS, settings.keep_checkpoints).newest(warnings.append)
     except RuntimeError as error:
         raise RuntimeError("\n".join([str(error), *warnings])) from error
-    if found is None:
-        return folder, None, []
-    folder, checkpoint, notes = _go_on(folder, *found, settings)
-    return folder, checkpoint, warnings + notes
-
-
-def _go_on(folder: Path, path: Path, checkpoint: Checkpoint, settings: Settings) -> Opened:
-    notes = [_goes_on(path, checkpoint)]
-    checkpoints = CheckpointFolder(folder / CHECKPOINTS, settings.keep_checkpoints)
-    aside = checkpoints.set_aside(after=checkpoint.step)
-    if aside:
-        notes.append(f"set aside, as they are of later steps: {', '.join(renamed.name for renamed in aside)}")
-    return folder, checkpoint, notes
+    if newest is None:
+        return Found(folder, begins=False)
+    path, checkpoint = newest
+    return Found(folder, begins=False, checkpoint=checkpoint, notes=(*warnings, _goes_on(path, checkpoint)))
 
 
 def _goes_on(path: Path, checkpoint: Checkpoint) -> str:
     return f"going on from step {checkpoint.step:,} ({path})"
+
+
+def _make_folder(folder: Path, settings: Settings) -> None:
+    """Makes a run's folder. It appears with its content: if ranks are lost, there is none, or one that they find again.
+
+    Raises:
+        ValueError: it exists already.
+    """
+    unfinished = folder.with_name(f"{_UNFINISHED}{uuid.uuid4().hex[:8]}")
+    unfinished.mkdir(parents=True)
+    try:
+        _write_settings(unfinished, settings)
+        if folder.exists():  # renaming would take the place of an empty one
+            raise _exists(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError as error:
+            if not folder.exists():
+                raise
+            raise _exists(folder) from error  # somebody else was faster
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_settings(folder: Path, settings: Settings) -> None:
+    """Leaves the settings in a run's folder, and by which launcher the ranks that work in it were started."""
+    write_whole(folder / SETTINGS, dump_settings(replace(settings, resume=None)).encode())
+    launcher = _launcher()
+    if launcher:
+        write_whole(folder / _LAUNCHER, launcher.encode())
 
 
 def _launcher() -> str | None:
@@ -159,19 +263,24 @@ def _launcher() -> str | None:
     return None if run_id is None else f"{socket.gethostname()} {os.getppid()} {run_id}\n"
 
 
+def _is_restart() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def _folder_before_restart(settings: Settings) -> Path | None:
     """Where the run was before its ranks were started again, if they were."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-        return None
-    launcher = _launcher()
-    folders = [path.parent for path in _launcher_files(settings) if path.read_text() == launcher]
-    return max(folders, key=lambda folder: (folder / _LAUNCHER).stat().st_mtime, default=None)
+    files = _launcher_files(settings) if _is_restart() else []
+    return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
 
 
 def _launcher_files(settings: Settings) -> list[Path]:
-    files = list(Path(settings.runs_dir).glob(f"*/{_LAUNCHER}"))
-    if settings.resume not in (None, "auto"):
-        path = Path(settings.resume)
-        folder = path if path.is_dir() else path.parent.parent
-        files += [folder / _LAUNCHER] if (folder / _LAUNCHER).is_file() else []
-    return files
+    """Those that name this rank's launcher."""
+    runs = Path(settings.runs_dir)
+    files = {file for file in runs.glob(f"*/{_LAUNCHER}") if not file.parent.name.startswith(_UNFINISHED)}
+    if settings.run_name is not None:
+        files.add(runs / settings.run_name / _LAUNCHER)
+    folder = None if settings.resume in (None, "auto") else run_of(Path(settings.resume))
+    if folder:
+        files.add(folder / _LAUNCHER)
+    launcher = _launcher()
+    return [file for file in files if file.is_file() and file.read_text() == launcher]

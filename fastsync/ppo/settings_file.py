@@ -14,11 +14,18 @@ import yaml
 from fastsync.ppo.config import Settings
 
 PRESETS = Path(__file__).parent / "presets"
+PRESET_WORLD_SIZE = 2
+"""Ranks that presets are made for."""
 
 
 def preset_names() -> list[str]:
     """What ``--config`` finds by name."""
     return sorted(file.stem for file in PRESETS.glob("*.yaml"))
+
+
+def is_preset(source: str) -> bool:
+    """Whether ``load_settings`` takes a preset."""
+    return _find(source).parent == PRESETS
 
 
 def load_settings(source: str) -> Settings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -37,7 +36,7 @@ from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.report import RunReport
 from fastsync.ppo.rollout import RolloutCollector
-from fastsync.ppo.run_folder import CHECKPOINTS, changes, open_run
+from fastsync.ppo.run_folder import CHECKPOINTS, close_run, open_run
 from fastsync.ppo.status import Status
 from fastsync.ppo.update import autocast
 
@@ -52,18 +51,15 @@ def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainR
         The policy, the same on every rank, and how the run ended.
 
     Raises:
-        ValueError: an unsupported environment, or a run folder that exists already.
+        ValueError: an unsupported environment, a run folder that exists already, or a run that cannot be gone on with.
         RuntimeError: a rank was lost, or the ranks' weights differ at the end.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        settings = replace(settings, resume="auto")
-    folder, checkpoint, notes = _open_run(settings, rank)
+    folder, checkpoint, notes = _open_run(settings, rank, world_size)
     resumed_step = checkpoint.step if checkpoint else 0
     with make_environments(settings, rank=rank, restart=resumed_step) as environments, StopSignals() as signals:
         run = Run(settings, environments, device, rank=rank, world_size=world_size)
         if checkpoint:
-            notes += changes(checkpoint, settings, world_size)
             notes += run.resume(checkpoint)
         if environments.why_not_restorable:
             notes.append(environments.why_not_restorable)
@@ -82,6 +78,8 @@ def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainR
                 stack.enter_context(report)
             dist.barrier()  # rank 0 has taken its time to open the report
             result = run.train(signals, report, CheckpointFolder(folder / CHECKPOINTS, settings.keep_checkpoints))
+            if rank == 0:
+                close_run(folder)
     return run.policy, result
 
 
@@ -248,9 +246,9 @@ class Run:
         return self._collector.state() | self._learner.environment_state()
 
 
-def _open_run(settings: Settings, rank: int) -> tuple[Path, Checkpoint | None, list[str]]:
+def _open_run(settings: Settings, rank: int, world_size: int) -> tuple[Path, Checkpoint | None, list[str]]:
     """The run's folder, the checkpoint to go on from, and what to say about it: found by rank 0, known to all."""
-    opened = [open_run(settings) if rank == 0 else None]
+    opened = [open_run(settings, world_size) if rank == 0 else None]
     dist.broadcast_object_list(opened)
     assert opened[0] is not None
     return opened[0]

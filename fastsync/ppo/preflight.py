@@ -1,0 +1,39 @@
+"""What can be found wrong with a training before its ranks start."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+from fastsync.ppo.config import Settings
+from fastsync.ppo.envs import make_environments
+from fastsync.ppo.run_folder import find_run
+
+
+def check_environment(settings: Settings) -> None:
+    """Tries what every rank needs.
+
+    Raises:
+        ValueError: the environment, or an extra that the settings ask for, is not there or does not suit.
+    """
+    if settings.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"wandb_project={settings.wandb_project!r} needs wandb, which the extra 'wandb' installs: "
+            "pip install 'fastsync[wandb]'"
+        )
+    # One environment, and none in processes: what can go wrong goes wrong there as well.
+    kind = "sync" if settings.vectorization == "async" else settings.vectorization
+    one = replace(settings, num_envs=1, num_minibatches=1, num_micro_batches=1, vectorization=kind)
+    make_environments(one, rank=0).close()
+
+
+def check_run(settings: Settings, world_size: int) -> None:
+    """Tries whether the run can begin or go on. It is for the machine of rank 0, where the run's folder lies.
+
+    Raises:
+        ValueError: the folder is taken, or what is to be resumed is missing, damaged, or of another kind.
+    """
+    try:
+        find_run(settings, world_size)
+    except RuntimeError as error:
+        raise ValueError(f"resume={settings.resume!r}: {error}") from error
