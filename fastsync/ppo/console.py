@@ -74,7 +74,7 @@ class Lines:
         total = mean([times.total for times in waiting.times])
         shares = (
             f"{name} {format_share(mean([getattr(times, phase) for times in waiting.times]), total, digits=0)}"
-            for name, phase in zip(("env", "policy", "learn", "wait"), PHASES, strict=True)
+            for name, phase in zip(("env", "policy", "learn", "wait", "report"), PHASES, strict=True)
         )
         self._console.print(
             f"step {status.step:>9,} of {self._total_steps:,}  return {returned:>6}  "
