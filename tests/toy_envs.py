@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from typing import Any
@@ -90,6 +91,24 @@ class Table(Countdown):
 
 class Whole(Countdown):
     action_space = spaces.Box(0, 9, (2,), dtype=np.int64)
+
+
+class HangsInReset(Countdown):
+    """Never begins a second episode in a process of its own."""
+
+    past = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.past += 1
+        if self.past > 1 and multiprocessing.current_process().daemon:
+            time.sleep(1000)
+        return super().reset(seed=seed, options=options)
+
+
+class HangsInClose(Countdown):
+    def close(self) -> None:
+        if multiprocessing.current_process().daemon:
+            time.sleep(1000)
 
 
 class Hangs(Countdown):

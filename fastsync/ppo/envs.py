@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from fastsync.ppo.env_states import why_not_restorable
 from fastsync.ppo.environments import Environments, FinishedEpisode, Step
 from fastsync.ppo.envpool_envs import make_envpool
 from fastsync.ppo.episodes import EpisodeRecorder, seed_from
+from fastsync.ppo.interrupt import STOP_SIGNALS
 from fastsync.ppo.spaces import check_spaces
 from fastsync.ppo.vector_envs import RecordedEnvironments, VectorizedEnvironments
 
@@ -73,7 +76,7 @@ def _make_recorded(settings: Settings, source: EnvSource, rank: int, *, in_proce
         )
 
     def makers(indices: range, *, keep_actions: bool) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
-        return [partial(_make_recorder, source, settings.seed, index, keep_actions) for index in indices]
+        return [partial(_make_recorder, source, settings.seed, index, keep_actions, os.getpid()) for index in indices]
 
     # The same trial on every rank, so that all come to the same answer.
     tried = range(TRIED_IMAGES if len(specimen.observation_space.shape or ()) == 3 else TRIED_VECTORS)
@@ -88,7 +91,13 @@ def _make_recorded(settings: Settings, source: EnvSource, rank: int, *, in_proce
     return wrap(AsyncVectorEnv(functions, autoreset_mode=mode, context="forkserver"), why_not)
 
 
-def _make_recorder(source: EnvSource, seed: int, index: int, keep_actions: bool) -> gymnasium.Env[Any, Any]:
+def _make_recorder(
+    source: EnvSource, seed: int, index: int, keep_actions: bool, rank_pid: int
+) -> gymnasium.Env[Any, Any]:
+    if os.getpid() != rank_pid:
+        # Signals to a whole job reach this process too. The rank still needs it to save; it ends when the rank does.
+        for number in (*STOP_SIGNALS, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     return EpisodeRecorder(source.make(), seed=seed, index=index, keep_actions=keep_actions)
 
 

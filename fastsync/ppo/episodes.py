@@ -18,12 +18,12 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Seeds every episode of an environment by itself and keeps its actions, so that a snapshot is small and exact.
 
     Episode k of environment ``index`` begins with ``reset(seed=seed_from(seed, index, k))``, whatever was asked for. A
-    snapshot is that seed and the actions since; assigning it to ``snapshot`` resets and replays, which is exact for
-    environments whose seeded reset leaves nothing of what was before. The next ``step`` then only tells again what the
-    last one told (with reward 0), so that a vector environment learns of it by a step of its own.
+    snapshot is that seed and the actions since; ``restore`` resets and replays them, which is exact for environments
+    whose seeded reset leaves nothing of what was before. The next ``step`` then only tells again what the last one told
+    (with reward 0), so that a vector environment learns of it by a step of its own.
 
-    Vector environments reach both by name, in this process and in others: ``get_attr("snapshot")`` and
-    ``set_attr("snapshot", snapshots)``.
+    Vector environments reach all by name, in this process and in others: ``call("snapshot")``,
+    ``set_attr("restore_from", snapshots)`` and ``call("restore")``.
 
     Args:
         env: a single environment. Where its attribute ``resets_go_on`` is true, a reset does not begin anew (the next
@@ -36,8 +36,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], *, seed: int, index: int, keep_actions: bool = True) -> None:
         super().__init__(env)
-        self.is_restored = False
-        """Whether the snapshot assigned last could be gone back to; else the next episode has begun."""
+        self.restore_from: dict[str, Any] | None = None
+        """The snapshot to go back to. With None the first episode begins."""
         self._run_seed = seed
         self._index = index
         self._keep_actions = keep_actions
@@ -76,7 +76,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     @property
     def snapshot(self) -> dict[str, Any] | None:
-        """What it takes to come back here, as numbers and arrays. Assigning None begins the first episode."""
+        """What it takes to come back here, as numbers and arrays. None before the first reset."""
         if self._last is None:
             return None
         if not self._keep_actions:
@@ -92,16 +92,17 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             "truncated": bool(truncated),
         }
 
-    @snapshot.setter
-    def snapshot(self, snapshot: dict[str, Any] | None) -> None:
-        self._tell_again = False
-        self.is_restored = False
+    def restore(self) -> bool:
+        """Goes back to ``restore_from``. False if that cannot be done, and the next episode has begun instead."""
+        snapshot, self.restore_from = self.restore_from, None
         self._episode = -1 if snapshot is None else int(snapshot["episode"])
+        is_restored = False
         if snapshot is not None and self._keep_actions and "actions" in snapshot:
-            self.is_restored = self._replay(snapshot)
-        if not self.is_restored:
+            is_restored = self._replay(snapshot)
+        if not is_restored:
             self._begin_anew()
         self._tell_again = True
+        return is_restored
 
     def _replay(self, snapshot: dict[str, Any]) -> bool:
         """Resets and repeats the actions. False where this does not lead to where the snapshot was taken."""
