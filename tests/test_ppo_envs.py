@@ -195,6 +195,15 @@ def test_actions_arrive_in_their_space(env: str, actions: Any, rewards: list[flo
         ({"env": "tests.toy_envs:not_an_environment"}, "returned 7; the function must return a gymnasium.Env"),
         ({"env": "tests.toy_envs:Grid"}, r"observations Box.*; a Box must have one dimension.*FlattenObservation"),
         ({"env": "tests.toy_envs:FloatImage"}, "or be an image of three dimensions and dtype uint8"),
+        (
+            {"env": "tests.toy_envs:ChannelsLast"},
+            r"\(C, H, W\).*TransformObservation.*transpose\(2, 0, 1\).*Box\(0, 255, \(3, 96, 80\)",
+        ),
+        ({"env": "tests.toy_envs:SmallImage"}, "H and W must be at least 36: enlarge them .*ResizeObservation"),
+        (
+            {"env": "tests.toy_envs:Image", "norm_observations": True},
+            "norm_observations=True is for vectors, .* leave norm_observations at False",
+        ),
         ({"env": "tests.toy_envs:Named"}, "has observations Dict.*FlattenObservation"),
         ({"env": "tests.toy_envs:Binary"}, "has actions MultiBinary.*TransformAction"),
         ({"env": "tests.toy_envs:Table"}, "a MultiDiscrete must have one dimension"),

@@ -70,6 +70,13 @@ def test_actions_can_be_drawn():
     assert evaluate(DISCRETE, leaning_to_1(50.0), 3, stochastic=True).returns == [31.0] * 3
 
 
+@pytest.mark.parametrize("name", ["Bytes", "Image"])
+def test_bytes_are_seen_as_in_training(name: str):
+    settings = Settings(env=f"tests.toy_envs:{name}")
+    result = evaluate(settings, policy_for(settings), 2)
+    assert len(result.returns) == 2
+
+
 def test_memory_ends_with_its_episode():
     settings = Settings(env="tests.played_envs:continuous", lstm_size=8)
     policy = policy_for(settings)

@@ -77,6 +77,28 @@ class FloatImage(Countdown):
     observation_space = spaces.Box(0, 1, (4, 4, 3), dtype=np.float32)
 
 
+class Bytes(Countdown):
+    observation_space = spaces.Box(0, 255, (3,), dtype=np.uint8)
+
+    def look(self) -> Any:
+        return super().look().astype(np.uint8)
+
+
+class Image(Countdown):
+    observation_space = spaces.Box(0, 255, (3, 36, 40), dtype=np.uint8)
+
+    def look(self) -> Any:
+        return np.full((3, 36, 40), self.remaining, dtype=np.uint8)
+
+
+class ChannelsLast(Countdown):
+    observation_space = spaces.Box(0, 255, (96, 80, 3), dtype=np.uint8)
+
+
+class SmallImage(Countdown):
+    observation_space = spaces.Box(0, 255, (3, 35, 40), dtype=np.uint8)
+
+
 class Named(Countdown):
     observation_space = spaces.Dict({"position": spaces.Box(0, 1, (2,))})
 

@@ -106,7 +106,7 @@ def make_envpool(settings: Settings, *, rank: int, restart: int) -> EnvPoolEnvir
     options: dict[str, Any] = {"episodic_life": True, "reward_clip": True} if is_atari else {}
     if name != settings.env:
         options["repeat_action_probability"] = REPEAT_ACTION_PROBABILITY
-    check_spaces(settings.env, spec.gymnasium_observation_space, spec.gymnasium_action_space)
+    check_spaces(settings, spec.gymnasium_observation_space, spec.gymnasium_action_space)
     pool = envpool.make(
         name, env_type="gymnasium", num_envs=settings.num_envs, seed=seeds[0], env_seed=seeds, **options
     )

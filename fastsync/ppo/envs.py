@@ -61,7 +61,7 @@ def make_environments(settings: Settings, *, rank: int, restart: int = 0) -> Env
 def _make_recorded(settings: Settings, source: EnvSource, rank: int, *, in_processes: bool) -> Environments:
     specimen = source.make()
     specimen.close()
-    check_spaces(settings.env, specimen.observation_space, specimen.action_space)
+    check_spaces(settings, specimen.observation_space, specimen.action_space)
     first = rank * settings.num_envs
     mode = AutoresetMode.SAME_STEP if settings.autoreset == "same_step" else AutoresetMode.NEXT_STEP
 
@@ -142,7 +142,7 @@ def _make_own_vector(settings: Settings, source: EnvSource) -> VectorEnv[Any, An
 
 def _check_own_vector(settings: Settings, vector: VectorEnv[Any, Any, Any]) -> None:
     mode = vector.metadata.get("autoreset_mode")
-    check_spaces(settings.env, vector.single_observation_space, vector.single_action_space)
+    check_spaces(settings, vector.single_observation_space, vector.single_action_space)
     if mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
         raise ValueError(
             f"env={settings.env!r} has metadata['autoreset_mode']={mode!r}; it must be {AutoresetMode.NEXT_STEP} or "

@@ -164,9 +164,7 @@ def play(
     returns: list[float] = []
     lengths: list[int] = []
     while len(returns) < episodes:
-        seen = torch.from_numpy(observations)
-        if observations.dtype != np.uint8:
-            seen = seen.to(policy.dtype)
+        seen = torch.from_numpy(observations).to(policy.observation_dtype)
         outputs, _, memory = _outputs(policy, seen, memory, starts)
         if stochastic:
             distribution.fill_noise_(noise, generator)
