@@ -34,7 +34,7 @@ class EnvPoolEnvironments(Environments):
             same_step=False,
             first_index=first_index,
             reward_threshold=pool.spec.reward_threshold,
-            why_not_restorable="EnvPool cannot save the state of its environments",
+            is_restorable=False,
         )
         self._pool = pool
         self._is_atari = is_atari

@@ -37,7 +37,7 @@ class RecordedEnvironments(Environments):
         counts_games: bool = False,
         timeout: float = 120.0,
         reward_threshold: float | None = None,
-        why_not_restorable: str | None = None,
+        is_restorable: bool = True,
     ) -> None:
         super().__init__(
             num_envs=vector.num_envs,
@@ -46,7 +46,7 @@ class RecordedEnvironments(Environments):
             same_step=vector.autoreset_mode == AutoresetMode.SAME_STEP,
             first_index=first_index,
             reward_threshold=reward_threshold,
-            why_not_restorable=why_not_restorable,
+            is_restorable=is_restorable,
         )
         self._vector = vector
         self._counts_games = counts_games
@@ -178,7 +178,7 @@ class VectorizedEnvironments(Environments):
         seed: int,
         first_index: int,
         reward_threshold: float | None = None,
-        why_not_restorable: str | None = None,
+        is_restorable: bool = True,
     ) -> None:
         super().__init__(
             num_envs=vector.num_envs,
@@ -187,7 +187,7 @@ class VectorizedEnvironments(Environments):
             same_step=vector.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP,
             first_index=first_index,
             reward_threshold=reward_threshold,
-            why_not_restorable=why_not_restorable,
+            is_restorable=is_restorable,
         )
         self._vector = vector
         self._seed = seed
