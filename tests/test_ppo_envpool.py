@@ -28,6 +28,18 @@ def test_environments_are_seeded_by_their_number_and_the_restart():
     assert len(np.unique(np.concatenate([together, first_observations(4, rank=0, restart=128)]), axis=0)) == 8
 
 
+@pytest.mark.parametrize(
+    ("cores", "local_world_size", "num_envs", "threads"), [(8, 2, 16, 4), (2, 4, 16, 1), (64, 2, 3, 3)]
+)
+def test_the_ranks_of_a_machine_share_its_cores(
+    cores: int, local_world_size: int, num_envs: int, threads: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fastsync.ppo.envpool_envs.available_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
+    with make_environments(settings("CartPole-v1", num_envs, vectorization="envpool"), rank=0) as environments:
+        assert environments._pool.spec.config.num_threads == threads  # type: ignore[attr-defined]
+
+
 def test_accounts_are_sums_of_rewards():
     with make_environments(settings("CartPole-v1", 4, vectorization="envpool"), rank=0) as environments:
         assert environments.reward_threshold == 475

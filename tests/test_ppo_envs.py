@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
+from fastsync.launch import _try_settings
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs import Environments, FinishedEpisode, make_environments
 from fastsync.ppo.episodes import seed_from
@@ -225,6 +226,15 @@ def test_actions_arrive_in_their_space(env: str, actions: Any, rewards: list[flo
 def test_what_cannot_be_learnt_is_refused(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         make_environments(settings(**changes), rank=0)
+
+
+def test_settings_are_tried_without_a_step(monkeypatch: pytest.MonkeyPatch):
+    """The trial of saving takes thousands; only the rank that tells of it needs it."""
+
+    steps: list[Any] = []
+    monkeypatch.setattr(Countdown, "step", lambda self, action: steps.append(action))
+    _try_settings(settings("tests.toy_envs:Countdown"))
+    assert steps == []
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,12 @@ def test_an_environment_that_cannot_be_drawn_is_told(tmp_path: Path, monkeypatch
         make_environment(checkpoint_of(policy_for(settings), settings), seed=0, videos=tmp_path)
 
 
+def test_what_only_envpool_has_is_told():
+    settings = Settings(env="NoSuchGame-v5", vectorization="envpool")
+    with pytest.raises(ValueError, match=r"env='NoSuchGame-v5' cannot be made: .*trained in EnvPool, .* in gymnasium"):
+        make_environment(checkpoint_of(leaning_to_1(0.0), settings), seed=0)
+
+
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert main(["eval", str(tmp_path)]) == 2
     assert "is neither a checkpoint nor the folder of a run that has one" in capsys.readouterr().err
