@@ -94,8 +94,7 @@ def _backends() -> Facts:
 
 
 def _devices() -> Facts:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cpu = f"{cores} cores for this process, {torch.get_num_threads()} torch threads"
+    cpu = f"{available_cores()} cores for this process, {torch.get_num_threads()} torch threads"
     return [("cpu", cpu), *((f"cuda:{index}", _describe_gpu(index)) for index in range(torch.cuda.device_count()))]
 
 
@@ -143,6 +142,11 @@ def _training_limits() -> list[str]:
 def missing_train_packages() -> list[str]:
     """What training needs and this Python lacks."""
     return [package for package, module in TRAIN_MODULES.items() if importlib.util.find_spec(module) is None]
+
+
+def available_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _has_gloo() -> bool:

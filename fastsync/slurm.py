@@ -134,7 +134,8 @@ _SCRIPT = """\
 # waits for them. Unless they were done, it puts the job into the queue again, where it goes on from the checkpoint.
 end_ranks() {{
     trap '' USR1 TERM
-    kill -TERM "$step" 2>/dev/null
+    # Not SIGTERM: srun does not pass it on, but kills its tasks.
+    kill -USR1 "$step" 2>/dev/null
     wait "$step"
     status=$?
 }}

@@ -28,7 +28,7 @@ from fastsync.ppo.config import Settings
         ({"timeout": 0.0}, "timeout=0.0 must be a finite number greater than 0"),
         ({"learning_rate": -1e-3}, "learning_rate=-0.001 must be a finite number greater than 0"),
         ({"clip_coef": 0.0}, "clip_coef=0.0 must be a finite number greater than 0"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 must be a finite number greater than 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 must be greater than 0"),
         ({"timeout": float("inf")}, "timeout=inf must be a finite number greater than 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan must be a finite number greater than 0"),
         ({"seed": 2**63}, r"seed=9223372036854775808 must be less than 2\*\*63"),

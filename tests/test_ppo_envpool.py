@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastsync.ppo.envs import make_environments
+from fastsync.ppo.env_states import Trial
+from fastsync.ppo.envs import make_environments, try_environments
 from fastsync.ppo.spaces import random_actions
 from tests.test_ppo_envs import settings
 
@@ -25,6 +26,18 @@ def test_environments_are_seeded_by_their_number_and_the_restart():
     spread = np.concatenate([first_observations(2, rank=rank) for rank in range(2)])
     np.testing.assert_array_equal(together, spread)
     assert len(np.unique(np.concatenate([together, first_observations(4, rank=0, restart=128)]), axis=0)) == 8
+
+
+@pytest.mark.parametrize(
+    ("cores", "local_world_size", "num_envs", "threads"), [(8, 2, 16, 4), (2, 4, 16, 1), (64, 2, 3, 3)]
+)
+def test_the_ranks_of_a_machine_share_its_cores(
+    cores: int, local_world_size: int, num_envs: int, threads: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fastsync.ppo.envpool_envs.available_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
+    with make_environments(settings("CartPole-v1", num_envs, vectorization="envpool"), rank=0) as environments:
+        assert environments._pool.spec.config.num_threads == threads  # type: ignore[attr-defined]
 
 
 def test_accounts_are_sums_of_rewards():
@@ -48,7 +61,8 @@ def test_accounts_are_sums_of_rewards():
 def test_going_on_begins_new_episodes_and_says_so():
     chosen = settings("CartPole-v1", 2, vectorization="envpool")
     with make_environments(chosen, rank=1) as first, make_environments(chosen, rank=1, restart=8) as second:
-        assert "EnvPool" in str(first.why_not_restorable)
+        assert not first.is_restorable
+        assert try_environments(chosen) == Trial(False, "EnvPool cannot save the state of its environments")
         old = first.reset()
         new = second.restore(first.state())
         assert second.begun_anew == [2, 3]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
+from fastsync.launch import _try_settings
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs import Environments, FinishedEpisode, make_environments
 from fastsync.ppo.episodes import seed_from
@@ -191,6 +196,15 @@ def test_actions_arrive_in_their_space(env: str, actions: Any, rewards: list[flo
         ({"env": "tests.toy_envs:not_an_environment"}, "returned 7; the function must return a gymnasium.Env"),
         ({"env": "tests.toy_envs:Grid"}, r"observations Box.*; a Box must have one dimension.*FlattenObservation"),
         ({"env": "tests.toy_envs:FloatImage"}, "or be an image of three dimensions and dtype uint8"),
+        (
+            {"env": "tests.toy_envs:ChannelsLast"},
+            r"\(C, H, W\).*TransformObservation.*transpose\(2, 0, 1\).*Box\(0, 255, \(3, 96, 80\)",
+        ),
+        ({"env": "tests.toy_envs:SmallImage"}, "H and W must be at least 36: enlarge them .*ResizeObservation"),
+        (
+            {"env": "tests.toy_envs:Image", "norm_observations": True},
+            "norm_observations=True is for vectors, .* leave norm_observations at False",
+        ),
         ({"env": "tests.toy_envs:Named"}, "has observations Dict.*FlattenObservation"),
         ({"env": "tests.toy_envs:Binary"}, "has actions MultiBinary.*TransformAction"),
         ({"env": "tests.toy_envs:Table"}, "a MultiDiscrete must have one dimension"),
@@ -212,6 +226,15 @@ def test_actions_arrive_in_their_space(env: str, actions: Any, rewards: list[flo
 def test_what_cannot_be_learnt_is_refused(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         make_environments(settings(**changes), rank=0)
+
+
+def test_settings_are_tried_without_a_step(monkeypatch: pytest.MonkeyPatch):
+    """The trial of saving takes thousands; only the rank that tells of it needs it."""
+
+    steps: list[Any] = []
+    monkeypatch.setattr(Countdown, "step", lambda self, action: steps.append(action))
+    _try_settings(settings("tests.toy_envs:Countdown"))
+    assert steps == []
 
 
 @pytest.mark.parametrize(
@@ -274,10 +297,62 @@ def test_a_missing_last_observation_is_an_error(own_vector: str):
             [environments.step(np.zeros(2, np.int64)) for _ in range(3)]
 
 
-@pytest.mark.parametrize(("env", "message"), [("Hangs", "did not answer within 1 s"), ("Dies", "has ended")])
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [("Hangs", "did not answer to a step within timeout=1 seconds"), ("Dies", "has ended instead of answering to")],
+)
 def test_processes_that_do_not_answer_end_with_an_error(env: str, message: str):
     chosen = settings(f"tests.toy_envs:{env}", 2, vectorization="async", timeout=1.0)
     with make_environments(chosen, rank=0) as environments:
         environments.reset()
         with pytest.raises(RuntimeError, match=message):
             environments.step(np.array([[0.0], [1e8]], dtype=np.float32))
+
+
+def test_processes_that_hang_in_a_reset_end_with_an_error():
+    chosen = settings("tests.toy_envs:HangsInReset", 2, vectorization="async", timeout=2.0)
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        state = environments.state()
+        with pytest.raises(RuntimeError, match="did not answer to a reset within timeout=2 seconds"):
+            environments.restore(state)
+
+
+def test_processes_that_hang_when_they_are_closed_are_ended():
+    chosen = settings("tests.toy_envs:HangsInClose", 2, vectorization="async", timeout=0.5)
+    with make_environments(chosen, rank=0) as environments:
+        assert isinstance(environments, RecordedEnvironments)
+        processes = environment_processes(environments)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+
+
+def environment_processes(environments: Environments) -> list[Any]:
+    return environments._vector.processes  # type: ignore[attr-defined,no-any-return]
+
+
+def test_processes_outlive_signals_to_the_whole_job_and_their_end_is_told():
+    chosen = settings("tests.toy_envs:Countdown", 2, vectorization="async")
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        first, second = environment_processes(environments)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(first.pid, number)
+            os.kill(second.pid, number)
+        environments.step(np.zeros(2, np.int64))
+        assert len(environments.state()["episodes"]) == 2
+        first.kill()
+        first.join()
+        with pytest.raises(RuntimeError, match="a process with an environment has ended instead of answering"):
+            environments.step(np.zeros(2, np.int64))
+        assert not second.is_alive()
+
+
+def test_processes_that_nobody_closed_end_with_their_rank():
+    script = (
+        "from fastsync.ppo.envs import make_environments\n"
+        "from tests.test_ppo_envs import settings\n"
+        "if __name__ == '__main__':\n"
+        "    left = make_environments(settings('tests.toy_envs:Countdown', 2, vectorization='async'), rank=0)\n"
+        "    left.reset()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent, timeout=60, check=True)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from fastsync.ppo import episodes
 from fastsync.ppo.atari import LifeByLife
-from fastsync.ppo.env_states import begun_anew, is_other_world, redistribute, what_goes_on
-from fastsync.ppo.envs import Environments, Step, make_environments
+from fastsync.ppo.env_states import Trial, begun_anew, is_other_world, redistribute, what_goes_on
+from fastsync.ppo.envs import Environments, Step, make_environments, try_environments
 from fastsync.ppo.episodes import EpisodeRecorder, seed_from
 from fastsync.ppo.plain_data import attributes_of, set_attributes, to_numpy, to_plain
 from fastsync.ppo.spaces import random_actions
@@ -51,10 +52,13 @@ def play(environments: Environments, num_steps: int, generator: np.random.Genera
     return [environments.step(random_actions(space, num_envs, generator)) for _ in range(num_steps)]
 
 
+def found_restorable(env: str, **changes: Any) -> Trial:
+    return try_environments(settings(env, **changes), seconds=3600)
+
+
 def assert_goes_on(env: str, *, before: int, after: int, num_envs: int = 3, **changes: Any) -> None:
     chosen = settings(env, num_envs, **changes)
     with make_environments(chosen, rank=0) as first, make_environments(chosen, rank=0, restart=9) as second:
-        assert first.is_restorable, first.why_not_restorable
         first.reset()
         steps = play(first, before, np.random.default_rng(1))
         observations = second.restore(through_a_file(first.state()))
@@ -71,6 +75,7 @@ def assert_goes_on(env: str, *, before: int, after: int, num_envs: int = 3, **ch
 @pytest.mark.parametrize("env", ["Countdown", "Several", "Continuous"])
 def test_copies_go_on_from_every_moment(env: str, autoreset: str):
     """Episodes last up to 7 steps, so among 9 moments are their beginnings, their ends, and restarts."""
+    assert found_restorable(f"tests.toy_envs:{env}", autoreset=autoreset) == Trial(True)
     for before in range(1, 10):
         assert_goes_on(f"tests.toy_envs:{env}", before=before, after=12, autoreset=autoreset)
 
@@ -94,6 +99,7 @@ def test_copies_in_processes_go_on(autoreset: str):
 
 @pytest.mark.parametrize("before", [1, 37, 100])
 def test_cartpole_in_its_own_vectorisation_goes_on(before: int):
+    assert found_restorable("CartPole-v1") == Trial(True)
     assert_goes_on("CartPole-v1", before=before, after=100, num_envs=8)
 
 
@@ -110,12 +116,14 @@ def test_cartpole_in_its_own_vectorisation_goes_on(before: int):
 def test_environments_of_gymnasium_go_on(env: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)  # MuJoCo leaves its log where it runs
+    assert found_restorable(env) == Trial(True)
     assert_goes_on(env, before=220, after=230, num_envs=2)
 
 
 def test_games_go_on(capfd: pytest.CaptureFixture[str]):
     pytest.importorskip("ale_py")
     pytest.importorskip("cv2")
+    assert found_restorable("ALE/Breakout-v5") == Trial(True)
     assert_goes_on("ALE/Breakout-v5", before=150, after=150, num_envs=1)
 
 
@@ -125,19 +133,28 @@ def test_games_go_on(capfd: pytest.CaptureFixture[str]):
         ("tests.toy_envs:Unseeded", "leads to other observations"),
         ("tests.toy_envs:Leaky", "observations"),
         ("BipedalWalker-v3", "differ"),
+        ("NoSuchEnv-v0", "a trial to save and restore it failed with ValueError"),
     ],
 )
 def test_environments_that_cannot_go_back_are_found_out(env: str, reason: str):
     if env.startswith("Bipedal"):
         pytest.importorskip("Box2D")
-    with make_environments(settings(env), rank=0) as environments:
-        assert not environments.is_restorable
-        assert reason in str(environments.why_not_restorable)
+    trial = found_restorable(env)
+    assert not trial.is_restorable
+    assert reason in str(trial.note)
+
+
+def test_a_trial_that_takes_too_long_is_given_up():
+    trial = try_environments(settings("tests.toy_envs:Countdown"), seconds=0)
+    assert trial == Trial(True, "0 s were not long enough to try out whether the environments can be saved exactly")
 
 
 def test_those_begin_new_episodes_and_say_so():
     chosen = settings("tests.toy_envs:Leaky", 2)
-    with make_environments(chosen, rank=1) as first, make_environments(chosen, rank=1) as second:
+    with (
+        make_environments(chosen, rank=1, is_restorable=False) as first,
+        make_environments(chosen, rank=1, is_restorable=False) as second,
+    ):
         old = first.reset().copy()
         play(first, 1, np.random.default_rng(0))
         state = through_a_file(first.state())
@@ -195,6 +212,26 @@ def test_actions_are_kept_when_the_caller_writes_to_them_again():
     snapshot = env.snapshot
     assert snapshot is not None
     assert snapshot["actions"].tolist() == [[1.0]]
+
+
+def test_an_episode_that_is_too_long_begins_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(episodes, "MAX_ACTIONS", 3)
+    chosen = settings("tests.toy_envs:Countdown", 1)
+    with make_environments(chosen, rank=0) as first, make_environments(chosen, rank=0) as second:
+        first.reset()
+        play(first, 3, np.random.default_rng(0))
+        assert len(first.state()["episodes"][0]["actions"]) == 3
+        with pytest.warns(UserWarning, match="an episode has more than 3 steps, so its actions are no longer kept"):
+            play(first, 1, np.random.default_rng(0))
+        state = first.state()
+        assert state["episodes"] == [{"episode": 0}]
+        observations = second.restore(through_a_file(state))
+        assert second.begun_anew == [0]
+        np.testing.assert_array_equal(observations[0], Countdown().reset(seed=seed_from(1, 0, 1))[0])
+        # The next one is kept again.
+        while first.state()["episodes"] == [{"episode": 0}]:
+            play(first, 1, np.random.default_rng(0))
+        assert [len(episode["actions"]) for episode in first.state()["episodes"]] == [0]
 
 
 def take_states(num_ranks: int, num_envs: int) -> tuple[list[dict[str, Any]], Any]:

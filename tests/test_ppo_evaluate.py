@@ -70,6 +70,13 @@ def test_actions_can_be_drawn():
     assert evaluate(DISCRETE, leaning_to_1(50.0), 3, stochastic=True).returns == [31.0] * 3
 
 
+@pytest.mark.parametrize("name", ["Bytes", "Image"])
+def test_bytes_are_seen_as_in_training(name: str):
+    settings = Settings(env=f"tests.toy_envs:{name}")
+    result = evaluate(settings, policy_for(settings), 2)
+    assert len(result.returns) == 2
+
+
 def test_memory_ends_with_its_episode():
     settings = Settings(env="tests.played_envs:continuous", lstm_size=8)
     policy = policy_for(settings)
@@ -158,6 +165,12 @@ def test_an_environment_that_cannot_be_drawn_is_told(tmp_path: Path, monkeypatch
     settings = Settings(env="CartPole-v1")
     with pytest.raises(ValueError, match=r"env=.CartPole-v1. cannot be drawn here: no screen; .* MUJOCO_GL=egl"):
         make_environment(checkpoint_of(policy_for(settings), settings), seed=0, videos=tmp_path)
+
+
+def test_what_only_envpool_has_is_told():
+    settings = Settings(env="NoSuchGame-v5", vectorization="envpool")
+    with pytest.raises(ValueError, match=r"env='NoSuchGame-v5' cannot be made: .*trained in EnvPool, .* in gymnasium"):
+        make_environment(checkpoint_of(leaning_to_1(0.0), settings), seed=0)
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -191,6 +191,23 @@ def test_ranks_act_as_one_rank_with_all_environments_would():
         assert torch.equal(getattr(alone, name), torch.cat([getattr(part, name) for part in together], dim=1))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_vectors_of_bytes_are_seen_as_numbers(mode: Autoreset):
+    class Bytes(Scripted):
+        observation_space = spaces.Box(0, 255, (2,), dtype=np.uint8)
+
+        def _observe(self) -> np.ndarray[Any, Any]:
+            return super()._observe().astype(np.uint8)
+
+    def observations(kind: type[Scripted]) -> torch.Tensor:
+        environments = environments_of(kind(3, truncates=True), mode=mode)
+        policy = policy_for(environments, SETTINGS)
+        collector = RolloutCollector(environments, policy, num_steps=8, streams=streams_for(environments))
+        return collector.collect().observations
+
+    assert torch.equal(observations(Bytes), observations(Scripted))
+
+
 @pytest.mark.parametrize("name", ["_observations", "_actions", "_rewards", "_flags"])
 def test_buffers_are_allocated_once(name: str):
     collector, _ = collect_twice("next_step")

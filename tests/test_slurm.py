@@ -69,18 +69,28 @@ def test_what_slurm_would_not_take_is_refused(bad: dict[str, object], message: s
         replace(Slurm(), **bad)
 
 
-# Two machines, one after the other, as srun would start a task on each; then it waits, as ranks do.
+# Two machines, one after the other, as srun would start a task on each; then a task waits, as ranks do. To srun itself
+# SIGTERM means to kill its tasks; it passes SIGUSR1 on to them.
 SRUN = """#!/bin/bash
 shift  # its own option
 for SLURM_NODEID in 0 1; do
     SLURM_NODEID=$SLURM_NODEID "$@"
 done
-trap 'echo TERM >> "$LOG"; exit $ENDS_WITH' TERM
-echo started >> "$LOG"
-if [ "$WAITS" = 1 ]; then
-    while :; do sleep 0.05; done
+trap 'signalled=1; kill -USR1 %1' USR1
+trap 'signalled=1; kill -KILL %1' TERM
+(
+    trap 'echo told to save >> "$LOG"; exit $ENDS_WITH' USR1
+    echo started >> "$LOG"
+    while [ "$WAITS" = 1 ]; do sleep 0.05; done
+    exit "$ENDS_WITH"
+) &
+wait %1
+status=$?
+if [ "$signalled" ]; then
+    wait %1
+    status=$?
 fi
-exit "$ENDS_WITH"
+exit "$status"
 """
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then printf '%s\\n' first second; else echo "scontrol $*" >> "$LOG"; fi
@@ -138,19 +148,19 @@ def test_each_machine_gets_its_launcher(tmp_path: Path):
 def test_before_its_time_is_up_the_job_saves_and_queues_again(tmp_path: Path):
     job = Job(tmp_path, Slurm(), ends_with=143)
     assert job.signalled(signal.SIGUSR1) == 143
-    assert job.log()[-2:] == ["TERM", "scontrol requeue 41234"]
+    assert job.log()[-2:] == ["told to save", "scontrol requeue 41234"]
 
 
 def test_a_job_that_ends_meanwhile_is_not_queued_again(tmp_path: Path):
     job = Job(tmp_path, Slurm(), ends_with=0)
     assert job.signalled(signal.SIGUSR1) == 0
-    assert job.log()[-1] == "TERM"
+    assert job.log()[-1] == "told to save"
 
 
 def test_a_job_that_is_ended_saves_and_stays_away(tmp_path: Path):
     job = Job(tmp_path, Slurm(), ends_with=143)
     assert job.signalled(signal.SIGTERM) == 143
-    assert job.log()[-1] == "TERM"
+    assert job.log()[-1] == "told to save"
 
 
 def test_the_status_is_that_of_the_ranks(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from typing import Any
@@ -76,6 +77,28 @@ class FloatImage(Countdown):
     observation_space = spaces.Box(0, 1, (4, 4, 3), dtype=np.float32)
 
 
+class Bytes(Countdown):
+    observation_space = spaces.Box(0, 255, (3,), dtype=np.uint8)
+
+    def look(self) -> Any:
+        return super().look().astype(np.uint8)
+
+
+class Image(Countdown):
+    observation_space = spaces.Box(0, 255, (3, 36, 40), dtype=np.uint8)
+
+    def look(self) -> Any:
+        return np.full((3, 36, 40), self.remaining, dtype=np.uint8)
+
+
+class ChannelsLast(Countdown):
+    observation_space = spaces.Box(0, 255, (96, 80, 3), dtype=np.uint8)
+
+
+class SmallImage(Countdown):
+    observation_space = spaces.Box(0, 255, (3, 35, 40), dtype=np.uint8)
+
+
 class Named(Countdown):
     observation_space = spaces.Dict({"position": spaces.Box(0, 1, (2,))})
 
@@ -90,6 +113,24 @@ class Table(Countdown):
 
 class Whole(Countdown):
     action_space = spaces.Box(0, 9, (2,), dtype=np.int64)
+
+
+class HangsInReset(Countdown):
+    """Never begins a second episode in a process of its own."""
+
+    past = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.past += 1
+        if self.past > 1 and multiprocessing.current_process().daemon:
+            time.sleep(1000)
+        return super().reset(seed=seed, options=options)
+
+
+class HangsInClose(Countdown):
+    def close(self) -> None:
+        if multiprocessing.current_process().daemon:
+            time.sleep(1000)
 
 
 class Hangs(Countdown):

@@ -123,7 +123,8 @@ class Settings:
             "keep_checkpoints",
         ):  # fmt: skip
             self._check(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("timeout", "learning_rate", "clip_coef", "max_grad_norm"):
+        self._check("max_grad_norm", self.max_grad_norm > 0, "must be greater than 0")
+        for name in ("timeout", "learning_rate", "clip_coef"):
             self._check(name, 0 < getattr(self, name) < math.inf, "must be a finite number greater than 0")
         self._check("seed", self.seed < 2**63, "must be less than 2**63")
         for name in ("ent_coef", "vf_coef", "seed", "lstm_size", "warmup_updates", "checkpoint_interval"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,20 +23,40 @@ STEPS_TO_REPEAT = 20
 STEPS_AFTER = 300
 
 
-def why_not_restorable(make: Callable[[], Environments]) -> str | None:
+@dataclass(frozen=True)
+class Trial:
+    """What a trial of saving and restoring showed."""
+
+    is_restorable: bool
+    """Whether to save what it takes to go back, and to do so. True also where the trial was not long enough."""
+    note: str | None = None
+    """What to tell the user, in a sentence without an end."""
+
+
+def try_restoring(make: Callable[[], Environments], seconds: float) -> Trial:
     """Tries out whether environments of this kind go on exactly from a saved state.
 
     Some are stepped with random actions through a few episodes and saved; spare ones, which know nothing of that, are
     set to what was saved; then both must do the same for some time. A difference that shows later goes unnoticed.
 
-    Returns:
-        None if they do, else a sentence that says where they differed.
+    Args:
+        make: a few environments.
+        seconds: after which the trial is given up. A single step or reset may take longer.
     """
     try:
         with make() as first, make() as spare:
-            return _differs_after_restore(first, spare)
+            difference = _differs_after_restore(first, spare, time.monotonic() + seconds)
+    except _OutOfTimeError:
+        return Trial(
+            True, f"{seconds:g} s were not long enough to try out whether the environments can be saved exactly"
+        )
     except Exception as error:  # whatever the user's environment does in a trial, training may yet work
-        return f"a trial to save and restore it failed with {error!r}"
+        difference = f"a trial to save and restore it failed with {error!r}"
+    return Trial(difference is None, difference)
+
+
+class _OutOfTimeError(Exception):
+    """The trial takes too long."""
 
 
 def redistribute(
@@ -105,10 +127,12 @@ def _keeps_numbers(state: dict[str, Any]) -> bool:
     return bool(state["kind"] == RecordedEnvironments.__name__)
 
 
-def _differs_after_restore(first: Environments, spare: Environments) -> str | None:
+def _differs_after_restore(first: Environments, spare: Environments, deadline: float) -> str | None:
     generator = np.random.default_rng(0)
 
     def actions() -> Any:
+        if time.monotonic() > deadline:
+            raise _OutOfTimeError
         return random_actions(first.single_action_space, first.num_envs, generator)
 
     for length in [STEPS_BEFORE] * EPISODES_BEFORE + [STEPS_TO_REPEAT]:

@@ -63,7 +63,7 @@ class Environments(ABC):
         same_step: whether an episode restarts in the step that ended the last one, else in a step of its own.
         first_index: number of the first of these environments among those of all ranks.
         reward_threshold: the mean return at which the environment counts as solved, if that is defined.
-        why_not_restorable: a sentence, if the state cannot be gone back to exactly.
+        is_restorable: whether ``restore`` goes on exactly where ``state`` was taken, as far as is known.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Environments(ABC):
         same_step: bool,
         first_index: int,
         reward_threshold: float | None = None,
-        why_not_restorable: str | None = None,
+        is_restorable: bool = True,
     ) -> None:
         self.num_envs = num_envs
         self.single_observation_space = observation_space
@@ -83,7 +83,7 @@ class Environments(ABC):
         self.same_step = same_step
         self.first_index = first_index
         self.reward_threshold = reward_threshold
-        self.why_not_restorable = why_not_restorable
+        self.is_restorable = is_restorable
         self.begun_anew: list[int] = []
         """Environments that the last ``restore`` could not bring back, by their numbers among those of all ranks."""
         self.restored: Bools = np.zeros(num_envs, dtype=np.bool_)
@@ -96,11 +96,6 @@ class Environments(ABC):
         self._returns: NDArray[np.float64]
         self._lengths: NDArray[np.int64]
         self._clear_accounts()
-
-    @property
-    def is_restorable(self) -> bool:
-        """Whether ``restore`` goes on exactly where ``state`` was taken, as far as a trial could show."""
-        return self.why_not_restorable is None
 
     def reset(self) -> Array:
         """Begins new episodes everywhere. Returns their first observations, [N, ...]."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastsync.doctor import available_cores
 from fastsync.ppo.config import Settings
 from fastsync.ppo.environments import Array, Bools, Environments, FinishedEpisode, Transition
 from fastsync.ppo.episodes import seed_from
@@ -34,7 +36,7 @@ class EnvPoolEnvironments(Environments):
             same_step=False,
             first_index=first_index,
             reward_threshold=pool.spec.reward_threshold,
-            why_not_restorable="EnvPool cannot save the state of its environments",
+            is_restorable=False,
         )
         self._pool = pool
         self._is_atari = is_atari
@@ -106,8 +108,20 @@ def make_envpool(settings: Settings, *, rank: int, restart: int) -> EnvPoolEnvir
     options: dict[str, Any] = {"episodic_life": True, "reward_clip": True} if is_atari else {}
     if name != settings.env:
         options["repeat_action_probability"] = REPEAT_ACTION_PROBABILITY
-    check_spaces(settings.env, spec.gymnasium_observation_space, spec.gymnasium_action_space)
+    check_spaces(settings, spec.gymnasium_observation_space, spec.gymnasium_action_space)
     pool = envpool.make(
-        name, env_type="gymnasium", num_envs=settings.num_envs, seed=seeds[0], env_seed=seeds, **options
+        name,
+        env_type="gymnasium",
+        num_envs=settings.num_envs,
+        num_threads=_num_threads(settings.num_envs),
+        seed=seeds[0],
+        env_seed=seeds,
+        **options,
     )
     return EnvPoolEnvironments(pool, num_envs=settings.num_envs, first_index=first, is_atari=is_atari)
+
+
+def _num_threads(num_envs: int) -> int:
+    """This rank's share of the cores, which all ranks of the machine would take otherwise."""
+    share = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(share, 1), num_envs)

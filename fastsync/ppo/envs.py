@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import os
+import signal
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,21 +14,22 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from fastsync.ppo.config import Settings
 from fastsync.ppo.env_source import EnvSource, cannot_be_made, find_env
-from fastsync.ppo.env_states import why_not_restorable
+from fastsync.ppo.env_states import Trial, try_restoring
 from fastsync.ppo.environments import Environments, FinishedEpisode, Step
 from fastsync.ppo.envpool_envs import make_envpool
 from fastsync.ppo.episodes import EpisodeRecorder, seed_from
+from fastsync.ppo.interrupt import STOP_SIGNALS
 from fastsync.ppo.spaces import check_spaces
 from fastsync.ppo.vector_envs import RecordedEnvironments, VectorizedEnvironments
 
-__all__ = ["Environments", "FinishedEpisode", "Step", "make_environments"]
+__all__ = ["Environments", "FinishedEpisode", "Step", "make_environments", "try_environments"]
 
-# How many copies the trial of saving and restoring takes: several find what one may miss, but pictures take long.
-TRIED_VECTORS = 6
-TRIED_IMAGES = 1
+# How many copies the trial of saving and restoring takes: several find what one may miss.
+TRIED = 6
+TRIAL_SECONDS = 5.0
 
 
-def make_environments(settings: Settings, *, rank: int, restart: int = 0) -> Environments:
+def make_environments(settings: Settings, *, rank: int, restart: int = 0, is_restorable: bool = True) -> Environments:
     """The environments of one rank: those numbered from rank * num_envs on among all.
 
     With vectorization sync and async each depends on the run's seed and its own number only, so that they are the same
@@ -37,6 +40,8 @@ def make_environments(settings: Settings, *, rank: int, restart: int = 0) -> Env
         rank: this rank.
         restart: a number that differs each time that a run goes on, such as the step: environments which cannot go
             back to their state begin with other episodes then than the last time.
+        is_restorable: as ``try_environments`` has found, the same on every rank; without it nothing is saved to go
+            back to.
 
     Raises:
         ValueError: the environment does not exist here, is not of a kind that the trainer can learn, or does not step
@@ -51,61 +56,82 @@ def make_environments(settings: Settings, *, rank: int, restart: int = 0) -> Env
         own = source.spec is not None and source.spec.vector_entry_point is not None and not source.is_atari
         kind = "vector_entry_point" if own and settings.autoreset == "next_step" else "sync"
     if kind == "vector_entry_point":
-        return _make_vectorized(settings, source, rank, restart)
-    return _make_recorded(settings, source, rank, in_processes=kind == "async")
+        return _make_vectorized(settings, source, rank, restart, is_restorable)
+    return _make_recorded(settings, source, rank, is_restorable, in_processes=kind == "async")
 
 
-def _make_recorded(settings: Settings, source: EnvSource, rank: int, *, in_processes: bool) -> Environments:
+def try_environments(settings: Settings, seconds: float = TRIAL_SECONDS) -> Trial:
+    """Tries out, for a few seconds, whether such environments can be saved and go on exactly. Raises nothing.
+
+    One rank does it for all: if each did, not all might come to the same answer.
+    """
+    if settings.vectorization == "envpool":
+        return Trial(False, "EnvPool cannot save the state of its environments")
+    # None in processes, for the answer is the same.
+    kind = "sync" if settings.vectorization == "async" else settings.vectorization
+    few = replace(settings, num_envs=1, num_minibatches=1, num_micro_batches=1, vectorization=kind)
+
+    def make() -> Environments:
+        one = make_environments(few, rank=0)
+        if len(one.single_observation_space.shape or ()) == 3:
+            return one  # more pictures would take long
+        one.close()
+        return make_environments(replace(few, num_envs=TRIED), rank=0)
+
+    return try_restoring(make, seconds)
+
+
+def _make_recorded(
+    settings: Settings, source: EnvSource, rank: int, is_restorable: bool, *, in_processes: bool
+) -> Environments:
     specimen = source.make()
     specimen.close()
-    check_spaces(settings.env, specimen.observation_space, specimen.action_space)
+    check_spaces(settings, specimen.observation_space, specimen.action_space)
     first = rank * settings.num_envs
     mode = AutoresetMode.SAME_STEP if settings.autoreset == "same_step" else AutoresetMode.NEXT_STEP
 
-    def wrap(vector: SyncVectorEnv | AsyncVectorEnv, why_not: str | None) -> RecordedEnvironments:
-        return RecordedEnvironments(
-            vector,
-            first_index=first,
-            counts_games=source.is_atari,
-            timeout=settings.timeout,
-            reward_threshold=source.reward_threshold,
-            why_not_restorable=why_not,
-        )
-
-    def makers(indices: range, *, keep_actions: bool) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
-        return [partial(_make_recorder, source, settings.seed, index, keep_actions) for index in indices]
-
-    # The same trial on every rank, so that all come to the same answer.
-    tried = range(TRIED_IMAGES if len(specimen.observation_space.shape or ()) == 3 else TRIED_VECTORS)
-    why_not = why_not_restorable(
-        lambda: wrap(SyncVectorEnv(makers(tried, keep_actions=True), autoreset_mode=mode), why_not=None)
+    makers = [
+        partial(_make_recorder, source, settings.seed, index, is_restorable, os.getpid())
+        for index in range(first, first + settings.num_envs)
+    ]
+    vector: SyncVectorEnv | AsyncVectorEnv
+    if in_processes:
+        # A server without threads and without a CUDA context is safe to fork, other than a process that trains.
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["fastsync.ppo.env_source"])
+        vector = AsyncVectorEnv(makers, autoreset_mode=mode, context="forkserver")
+    else:
+        vector = SyncVectorEnv(makers, autoreset_mode=mode)
+    return RecordedEnvironments(
+        vector,
+        first_index=first,
+        counts_games=source.is_atari,
+        timeout=settings.timeout,
+        reward_threshold=source.reward_threshold,
+        is_restorable=is_restorable,
     )
-    functions = makers(range(first, first + settings.num_envs), keep_actions=why_not is None)
-    if not in_processes:
-        return wrap(SyncVectorEnv(functions, autoreset_mode=mode), why_not)
-    # A server without threads and without a CUDA context is safe to fork, other than a process that trains.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["fastsync.ppo.env_source"])
-    return wrap(AsyncVectorEnv(functions, autoreset_mode=mode, context="forkserver"), why_not)
 
 
-def _make_recorder(source: EnvSource, seed: int, index: int, keep_actions: bool) -> gymnasium.Env[Any, Any]:
-    return EpisodeRecorder(source.make(), seed=seed, index=index, keep_actions=keep_actions)
+def _make_recorder(
+    source: EnvSource, seed: int, index: int, is_restorable: bool, rank_pid: int
+) -> gymnasium.Env[Any, Any]:
+    if os.getpid() != rank_pid:
+        # Signals to a whole job reach this process too. The rank still needs it to save; it ends when the rank does.
+        for number in (*STOP_SIGNALS, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    return EpisodeRecorder(source.make(), seed=seed, index=index, keep_actions=is_restorable)
 
 
-def _make_vectorized(settings: Settings, source: EnvSource, rank: int, restart: int) -> Environments:
+def _make_vectorized(
+    settings: Settings, source: EnvSource, rank: int, restart: int, is_restorable: bool
+) -> Environments:
     first = rank * settings.num_envs
-
-    def make(why_not: str | None = None) -> VectorizedEnvironments:
-        return VectorizedEnvironments(
-            _make_own_vector(settings, source),
-            seed=seed_from(settings.seed, first, restart),
-            first_index=first,
-            reward_threshold=source.reward_threshold,
-            why_not_restorable=why_not,
-        )
-
-    _make_own_vector(settings, source).close()  # errors that are no part of the trial
-    return make(why_not_restorable(make))
+    return VectorizedEnvironments(
+        _make_own_vector(settings, source),
+        seed=seed_from(settings.seed, first, restart),
+        first_index=first,
+        reward_threshold=source.reward_threshold,
+        is_restorable=is_restorable,
+    )
 
 
 def _make_own_vector(settings: Settings, source: EnvSource) -> VectorEnv[Any, Any, Any]:
@@ -133,7 +159,7 @@ def _make_own_vector(settings: Settings, source: EnvSource) -> VectorEnv[Any, An
 
 def _check_own_vector(settings: Settings, vector: VectorEnv[Any, Any, Any]) -> None:
     mode = vector.metadata.get("autoreset_mode")
-    check_spaces(settings.env, vector.single_observation_space, vector.single_action_space)
+    check_spaces(settings, vector.single_observation_space, vector.single_action_space)
     if mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
         raise ValueError(
             f"env={settings.env!r} has metadata['autoreset_mode']={mode!r}; it must be {AutoresetMode.NEXT_STEP} or "

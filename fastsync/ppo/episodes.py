@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
+
+# Of one episode: some memory, and a replay that those who wait for it can wait for. An Atari game has up to 27,000.
+MAX_ACTIONS = 100_000
 
 
 def seed_from(*numbers: int) -> int:
@@ -18,12 +22,15 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Seeds every episode of an environment by itself and keeps its actions, so that a snapshot is small and exact.
 
     Episode k of environment ``index`` begins with ``reset(seed=seed_from(seed, index, k))``, whatever was asked for. A
-    snapshot is that seed and the actions since; assigning it to ``snapshot`` resets and replays, which is exact for
-    environments whose seeded reset leaves nothing of what was before. The next ``step`` then only tells again what the
-    last one told (with reward 0), so that a vector environment learns of it by a step of its own.
+    snapshot is that seed and the actions since; ``restore`` resets and replays them, which is exact for environments
+    whose seeded reset leaves nothing of what was before. The next ``step`` then only tells again what the last one told
+    (with reward 0), so that a vector environment learns of it by a step of its own.
 
-    Vector environments reach both by name, in this process and in others: ``get_attr("snapshot")`` and
-    ``set_attr("snapshot", snapshots)``.
+    An episode of more than ``MAX_ACTIONS`` steps cannot be restored: a warning says so, and its snapshot holds its
+    number only, so that going on from it begins the next one.
+
+    Vector environments reach all by name, in this process and in others: ``call("snapshot")``,
+    ``set_attr("restore_from", snapshots)`` and ``call("restore")``.
 
     Args:
         env: a single environment. Where its attribute ``resets_go_on`` is true, a reset does not begin anew (the next
@@ -36,11 +43,12 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], *, seed: int, index: int, keep_actions: bool = True) -> None:
         super().__init__(env)
-        self.is_restored = False
-        """Whether the snapshot assigned last could be gone back to; else the next episode has begun."""
+        self.restore_from: dict[str, Any] | None = None
+        """The snapshot to go back to. With None the first episode begins."""
         self._run_seed = seed
         self._index = index
         self._keep_actions = keep_actions
+        self._is_too_long = False
         self._may_go_on = env.has_wrapper_attr("resets_go_on")
         self._episode = -1
         self._episode_seed = 0
@@ -55,10 +63,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._resets.append(len(self._actions))
             observation, info = self.env.reset(options=options)
         else:
-            self._episode += 1
-            self._episode_seed = seed_from(self._run_seed, self._index, self._episode)
-            self._actions, self._resets = [], []
-            observation, info = self.env.reset(seed=self._episode_seed, options=options)
+            observation, info = self._begin_next(options)
         self._last = (observation, 0.0, False, False, {})
         return observation, info
 
@@ -68,18 +73,26 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._tell_again = False
             observation, _, terminated, truncated, _ = self._last
             return observation, 0.0, terminated, truncated, {}
-        if self._keep_actions:
+        if self._keep_actions and not self._is_too_long:
             # Vector environments hand out rows of an array that the caller may write to again.
             self._actions.append(action.copy() if isinstance(action, np.ndarray) else action)
+            if len(self._actions) > MAX_ACTIONS:
+                self._is_too_long = True
+                self._actions, self._resets = [], []
+                warnings.warn(
+                    f"an episode has more than {MAX_ACTIONS:,} steps, so its actions are no longer kept: if the run is "
+                    f"resumed within it, this environment begins a new episode",
+                    stacklevel=2,
+                )
         self._last = self.env.step(action)
         return self._last
 
     @property
     def snapshot(self) -> dict[str, Any] | None:
-        """What it takes to come back here, as numbers and arrays. Assigning None begins the first episode."""
+        """What it takes to come back here, as numbers and arrays. None before the first reset."""
         if self._last is None:
             return None
-        if not self._keep_actions:
+        if not self._keep_actions or self._is_too_long:
             return {"episode": self._episode}
         observation, _, terminated, truncated, _ = self._last
         return {
@@ -92,16 +105,18 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             "truncated": bool(truncated),
         }
 
-    @snapshot.setter
-    def snapshot(self, snapshot: dict[str, Any] | None) -> None:
-        self._tell_again = False
-        self.is_restored = False
+    def restore(self) -> bool:
+        """Goes back to ``restore_from``. False if that cannot be done, and the next episode has begun instead."""
+        snapshot, self.restore_from = self.restore_from, None
         self._episode = -1 if snapshot is None else int(snapshot["episode"])
+        is_restored = False
         if snapshot is not None and self._keep_actions and "actions" in snapshot:
-            self.is_restored = self._replay(snapshot)
-        if not self.is_restored:
-            self._begin_anew()
+            is_restored = self._replay(snapshot)
+        if not is_restored:
+            observation, _ = self._begin_next()
+            self._last = (observation, 0.0, False, False, {})
         self._tell_again = True
+        return is_restored
 
     def _replay(self, snapshot: dict[str, Any]) -> bool:
         """Resets and repeats the actions. False where this does not lead to where the snapshot was taken."""
@@ -119,7 +134,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                 if terminated or truncated:
                     return False
                 observation, _, terminated, truncated, _ = self.env.step(actions[number])
-        self._actions, self._resets = actions, sorted(resets)
+        self._actions, self._resets, self._is_too_long = actions, sorted(resets), False
         self._last = (observation, 0.0, terminated, truncated, {})
         return (
             bool(terminated) == snapshot["terminated"]
@@ -127,12 +142,11 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             and same_values(np.asarray(observation), np.asarray(snapshot["observation"]))
         )
 
-    def _begin_anew(self) -> None:
+    def _begin_next(self, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self._episode += 1
         self._episode_seed = seed_from(self._run_seed, self._index, self._episode)
-        self._actions, self._resets = [], []
-        observation, _ = self.env.reset(seed=self._episode_seed)
-        self._last = (observation, 0.0, False, False, {})
+        self._actions, self._resets, self._is_too_long = [], [], False
+        return self.env.reset(seed=self._episode_seed, options=options)
 
 
 def same_values(left: NDArray[Any], right: NDArray[Any]) -> bool:

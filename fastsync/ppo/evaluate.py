@@ -19,6 +19,7 @@ from gymnasium.wrappers import RecordVideo
 
 from fastsync.ppo.atari import wrap_atari
 from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint
+from fastsync.ppo.config import Settings
 from fastsync.ppo.env_source import EnvSource, find_env
 from fastsync.ppo.environments import Environments
 from fastsync.ppo.episodes import EpisodeRecorder
@@ -124,7 +125,7 @@ def make_environment(checkpoint: Checkpoint, *, seed: int, videos: Path | None =
     Raises:
         ValueError: it cannot be made or recorded here.
     """
-    source = find_env(checkpoint.settings.env)
+    source = _find_env(checkpoint.settings)
     env = source.make() if videos is None else _make_recorded(source, videos)
     vector = SyncVectorEnv(
         [lambda: EpisodeRecorder(env, seed=seed, index=UNSEEN, keep_actions=False)],
@@ -164,9 +165,7 @@ def play(
     returns: list[float] = []
     lengths: list[int] = []
     while len(returns) < episodes:
-        seen = torch.from_numpy(observations)
-        if observations.dtype != np.uint8:
-            seen = seen.to(policy.dtype)
+        seen = torch.from_numpy(observations).to(policy.observation_dtype)
         outputs, _, memory = _outputs(policy, seen, memory, starts)
         if stochastic:
             noise = distribution.noise(streams.uniform(1, distribution.num_outputs, policy.dtype))
@@ -186,6 +185,18 @@ def _outputs(policy: ActorCritic, observations: torch.Tensor, memory: Any, start
         return policy(observations)
     outputs, values, memory = policy(observations.unsqueeze(0), memory, starts.unsqueeze(0))
     return outputs.squeeze(0), values.squeeze(0), memory
+
+
+def _find_env(settings: Settings) -> EnvSource:
+    try:
+        return find_env(settings.env)
+    except ValueError as error:
+        if settings.vectorization != "envpool":
+            raise
+        raise ValueError(
+            f"{error}; the policy was trained in EnvPool, which names environments by itself, but episodes are played "
+            f"in gymnasium, which needs one of that name"
+        ) from error
 
 
 def _make_recorded(source: EnvSource, folder: Path) -> gymnasium.Env[Any, Any]:

@@ -40,7 +40,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         assert isinstance(observation_space, spaces.Box)
         shape = observation_space.shape
-        sees_images = len(shape) == 3
+        sees_images = self._sees_images = len(shape) == 3
         auto_shared = sees_images or settings.is_recurrent
         self.is_shared = settings.network == "shared" or (settings.network == "auto" and auto_shared)
 
@@ -115,6 +115,11 @@ class ActorCritic(nn.Module):
         last = self.critic[-1]
         assert isinstance(last, nn.Linear)
         return last.weight.dtype
+
+    @property
+    def observation_dtype(self) -> torch.dtype:
+        """What observations are kept in: images as bytes, everything else as the parameters."""
+        return torch.uint8 if self._sees_images else self.dtype
 
 
 def make_policy(

@@ -84,13 +84,12 @@ class RolloutCollector:
         distribution = policy.distribution
         space = environments.single_observation_space
         assert isinstance(space, spaces.Box)
-        observation_dtype = torch.uint8 if space.dtype == np.uint8 else policy.dtype
         action_dtype = policy.dtype if distribution.dtype.is_floating_point else distribution.dtype
 
         def rows(*shape: int, dtype: torch.dtype = policy.dtype, num_rows: int = num_steps) -> Tensor:
             return torch.empty(num_rows, num_envs, *shape, dtype=dtype, device=self.device)
 
-        self._observations = rows(*space.shape, dtype=observation_dtype, num_rows=num_steps + 1)
+        self._observations = rows(*space.shape, dtype=policy.observation_dtype, num_rows=num_steps + 1)
         self._actions = rows(*distribution.shape, dtype=action_dtype)
         self._outputs = rows(distribution.num_outputs)
         self._values = rows(num_rows=num_steps + 1)

@@ -9,16 +9,24 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
+from fastsync.ppo.config import Settings
+
 Array = NDArray[Any]
 
 
-def check_spaces(env: str, observations: Space[Any], actions: Space[Any]) -> None:
+LEAST_IMAGE_SIZE = 36
+"""Height and width that the convolutions need at the least."""
+
+
+def check_spaces(settings: Settings, observations: Space[Any], actions: Space[Any]) -> None:
     """Checks that a policy can be made for these spaces.
 
     Raises:
-        ValueError: observations are neither vectors of numbers nor 8-bit images, or actions neither Discrete, nor
-            MultiDiscrete, nor vectors of real numbers. The message says what to do about it.
+        ValueError: observations are neither vectors of numbers nor 8-bit images with channels first, or actions neither
+            Discrete, nor MultiDiscrete, nor vectors of real numbers; or observations cannot be normalised as the
+            settings want it. The message says what to do about it.
     """
+    env = settings.env
     if not isinstance(observations, spaces.Box):
         raise ValueError(
             f"env={env!r} has observations {observations}; vectors (a Box of one dimension) and images can be learnt "
@@ -31,6 +39,8 @@ def check_spaces(env: str, observations: Space[Any], actions: Space[Any]) -> Non
             f"dimensions and dtype uint8: wrap the environment in gymnasium.wrappers.FlattenObservation or "
             f"ReshapeObservation, and give it as 'module:function'"
         )
+    if is_image:
+        _check_image(settings, observations)
     if isinstance(actions, spaces.Box):
         if len(actions.shape) != 1 or not np.issubdtype(actions.dtype, np.floating):
             raise ValueError(
@@ -47,6 +57,29 @@ def check_spaces(env: str, observations: Space[Any], actions: Space[Any]) -> Non
         raise ValueError(
             f"env={env!r} has actions {actions}; Discrete, MultiDiscrete and Box can be learnt: wrap the environment "
             f"in gymnasium.wrappers.TransformAction, and give it as 'module:function'"
+        )
+
+
+def _check_image(settings: Settings, observations: spaces.Box) -> None:
+    first, height, width = observations.shape
+    refused = f"env={settings.env!r} has observations of shape {observations.shape}"
+    if min(height, width) < LEAST_IMAGE_SIZE:
+        wanted = f"images are read as (C, H, W), and H and W must be at least {LEAST_IMAGE_SIZE}"
+        if min(first, height) >= LEAST_IMAGE_SIZE:
+            raise ValueError(
+                f"{refused}; {wanted}: where the channels come last, wrap the environment in "
+                f"gymnasium.wrappers.TransformObservation(env, lambda image: image.transpose(2, 0, 1), "
+                f"gymnasium.spaces.Box(0, 255, ({width}, {first}, {height}), numpy.uint8)), and give it as "
+                f"'module:function'"
+            )
+        raise ValueError(
+            f"{refused}; {wanted}: enlarge them with gymnasium.wrappers.ResizeObservation, which takes channels last, "
+            f"or make vectors of them with FlattenObservation, and give the environment as 'module:function'"
+        )
+    if settings.norm_observations:
+        raise ValueError(
+            f"norm_observations=True is for vectors, but {refused}: those are images, whose bytes are divided by 255 "
+            f"anyway; leave norm_observations at False"
         )
 
 

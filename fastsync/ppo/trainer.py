@@ -18,8 +18,8 @@ from torch import Tensor
 from fastsync.distributed import check_consistency
 from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
 from fastsync.ppo.config import Settings
-from fastsync.ppo.env_states import begun_anew, redistribute, what_goes_on
-from fastsync.ppo.envs import Environments, make_environments
+from fastsync.ppo.env_states import Trial, begun_anew, redistribute, what_goes_on
+from fastsync.ppo.envs import TRIAL_SECONDS, Environments, make_environments, try_environments
 from fastsync.ppo.interrupt import StopSignals
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.metrics import (
@@ -57,12 +57,16 @@ def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainR
     rank, world_size = dist.get_rank(), dist.get_world_size()
     folder, checkpoint, notes = _open_run(settings, rank, world_size)
     resumed_step = checkpoint.step if checkpoint else 0
-    with make_environments(settings, rank=rank, restart=resumed_step) as environments, StopSignals() as signals:
+    trial = _try_environments(settings, rank)
+    with (
+        make_environments(settings, rank=rank, restart=resumed_step, is_restorable=trial.is_restorable) as environments,
+        StopSignals() as signals,
+    ):
         run = Run(settings, environments, device, rank=rank, world_size=world_size)
         if checkpoint:
             notes += run.resume(checkpoint)
-        if environments.why_not_restorable:
-            notes.append(environments.why_not_restorable)
+        if trial.note:
+            notes.append(trial.note)
         with ExitStack() as stack:
             report = None
             if rank == 0:
@@ -252,6 +256,14 @@ def _open_run(settings: Settings, rank: int, world_size: int) -> tuple[Path, Che
     dist.broadcast_object_list(opened)
     assert opened[0] is not None
     return opened[0]
+
+
+def _try_environments(settings: Settings, rank: int) -> Trial:
+    """Whether environments can be saved exactly: tried by rank 0, before the others give up, and known to all."""
+    tried = [try_environments(settings, min(TRIAL_SECONDS, settings.timeout / 4)) if rank == 0 else None]
+    dist.broadcast_object_list(tried)
+    assert tried[0] is not None
+    return tried[0]
 
 
 def _columns_for(saved: Sequence[dict[str, Tensor]], first: int, restored: Tensor) -> dict[str, Tensor]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from typing import Any
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from fastsync.ppo.environments import Array, Bools, Environments, FinishedEpisode, Transition
 from fastsync.ppo.plain_data import attributes_of, set_attributes
+
+Answer = TypeVar("Answer")
 
 
 class RecordedEnvironments(Environments):
@@ -30,7 +37,7 @@ class RecordedEnvironments(Environments):
         counts_games: bool = False,
         timeout: float = 120.0,
         reward_threshold: float | None = None,
-        why_not_restorable: str | None = None,
+        is_restorable: bool = True,
     ) -> None:
         super().__init__(
             num_envs=vector.num_envs,
@@ -39,35 +46,74 @@ class RecordedEnvironments(Environments):
             same_step=vector.autoreset_mode == AutoresetMode.SAME_STEP,
             first_index=first_index,
             reward_threshold=reward_threshold,
-            why_not_restorable=why_not_restorable,
+            is_restorable=is_restorable,
         )
         self._vector = vector
         self._counts_games = counts_games
         self._timeout = timeout
+        self._at_exit: Finalize | None = None
+        if isinstance(vector, AsyncVectorEnv):
+            # At exit multiprocessing ends processes by a signal that these are deaf to, and waits for them.
+            self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def _reset(self) -> Array:
-        observations: Array = self._vector.reset()[0]
+        vector = self._vector
+        if isinstance(vector, SyncVectorEnv):
+            observations: Array = vector.reset()[0]
+        else:
+            observations = self._ask("a reset", vector.reset_async, vector.reset_wait)[0]
         return observations
 
     def _step(self, actions: Array) -> Transition:
-        if isinstance(self._vector, SyncVectorEnv):
-            return self._vector.step(actions)
-        self._vector.step_async(actions)
-        try:
-            return self._vector.step_wait(self._timeout)
-        except multiprocessing.TimeoutError:
-            self._end_processes()
-            raise RuntimeError(f"the environments' processes did not answer within {self._timeout:g} s") from None
-        except (EOFError, ConnectionError) as error:
-            self._end_processes()
-            raise RuntimeError(f"a process with an environment has ended: {error!r}") from error
+        vector = self._vector
+        if isinstance(vector, SyncVectorEnv):
+            return vector.step(actions)
+        return self._ask("a step", partial(vector.step_async, actions), vector.step_wait)
 
-    def _end_processes(self) -> None:
-        """In place of close, which would wait for an answer."""
+    def _call(self, name: str, request: str) -> tuple[Any, ...]:
+        """What an attribute of each recorder is, or its method returns."""
+        vector = self._vector
+        if isinstance(vector, SyncVectorEnv):
+            return vector.call(name)
+        return self._ask(request, partial(vector.call_async, name), vector.call_wait)
+
+    def _set_attr(self, name: str, values: list[Any]) -> None:
+        """Sets an attribute of each recorder. There is no waiting for this with a time limit, so it must do nothing."""
+        vector = self._vector
+        if isinstance(vector, SyncVectorEnv):
+            vector.set_attr(name, values)
+        else:
+            self._ask("an attribute", lambda: None, lambda _: vector.set_attr(name, values))
+
+    def _ask(self, request: str, send: Callable[[], None], wait: Callable[[float], Answer]) -> Answer:
+        """What the processes answer. They are ended if they do not, for a later answer would be taken for another's."""
+        try:
+            send()
+            return wait(self._timeout)
+        except multiprocessing.TimeoutError:
+            self._kill_processes()
+            raise RuntimeError(
+                f"the environments' processes did not answer to {request} within timeout={self._timeout:g} seconds"
+            ) from None
+        except (EOFError, ConnectionError) as error:
+            self._kill_processes()
+            raise RuntimeError(
+                f"a process with an environment has ended instead of answering to {request}: {error!r}"
+            ) from error
+        except BaseException:  # of an environment, or Ctrl-C
+            self._kill_processes()
+            raise
+
+    def _kill_processes(self) -> None:
+        """In place of the vector environment's own way, which waits for answers without a limit."""
         assert isinstance(self._vector, AsyncVectorEnv)
         for process in self._vector.processes:
             process.kill()
+        for process in self._vector.processes:
             process.join()
+        for pipe in self._vector.parent_pipes:
+            if pipe is not None:  # so it is where an environment has raised
+                pipe.close()
         self._vector.closed = True
 
     def _finished_episodes(self, indices: list[int], infos: dict[str, Any]) -> list[FinishedEpisode]:
@@ -80,13 +126,13 @@ class RecordedEnvironments(Environments):
         return [FinishedEpisode(i, float(games["score"][i]), int(games["length"][i])) for i in indices if ended[i]]
 
     def _state(self) -> dict[str, Any]:
-        return {"episodes": list(self._vector.get_attr("snapshot"))}
+        return {"episodes": list(self._call("snapshot", "a snapshot"))}
 
     def _restore(self, state: dict[str, Any]) -> tuple[Array, Bools]:
-        self._vector.reset()  # else it would restart environments that ended in its last step
+        self._reset()  # else it would restart environments that ended in its last step
         episodes = state["episodes"][: self.num_envs]
-        self._vector.set_attr("snapshot", episodes + [None] * (self.num_envs - len(episodes)))
-        restored = np.array(self._vector.get_attr("is_restored"), dtype=np.bool_)
+        self._set_attr("restore_from", episodes + [None] * (self.num_envs - len(episodes)))
+        restored = np.array(self._call("restore", "the replay of saved episodes"), dtype=np.bool_)
         # The recorders only tell again where they stand: this is how the vector environment learns which of them
         # ended in the step before.
         anything = np.zeros_like(self._vector.action_space.sample())
@@ -96,7 +142,24 @@ class RecordedEnvironments(Environments):
         return observations, restored
 
     def _close(self) -> None:
-        self._vector.close()
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+        if isinstance(self._vector, SyncVectorEnv):
+            self._vector.close()
+        elif not self._vector.closed:
+            self._close_processes()
+
+    def _close_processes(self) -> None:
+        assert isinstance(self._vector, AsyncVectorEnv)
+        deadline = time.monotonic() + self._timeout
+        for pipe in self._vector.parent_pipes:
+            with contextlib.suppress(ConnectionError):  # its process has ended
+                pipe.send(("close", None))
+        for pipe in self._vector.parent_pipes:
+            pipe.poll(max(0.0, deadline - time.monotonic()))
+        for process in self._vector.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill_processes()
 
 
 class VectorizedEnvironments(Environments):
@@ -115,7 +178,7 @@ class VectorizedEnvironments(Environments):
         seed: int,
         first_index: int,
         reward_threshold: float | None = None,
-        why_not_restorable: str | None = None,
+        is_restorable: bool = True,
     ) -> None:
         super().__init__(
             num_envs=vector.num_envs,
@@ -124,7 +187,7 @@ class VectorizedEnvironments(Environments):
             same_step=vector.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP,
             first_index=first_index,
             reward_threshold=reward_threshold,
-            why_not_restorable=why_not_restorable,
+            is_restorable=is_restorable,
         )
         self._vector = vector
         self._seed = seed
