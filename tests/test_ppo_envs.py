@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from fastsync.launch import _try_settings
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs import Environments, FinishedEpisode, make_environments
 from fastsync.ppo.episodes import seed_from
+from fastsync.ppo.preflight import check_environment
 from fastsync.ppo.spaces import random_actions
 from fastsync.ppo.vector_envs import RecordedEnvironments, VectorizedEnvironments
 from tests.toy_envs import Countdown, OwnVector
@@ -233,7 +233,7 @@ def test_settings_are_tried_without_a_step(monkeypatch: pytest.MonkeyPatch):
 
     steps: list[Any] = []
     monkeypatch.setattr(Countdown, "step", lambda self, action: steps.append(action))
-    _try_settings(settings("tests.toy_envs:Countdown"))
+    check_environment(settings("tests.toy_envs:Countdown"))
     assert steps == []
 
 
