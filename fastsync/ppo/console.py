@@ -72,9 +72,9 @@ class Lines:
             f"{status.learning.get(name, math.nan):.2g}" for name in ("policy_loss", "value_loss", "approx_kl")
         )
         total = mean([times.total for times in waiting.times])
-        shares = (
+        shares = (  # the dashboard also has what reports take; a line is short
             f"{name} {format_share(mean([getattr(times, phase) for times in waiting.times]), total, digits=0)}"
-            for name, phase in zip(("env", "policy", "learn", "wait", "report"), PHASES, strict=True)
+            for name, phase in zip(("env", "policy", "learn", "wait"), PHASES, strict=False)
         )
         self._console.print(
             f"step {status.step:>9,} of {self._total_steps:,}  return {returned:>6}  "
