@@ -113,7 +113,8 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
         return 1
     except SignalException as error:
         ended_by = signal.Signals(error.sigval)
-        print(f"fastsync train: ended by {ended_by.name}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
+        how = f"{_how_to_go_on(settings, arguments)} (nothing was saved after that; SIGTERM saves before it ends)"
+        print(f"fastsync train: ended by {ended_by.name}. {how}", file=sys.stderr)
         return 128 + ended_by
     reasons = [reason for reason in stopped_by if reason]
     if reasons:

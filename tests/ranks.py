@@ -96,6 +96,8 @@ def fresh_process_context() -> BaseContext:
 
 def _rank_main(rank: int, world_size: int, call: bytes, folder_name: str, timeout: float, backend: str) -> None:
     folder = Path(folder_name)
+    with open(os.devnull, "w") as nowhere:  # what ranks print is no output of the tests
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
     faulthandler.register(signal.SIGUSR1, file=_stack_file(folder, rank).open("w"), all_threads=True)
     try:
         torch.set_num_threads(1)

@@ -228,13 +228,42 @@ def test_what_cannot_be_learnt_is_refused(changes: dict[str, Any], message: str)
         make_environments(settings(**changes), rank=0)
 
 
-def test_settings_are_tried_without_a_step(monkeypatch: pytest.MonkeyPatch):
+def test_settings_are_tried_with_one_step(monkeypatch: pytest.MonkeyPatch):
     """The trial of saving takes thousands; only the rank that tells of it needs it."""
-
     steps: list[Any] = []
-    monkeypatch.setattr(Countdown, "step", lambda self, action: steps.append(action))
+    take_step = Countdown.step
+
+    def counted(self: Countdown, action: Any) -> Any:
+        steps.append(action)
+        return take_step(self, action)
+
+    monkeypatch.setattr(Countdown, "step", counted)
     check_environment(settings("tests.toy_envs:Countdown"))
-    assert steps == []
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("tests.toy_envs:OldStep", r"env='tests.toy_envs:OldStep' cannot be played: ValueError: .*; reset\(seed=...\)"),
+        (
+            "tests.toy_envs:needs_an_argument",
+            "needs_an_argument. cannot be made: TypeError: .*size",
+        ),
+        ("broken_module:make", "env='broken_module:make' cannot be made: SyntaxError: "),
+        ("module_here:nothing", "the module module_here has no function 'nothing'"),
+    ],
+)
+def test_mistakes_in_own_environments_are_told_before_ranks_start(
+    env: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also those in modules that lie in the current folder, which commands do not have on the import path."""
+    (tmp_path / "broken_module.py").write_text("def make(:")
+    (tmp_path / "module_here.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    with pytest.raises(ValueError, match=message):
+        check_environment(settings(env))
 
 
 @pytest.mark.parametrize(

@@ -184,3 +184,15 @@ def test_cartpole_is_learnt(tmp_path: Path):
     _, result = first["cartpole"]
     assert len(result.returns) == 100
     assert result.mean_return >= 475
+
+
+def train_on_nan(rank: int, world_size: int, settings: Settings) -> None:
+    train(settings, CPU)
+
+
+def test_what_is_not_finite_is_not_learnt_from_for_long(tmp_path: Path):
+    settings = replace(TINY, env="tests.toy_envs:NanReward", runs_dir=str(tmp_path), run_name="nan")
+    message = r"policy_loss.* of rank 0 in update 1 are not finite: are there nan or inf in the environment's rewards"
+    with pytest.raises(RankError, match=message):
+        run_ranks(train_on_nan, 2, settings, timeout=120)
+    assert not (tmp_path / "nan" / "checkpoints").exists()

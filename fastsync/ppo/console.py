@@ -74,7 +74,7 @@ class Lines:
         total = mean([times.total for times in waiting.times])
         shares = (  # the dashboard also has what reports take; a line is short
             f"{name} {format_share(mean([getattr(times, phase) for times in waiting.times]), total, digits=0)}"
-            for name, phase in zip(("env", "policy", "learn", "wait"), PHASES, strict=False)
+            for name, phase in zip(("env", "policy", "learn", "sync"), PHASES, strict=False)
         )
         self._console.print(
             f"step {status.step:>9,} of {self._total_steps:,}  return {returned:>6}  "
@@ -205,7 +205,8 @@ def result_table(
     waited = mean(waiting.waited)
     mostly = result.sync.seconds is not None and waited > result.sync.seconds / 2
     what = "mostly waiting for other ranks" if mostly else "with waiting for other ranks"
-    table.add_row(f"time in synchronisation, {what}", format_share(result.sync.seconds, new_seconds))
+    label = f"time in synchronisation, {what}" if len(waiting.times) > 1 else "time in synchronisation"
+    table.add_row(label, format_share(result.sync.seconds, new_seconds))
     table.add_row("  not hidden by backward", format_share(result.sync.exposed_seconds, new_seconds))
     for name in PHASES:
         seconds = mean([getattr(times, name) for times in waiting.times])

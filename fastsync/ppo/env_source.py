@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,7 +50,10 @@ class EnvSource:
             ValueError: it cannot be made here.
         """
         if self.maker is not None:
-            env = self.maker()
+            try:
+                env = self.maker()
+            except Exception as error:  # whatever is wrong with the user's function
+                raise cannot_be_made(self.name, error) from error
             if not isinstance(env, gymnasium.Env):
                 raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
             return env
@@ -69,9 +74,12 @@ def find_env(name: str) -> EnvSource:
     """
     module_name, colon, attribute = name.rpartition(":")
     if colon:
+        if os.getcwd() not in sys.path:
+            # As where Python is started with -m: a command would not find what lies in the folder it was called in.
+            sys.path.insert(0, os.getcwd())
         try:
             module = importlib.import_module(module_name)
-        except ImportError as error:
+        except Exception as error:  # whatever is wrong with the user's module
             raise cannot_be_made(name, error) from error
         maker = getattr(module, attribute, None)
         if callable(maker):
@@ -90,7 +98,8 @@ def find_env(name: str) -> EnvSource:
 
 def cannot_be_made(name: str, error: Exception, needed_for: str = "") -> ValueError:
     """The error for an environment that cannot be made, with what to install where that is why."""
-    message = f"env={name!r} cannot be made: {error}"
+    kind = "" if isinstance(error, (ImportError, gymnasium.error.Error)) else f"{type(error).__name__}: "
+    message = f"env={name!r} cannot be made: {kind}{error}"
     missing = isinstance(error, (ImportError, gymnasium.error.DependencyNotInstalled))
     extra = next((extra for part, extra in EXTRAS.items() if part in f"{needed_for} {error}".lower()), None)
     if missing and extra:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
+import numpy as np
+
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs import make_environments
 from fastsync.ppo.run_folder import find_run
+from fastsync.ppo.spaces import random_actions
 
 
 def check_environment(settings: Settings) -> None:
@@ -24,7 +27,17 @@ def check_environment(settings: Settings) -> None:
     # One environment, and none in processes: what can go wrong goes wrong there as well.
     kind = "sync" if settings.vectorization == "async" else settings.vectorization
     one = replace(settings, num_envs=1, num_minibatches=1, num_micro_batches=1, vectorization=kind)
-    make_environments(one, rank=0).close()
+    with make_environments(one, rank=0) as environments:
+        try:
+            environments.reset()
+            actions = random_actions(environments.single_action_space, 1, np.random.default_rng(0))
+            environments.step(actions)
+        except Exception as error:  # whatever is wrong with the user's environment
+            raise ValueError(
+                f"env={settings.env!r} cannot be played: {type(error).__name__}: {error}; reset(seed=...) has to "
+                "return (observation, info) and step(action) (observation, reward, terminated, truncated, info), with "
+                "observations as its observation_space says"
+            ) from error
 
 
 def check_run(settings: Settings, world_size: int) -> None:

@@ -38,7 +38,7 @@ from fastsync.ppo.report import RunReport
 from fastsync.ppo.rollout import RolloutCollector
 from fastsync.ppo.run_folder import CHECKPOINTS, close_run, open_run
 from fastsync.ppo.status import Status
-from fastsync.ppo.update import autocast
+from fastsync.ppo.update import LOSSES, autocast
 
 
 def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainResult]:
@@ -66,7 +66,8 @@ def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainR
         if checkpoint:
             notes += run.resume(checkpoint)
         if trial.note:
-            notes.append(trial.note)
+            lost = ": if the run is resumed, their episodes begin anew, and it is not bitwise what it would have been"
+            notes.append(trial.note if trial.is_restorable else f"environments cannot be saved ({trial.note}){lost}")
         with ExitStack() as stack:
             report = None
             if rank == 0:
@@ -145,6 +146,7 @@ class Run:
             reports = self._tell(mine)
             told_at = time.perf_counter()
             self.seconds = told_at - started
+            _check_finite(reports, self._update)
             stopped = any(each.stop_requested for each in reports)
             if report:
                 report.update(Status(self._step, self.seconds, self._update, self._window, reports))
@@ -283,6 +285,23 @@ def _columns_for(saved: Sequence[dict[str, Tensor]], first: int, restored: Tenso
         columns[name] = column
     columns["starts"] |= ~restored
     return columns
+
+
+def _check_finite(reports: Sequence[RankReport], update: int) -> None:
+    """What learns from nan is lost, so it must not be saved over what was good.
+
+    Raises:
+        RuntimeError: on every rank alike.
+    """
+    for rank, report in enumerate(reports):
+        lost = [name for name in LOSSES if not math.isfinite(report.metrics[name])]
+        if (
+            lost and report.metrics["optimizer_steps"]
+        ):  # without a step, as while a GradScaler calibrates, nothing is lost
+            raise RuntimeError(
+                f"{', '.join(lost)} of rank {rank} in update {update} are not finite: are there nan or inf in the "
+                "environment's rewards or observations, or is learning_rate too high? Older checkpoints are kept"
+            )
 
 
 def _difference(after: float | None, before: float | None) -> float:
