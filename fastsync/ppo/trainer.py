@@ -114,12 +114,7 @@ class Run:
         policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
         self.policy = policy.to(device)
         self._learner = Learner(settings, self.policy, streams, world_size=world_size)
-        self._collector = RolloutCollector(
-            environments,
-            self.policy,
-            num_steps=settings.num_steps,
-            streams=streams,
-        )
+        self._collector = RolloutCollector(environments, self.policy, num_steps=settings.num_steps, streams=streams)
         self._window = EpisodeWindow()
         self._step = 0
         self._update = 0
@@ -294,10 +289,10 @@ def _check_finite(reports: Sequence[RankReport], update: int) -> None:
         RuntimeError: on every rank alike.
     """
     for rank, report in enumerate(reports):
+        if not report.metrics["optimizer_steps"]:
+            continue  # nothing is lost, as while a GradScaler finds its scale
         lost = [name for name in LOSSES if not math.isfinite(report.metrics[name])]
-        if (
-            lost and report.metrics["optimizer_steps"]
-        ):  # without a step, as while a GradScaler calibrates, nothing is lost
+        if lost:
             raise RuntimeError(
                 f"{', '.join(lost)} of rank {rank} in update {update} are not finite: are there nan or inf in the "
                 "environment's rewards or observations, or is learning_rate too high? Older checkpoints are kept"
