@@ -10,7 +10,7 @@ COMMANDS = {
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL",
 }
-REQUIRED = ("numpy", "rich", "tyro")
+REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=description, add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
-        sys.exit(f"benchmarks need {', '.join(missing)}, which the extra 'train' installs: pip install -e '.[train]'")
+        sys.exit(f"benchmarks need {', '.join(missing)}, which the extra 'bench' installs: pip install -e '.[bench]'")
     return importlib.import_module(f"benchmarks.{options.command}").main(rest)
 
 

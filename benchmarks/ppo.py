@@ -6,6 +6,7 @@ sample is the time of a training's loop: collecting and learning, without start-
 
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 import tyro
 from rich.progress import TaskID
 
-from benchmarks.records import Record, environment, write_json
+from benchmarks.collect import INTERRUPTED
+from benchmarks.records import Record, RowFile, environment
 from benchmarks.table import Columns, console, progress_bars, table
 from benchmarks.trainers import Outcome, Training, run_alone
 
@@ -80,7 +82,20 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if a training has learnt nothing.
     """
     options = tyro.cli(Options, prog="python -m benchmarks ppo", args=arguments)
-    records: list[Record] = []
+    with tempfile.TemporaryDirectory() as folder:
+        rows = RowFile(options.json or Path(folder) / "rows.json")
+        try:
+            measure_all(options, rows)
+            interrupted = False
+        except KeyboardInterrupt:
+            interrupted = True
+        records = rows.read()
+    status = report(records, options)
+    return INTERRUPTED if interrupted else status
+
+
+def measure_all(options: Options, rows: RowFile) -> None:
+    """Runs all trainings, one after the other."""
     with progress_bars(shown=True) as progress:
         for name in dict.fromkeys(options.hyperparameters):
             ways = dict(ways_of(HYPERPARAMETERS[name], options))
@@ -91,10 +106,7 @@ def main(arguments: Sequence[str]) -> int:
                     seeded = replace(training, seed=1 + repetition)
                     outcomes[way].append(run_alone(trainer, seeded, timeout=options.timeout))
                     progress.update(TaskID(task), advance=1, refresh=True)
-            records += records_of(name, ways, outcomes)
-    if options.json is not None:
-        write_json(options.json, records)
-    return report(records, options)
+            rows.add(records_of(name, ways, outcomes))
 
 
 def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:

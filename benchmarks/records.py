@@ -4,8 +4,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,37 @@ def quantiles(samples: Sequence[float]) -> dict[str, float]:
     return dict(zip(QUANTILES, np.quantile(samples, list(QUANTILES.values())).tolist(), strict=True))
 
 
-def write_json(path: Path, records: Sequence[Record]) -> None:
-    """Writes a JSON array, one record a line."""
-    lines = [json.dumps(asdict(record) | {"quantiles": record.quantiles}) for record in records]
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+class RowFile:
+    """A JSON array of records in a file, a record a line. Rows are on disk as soon as they are added."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._records: list[Record] = []
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Adds rows. The first ones replace a file that was there."""
+        self._records += records
+        lines = [json.dumps(asdict(record) | {"quantiles": record.quantiles}) for record in self._records]
+        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
+        unfinished.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+        unfinished.replace(self.path)  # whoever interrupts this leaves one or the other, whole
+
+    def read(self) -> list[Record]:
+        """All rows in the file; none if there is no file."""
+        return read_json(self.path) if self.path.exists() else []
+
+
+def read_json(path: Path) -> list[Record]:
+    """The rows of a file that RowFile wrote.
+
+    Raises:
+        ValueError: it is not such a file.
+    """
+    names = [field.name for field in fields(Record)]
+    try:
+        return [Record(**{name: row[name] for name in names}) for row in json.loads(path.read_text())]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no rows of a benchmark: {error!r}") from None
 
 
 def environment(device: torch.device) -> dict[str, Any]:

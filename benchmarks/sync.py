@@ -5,7 +5,6 @@ the moment when the slowest rank has them. Of the bare all_reduce it is the time
 processes and take turns, each with a model and a process group of its own.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 import tyro
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from benchmarks.collect import Collected, collect
 from benchmarks.measure import TIMEOUT, Schedule, measure
-from benchmarks.records import Record, write_json
+from benchmarks.records import Record, RowFile
 from benchmarks.table import Columns, console, milliseconds, progress_bars, spread, table
 from benchmarks.ways import MIN_WARMUP, WAYS, left_out, with_their_limits
 from benchmarks.workloads import SIZES
 from fastsync.distributed import process_group
-from fastsync.ranks import launch_ranks
 
 if TYPE_CHECKING:
     SizeName = str
@@ -70,44 +68,35 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if a way gave a wrong result or a rank failed.
     """
     options = tyro.cli(Options, prog="python -m benchmarks sync", args=arguments)
-    try:
-        records, notes = launch_ranks(measure_all, options.nproc, options)[0]
-    except ChildFailedError as error:
-        # The launcher has logged the whole traceback already.
-        print(f"python -m benchmarks sync: rank {error.get_first_failure()[0]} failed first", file=sys.stderr)
-        return 1
-    if options.json is not None:
-        write_json(options.json, records)
-    return report(records, notes)
+    collected = collect(measure_all, options.nproc, options, options.json)
+    report(collected)
+    return collected.status
 
 
-def measure_all(options: Options) -> tuple[list[Record], list[str]]:
-    """Measures all sizes as one rank. Returns the same rows and notes on each."""
-    records: list[Record] = []
+def measure_all(options: Options, rows: RowFile) -> list[str]:
+    """Measures all sizes as one rank, of which rank 0 keeps the rows. Returns notes."""
     with process_group(TIMEOUT) as device:
         names = with_their_limits(options.ways)
         excluded = left_out(names, dist.get_backend())
         names = [name for name in names if name not in excluded]
-        notes = [f"{name} is left out: {reason}" for name, reason in excluded.items()]
         with progress_bars(shown=dist.get_rank() == 0) as progress:
             for size in dict.fromkeys(options.sizes):
                 repetitions = options.repetitions or SIZES[size].repetitions
                 schedule = Schedule(options.warmup, repetitions, options.seed)
-                records += measure(size, names, schedule, device, progress)
-    return records, notes
+                records = measure(size, names, schedule, device, progress)
+                if dist.get_rank() == 0:
+                    rows.add(records)
+    return [f"{name} is left out: {reason}" for name, reason in excluded.items()]
 
 
-def report(records: Sequence[Record], notes: Sequence[str]) -> int:
-    """Prints a table for each size. Returns the exit status: 1 if a result was wrong."""
+def report(collected: Collected) -> None:
+    """Prints a table for each size."""
     out = console()
-    for size in dict.fromkeys(record.settings["size"] for record in records):
-        rows = [record for record in records if record.settings["size"] == size]
+    for size in dict.fromkeys(record.settings["size"] for record in collected.records):
+        rows = [record for record in collected.records if record.settings["size"] == size]
         out.print(table(_title(rows[0]), COLUMNS, rows))
-    out.print(LEGEND, markup=False)
-    wrong = [record for record in records if not record.correct]
-    for note in [*notes, *(f"WRONG: {record.way} at {record.settings['size']}" for record in wrong)]:
-        out.print(note, markup=False)
-    return 1 if wrong else 0
+    for line in (LEGEND, *collected.notes):
+        out.print(line, markup=False)
 
 
 COLUMNS: Columns = {

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,9 +19,9 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from benchmarks.__main__ import COMMANDS, main
+from benchmarks.collect import collect
 from benchmarks.measure import COSTS, Schedule, cost_per_step, measure, ratios
-from benchmarks.records import Record, quantiles, write_json
-from benchmarks.sync import report
+from benchmarks.records import Record, RowFile, quantiles, read_json
 from benchmarks.timing import rounds, slowest_rank, time_rounds
 from benchmarks.trainers import Training, run_alone
 from benchmarks.ways import LIMITS, WAYS, BareAllReduce, TrainingStep, Way, left_out, with_their_limits
@@ -79,7 +82,7 @@ def measure_with_wrong_ways(rank: int, world_size: int) -> list[Record]:
     return measure("5k", names, schedule, CPU, Progress(disable=True))
 
 
-def test_what_is_wrong_is_not_timed_and_fails(capsys: pytest.CaptureFixture[str]):
+def test_what_is_wrong_is_not_timed():
     first, second = run_ranks(measure_with_wrong_ways, 2)
     assert first == second
     rows = {record.way: record for record in first}
@@ -91,9 +94,39 @@ def test_what_is_wrong_is_not_timed_and_fails(capsys: pytest.CaptureFixture[str]
         "wrong on rank 1": 0,
     }
     assert [way for way, row in rows.items() if not row.correct] == ["wrong", "wrong on rank 1"]
-    assert report(first, []) == 1
-    assert "WRONG: wrong on rank 1 at 5k" in capsys.readouterr().out
-    assert report([row for row in first if row.correct], []) == 0
+
+
+def row(way: str, correct: bool = True) -> Record:
+    return Record("sync", way, {"size": "5k"}, {}, correct, [1.0], {})
+
+
+def add_rows_then(ending: str, rows: RowFile) -> list[str]:
+    if os.environ["RANK"] == "0":
+        rows.add([row("ddp"), row("cat", correct=ending != "wrong")])
+    if ending == "failure":
+        raise RuntimeError("a rank fails")
+    if ending == "interrupt" and os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGINT)
+    if ending == "interrupt":
+        time.sleep(100)
+    return ["a note"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "note"),
+    [
+        ("fine", 0, "a note"),
+        ("wrong", 1, "WRONG: cat at {'size': '5k'}"),
+        ("failure", 1, "failed first"),
+        ("interrupt", 130, "interrupted"),
+    ],
+)
+def test_rows_are_kept_whatever_ends_the_ranks(tmp_path: Path, ending: str, status: int, note: str):
+    collected = collect(add_rows_then, 2, ending, tmp_path / "rows.json")
+    assert collected.status == status
+    assert collected.records == read_json(tmp_path / "rows.json") == [row("ddp"), row("cat", ending != "wrong")]
+    assert note in collected.notes[-1]
+    assert multiprocessing.active_children() == []
 
 
 class Rival:
@@ -140,11 +173,15 @@ def test_quantiles():
 
 def test_records_survive_json(tmp_path: Path):
     record = Record("sync", "ddp", {"size": "5k"}, {"own_share": None}, True, [0.25, 0.5, 0.75], {"torch": "2"})
-    write_json(tmp_path / "rows.json", [record, record])
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == 2
-    assert Record(**{name: rows[1][name] for name in vars(record)}) == record
-    assert rows[1]["quantiles"] == {"p10": 0.3, "median": 0.5, "p90": 0.7}
+    rows = RowFile(tmp_path / "rows.json")
+    assert rows.read() == []
+    rows.add([record])
+    rows.add([record])
+    assert rows.read() == read_json(rows.path) == [record, record]
+    assert json.loads(rows.path.read_text())[1]["quantiles"] == {"p10": 0.3, "median": 0.5, "p90": 0.7}
+    rows.path.write_text('[{"way": "ddp"}]')
+    with pytest.raises(ValueError, match=r"rows\.json holds no rows of a benchmark"):
+        rows.read()
 
 
 def test_ratios():
@@ -221,7 +258,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]):
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
-    with pytest.raises(SystemExit, match=r"^benchmarks need tyro, .*: pip install -e '.\[train\]'$"):
+    with pytest.raises(SystemExit, match=r"^benchmarks need tyro, .*: pip install -e '.\[bench\]'$"):
         main(["sync"])
 
 
