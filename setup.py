@@ -112,7 +112,7 @@ def files(pattern: str) -> list[str]:
 def make_extension(with_cuda: bool, with_sanitizer: bool = False) -> setuptools.Extension:
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    sources = files("csrc/*.cpp") + files("csrc/cpu/*.cpp")
+    sources = files("csrc/*.cpp") + files("csrc/cpu/*.cpp") + files("csrc/ppo/*.cpp")
     cxx, nvcc = list(CXX_FLAGS), list(NVCC_FLAGS)
     if os.environ.get("FASTSYNC_WERROR") == "1":
         cxx.append("-Werror")

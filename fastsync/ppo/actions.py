@@ -73,6 +73,13 @@ class Categorical(ActionDistribution):
         return torch.argmax(outputs, dim=-1)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        if outputs.device.type == "cpu":
+            return torch.ops.fastsync.categorical.default(outputs, actions)  # type: ignore[no-any-return]
+        return self.in_plain_pytorch(outputs, actions)
+
+    @staticmethod
+    def in_plain_pytorch(outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """The specification of torch.ops.fastsync.categorical, and what a GPU computes."""
         log_probabilities = torch.log_softmax(outputs, dim=-1)
         entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
         return log_probabilities.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropy

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from fastsync.distributed import dist_sum
+from fastsync.ppo.adam import Adam
 from fastsync.ppo.advantages import advantage_moments, estimate_advantages, normalize_advantages
 from fastsync.ppo.config import Settings
 from fastsync.ppo.gradient_sync import make_gradient_sync
@@ -39,9 +40,7 @@ class Learner:
         device = streams.device
         self.policy = policy
         self.sync = make_gradient_sync(settings, policy)
-        self._optimizer = torch.optim.Adam(
-            policy.parameters(), lr=torch.tensor(settings.learning_rate, device=device), eps=1e-5, fused=True
-        )
+        self._optimizer = Adam(policy.parameters(), lr=torch.tensor(settings.learning_rate, device=device), eps=1e-5)
         self._scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
         self._schedule = Schedule(settings, world_size, device)
         self._rewards = RewardNormalizer(settings.gamma).to(device) if settings.norm_rewards else None

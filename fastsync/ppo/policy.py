@@ -48,7 +48,7 @@ class ActorCritic(nn.Module):
             if sees_images:
                 return nn.Sequential(_Convolutions(shape)), _IMAGE_FEATURES
             sizes = (shape[0], *settings.hidden_sizes)
-            return _perceptron(sizes, settings.activation), sizes[-1]
+            return _layers(sizes, settings.activation), sizes[-1]
 
         self.normalizer: ObservationNormalizer | None = None
         if settings.norm_observations and not sees_images:
@@ -68,6 +68,10 @@ class ActorCritic(nn.Module):
             self.critic, _ = body()
         self.actor.append(initialized(nn.Linear(width, self.distribution.num_outputs), gain=0.01))
         self.critic.append(initialized(nn.Linear(width, 1), gain=1.0))
+        self._head = self.critic[-1]._parameters  # asking modules for it takes longer than a small layer computes
+        if not sees_images:
+            self.actor = Perceptron(self.actor, settings.activation)
+            self.critic = Perceptron(self.critic, settings.activation)
 
     def forward(
         self, observations: Tensor, state: MemoryState | None = None, starts: Tensor | None = None
@@ -112,9 +116,9 @@ class ActorCritic(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
-        last = self.critic[-1]
-        assert isinstance(last, nn.Linear)
-        return last.weight.dtype
+        weight = self._head["weight"]
+        assert weight is not None
+        return weight.dtype
 
     @property
     def observation_dtype(self) -> torch.dtype:
@@ -140,7 +144,34 @@ def initialized(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
     return layer
 
 
-def _perceptron(sizes: Sequence[int], activation: Activation) -> nn.Sequential:
+class Perceptron(nn.Sequential):
+    """Linear layers with an activation between them, computed by one operator and not module by module.
+
+    Small layers take less time to compute than to call one by one, forward and backward. Hooks of the layers are not
+    called. Under autocast, whose casts belong to each layer, it is a plain ``nn.Sequential``.
+
+    Args:
+        layers: linear, activation, linear, ... linear.
+        activation: what stands between them.
+    """
+
+    def __init__(self, layers: nn.Sequential, activation: Activation) -> None:
+        super().__init__(*layers)
+        self._activation = activation
+        # Where the layers keep their parameters, which is quicker than to ask the layers.
+        self._linear = [layer._parameters for layer in layers if isinstance(layer, nn.Linear)]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., outputs] of [..., inputs]."""
+        if torch.is_autocast_enabled(rows.device.type):
+            layer_by_layer: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
+            return layer_by_layer
+        weights, biases = [layer["weight"] for layer in self._linear], [layer["bias"] for layer in self._linear]
+        outputs: Tensor = torch.ops.fastsync.perceptron.default(rows, weights, biases, self._activation)
+        return outputs
+
+
+def _layers(sizes: Sequence[int], activation: Activation) -> nn.Sequential:
     layers: list[nn.Module] = []
     for num_inputs, num_outputs in itertools.pairwise(sizes):
         layers += [initialized(nn.Linear(num_inputs, num_outputs)), _ACTIVATIONS[activation]()]

@@ -94,6 +94,10 @@ class RolloutCollector:
         self._outputs = rows(distribution.num_outputs)
         self._values = rows(num_rows=num_steps + 1)
         self._rewards = np.empty((num_steps, num_envs))
+        # Views of each row, made here once.
+        self._observation_rows = self._observations.unbind()
+        self._output_rows = self._outputs.unbind()
+        self._action_rows = self._actions.unbind()
         flags = np.empty((4, num_steps, num_envs), dtype=np.bool_)
         self._flags = flags
         self._terminated, self._done, self._valid, self._starts = flags
@@ -107,13 +111,14 @@ class RolloutCollector:
         """Acts for T steps."""
         began = time.perf_counter()
         distribution = self.policy.distribution
-        noise = distribution.noise(self._streams.uniform(self.num_steps, distribution.num_outputs, self.policy.dtype))
+        uniform = self._streams.uniform(self.num_steps, distribution.num_outputs, self.policy.dtype)
+        noise_rows = distribution.noise(uniform).unbind()
         memory = self._memory
         episodes: list[Episode] = []
         finals: list[_Final] = []
         environment_seconds = 0.0
         for row in range(self.num_steps):
-            actions = self._act(row, noise[row])
+            actions = self._act(row, noise_rows[row])
             stepped = time.perf_counter()
             step = self.environments.step(actions)
             environment_seconds += time.perf_counter() - stepped
@@ -155,16 +160,16 @@ class RolloutCollector:
         """Looks, decides, remembers; returns the actions [N, *action_shape]."""
         self._observe(row)
         self._starts[row] = self._next_starts
-        features, self._memory = self._features(self._observations[row], self._memory, self._next_starts)
+        features, self._memory = self._features(self._observation_rows[row], self._memory, self._next_starts)
         outputs = self.policy.outputs(features)
-        self._outputs[row] = outputs
+        self._output_rows[row].copy_(outputs)
         if self.policy.is_shared:
             self._values[row] = self.policy.value(features)
-        actions = self._actions[row].copy_(self.policy.distribution.sample(outputs, noise))
+        actions = self._action_rows[row].copy_(self.policy.distribution.sample(outputs, noise))
         return actions.cpu().numpy()
 
     def _observe(self, row: int) -> None:
-        self._observations[row].copy_(torch.from_numpy(self._next_observation))
+        self._observation_rows[row].copy_(torch.from_numpy(self._next_observation))
 
     def _features(
         self, observations: Tensor, memory: MemoryState | None, starts: np.ndarray[Any, Any]

@@ -15,9 +15,10 @@ from fastsync.ppo.actions import ActionDistribution
 from fastsync.ppo.config import Precision, Settings
 from fastsync.ppo.gradient_sync import GradientSync
 from fastsync.ppo.minibatches import Batch, Shuffler
+from fastsync.ppo.objective import FIGURES, ppo_objective
 from fastsync.ppo.schedule import Schedule
 
-LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+LOSSES = FIGURES
 _KL = LOSSES.index("approx_kl")
 KL_TOLERANCE = 1.5
 """By how much a minibatch may exceed target_kl before learning from its rollout ends, as in Stable-Baselines3."""
@@ -44,31 +45,24 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
 def ppo_loss(
     model: nn.Module, distribution: ActionDistribution, batch: Batch, settings: Settings, clip_coef: float
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate objective with value loss and entropy bonus (Schulman et al., 2017, equation 9), negated.
-
-    Returns:
-        The loss, 0-dim, and LOSSES, [5], detached.
-    """
+    """The loss of a minibatch, 0-dim, and LOSSES, [5], detached."""
     with autocast(settings.precision, batch.log_probs.device):  # the model alone: sums of 16 bits would be coarse
         outputs, values, _ = model(batch.observations, batch.memory, batch.starts)
     log_prob, entropy = distribution.log_prob_and_entropy(outputs, batch.actions)
-    log_ratio = log_prob - batch.log_probs
-    ratio = log_ratio.exp()
-    surrogate = torch.minimum(ratio * batch.advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * batch.advantages)
-    squared_error = (values - batch.returns).square()
-    if settings.clip_value_loss:
-        near = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
-        squared_error = torch.maximum(squared_error, (near - batch.returns).square())
-
-    weights = batch.weights.flatten()
-    loss = (0.5 * settings.vf_coef) * squared_error - surrogate - settings.ent_coef * entropy
-    with torch.no_grad():
-        # (r - 1) - log r: never negative and of low variance (Schulman, "Approximating KL Divergence", 2020).
-        approx_kl = ratio - 1 - log_ratio
-        clipped = (ratio - 1).abs() > clip_coef
-        losses = torch.stack([-surrogate, 0.5 * squared_error, entropy, approx_kl, clipped.to(ratio.dtype)])
-        means = losses.flatten(1) @ weights
-    return loss.flatten() @ weights, means
+    return ppo_objective(
+        log_prob,
+        entropy,
+        values,
+        old_log_probs=batch.log_probs,
+        advantages=batch.advantages,
+        old_values=batch.values,
+        returns=batch.returns,
+        weights=batch.weights,
+        clip_coef=clip_coef,
+        vf_coef=settings.vf_coef,
+        ent_coef=settings.ent_coef,
+        clip_value_loss=settings.clip_value_loss,
+    )
 
 
 class StepGate:

@@ -1,0 +1,184 @@
+// torch.ops.fastsync.ppo_objective and categorical: what PPO does with a policy's outputs, each with its gradient in
+// one pass over the rows on the CPU. fastsync/ppo/objective.py has both in plain PyTorch: the specification.
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+namespace fastsync {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+constexpr int64_t kNumFigures = 5;
+
+struct Coefficients {
+  double clip;
+  double value;
+  double entropy;
+  bool clip_value_loss;
+};
+
+// One step's part of a minibatch.
+template <typename T>
+struct Row {
+  T log_prob, entropy, value, old_log_prob, advantage, old_value, target;
+};
+
+template <typename T>
+struct Outcome {
+  T surrogate, squared_error, approx_kl;
+  bool clipped;
+  T grad_log_prob, grad_value;  // of surrogate and of squared_error
+};
+
+// As torch's minimum, maximum and clamp have it: a clamp passes gradients at its bounds, and equal arguments share one.
+template <typename T>
+Outcome<T> evaluate(const Row<T>& row, T clip, bool clip_value_loss) {
+  const T log_ratio = row.log_prob - row.old_log_prob;
+  const T ratio = std::exp(log_ratio);
+  const T free = ratio * row.advantage;
+  const T bounded = std::clamp(ratio, 1 - clip, 1 + clip) * row.advantage;
+  Outcome<T> outcome;
+  outcome.surrogate = bounded < free ? bounded : free;
+  outcome.grad_log_prob = bounded < free ? 0 : free;
+  outcome.approx_kl = ratio - 1 - log_ratio;
+  outcome.clipped = std::abs(ratio - 1) > clip;
+
+  const T error = row.value - row.target;
+  outcome.squared_error = error * error;
+  outcome.grad_value = 2 * error;
+  if (clip_value_loss) {
+    const T moved = row.value - row.old_value;
+    const T near_error = row.old_value + std::clamp(moved, -clip, clip) - row.target;
+    const T near_grad = std::abs(moved) > clip ? 0 : 2 * near_error;
+    const T near_squared = near_error * near_error;
+    if (!(near_squared <= outcome.squared_error)) {  // larger, or nan
+      outcome.squared_error = near_squared;
+      outcome.grad_value = near_grad;
+    } else if (near_squared == outcome.squared_error) {
+      outcome.grad_value = (outcome.grad_value + near_grad) / 2;
+    }
+  }
+  return outcome;
+}
+
+struct Result {
+  at::Tensor loss, figures, grad_log_prob, grad_entropy, grad_values;
+};
+
+struct Columns {
+  at::Tensor log_prob, entropy, values, old_log_probs, advantages, old_values, returns, weights;
+};
+
+template <typename T>
+Result evaluate_rows(const Columns& columns, const Coefficients& coefficients) {
+  const int64_t num_rows = columns.log_prob.numel();
+  Result result{columns.log_prob.new_empty({}), columns.log_prob.new_empty({kNumFigures}),
+                at::empty_like(columns.log_prob), at::empty_like(columns.log_prob), at::empty_like(columns.log_prob)};
+  const auto* log_prob = columns.log_prob.const_data_ptr<T>();
+  const auto* entropy = columns.entropy.const_data_ptr<T>();
+  const auto* values = columns.values.const_data_ptr<T>();
+  const auto* old_log_probs = columns.old_log_probs.const_data_ptr<T>();
+  const auto* advantages = columns.advantages.const_data_ptr<T>();
+  const auto* old_values = columns.old_values.const_data_ptr<T>();
+  const auto* returns = columns.returns.const_data_ptr<T>();
+  const auto* weights = columns.weights.const_data_ptr<T>();
+  auto* grad_log_prob = result.grad_log_prob.data_ptr<T>();
+  auto* grad_entropy = result.grad_entropy.data_ptr<T>();
+  auto* grad_values = result.grad_values.data_ptr<T>();
+  const T clip = static_cast<T>(coefficients.clip);
+  const T value_weight = static_cast<T>(coefficients.value / 2);
+  const T entropy_weight = static_cast<T>(coefficients.entropy);
+  double surrogate = 0, squared_error = 0, total_entropy = 0, approx_kl = 0, clipped = 0;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const auto outcome =
+        evaluate<T>({log_prob[i], entropy[i], values[i], old_log_probs[i], advantages[i], old_values[i], returns[i]},
+                    clip, coefficients.clip_value_loss);
+    const T weight = weights[i];
+    grad_log_prob[i] = -weight * outcome.grad_log_prob;
+    grad_entropy[i] = -weight * entropy_weight;
+    grad_values[i] = weight * value_weight * outcome.grad_value;
+    surrogate += double{weight} * double{outcome.surrogate};
+    squared_error += double{weight} * double{outcome.squared_error};
+    total_entropy += double{weight} * double{entropy[i]};
+    approx_kl += double{weight} * double{outcome.approx_kl};
+    clipped += outcome.clipped ? double{weight} : 0.0;
+  }
+  *result.loss.data_ptr<T>() =
+      static_cast<T>(coefficients.value / 2 * squared_error - surrogate - coefficients.entropy * total_entropy);
+  const double figures[kNumFigures] = {-surrogate, squared_error / 2, total_entropy, approx_kl, clipped};
+  std::copy(std::begin(figures), std::end(figures), result.figures.data_ptr<T>());
+  return result;
+}
+
+class Objective : public torch::autograd::Function<Objective> {
+ public:
+  static variable_list forward(AutogradContext* context, const Variable& log_prob, const Variable& entropy,
+                               const Variable& values, const Columns& columns, const Coefficients& coefficients) {
+    Columns all = columns;
+    all.log_prob = log_prob.contiguous();
+    all.entropy = entropy.contiguous();
+    all.values = values.contiguous();
+    const auto result = AT_DISPATCH_FLOATING_TYPES(all.log_prob.scalar_type(), "ppo_objective",
+                                                   [&] { return evaluate_rows<scalar_t>(all, coefficients); });
+    context->save_for_backward({result.grad_log_prob, result.grad_entropy, result.grad_values});
+    context->mark_non_differentiable({result.figures});
+    return {result.loss, result.figures};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "fastsync::ppo_objective has no second derivative");
+    const auto saved = context->get_saved_variables();
+    const at::Tensor& grad = grad_outputs.front();
+    return {grad * saved[0], grad * saved[1], grad * saved[2], {}, {}};
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> ppo_objective(const at::Tensor& log_prob, const at::Tensor& entropy,
+                                                 const at::Tensor& values, const at::Tensor& old_log_probs,
+                                                 const at::Tensor& advantages, const at::Tensor& old_values,
+                                                 const at::Tensor& returns, const at::Tensor& weights, double clip_coef,
+                                                 double vf_coef, double ent_coef, bool clip_value_loss) {
+  const std::pair<const char*, const at::Tensor&> columns[] = {
+      {"entropy", entropy},       {"values", values},         {"old_log_probs", old_log_probs},
+      {"advantages", advantages}, {"old_values", old_values}, {"returns", returns},
+      {"weights", weights}};
+  for (const auto& [name, column] : columns) {
+    TORCH_CHECK_VALUE(column.sizes() == log_prob.sizes() && column.scalar_type() == log_prob.scalar_type() &&
+                          column.device().is_cpu(),
+                      name, ": expected ", log_prob.scalar_type(), " ", log_prob.sizes(),
+                      " on the CPU like log_prob, got ", column.scalar_type(), " ", column.sizes(), " on ",
+                      column.device());
+  }
+  const Columns constants{{},
+                          {},
+                          {},
+                          old_log_probs.contiguous(),
+                          advantages.contiguous(),
+                          old_values.contiguous(),
+                          returns.contiguous(),
+                          weights.contiguous()};
+  const auto outputs = Objective::apply(log_prob, entropy, values, constants,
+                                        Coefficients{clip_coef, vf_coef, ent_coef, clip_value_loss});
+  return {outputs[0], outputs[1]};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastsync, library) {
+  library.def(
+      "ppo_objective(Tensor log_prob, Tensor entropy, Tensor values, Tensor old_log_probs, Tensor advantages, Tensor "
+      "old_values, Tensor returns, Tensor weights, float clip_coef, float vf_coef, float ent_coef, bool "
+      "clip_value_loss) -> (Tensor loss, Tensor figures)",
+      ppo_objective);
+}
+
+}  // namespace fastsync

@@ -1,0 +1,154 @@
+// torch.ops.fastsync.perceptron: linear layers with an activation between them, as one node of the autograd graph.
+//
+// A small policy's layers take less time to compute than to call, record and walk back through one by one.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fast_tanh.h"
+
+namespace fastsync {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+enum class Activation : int64_t { kTanh, kRelu, kElu };
+
+Activation activation_from_name(std::string_view name) {
+  if (name == "tanh") {
+    return Activation::kTanh;
+  }
+  if (name == "relu") {
+    return Activation::kRelu;
+  }
+  TORCH_CHECK_VALUE(name == "elu", "activation: expected 'tanh', 'relu' or 'elu', got '", name, "'");
+  return Activation::kElu;
+}
+
+void apply_tanh_(at::Tensor& values) {
+  if (values.device().is_cpu() && values.scalar_type() == at::kFloat && values.is_contiguous()) {
+    fast_tanh(values.data_ptr<float>(), values.numel());
+  } else {
+    values.tanh_();
+  }
+}
+
+void activate_(at::Tensor& values, Activation activation) {
+  switch (activation) {
+    case Activation::kTanh:
+      apply_tanh_(values);
+      return;
+    case Activation::kRelu:
+      values.relu_();
+      return;
+    case Activation::kElu:
+      at::elu_(values);
+      return;
+  }
+}
+
+// From the activations themselves, so that nothing else has to be kept.
+at::Tensor activation_backward(const at::Tensor& grad, const at::Tensor& activated, Activation activation) {
+  switch (activation) {
+    case Activation::kTanh:
+      return at::tanh_backward(grad, activated);
+    case Activation::kRelu:
+      return at::threshold_backward(grad, activated, 0);
+    case Activation::kElu:
+      return at::elu_backward(grad, 1, 1, 1, /*is_result=*/true, activated);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+void check(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {
+  TORCH_CHECK_VALUE(!weights.empty(), "weights: expected at least one layer, got none");
+  TORCH_CHECK_VALUE(weights.size() == biases.size(), "biases: expected ", weights.size(), ", one a layer, got ",
+                    biases.size());
+  int64_t width = input.dim() > 0 ? input.size(-1) : 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    TORCH_CHECK_VALUE(weights[i].dim() == 2 && weights[i].size(1) == width, "weights[", i, "]: expected [outputs, ",
+                      width, "], got ", weights[i].sizes());
+    width = weights[i].size(0);
+    TORCH_CHECK_VALUE(biases[i].dim() == 1 && biases[i].size(0) == width, "biases[", i, "]: expected [", width,
+                      "], got ", biases[i].sizes());
+  }
+}
+
+// What each layer gives, activated but for the last one's; rows [B, inputs].
+std::vector<at::Tensor> layers_forward(at::Tensor rows, at::TensorList weights, at::TensorList biases,
+                                       Activation activation) {
+  std::vector<at::Tensor> outputs;
+  outputs.reserve(weights.size());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    rows = at::addmm(biases[i], rows, weights[i].t());
+    if (i + 1 < weights.size()) {
+      activate_(rows, activation);
+    }
+    outputs.push_back(rows);
+  }
+  return outputs;
+}
+
+class Perceptron : public torch::autograd::Function<Perceptron> {
+ public:
+  static Variable forward(AutogradContext* context, const Variable& rows, at::TensorList weights, at::TensorList biases,
+                          Activation activation) {
+    auto outputs = layers_forward(rows, weights, biases, activation);
+    variable_list saved{rows};
+    saved.insert(saved.end(), outputs.begin(), outputs.end() - 1);
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    context->save_for_backward(std::move(saved));
+    context->saved_data["activation"] = static_cast<int64_t>(activation);
+    return outputs.back();
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "fastsync::perceptron has no second derivative");
+    const auto activation = static_cast<Activation>(context->saved_data["activation"].toInt());
+    const auto saved = context->get_saved_variables();
+    const size_t num_layers = saved.size() / 2;
+    // In the order of forward's arguments: rows, weights, biases, activation.
+    variable_list grads(2 * num_layers + 2);
+    at::Tensor grad = grad_outputs.front();
+    for (size_t i = num_layers; i-- > 0;) {
+      const at::Tensor& inputs = saved[i];
+      grads[1 + i] = at::mm(grad.t(), inputs);
+      grads[1 + num_layers + i] = grad.sum(0);
+      if (i > 0) {
+        grad = activation_backward(at::mm(grad, saved[num_layers + i]), inputs, activation);
+      } else if (context->needs_input_grad(0)) {
+        grads[0] = at::mm(grad, saved[num_layers]);
+      }
+    }
+    return grads;
+  }
+};
+
+at::Tensor perceptron(const at::Tensor& input, at::TensorList weights, at::TensorList biases,
+                      std::string_view activation_name) {
+  const auto activation = activation_from_name(activation_name);
+  check(input, weights, biases);
+  const auto rows = input.dim() == 2 ? input : input.reshape({-1, input.size(-1)});
+  const auto output = at::GradMode::is_enabled() ? Perceptron::apply(rows, weights, biases, activation)
+                                                 : layers_forward(rows, weights, biases, activation).back();
+  if (input.dim() == 2) {
+    return output;
+  }
+  auto shape = input.sizes().vec();
+  shape.back() = output.size(1);
+  return output.reshape(shape);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastsync, library) {
+  library.def("perceptron(Tensor input, Tensor[] weights, Tensor[] biases, str activation) -> Tensor", perceptron);
+}
+
+}  // namespace fastsync

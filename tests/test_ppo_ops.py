@@ -1,0 +1,215 @@
+"""What the trainer computes by operators and an optimizer of its own, against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastsync.ppo.actions import Categorical
+from fastsync.ppo.adam import Adam
+from fastsync.ppo.objective import in_plain_pytorch, ppo_objective
+from fastsync.ppo.policy import Perceptron
+
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
+
+
+def layers(activation: str, sizes: tuple[int, ...] = (4, 32, 16, 3)) -> nn.Sequential:
+    torch.manual_seed(0)
+    modules: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(sizes):
+        modules += [nn.Linear(inputs, outputs), ACTIVATIONS[activation]()]
+    return nn.Sequential(*modules[:-1])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(4,), (7, 4), (5, 3, 4), (0, 4)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_perceptron_is_its_layers(activation: str, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float):
+    plain = layers(activation).to(dtype)
+    fused = Perceptron(copy.deepcopy(plain), activation)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    inputs = torch.randn(shape, dtype=dtype, requires_grad=True)
+    also_inputs = inputs.detach().clone().requires_grad_()
+    expected, result = plain(inputs), fused(also_inputs)
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    result.backward(grad)
+    torch.testing.assert_close(also_inputs.grad, inputs.grad, rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=10 * tolerance, atol=10 * tolerance)
+    with torch.no_grad():
+        assert torch.equal(fused(inputs), result)
+
+
+def test_perceptron_follows_its_parameters():
+    fused = Perceptron(layers("tanh"), "tanh").double()
+    inputs = torch.randn(2, 4, dtype=torch.float64)
+    assert fused(inputs).dtype == torch.float64
+    fused.load_state_dict(layers("tanh").double().state_dict())
+    fused[0].weight = nn.Parameter(torch.zeros_like(fused[0].weight))
+    torch.testing.assert_close(fused(inputs), nn.Sequential(*fused)(inputs))
+    torch.testing.assert_close(copy.deepcopy(fused)(inputs), fused(inputs))
+
+
+def test_perceptron_under_autocast_casts_as_its_layers():
+    plain = layers("relu")
+    with torch.autocast("cpu", torch.bfloat16):
+        result = Perceptron(plain, "relu")(torch.ones(2, 4))
+        assert result.dtype == torch.bfloat16
+        assert torch.equal(result, plain(torch.ones(2, 4)))
+
+
+def test_perceptron_refuses_what_does_not_fit():
+    op, weight, bias = torch.ops.fastsync.perceptron, torch.ones(3, 4), torch.ones(3)
+    with pytest.raises(ValueError, match=r"activation: expected 'tanh', 'relu' or 'elu', got 'gelu'"):
+        op(torch.ones(2, 4), [weight], [bias], "gelu")
+    with pytest.raises(ValueError, match=r"weights: expected at least one layer"):
+        op(torch.ones(2, 4), [], [], "tanh")
+    with pytest.raises(ValueError, match=r"biases: expected 1, one a layer, got 0"):
+        op(torch.ones(2, 4), [weight], [], "tanh")
+    with pytest.raises(ValueError, match=r"weights\[0\]: expected \[outputs, 5\], got \[3, 4\]"):
+        op(torch.ones(2, 5), [weight], [bias], "tanh")
+    with pytest.raises(ValueError, match=r"biases\[0\]: expected \[3\], got \[1\]"):
+        op(torch.ones(2, 4), [weight], [bias[:1]], "tanh")
+    output = op(torch.ones(2, 4), [weight.requires_grad_()], [bias], "tanh")
+    with pytest.raises(NotImplementedError, match=r"perceptron has no second derivative"):
+        torch.autograd.grad(output.sum(), weight, create_graph=True)
+
+
+def tanh(values: Tensor) -> Tensor:
+    one, zero = torch.ones(1, 1), torch.zeros(1)
+    return torch.ops.fastsync.perceptron(values.unsqueeze(1), [one, one], [zero, zero], "tanh").squeeze(1)
+
+
+def test_tanh_is_within_two_units_in_the_last_place():
+    magnitudes = torch.cat([torch.linspace(0, 12, 1_000_001), torch.logspace(-38, 1, 1_000_001)])
+    values = torch.cat([magnitudes, -magnitudes])
+    exact = torch.tanh(values.double())
+    unit = torch.from_numpy(np.spacing(exact.abs().float().numpy())).double()
+    assert ((tanh(values).double() - exact).abs() / unit).max() < 2
+    special = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3e38])
+    torch.testing.assert_close(tanh(special), torch.tanh(special), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(9,), (4, 5), (0,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_categorical_is_as_specified(shape: tuple[int, ...], dtype: torch.dtype):
+    torch.manual_seed(1)
+    logits = (5 * torch.randn(*shape, 6, dtype=dtype)).requires_grad_()
+    actions = torch.randint(6, shape)
+    log_prob, entropy = Categorical(6).log_prob_and_entropy(logits, actions)
+    expected = Categorical.in_plain_pytorch(logits, actions)
+    torch.testing.assert_close((log_prob, entropy), expected)
+    weights = torch.randn(2, *shape, dtype=dtype)
+    mine = torch.autograd.grad((log_prob * weights[0] + entropy * weights[1]).sum(), logits)
+    total = (expected[0] * weights[0] + expected[1] * weights[1]).sum()
+    theirs = torch.autograd.grad(total, logits, retain_graph=True)
+    torch.testing.assert_close(mine, theirs)
+    of_one = torch.autograd.grad(Categorical(6).log_prob(logits, actions).sum(), logits)
+    torch.testing.assert_close(of_one, torch.autograd.grad(expected[0].sum(), logits))
+
+
+def test_categorical_keeps_its_precision_far_from_zero():
+    logits = torch.tensor([[1e4, 1e4 - 1], [-80.0, 80.0], [-200.0, 200.0]])
+    result = torch.ops.fastsync.categorical(logits, torch.tensor([1, 0, 1]))
+    torch.testing.assert_close(tuple(result), Categorical.in_plain_pytorch(logits, torch.tensor([1, 0, 1])))
+
+
+def test_categorical_refuses_what_does_not_fit():
+    op = torch.ops.fastsync.categorical
+    with pytest.raises(IndexError, match=r"actions: expected choices from 0 to 1, got 2"):
+        op(torch.ones(1, 2), torch.tensor([2]))
+    with pytest.raises(ValueError, match=r"actions: expected int64, got Int"):
+        op(torch.ones(1, 2), torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"actions: expected one for each row of logits \[1, 2\], got \[2\]"):
+        op(torch.ones(1, 2), torch.tensor([1, 1]))
+
+
+COLUMNS = ("log_prob", "entropy", "values", "old_log_probs", "advantages", "old_values", "returns", "weights")
+
+
+def columns(num_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    result = {name: torch.randn(num_rows, dtype=dtype) for name in COLUMNS}
+    result["weights"].abs_()
+    # Within and beyond the clipping range, on its bounds, and equal to what was before.
+    result["log_prob"] = result["old_log_probs"] + 0.3 * torch.randn(num_rows, dtype=dtype)
+    result["values"] = result["old_values"] + 0.3 * torch.randn(num_rows, dtype=dtype)
+    for name, old in (("log_prob", "old_log_probs"), ("values", "old_values")):
+        result[name][:10] = result[old][:10]
+    result["values"][10:15] = result["old_values"][10:15] + 0.25
+    result["returns"][15:20] = result["values"][15:20]
+    for name in ("log_prob", "entropy", "values"):
+        result[name].requires_grad_()
+    return result
+
+
+@pytest.mark.parametrize("clip_value_loss", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_objective_is_as_specified(clip_value_loss: bool, dtype: torch.dtype):
+    given = columns(2000, dtype)
+    coefficients = {"clip_coef": 0.25, "vf_coef": 0.7, "ent_coef": 0.3, "clip_value_loss": clip_value_loss}
+    learnt = [given["log_prob"], given["entropy"], given["values"]]
+    loss, figures = ppo_objective(**given, **coefficients)
+    expected_loss, expected_figures = in_plain_pytorch(*given.values(), *coefficients.values())
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(figures, expected_figures, rtol=1e-5, atol=1e-4)
+    assert not figures.requires_grad
+    mine = torch.autograd.grad(3 * loss, learnt)
+    torch.testing.assert_close(mine, torch.autograd.grad(3 * expected_loss, learnt))
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_what_is_not_finite_shows_in_the_loss_and_in_a_gradient(column: str):
+    given = {name: values.detach() for name, values in columns(50, torch.float32).items()}
+    given[column][30] = torch.nan
+    learnt = [given[name].requires_grad_() for name in ("log_prob", "entropy", "values")]
+    loss, _ = ppo_objective(**given, clip_coef=0.2, vf_coef=0.5, ent_coef=0.1, clip_value_loss=True)
+    assert loss.isnan()
+    if column != "entropy":  # the gradient does not depend on it
+        assert any(grad[30].isnan() for grad in torch.autograd.grad(loss, learnt))
+
+
+def test_objective_refuses_what_does_not_fit():
+    given = columns(50, torch.float32) | {"returns": torch.ones(49)}
+    with pytest.raises(ValueError, match=r"returns: expected Float \[50\] on the CPU like log_prob, got Float \[49\]"):
+        ppo_objective(**given, clip_coef=0.2, vf_coef=0.5, ent_coef=0.1, clip_value_loss=True)
+
+
+def test_adam_is_torchs():
+    torch.manual_seed(3)
+    mine, theirs = (layers("tanh") for _ in range(2))
+    fast = Adam(mine.parameters(), lr=torch.tensor(0.01), eps=1e-5)
+    plain = torch.optim.Adam(theirs.parameters(), lr=torch.tensor(0.01), eps=1e-5, fused=True)
+    for step in range(8):
+        fast.zero_grad()
+        assert all(parameter.grad is None for parameter in mine.parameters())
+        for parameter, twin in zip(mine.parameters(), theirs.parameters(), strict=True):
+            twin.grad = torch.randn_like(twin)
+            parameter.grad = twin.grad.clone()
+        if step == 3:  # as GradScaler does, and a gate that refuses a step
+            for optimizer in (fast, plain):
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+        if step == 4:
+            for optimizer in (fast, plain):
+                optimizer.found_inf = torch.tensor(1.0)
+        if step == 5:
+            for optimizer in (fast, plain):
+                del optimizer.grad_scale, optimizer.found_inf
+            fast.load_state_dict(copy.deepcopy(fast.state_dict()))
+        if step == 6:  # without one of the gradients
+            mine[0].bias.grad = theirs[0].bias.grad = None
+        fast.step()
+        plain.step()
+        for parameter, twin in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(parameter, twin)
+    state, expected = fast.state_dict()["state"], plain.state_dict()["state"]
+    assert [state[i]["step"].item() for i in state] == [expected[i]["step"].item() for i in expected]
+    assert state[1]["step"] == 6
+    assert state[0]["step"] == 7
