@@ -49,11 +49,11 @@ def clip_grad_norm_(
         if optimizer is not None:
             _check_covered(optimizer, sync_or_params)
         grad_norm = sync_or_params.claim_norm()
-        coefficient = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+        divisor = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0)
         if optimizer is not None and _takes_grad_scale(optimizer):
-            _scale_next_step(optimizer, coefficient.reciprocal())
+            _scale_next_step(optimizer, divisor)
         else:
-            _multiply([p.grad for p in sync_or_params.parameters() if p.grad is not None], coefficient)
+            _multiply([p.grad for p in sync_or_params.parameters() if p.grad is not None], divisor.reciprocal())
         return grad_norm
     if isinstance(sync_or_params, nn.Module | SyncHandle):
         raise ValueError(

@@ -40,7 +40,7 @@ def shuffler(num_minibatches: int, *, rank: int = 0, world_size: int = 1) -> Shu
 @pytest.mark.parametrize("num_minibatches", [1, 4, 3])
 def test_every_row_comes_once_and_whole(num_minibatches: int):
     batch = batch_of(slice(None))
-    parts = list(shuffler(num_minibatches).minibatches(batch))
+    parts = list(shuffler(num_minibatches).minibatches(batch, 1))
     assert [len(part.actions) for part in parts] == [NUM_STEPS * NUM_ENVS // num_minibatches] * num_minibatches
     seen = torch.cat([part.actions for part in parts])
     assert not torch.equal(seen, batch.actions.flatten())
@@ -56,9 +56,10 @@ def test_every_row_comes_once_and_whole(num_minibatches: int):
 
 
 def test_each_pass_is_in_another_order():
-    shuffled = shuffler(1)
-    first, second = (next(shuffled.minibatches(batch_of(slice(None)))).actions for _ in range(2))
-    assert not torch.equal(first, second)
+    shuffled, batch = shuffler(1), batch_of(slice(None))
+    orders = [part.actions for _ in range(2) for part in shuffled.minibatches(batch, 2)]
+    assert len(orders) == 4
+    assert not any(torch.equal(first, second) for first, second in combinations(orders, 2))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -66,18 +67,17 @@ def test_minibatches_do_not_depend_on_the_number_of_ranks(world_size: int):
     alone = shuffler(4)
     size = NUM_ENVS // world_size
     ranks = [shuffler(4, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for _ in range(2):  # passes
-        together = zip(
-            *(r.minibatches(batch_of(slice(i * size, (i + 1) * size))) for i, r in enumerate(ranks)), strict=True
-        )
-        for whole, parts in zip(alone.minibatches(batch_of(slice(None))), together, strict=True):
-            assert len({len(part.actions) for part in parts}) == 1
-            assert sorted(torch.cat([part.actions for part in parts]).tolist()) == sorted(whole.actions.tolist())
+    together = zip(
+        *(r.minibatches(batch_of(slice(i * size, (i + 1) * size)), 2) for i, r in enumerate(ranks)), strict=True
+    )
+    for whole, parts in zip(alone.minibatches(batch_of(slice(None)), 2), together, strict=True):
+        assert len({len(part.actions) for part in parts}) == 1
+        assert sorted(torch.cat([part.actions for part in parts]).tolist()) == sorted(whole.actions.tolist())
 
 
 def test_a_memory_learns_from_whole_sequences():
     batch = batch_of(slice(None), is_recurrent=True)
-    parts = list(shuffler(3).minibatches(batch))
+    parts = list(shuffler(3).minibatches(batch, 1))
     envs = torch.cat([part.actions[0] for part in parts])
     assert sorted(envs.tolist()) == list(range(NUM_ENVS))
     for part in parts:
@@ -94,7 +94,5 @@ def test_every_pair_of_rows_may_meet_in_a_minibatch():
     """Also where a minibatch is smaller than a step of all environments."""
     shuffled = shuffler(16)
     batch = batch_of(slice(None))
-    met = {
-        tuple(sorted(part.actions.remainder(100).tolist())) for _ in range(40) for part in shuffled.minibatches(batch)
-    }
+    met = {tuple(sorted(part.actions.remainder(100).tolist())) for part in shuffled.minibatches(batch, 40)}
     assert {pair for trio in met for pair in combinations(trio, 2) if len(trio) == 3} >= set(combinations(range(6), 2))

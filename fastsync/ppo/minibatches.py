@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,16 +59,21 @@ class Shuffler:
         self._num_minibatches = num_minibatches
         self._streams = streams
 
-    def minibatches(self, batch: Batch) -> Iterator[Batch]:
-        """The minibatches of one pass over ``batch``, whose columns are [T, N, ...]."""
-        shape = batch.log_probs.shape
+    def minibatches(self, batch: Batch, num_epochs: int) -> Iterator[Batch]:
+        """The minibatches of some passes over ``batch``, whose columns are [T, N, ...], one pass after the other."""
+        num_steps, num_envs = batch.log_probs.shape
         if batch.memory is None:
-            order = self._row_order(*shape)
-            shuffled = batch.map(lambda column: column.flatten(0, 1)[order], torch.clone)
-            return self.cut(shuffled, self._num_minibatches)
-        order = self._draw(1)[0].argsort()
-        shuffled = batch.map(lambda column: column[:, order], lambda state: state[order])
-        return self.cut(shuffled, self._num_minibatches)
+            rows = batch.map(lambda column: column.flatten(0, 1), torch.clone)
+            for order in self._row_orders(num_steps, num_envs, num_epochs):
+                shuffled = rows.map(lambda column, at=order: column.index_select(0, at), torch.clone)  # type: ignore[misc]
+                yield from self.cut(shuffled, self._num_minibatches)
+        else:
+            for order in self._draw(1, num_epochs)[0].argsort(dim=0).unbind(1):
+                shuffled = batch.map(
+                    lambda column, at=order: column.index_select(1, at),  # type: ignore[misc]
+                    lambda state, at=order: state.index_select(0, at),  # type: ignore[misc]
+                )
+                yield from self.cut(shuffled, self._num_minibatches)
 
     @staticmethod
     def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
@@ -84,16 +89,16 @@ class Shuffler:
                 lambda state, at=start: state.narrow(0, at, size),  # type: ignore[misc]
             )
 
-    def _row_order(self, num_steps: int, num_envs: int) -> Tensor:
-        """Indices [T * N] into rows that were [T, N]."""
-        steps = self._draw(num_steps).argsort(dim=0, stable=True)
-        environments = torch.arange(num_envs, device=steps.device).expand_as(steps)
+    def _row_orders(self, num_steps: int, num_envs: int, num_epochs: int) -> Sequence[Tensor]:
+        """For each epoch indices [T * N] into rows that were [T, N]."""
+        steps = self._draw(num_steps, num_epochs).argsort(dim=0, stable=True)
+        environments = torch.arange(num_envs, device=steps.device).unsqueeze(1).expand_as(steps)
         if num_steps % self._num_minibatches:
             # A minibatch ends within a row of ``steps``: chance has to say for which environments.
-            environments = self._draw(num_steps).argsort(dim=1, stable=True)
+            environments = self._draw(num_steps, num_epochs).argsort(dim=1, stable=True)
             steps = steps.gather(1, environments)
-        return (steps * num_envs + environments).flatten()
+        return (steps * num_envs + environments).flatten(0, 1).t().contiguous().unbind()
 
-    def _draw(self, num_steps: int) -> Tensor:
-        """Keys to sort by, [num_steps, N]."""
-        return self._streams.bits(num_steps).squeeze(-1)
+    def _draw(self, num_steps: int, num_epochs: int) -> Tensor:
+        """Keys to sort by, [num_steps, N, num_epochs]."""
+        return self._streams.bits(num_steps, num_epochs)

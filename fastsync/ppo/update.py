@@ -149,11 +149,10 @@ class Updater:
 
     def _minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Those of all epochs; on the CPU, where looking costs nothing, only until a step was refused."""
-        for _ in range(self._settings.num_epochs):
-            for minibatch in self._shuffler.minibatches(batch):
-                if self._device.type == "cpu" and self._gate.closed:
-                    return
-                yield minibatch
+        for minibatch in self._shuffler.minibatches(batch, self._settings.num_epochs):
+            if self._device.type == "cpu" and self._gate.closed:
+                return
+            yield minibatch
 
     def _step(self, minibatch: Batch) -> Tensor:
         """One optimizer step; LOSSES and the norm of the gradient, float32."""
