@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
+    "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL",
 }
 REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")
