@@ -10,6 +10,7 @@ COMMANDS = {
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL",
+    "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }
 REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.records import Record
-from benchmarks.scaling_rank import EMPTY, SYNCHRONISED
+from benchmarks.scaling_rank import SYNCHRONISED
 from benchmarks.statistics import CONFIDENCE, SURE_FROM, median_interval, ratio_interval, replicates
 
 PARTS = ("compute", "contention", "stragglers", "exposed")
@@ -27,8 +27,8 @@ DEFINITIONS = {
     "then part of compute.",
     "stragglers": "What the slowest rank's step without communication takes beyond the mean over the ranks, as in each "
     "step all wait for the slowest.",
-    "exposed": "Communication that backward does not hide: the rest of the step, so that the parts add up to it. "
-    "Negative where the noise is larger than it.",
+    "exposed": "Communication that backward does not hide, and what synchronising costs the rank itself: the rest of "
+    "the step, so that the parts add up to it. Negative where the noise is larger than it.",
     "algbw": "Bytes that an all_reduce sums, by its time.",
     "busbw": "algbw · 2 (n - 1) / n, as nccl-tests defines it: the rate at which each rank's link is used.",
     "overhead": "What measuring itself costs: an empty step, timed in turns with the others in the same way.",
@@ -151,5 +151,5 @@ def _bandwidth(rows: Sequence[Record]) -> Bandwidth:
 
 def overhead(records: Sequence[Record]) -> float | None:
     """Seconds that an empty step takes, median over all launches; None where none was measured."""
-    samples = [record.quantiles["median"] for record in records if record.way == EMPTY and record.samples]
-    return median(samples) if samples else None
+    costs = [record.figures["overhead"] for record in records if record.figures.get("overhead") is not None]
+    return median(costs) if costs else None  # type: ignore[type-var]

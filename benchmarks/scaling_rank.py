@@ -109,21 +109,24 @@ class EmptyStep:
 def _train(
     launch: Launch, device: torch.device, common: Mapping[str, Any], where: Mapping[str, Any]
 ) -> Iterator[Record]:
-    """A row for each way, for the step without communication and for the empty one."""
+    """A row for each way and for the step without communication."""
     training = Training(launch, device)
     steps: dict[str, WholeStep] = {}
     groups = {name: dist.new_group(timeout=timedelta(seconds=TIMEOUT)) for name in launch.ways}
     for name in (COMPUTE, *launch.ways):
         step = WAYS[name].build(training, groups.get(name))  # type: ignore[arg-type]
         steps[name] = WholeStep(step, training.newest)
-    right = dict.fromkeys((COMPUTE, EMPTY), True) | _right_ways(steps)
+    right = {COMPUTE: True} | _right_ways(steps)
     rivals: dict[str, Rival] = {name: step for name, step in steps.items() if right[name]} | {EMPTY: EmptyStep()}
     order = list(rounds(rivals, launch.warmup + launch.steps, launch.seed))
     time_rounds(rivals, order[: launch.warmup], device)
     samples = time_rounds(rivals, order[launch.warmup :], device)
     right |= {name: right[name] and _agree(steps[name].model) for name in launch.ways}
     of_rank = _all_gather(samples)
-    figures = compute_figures([rank[COMPUTE] for rank in of_rank])
+    figures = {
+        **compute_figures([rank[COMPUTE] for rank in of_rank]),
+        "overhead": float(np.median(slowest_rank([rank[EMPTY] for rank in of_rank]))),
+    }
     settings = {
         "model": launch.model,
         "numel": sum(training.lengths),
@@ -134,12 +137,12 @@ def _train(
         **common,
     }
     for name in right:
-        way = WAYS.get(name)
+        wire = WAYS[name].wire
         yield Record(
             benchmark="scaling",
             way=name,
-            settings={**settings, "wire": str(way.wire).removeprefix("torch.") if way and way.wire else None},
-            figures=figures if name in launch.ways else {},
+            settings={**settings, "wire": str(wire).removeprefix("torch.") if wire else None},
+            figures=figures,
             correct=right[name],
             samples=slowest_rank([rank.get(name, []) for rank in of_rank]),
             environment=where,

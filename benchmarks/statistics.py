@@ -69,7 +69,7 @@ def _interval(data: tuple[Sequence[float], ...], statistic, confidence: float) -
     result = bootstrap(
         data,
         statistic,
-        n_resamples=RESAMPLES,
+        n_resamples=max(RESAMPLES, round(20 / (1 - confidence))),  # ten beyond each end, or the ends would be chance
         batch=500,  # 500 × samples in memory at once
         vectorized=True,
         confidence_level=confidence,

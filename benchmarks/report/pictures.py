@@ -81,15 +81,17 @@ def breakdown_picture(points: Sequence[Point]) -> Picture:
         columns = min(3, len(ways))
         rows = math.ceil(len(ways) / columns)
         figure = Figure((9, 0.7 + 3.4 * rows), layout="constrained")
-        panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-        for axes in list(panels)[len(ways) :]:
+        panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+        for axes in panels[len(ways) :]:
             axes.set_visible(False)
         for axes, way in zip(panels, ways, strict=False):
             of_way = [point for point in points if point.way == way]
             for index, point in enumerate(of_way):
                 _stack(axes, index, point)
             axes.set_title(way)
-            axes.set_xticks(range(len(of_way)), [_tick(point) for point in of_way])
+            # On three lines, for there is little room below a bar.
+            labels = [_tick(point).replace("rsub", "r-\nsub") for point in of_way]
+            axes.set_xticks(range(len(of_way)), labels, fontsize=9)
             axes.tick_params(axis="x", length=0)
             axes.set_axisbelow(True)
             axes.grid(axis="y")
