@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from benchmarks.collect import INTERRUPTED
 from benchmarks.hosts import Host, check_capacity, own_capacity, own_index, place, read_hostfile
-from benchmarks.meeting import Meeting
+from benchmarks.meeting import Meeting, MeetingError
 from benchmarks.records import Record, RowFile
 from benchmarks.report import Document, check_folder, write_report
 from benchmarks.report.folder import ROWS
@@ -147,11 +147,10 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
-    except DistError as error:
-        print(f"{PROG}: the machines did not find each other: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except (RuntimeError, KeyboardInterrupt) as error:
+        status, note = ending(error)
+        print(f"{PROG}: {note}", file=sys.stderr)
+        return status
     if not meeting.leads:
         return follow(options, plan, meeting)
     return lead(
@@ -269,7 +268,7 @@ def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int
             for number, (repetition, size) in enumerate(order):
                 what = f"{size} rank{'s' if size > 1 else ''}, launch {repetition + 1} of {options.repetitions}"
                 progress.update(task, description=what, refresh=True)
-                meeting.announce(f"launch/{number}", GO)
+                meeting.announce(f"launch {number}", GO)
                 records = launch(options, plan, number, repetition, size)
                 assert records is not None
                 settings = {
@@ -282,7 +281,8 @@ def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int
     except (Exception, KeyboardInterrupt) as error:
         status, note = ending(error)
         notes.append(f"{note}; launches before are reported")
-    meeting.announce(f"launch/{number + (not status)}", notes[0] if status else DONE)
+        # Where this launch has failed, the others were told to start it, and look for the next.
+        meeting.announce(f"launch {number + 1}", notes[0])
     meeting.part()
     records = rows.read()
     wrong = [f"WRONG: {record.way} at {dict(record.settings)}" for record in records if not record.correct]
@@ -292,14 +292,14 @@ def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int
     return status or int(bool(wrong))
 
 
-GO, DONE = "go", "done"
+GO = "go"
 
 
 def follow(options: Options, plan: Plan, meeting: Meeting) -> int:
     """Any other machine: waits for what the first one launches next. Returns the exit status."""
     try:
         for number, (repetition, size) in enumerate(launches(options, plan)):
-            said = meeting.hear(f"launch/{number}")
+            said = meeting.hear(f"launch {number}")
             if said != GO:
                 print(f"{PROG}: {plan.hosts[0].name} says: {said}", file=sys.stderr)
                 return 1
@@ -321,8 +321,8 @@ def ending(error: BaseException) -> tuple[int, str]:
         return 128 + error.sigval, "interrupted"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
-    if isinstance(error, (DistError, RendezvousError)):
-        return 1, f"the machines lost each other: {error}"
+    if isinstance(error, (DistError, RendezvousError, MeetingError)):
+        return 1, f"the machines have lost each other: {error}"
     raise error
 
 

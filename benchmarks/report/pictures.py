@@ -142,7 +142,7 @@ def bandwidth_picture(sweep: Sequence[Bandwidth]) -> Picture:
             )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks([point.num_bytes for point in sweep])
+        axes.set_xticks(sorted({point.num_bytes for point in sweep}))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: binary(round(value))))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
