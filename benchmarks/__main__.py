@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
+    "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL",
 }
 REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")
