@@ -10,6 +10,7 @@ COMMANDS = {
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
     "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL",
+    "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",
 }
 REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")
 
