@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
+    "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL",
+    "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",
     "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }
 REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")

@@ -47,6 +47,8 @@ class Options:
     """File to write all rows to, with every sample, the settings, versions and hardware."""
     seed: int = 0
     """Seeds the order of the ways, the weights and the gradients."""
+    timeout: float = TIMEOUT
+    """Seconds that a step may take and that ranks wait for each other."""
 
     def __post_init__(self) -> None:
         if not self.sizes:
@@ -57,6 +59,8 @@ class Options:
             raise ValueError(f"repetitions={self.repetitions} must be at least 1")
         if self.warmup < MIN_WARMUP:
             raise ValueError(f"warmup={self.warmup} must be at least {MIN_WARMUP}: DDP and PowerSGD start up that long")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
 
@@ -75,14 +79,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all sizes as one rank, of which rank 0 keeps the rows. Returns notes."""
-    with process_group(TIMEOUT) as device:
+    with process_group(options.timeout) as device:
         names = with_their_limits(options.ways)
         excluded = left_out(names, dist.get_backend())
         names = [name for name in names if name not in excluded]
         with progress_bars(shown=dist.get_rank() == 0) as progress:
             for size in dict.fromkeys(options.sizes):
                 repetitions = options.repetitions or SIZES[size].repetitions
-                schedule = Schedule(options.warmup, repetitions, options.seed)
+                schedule = Schedule(options.warmup, repetitions, options.seed, options.timeout)
                 records = measure(size, names, schedule, device, progress)
                 if dist.get_rank() == 0:
                     rows.add(records)
