@@ -5,6 +5,8 @@ several machines, the same command is started on each; the first of the hostfile
 keeps the rows.
 """
 
+import importlib.util
+import math
 import os
 import shlex
 import sys
@@ -23,14 +25,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from benchmarks.collect import INTERRUPTED
+from benchmarks.ddp import POLICIES
 from benchmarks.hosts import Host, check_capacity, own_capacity, own_index, place, read_hostfile
 from benchmarks.meeting import Meeting, MeetingError
+from benchmarks.models import TRAININGS, Scale
 from benchmarks.records import Record, RowFile
 from benchmarks.report import Document, check_folder, write_report
 from benchmarks.report.folder import ROWS
 from benchmarks.report.scaling import scaling_document
 from benchmarks.scaling_rank import SYNCHRONISED, Launch, measure_rank
-from benchmarks.small_model import MODELS
 from benchmarks.table import console, progress_bars
 from benchmarks.ways import MIN_WARMUP, left_out
 from fastsync.ranks import Nodes, launch_ranks
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     WayName = str
     WorldSizes = tuple[int, ...]
 else:
-    ModelName = tyro.extras.literal_type_from_choices(MODELS)
+    ModelName = tyro.extras.literal_type_from_choices(TRAININGS)
     WayName = tyro.extras.literal_type_from_choices(SYNCHRONISED)
     WorldSizes = Annotated[
         tuple[int, ...],
@@ -54,7 +57,9 @@ else:
     ]
 
 PROG = "python -m benchmarks scaling"
-FOUND_NONE = 120.0
+STOPPING = 5.0
+"""Seconds that ranks have to end after Ctrl-C: they have nothing to save."""
+STARTING = 120.0
 """Seconds that the machines of one launch wait for each other, once they were told to start it."""
 
 
@@ -66,16 +71,19 @@ class Options:
     """Numbers of ranks, in all. Efficiency is relative to the smallest."""
     strong: bool = False
     """Keep the samples of all ranks together constant, and not those of each."""
-    model: ModelName = "mlp-5m"
-    """What is trained, on synthetic samples."""
-    batch_size: int = 64
-    """Samples of a rank in a step; with --strong, those of all ranks together."""
+    model: ModelName = "mlp"
+    """What is trained, on synthetic samples: PPO's policies for vectors (mlp) and images (atari), ResNet-50, a GPT."""
+    scale: Scale = "small"
+    """small: narrow models, short sequences, small images, for a CPU. full: as in the papers, for GPUs."""
+    batch_size: int | None = None
+    """Samples of a rank in a step; with --strong, those of all ranks together. By default as many as suit a rank, and
+    with --strong that times the least common multiple of the world sizes."""
     ways: tuple[WayName, ...] = ("ddp", "fastsync.attach/none", "fastsync.attach/fp16")
     """Ways to synchronise gradients."""
     repetitions: int = 3
     """Launches of each world size. Six are needed for intervals that hold their 95 %."""
-    steps: int = 50
-    """Timed steps of each way in a launch."""
+    steps: int | None = None
+    """Timed steps of each way in a launch; by default between 200 for the smallest model and 10 for the largest."""
     warmup: int = 5
     """Steps of each way that are not timed."""
     sweep: tuple[int, ...] = (2**10, 2**13, 2**16, 2**19, 2**22, 2**25)
@@ -101,7 +109,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "repetitions", "steps", "sweep_repetitions"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not self.world_sizes or min(self.world_sizes) < 1:
             raise ValueError(f"world_sizes={self.world_sizes}: name at least one, each from 1 on")
@@ -111,7 +119,7 @@ class Options:
             raise ValueError(f"warmup={self.warmup} must be at least {MIN_WARMUP}: DDP and PowerSGD start up that long")
         if self.sweep and min(self.sweep) < 4:
             raise ValueError(f"sweep={self.sweep}: the smallest is 4 bytes, one float32 value")
-        uneven = [size for size in self.world_sizes if self.strong and self.batch_size % size]
+        uneven = [size for size in self.world_sizes if self.strong and (self.batch_size or 0) % size]
         if uneven:
             raise ValueError(
                 f"batch_size={self.batch_size} cannot be shared by {uneven[0]} ranks: with --strong it is that of all "
@@ -119,6 +127,15 @@ class Options:
             )
         if self.node_rank is not None and self.hostfile is None:
             raise ValueError(f"node_rank={self.node_rank} is a line of a hostfile; name it with --hostfile")
+        if self.model in POLICIES and importlib.util.find_spec("gymnasium") is None:
+            raise ValueError(f"model {self.model} needs gymnasium, which the extra 'train' installs")
+
+    def samples(self, world_size: int) -> int:
+        """Of each rank in a step."""
+        own = TRAININGS[self.model][self.scale].batch_size
+        if self.strong:
+            return (self.batch_size or own * math.lcm(*self.world_sizes)) // world_size
+        return self.batch_size or own
 
 
 @dataclass(frozen=True)
@@ -240,9 +257,10 @@ def launch(options: Options, plan: Plan, number: int, repetition: int, size: int
         return None
     work = Launch(
         model=options.model,
+        scale=options.scale,
         ways=tuple(dict.fromkeys(options.ways)),
-        batch_size=options.batch_size // size if options.strong else options.batch_size,
-        steps=options.steps,
+        batch_size=options.samples(size),
+        steps=options.steps or TRAININGS[options.model][options.scale].repetitions,
         warmup=options.warmup,
         sweep=options.sweep,
         sweep_repetitions=options.sweep_repetitions,
@@ -251,8 +269,8 @@ def launch(options: Options, plan: Plan, number: int, repetition: int, size: int
     if plan.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
     master = plan.hosts[0].name
-    nodes = Nodes(len(placed), plan.index, master, options.master_port + 1 + number, FOUND_NONE)
-    return launch_ranks(measure_rank, placed[plan.index], work, nodes=nodes)[0]
+    nodes = Nodes(len(placed), plan.index, master, options.master_port + 1 + number, STARTING)
+    return launch_ranks(measure_rank, placed[plan.index], work, nodes=nodes, stop_timeout=STOPPING)[0]
 
 
 def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int], command: str) -> int:

@@ -13,24 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from benchmarks import scaling
 from benchmarks.__main__ import main
+from benchmarks.ddp import PARTS
 from benchmarks.efficiency import overhead, points, sweep
 from benchmarks.hosts import Capacity, Host, check_capacity, own_capacity, own_index, place, read_hostfile
 from benchmarks.records import Record, read_json
-from benchmarks.scaling_rank import Launch, bandwidths, compute_figures, is_mean
-from benchmarks.ways import WAYS, TrainingStep, Way
+from benchmarks.scaling_rank import Launch, _train, bandwidths, compute_figures
+from benchmarks.ways import TrainingStep, Way
 from fastsync.ranks import Nodes
 from tests.benchmark_rows import all_reduce_row, step_row
 from tests.ranks import run_ranks
 from tests.test_launch_ranks import free_port
 
 ROOT = Path(__file__).parent.parent
-TINY = ("--ways", "fastsync.attach/none", "--model", "mlp-0.3m", "--batch-size", "2", "--steps", "2", "--warmup", "2")
+TINY = ("--ways", "fastsync.attach/none", "--model", "mlp", "--batch-size", "2", "--steps", "2", "--warmup", "2")
 TINY += ("--sweep", "1024", "--sweep-repetitions", "2")
 
 
@@ -202,8 +202,8 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     def prepare(endings: Sequence[list[Record] | BaseException]) -> list[tuple[int, Launch]]:
         launched: list[tuple[int, Launch]] = []
 
-        def launch(fn: object, nproc: int, work: Launch, *, nodes: Nodes) -> list[list[Record]]:
-            del fn, nodes
+        def launch(fn: object, nproc: int, work: Launch, *, nodes: Nodes, stop_timeout: float) -> list[list[Record]]:
+            del fn, nodes, stop_timeout
             launched.append((nproc, work))
             ending = endings[len(launched) - 1]
             if isinstance(ending, BaseException):
@@ -274,7 +274,7 @@ def test_our_own_bugs_are_shown_as_such(tmp_path: Path, launcher: Launcher):
         (("--world-sizes", "0"), "each from 1 on"),
         (("--world-sizes",), "name at least one"),
         (("--world-sizes", "two"), "two"),
-        (("--world-sizes", "2", "3", "--strong"), "batch_size=64 cannot be shared by 3 ranks"),
+        (("--world-sizes", "2", "3", "--strong", "--batch-size", "64"), "batch_size=64 cannot be shared by 3 ranks"),
         (("--steps", "0"), "steps=0 must be at least 1"),
         (("--repetitions", "0"), "repetitions=0 must be at least 1"),
         (("--warmup", "1"), "warmup=1 must be at least 2"),
@@ -308,6 +308,15 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
     assert launched == []
     assert [path.name for path in tmp_path.iterdir()] == ["HOSTS"]
+
+
+def test_samples_of_a_rank():
+    weak = scaling.Options(world_sizes=(1, 2, 3), batch_size=12)
+    strong = scaling.Options(world_sizes=(1, 2, 3), batch_size=12, strong=True)
+    assert [weak.samples(size) for size in (1, 2, 3)] == [12, 12, 12]
+    assert [strong.samples(size) for size in (1, 2, 3)] == [12, 6, 4]
+    by_default = scaling.Options(world_sizes=(2, 3), strong=True)
+    assert [by_default.samples(size) for size in (2, 3)] == [256 * 3, 256 * 2]
 
 
 # Real launches.
@@ -350,13 +359,13 @@ def test_scaling_from_the_command_line_on_two_machines(tmp_path: Path):
     machines = [start(tmp_path, *options, "--node-rank", str(rank), "--report", f"report{rank}") for rank in (0, 1)]
     said = [machine.communicate(timeout=120)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], "\n".join(said)
-    assert "Weak scaling of mlp-0.3m, 2 samples a rank" in said[0]
+    assert "Weak scaling of mlp (small), 2 samples a rank" in said[0]
     assert not (tmp_path / "report1").exists()
     rows = json.loads((tmp_path / "report0/rows.json").read_text())
     assert [(row["way"], row["settings"]["world_size"], row["settings"]["nodes"]) for row in rows] == [
-        ("no_sync", 1, 1),
+        ("no_ddp", 1, 1),
         ("fastsync.attach/none", 1, 1),
-        ("no_sync", 2, 2),
+        ("no_ddp", 2, 2),
         ("fastsync.attach/none", 2, 2),
         ("all_reduce/fp32", 2, 2),
     ]
@@ -394,30 +403,16 @@ def test_ctrl_c_leaves_a_report_and_no_process(tmp_path: Path):
 
 def measure_with_a_wrong_way(rank: int, world_size: int) -> list[Record]:
     del rank, world_size
-    WAYS["wrong"] = Way(lambda training, group: TrainingStep(training.model()))
-    return list(scaling_rows_of(Launch("mlp-0.3m", ("wrong", "cat"), 2, 2, 2, (1024,), 2, 0)))
-
-
-def scaling_rows_of(launch: Launch) -> list[Record]:
-    from benchmarks.scaling_rank import _train
-
-    return list(_train(launch, torch.device("cpu"), {"world_size": dist.get_world_size()}, {}))
+    PARTS["wrong"] = Way(lambda gradients, group: TrainingStep(gradients.model()))
+    launch = Launch("mlp", "small", ("wrong", "cat"), 2, 2, 2, sweep=(), sweep_repetitions=2, seed=0)
+    return list(_train(launch, torch.device("cpu"), {}))
 
 
 def test_a_wrong_way_is_not_timed():
     first, second = run_ranks(measure_with_a_wrong_way, 2)
     assert first == second
     assert [(row.way, row.correct, len(row.samples)) for row in first] == [
-        ("no_sync", True, 2),
+        ("no_ddp", True, 2),
         ("wrong", False, 0),
         ("cat", True, 2),
     ]
-
-
-def test_the_check_allows_roundings_and_nothing_else():
-    own = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for wire in (torch.float32, torch.float16, torch.bfloat16):
-        assert is_mean(own.to(wire).double(), own, own.abs(), wire, 2)
-    assert not is_mean(own.to(torch.float16).double(), own, own.abs(), torch.float32, 2)
-    assert not is_mean(own.roll(1), own, own.abs(), torch.bfloat16, 2)
-    assert not is_mean(own * float("nan"), own, own.abs(), torch.bfloat16, 2)

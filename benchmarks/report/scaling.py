@@ -112,7 +112,8 @@ def _title(settings: Mapping[str, Any], scaling: str) -> str:
         return "Scaling"
     batch = "a rank" if scaling == "weak" else "in all"
     number = settings["batch_size"] * (1 if scaling == "weak" else settings["world_size"])
-    return f"{scaling.capitalize()} scaling of {settings['model']}, {number} samples {batch}"
+    scale = f" ({settings['scale']})" if "scale" in settings else ""
+    return f"{scaling.capitalize()} scaling of {settings['model']}{scale}, {number} samples {batch}"
 
 
 def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) -> Iterator[str]:
@@ -157,6 +158,6 @@ def _environment(records: Sequence[Record]) -> dict[str, str]:
     facts = {name: value for name, value in records[0].environment.items() if value is not None}
     facts["backend"] = ", ".join(dict.fromkeys(str(row["backend"]) for row in settings))
     facts["machines"] = max(row.get("nodes", 1) for row in settings)
-    for name in ("model", "numel", "num_tensors", "repetitions", "warmup", "seed"):
+    for name in ("model", "scale", "numel", "num_tensors", "repetitions", "warmup", "seed"):
         facts[{"repetitions": "steps a launch"}.get(name, name)] = settings[0].get(name)
     return {name: str(value) for name, value in facts.items() if value is not None}
