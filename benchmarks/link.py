@@ -268,8 +268,8 @@ LEGEND = (
     "step: median [p10, p90] of the slowest rank. exposed: what it adds to the step without communication. sent: what "
     "a rank has to send at least, 2(n − 1)/n of the gradients at the wire's width. link's limit: that, by the link's "
     "rate; TCP cannot do better than 1.05 of it one way and 1.07 both ways at once, for headers and acknowledgements, "
-    "and an idle link lets 1 ms of its rate through at once, so that a step may save that. plain TCP: the same bytes at "
-    "the rate that sockets alone reached between the same ranks just before, all sending to the next one."
+    "and an idle link lets 1 ms of its rate through at once, so that a step may save that. plain TCP: the same bytes "
+    "at the rate that sockets alone reached between the same ranks just before, all sending to the next one."
 )
 
 

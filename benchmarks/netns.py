@@ -210,6 +210,7 @@ def _run(*command: str, standard_input: str = "") -> str:
             text=True,
             timeout=COMMAND_TIMEOUT,
             check=False,
+            start_new_session=True,  # Ctrl-C is for this process, which then tidies up
         )
     except subprocess.TimeoutExpired:
         raise NetworkError(f"{said} did not end within {COMMAND_TIMEOUT:g} s") from None

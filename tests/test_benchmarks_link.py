@@ -186,6 +186,11 @@ def test_namespaces_of_a_later_process_of_the_same_number_are_told_apart():
 
 
 @needs_namespaces
+def test_what_another_run_has_removed_is_no_error():
+    netns.remove("fastsync-0-0-gone")
+
+
+@needs_namespaces
 def test_a_network_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Network, "_shape", lambda self: "telepathy")
     with pytest.raises(netns.NetworkError, match="telepathy"), Network(2, 100 * MBIT):
