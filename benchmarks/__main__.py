@@ -12,6 +12,7 @@ COMMANDS = {
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL",
     "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",
+    "report": "a report of rows that were measured before: tables, pictures, one page of HTML",
     "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }
 REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")

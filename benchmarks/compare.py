@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.records import Record, read_json
 from benchmarks.statistics import CONFIDENCE, noise_band, ratio_interval, replicates
-from benchmarks.table import console, milliseconds
+from benchmarks.table import console, milliseconds, share, told_apart
 
 PROG = "python -m benchmarks compare"
 HOW_OFTEN = ("seed", "launch", "repetitions", "warmup")
@@ -178,18 +178,6 @@ def summary(comparisons: Sequence[Comparison]) -> str:
     return ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts)
 
 
-def told_apart(row: Comparison, rows: Sequence[Comparison]) -> str:
-    """The settings that tell a row from others of the same way, as few as will do."""
-    others = [other for other in rows if other.way == row.way and other is not row]
-    told = []
-    for name, value in row.settings.items():
-        left = [other for other in others if other.settings.get(name) == value]
-        if len(left) < len(others):
-            told.append(f"{name} {value}")
-        others = left
-    return ", ".join(told)
-
-
 def show(comparisons: Sequence[Comparison]) -> None:
     """A table for each benchmark."""
     out = console()
@@ -214,9 +202,9 @@ def show(comparisons: Sequence[Comparison]) -> None:
                 row.way,
                 told_apart(row, rows),
                 _time(row.before),
-                _band(row.noise_before),
+                share(row.noise_before),
                 _time(row.after),
-                _band(row.noise_after),
+                share(row.noise_after),
                 f"{row.ratio:.3f}" if isfinite(row.ratio) else "",
                 f"[{row.low:.3f}, {row.high:.3f}]" if isfinite(row.low) and isfinite(row.high) else "not known",
                 row.verdict,
@@ -236,7 +224,3 @@ LEGEND = (
 
 def _time(seconds: float) -> str:
     return milliseconds(seconds) if isfinite(seconds) else ""
-
-
-def _band(noise: float) -> str:
-    return f"± {noise:.1%}" if isfinite(noise) else "not known"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,25 +13,27 @@ import pytest
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
+from benchmarks.__main__ import main
 from benchmarks.efficiency import DEFINITIONS, points, sweep
-from benchmarks.records import RowFile
+from benchmarks.records import Record, RowFile, read_json
 from benchmarks.report import Document, Section, Table, check_folder, write_report
 from benchmarks.report import pictures as drawn
 from benchmarks.report.markdown import to_markdown
 from benchmarks.report.page import to_html
+from benchmarks.report.rows import environment_of
 from benchmarks.report.scaling import interval, scaling_document
-from tests.benchmark_rows import all_reduce_row, scaling_rows, step_row
+from tests.benchmark_rows import WHERE, all_reduce_row, scaling_rows, step_row
 
 FILES = {"rows.json", "rows.csv", "report.md", "index.html", "efficiency.svg", "breakdown.svg", "busbw.svg"}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A report of made-up rows."""
-    records = scaling_rows()
-    RowFile(tmp_path / "rows.json").add(records)
-    write_report(tmp_path, scaling_document(records, "python -m benchmarks scaling --oversubscribe"), records)
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of made-up rows, to be read."""
+    folder, records = tmp_path_factory.mktemp("report"), scaling_rows()
+    RowFile(folder / "rows.json").add(records)
+    write_report(folder, scaling_document(records, "python -m benchmarks scaling --oversubscribe"), records)
+    return folder
 
 
 class Page(HTMLParser):
@@ -221,3 +224,43 @@ def test_a_report_replaces_no_other(tmp_path: Path):
         check_folder(tmp_path)
     with pytest.raises(ValueError, match="is a file; name a folder"):
         check_folder(tmp_path / "rows.json")
+
+
+def test_rows_of_any_benchmark_have_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def row(way: str, size: str, correct: bool = True) -> Record:
+        settings = {"size": size, "world_size": 2, "backend": "gloo"}
+        return Record("sync", way, settings, {}, correct, [0.001, 0.002, 0.003] if correct else [], WHERE)
+
+    RowFile(tmp_path / "rows.json").add([row("ddp", "5k"), row("ddp", "12m"), row("cat", "5k", correct=False)])
+    folder = tmp_path / "report"
+    assert main(["report", str(tmp_path / "rows.json"), "--report", str(folder)]) == 0
+    assert str(folder / "index.html") in capsys.readouterr().out
+    markdown = (folder / "report.md").read_text()
+    assert "All rows: world\\_size 2, backend gloo." in markdown
+    assert "| ddp | size 5k | 2.000 [1.200, 2.800] | ± 200.0% | 3 | right |" in markdown
+    assert "| cat |  |  | not known | 0 | WRONG |" in markdown
+    assert "WRONG: cat at" in markdown
+    assert read_json(folder / "rows.json") == read_json(tmp_path / "rows.json")
+    Page((folder / "index.html").read_text())
+    assert main(["report", str(tmp_path / "rows.json"), "--report", str(folder)]) == 2
+    assert main(["report", str(tmp_path / "nowhere.json"), "--report", str(tmp_path / "new")]) == 2
+    assert "nowhere.json: there is no such file" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_rows_of_scaling_have_the_report_that_scaling_writes(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    again = tmp_path_factory.mktemp("again")
+    assert main(["report", str(folder / "rows.json"), "--report", str(again)]) == 0
+    for name in FILES - {"index.html", "report.md"}:
+        assert (again / name).read_text() == (folder / name).read_text()
+
+
+def test_machines_that_differ_are_all_named():
+    elsewhere = WHERE | {"cpu": "another CPU", "time": "2026-01-02T00:00:00+00:00"}
+    records = [step_row(1, [1.0]), replace(step_row(2, [1.0]), environment=elsewhere)]
+    assert environment_of(records) == {
+        "time": "2026-01-01T00:00:00+00:00 … 2026-01-02T00:00:00+00:00",
+        "torch": "2.13.0",
+        "cpu": "a CPU, another CPU",
+        "cores": "2",
+    }

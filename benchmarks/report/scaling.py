@@ -8,6 +8,7 @@ from benchmarks.efficiency import DEFINITIONS, Bandwidth, Point, overhead, point
 from benchmarks.records import Record
 from benchmarks.report.document import Document, Section, Table
 from benchmarks.report.pictures import bandwidth_picture, binary, breakdown_picture, efficiency_picture, ranks
+from benchmarks.report.rows import environment_of
 from benchmarks.statistics import SURE_FROM
 from benchmarks.table import milliseconds
 
@@ -155,7 +156,7 @@ def _environment(records: Sequence[Record]) -> dict[str, str]:
     if not records:
         return {}
     settings = [record.settings for record in records]
-    facts = {name: value for name, value in records[0].environment.items() if value is not None}
+    facts: dict[str, Any] = {**environment_of(records)}
     facts["backend"] = ", ".join(dict.fromkeys(str(row["backend"]) for row in settings))
     facts["machines"] = max(row.get("nodes", 1) for row in settings)
     for name in ("model", "scale", "numel", "num_tensors", "repetitions", "warmup", "seed"):
