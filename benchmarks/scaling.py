@@ -250,7 +250,9 @@ def launches(options: Options, plan: Plan) -> Iterator[tuple[int, int]]:
             yield repetition, size
 
 
-def launch(options: Options, plan: Plan, number: int, repetition: int, size: int) -> list[Record] | None:
+def launch(
+    options: Options, plan: Plan, meeting: Meeting, number: int, repetition: int, size: int
+) -> list[Record] | None:
     """One launch, as far as this machine takes part. The first machine gets its rows."""
     placed = plan.placed[size]
     if plan.index >= len(placed):
@@ -270,7 +272,8 @@ def launch(options: Options, plan: Plan, number: int, repetition: int, size: int
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
     master = plan.hosts[0].name
     nodes = Nodes(len(placed), plan.index, master, options.master_port + 1 + number, STARTING)
-    return launch_ranks(measure_rank, placed[plan.index], work, nodes=nodes, stop_timeout=STOPPING)[0]
+    with meeting.watched(len(placed)):
+        return launch_ranks(measure_rank, placed[plan.index], work, nodes=nodes, stop_timeout=STOPPING)[0]
 
 
 def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int], command: str) -> int:
@@ -278,7 +281,7 @@ def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int
     options.report.mkdir(parents=True, exist_ok=True)
     rows = RowFile(options.report / ROWS)
     rows.add([])
-    status, notes, number = 0, [], 0
+    status, notes = 0, []
     order = list(launches(options, plan))
     try:
         with progress_bars(shown=True) as progress:
@@ -286,8 +289,8 @@ def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int
             for number, (repetition, size) in enumerate(order):
                 what = f"{size} rank{'s' if size > 1 else ''}, launch {repetition + 1} of {options.repetitions}"
                 progress.update(task, description=what, refresh=True)
-                meeting.announce(f"launch {number}", GO)
-                records = launch(options, plan, number, repetition, size)
+                meeting.announce(f"launch {number}")
+                records = launch(options, plan, meeting, number, repetition, size)
                 assert records is not None
                 settings = {
                     "scaling": "strong" if options.strong else "weak",
@@ -299,8 +302,7 @@ def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int
     except (Exception, KeyboardInterrupt) as error:
         status, note = ending(error)
         notes.append(f"{note}; launches before are reported")
-        # Where this launch has failed, the others were told to start it, and look for the next.
-        meeting.announce(f"launch {number + 1}", notes[0])
+        meeting.warn(note)
     meeting.part()
     records = rows.read()
     wrong = [f"WRONG: {record.way} at {dict(record.settings)}" for record in records if not record.correct]
@@ -310,21 +312,16 @@ def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int
     return status or int(bool(wrong))
 
 
-GO = "go"
-
-
 def follow(options: Options, plan: Plan, meeting: Meeting) -> int:
     """Any other machine: waits for what the first one launches next. Returns the exit status."""
     try:
         for number, (repetition, size) in enumerate(launches(options, plan)):
-            said = meeting.hear(f"launch {number}")
-            if said != GO:
-                print(f"{PROG}: {plan.hosts[0].name} says: {said}", file=sys.stderr)
-                return 1
-            launch(options, plan, number, repetition, size)
+            meeting.hear(f"launch {number}")
+            launch(options, plan, meeting, number, repetition, size)
         meeting.part()
     except (Exception, KeyboardInterrupt) as error:
         status, note = ending(error)
+        meeting.warn(note)
         print(f"{PROG}: {note}", file=sys.stderr)
         return status
     return 0
@@ -339,7 +336,9 @@ def ending(error: BaseException) -> tuple[int, str]:
         return 128 + error.sigval, "interrupted"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
-    if isinstance(error, (DistError, RendezvousError, MeetingError)):
+    if isinstance(error, MeetingError):
+        return 1, str(error)
+    if isinstance(error, (DistError, RendezvousError)):
         return 1, f"the machines have lost each other: {error}"
     raise error
 

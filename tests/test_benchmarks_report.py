@@ -95,6 +95,7 @@ def test_everything_is_in_the_folder_and_agrees(folder: Path):
         assert "Measuring itself costs 1.0 µs a step" in text
         assert "holds a median with a probability of 75%" in text
     # T(2) is twice T(1), with launches from 0.9 to 1.1 of that.
+    assert "| ddp | 1 rank | 100.0% | reference | 1000.000 |" in markdown
     assert "| ddp | 2 ranks | 50.0% | [40.9%, 61.1%] | 2000.000 | [1800.000, 2200.000] | 3 |" in markdown
 
 

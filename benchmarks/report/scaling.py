@@ -49,13 +49,14 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
 
 
 def efficiency_table(found: Sequence[Point]) -> Table:
-    """A row for each way and world size."""
+    """A row for each way and world size. The smallest world size is what the others are measured by."""
+    base = {point.way: point.world_size for point in reversed(found)}
     rows = [
         (
             point.way,
             ranks(point.world_size, point.oversubscribed),
             f"{point.efficiency:.1%}",
-            interval(point.efficiency_low, point.efficiency_high, 100, "%"),
+            _sureness(point) if point.world_size > base[point.way] else "reference",
             milliseconds(point.step),
             interval(point.step_low, point.step_high, 1e3),
             str(point.launches),
@@ -63,6 +64,10 @@ def efficiency_table(found: Sequence[Point]) -> Table:
         for point in found
     ]
     return Table(("way", "ranks", "efficiency", "interval", "step, ms", "interval, ms", "launches"), rows)
+
+
+def _sureness(point: Point) -> str:
+    return interval(point.efficiency_low, point.efficiency_high, 100, "%")
 
 
 def breakdown_table(found: Sequence[Point]) -> Table:
@@ -120,10 +125,9 @@ def _title(settings: Mapping[str, Any], scaling: str) -> str:
 def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) -> Iterator[str]:
     for way in dict.fromkeys(point.way for point in found):
         last = [point for point in found if point.way == way][-1]
-        sure = interval(last.efficiency_low, last.efficiency_high, 100, "%")
         yield (
             f"{way} on {ranks(last.world_size, last.oversubscribed)}: {last.efficiency:.1%} {scaling} efficiency, "
-            f"interval {sure}; {last.exposed / last.step:.0%} of a step is exposed communication."
+            f"interval {_sureness(last)}; {last.exposed / last.step:.0%} of a step is exposed communication."
         )
     cost = overhead(records)
     if cost is not None:
