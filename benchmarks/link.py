@@ -286,7 +286,7 @@ def _title(record: Record) -> str:
     crowded = f", OVERSUBSCRIBED: {where['cores']} cores" if settings.get("oversubscribed") else ""
     work = f"{settings['numel']:,} gradients in {settings['num_tensors']} tensors"
     subject = work if record.benchmark == "sync" else f"{settings['model']} ({settings['scale']}), {work}"
-    raw = {name: format_rate(round(figures[f"raw_{name}"], -5)) for name in ("rate_alone", "rate_ring")}
+    raw = {name: format_rate(round(figures[f"raw_{name}"])) for name in ("rate_alone", "rate_ring")}
     return (
         f"{subject}, {settings['world_size']} {settings['backend']} ranks on links of {format_rate(settings['link'])}"
         f"{crowded}, {settings['repetitions']} repetitions\n"

@@ -55,7 +55,7 @@ def parse_rate(text: str) -> int:
 def format_rate(rate: int) -> str:
     """As people say it: 100 Mbit/s."""
     unit = next((unit for unit in reversed(UNITS) if rate >= UNITS[unit]), "bit")
-    return f"{rate / UNITS[unit]:g} {unit.removesuffix('bit').capitalize()}bit/s"
+    return f"{rate / UNITS[unit]:.4g} {unit.removesuffix('bit').capitalize()}bit/s"
 
 
 def burst(rate: int) -> int:
