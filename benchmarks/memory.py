@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.workloads import format_bytes
+from benchmarks.units import format_bytes
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")

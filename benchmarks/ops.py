@@ -22,7 +22,7 @@ from benchmarks.passes import COPY, PASSES, WIRES, Buffers, Pass, is_right
 from benchmarks.records import Record, RowFile, environment, quantiles
 from benchmarks.table import Columns, console, progress_bars, table
 from benchmarks.timing import rounds
-from benchmarks.workloads import format_bytes, parse_bytes
+from benchmarks.units import format_bytes, parse_bytes
 from fastsync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:

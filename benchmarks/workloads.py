@@ -1,11 +1,12 @@
 """What is synchronised: parameters of some size, and gradients whose mean over the ranks is known."""
 
-import re
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from benchmarks.units import format_bytes, parse_bytes
 
 Shapes = list[tuple[int, ...]]
 
@@ -33,29 +34,10 @@ SIZES = {
     "12m": Size([(1024, 1024), (1024,)] * 12, repetitions=20),
 }
 
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 TENSORS_IN_BYTES = 16
 """Tensors that a size given in bytes is divided into: equal ones, but for one value more or less."""
 BYTES_IN_SAMPLES = 2**30
 """Gradients that all samples of a size given in bytes synchronise together, within 5 and 300 samples."""
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes from text such as 1KiB, 25MiB or 1GiB.
-
-    Raises:
-        ValueError: it is none.
-    """
-    match = re.fullmatch(r"(\d+) ?(B|KiB|MiB|GiB)", text)
-    if match is None:
-        raise ValueError(f"{text!r} is no number of bytes: write it as 64B, 1KiB, 25MiB or 1GiB")
-    return int(match[1]) * UNITS[match[2]]
-
-
-def format_bytes(nbytes: int) -> str:
-    """As ``parse_bytes`` reads it, in the largest unit that leaves a whole number."""
-    unit = next(unit for unit in reversed(UNITS) if nbytes % UNITS[unit] == 0)
-    return f"{nbytes // UNITS[unit]}{unit}"
 
 
 def size_of(name: str) -> Size:
