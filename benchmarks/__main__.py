@@ -10,7 +10,7 @@ COMMANDS = {
     "ops": "pack and unpack over sizes and numbers of tensors, against a copy of as many bytes and torch's operations",
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
     "predict": "efficiency at up to 1,024 ranks and the link below which compression pays, from a model fitted on rows",
-    "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL",
+    "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop",
 }
 REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")
 

@@ -14,6 +14,8 @@ from benchmarks.records import Record
 FLOOR = 0.02
 """What no median is trusted beyond, as a part of it: a machine's state changes from row to row."""
 NUM_FOLDS = 5
+NEAR = 4.0
+"""Messages within this factor of each other are taken to be off by about as much."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,17 @@ class Fit:
     how: str
     """How they were held back."""
 
-    @property
-    def median_error(self) -> float:
-        return float(np.median([abs(held.error) for held in self.held_back]))
+    def errors(self, numel: float | None = None) -> list[float]:
+        """Of the held-back points, without their signs: of all, or of those with about ``numel`` parameters.
 
-    @property
-    def worst_error(self) -> float:
-        return max(abs(held.error) for held in self.held_back)
+        Those are within a factor of ``NEAR`` of ``numel``, or of the smallest or largest point if it is beyond these.
+        """
+        if numel is None:
+            return [abs(held.error) for held in self.held_back]
+        numels = [held.point.numel for held in self.held_back]
+        wanted = min(max(numel, min(numels)), max(numels))
+        near = [held for held in self.held_back if 1 / NEAR <= held.point.numel / wanted <= NEAR]
+        return [abs(held.error) for held in near or self.held_back]
 
 
 def link_of(record: Record) -> int | None:

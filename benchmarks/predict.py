@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
@@ -210,6 +211,8 @@ def model_for(options: Options, fitted: Fit | None) -> CostModel:
 def predict(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[Record]:
     """A row for each compression and number of ranks. low and high: with the worst error that was seen."""
     job, link, where = options.job, model.topology.link, environment(torch.device("cpu"))
+    errors = fitted.errors(job.numel / job.num_buckets) if fitted else []
+    median_error, worst_error = (median(errors), max(errors)) if errors else (None, None)
     for way, host in model.hosts.items():
         for num_ranks in world_sizes(options):
             exposed = model.exposed_time(way, job, num_ranks) if num_ranks > 1 else 0.0
@@ -230,10 +233,10 @@ def predict(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[
                 figures={
                     "exposed_time": exposed,
                     "efficiency": efficiency(job, exposed),
-                    "low": efficiency(job, exposed * (1 + fitted.worst_error)) if fitted else None,
-                    "high": efficiency(job, exposed * max(0.0, 1 - fitted.worst_error)) if fitted else None,
-                    "median_error": fitted.median_error if fitted else None,
-                    "worst_error": fitted.worst_error if fitted else None,
+                    "low": efficiency(job, exposed * (1 + worst_error)) if worst_error is not None else None,
+                    "high": efficiency(job, exposed * max(0.0, 1 - worst_error)) if worst_error is not None else None,
+                    "median_error": median_error,
+                    "worst_error": worst_error,
                 },
                 correct=True,
                 samples=[],
@@ -322,10 +325,12 @@ def _parameters(model: CostModel, fitted: Fit | None) -> Iterator[str]:
     if fitted is None:
         yield "error: unknown, nothing was measured; every figure below is as good as what was given"
         return
-    ranks = sorted({point.num_ranks for point in fitted.points})
+    ranks = ", ".join(map(str, sorted({point.num_ranks for point in fitted.points})))
+    errors = fitted.errors()
     yield (
-        f"error: median {fitted.median_error:.1%}, worst {fitted.worst_error:.1%} of {len(fitted.held_back)} points "
-        f"held back {fitted.how}; fitted on {len(fitted.points)} points at {', '.join(map(str, ranks))} ranks"
+        f"error: median {median(errors):.1%}, worst {max(errors):.1%} of {len(errors)} points held back {fitted.how}; "
+        f"beside the figures below, of those of about as many bytes. Fitted on {len(fitted.points)} points at {ranks} "
+        "ranks"
     )
 
 
@@ -334,7 +339,10 @@ def _crossovers(options: Options, model: CostModel, fitted: Fit | None) -> Itera
     plain, num_ranks, job = f"{options.door}/none", max(world_sizes(options)), options.job
     if plain not in model.hosts or num_ranks == 1:
         return
-    error = f" (error as above: worst {fitted.worst_error:.0%} of a sync)" if fitted else " (error unknown)"
+    errors = fitted.errors(job.numel / job.num_buckets) if fitted else []
+    error = (
+        f" (error of a sync: median {median(errors):.0%}, worst {max(errors):.0%})" if errors else " (error unknown)"
+    )
     for way in model.hosts:
         if way == plain:
             continue
