@@ -21,7 +21,7 @@ from benchmarks.collect import Collected, collect
 from benchmarks.measure import TIMEOUT, Schedule, measure, memory_needed
 from benchmarks.memory import available_on, check_fits
 from benchmarks.records import Record, RowFile
-from benchmarks.table import Columns, console, milliseconds, progress_bars, spread, table
+from benchmarks.table import Columns, console, milliseconds, number, progress_bars, spread, table
 from benchmarks.ways import MIN_WARMUP, WAYS, left_out, with_their_limits
 from benchmarks.workloads import SIZES, Size, size_of, sweep
 from fastsync.distributed import process_group
@@ -56,6 +56,8 @@ class Options:
     """File to write all rows to, with every sample, the settings, versions and hardware."""
     seed: int = 0
     """Seeds the order of the ways, the weights and the gradients."""
+    timeout: float = TIMEOUT
+    """Seconds that a step may take and that ranks wait for each other."""
 
     def __post_init__(self) -> None:
         if not self.sizes:
@@ -68,6 +70,8 @@ class Options:
             raise ValueError(f"repetitions={self.repetitions} must be at least 1")
         if self.warmup < MIN_WARMUP:
             raise ValueError(f"warmup={self.warmup} must be at least {MIN_WARMUP}: DDP and PowerSGD start up that long")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
         self._check_memory()
@@ -103,13 +107,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all sizes as one rank, of which rank 0 keeps the rows. Returns notes."""
-    with process_group(TIMEOUT) as device:
+    with process_group(options.timeout) as device:
         ways = with_their_limits(options.ways)
         excluded = left_out(ways, dist.get_backend())
         ways = [way for way in ways if way not in excluded]
         with progress_bars(shown=dist.get_rank() == 0) as progress:
             for name, size in options.all_sizes.items():
-                schedule = Schedule(options.warmup, options.repetitions or size.repetitions, options.seed)
+                repetitions = options.repetitions or size.repetitions
+                schedule = Schedule(options.warmup, repetitions, options.seed, options.timeout)
                 records = measure(name, ways, schedule, device, progress)
                 if dist.get_rank() == 0:
                     rows.add(records)
@@ -139,13 +144,13 @@ FIGURES: Columns = {
     "over no_sync, ms": lambda record: milliseconds(record.figures["over_no_sync"]),
     "algbw, GB/s": lambda record: _gigabytes(record.figures["algbw"]),
     "busbw, GB/s": lambda record: _gigabytes(record.figures["busbw"]),
-    "× all_reduce": lambda record: _number(record.figures["over_all_reduce"], ".2f"),
-    "own share": lambda record: _number(record.figures["own_share"], "+.0%"),
+    "× all_reduce": lambda record: number(record.figures["over_all_reduce"], ".2f"),
+    "own share": lambda record: number(record.figures["own_share"], "+.0%"),
     "exposed, ms": lambda record: milliseconds(record.figures["exposed_time"]),
     "pack, ms": lambda record: milliseconds(record.figures["pack_time"]),
     "unpack, ms": lambda record: milliseconds(record.figures["unpack_time"]),
-    "wire bytes": lambda record: _number(record.figures["wire_bytes"], ",.0f"),
-    "error": lambda record: _number(record.figures["error"], ".1e"),
+    "wire bytes": lambda record: number(record.figures["wire_bytes"], ",.0f"),
+    "error": lambda record: number(record.figures["error"], ".1e"),
 }
 COLUMNS_OF_A_SIZE: Columns = {"way": lambda record: record.way} | FIGURES
 COLUMNS_OF_A_WAY: Columns = {"size": lambda record: record.settings["size"]} | FIGURES
@@ -177,7 +182,3 @@ def _where(record: Record) -> str:
 def _gigabytes(rate: float | None) -> str:
     """Three digits: rates of small messages are small."""
     return "" if rate is None else f"{rate / 1e9:#.3g}"
-
-
-def _number(value: float | None, format_spec: str) -> str:
-    return "" if value is None else format(value, format_spec)

@@ -34,6 +34,10 @@ def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.3f}"
 
 
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
 def spread(quantiles: Mapping[str, float]) -> str:
     """Milliseconds: median [p10, p90]."""
     if not quantiles:

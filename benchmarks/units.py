@@ -29,13 +29,16 @@ def parse_rate(text: str) -> int:
     Raises:
         ValueError: it is none.
     """
-    return round(_parse(text.lower(), RATES, "a link's rate: write it as 100mbit or 2.5gbit"))
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)", text.lower())
+    if match is None or (rate := round(float(match[1]) * RATES[match[2]])) < 1:
+        raise ValueError(f"rate={text}: expected a number and a unit, such as 100mbit, 1gbit or 10gbit")
+    return rate
 
 
 def format_rate(rate: float) -> str:
     """As people say it: 100 Mbit/s."""
     unit = next((unit for unit in reversed(RATES) if rate >= RATES[unit]), "bit")
-    return f"{rate / RATES[unit]:.4g} {unit.capitalize()}/s"
+    return f"{rate / RATES[unit]:g} {unit.removesuffix('bit').capitalize()}bit/s"
 
 
 def parse_seconds(text: str) -> float:

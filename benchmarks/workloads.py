@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.gradients import Gradients
 from benchmarks.units import format_bytes, parse_bytes
 
 Shapes = list[tuple[int, ...]]
@@ -83,7 +84,7 @@ class Model(nn.Module):
         return torch.stack(products).sum()
 
 
-class Workload:
+class Workload(Gradients):
     """One size's weights, the same on all ranks, and float32 gradients, other ones on each rank of the default group.
 
     Gradients are normally distributed, so that a value in the wrong place is a wrong value. For a low-rank method they
@@ -91,41 +92,14 @@ class Workload:
     """
 
     def __init__(self, size: Size, device: torch.device, seed: int = 0) -> None:
-        self.world_size = dist.get_world_size()
+        ranks = range(dist.get_world_size())
+        super().__init__((_normal(size.numel, seed + 1 + rank) for rank in ranks), device)
         self._lengths = [torch.Size(shape).numel() for shape in size.shapes]
         self._shapes = size.shapes
         self._weights = self._split(_normal(size.numel, seed).to(device))
-        # Every rank works out the others' gradients by itself, so that the mean owes nothing to a collective.
-        mean = torch.zeros(size.numel, dtype=torch.float64)
-        mean_magnitude = torch.zeros(size.numel, dtype=torch.float64)
-        for rank in range(self.world_size):
-            grads = _normal(size.numel, seed + 1 + rank)
-            mean += grads / self.world_size
-            mean_magnitude += grads.abs() / self.world_size
-            if rank == dist.get_rank():
-                self.flat_grads = grads.to(device)
-        self.mean = mean.to(device)
-        self._mean_magnitude = mean_magnitude.to(device)
 
     def model(self) -> Model:
         return Model(self._weights, self._split(self.flat_grads))
-
-    def is_mean(self, result: Tensor, wire: torch.dtype) -> bool:
-        """Whether each value of ``result``, flat, is as near to the mean as roundings to ``wire`` allow.
-
-        A rank's value is rounded when it is cast, when it is divided, and in each of n - 1 additions, by a relative
-        error of at most u each time (N. Higham, Accuracy and Stability of Numerical Algorithms, section 2.2), and where
-        it is subnormal by half of the smallest step in the first two.
-        """
-        info = torch.finfo(wire)
-        unit = info.eps / 2
-        relative = (1 + unit) ** (self.world_size + 1) - 1
-        bound = self._mean_magnitude * relative + 2 * self.world_size * info.smallest_normal * unit
-        return bool(((result.double() - self.mean).abs() <= bound).all())
-
-    def relative_error(self, result: Tensor) -> float:
-        """The 2-norm of the error over that of the mean."""
-        return ((result.double() - self.mean).norm() / self.mean.norm()).item()
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         return [part.view(shape) for part, shape in zip(flat.split(self._lengths), self._shapes, strict=True)]
