@@ -99,12 +99,11 @@ class Options:
             "timeout": self.timeout,
             "json": self.json,
             "seed": self.seed,
+            "oversubscribe": True,
         }
         if self.benchmark == "sync":
             return sync.Options(sizes=self.sizes, **shared)
-        return ddp.Options(
-            models=self.models, scale=self.scale, batch_size=self.batch_size, oversubscribe=True, **shared
-        )
+        return ddp.Options(models=self.models, scale=self.scale, batch_size=self.batch_size, **shared)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ busbw are given.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from benchmarks.collect import Collected, collect
+from benchmarks.collect import Collected, collect, places
 from benchmarks.measure import TIMEOUT, Schedule, measure, memory_needed
 from benchmarks.memory import available_on, check_fits
 from benchmarks.records import Record, RowFile
@@ -45,6 +45,8 @@ class Options:
     """Each size of the sweep by the one before."""
     nproc: int = 2
     """Number of ranks, each a process of its own on this machine."""
+    oversubscribe: bool = False
+    """Allow more ranks than there are cores or GPUs; every table says so."""
     ways: tuple[WayName, ...] = tuple(WAYS)
     """Ways to synchronise. no_sync and the bare all_reduce of what they send are always measured as well."""
     repetitions: int | None = None
@@ -66,6 +68,11 @@ class Options:
             raise ValueError(f"factor={self.factor} must be at least 2")
         if self.nproc < 1:
             raise ValueError(f"nproc={self.nproc} must be at least 1")
+        if self.nproc > places() and not self.oversubscribe:
+            raise ValueError(
+                f"nproc={self.nproc}: this machine has {places()} cores or GPUs, and ranks that share one slow each "
+                "other down; choose fewer, or --oversubscribe, which every table then says"
+            )
         if self.repetitions is not None and self.repetitions < 1:
             raise ValueError(f"repetitions={self.repetitions} must be at least 1")
         if self.warmup < MIN_WARMUP:
@@ -116,6 +123,8 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
                 repetitions = options.repetitions or size.repetitions
                 schedule = Schedule(options.warmup, repetitions, options.seed, options.timeout)
                 records = measure(name, ways, schedule, device, progress)
+                if options.nproc > places():
+                    records = [_oversubscribed(record) for record in records]
                 if dist.get_rank() == 0:
                     rows.add(records)
     return [f"{way} is left out: {reason}" for way, reason in excluded.items()]
@@ -132,6 +141,10 @@ def report(collected: Collected, by_way: bool = False) -> None:
             out.print(table(_title(rows[0]), COLUMNS_OF_A_SIZE, rows))
     for line in (LEGEND, *collected.notes):
         out.print(line, markup=False)
+
+
+def _oversubscribed(record: Record) -> Record:
+    return replace(record, settings={**record.settings, "oversubscribed": True})
 
 
 def _groups(records: Sequence[Record], key: Callable[[Record], str]) -> Iterator[tuple[str, list[Record]]]:
@@ -173,8 +186,9 @@ def _title(record: Record) -> str:
 
 def _where(record: Record) -> str:
     settings, where = record.settings, record.environment
+    crowded = ", OVERSUBSCRIBED" if settings.get("oversubscribed") else ""
     return (
-        f"{settings['world_size']} {settings['backend']} ranks\n"
+        f"{settings['world_size']} {settings['backend']} ranks{crowded}\n"
         f"{where['gpu'] or where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
     )
 
