@@ -8,21 +8,19 @@ tells. Data are synthetic. All ways run in the same processes and take turns.
 """
 
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.collect import Collected, collect
+from benchmarks.collect import Collected, collect, places
 from benchmarks.gradients import Gradients
 from benchmarks.measure import COSTS, TIMEOUT, Measurement, Schedule, all_gather, measure_ways, over_ranks, wire_name
 from benchmarks.models import TRAININGS, ModelGradients, Scale, Training
@@ -93,11 +91,6 @@ class Options:
                 f"nproc={self.nproc}: this machine has {places()} cores or GPUs, and ranks that share one slow each "
                 "other down; choose fewer, or --oversubscribe, which every table then says"
             )
-
-
-def places() -> int:
-    """How many ranks find a GPU, or else a core, of their own on this machine."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
 def main(arguments: Sequence[str]) -> int:

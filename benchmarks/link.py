@@ -24,10 +24,11 @@ from benchmarks.collect import Collected, collect
 from benchmarks.ddp import ModelName
 from benchmarks.link_ranks import run_in_namespaces
 from benchmarks.models import Scale
-from benchmarks.netns import CONGESTION_CONTROL, Network, NetworkError, burst, format_rate, parse_rate, why_not
+from benchmarks.netns import CONGESTION_CONTROL, Network, NetworkError, burst, why_not
 from benchmarks.raw_tcp import RawTcp, check_links
 from benchmarks.records import Record, RowFile, quantiles
 from benchmarks.table import Columns, console, milliseconds, number, spread, table
+from benchmarks.units import format_rate, parse_rate
 from benchmarks.ways import WAYS
 
 if TYPE_CHECKING:
@@ -102,12 +103,11 @@ class Options:
             "timeout": self.timeout,
             "json": self.json,
             "seed": self.seed,
+            "oversubscribe": True,
         }
         if self.benchmark == "sync":
             return sync.Options(sizes=self.sizes, **shared)
-        return ddp.Options(
-            models=self.models, scale=self.scale, batch_size=self.batch_size, oversubscribe=True, **shared
-        )
+        return ddp.Options(models=self.models, scale=self.scale, batch_size=self.batch_size, **shared)
 
 
 def main(arguments: Sequence[str]) -> int:
