@@ -1,5 +1,6 @@
 """Running a benchmark on ranks, so that whatever ends it, the rows it has are kept and no process is left."""
 
+import os
 import signal
 import tempfile
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -32,6 +34,11 @@ class Collected:
     """What stands below the tables."""
     status: int
     """Exit status: 0, 1 if a result is wrong or a rank has failed, 130 after Ctrl-C, 143 after SIGTERM."""
+
+
+def places() -> int:
+    """How many ranks find a GPU, or else a core, of their own on this machine."""
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
 def collect(

@@ -24,10 +24,11 @@ from benchmarks.collect import Collected, collect
 from benchmarks.ddp import ModelName
 from benchmarks.link_ranks import run_in_namespaces
 from benchmarks.models import Scale
-from benchmarks.netns import CONGESTION_CONTROL, Network, NetworkError, burst, format_rate, parse_rate, why_not
+from benchmarks.netns import CONGESTION_CONTROL, Network, NetworkError, burst, why_not
 from benchmarks.raw_tcp import RawTcp, check_links
 from benchmarks.records import Record, RowFile, quantiles
 from benchmarks.table import Columns, console, milliseconds, number, spread, table
+from benchmarks.units import format_rate, parse_rate
 from benchmarks.ways import WAYS
 
 if TYPE_CHECKING:
@@ -102,12 +103,11 @@ class Options:
             "timeout": self.timeout,
             "json": self.json,
             "seed": self.seed,
+            "oversubscribe": True,
         }
         if self.benchmark == "sync":
             return sync.Options(sizes=self.sizes, **shared)
-        return ddp.Options(
-            models=self.models, scale=self.scale, batch_size=self.batch_size, oversubscribe=True, **shared
-        )
+        return ddp.Options(models=self.models, scale=self.scale, batch_size=self.batch_size, **shared)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -286,7 +286,7 @@ def _title(record: Record) -> str:
     crowded = f", OVERSUBSCRIBED: {where['cores']} cores" if settings.get("oversubscribed") else ""
     work = f"{settings['numel']:,} gradients in {settings['num_tensors']} tensors"
     subject = work if record.benchmark == "sync" else f"{settings['model']} ({settings['scale']}), {work}"
-    raw = {name: format_rate(round(figures[f"raw_{name}"], -5)) for name in ("rate_alone", "rate_ring")}
+    raw = {name: format_rate(round(figures[f"raw_{name}"])) for name in ("rate_alone", "rate_ring")}
     return (
         f"{subject}, {settings['world_size']} {settings['backend']} ranks on links of {format_rate(settings['link'])}"
         f"{crowded}, {settings['repetitions']} repetitions\n"

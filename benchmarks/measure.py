@@ -20,7 +20,7 @@ from benchmarks.gradients import Gradients
 from benchmarks.records import Record, environment, quantiles
 from benchmarks.timing import rounds, slowest_rank, time_turns
 from benchmarks.ways import LIMITS, WAYS, Way, is_right
-from benchmarks.workloads import SIZES, Workload
+from benchmarks.workloads import Size, Workload, size_of
 from fastsync import SyncStats
 
 T = TypeVar("T")
@@ -59,16 +59,26 @@ class Measurement:
     """A step's share of SyncStats; empty where the way does not tell."""
 
 
+def memory_needed(size: Size, names: Sequence[str]) -> int:
+    """Bytes that one rank allocates to measure these ways: at most, as measured in main memory.
+
+    The workload holds weights, own gradients, their mean and its bound; one result at a time is compared in float64. A
+    way holds gradients, its buffer, and DDP's buckets where it has them; PowerSGD what it has left out as well.
+    """
+    workload, comparison, way = 6 * size.nbytes, 8 * size.nbytes, 3 * size.nbytes
+    return workload + comparison + way * len(names)
+
+
 def measure(
     size: str, names: Sequence[str], schedule: Schedule, device: torch.device, progress: Progress
 ) -> list[Record]:
     """Checks and times these ways at one size. A collective call; every rank gets the same rows."""
     ways = {name: WAYS[name] for name in names}
-    of_rank = measure_ways(Workload(SIZES[size], device, schedule.seed), ways, schedule, device, progress, size)
+    of_rank = measure_ways(Workload(size_of(size), device, schedule.seed), ways, schedule, device, progress, size)
     settings = {
         "size": size,
-        "numel": SIZES[size].numel,
-        "num_tensors": len(SIZES[size].shapes),
+        "numel": size_of(size).numel,
+        "num_tensors": len(size_of(size).shapes),
         "world_size": dist.get_world_size(),
         "backend": dist.get_backend(),
         **schedule.settings,
@@ -152,6 +162,7 @@ def to_records(
             settings={**settings, "wire": wire_name(WAYS[name])},
             figures={
                 **ratios(name, medians),
+                **bandwidths(name, medians, settings["numel"], len(of_rank)),
                 "error": over_ranks(np.max, [rank[name].error for rank in of_rank]),
                 **{cost: over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
             },
@@ -175,6 +186,18 @@ def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
     over_no_sync = medians[name] - (0.0 if name in LIMITS.values() else medians["no_sync"])
     multiple = over_no_sync / medians[limit]
     return {"over_no_sync": over_no_sync, "over_all_reduce": multiple, "own_share": multiple - 1}
+
+
+def bandwidths(name: str, medians: Mapping[str, float], numel: int, world_size: int) -> dict[str, float | None]:
+    """Bytes per second as nccl-tests defines them (its doc/PERFORMANCE.md), of float32 gradients before compression.
+
+    algbw is bytes by time; busbw is algbw · 2(n − 1)/n, the rate at which each of n ranks has to send at least where
+    nothing is compressed, and so comparable to a link's rate and between numbers of ranks.
+    """
+    if WAYS[name].wire is None or name not in medians:
+        return {"algbw": None, "busbw": None}
+    algbw = 4 * numel / medians[name]
+    return {"algbw": algbw, "busbw": algbw * 2 * (world_size - 1) / world_size}
 
 
 def wire_name(way: Way) -> str | None:

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.units import RATES
+
 FOLDER = Path("/run/netns")
 COMMAND_TIMEOUT = 20.0
 """Seconds that ip and tc have; they need milliseconds."""
@@ -33,29 +35,10 @@ QUEUE_SECONDS = 50e-3
 """What may wait for a link before packets are dropped."""
 CONGESTION_CONTROL = "reno"
 """In every kernel, and open to every namespace; the machine's own choice may be neither."""
-UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class NetworkError(RuntimeError):
     """A command that sets up namespaces failed."""
-
-
-def parse_rate(text: str) -> int:
-    """Bits per second of a rate as tc writes it: 100mbit, 1gbit, 2.5gbit.
-
-    Raises:
-        ValueError: it is none.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)", text.lower())
-    if match is None or (rate := round(float(match[1]) * UNITS[match[2]])) < 1:
-        raise ValueError(f"rate={text}: expected a number and a unit, such as 100mbit, 1gbit or 10gbit")
-    return rate
-
-
-def format_rate(rate: int) -> str:
-    """As people say it: 100 Mbit/s."""
-    unit = next((unit for unit in reversed(UNITS) if rate >= UNITS[unit]), "bit")
-    return f"{rate / UNITS[unit]:g} {unit.removesuffix('bit').capitalize()}bit/s"
 
 
 def burst(rate: int) -> int:
@@ -72,7 +55,7 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "only root may make network namespaces: try sudo"
     try:
-        with Network(1, UNITS["gbit"]):
+        with Network(1, RATES["gbit"]):
             return None
     except NetworkError as error:
         return f"this machine or its container does not let root make network namespaces: {error}"

@@ -302,7 +302,8 @@ def lead(options: Options, plan: Plan, meeting: Meeting, oversubscribed: set[int
     except (Exception, KeyboardInterrupt) as error:
         status, note = ending(error)
         notes.append(f"{note}; launches before are reported")
-        meeting.warn(note)
+        if not isinstance(error, MeetingError):
+            meeting.warn(note)
     meeting.part()
     records = rows.read()
     wrong = [f"WRONG: {record.way} at {dict(record.settings)}" for record in records if not record.correct]
@@ -321,7 +322,8 @@ def follow(options: Options, plan: Plan, meeting: Meeting) -> int:
         meeting.part()
     except (Exception, KeyboardInterrupt) as error:
         status, note = ending(error)
-        meeting.warn(note)
+        if not isinstance(error, MeetingError):  # that is what the others know
+            meeting.warn(note)
         print(f"{PROG}: {note}", file=sys.stderr)
         return status
     return 0

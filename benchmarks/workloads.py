@@ -1,4 +1,4 @@
-"""What is synchronised: parameters of three sizes, and gradients whose mean over the ranks is known."""
+"""What is synchronised: parameters of some size, and gradients whose mean over the ranks is known."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.gradients import Gradients
+from benchmarks.units import format_bytes, parse_bytes
 
 Shapes = list[tuple[int, ...]]
 
@@ -21,6 +22,11 @@ class Size:
     def numel(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its float32 gradients."""
+        return 4 * self.numel
+
 
 SIZES = {
     # One small policy (6 tensors), one middle-sized, one of about two DDP buckets.
@@ -28,6 +34,40 @@ SIZES = {
     "0.5m": Size([(512, 256), (512,), (512, 512), (512,), (256, 512), (256,)], repetitions=100),
     "12m": Size([(1024, 1024), (1024,)] * 12, repetitions=20),
 }
+
+TENSORS_IN_BYTES = 16
+"""Tensors that a size given in bytes is divided into: equal ones, but for one value more or less."""
+BYTES_IN_SAMPLES = 2**30
+"""Gradients that all samples of a size given in bytes synchronise together, within 5 and 300 samples."""
+
+
+def size_of(name: str) -> Size:
+    """One of ``SIZES``, or as many bytes of float32 values in ``TENSORS_IN_BYTES`` tensors.
+
+    Raises:
+        ValueError: ``name`` is neither, or the bytes are no whole values, or too few.
+    """
+    if name in SIZES:
+        return SIZES[name]
+    try:
+        nbytes = parse_bytes(name)
+    except ValueError as error:
+        raise ValueError(f"size {error}; or choose one of {', '.join(SIZES)}") from None
+    if nbytes % 4 or nbytes < 4 * TENSORS_IN_BYTES:
+        raise ValueError(
+            f"size {name!r} must be a multiple of 4 B, at least {4 * TENSORS_IN_BYTES}B: values of float32"
+        )
+    each, longer = divmod(nbytes // 4, TENSORS_IN_BYTES)
+    shapes: Shapes = [(each + (index < longer),) for index in range(TENSORS_IN_BYTES)]
+    return Size(shapes, repetitions=max(5, min(300, BYTES_IN_SAMPLES // nbytes)))
+
+
+def sweep(first: str, last: str, factor: int) -> list[str]:
+    """Sizes in bytes from ``first`` up to ``last``, each ``factor`` times the one before."""
+    sizes, limit = [parse_bytes(first)], parse_bytes(last)
+    while sizes[-1] * factor <= limit:
+        sizes.append(sizes[-1] * factor)
+    return [format_bytes(nbytes) for nbytes in sizes]
 
 
 class Model(nn.Module):

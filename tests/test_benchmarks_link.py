@@ -19,9 +19,10 @@ from benchmarks.__main__ import main
 from benchmarks.collect import RankError
 from benchmarks.link import link_figures, sent_bytes, slow_links, with_link
 from benchmarks.link_ranks import run_in_namespaces
-from benchmarks.netns import Network, burst, format_rate, parse_rate, remove_stale, why_not
+from benchmarks.netns import Network, burst, remove_stale, why_not
 from benchmarks.raw_tcp import RawTcp, check_links
 from benchmarks.records import Record, RowFile, read_json
+from benchmarks.units import format_rate, parse_rate
 from tests.namespaced import rank_that
 from tests.test_benchmarks import ROOT, run_command
 
