@@ -25,9 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from benchmarks.collect import INTERRUPTED
-from benchmarks.ddp import POLICIES
+from benchmarks.ddp import POLICIES, memory_needed
 from benchmarks.hosts import Host, check_capacity, own_capacity, own_index, place, read_hostfile
 from benchmarks.meeting import Meeting, MeetingError
+from benchmarks.memory import check_ranks_fit
 from benchmarks.models import TRAININGS, Scale
 from benchmarks.records import Record, RowFile
 from benchmarks.report import Document, check_folder, write_report
@@ -221,6 +222,11 @@ def agree(options: Options, plan: Plan, meeting: Meeting) -> set[int]:
             if plan.index < len(placed)
             and check_capacity(name, capacity, placed[plan.index], size, options.oversubscribe)
         ]
+        needed = memory_needed(TRAININGS[options.model][options.scale], 1 + len(set(options.ways)))
+        ranks = max((placed[plan.index] for placed in plan.placed.values() if plan.index < len(placed)), default=0)
+        check_ranks_fit(
+            f"model {options.model}", needed, ranks, "choose fewer --ways, another --model, or --scale small"
+        )
     except ValueError as error:
         refusal = str(error)
     same = {name: str(value) for name, value in asdict(options).items() if name not in OWN}

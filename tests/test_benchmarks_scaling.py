@@ -287,6 +287,7 @@ def test_our_own_bugs_are_shown_as_such(tmp_path: Path, launcher: Launcher):
         (("--hostfile", "HOSTS", "--node-rank", "2"), "node_rank=2 must be from 0 to 1"),
         (("--hostfile", "HOSTS", "--node-rank", "0", "--world-sizes", "9"), "needs 9 slots and the hostfile has 8"),
         (("--report", "HOSTS"), "is a file"),
+        (("--model", "gpt2", "--device", "cpu"), "model gpt2 takes about"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
@@ -298,6 +299,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     capfd: pytest.CaptureFixture[str],
 ):
     launched = launcher([])
+    monkeypatch.setattr("benchmarks.memory.available", lambda: 2**26)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.chdir(tmp_path)
     Path("HOSTS").write_text("a slots=4\nb slots=4\n")
     try:

@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from benchmarks.efficiency import PARTS, Bandwidth, Point
 from benchmarks.report.document import OVERSUBSCRIBED, Picture
+from benchmarks.units import format_bytes
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<")
@@ -144,14 +145,14 @@ def bandwidth_picture(sweep: Sequence[Bandwidth]) -> Picture:
         axes.set_yscale("log")
         axes.set_xticks(sorted({point.num_bytes for point in sweep}))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: binary(round(value))))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(round(value))))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_xlabel("bytes summed")
         axes.set_ylabel("busbw, GB/s")
         axes.grid()
         figure.legend(loc="outside upper left", ncols=4)
         description = "busbw of the bare all_reduce in GB/s. " + "; ".join(
-            f"{ranks(point.world_size, point.oversubscribed)}, {binary(point.num_bytes)}: {point.busbw / 1e9:.3g}"
+            f"{ranks(point.world_size, point.oversubscribed)}, {format_bytes(point.num_bytes)}: {point.busbw / 1e9:.3g}"
             for point in sweep
         )
         return Picture("busbw", description, _svg(figure))
@@ -160,14 +161,6 @@ def bandwidth_picture(sweep: Sequence[Bandwidth]) -> Picture:
 def ranks(world_size: int, oversubscribed: bool) -> str:
     """A world size in words, marked where ranks share cores or GPUs."""
     return f"{world_size} rank{'s' if world_size > 1 else ''}{f' ({OVERSUBSCRIBED})' if oversubscribed else ''}"
-
-
-def binary(num_bytes: int) -> str:
-    """Bytes in the largest unit of which there is a whole one."""
-    for exponent, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 2**exponent:
-            return f"{num_bytes / 2**exponent:g} {unit}"
-    return f"{num_bytes} B"
 
 
 def _known(point: Point) -> list[str]:

@@ -7,10 +7,11 @@ from typing import Any
 from benchmarks.efficiency import DEFINITIONS, Bandwidth, Point, overhead, points, sweep
 from benchmarks.records import Record
 from benchmarks.report.document import Document, Section, Table
-from benchmarks.report.pictures import bandwidth_picture, binary, breakdown_picture, efficiency_picture, ranks
+from benchmarks.report.pictures import bandwidth_picture, breakdown_picture, efficiency_picture, ranks
 from benchmarks.report.rows import environment_of
 from benchmarks.statistics import SURE_FROM
 from benchmarks.table import milliseconds
+from benchmarks.units import format_bytes
 
 
 def scaling_document(records: Sequence[Record], command: str, notes: Sequence[str] = ()) -> Document:
@@ -93,7 +94,7 @@ def bandwidth_table(bandwidths: Sequence[Bandwidth]) -> Table:
     """A row for each number of bytes and world size."""
     rows = [
         (
-            binary(point.num_bytes),
+            format_bytes(point.num_bytes),
             ranks(point.world_size, point.oversubscribed),
             milliseconds(point.seconds),
             f"{point.algbw / 1e9:.3g}",
