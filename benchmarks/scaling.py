@@ -230,23 +230,24 @@ def agree(options: Options, plan: Plan, meeting: Meeting) -> set[int]:
     except ValueError as error:
         refusal = str(error)
     same = {name: str(value) for name, value in asdict(options).items() if name not in OWN}
-    said = meeting.gather("plan", [refusal, oversubscribed, same, plan.device])
+    same |= {"device": plan.device, "hostfile": ", ".join(f"{host.name} slots={host.slots}" for host in plan.hosts)}
+    said = meeting.gather("plan", [refusal, oversubscribed, same])
     refusals = list(dict.fromkeys(refusal for refusal, *_ in said if refusal))
     if refusals:
         raise ValueError("; ".join(refusals))
-    for host, (_, _, theirs, device) in zip(plan.hosts, said, strict=True):
-        first = said[0][2] | {"device": said[0][3]}
-        for name, value in (theirs | {"device": device}).items():
-            if value != first[name]:
+    (_, _, first), *others = said
+    for host, (_, _, theirs) in zip(plan.hosts[1:], others, strict=True):
+        for name, value in first.items():
+            if theirs[name] != value:
                 raise ValueError(
-                    f"{name} is {first[name]} on {plan.hosts[0].name} and {value} on {host.name}; start the same "
+                    f"{name} is {value} on {plan.hosts[0].name} and {theirs[name]} on {host.name}; start the same "
                     "command on all machines"
                 )
-    return {size for _, sizes, *_ in said for size in sizes}
+    return {size for _, sizes, _ in said for size in sizes}
 
 
 OWN = ("hostfile", "node_rank", "report", "timeout", "device")
-"""Options that may differ between machines, and device, of which what comes out of it is compared."""
+"""Options that may differ between machines; of hostfile and device it is what comes out of them that must not."""
 
 
 def launches(options: Options, plan: Plan) -> Iterator[tuple[int, int]]:

@@ -21,6 +21,7 @@ from benchmarks.__main__ import main
 from benchmarks.ddp import PARTS
 from benchmarks.efficiency import overhead, points, sweep
 from benchmarks.hosts import Capacity, Host, check_capacity, own_capacity, own_index, place, read_hostfile
+from benchmarks.meeting import Meeting
 from benchmarks.records import Record, read_json
 from benchmarks.scaling_rank import Launch, _train, bandwidths, compute_figures
 from benchmarks.ways import TrainingStep, Way
@@ -320,6 +321,39 @@ def test_samples_of_a_rank():
     assert [strong.samples(size) for size in (1, 2, 3)] == [12, 6, 4]
     by_default = scaling.Options(world_sizes=(2, 3), strong=True)
     assert [by_default.samples(size) for size in (2, 3)] == [256 * 3, 256 * 2]
+
+
+class OtherMachine(Meeting):
+    """Machine 0 of two, the other of which says what it is told to."""
+
+    def __init__(self, **other: object) -> None:
+        self._other = other
+
+    def gather(self, topic: str, value: list) -> list[list]:
+        refusal, oversubscribed, same = value
+        other = self._other
+        changed = same | {name: text for name, text in other.items() if name in same}
+        return [value, [other.get("refusal", refusal), other.get("oversubscribed", oversubscribed), changed]]
+
+
+def test_machines_agree_before_anything_starts(tmp_path: Path, launcher: Launcher):
+    launcher([])
+    (tmp_path / "hosts").write_text("a slots=3\nb slots=1\n")
+    options = scaling.Options(
+        world_sizes=(1, 3, 4), hostfile=tmp_path / "hosts", node_rank=0, report=tmp_path / "r", oversubscribe=True
+    )
+    plan = scaling.make_plan(options)
+    assert plan.placed == {1: [1], 3: [3], 4: [3, 1]}
+    assert scaling.agree(options, plan, OtherMachine()) == {3, 4}
+    assert scaling.agree(options, plan, OtherMachine(oversubscribed=[1])) == {1, 3, 4}
+    with pytest.raises(ValueError, match=r"^b is too small$"):
+        scaling.agree(options, plan, OtherMachine(refusal="b is too small"))
+    with pytest.raises(
+        ValueError, match=r"^batch_size is None on a and 7 on b; start the same command on all machines$"
+    ):
+        scaling.agree(options, plan, OtherMachine(batch_size="7"))
+    with pytest.raises(ValueError, match=r"^hostfile is a slots=3, b slots=1 on a and a slots=4 on b; "):
+        scaling.agree(options, plan, OtherMachine(hostfile="a slots=4"))
 
 
 # Real launches.
