@@ -51,13 +51,13 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
 
 def efficiency_table(found: Sequence[Point]) -> Table:
     """A row for each way and world size. The smallest world size is what the others are measured by."""
-    base = {point.way: point.world_size for point in reversed(found)}
+    base = _base(found)
     rows = [
         (
             point.way,
             ranks(point.world_size, point.oversubscribed),
             f"{point.efficiency:.1%}",
-            _sureness(point) if point.world_size > base[point.way] else "reference",
+            _sureness(point, base),
             milliseconds(point.step),
             interval(point.step_low, point.step_high, 1e3),
             str(point.launches),
@@ -67,7 +67,14 @@ def efficiency_table(found: Sequence[Point]) -> Table:
     return Table(("way", "ranks", "efficiency", "interval", "step, ms", "interval, ms", "launches"), rows)
 
 
-def _sureness(point: Point) -> str:
+def _base(found: Sequence[Point]) -> dict[str, int]:
+    """Each way's smallest world size, which the others are measured by."""
+    return {point.way: point.world_size for point in reversed(found)}
+
+
+def _sureness(point: Point, base: Mapping[str, int]) -> str:
+    if point.world_size == base[point.way]:
+        return "reference"
     return interval(point.efficiency_low, point.efficiency_high, 100, "%")
 
 
@@ -124,11 +131,12 @@ def _title(settings: Mapping[str, Any], scaling: str) -> str:
 
 
 def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) -> Iterator[str]:
+    base = _base(found)
     for way in dict.fromkeys(point.way for point in found):
         last = [point for point in found if point.way == way][-1]
         yield (
-            f"{way} on {ranks(last.world_size, last.oversubscribed)}: {last.efficiency:.1%} {scaling} efficiency, "
-            f"interval {_sureness(last)}; {last.exposed / last.step:.0%} of a step is exposed communication."
+            f"{way} on {ranks(last.world_size, last.oversubscribed)}: {last.efficiency:.1%} {scaling} efficiency "
+            f"({_sureness(last, base)}); {last.exposed / last.step:.0%} of a step is exposed communication."
         )
     cost = overhead(records)
     if cost is not None:
