@@ -22,6 +22,7 @@ def main(folder: Path, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's are blocked
     faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)
     rank = os.environ["RANK"]
     try:

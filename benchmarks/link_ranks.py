@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,8 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing import SignalException
+
 from benchmarks.collect import RankError
-from benchmarks.netns import Network
+from benchmarks.netns import STOP_SIGNALS, Network, signals_wait
 
 MASTER_PORT = 29500
 """Free in a namespace that is new."""
@@ -36,8 +39,10 @@ def run_in_namespaces(network: Network, function: Callable[..., Any], *arguments
 
     Raises:
         RankError: of the rank that failed first. What it has said is on standard error.
+        SignalException: this process was told to stop.
     """
-    with ExitStack() as stack:
+    # A signal that raised in the middle of starting or polling a process might leave a lock taken, or the process.
+    with signals_wait(), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmarks-link-")))
         (folder / "call").write_bytes(pickle.dumps((function, arguments)))
         processes: list[subprocess.Popen[str]] = []
@@ -83,14 +88,22 @@ def _wait(processes: Processes, folder: Path) -> None:
         RankError: one has not.
     """
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
-        time.sleep(POLL_SECONDS)
+        _pause()
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        _pause()
     if failed := [rank for rank, process in enumerate(processes) if process.returncode]:
         first = min(failed, key=lambda rank: _time_of_error(folder, rank))
         _tell(first, processes[first], folder)
         raise RankError(first)
+
+
+def _pause() -> None:
+    """Lets a moment pass. Signals, which have to wait otherwise, have their effect here."""
+    received = signal.sigtimedwait(STOP_SIGNALS, POLL_SECONDS)
+    if received is not None:
+        number = signal.Signals(received.si_signo)
+        raise SignalException(f"ended by {number.name}", sigval=number)
 
 
 def _time_of_error(folder: Path, rank: int) -> float:

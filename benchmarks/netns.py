@@ -35,6 +35,8 @@ QUEUE_SECONDS = 50e-3
 """What may wait for a link before packets are dropped."""
 CONGESTION_CONTROL = "reno"
 """In every kernel, and open to every namespace; the machine's own choice may be neither."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a run."""
 
 
 class NetworkError(RuntimeError):
@@ -86,7 +88,7 @@ class Network:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with _signals_wait():
+        with signals_wait():
             for name in _namespaces():
                 if name.startswith(_prefix()):
                     remove(name)
@@ -203,9 +205,9 @@ def _run(*command: str, standard_input: str = "") -> str:
 
 
 @contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Ctrl-C and its like have their effect behind the block, so that it is whole."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+def signals_wait() -> Iterator[None]:
+    """Signals that end a run have their effect behind the block, so that it is whole, or where it takes them itself."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

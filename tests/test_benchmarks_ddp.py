@@ -18,21 +18,20 @@ from benchmarks.models import TRAININGS, ModelGradients, ResNet50
 from benchmarks.ways import LIMITS, WAYS, Way
 from tests.models import group_of_one
 from tests.ranks import run_ranks
-from tests.test_benchmarks import run_command
 
 CPU = torch.device("cpu")
 
 
-def test_ddp_from_the_command_line(tmp_path: Path):
+def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     ways = ("ddp", "ddp/fp16_compress_hook", "ddp/bf16_compress_hook", "fastsync.attach/none", "fastsync.attach/fp16")
-    options = ("--models", "mlp", "--batch-size", "8", "--repetitions", "3", "--warmup", "2", "--json", "rows.json")
-    process = run_command(tmp_path, "ddp", *options, "--ways", *ways)
-    assert process.returncode == 0, process.stdout + process.stderr
+    options = ("--models", "mlp", "--batch-size", "8", "--repetitions", "3", "--warmup", "2")
+    assert main(["ddp", *options, "--ways", *ways, "--json", str(tmp_path / "rows.json")]) == 0
+    said = capfd.readouterr().out
     rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert rows.keys() == {NO_DDP, NO_SYNC, *LIMITS.values(), *ways} - {"ddp/bf16_compress_hook"}
-    assert "ddp/bf16_compress_hook is left out: PyTorch refuses it on gloo" in process.stdout
+    assert "ddp/bf16_compress_hook is left out: PyTorch refuses it on gloo" in said
     for way, row in rows.items():
-        assert way in process.stdout
+        assert way in said
         assert row["benchmark"] == "ddp"
         assert row["correct"]
         assert len(row["samples"]) == 3

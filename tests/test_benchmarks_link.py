@@ -24,12 +24,11 @@ from benchmarks.raw_tcp import RawTcp, check_links
 from benchmarks.records import Record, RowFile, read_json
 from benchmarks.units import format_rate, parse_rate
 from tests.namespaced import rank_that
-from tests.test_benchmarks import ROOT, run_command
+from tests.test_benchmarks import ROOT
 
 MBIT = 10**6
 LACKING = why_not()
 needs_namespaces = pytest.mark.skipif(LACKING is not None, reason=f"no network namespaces: {LACKING}")
-ARGUMENTS = ("link", "--ranks", "2", "--ways", "ddp", "--repetitions", "3", "--json", "rows.json")
 
 
 def namespaces_of(pid: int) -> list[str]:
@@ -49,9 +48,10 @@ def processes_in(namespace: str) -> list[int]:
 
 
 @needs_namespaces
-def test_link_from_the_command_line(tmp_path: Path):
-    process = run_command(tmp_path, *ARGUMENTS, "--rate", "100mbit", "1gbit", "--sizes", "5k")
-    assert process.returncode == 0, process.stdout + process.stderr
+def test_sync_runs_over_links(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    options = ("--ranks", "2", "--sizes", "5k", "--ways", "ddp", "--repetitions", "3", "--rate", "100mbit", "1gbit")
+    assert main(["link", *options, "--json", str(tmp_path / "rows.json")]) == 0
+    said = capfd.readouterr()
     rows = read_json(tmp_path / "rows.json")
     ways = ["no_sync", "all_reduce/fp32", "ddp"]
     assert [(row.settings["link"], row.way) for row in rows] == [(rate, way) for rate in (10**8, 10**9) for way in ways]
@@ -64,17 +64,17 @@ def test_link_from_the_command_line(tmp_path: Path):
         assert 0 < row.figures["raw_rate_alone"] < 1.02 * row.settings["link"]
         assert 0 < row.figures["raw_rate_ring"] < 1.02 * row.settings["link"]
         assert 0 < row.figures["raw_latency"] < 1
-    assert "links of 100 Mbit/s" in process.stdout
-    assert "links of 1 Gbit/s" in process.stdout
-    assert "hostname" not in process.stderr
+    assert "links of 100 Mbit/s" in said.out
+    assert "links of 1 Gbit/s" in said.out
+    assert "hostname" not in said.err
+    assert namespaces_of(os.getpid()) == []
 
 
 @needs_namespaces
 def test_ddp_runs_over_links(tmp_path: Path):
     options = ("--rate", "1gbit", "--ranks", "3", "--benchmark", "ddp", "--models", "mlp", "--batch-size", "4")
-    rest = ("--ways", "ddp", "fastsync.attach/bf16", "--repetitions", "2", "--json", "rows.json")
-    process = run_command(tmp_path, "link", *options, *rest)
-    assert process.returncode == 0, process.stdout + process.stderr
+    rest = ("--ways", "ddp", "fastsync.attach/bf16", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
+    assert main(["link", *options, *rest]) == 0
     rows = {row.way: row for row in read_json(tmp_path / "rows.json")}
     numel = rows["ddp"].settings["numel"]
     assert rows["ddp"].figures["sent_bytes"] == pytest.approx(4 / 3 * 4 * numel)
@@ -93,7 +93,8 @@ class Running:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
     """A benchmark whose ranks have been started. It soon has rows of a first size, and the second takes minutes."""
-    command = (sys.executable, "-m", "benchmarks", *ARGUMENTS, "--rate", "10mbit", "--sizes", "5k", "12m")
+    options = ("--ranks", "2", "--ways", "ddp", "--repetitions", "3", "--rate", "10mbit", "--sizes", "5k", "12m")
+    command = (sys.executable, "-m", "benchmarks", "link", *options, "--json", "rows.json")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
