@@ -394,7 +394,7 @@ def test_scaling_from_the_command_line_on_two_machines(tmp_path: Path):
         str(free_port()),
     )
     machines = [start(tmp_path, *options, "--node-rank", str(rank), "--report", f"report{rank}") for rank in (0, 1)]
-    said = [machine.communicate(timeout=120)[0] for machine in machines]
+    said = [machine.communicate(timeout=200)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], "\n".join(said)
     assert "Weak scaling of mlp (small), 2 samples a rank" in said[0]
     assert not (tmp_path / "report1").exists()
