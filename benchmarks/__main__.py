@@ -7,8 +7,15 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "ops": "pack and unpack over sizes and numbers of tensors, against a copy of as many bytes and torch's operations",
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
-    "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL",
+    "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
+    "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
+    "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop",
+    "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",
+    "predict": "efficiency at up to 1,024 ranks and the link below which compression pays, from a model fitted on rows",
+    "report": "a report of rows that were measured before: tables, pictures, one page of HTML",
+    "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }
 REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")
 

@@ -1,19 +1,30 @@
 """Running a benchmark on ranks, so that whatever ends it, the rows it has are kept and no process is left."""
 
+import os
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from benchmarks.records import Record, RowFile
 from fastsync.ranks import launch_ranks
 
-INTERRUPTED = 130
+INTERRUPTED = 128 + signal.SIGINT
 """Exit status after Ctrl-C, as a shell has it: 128 and the signal's number."""
+
+
+class RankError(RuntimeError):
+    """A rank raised, or died. What it said is on standard error already."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} failed first")
+        self.rank = rank
 
 
 @dataclass(frozen=True)
@@ -22,10 +33,21 @@ class Collected:
     notes: list[str]
     """What stands below the tables."""
     status: int
-    """Exit status: 0, 1 if a result is wrong or a rank has failed, 130 after Ctrl-C."""
+    """Exit status: 0, 1 if a result is wrong or a rank has failed, 130 after Ctrl-C, 143 after SIGTERM."""
 
 
-def collect(measure: Callable[[Any, RowFile], list[str]], nproc: int, options: Any, json: Path | None) -> Collected:
+def places() -> int:
+    """How many ranks find a GPU, or else a core, of their own on this machine."""
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def collect(
+    measure: Callable[[Any, RowFile], list[str]],
+    nproc: int,
+    options: Any,
+    json: Path | None,
+    launch: Callable[..., list[Any]] = launch_ranks,
+) -> Collected:
     """Calls ``measure(options, rows)`` on ``nproc`` ranks and returns the rows that rank 0 has added, and its notes.
 
     Args:
@@ -33,15 +55,20 @@ def collect(measure: Callable[[Any, RowFile], list[str]], nproc: int, options: A
         nproc: number of ranks on this machine.
         options: of the command.
         json: the file to keep the rows in, if they are to stay.
+        launch: starts the ranks and returns their results, with the signature of ``launch_ranks`` and its errors, or
+            RankError for the first of them.
     """
     with tempfile.TemporaryDirectory() as folder:
         rows = RowFile(json or Path(folder) / "rows.json")
         try:
-            notes, status = launch_ranks(measure, nproc, options, rows)[0], 0
-        except ChildFailedError as error:
+            notes, status = launch(measure, nproc, options, rows)[0], 0
+        except (ChildFailedError, RankError) as error:
             # The launcher has logged the whole traceback already.
-            notes, status = [f"rank {error.get_first_failure()[0]} failed first; rows measured before are shown"], 1
-        except (SignalException, KeyboardInterrupt):
+            rank = error.rank if isinstance(error, RankError) else error.get_first_failure()[0]
+            notes, status = [f"rank {rank} failed first; rows measured before are shown"], 1
+        except SignalException as error:
+            notes, status = ["interrupted; rows measured before are shown"], 128 + error.sigval
+        except KeyboardInterrupt:
             notes, status = ["interrupted; rows measured before are shown"], INTERRUPTED
         records = rows.read()
     wrong = [f"WRONG: {record.way} at {record.settings}" for record in records if not record.correct]

@@ -7,7 +7,7 @@ threads; only the values of the weights, which nobody changes, are shared.
 import faulthandler
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,16 +16,17 @@ import torch
 import torch.distributed as dist
 from rich.progress import Progress
 
+from benchmarks.gradients import Gradients
 from benchmarks.records import Record, environment, quantiles
-from benchmarks.timing import rounds, slowest_rank, time_rounds
-from benchmarks.ways import LIMITS, WAYS, is_right
-from benchmarks.workloads import SIZES, Workload
+from benchmarks.timing import rounds, slowest_rank, time_turns
+from benchmarks.ways import LIMITS, WAYS, Way, is_right
+from benchmarks.workloads import Size, Workload, size_of
 from fastsync import SyncStats
 
 T = TypeVar("T")
 
 TIMEOUT = 120.0
-"""Seconds that a rank waits for the others; a round that takes longer ends the rank, which tells where it stood."""
+"""Seconds that a rank waits for the others; a step that takes longer ends the rank, which tells where it stood."""
 COSTS = ("exposed_time", "pack_time", "collective_time", "unpack_time", "wire_bytes")
 """What is taken over from SyncStats."""
 
@@ -37,6 +38,13 @@ class Schedule:
     warmup: int
     repetitions: int
     seed: int
+    timeout: float = TIMEOUT
+    """Seconds that a step may take."""
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What a row tells of it."""
+        return {"repetitions": self.repetitions, "warmup": self.warmup, "seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -51,51 +59,85 @@ class Measurement:
     """A step's share of SyncStats; empty where the way does not tell."""
 
 
+def memory_needed(size: Size, names: Sequence[str]) -> int:
+    """Bytes that one rank allocates to measure these ways: at most, as measured in main memory.
+
+    The workload holds weights, own gradients, their mean and its bound; one result at a time is compared in float64. A
+    way holds gradients, its buffer, and DDP's buckets where it has them; PowerSGD what it has left out as well.
+    """
+    workload, comparison, way = 6 * size.nbytes, 8 * size.nbytes, 3 * size.nbytes
+    return workload + comparison + way * len(names)
+
+
 def measure(
     size: str, names: Sequence[str], schedule: Schedule, device: torch.device, progress: Progress
 ) -> list[Record]:
     """Checks and times these ways at one size. A collective call; every rank gets the same rows."""
-    groups = {name: dist.new_group(timeout=timedelta(seconds=TIMEOUT)) for name in names}
-    measurements = _measure_here(size, groups, schedule, device, progress)
+    ways = {name: WAYS[name] for name in names}
+    of_rank = measure_ways(Workload(size_of(size), device, schedule.seed), ways, schedule, device, progress, size)
+    settings = {
+        "size": size,
+        "numel": size_of(size).numel,
+        "num_tensors": len(size_of(size).shapes),
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        **schedule.settings,
+    }
+    return to_records(of_rank, settings, all_gather(environment(device))[0])
+
+
+def measure_ways(
+    workload: Gradients,
+    ways: Mapping[str, Way],
+    schedule: Schedule,
+    device: torch.device,
+    progress: Progress,
+    title: str,
+) -> list[dict[str, Measurement]]:
+    """Checks and times ways of the same work. A collective call; every rank gets what all have found, in rank order."""
+    limit = timedelta(seconds=schedule.timeout)
+    groups = {name: dist.new_group(timeout=limit) for name in ways}
+    here = _measure_here(workload, ways, groups, schedule, device, progress, title)
     gc.collect()  # DDP is part of reference cycles and holds its group
     for group in groups.values():
         dist.destroy_process_group(group)
-    settings = {
-        "size": size,
-        "numel": SIZES[size].numel,
-        "num_tensors": len(SIZES[size].shapes),
-        "world_size": dist.get_world_size(),
-        "backend": dist.get_backend(),
-        **asdict(schedule),
-    }
-    return to_records(_all_gather(measurements), settings, _all_gather(environment(device))[0])
+    return all_gather(here)
 
 
 def _measure_here(
-    size: str, groups: Mapping[str, dist.ProcessGroup], schedule: Schedule, device: torch.device, progress: Progress
+    workload: Gradients,
+    ways: Mapping[str, Way],
+    groups: Mapping[str, dist.ProcessGroup],
+    schedule: Schedule,
+    device: torch.device,
+    progress: Progress,
+    title: str,
 ) -> dict[str, Measurement]:
     """What this rank finds out. Its models end with this function, before their groups do."""
-    workload = Workload(SIZES[size], device, schedule.seed)
-    steps = {name: WAYS[name].build(workload, group) for name, group in groups.items()}
-    for step in _each(list(steps.values()), progress, f"{size}: check"):
+
+    def watched(rounds: Sequence[Sequence[T]], what: str) -> Iterator[T]:
+        return _watched(rounds, progress, f"{title}: {what}", schedule.timeout)
+
+    steps = {name: way.build(workload, groups[name]) for name, way in ways.items()}
+    for step in watched([[step] for step in steps.values()], "check"):
         step.prepare()
         step.run()
-    right = {name: is_right(name, step, workload) for name, step in steps.items()}
+    right = {name: is_right(way, steps[name], workload) for name, way in ways.items()}
     # What is wrong on one rank is timed on none, or the others would wait for it.
-    timed = {name: steps[name] for name in steps if all(other[name] for other in _all_gather(right))}
+    timed = {name: steps[name] for name in steps if all(other[name] for other in all_gather(right))}
     order = list(rounds(timed, schedule.warmup + schedule.repetitions, schedule.seed))
-    time_rounds(timed, _each(order[: schedule.warmup], progress, f"{size}: warm-up"), device)
+    time_turns(timed, watched(order[: schedule.warmup], "warm-up"), device)
     before = {name: step.stats() for name, step in timed.items()}
-    samples = time_rounds(timed, _each(order[schedule.warmup :], progress, f"{size}: timed"), device)
+    samples = time_turns(timed, watched(order[schedule.warmup :], "timed"), device)
     return {
         name: Measurement(
             # Once more, on what the last repetition has left.
-            correct=name in timed and is_right(name, step, workload),
-            error=None if WAYS[name].wire is None else workload.relative_error(step.result()),
+            correct=name in timed and is_right(way, steps[name], workload),
+            error=None if way.wire is None else workload.relative_error(steps[name].result()),
             samples=samples.get(name, []),
-            cost=cost_per_step(before.get(name), step.stats()),
+            cost=cost_per_step(before.get(name), steps[name].stats()),
         )
-        for name, step in steps.items()
+        for name, way in ways.items()
     }
 
 
@@ -117,11 +159,12 @@ def to_records(
         Record(
             benchmark="sync",
             way=name,
-            settings={**settings, "wire": str(WAYS[name].wire).removeprefix("torch.") if WAYS[name].wire else None},
+            settings={**settings, "wire": wire_name(WAYS[name])},
             figures={
                 **ratios(name, medians),
-                "error": _over_ranks(np.max, [rank[name].error for rank in of_rank]),
-                **{cost: _over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
+                **bandwidths(name, medians, settings["numel"], len(of_rank)),
+                "error": over_ranks(np.max, [rank[name].error for rank in of_rank]),
+                **{cost: over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
             },
             correct=all(rank[name].correct for rank in of_rank),
             samples=samples[name],
@@ -145,19 +188,40 @@ def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
     return {"over_no_sync": over_no_sync, "over_all_reduce": multiple, "own_share": multiple - 1}
 
 
-def _over_ranks(reduce: Callable[[Sequence[float]], float], values: Sequence[float | None]) -> float | None:
+def bandwidths(name: str, medians: Mapping[str, float], numel: int, world_size: int) -> dict[str, float | None]:
+    """Bytes per second as nccl-tests defines them (its doc/PERFORMANCE.md), of float32 gradients before compression.
+
+    algbw is bytes by time; busbw is algbw · 2(n − 1)/n, the rate at which each of n ranks has to send at least where
+    nothing is compressed, and so comparable to a link's rate and between numbers of ranks.
+    """
+    if WAYS[name].wire is None or name not in medians:
+        return {"algbw": None, "busbw": None}
+    algbw = 4 * numel / medians[name]
+    return {"algbw": algbw, "busbw": algbw * 2 * (world_size - 1) / world_size}
+
+
+def wire_name(way: Way) -> str | None:
+    """The dtype that travels, as rows have it."""
+    return None if way.wire is None else str(way.wire).removeprefix("torch.")
+
+
+def over_ranks(reduce: Callable[[Sequence[float]], float], values: Sequence[float | None]) -> float | None:
     return None if None in values else float(reduce(values))
 
 
-def _all_gather(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     of_rank = [None] * dist.get_world_size()
     dist.all_gather_object(of_rank, value)
     return of_rank
 
 
-def _each(items: Sequence[T], progress: Progress, description: str) -> Iterator[T]:
-    """The items, with progress shown and a time limit on each: not every wait inside of a hook has one."""
-    for item in progress.track(items, description=description):
-        faulthandler.dump_traceback_later(TIMEOUT, exit=True)
-        yield item
+def _watched(rounds: Sequence[Sequence[T]], progress: Progress, description: str, timeout: float) -> Iterator[T]:
+    """The items of all rounds, with progress shown round by round, and a time limit on each item.
+
+    Not every wait inside of a hook has one.
+    """
+    for items in progress.track(rounds, description=description):
+        for item in items:
+            faulthandler.dump_traceback_later(timeout, exit=True)
+            yield item
     faulthandler.cancel_dump_traceback_later()

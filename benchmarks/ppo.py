@@ -43,14 +43,14 @@ else:
 
 @dataclass(frozen=True)
 class Options:
-    """Measure whole trainings of CartPole-v1: fastsync on one rank and on several, Stable-Baselines3, CleanRL."""
+    """Measure whole trainings of CartPole-v1: fastsync on one rank and on several, and its rivals."""
 
     hyperparameters: tuple[Name, ...] = tuple(HYPERPARAMETERS)
     """Whose: they differ in how much is learnt from each step."""
     cleanrl: Path | None = None
-    """CleanRL's ppo.py (https://github.com/vwxyzjn/cleanrl). Without it that rival is left out."""
+    """CleanRL's ppo.py (https://github.com/vwxyzjn/cleanrl), to be measured beside its loop written anew."""
     nproc: int = 2
-    """Ranks of fastsync's runs on several."""
+    """Ranks of fastsync's runs on several, and trainings at once of the one without communication."""
     total_steps: int = 60_000
     """Environment steps of each training."""
     repetitions: int = 3
@@ -116,6 +116,7 @@ def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, 
     yield "environment alone", ("environment alone", training)
     if importlib.util.find_spec("stable_baselines3"):
         yield SB3, ("stable-baselines3", training)
+    yield CLEANRL_LOOP, ("cleanrl loop", training)
     if options.cleanrl and training.hidden_size == CLEANRL_HIDDEN_SIZE:  # it has no other
         yield CLEANRL, ("cleanrl", replace(training, cleanrl=str(options.cleanrl)))
     yield ALONE, ("fastsync", training)
@@ -124,9 +125,15 @@ def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, 
         yield f"fastsync, {n} ranks, same batch", ("fastsync", replace(training, nproc=n))
         wide = replace(training, nproc=n, num_envs=n * training.num_envs, total_steps=n * training.total_steps)
         yield f"fastsync, {n} ranks, {n} × the batch", ("fastsync", wide)
+        yield apart(n), ("fastsync apart", wide)
 
 
-SB3, CLEANRL, ALONE = "stable-baselines3", "cleanrl", "fastsync, 1 rank"
+def apart(nproc: int) -> str:
+    """The way that shows what the machine gives: as many trainings at once, each on its own."""
+    return f"fastsync, {nproc} × 1 rank, no communication"
+
+
+SB3, CLEANRL_LOOP, CLEANRL, ALONE = "stable-baselines3", "CleanRL's loop", "cleanrl", "fastsync, 1 rank"
 
 
 def records_of(
@@ -137,7 +144,9 @@ def records_of(
     for way, (_, training) in ways.items():
         returns = [outcome["mean_return"] for outcome in outcomes[way]]
         known = [value for value in returns if value is not None]
-        ratios = {f"over_{rival}": speeds[way] / speeds[rival] for rival in (SB3, CLEANRL) if rival in speeds}
+        ratios = {
+            f"over_{rival}": speeds[way] / speeds[rival] for rival in (SB3, CLEANRL_LOOP, CLEANRL) if rival in speeds
+        }
         is_wide = training.num_envs > ways[ALONE][1].num_envs
         yield Record(
             benchmark="ppo",
@@ -145,10 +154,12 @@ def records_of(
             settings={"hyperparameters": name, **vars(training)},
             figures={
                 "steps_per_second": speeds[way],
+                "steps_per_second_per_rank": speeds[way] / training.nproc,
                 "slowest": min(_speed(outcome) for outcome in outcomes[way]),
                 "fastest": max(_speed(outcome) for outcome in outcomes[way]),
                 "over_environment": speeds[way] / speeds["environment alone"],
                 "weak_scaling": speeds[way] / speeds[ALONE] / training.nproc if is_wide else None,
+                "over_apart": speeds[way] / speeds[apart(training.nproc)] if is_wide else None,
                 "mean_return": median(known) if known else None,
                 **ratios,
             },
@@ -165,8 +176,6 @@ def report(records: Sequence[Record], options: Options) -> int:
         rows = [record for record in records if record.settings["hyperparameters"] == name]
         out.print(table(_title(name, rows[0]), COLUMNS, rows))
     out.print(LEGEND, markup=False)
-    if options.cleanrl is None:
-        out.print("CleanRL is left out: name its ppo.py with --cleanrl", markup=False)
     if not importlib.util.find_spec("stable_baselines3"):
         out.print("Stable-Baselines3 is left out: it is not installed", markup=False)
     wrong = [record for record in records if not record.correct]
@@ -194,18 +203,22 @@ if TYPE_CHECKING:
 COLUMNS: Columns = {
     "trainer": lambda record: record.way,
     "steps/s": _cell("steps_per_second", ",.0f"),
+    "per rank": _cell("steps_per_second_per_rank", ",.0f"),
     "slowest": _cell("slowest", ",.0f"),
     "fastest": _cell("fastest", ",.0f"),
     "× SB3": _cell(f"over_{SB3}", ".2f"),
+    "× CleanRL's loop": _cell(f"over_{CLEANRL_LOOP}", ".2f"),
     "× CleanRL": _cell(f"over_{CLEANRL}", ".2f"),
     "of environment alone": _cell("over_environment", ".1%"),
     "weak scaling": _cell("weak_scaling", ".0%"),
+    "of no communication": _cell("over_apart", ".0%"),
     "return": _cell("mean_return", ".0f"),
 }
 LEGEND = (
     "steps/s: environment steps of all ranks by the time of the training's loop, median of the repetitions. weak "
-    "scaling: speed by number of ranks, over that of one rank with as many environments as each of them. return: of "
-    "the last 100 episodes; with so few steps it only shows that something was learnt."
+    "scaling: speed by number of ranks, over that of one rank with as many environments as each of them; of no "
+    "communication: over as many trainings at once that never communicate, whose own weak scaling is what the cores "
+    "give. return: of the last 100 episodes; with so few steps it only shows that something was learnt."
 )
 
 

@@ -61,6 +61,10 @@ class RowFile:
         unfinished.write_text("[\n" + ",\n".join(lines) + "\n]\n")
         unfinished.replace(self.path)  # whoever interrupts this leaves one or the other, whole
 
+    def reload(self) -> None:
+        """Takes over what another process has added, so that the next rows come behind it."""
+        self._records = self.read()
+
     def read(self) -> list[Record]:
         """All rows in the file; none if there is no file."""
         return read_json(self.path) if self.path.exists() else []

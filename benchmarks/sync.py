@@ -3,29 +3,31 @@
 A sample is the time of one backward with everything that makes its gradients the mean over the ranks: from a barrier to
 the moment when the slowest rank has them. Of the bare all_reduce it is the time of that alone. All ways run in the same
 processes and take turns, each with a model and a process group of its own.
+
+Sizes are models or bytes of gradients; ``--sweep 1KiB 1GiB`` goes through bytes as nccl-tests does, whose algbw and
+busbw are given.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 import tyro
 
-from benchmarks.collect import Collected, collect
-from benchmarks.measure import TIMEOUT, Schedule, measure
+from benchmarks.collect import Collected, collect, places
+from benchmarks.measure import TIMEOUT, Schedule, measure, memory_needed
+from benchmarks.memory import check_ranks_fit
 from benchmarks.records import Record, RowFile
-from benchmarks.table import Columns, console, milliseconds, progress_bars, spread, table
+from benchmarks.table import Columns, console, milliseconds, number, progress_bars, spread, table
 from benchmarks.ways import MIN_WARMUP, WAYS, left_out, with_their_limits
-from benchmarks.workloads import SIZES
+from benchmarks.workloads import SIZES, Size, size_of, sweep
 from fastsync.distributed import process_group
 
 if TYPE_CHECKING:
-    SizeName = str
     WayName = str
 else:
-    SizeName = tyro.extras.literal_type_from_choices(SIZES)
     WayName = tyro.extras.literal_type_from_choices(WAYS)
 
 
@@ -33,32 +35,60 @@ else:
 class Options:
     """Measure what a step's gradient synchronisation costs: fastsync, its rivals and the limit, taking turns."""
 
-    sizes: tuple[SizeName, ...] = tuple(SIZES)
-    """Models, by their number of parameters."""
+    sizes: tuple[str, ...] = tuple(SIZES)
+    """Models by their number of parameters (5k, 0.5m, 12m), or bytes of float32 gradients (1KiB, 25MiB, 1GiB) in 16
+    equal tensors."""
+    sweep: tuple[str, str] | None = None
+    """First and last of a series of sizes in bytes, such as 1KiB 1GiB, in place of sizes."""
+    factor: int = 4
+    """Each size of the sweep by the one before."""
     nproc: int = 2
     """Number of ranks, each a process of its own on this machine."""
+    oversubscribe: bool = False
+    """Allow more ranks than there are cores or GPUs; every table says so."""
     ways: tuple[WayName, ...] = tuple(WAYS)
     """Ways to synchronise. no_sync and the bare all_reduce of what they send are always measured as well."""
     repetitions: int | None = None
-    """Samples of each way; by default 300, 100 and 20 for the three sizes."""
+    """Samples of each way; by default 300, 100 and 20 for the three models, and for bytes as many as make 1 GiB of
+    gradients, between 5 and 300."""
     warmup: int = 10
     """Steps of each way that are not timed."""
     json: Path | None = None
     """File to write all rows to, with every sample, the settings, versions and hardware."""
     seed: int = 0
     """Seeds the order of the ways, the weights and the gradients."""
+    timeout: float = TIMEOUT
+    """Seconds that a step may take and that ranks wait for each other."""
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            raise ValueError(f"sizes: choose at least one of {', '.join(SIZES)}")
+            raise ValueError(f"sizes: choose at least one of {', '.join(SIZES)}, or bytes such as 1MiB")
+        if self.factor < 2:
+            raise ValueError(f"factor={self.factor} must be at least 2")
         if self.nproc < 1:
             raise ValueError(f"nproc={self.nproc} must be at least 1")
+        if self.nproc > places() and not self.oversubscribe:
+            raise ValueError(
+                f"nproc={self.nproc}: this machine has {places()} cores or GPUs, and ranks that share one slow each "
+                "other down; choose fewer, or --oversubscribe, which every table then says"
+            )
         if self.repetitions is not None and self.repetitions < 1:
             raise ValueError(f"repetitions={self.repetitions} must be at least 1")
         if self.warmup < MIN_WARMUP:
             raise ValueError(f"warmup={self.warmup} must be at least {MIN_WARMUP}: DDP and PowerSGD start up that long")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
+        for name, size in self.all_sizes.items():
+            needed = memory_needed(size, with_their_limits(self.ways))
+            check_ranks_fit(f"size {name}", needed, self.nproc, "choose fewer --ways or smaller sizes")
+
+    @property
+    def all_sizes(self) -> dict[str, Size]:
+        """What is measured, in order, by name."""
+        names = self.sizes if self.sweep is None else sweep(*self.sweep, self.factor)
+        return {name: size_of(name) for name in names}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,50 +99,68 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = tyro.cli(Options, prog="python -m benchmarks sync", args=arguments)
     collected = collect(measure_all, options.nproc, options, options.json)
-    report(collected)
+    report(collected, by_way=options.sweep is not None)
     return collected.status
 
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all sizes as one rank, of which rank 0 keeps the rows. Returns notes."""
-    with process_group(TIMEOUT) as device:
-        names = with_their_limits(options.ways)
-        excluded = left_out(names, dist.get_backend())
-        names = [name for name in names if name not in excluded]
+    with process_group(options.timeout) as device:
+        ways = with_their_limits(options.ways)
+        excluded = left_out(ways, dist.get_backend())
+        ways = [way for way in ways if way not in excluded]
         with progress_bars(shown=dist.get_rank() == 0) as progress:
-            for size in dict.fromkeys(options.sizes):
-                repetitions = options.repetitions or SIZES[size].repetitions
-                schedule = Schedule(options.warmup, repetitions, options.seed)
-                records = measure(size, names, schedule, device, progress)
+            for name, size in options.all_sizes.items():
+                repetitions = options.repetitions or size.repetitions
+                schedule = Schedule(options.warmup, repetitions, options.seed, options.timeout)
+                records = measure(name, ways, schedule, device, progress)
+                if options.nproc > places():
+                    records = [_oversubscribed(record) for record in records]
                 if dist.get_rank() == 0:
                     rows.add(records)
-    return [f"{name} is left out: {reason}" for name, reason in excluded.items()]
+    return [f"{way} is left out: {reason}" for way, reason in excluded.items()]
 
 
-def report(collected: Collected) -> None:
-    """Prints a table for each size."""
+def report(collected: Collected, by_way: bool = False) -> None:
+    """Prints a table for each size, with a row for each way; or the other way round."""
     out = console()
-    for size in dict.fromkeys(record.settings["size"] for record in collected.records):
-        rows = [record for record in collected.records if record.settings["size"] == size]
-        out.print(table(_title(rows[0]), COLUMNS, rows))
+    if by_way:
+        for way, rows in _groups(collected.records, lambda record: record.way):
+            out.print(table(f"{way}, {_where(rows[0])}", COLUMNS_OF_A_WAY, rows))
+    else:
+        for _, rows in _groups(collected.records, lambda record: record.settings["size"]):
+            out.print(table(_title(rows[0]), COLUMNS_OF_A_SIZE, rows))
     for line in (LEGEND, *collected.notes):
         out.print(line, markup=False)
 
 
-COLUMNS: Columns = {
-    "way": lambda record: record.way,
+def _oversubscribed(record: Record) -> Record:
+    return replace(record, settings={**record.settings, "oversubscribed": True})
+
+
+def _groups(records: Sequence[Record], key: Callable[[Record], str]) -> Iterator[tuple[str, list[Record]]]:
+    for value in dict.fromkeys(map(key, records)):
+        yield value, [record for record in records if key(record) == value]
+
+
+FIGURES: Columns = {
     "step, ms": lambda record: spread(record.quantiles),
     "over no_sync, ms": lambda record: milliseconds(record.figures["over_no_sync"]),
-    "× all_reduce": lambda record: _number(record.figures["over_all_reduce"], ".2f"),
-    "own share": lambda record: _number(record.figures["own_share"], "+.0%"),
+    "algbw, GB/s": lambda record: _gigabytes(record.figures["algbw"]),
+    "busbw, GB/s": lambda record: _gigabytes(record.figures["busbw"]),
+    "× all_reduce": lambda record: number(record.figures["over_all_reduce"], ".2f"),
+    "own share": lambda record: number(record.figures["own_share"], "+.0%"),
     "exposed, ms": lambda record: milliseconds(record.figures["exposed_time"]),
     "pack, ms": lambda record: milliseconds(record.figures["pack_time"]),
     "unpack, ms": lambda record: milliseconds(record.figures["unpack_time"]),
-    "wire bytes": lambda record: _number(record.figures["wire_bytes"], ",.0f"),
-    "error": lambda record: _number(record.figures["error"], ".1e"),
+    "wire bytes": lambda record: number(record.figures["wire_bytes"], ",.0f"),
+    "error": lambda record: number(record.figures["error"], ".1e"),
 }
+COLUMNS_OF_A_SIZE: Columns = {"way": lambda record: record.way} | FIGURES
+COLUMNS_OF_A_WAY: Columns = {"size": lambda record: record.settings["size"]} | FIGURES
 LEGEND = (
-    "step: median [p10, p90] of the slowest rank. over no_sync: what the median adds to no_sync's; × all_reduce: that "
+    "step: median [p10, p90] of the slowest rank. algbw: bytes of float32 gradients by that median, compressed or not; "
+    "busbw: algbw · 2(n − 1)/n. over no_sync: what the median adds to no_sync's; × all_reduce: that "
     "over the bare all_reduce of the same dtype; own share: what it is more. exposed, pack, unpack, wire bytes: per "
     "step and rank, as the engine counts them. error: relative, in the 2-norm, of the last step alone; PowerSGD "
     "catches up in later steps with what it leaves out of one, and random gradients are its worst case."
@@ -120,13 +168,22 @@ LEGEND = (
 
 
 def _title(record: Record) -> str:
-    settings, where = record.settings, record.environment
+    settings = record.settings
     return (
-        f"{settings['numel']:,} float32 gradients in {settings['num_tensors']} tensors, {settings['world_size']} "
-        f"{settings['backend']} ranks, {settings['repetitions']} repetitions\n"
+        f"{settings['numel']:,} float32 gradients in {settings['num_tensors']} tensors, "
+        f"{settings['repetitions']} repetitions, {_where(record)}"
+    )
+
+
+def _where(record: Record) -> str:
+    settings, where = record.settings, record.environment
+    crowded = ", OVERSUBSCRIBED" if settings.get("oversubscribed") else ""
+    return (
+        f"{settings['world_size']} {settings['backend']} ranks{crowded}\n"
         f"{where['gpu'] or where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
     )
 
 
-def _number(value: float | None, format_spec: str) -> str:
-    return "" if value is None else format(value, format_spec)
+def _gigabytes(rate: float | None) -> str:
+    """Three digits: rates of small messages are small."""
+    return "" if rate is None else f"{rate / 1e9:#.3g}"

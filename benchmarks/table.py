@@ -1,6 +1,8 @@
 """What the terminal shows: records as tables, and progress."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -34,6 +36,10 @@ def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.3f}"
 
 
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
 def spread(quantiles: Mapping[str, float]) -> str:
     """Milliseconds: median [p10, p90]."""
     if not quantiles:
@@ -45,3 +51,30 @@ def progress_bars(shown: bool) -> Progress:
     """On standard error, drawn only when something advances: a thread that draws would disturb what is measured."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), auto_refresh=False, disable=not shown)
+
+
+def share(noise: float) -> str:
+    """A band around a median, as a part of it."""
+    return f"± {noise:.1%}" if math.isfinite(noise) else "not known"
+
+
+class Measured(Protocol):
+    """A record, or what was made of some."""
+
+    @property
+    def way(self) -> str: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+
+def told_apart(row: Measured, rows: Sequence[Measured]) -> str:
+    """The settings that tell a row from others of the same way, as few as will do."""
+    others = [other for other in rows if other.way == row.way and other is not row]
+    told = []
+    for name, value in row.settings.items():
+        left = [other for other in others if other.settings.get(name) == value]
+        if len(left) < len(others):
+            told.append(f"{name} {value}")
+        others = left
+    return ", ".join(told)

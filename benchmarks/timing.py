@@ -29,23 +29,20 @@ def rounds(names: Iterable[str], num_rounds: int, seed: int) -> Iterator[list[st
         yield order.copy()
 
 
-def time_rounds(
-    rivals: Mapping[str, Rival], rounds: Iterable[Sequence[str]], device: torch.device
-) -> dict[str, list[float]]:
-    """Each rival's seconds, one sample a round, as this rank sees them. A collective call.
+def time_turns(rivals: Mapping[str, Rival], turns: Iterable[str], device: torch.device) -> dict[str, list[float]]:
+    """Each rival's seconds, one sample a turn, as this rank sees them. A collective call.
 
     Only ``run`` is timed, on a GPU by events. Before it the ranks meet in a barrier of the default group, so that none
     waits for another's ``prepare``.
     """
     samples: dict[str, list[float]] = {name: [] for name in rivals}
-    for order in rounds:
-        for name in order:
-            rivals[name].prepare()
-            stopwatch = Stopwatch(device)
-            dist.barrier()
-            with stopwatch:
-                rivals[name].run()
-            samples[name].append(stopwatch.seconds())
+    for name in turns:
+        rivals[name].prepare()
+        stopwatch = Stopwatch(device)
+        dist.barrier()
+        with stopwatch:
+            rivals[name].run()
+        samples[name].append(stopwatch.seconds())
     return samples
 
 

@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -42,28 +43,51 @@ LEARNING_RATE, GAMMA, GAE_LAMBDA, CLIP, ENTROPY = 2.5e-4, 0.99, 0.95, 0.2, 0.01
 
 
 def train_fastsync(training: Training) -> Outcome:
-    from fastsync.ppo.config import Settings
     from fastsync.ranks import launch_ranks
 
     with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(
-            total_steps=training.total_steps,
-            num_envs=training.num_envs // training.nproc,
-            num_steps=training.num_steps,
-            num_minibatches=training.num_minibatches,
-            num_epochs=training.num_epochs,
-            vectorization=training.vectorization,  # type: ignore[arg-type]
-            learning_rate=LEARNING_RATE,
-            gamma=GAMMA,
-            gae_lambda=GAE_LAMBDA,
-            clip_coef=CLIP,
-            clip_value_loss=True,
-            hidden_sizes=(training.hidden_size, training.hidden_size),
-            ent_coef=ENTROPY,
-            seed=training.seed,
-            runs_dir=folder,
-        )
-        return launch_ranks(fastsync_rank, training.nproc, settings)[0]
+        return launch_ranks(fastsync_rank, training.nproc, _settings(training, folder))[0]
+
+
+def train_fastsync_apart(training: Training) -> Outcome:
+    """Each rank trains a policy of its own, all at the same time: what the machine gives where nobody communicates."""
+    from fastsync.ranks import launch_ranks
+
+    each = replace(training, total_steps=training.total_steps // training.nproc)
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = launch_ranks(fastsync_rank_apart, training.nproc, _settings(each, folder))
+    return {
+        "steps": sum(outcome["steps"] for outcome in outcomes),
+        "seconds": max(outcome["seconds"] for outcome in outcomes),
+        "mean_return": _mean([outcome["mean_return"] for outcome in outcomes]),
+    }
+
+
+def _settings(training: Training, folder: str) -> Any:
+    from fastsync.ppo.config import Settings
+
+    return Settings(
+        total_steps=training.total_steps,
+        num_envs=training.num_envs // training.nproc,
+        num_steps=training.num_steps,
+        num_minibatches=training.num_minibatches,
+        num_epochs=training.num_epochs,
+        vectorization=training.vectorization,  # type: ignore[arg-type]
+        learning_rate=LEARNING_RATE,
+        gamma=GAMMA,
+        gae_lambda=GAE_LAMBDA,
+        clip_coef=CLIP,
+        clip_value_loss=True,
+        hidden_sizes=(training.hidden_size, training.hidden_size),
+        ent_coef=ENTROPY,
+        seed=training.seed,
+        runs_dir=folder,
+    )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def fastsync_rank(settings: Any) -> Outcome:
@@ -74,6 +98,18 @@ def fastsync_rank(settings: Any) -> Outcome:
     with process_group(settings.timeout) as device:
         _, result = train(settings, device)
     return {"steps": result.step, "seconds": result.seconds, "mean_return": result.mean_return}
+
+
+def fastsync_rank_apart(settings: Any) -> Outcome:
+    """As fastsync_rank, in a world of its own, which begins when all have come this far."""
+    from fastsync.distributed import process_group
+
+    rank = int(os.environ["RANK"])
+    with process_group(settings.timeout):
+        dist.barrier()
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    return fastsync_rank(replace(settings, seed=settings.seed + rank, runs_dir=f"{settings.runs_dir}/{rank}"))
 
 
 def train_sb3(training: Training) -> Outcome:
@@ -124,6 +160,29 @@ def train_cleanrl(training: Training) -> Outcome:
     return {"steps": steps, "seconds": steps / speed, "mean_return": None}
 
 
+def train_cleanrl_loop(training: Training) -> Outcome:
+    """CleanRL's way of working, without its script."""
+    from benchmarks.cleanrl_loop import Hyperparameters, train
+
+    result = train(
+        Hyperparameters(
+            training.total_steps,
+            training.num_envs,
+            training.num_steps,
+            training.num_minibatches,
+            training.num_epochs,
+            training.seed,
+            training.hidden_size,
+            learning_rate=LEARNING_RATE,
+            gamma=GAMMA,
+            gae_lambda=GAE_LAMBDA,
+            clip_coef=CLIP,
+            ent_coef=ENTROPY,
+        )
+    )
+    return {"steps": result.steps, "seconds": result.seconds, "mean_return": result.mean_return}
+
+
 def step_environment_alone(training: Training) -> Outcome:
     """Random actions, by the environment's own vectorised implementation."""
     import gymnasium
@@ -140,8 +199,10 @@ def step_environment_alone(training: Training) -> Outcome:
 
 TRAINERS: dict[str, Callable[[Training], Outcome]] = {
     "fastsync": train_fastsync,
+    "fastsync apart": train_fastsync_apart,
     "stable-baselines3": train_sb3,
     "cleanrl": train_cleanrl,
+    "cleanrl loop": train_cleanrl_loop,
     "environment alone": step_environment_alone,
 }
 

@@ -1,5 +1,6 @@
 """The ways to average a model's gradients over ranks: fastsync's, PyTorch's, hand-written ones, and the limit."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from benchmarks.workloads import Workload
+from benchmarks.gradients import Gradients
 from fastsync import SyncStats
 
 MIN_WARMUP = 2
@@ -43,26 +44,26 @@ class TrainingStep:
         synchronize: Callable[[], object] = lambda: None,
         stats: Callable[[], SyncStats | None] = lambda: None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._synchronize = synchronize
         self.stats = stats
 
     def prepare(self) -> None:
-        self._model.zero_grad()
-        self._loss = self._model()
+        self.model.zero_grad()
+        self._loss = self.model()
 
     def run(self) -> None:
         self._loss.backward()
         self._synchronize()
 
     def result(self) -> Tensor:
-        return torch.cat([parameter.grad.reshape(-1) for parameter in self._model.parameters()])
+        return torch.cat([parameter.grad.reshape(-1) for parameter in self.model.parameters()])
 
 
 class BareAllReduce:
     """One all_reduce of as many values as the model has, already divided, cast and in one tensor. No backward."""
 
-    def __init__(self, workload: Workload, group: ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, workload: Gradients, group: ProcessGroup, dtype: torch.dtype) -> None:
         self._source = (workload.flat_grads / workload.world_size).to(dtype)
         self._flat = torch.empty_like(self._source)
         self._group = group
@@ -80,10 +81,10 @@ class BareAllReduce:
         return None
 
 
-Build = Callable[[Workload, ProcessGroup], Step]
+Build = Callable[[Gradients, ProcessGroup], Step]
 
 
-def _no_sync(workload: Workload, group: ProcessGroup) -> Step:
+def _no_sync(workload: Gradients, group: ProcessGroup) -> Step:
     del group
     return TrainingStep(workload.model())
 
@@ -92,58 +93,70 @@ def _bare(dtype: torch.dtype) -> Build:
     return lambda workload, group: BareAllReduce(workload, group, dtype)
 
 
-def _ddp(workload: Workload, group: ProcessGroup) -> Step:
-    return TrainingStep(DistributedDataParallel(workload.model(), process_group=group))
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")  # the second is the older one's name
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
+def wrapped(workload: Gradients, group: ProcessGroup, **options: float) -> DistributedDataParallel:
+    """A model in DDP that sends its gradients and nothing else, as all ways do: buffers stay where they are."""
+    return DistributedDataParallel(workload.model(), process_group=group, **{_SYNC_BUFFERS: False}, **options)
+
+
+def _ddp(workload: Gradients, group: ProcessGroup) -> Step:
+    return TrainingStep(wrapped(workload, group))
 
 
 def _ddp_with(hook: Callable) -> Build:
-    def build(workload: Workload, group: ProcessGroup) -> Step:
-        model = DistributedDataParallel(workload.model(), process_group=group)
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = wrapped(workload, group)
         model.register_comm_hook(group, hook)
         return TrainingStep(model)
 
     return build
 
 
-def _power_sgd(workload: Workload, group: ProcessGroup) -> Step:
+def _power_sgd(workload: Gradients, group: ProcessGroup) -> Step:
     # In one bucket: the hook starts all_reduces from callbacks, so with two buckets under way each rank would have them
     # in an order of its own, and Gloo pairs them by order: a wrong size, or a wait without end.
     one_bucket = 1 + workload.flat_grads.nbytes // 2**20
-    model = DistributedDataParallel(workload.model(), process_group=group, bucket_cap_mb=one_bucket)
+    model = wrapped(workload, group, bucket_cap_mb=one_bucket)
     state = PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook)
     return TrainingStep(model)
 
 
 def _register_comm_hook(compression: str) -> Build:
-    def build(workload: Workload, group: ProcessGroup) -> Step:
-        model = DistributedDataParallel(workload.model(), process_group=group)
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = wrapped(workload, group)
         return TrainingStep(model, stats=fastsync.register_comm_hook(model, compression).stats)
 
     return build
 
 
 def _attach(compression: str) -> Build:
-    def build(workload: Workload, group: ProcessGroup) -> Step:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = workload.model()
         return TrainingStep(model, stats=fastsync.attach(model, compression, process_group=group).stats)
 
     return build
 
 
-def _synchronize(workload: Workload, group: ProcessGroup) -> Step:
+def _synchronize(workload: Gradients, group: ProcessGroup) -> Step:
     model = workload.model()
     sync = fastsync.attach(model, process_group=group, overlap=False)
     return TrainingStep(model, sync.synchronize, sync.stats)
 
 
-def _all_reduce_gradients(workload: Workload, group: ProcessGroup) -> Step:
+def _all_reduce_gradients(workload: Gradients, group: ProcessGroup) -> Step:
     model = workload.model()
     parameters = list(model.parameters())
     return TrainingStep(model, lambda: fastsync.all_reduce_gradients(parameters, process_group=group))
 
 
-def _cat(workload: Workload, group: ProcessGroup) -> Step:
+def _cat(workload: Gradients, group: ProcessGroup) -> Step:
     """As trainers without DDP write it: concatenate, all_reduce, divide, copy back."""
     model = workload.model()
     parameters = list(model.parameters())
@@ -160,7 +173,7 @@ def _cat(workload: Workload, group: ProcessGroup) -> Step:
     return TrainingStep(model, synchronize)
 
 
-def _per_parameter(workload: Workload, group: ProcessGroup) -> Step:
+def _per_parameter(workload: Gradients, group: ProcessGroup) -> Step:
     model = workload.model()
     parameters = list(model.parameters())
 
@@ -214,11 +227,10 @@ WAYS = {
 }
 
 
-def is_right(name: str, step: Step, workload: Workload) -> bool:
+def is_right(way: Way, step: Step, workload: Gradients) -> bool:
     """Whether the step's newest result is what this way promises."""
-    way = WAYS[name]
     if way.wire is None:
-        return torch.equal(step.result(), workload.flat_grads)
+        return workload.is_own(step.result())
     return way.approximate or workload.is_mean(step.result(), way.wire)
 
 

@@ -1,10 +1,13 @@
-"""What is synchronised: parameters of three sizes, and gradients whose mean over the ranks is known."""
+"""What is synchronised: parameters of some size, and gradients whose mean over the ranks is known."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from benchmarks.gradients import Gradients
+from benchmarks.units import format_bytes, parse_bytes
 
 Shapes = list[tuple[int, ...]]
 
@@ -19,6 +22,11 @@ class Size:
     def numel(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its float32 gradients."""
+        return 4 * self.numel
+
 
 SIZES = {
     # One small policy (6 tensors), one middle-sized, one of about two DDP buckets.
@@ -26,6 +34,40 @@ SIZES = {
     "0.5m": Size([(512, 256), (512,), (512, 512), (512,), (256, 512), (256,)], repetitions=100),
     "12m": Size([(1024, 1024), (1024,)] * 12, repetitions=20),
 }
+
+TENSORS_IN_BYTES = 16
+"""Tensors that a size given in bytes is divided into: equal ones, but for one value more or less."""
+BYTES_IN_SAMPLES = 2**30
+"""Gradients that all samples of a size given in bytes synchronise together, within 5 and 300 samples."""
+
+
+def size_of(name: str) -> Size:
+    """One of ``SIZES``, or as many bytes of float32 values in ``TENSORS_IN_BYTES`` tensors.
+
+    Raises:
+        ValueError: ``name`` is neither, or the bytes are no whole values, or too few.
+    """
+    if name in SIZES:
+        return SIZES[name]
+    try:
+        nbytes = parse_bytes(name)
+    except ValueError as error:
+        raise ValueError(f"size {error}; or choose one of {', '.join(SIZES)}") from None
+    if nbytes % 4 or nbytes < 4 * TENSORS_IN_BYTES:
+        raise ValueError(
+            f"size {name!r} must be a multiple of 4 B, at least {4 * TENSORS_IN_BYTES}B: values of float32"
+        )
+    each, longer = divmod(nbytes // 4, TENSORS_IN_BYTES)
+    shapes: Shapes = [(each + (index < longer),) for index in range(TENSORS_IN_BYTES)]
+    return Size(shapes, repetitions=max(5, min(300, BYTES_IN_SAMPLES // nbytes)))
+
+
+def sweep(first: str, last: str, factor: int) -> list[str]:
+    """Sizes in bytes from ``first`` up to ``last``, each ``factor`` times the one before."""
+    sizes, limit = [parse_bytes(first)], parse_bytes(last)
+    while sizes[-1] * factor <= limit:
+        sizes.append(sizes[-1] * factor)
+    return [format_bytes(nbytes) for nbytes in sizes]
 
 
 class Model(nn.Module):
@@ -42,7 +84,7 @@ class Model(nn.Module):
         return torch.stack(products).sum()
 
 
-class Workload:
+class Workload(Gradients):
     """One size's weights, the same on all ranks, and float32 gradients, other ones on each rank of the default group.
 
     Gradients are normally distributed, so that a value in the wrong place is a wrong value. For a low-rank method they
@@ -50,41 +92,14 @@ class Workload:
     """
 
     def __init__(self, size: Size, device: torch.device, seed: int = 0) -> None:
-        self.world_size = dist.get_world_size()
+        ranks = range(dist.get_world_size())
+        super().__init__((_normal(size.numel, seed + 1 + rank) for rank in ranks), device)
         self._lengths = [torch.Size(shape).numel() for shape in size.shapes]
         self._shapes = size.shapes
         self._weights = self._split(_normal(size.numel, seed).to(device))
-        # Every rank works out the others' gradients by itself, so that the mean owes nothing to a collective.
-        mean = torch.zeros(size.numel, dtype=torch.float64)
-        mean_magnitude = torch.zeros(size.numel, dtype=torch.float64)
-        for rank in range(self.world_size):
-            grads = _normal(size.numel, seed + 1 + rank)
-            mean += grads / self.world_size
-            mean_magnitude += grads.abs() / self.world_size
-            if rank == dist.get_rank():
-                self.flat_grads = grads.to(device)
-        self.mean = mean.to(device)
-        self._mean_magnitude = mean_magnitude.to(device)
 
     def model(self) -> Model:
         return Model(self._weights, self._split(self.flat_grads))
-
-    def is_mean(self, result: Tensor, wire: torch.dtype) -> bool:
-        """Whether each value of ``result``, flat, is as near to the mean as roundings to ``wire`` allow.
-
-        A rank's value is rounded when it is cast, when it is divided, and in each of n - 1 additions, by a relative
-        error of at most u each time (N. Higham, Accuracy and Stability of Numerical Algorithms, section 2.2), and where
-        it is subnormal by half of the smallest step in the first two.
-        """
-        info = torch.finfo(wire)
-        unit = info.eps / 2
-        relative = (1 + unit) ** (self.world_size + 1) - 1
-        bound = self._mean_magnitude * relative + 2 * self.world_size * info.smallest_normal * unit
-        return bool(((result.double() - self.mean).abs() <= bound).all())
-
-    def relative_error(self, result: Tensor) -> float:
-        """The 2-norm of the error over that of the mean."""
-        return ((result.double() - self.mean).norm() / self.mean.norm()).item()
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         return [part.view(shape) for part, shape in zip(flat.split(self._lengths), self._shapes, strict=True)]

@@ -22,7 +22,7 @@ from benchmarks.__main__ import COMMANDS, main
 from benchmarks.collect import collect
 from benchmarks.measure import COSTS, Schedule, cost_per_step, measure, ratios
 from benchmarks.records import Record, RowFile, quantiles, read_json
-from benchmarks.timing import rounds, slowest_rank, time_rounds
+from benchmarks.timing import rounds, slowest_rank, time_turns
 from benchmarks.trainers import Training, run_alone
 from benchmarks.ways import LIMITS, WAYS, BareAllReduce, TrainingStep, Way, left_out, with_their_limits
 from benchmarks.workloads import SIZES, Size, Workload
@@ -146,7 +146,7 @@ def test_rivals_take_turns():
     log: list[str] = []
     rivals = {name: Rival(name, log) for name in "ab"}
     with group_of_one():
-        samples = time_rounds(rivals, [["a", "b"], ["b", "a"]], CPU)
+        samples = time_turns(rivals, "abba", CPU)
     assert log == [f"{what} {name}" for name in "abba" for what in ("prepare", "run")]
     assert {name: len(times) for name, times in samples.items()} == {"a": 2, "b": 2}
     assert min(min(times) for times in samples.values()) > 0

@@ -1,0 +1,155 @@
+"""From the rows of launches to how well a job scales, and where the time of a step goes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.records import Record
+from benchmarks.scaling_rank import SYNCHRONISED
+from benchmarks.statistics import CONFIDENCE, SURE_FROM, median_interval, ratio_interval, replicates
+
+PARTS = ("compute", "contention", "stragglers", "exposed")
+DEFINITIONS = {
+    "step": "Time of a training step (forward, backward, synchronisation, optimizer) from a barrier until the slowest "
+    "rank is done: the median over a launch's steps, and of that the median over the launches.",
+    "weak efficiency": "E(n) = T(m) / T(n): the step's time on the smallest world size m over that on n ranks, each "
+    "rank with as many samples as before. 100 % is a job that more ranks do not slow down.",
+    "strong efficiency": "E(n) = m · T(m) / (n · T(n)): all ranks together have as many samples as before. 100 % is a "
+    "job that n / m times the ranks finish in m / n of the time.",
+    "interval": f"Between which values a ratio of medians lies: {CONFIDENCE:.0%} by the percentile bootstrap over "
+    "launches, or over the steps where there was one launch. Of five launches or fewer it is their whole range; an "
+    f"interval that holds its {CONFIDENCE:.0%} needs {SURE_FROM}.",
+    "compute": "A step without communication, mean over the ranks, measured in the same launches in turns with the "
+    "others; where world size 1 was measured, what that is there (divided by n in strong scaling).",
+    "contention": "What compute takes beyond that: cores, caches, memory bandwidth and clocks that ranks of a machine "
+    "share; in strong scaling also what a smaller batch computes less efficiently. Not known without world size 1, and "
+    "then part of compute.",
+    "stragglers": "What the slowest rank's step without communication takes beyond the mean over the ranks, as in each "
+    "step all wait for the slowest.",
+    "exposed": "Communication that backward does not hide, and what synchronising costs the rank itself: the rest of "
+    "the step, so that the parts add up to it. Negative where the noise is larger than it.",
+    "algbw": "Bytes that an all_reduce sums, by its time.",
+    "busbw": "algbw · 2 (n - 1) / n, as nccl-tests defines it: the rate at which each rank's link is used.",
+    "overhead": "What measuring itself costs: an empty step, timed in turns with the others in the same way.",
+    "oversubscribed": "More ranks than a machine has cores or GPUs: they share them, so the figures say nothing about "
+    "more hardware.",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way at one world size. Times in seconds."""
+
+    way: str
+    world_size: int
+    oversubscribed: bool
+    launches: int
+    samples: tuple[float, ...]
+    """What is independent of each other: the launches' medians, or the steps of the only launch."""
+    step: float
+    step_low: float
+    step_high: float
+    efficiency: float
+    efficiency_low: float
+    efficiency_high: float
+    compute: float
+    contention: float | None
+    """None where world size 1 was not measured."""
+    stragglers: float
+    exposed: float
+
+
+def points(records: Sequence[Record]) -> list[Point]:
+    """A point for each way and world size that was measured, the ways in the order of the rows."""
+    rows = [record for record in records if record.benchmark == "scaling" and record.samples and record.correct]
+    ways = dict.fromkeys(record.way for record in rows if record.way in SYNCHRONISED)
+    return [point for way in ways for point in _points_of_way([record for record in rows if record.way == way])]
+
+
+def _points_of_way(rows: Sequence[Record]) -> list[Point]:
+    of_size: dict[int, list[Record]] = {}
+    for record in rows:
+        of_size.setdefault(record.settings["world_size"], []).append(record)
+    base = min(of_size)
+    return [_point(of_size[base], of_size.get(1), of_size[size]) for size in sorted(of_size)]
+
+
+def _point(base: Sequence[Record], alone: Sequence[Record] | None, rows: Sequence[Record]) -> Point:
+    settings, samples = rows[0].settings, _replicates(rows)
+    share = settings["world_size"] / base[0].settings["world_size"] if settings["scaling"] == "strong" else 1.0
+    ratio = [value / share for value in ratio_interval(_replicates(base), samples)]
+    if rows[0] is base[0]:
+        ratio = [1.0, 1.0, 1.0]  # by definition
+    step, (low, high) = median(samples), median_interval(samples)
+    compute = median(row.figures["compute"] for row in rows)  # type: ignore[type-var]
+    stragglers = median(row.figures["stragglers"] for row in rows)  # type: ignore[type-var]
+    contention = None
+    if alone is not None:
+        fair = median(row.figures["compute"] for row in alone) / share  # type: ignore[type-var]
+        compute, contention = fair, compute - fair
+    return Point(
+        rows[0].way,
+        settings["world_size"],
+        bool(settings.get("oversubscribed")),
+        len(rows),
+        tuple(samples),
+        step,
+        low,
+        high,
+        *ratio,
+        compute=compute,
+        contention=contention,
+        stragglers=stragglers,
+        exposed=step - compute - (contention or 0.0) - stragglers,
+    )
+
+
+def _replicates(rows: Sequence[Record]) -> list[float]:
+    return replicates([row.samples for row in rows])
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """The bare all_reduce of one size at one world size. Bytes, bytes per second."""
+
+    world_size: int
+    oversubscribed: bool
+    num_bytes: int
+    seconds: float
+    algbw: float
+    busbw: float
+    busbw_low: float
+    busbw_high: float
+
+
+def sweep(records: Sequence[Record]) -> list[Bandwidth]:
+    """A point for each world size and number of bytes, in ascending order."""
+    of_point: dict[tuple[int, int], list[Record]] = {}
+    for record in records:
+        if record.benchmark == "scaling" and "size" in record.settings and record.samples and record.correct:
+            of_point.setdefault((record.settings["world_size"], record.settings["size"]), []).append(record)
+    return [_bandwidth(of_point[key]) for key in sorted(of_point)]
+
+
+def _bandwidth(rows: Sequence[Record]) -> Bandwidth:
+    settings, samples = rows[0].settings, _replicates(rows)
+    seconds, (low, high) = median(samples), median_interval(samples)
+    num_bytes = settings["numel"] * 4
+    share = 2 * (settings["world_size"] - 1) / settings["world_size"]
+    return Bandwidth(
+        settings["world_size"],
+        bool(settings.get("oversubscribed")),
+        num_bytes,
+        seconds,
+        num_bytes / seconds,
+        num_bytes / seconds * share,
+        num_bytes / high * share,
+        num_bytes / low * share if math.isfinite(low) else math.inf,
+    )
+
+
+def overhead(records: Sequence[Record]) -> float | None:
+    """Seconds that an empty step takes, median over all launches; None where none was measured."""
+    costs = [record.figures["overhead"] for record in records if record.figures.get("overhead") is not None]
+    return median(costs) if costs else None  # type: ignore[type-var]

@@ -1,0 +1,296 @@
+"""``python -m benchmarks link``: the other benchmarks between ranks whose network has a known rate.
+
+Every rank has a network namespace of its own and real TCP to the others, over links that carry no more than the rate
+each way. So a network that is slower than loopback can be measured on one machine, and each time be compared with what
+the link itself needs. Needs Linux, root, and iproute2.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from benchmarks import ddp, sync
+from benchmarks.collect import Collected, collect
+from benchmarks.ddp import ModelName
+from benchmarks.link_ranks import run_in_namespaces
+from benchmarks.models import Scale
+from benchmarks.netns import CONGESTION_CONTROL, Network, NetworkError, burst, why_not
+from benchmarks.raw_tcp import RawTcp, check_links
+from benchmarks.records import Record, RowFile, quantiles
+from benchmarks.table import Columns, console, milliseconds, number, spread, table
+from benchmarks.units import format_rate, parse_rate
+from benchmarks.ways import WAYS
+
+if TYPE_CHECKING:
+    WayName = str
+else:
+    WayName = tyro.extras.literal_type_from_choices(name for name in WAYS if name != "no_sync")
+
+MIN_RANKS, MAX_RANKS = 2, 16
+CHECK_SECONDS = 0.5
+"""How long each of two transfers takes that show what the links carry."""
+CHECK_TIMEOUT = 120.0
+FULL = 0.85
+"""Of its rate, what a link has to carry while all are busy, or it is the machine that is measured. TCP can have 0.94:
+a frame of 1,514 bytes holds 1,448 of data, and with every second one goes an acknowledgement of 66 of what came."""
+BAD_OPTIONS = 2
+"""Exit status, as of a wrong option: what was asked for cannot be had here."""
+DEFAULT_WAYS = (
+    "ddp",
+    "ddp/fp16_compress_hook",
+    "ddp/powerSGD_hook",
+    *(name for name in WAYS if name.startswith(("fastsync.register_comm_hook/", "fastsync.attach/"))),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure over links of a known rate, between network namespaces on this machine. Linux, as root."""
+
+    rate: tuple[str, ...] = ("1gbit",)
+    """Of each rank's link, each way, as tc writes it: 100mbit, 1gbit, 10gbit. One after the other."""
+    ranks: int = 4
+    """Number of ranks, from 2 to 16: each a process in a namespace of its own."""
+    benchmark: Literal["sync", "ddp"] = "sync"
+    """What is measured: a step's synchronisation alone, or whole training steps."""
+    sizes: tuple[str, ...] = ("0.5m", "12m")
+    """For sync: what is synchronised, as its own option has it."""
+    models: tuple[ModelName, ...] = ("resnet50", "gpt2")
+    """For ddp: what is trained."""
+    scale: Scale = "small"
+    """For ddp: small models and inputs, or those of the papers."""
+    batch_size: int | None = None
+    """For ddp: samples in each rank's batch; by default as many as suit the model and the scale."""
+    ways: tuple[WayName, ...] = DEFAULT_WAYS
+    """Ways to synchronise. Those that they are compared to are always measured as well."""
+    repetitions: int = 10
+    """Samples of each way."""
+    warmup: int = 2
+    """Steps of each way that are not timed."""
+    timeout: float = 600.0
+    """Seconds that a step may take, and that ranks wait for each other."""
+    json: Path | None = None
+    """File to write all rows to, with every sample, the settings, versions and hardware."""
+    seed: int = 0
+    """Seeds the order of the ways, the weights and the gradients."""
+
+    def __post_init__(self) -> None:
+        if not self.rate:
+            raise ValueError("rate: name at least one, such as 1gbit")
+        for rate in self.rate:
+            parse_rate(rate)
+        if not MIN_RANKS <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"ranks={self.ranks} must be from {MIN_RANKS} to {MAX_RANKS}")
+        self.benchmark_options()  # which refuse what is wrong with the others
+
+    def benchmark_options(self) -> Any:
+        """The options of the benchmark that runs in the namespaces."""
+        shared = {
+            "nproc": self.ranks,
+            "ways": self.ways,
+            "repetitions": self.repetitions,
+            "warmup": self.warmup,
+            "timeout": self.timeout,
+            "json": self.json,
+            "seed": self.seed,
+            "oversubscribe": True,
+        }
+        if self.benchmark == "sync":
+            return sync.Options(sizes=self.sizes, **shared)
+        return ddp.Options(models=self.models, scale=self.scale, batch_size=self.batch_size, **shared)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and reports.
+
+    Returns:
+        The exit status: 0; 1 if a way gave a wrong result or a rank failed; 2 if this machine cannot do it; 130 after
+        Ctrl-C, 143 after SIGTERM.
+    """
+    options = tyro.cli(Options, prog="python -m benchmarks link", args=arguments)
+    if reason := why_not():
+        print(f"python -m benchmarks link: {reason}", file=sys.stderr)
+        return BAD_OPTIONS
+    measure_all = sync.measure_all if options.benchmark == "sync" else ddp.measure_all
+    launch = partial(_launch, [parse_rate(rate) for rate in dict.fromkeys(options.rate)])
+    try:
+        with _termination_raises():
+            collected = collect(measure_all, options.ranks, options.benchmark_options(), options.json, launch)
+    except NetworkError as error:
+        print(f"python -m benchmarks link: {error}", file=sys.stderr)
+        return BAD_OPTIONS
+    report(collected)
+    return collected.status
+
+
+def _launch(
+    rates: Sequence[int], measure_all: Callable[..., list[str]], nproc: int, options: Any, rows: RowFile
+) -> list[list[str]]:
+    """Runs the benchmark at each rate, on new ranks. Returns rank 0's notes of the last."""
+    notes: list[list[str]] = []
+    for rate in rates:
+        with Network(nproc, rate) as network:
+            try:
+                notes = run_in_namespaces(network, measure_rank, measure_all, options, rows, network.addresses, rate)
+            finally:
+                rows.reload()
+    return notes
+
+
+def measure_rank(
+    measure_all: Callable[..., list[str]], options: Any, rows: RowFile, addresses: Sequence[str], rate: int
+) -> list[str]:
+    """What one rank does in its namespace: it checks the links, and takes part in the benchmark."""
+    raw = check_links(int(os.environ["RANK"]), addresses, rate, CHECK_SECONDS, CHECK_TIMEOUT)
+    return measure_all(options, LinkRows(rows, rate, raw))
+
+
+class LinkRows:
+    """Adds rows to a file, with what there is to say of the link."""
+
+    def __init__(self, rows: RowFile, rate: int, raw: RawTcp) -> None:
+        self._rows, self._rate, self._raw = rows, rate, raw
+
+    def add(self, records: Iterable[Record]) -> None:
+        self._rows.add(with_link(list(records), self._rate, self._raw))
+
+
+def with_link(records: Sequence[Record], rate: int, raw: RawTcp) -> Iterator[Record]:
+    """Rows of ways that ran in turns, with the link's rate as a setting, and in the figures what follows from it."""
+    medians = {record.way: quantiles(record.samples)["median"] for record in records if record.samples}
+    for record in records:
+        num_bytes = sent_bytes(record)
+        settings = {**record.settings, "link": rate, "link_burst": burst(rate)}
+        if record.settings["world_size"] > record.environment["cores"]:
+            settings["oversubscribed"] = True
+        figures = {
+            **record.figures,
+            **link_figures(num_bytes, medians.get(record.way), rate, raw.rate_ring),
+            "ddp_over_this": _ratio(medians.get("ddp"), medians.get(record.way)) if record.settings["wire"] else None,
+            **{f"raw_{name}": value for name, value in asdict(raw).items()},
+        }
+        environment = {**record.environment, "congestion_control": CONGESTION_CONTROL}
+        yield replace(record, settings=settings, figures=figures, environment=environment)
+
+
+def sent_bytes(record: Record) -> float | None:
+    """What each of n ranks has to send in a ring all_reduce of the gradients: 2(n − 1)/n of them, at the wire's width.
+
+    None where nothing travels, and for ways that send something else than the gradients.
+    """
+    wire, world_size = record.settings["wire"], record.settings["world_size"]
+    if wire is None or WAYS[record.way].approximate:
+        return None
+    return 2 * (world_size - 1) / world_size * record.settings["numel"] * _WIDTHS[wire]
+
+
+_WIDTHS: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def link_figures(num_bytes: float | None, median: float | None, rate: int, raw_rate: float) -> dict[str, float | None]:
+    """The time that a link needs for so many bytes, and a step's as a multiple of it, and of that of plain TCP."""
+    limit = None if num_bytes is None else 8 * num_bytes / rate
+    raw_limit = None if num_bytes is None else 8 * num_bytes / raw_rate
+    return {
+        "sent_bytes": num_bytes,
+        "link_limit": limit,
+        "over_link_limit": _ratio(median, limit),
+        "over_raw_tcp": _ratio(median, raw_limit),
+    }
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return None if numerator is None or denominator is None else numerator / denominator
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """Makes signals that would end this process at once exceptions, so that it can tidy up."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number)
+        raise SignalException(f"ended by {name.name}", sigval=name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def report(collected: Collected) -> None:
+    """Prints a table for each rate and size or model."""
+    out = console()
+    groups: dict[tuple[int, str], list[Record]] = {}
+    for record in collected.records:
+        groups.setdefault((record.settings["link"], _subject(record)), []).append(record)
+    for rows in groups.values():
+        out.print(table(_title(rows[0]), COLUMNS, rows))
+    for line in (LEGEND, *collected.notes, *slow_links(collected.records)):
+        out.print(line, markup=False)
+
+
+def slow_links(records: Sequence[Record]) -> list[str]:
+    """A warning for each rate that plain TCP did not come near: this machine's cores were the limit."""
+    rings = {record.settings["link"]: record.figures["raw_rate_ring"] for record in records}
+    return [
+        f"At {format_rate(rate)} plain TCP carried {ring / rate:.0%} of it while all ranks were busy: this machine is "
+        "slower than the links, and what was measured is that. Choose a lower rate, fewer ranks, or a quiet machine."
+        for rate, ring in rings.items()
+        if ring < FULL * rate
+    ]
+
+
+COLUMNS: Columns = {
+    "way": lambda record: record.way,
+    "step, ms": lambda record: spread(record.quantiles),
+    "exposed, ms": lambda record: milliseconds(record.figures[_EXPOSED[record.benchmark]]),
+    "sent, MB": lambda record: number(_megabytes(record.figures["sent_bytes"]), ",.2f"),
+    "link's limit, ms": lambda record: milliseconds(record.figures["link_limit"]),
+    "× limit": lambda record: number(record.figures["over_link_limit"], ".3f"),
+    "× plain TCP": lambda record: number(record.figures["over_raw_tcp"], ".3f"),
+    "DDP's time ÷ this": lambda record: number(record.figures["ddp_over_this"], ".2f"),
+    "error": lambda record: number(record.figures["error"], ".1e"),
+}
+_EXPOSED = {"sync": "over_no_sync", "ddp": "exposed"}
+LEGEND = (
+    "step: median [p10, p90] of the slowest rank. exposed: what it adds to the step without communication. sent: what "
+    "a rank has to send at least, 2(n − 1)/n of the gradients at the wire's width. link's limit: that, by the link's "
+    "rate; TCP cannot do better than 1.05 of it one way and 1.07 both ways at once, for headers and acknowledgements, "
+    "and an idle link lets 1 ms of its rate through at once, so that a step may save that. plain TCP: the same bytes "
+    "at the rate that sockets alone reached between the same ranks just before, all sending to the next one."
+)
+
+
+def _subject(record: Record) -> str:
+    return record.settings["size"] if record.benchmark == "sync" else record.settings["model"]
+
+
+def _megabytes(num_bytes: float | None) -> float | None:
+    return None if num_bytes is None else num_bytes / 1e6
+
+
+def _title(record: Record) -> str:
+    settings, where, figures = record.settings, record.environment, record.figures
+    crowded = f", OVERSUBSCRIBED: {where['cores']} cores" if settings.get("oversubscribed") else ""
+    work = f"{settings['numel']:,} gradients in {settings['num_tensors']} tensors"
+    subject = work if record.benchmark == "sync" else f"{settings['model']} ({settings['scale']}), {work}"
+    raw = {name: format_rate(round(figures[f"raw_{name}"])) for name in ("rate_alone", "rate_ring")}
+    return (
+        f"{subject}, {settings['world_size']} {settings['backend']} ranks on links of {format_rate(settings['link'])}"
+        f"{crowded}, {settings['repetitions']} repetitions\n"
+        f"plain TCP: {raw['rate_alone']} on one link, {raw['rate_ring']} on the slowest with all busy, "
+        f"{figures['raw_latency'] * 1e6:.0f} µs one way\n"
+        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
+    )

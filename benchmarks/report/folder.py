@@ -1,0 +1,66 @@
+"""The folder of a report: rows.json, rows.csv, report.md, a file for each picture, index.html."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.records import QUANTILES, Record
+from benchmarks.report.document import Document
+from benchmarks.report.markdown import to_markdown
+from benchmarks.report.page import to_html
+
+ROWS = "rows.json"
+
+
+def check_folder(folder: Path) -> None:
+    """Whether a report may go there.
+
+    Raises:
+        ValueError: it holds the rows of another, or is no folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"report={folder} is a file; name a folder, which is made if it is not there")
+    if (folder / ROWS).exists():
+        raise ValueError(f"report={folder} holds a report already; name another folder, or remove that one")
+
+
+def write_report(folder: Path, document: Document, records: Sequence[Record]) -> None:
+    """Writes all that follows from the rows; they themselves are in the folder's rows.json already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for section in document.sections:
+        if section.picture:
+            (folder / f"{section.picture.name}.svg").write_text(section.picture.svg)
+    (folder / "rows.csv").write_text(to_csv(records))
+    (folder / "report.md").write_text(to_markdown(document))
+    (folder / "index.html").write_text(to_html(document))
+
+
+def to_csv(records: Sequence[Record]) -> str:
+    """A line a row, and a column for each setting, figure and quantile, and of the environment; the samples are in
+    JSON alone."""
+    lines = [
+        {"benchmark": record.benchmark, "way": record.way}
+        | _prefixed("settings", record.settings)
+        | {"correct": record.correct, "num_samples": len(record.samples)}
+        | {name: record.quantiles.get(name) for name in QUANTILES}
+        | _prefixed("figures", record.figures)
+        | _prefixed("environment", record.environment)
+        for record in records
+    ]
+    columns = sorted(dict.fromkeys(name for line in lines for name in line), key=_order)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _prefixed(prefix: str, values) -> dict[str, object]:
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def _order(column: str) -> int:
+    """Groups of columns stay together, whichever row was the first to have one."""
+    groups = ("benchmark", "way", "settings", "correct", "num_samples", *QUANTILES, "figures", "environment")
+    return groups.index(column.split(".")[0])

@@ -1,0 +1,177 @@
+"""What a scaling run found, as a document."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.efficiency import DEFINITIONS, Bandwidth, Point, overhead, points, sweep
+from benchmarks.records import Record
+from benchmarks.report.document import Document, Section, Table
+from benchmarks.report.pictures import bandwidth_picture, breakdown_picture, efficiency_picture, ranks
+from benchmarks.report.rows import environment_of
+from benchmarks.statistics import SURE_FROM
+from benchmarks.table import milliseconds
+from benchmarks.units import format_bytes
+
+
+def scaling_document(records: Sequence[Record], command: str, notes: Sequence[str] = ()) -> Document:
+    """Says what rows of ``python -m benchmarks scaling`` say; of one mode, model and batch. There may be none."""
+    found, bandwidths = points(records), sweep(records)
+    settings = next((record.settings for record in records if "model" in record.settings), {})
+    scaling = settings.get("scaling", "weak")
+    sections = []
+    if found:
+        sections += [
+            Section(
+                "Efficiency", _relative(found, scaling), efficiency_picture(found, scaling), efficiency_table(found)
+            ),
+            Section(
+                "Where the time goes",
+                "Medians in milliseconds; the parts of a step add up to it.",
+                breakdown_picture(found),
+                breakdown_table(found),
+            ),
+        ]
+    if bandwidths:
+        text = "float32, summed by the process group itself, without fastsync: what the link gives."
+        sections.append(
+            Section("The bare all_reduce", text, bandwidth_picture(bandwidths), bandwidth_table(bandwidths))
+        )
+    unused = "strong efficiency" if scaling == "weak" else "weak efficiency"
+    return Document(
+        title=_title(settings, scaling),
+        summary=list(_summary(records, found, scaling)) or ["Nothing was measured."],
+        sections=sections,
+        definitions={word: meaning for word, meaning in DEFINITIONS.items() if word != unused},
+        environment=_environment(records),
+        command=command,
+        notes=[*notes, *_caveats(found)],
+    )
+
+
+def efficiency_table(found: Sequence[Point]) -> Table:
+    """A row for each way and world size. The smallest world size is what the others are measured by."""
+    base = _base(found)
+    rows = [
+        (
+            point.way,
+            ranks(point.world_size, point.oversubscribed),
+            f"{point.efficiency:.1%}",
+            _sureness(point, base),
+            milliseconds(point.step),
+            interval(point.step_low, point.step_high, 1e3),
+            str(point.launches),
+        )
+        for point in found
+    ]
+    return Table(("way", "ranks", "efficiency", "interval", "step, ms", "interval, ms", "launches"), rows)
+
+
+def _base(found: Sequence[Point]) -> dict[str, int]:
+    """Each way's smallest world size, which the others are measured by."""
+    return {point.way: point.world_size for point in reversed(found)}
+
+
+def _sureness(point: Point, base: Mapping[str, int]) -> str:
+    if point.world_size == base[point.way]:
+        return "reference"
+    return interval(point.efficiency_low, point.efficiency_high, 100, "%")
+
+
+def breakdown_table(found: Sequence[Point]) -> Table:
+    """A row for each way and world size."""
+    rows = [
+        (
+            point.way,
+            ranks(point.world_size, point.oversubscribed),
+            milliseconds(point.step),
+            milliseconds(point.compute),
+            "not known" if point.contention is None else milliseconds(point.contention),
+            milliseconds(point.stragglers),
+            milliseconds(point.exposed),
+            f"{point.exposed / point.step:.0%}",
+        )
+        for point in found
+    ]
+    headings = ("way", "ranks", "step", "compute", "contention", "stragglers", "exposed", "exposed, of the step")
+    return Table(headings, rows)
+
+
+def bandwidth_table(bandwidths: Sequence[Bandwidth]) -> Table:
+    """A row for each number of bytes and world size."""
+    rows = [
+        (
+            format_bytes(point.num_bytes),
+            ranks(point.world_size, point.oversubscribed),
+            milliseconds(point.seconds),
+            f"{point.algbw / 1e9:.3g}",
+            f"{point.busbw / 1e9:.3g}",
+            interval(point.busbw_low / 1e9, point.busbw_high / 1e9, form=".3g"),
+        )
+        for point in sorted(bandwidths, key=lambda point: (point.num_bytes, point.world_size))
+    ]
+    return Table(("bytes", "ranks", "time, ms", "algbw, GB/s", "busbw, GB/s", "interval"), rows)
+
+
+def interval(low: float, high: float, factor: float = 1.0, unit: str = "", form: str = ".3f") -> str:
+    """As text; "not known" where one sample has to do."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "not known"
+    form = ".1f" if unit == "%" else form
+    return f"[{low * factor:{form}}{unit}, {high * factor:{form}}{unit}]"
+
+
+def _title(settings: Mapping[str, Any], scaling: str) -> str:
+    if not settings:
+        return "Scaling"
+    batch = "a rank" if scaling == "weak" else "in all"
+    number = settings["batch_size"] * (1 if scaling == "weak" else settings["world_size"])
+    scale = f" ({settings['scale']})" if "scale" in settings else ""
+    return f"{scaling.capitalize()} scaling of {settings['model']}{scale}, {number} samples {batch}"
+
+
+def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) -> Iterator[str]:
+    base = _base(found)
+    for way in dict.fromkeys(point.way for point in found):
+        last = [point for point in found if point.way == way][-1]
+        yield (
+            f"{way} on {ranks(last.world_size, last.oversubscribed)}: {last.efficiency:.1%} {scaling} efficiency "
+            f"({_sureness(last, base)}); {last.exposed / last.step:.0%} of a step is exposed communication."
+        )
+    cost = overhead(records)
+    if cost is not None:
+        yield f"Measuring itself costs {cost * 1e6:.1f} µs a step (an empty step, timed the same way)."
+
+
+def _relative(found: Sequence[Point], scaling: str) -> str:
+    base = min(point.world_size for point in found)
+    return f"{scaling.capitalize()} efficiency, relative to {ranks(base, oversubscribed=False)}, with intervals."
+
+
+def _caveats(found: Sequence[Point]) -> Iterator[str]:
+    if any(point.oversubscribed for point in found):
+        yield f"oversubscribed: {DEFINITIONS['oversubscribed'][0].lower()}{DEFINITIONS['oversubscribed'][1:]}"
+    launches = min((point.launches for point in found), default=SURE_FROM)
+    if launches == 1:
+        yield (
+            "one launch of a world size: intervals are over its steps and do not show how launches differ; "
+            "use --repetitions"
+        )
+    elif launches < SURE_FROM:
+        probability = 1 - 0.5 ** (launches - 1)
+        yield (
+            f"{launches} launches of a world size: an interval is their whole range, which holds a median with a "
+            f"probability of {probability:.0%}; {SURE_FROM} launches make it 95 %"
+        )
+
+
+def _environment(records: Sequence[Record]) -> dict[str, str]:
+    if not records:
+        return {}
+    settings = [record.settings for record in records]
+    facts: dict[str, Any] = {**environment_of(records)}
+    facts["backend"] = ", ".join(dict.fromkeys(str(row["backend"]) for row in settings))
+    facts["machines"] = max(row.get("nodes", 1) for row in settings)
+    for name in ("model", "scale", "numel", "num_tensors", "repetitions", "warmup", "seed"):
+        facts[{"repetitions": "steps a launch"}.get(name, name)] = settings[0].get(name)
+    return {name: str(value) for name, value in facts.items() if value is not None}

@@ -1,0 +1,182 @@
+"""What each rank of one launch measures: training steps with each way to synchronise and without, and all_reduces.
+
+A step is that of ``ddp``: forward, backward with what makes the gradients the mean over the ranks, and the optimizer's
+step. The ways, the plain model without communication and an empty step take turns, each time from a barrier.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from benchmarks.ddp import NO_DDP, whole_steps
+from benchmarks.gradients import Gradients
+from benchmarks.measure import TIMEOUT, Schedule, all_gather, measure_ways, wire_name
+from benchmarks.models import TRAININGS, ModelGradients, Scale
+from benchmarks.records import Record, environment
+from benchmarks.timing import slowest_rank, time_turns
+from benchmarks.ways import LIMITS, WAYS, Way
+from fastsync.distributed import process_group
+
+COMPUTE = NO_DDP
+"""The step without communication."""
+EMPTY = "empty"
+SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *LIMITS.values()})
+SWEEP_WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch measures."""
+
+    model: str
+    scale: Scale
+    ways: tuple[str, ...]
+    batch_size: int
+    """Samples of a rank in a step."""
+    steps: int
+    warmup: int
+    sweep: tuple[int, ...]
+    """Bytes that all_reduces sum."""
+    sweep_repetitions: int
+    seed: int
+
+
+def measure_rank(launch: Launch) -> list[Record]:
+    """Measures as one rank. Every rank returns the same rows."""
+    with process_group(TIMEOUT) as device:
+        where = all_gather(environment(device))[0]
+        return [*_train(launch, device, where), *_sweep(launch, device, where)]
+
+
+class EmptyStep:
+    """Does nothing, rightly: its time is what measuring costs."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> None:
+        pass
+
+    def result(self) -> Tensor:
+        return self._gradients.flat_grads
+
+    def stats(self) -> None:
+        return None
+
+
+def _empty(gradients: Gradients, group: ProcessGroup) -> EmptyStep:
+    del group
+    return EmptyStep(gradients)
+
+
+def _train(launch: Launch, device: torch.device, where: Mapping[str, Any]) -> Iterator[Record]:
+    """A row for the step without communication and for each way."""
+    training = TRAININGS[launch.model][launch.scale]
+    gradients = ModelGradients(training, launch.batch_size, device, launch.seed)
+    ways = whole_steps(launch.ways, training) | {EMPTY: Way(_empty, wire=None)}
+    schedule = Schedule(launch.warmup, launch.steps, launch.seed)
+    of_rank = measure_ways(gradients, ways, schedule, device, Progress(disable=True), launch.model)
+    figures = {
+        **compute_figures([rank[COMPUTE].samples for rank in of_rank]),
+        "overhead": float(np.median(slowest_rank([rank[EMPTY].samples for rank in of_rank]))),
+    }
+    settings = {
+        "model": launch.model,
+        "scale": launch.scale,
+        **training.dimensions,
+        "batch_size": launch.batch_size,
+        "numel": gradients.flat_grads.numel(),
+        "num_tensors": len(gradients.shapes),
+        **_launched(),
+        **schedule.settings,
+    }
+    for name in (COMPUTE, *launch.ways):
+        yield Record(
+            benchmark="scaling",
+            way=name,
+            settings={**settings, "wire": wire_name(ways[name])},
+            figures=figures,
+            correct=all(rank[name].correct for rank in of_rank),
+            samples=slowest_rank([rank[name].samples for rank in of_rank]),
+            environment=where,
+        )
+
+
+def compute_figures(of_rank: Sequence[Sequence[float]]) -> dict[str, float | None]:
+    """Medians over the steps of what the ranks' steps without communication show; None where there are no steps.
+
+    Args:
+        of_rank: each rank's seconds, a sample a step.
+
+    Returns:
+        compute: the mean over the ranks. stragglers: what the slowest rank takes beyond that mean.
+    """
+    times = np.array(of_rank)
+    if not times.size:
+        return {"compute": None, "stragglers": None}
+    mean = times.mean(axis=0)
+    return {"compute": float(np.median(mean)), "stragglers": float(np.median(times.max(axis=0) - mean))}
+
+
+class BareAllReduce:
+    """An all_reduce of that many bytes of ones."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._ones = torch.ones(num_bytes // 4, device=device)
+        self.flat = torch.empty_like(self._ones)
+
+    def prepare(self) -> None:
+        self.flat.copy_(self._ones)
+
+    def run(self) -> None:
+        dist.all_reduce(self.flat)
+
+
+def _sweep(launch: Launch, device: torch.device, where: Mapping[str, Any]) -> Iterator[Record]:
+    """A row for each size of the bare all_reduce. One rank has nobody to talk to, and none."""
+    world_size = dist.get_world_size()
+    for num_bytes in launch.sweep if world_size > 1 else ():
+        rival = BareAllReduce(num_bytes, device)
+        time_turns({"": rival}, [""] * SWEEP_WARMUP, device)
+        samples = time_turns({"": rival}, [""] * launch.sweep_repetitions, device)[""]
+        slowest = slowest_rank(all_gather(samples))
+        yield Record(
+            benchmark="scaling",
+            way=LIMITS[torch.float32],
+            settings={
+                "size": num_bytes,
+                "numel": rival.flat.numel(),
+                "num_tensors": 1,
+                "wire": "float32",
+                **_launched(),
+                "repetitions": launch.sweep_repetitions,
+                "warmup": SWEEP_WARMUP,
+                "seed": launch.seed,
+            },
+            figures=bandwidths(rival.flat.nbytes, world_size, float(np.median(slowest))),
+            correct=all(all_gather(bool((rival.flat == world_size).all()))),
+            samples=slowest,
+            environment=where,
+        )
+
+
+def bandwidths(num_bytes: int, world_size: int, seconds: float) -> dict[str, float]:
+    """In bytes per second, as nccl-tests defines them (its PERFORMANCE.md): algbw = bytes / time; busbw is that times
+    2 (n - 1) / n, the share of the bytes that has to pass each rank's link, so that it can be held against the link's
+    own rate at every world size."""
+    algbw = num_bytes / seconds
+    return {"algbw": algbw, "busbw": algbw * 2 * (world_size - 1) / world_size}
+
+
+def _launched() -> dict[str, Any]:
+    return {"world_size": dist.get_world_size(), "backend": dist.get_backend()}

@@ -1,0 +1,47 @@
+"""Rows of benchmarks that are made up, with figures that are easy to check."""
+
+from __future__ import annotations
+
+from benchmarks.records import Record
+
+WHERE = {"time": "2026-01-01T00:00:00+00:00", "torch": "2.13.0", "cpu": "a CPU", "cores": 2, "gpu": None}
+
+
+def step_row(
+    world_size: int,
+    samples: list[float],
+    *,
+    way: str = "ddp",
+    scaling: str = "weak",
+    launch: int = 0,
+    compute: float = 0.5,
+    stragglers: float = 0.125,
+    oversubscribed: bool = False,
+    correct: bool = True,
+) -> Record:
+    """As a launch of scaling gives one for each way."""
+    settings = {"model": "mlp", "numel": 10, "batch_size": 8, "world_size": world_size, "backend": "gloo"}
+    settings |= {"repetitions": len(samples), "seed": launch, "scaling": scaling, "launch": launch, "nodes": 1}
+    settings |= {"oversubscribed": True} if oversubscribed else {}
+    figures = {"compute": compute, "stragglers": stragglers, "overhead": 1e-6}
+    return Record("scaling", way, settings, figures, correct, samples, WHERE)
+
+
+def all_reduce_row(world_size: int, num_bytes: int, samples: list[float], oversubscribed: bool = False) -> Record:
+    """As a launch of scaling gives one for each number of bytes."""
+    settings = {"size": num_bytes, "numel": num_bytes // 4, "world_size": world_size, "backend": "gloo"}
+    settings |= {"scaling": "weak", "launch": 0, "nodes": 1}
+    settings |= {"oversubscribed": True} if oversubscribed else {}
+    return Record("scaling", "all_reduce/fp32", settings, {}, True, samples, WHERE)
+
+
+def scaling_rows() -> list[Record]:
+    """Two ways on 1, 2 and 4 ranks, 4 of them oversubscribed, three launches each, and a sweep."""
+    steps = [
+        step_row(n, [n * factor, n * factor], way=way, launch=launch, oversubscribed=n == 4)
+        for launch, factor in enumerate((0.9, 1.0, 1.1))
+        for n in (1, 2, 4)
+        for way in ("ddp", "fastsync.attach/fp16")
+    ]
+    sweep = [all_reduce_row(n, size, [size / 1e9] * 3, oversubscribed=n == 4) for n in (2, 4) for size in (1024, 2**20)]
+    return steps + sweep

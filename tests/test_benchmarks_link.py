@@ -1,0 +1,349 @@
+"""``python -m benchmarks link``: namespaces, shaped links, ranks in them, and that none of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import link, netns
+from benchmarks.__main__ import main
+from benchmarks.collect import RankError
+from benchmarks.link import link_figures, sent_bytes, slow_links, with_link
+from benchmarks.link_ranks import run_in_namespaces
+from benchmarks.netns import Network, burst, remove_stale, why_not
+from benchmarks.raw_tcp import RawTcp, check_links
+from benchmarks.records import Record, RowFile, read_json
+from benchmarks.units import format_rate, parse_rate
+from tests.namespaced import rank_that
+from tests.test_benchmarks import ROOT
+
+MBIT = 10**6
+LACKING = why_not()
+needs_namespaces = pytest.mark.skipif(LACKING is not None, reason=f"no network namespaces: {LACKING}")
+
+
+def namespaces_of(pid: int) -> list[str]:
+    return [path.name for path in netns.FOLDER.glob(f"fastsync-{pid}-*")]
+
+
+def until(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout:g} s"
+        time.sleep(0.05)
+
+
+def processes_in(namespace: str) -> list[int]:
+    command = ("ip", "netns", "pids", namespace)
+    return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+@needs_namespaces
+def test_sync_runs_over_links(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    options = ("--ranks", "2", "--sizes", "5k", "--ways", "ddp", "--repetitions", "3", "--rate", "100mbit", "1gbit")
+    assert main(["link", *options, "--json", str(tmp_path / "rows.json")]) == 0
+    said = capfd.readouterr()
+    rows = read_json(tmp_path / "rows.json")
+    ways = ["no_sync", "all_reduce/fp32", "ddp"]
+    assert [(row.settings["link"], row.way) for row in rows] == [(rate, way) for rate in (10**8, 10**9) for way in ways]
+    for row in rows:
+        assert row.correct
+        assert len(row.samples) == 3
+        assert row.settings["link_burst"] == burst(row.settings["link"])
+        assert row.environment["congestion_control"] == netns.CONGESTION_CONTROL
+        # The kernel's clock drives the bucket, which may lose time on a busy machine but never gains any.
+        assert 0 < row.figures["raw_rate_alone"] < 1.02 * row.settings["link"]
+        assert 0 < row.figures["raw_rate_ring"] < 1.02 * row.settings["link"]
+        assert 0 < row.figures["raw_latency"] < 1
+    assert "links of 100 Mbit/s" in said.out
+    assert "links of 1 Gbit/s" in said.out
+    assert "hostname" not in said.err
+    assert namespaces_of(os.getpid()) == []
+
+
+@needs_namespaces
+def test_ddp_runs_over_links(tmp_path: Path):
+    options = ("--rate", "1gbit", "--ranks", "3", "--benchmark", "ddp", "--models", "mlp", "--batch-size", "4")
+    rest = ("--ways", "ddp", "fastsync.attach/bf16", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
+    assert main(["link", *options, *rest]) == 0
+    rows = {row.way: row for row in read_json(tmp_path / "rows.json")}
+    numel = rows["ddp"].settings["numel"]
+    assert rows["ddp"].figures["sent_bytes"] == pytest.approx(4 / 3 * 4 * numel)
+    assert rows["fastsync.attach/bf16"].figures["sent_bytes"] == pytest.approx(4 / 3 * 2 * numel)
+    assert rows["no_ddp"].figures["sent_bytes"] is None
+    assert rows["ddp"].settings.get("oversubscribed", False) == (rows["ddp"].environment["cores"] < 3)
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[str]
+    ranks: list[int]
+    rows: Path
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    """A benchmark whose ranks have been started. It soon has rows of a first size, and the second takes minutes."""
+    options = ("--ranks", "2", "--ways", "ddp", "--repetitions", "3", "--rate", "10mbit", "--sizes", "5k", "12m")
+    command = (sys.executable, "-m", "benchmarks", "link", *options, "--json", "rows.json")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+    def ranks() -> list[int]:
+        names = [name for name in namespaces_of(process.pid) if not name.endswith("bridge")]
+        return [pid for name in sorted(names) for pid in processes_in(name)] if len(names) == 2 else []
+
+    try:
+        until(lambda: len(ranks()) == 2 or process.poll() is not None, "the start of two ranks")
+        yield Running(process, ranks(), tmp_path / "rows.json")
+    finally:
+        process.kill()
+        process.communicate()
+        remove_stale()
+
+
+def check_rows_of_the_first_size(running: Running, said: str) -> None:
+    assert [row.settings["size"] for row in read_json(running.rows)] == ["5k"] * 3
+    assert "rows measured before are shown" in said
+    assert "4,610 gradients" in said
+
+
+def check_that_nothing_stays(running: Running) -> None:
+    assert namespaces_of(running.process.pid) == []
+    assert not any(Path(f"/proc/{pid}").exists() for pid in running.ranks)
+
+
+@needs_namespaces
+def test_ctrl_c_leaves_the_rows_and_nothing_else(running: Running):
+    until(running.rows.exists, "the first size")
+    running.process.send_signal(signal.SIGINT)
+    said = running.process.communicate(timeout=60)
+    assert running.process.returncode == 130, said
+    check_rows_of_the_first_size(running, said[0])
+    check_that_nothing_stays(running)
+    assert "Traceback" not in said[1]
+
+
+@needs_namespaces
+def test_termination_leaves_nothing(running: Running):
+    running.process.terminate()
+    said = running.process.communicate(timeout=60)
+    assert running.process.returncode == 143, said
+    assert not running.rows.exists()
+    check_that_nothing_stays(running)
+    assert "Traceback" not in said[1]
+
+
+@needs_namespaces
+def test_a_killed_rank_is_named_and_leaves_nothing(running: Running):
+    until(running.rows.exists, "the first size")
+    os.kill(running.ranks[1], signal.SIGKILL)
+    said = running.process.communicate(timeout=60)
+    assert running.process.returncode == 1, said
+    assert "rank 1 failed first" in said[0]
+    assert "rank 1 was ended by signal 9" in said[1]
+    check_rows_of_the_first_size(running, said[0])
+    check_that_nothing_stays(running)
+
+
+@needs_namespaces
+def test_what_a_killed_run_leaves_is_removed_at_the_next_start(running: Running):
+    process, ranks = running.process, running.ranks
+    process.kill()
+    process.communicate()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), "the end of the orphaned ranks")
+    assert len(namespaces_of(process.pid)) == 3
+    with Network(1, 100 * MBIT):
+        assert namespaces_of(process.pid) == []
+        assert len(namespaces_of(os.getpid())) == 2
+    assert namespaces_of(os.getpid()) == []
+
+
+@needs_namespaces
+def test_namespaces_of_a_later_process_of_the_same_number_are_told_apart():
+    started = netns._start_time(os.getpid())
+    name = f"fastsync-{os.getpid()}-{started - 1}-0"
+    subprocess.run(("ip", "netns", "add", name), check=True)
+    left = subprocess.Popen(("ip", "netns", "exec", name, "sleep", "1000"))
+    try:
+        with Network(1, 100 * MBIT):
+            remove_stale()
+            assert len(namespaces_of(os.getpid())) == 2
+            assert not (netns.FOLDER / name).exists()
+        assert left.wait(timeout=10) == -signal.SIGKILL
+    finally:
+        left.kill()
+        left.wait()
+
+
+@needs_namespaces
+def test_what_another_run_has_removed_is_no_error():
+    netns.remove("fastsync-0-0-gone")
+
+
+@needs_namespaces
+def test_a_network_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Network, "_shape", lambda self: "telepathy")
+    with pytest.raises(netns.NetworkError, match="telepathy"), Network(2, 100 * MBIT):
+        pass
+    assert namespaces_of(os.getpid()) == []
+
+
+@needs_namespaces
+def test_ranks_return_and_raise(capfd: pytest.CaptureFixture[str]):
+    with Network(3, 100 * MBIT) as network:
+        assert run_in_namespaces(network, rank_that, "returns") == ["0 of 3", "1 of 3", "2 of 3"]
+        with pytest.raises(RankError, match="rank 1 failed first"):
+            run_in_namespaces(network, rank_that, "raises")
+        assert [processes_in(name) for name in namespaces_of(os.getpid())] == [[]] * 4
+    assert "RuntimeError: this rank has had enough" in capfd.readouterr().err
+
+
+def test_the_check_of_the_links_over_loopback():
+    """Rates of loopback, at which nobody wins: only that all ranks end and the figures are ones."""
+    found: dict[int, RawTcp] = {}
+    addresses = [f"127.0.0.{1 + rank}" for rank in range(3)]
+
+    def check(rank: int) -> None:
+        found[rank] = check_links(rank, addresses, rate=8 * 10**8, seconds=0.02, timeout=20)
+
+    threads = [threading.Thread(target=check, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found.keys() == {0, 1, 2}
+    assert 0 < found[0].latency < 1
+    assert found[0].rate_alone > 0
+    assert found[0].rate_ring > 0
+
+
+def test_the_check_does_not_wait_for_ever():
+    with pytest.raises(RuntimeError, match=r"no connection to 127\.0\.0\.2:\d+ within 0\.2 s"):
+        check_links(0, ["127.0.0.1", "127.0.0.2"], rate=10**8, seconds=0.1, timeout=0.2)
+
+
+def row(way: str, wire: str | None, seconds: float) -> Record:
+    settings = {"wire": wire, "numel": 10**6, "world_size": 4}
+    return Record("sync", way, settings, {"error": None}, True, [seconds], {"cores": 2})
+
+
+def test_what_a_link_says_of_a_row():
+    raw = RawTcp(latency=1e-5, rate_alone=0.96e9, rate_ring=0.8e9)
+    rows = [row("no_sync", None, 0.01), row("ddp", "float32", 0.06), row("fastsync.attach/fp16", "float16", 0.03)]
+    no_sync, ddp, fp16 = with_link(rows, 10**9, raw)
+    # 2 · 3/4 · 4 MB are 48 Mbit.
+    assert ddp.figures["sent_bytes"] == 6e6
+    assert ddp.figures["link_limit"] == pytest.approx(0.048)
+    assert ddp.figures["over_link_limit"] == pytest.approx(0.06 / 0.048)
+    assert ddp.figures["over_raw_tcp"] == pytest.approx(1.0)
+    assert ddp.figures["error"] is None
+    assert (ddp.figures["raw_latency"], ddp.figures["raw_rate_alone"]) == (1e-5, 0.96e9)
+    assert fp16.figures["link_limit"] == pytest.approx(0.024)
+    assert fp16.figures["ddp_over_this"] == pytest.approx(2.0)
+    assert no_sync.figures["link_limit"] is None
+    assert no_sync.figures["over_link_limit"] is None
+    assert no_sync.figures["ddp_over_this"] is None
+    assert all(
+        record.settings["link"] == 10**9 and record.settings["oversubscribed"] for record in (no_sync, ddp, fp16)
+    )
+    enough = replace(rows[1], environment={"cores": 4})
+    assert "oversubscribed" not in next(with_link([enough], 10**9, raw)).settings
+    wrong = replace(rows[1], samples=[])
+    assert next(with_link([wrong], 10**9, raw)).figures["over_link_limit"] is None
+
+
+def test_links_that_the_machine_cannot_fill_are_named():
+    def rows(rate: int, ring: float) -> list[Record]:
+        return list(with_link([row("ddp", "float32", 1.0)], rate, RawTcp(1e-5, 0.95 * rate, ring)))
+
+    (warning,) = slow_links([*rows(10**9, 0.91e9), *rows(10**10, 4e9)])
+    assert "At 10 Gbit/s plain TCP carried 40% of it" in warning
+
+
+def test_ways_that_send_something_else_have_no_limit():
+    assert sent_bytes(row("ddp/powerSGD_hook", "float32", 1.0)) is None
+    assert link_figures(None, 1.0, 10**9, 10**9)["link_limit"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100mbit", 10**8), ("1gbit", 10**9), ("2.5Gbit", 25 * 10**8), ("64kbit", 64_000), ("8bit", 8)]
+)
+def test_rates(text: str, rate: int):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "1", "gbit", "1 gbit", "-1gbit", "0gbit", "1gbps", "nan gbit", "1e3mbit"])
+def test_no_rates(text: str):
+    with pytest.raises(ValueError, match="expected a number and a unit"):
+        parse_rate(text)
+
+
+def test_rates_are_said_as_people_say_them():
+    assert [format_rate(rate) for rate in (500, 10**5, 10**8, 25 * 10**8)] == [
+        "500 bit/s",
+        "100 Kbit/s",
+        "100 Mbit/s",
+        "2.5 Gbit/s",
+    ]
+
+
+def test_the_bucket_holds_a_millisecond_and_two_frames_at_least():
+    assert burst(10**9) == 125_000
+    assert burst(10**6) == 2 * 1514
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "fast"], "rate=fast: expected a number and a unit"),
+        (["--rate"], "rate: name at least one"),
+        (["--ranks", "1"], "ranks=1 must be from 2 to 16"),
+        (["--ranks", "17"], "ranks=17 must be from 2 to 16"),
+        (["--sizes"], "sizes: choose at least one"),
+        (["--benchmark", "ddp", "--batch-size", "0"], "batch_size=0 must be at least 1"),
+        (["--ways", "telepathy"], "telepathy"),
+        (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["link", *arguments])
+    assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (("sys.platform", "darwin"), "network namespaces are a part of Linux, and this is darwin"),
+        (("shutil.which", lambda name: None), "ip and tc not found: install the package iproute2"),
+        (("os.geteuid", lambda: 1000), "only root may make network namespaces"),
+    ],
+)
+def test_what_is_missing_is_said(
+    missing: tuple[str, object], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(netns.shutil, "which", lambda name: name)
+    monkeypatch.setattr(*missing)
+    assert link.main([]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_of_several_processes_stand_behind_each_other(tmp_path: Path):
+    """Each rate has new ranks, whose rank 0 adds to what there is."""
+    first, second = RowFile(tmp_path / "rows.json"), RowFile(tmp_path / "rows.json")
+    first.add([row("ddp", "float32", 1.0)])
+    second.reload()
+    second.add([row("cat", "float32", 2.0)])
+    assert [record.way for record in second.read()] == ["ddp", "cat"]

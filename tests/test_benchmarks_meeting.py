@@ -1,0 +1,113 @@
+"""Machines that agree on what is measured next: both ends in one process, over a real store."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import meeting as module
+from benchmarks.hosts import Host
+from benchmarks.meeting import Meeting, MeetingError
+from tests.test_launch_ranks import free_port
+
+HOSTS = [Host("localhost", 1), Host("localhost", 1)]
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Meeting, Meeting]]:
+    """The first and the second."""
+    monkeypatch.setattr(module, "PULSE", 0.05)
+    port = free_port()
+    before = signal.getsignal(signal.SIGINT)
+    yield Meeting(HOSTS, 0, port, 10.0), Meeting(HOSTS, 1, port, 10.0)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_every_machine_hears_what_each_has_to_say(machines: tuple[Meeting, Meeting]):
+    heard: list[list[object]] = []
+    other = threading.Thread(target=lambda: heard.append(machines[1].gather("plan", {"b": 2})))
+    other.start()
+    assert machines[0].gather("plan", ["a"]) == [["a"], {"b": 2}]
+    other.join()
+    assert heard == [[["a"], {"b": 2}]]
+    assert [machine.leads for machine in machines] == [True, False]
+
+
+def test_the_others_wait_for_the_first(machines: tuple[Meeting, Meeting]):
+    timer = threading.Timer(0.5, machines[0].announce, ["launch 0"])
+    begin = time.monotonic()
+    timer.start()
+    machines[1].hear("launch 0")
+    assert time.monotonic() - begin >= 0.5
+
+
+def test_who_waits_hears_of_trouble_and_what_was_said_before_it_counts(machines: tuple[Meeting, Meeting]):
+    machines[0].announce("launch 0")
+    machines[0].warn("rank 3 failed first")
+    machines[1].hear("launch 0")
+    with pytest.raises(MeetingError, match=r"^machine 0 \(localhost\): rank 3 failed first$"):
+        machines[1].hear("launch 1")
+
+
+def test_nobody_waits_for_ever(machines: tuple[Meeting, Meeting], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machines[1], "_timeout", 0.3)
+    with pytest.raises(MeetingError, match=r"machine 0 \(localhost\) has not said launch 0 yet, after 0 s"):
+        machines[1].hear("launch 0")
+    with pytest.raises(MeetingError, match=r"machine 0 \(localhost\) has not begun yet, after 0 s"):
+        Meeting(HOSTS, 1, free_port(), 0.3)
+
+
+def test_a_launch_is_interrupted_when_another_machine_is_in_trouble(machines: tuple[Meeting, Meeting]):
+    threading.Timer(0.3, machines[1].warn, ["interrupted"]).start()
+    begin = time.monotonic()
+    with pytest.raises(MeetingError, match=r"^machine 1 \(localhost\): interrupted$"), machines[0].watched(2):
+        time.sleep(60)
+    assert time.monotonic() - begin < 30
+
+
+def test_a_machine_that_gives_no_sign_of_life_counts_as_gone(
+    machines: tuple[Meeting, Meeting], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "SILENCE", 0.5)
+    with pytest.raises(MeetingError, match=r"machine 1 \(localhost\) has not been heard of"), machines[0].watched(2):
+        time.sleep(60)
+
+
+def test_a_launch_in_which_all_is_well_is_left_alone(
+    machines: tuple[Meeting, Meeting], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "SILENCE", 2.0)
+    over = threading.Event()
+
+    def second() -> None:
+        while not over.wait(0.05):
+            list(machines[1]._trouble({}))
+
+    other = threading.Thread(target=second)
+    other.start()
+    with machines[0].watched(2):
+        time.sleep(3)
+    over.set()
+    other.join()
+    with pytest.raises(ZeroDivisionError), machines[0].watched(2):
+        raise ZeroDivisionError
+
+
+def test_one_machine_meets_nobody():
+    alone = Meeting(HOSTS[:1], 0, 0, 1.0)
+    assert alone.gather("plan", "a") == ["a"]
+    alone.announce("launch 0")
+    alone.warn("nobody hears it")
+    with alone.watched(1):
+        alone.part()
+
+
+def test_the_first_machine_stays_until_the_others_have_parted(machines: tuple[Meeting, Meeting]):
+    threading.Timer(0.5, machines[1].part).start()
+    begin = time.monotonic()
+    machines[0].part()
+    assert 0.5 <= time.monotonic() - begin < module.PARTING
