@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.collect import Collected, collect, places
 from benchmarks.gradients import Gradients
 from benchmarks.measure import COSTS, TIMEOUT, Measurement, Schedule, all_gather, measure_ways, over_ranks, wire_name
+from benchmarks.memory import check_ranks_fit
 from benchmarks.models import TRAININGS, ModelGradients, Scale, Training
 from benchmarks.records import Record, RowFile, environment, quantiles
 from benchmarks.table import Columns, console, milliseconds, number, progress_bars, spread, table
@@ -91,6 +92,18 @@ class Options:
                 f"nproc={self.nproc}: this machine has {places()} cores or GPUs, and ranks that share one slow each "
                 "other down; choose fewer, or --oversubscribe, which every table then says"
             )
+        for name in self.models:
+            needed = memory_needed(TRAININGS[name][self.scale], 1 + len(with_their_limits(self.ways)))
+            check_ranks_fit(f"model {name}", needed, self.nproc, "choose fewer --ways, other models, or --scale small")
+
+
+def memory_needed(training: Training, num_ways: int) -> int:
+    """Bytes that one rank allocates to measure so many ways: at most, as measured in main memory, without activations.
+
+    The weights, own gradients, their mean and its bound; one result at a time is compared in float64. A way holds
+    weights, gradients, the optimizer's state, its buffer, and DDP's buckets where it has them.
+    """
+    return 4 * training.numel * (14 + 7 * num_ways)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -38,7 +38,11 @@ else:
 
 MIN_RANKS, MAX_RANKS = 2, 16
 CHECK_SECONDS = 0.5
+"""How long each of two transfers takes that show what the links carry."""
 CHECK_TIMEOUT = 120.0
+FULL = 0.85
+"""Of its rate, what a link has to carry while all are busy, or it is the machine that is measured. TCP can have 0.94:
+a frame of 1,514 bytes holds 1,448 of data, and with every second one goes an acknowledgement of 66 of what came."""
 BAD_OPTIONS = 2
 """Exit status, as of a wrong option: what was asked for cannot be had here."""
 DEFAULT_WAYS = (
@@ -165,13 +169,14 @@ def with_link(records: Sequence[Record], rate: int, raw: RawTcp) -> Iterator[Rec
     """Rows of ways that ran in turns, with the link's rate as a setting, and in the figures what follows from it."""
     medians = {record.way: quantiles(record.samples)["median"] for record in records if record.samples}
     for record in records:
+        num_bytes = sent_bytes(record)
         settings = {**record.settings, "link": rate, "link_burst": burst(rate)}
         if record.settings["world_size"] > record.environment["cores"]:
             settings["oversubscribed"] = True
         figures = {
             **record.figures,
-            **link_figures(sent_bytes(record), medians.get(record.way), rate, raw.rate_ring),
-            "ddp_over_this": _ratio(medians.get("ddp"), medians.get(record.way)),
+            **link_figures(num_bytes, medians.get(record.way), rate, raw.rate_ring),
+            "ddp_over_this": _ratio(medians.get("ddp"), medians.get(record.way)) if record.settings["wire"] else None,
             **{f"raw_{name}": value for name, value in asdict(raw).items()},
         }
         environment = {**record.environment, "congestion_control": CONGESTION_CONTROL}
@@ -232,8 +237,19 @@ def report(collected: Collected) -> None:
         groups.setdefault((record.settings["link"], _subject(record)), []).append(record)
     for rows in groups.values():
         out.print(table(_title(rows[0]), COLUMNS, rows))
-    for line in (LEGEND, *collected.notes):
+    for line in (LEGEND, *collected.notes, *slow_links(collected.records)):
         out.print(line, markup=False)
+
+
+def slow_links(records: Sequence[Record]) -> list[str]:
+    """A warning for each rate that plain TCP did not come near: this machine's cores were the limit."""
+    rings = {record.settings["link"]: record.figures["raw_rate_ring"] for record in records}
+    return [
+        f"At {format_rate(rate)} plain TCP carried {ring / rate:.0%} of it while all ranks were busy: this machine is "
+        "slower than the links, and what was measured is that. Choose a lower rate, fewer ranks, or a quiet machine."
+        for rate, ring in rings.items()
+        if ring < FULL * rate
+    ]
 
 
 COLUMNS: Columns = {
@@ -251,9 +267,9 @@ _EXPOSED = {"sync": "over_no_sync", "ddp": "exposed"}
 LEGEND = (
     "step: median [p10, p90] of the slowest rank. exposed: what it adds to the step without communication. sent: what "
     "a rank has to send at least, 2(n − 1)/n of the gradients at the wire's width. link's limit: that, by the link's "
-    "rate; frames carry 1,448 bytes of data in 1,514, so that TCP needs 1.046 of it, and an idle link lets 1 ms of its "
-    "rate through at once, so that a step may save that. plain TCP: the same bytes at the rate that sockets alone "
-    "reached between the same ranks just before, all sending to the next one."
+    "rate; TCP cannot do better than 1.05 of it one way and 1.07 both ways at once, for headers and acknowledgements, "
+    "and an idle link lets 1 ms of its rate through at once, so that a step may save that. plain TCP: the same bytes "
+    "at the rate that sockets alone reached between the same ranks just before, all sending to the next one."
 )
 
 
@@ -270,7 +286,7 @@ def _title(record: Record) -> str:
     crowded = f", OVERSUBSCRIBED: {where['cores']} cores" if settings.get("oversubscribed") else ""
     work = f"{settings['numel']:,} gradients in {settings['num_tensors']} tensors"
     subject = work if record.benchmark == "sync" else f"{settings['model']} ({settings['scale']}), {work}"
-    raw = {name: format_rate(round(figures[f"raw_{name}"], -5)) for name in ("rate_alone", "rate_ring")}
+    raw = {name: format_rate(round(figures[f"raw_{name}"])) for name in ("rate_alone", "rate_ring")}
     return (
         f"{subject}, {settings['world_size']} {settings['backend']} ranks on links of {format_rate(settings['link'])}"
         f"{crowded}, {settings['repetitions']} repetitions\n"

@@ -39,3 +39,22 @@ def check_fits(what: str, needed: int, free: int | None, way_out: str) -> None:
         mib = 2**20
         needed_text, free_text = format_bytes(-(-needed // mib) * mib), format_bytes(free // mib * mib)
         raise ValueError(f"{what} takes about {needed_text} of memory, and {free_text} are free: {way_out}")
+
+
+def check_ranks_fit(what: str, needed: int, nproc: int, way_out: str) -> None:
+    """Refuses what does not fit: all ranks' share into main memory, or one rank's into its GPU.
+
+    Args:
+        what: is to be measured.
+        needed: bytes for each rank.
+        nproc: ranks on this machine.
+        way_out: what to do about it.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if nproc <= torch.cuda.device_count():
+        for index in range(nproc):
+            check_fits(what, needed, available_on(torch.device("cuda", index)), way_out)
+    else:
+        check_fits(what, nproc * needed, available(), way_out)

@@ -141,10 +141,14 @@ def remove_stale() -> None:
 
 def remove(name: str) -> None:
     """Ends what runs in a namespace, and removes it."""
-    for pid in _run("ip", "netns", "pids", name).split():
-        with suppress(ProcessLookupError):  # it may have ended on its own in the meantime
-            os.kill(int(pid), signal.SIGKILL)
-    _run("ip", "netns", "delete", name)
+    try:
+        for pid in _run("ip", "netns", "pids", name).split():
+            with suppress(ProcessLookupError):  # it may have ended on its own in the meantime
+                os.kill(int(pid), signal.SIGKILL)
+        _run("ip", "netns", "delete", name)
+    except NetworkError:
+        if (FOLDER / name).exists():  # another run that begins may have been faster
+            raise
 
 
 def _namespaces() -> list[str]:
@@ -189,6 +193,7 @@ def _run(*command: str, standard_input: str = "") -> str:
             text=True,
             timeout=COMMAND_TIMEOUT,
             check=False,
+            start_new_session=True,  # Ctrl-C is for this process, which then tidies up
         )
     except subprocess.TimeoutExpired:
         raise NetworkError(f"{said} did not end within {COMMAND_TIMEOUT:g} s") from None

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 import tyro
 
 from benchmarks.collect import Collected, collect, places
 from benchmarks.measure import TIMEOUT, Schedule, measure, memory_needed
-from benchmarks.memory import available_on, check_fits
+from benchmarks.memory import check_ranks_fit
 from benchmarks.records import Record, RowFile
 from benchmarks.table import Columns, console, milliseconds, number, progress_bars, spread, table
 from benchmarks.ways import MIN_WARMUP, WAYS, left_out, with_their_limits
@@ -81,23 +80,15 @@ class Options:
             raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
-        self._check_memory()
+        for name, size in self.all_sizes.items():
+            needed = memory_needed(size, with_their_limits(self.ways))
+            check_ranks_fit(f"size {name}", needed, self.nproc, "choose fewer --ways or smaller sizes")
 
     @property
     def all_sizes(self) -> dict[str, Size]:
         """What is measured, in order, by name."""
         names = self.sizes if self.sweep is None else sweep(*self.sweep, self.factor)
         return {name: size_of(name) for name in names}
-
-    def _check_memory(self) -> None:
-        """All ranks' memory on this machine, or one rank's on its GPU."""
-        on_gpus = 0 < self.nproc <= torch.cuda.device_count()
-        devices = [torch.device("cuda", index) for index in range(self.nproc)] if on_gpus else [torch.device("cpu")]
-        free = [available_on(device) for device in devices]
-        for name, size in self.all_sizes.items():
-            needed = memory_needed(size, with_their_limits(self.ways)) * (1 if on_gpus else self.nproc)
-            for free_here in free:
-                check_fits(f"size {name}", needed, free_here, "choose fewer --ways or smaller sizes")
 
 
 def main(arguments: Sequence[str]) -> int:

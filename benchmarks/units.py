@@ -38,7 +38,7 @@ def parse_rate(text: str) -> int:
 def format_rate(rate: float) -> str:
     """As people say it: 100 Mbit/s."""
     unit = next((unit for unit in reversed(RATES) if rate >= RATES[unit]), "bit")
-    return f"{rate / RATES[unit]:g} {unit.removesuffix('bit').capitalize()}bit/s"
+    return f"{rate / RATES[unit]:.4g} {unit.removesuffix('bit').capitalize()}bit/s"
 
 
 def parse_seconds(text: str) -> float:

@@ -12,9 +12,9 @@ from rich.progress import Progress
 from torch import nn
 
 from benchmarks.__main__ import main
-from benchmarks.ddp import NO_DDP, NO_SYNC, PARTS, breakdown, whole_steps
+from benchmarks.ddp import NO_DDP, NO_SYNC, PARTS, Options, breakdown, memory_needed, whole_steps
 from benchmarks.measure import Measurement, Schedule, measure_ways
-from benchmarks.models import TRAININGS, ModelGradients, ResNet50, Training
+from benchmarks.models import TRAININGS, ModelGradients, ResNet50
 from benchmarks.ways import LIMITS, WAYS, Way
 from tests.models import group_of_one
 from tests.ranks import run_ranks
@@ -71,17 +71,23 @@ def test_steps_leave_weights_and_gradients_as_they_were(name: str):
 
 
 def test_models_are_as_large_as_those_of_the_papers():
-    def numel(training: Training) -> int:
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in training.module().parameters())
-
     # torchvision's resnet50, and GPT-2 small with its embedding counted once.
-    assert numel(TRAININGS["resnet50"]["full"]) == 25_557_032
-    assert numel(TRAININGS["gpt2"]["full"]) == 124_439_808
+    assert TRAININGS["resnet50"]["full"].numel == 25_557_032
+    assert TRAININGS["gpt2"]["full"].numel == 124_439_808
     for scales in TRAININGS.values():
         small, full = scales["small"], scales["full"]
         assert small.dimensions.keys() == full.dimensions.keys()
         assert small.batch_size < full.batch_size
+
+
+def test_what_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("benchmarks.memory.available", lambda: 2**30)
+    ways = ("ddp", "fastsync.attach/fp16")
+    assert memory_needed(TRAININGS["gpt2"]["small"], 6) == 4 * 5_273_088 * 56
+    Options(models=("mlp",), ways=ways)
+    with pytest.raises(ValueError, match=r"model gpt2 takes about \d+MiB of memory, and 1GiB are free: choose fewer"):
+        Options(models=("mlp", "gpt2"), ways=ways)
 
 
 def test_resnet_downsamples_to_a_thirty_second():

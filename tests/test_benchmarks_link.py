@@ -17,7 +17,7 @@ import pytest
 from benchmarks import link, netns
 from benchmarks.__main__ import main
 from benchmarks.collect import RankError
-from benchmarks.link import link_figures, sent_bytes, with_link
+from benchmarks.link import link_figures, sent_bytes, slow_links, with_link
 from benchmarks.link_ranks import run_in_namespaces
 from benchmarks.netns import Network, burst, remove_stale, why_not
 from benchmarks.raw_tcp import RawTcp, check_links
@@ -187,6 +187,11 @@ def test_namespaces_of_a_later_process_of_the_same_number_are_told_apart():
 
 
 @needs_namespaces
+def test_what_another_run_has_removed_is_no_error():
+    netns.remove("fastsync-0-0-gone")
+
+
+@needs_namespaces
 def test_a_network_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Network, "_shape", lambda self: "telepathy")
     with pytest.raises(netns.NetworkError, match="telepathy"), Network(2, 100 * MBIT):
@@ -248,6 +253,7 @@ def test_what_a_link_says_of_a_row():
     assert fp16.figures["ddp_over_this"] == pytest.approx(2.0)
     assert no_sync.figures["link_limit"] is None
     assert no_sync.figures["over_link_limit"] is None
+    assert no_sync.figures["ddp_over_this"] is None
     assert all(
         record.settings["link"] == 10**9 and record.settings["oversubscribed"] for record in (no_sync, ddp, fp16)
     )
@@ -255,6 +261,14 @@ def test_what_a_link_says_of_a_row():
     assert "oversubscribed" not in next(with_link([enough], 10**9, raw)).settings
     wrong = replace(rows[1], samples=[])
     assert next(with_link([wrong], 10**9, raw)).figures["over_link_limit"] is None
+
+
+def test_links_that_the_machine_cannot_fill_are_named():
+    def rows(rate: int, ring: float) -> list[Record]:
+        return list(with_link([row("ddp", "float32", 1.0)], rate, RawTcp(1e-5, 0.95 * rate, ring)))
+
+    (warning,) = slow_links([*rows(10**9, 0.91e9), *rows(10**10, 4e9)])
+    assert "At 10 Gbit/s plain TCP carried 40% of it" in warning
 
 
 def test_ways_that_send_something_else_have_no_limit():
