@@ -386,16 +386,16 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert rows["fastsync, 2 × 1 rank, no communication"]["figures"]["weak_scaling"] == 1.25
 
 
-def test_trainings_run_in_processes_of_their_own():
+@pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
+def test_trainings_run_in_processes_of_their_own(trainer: str):
     training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, nproc=2)
-    for trainer in ("fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"):
-        outcome = run_alone(trainer, training, timeout=150)
-        assert outcome["steps"] is not None
-        assert 512 <= outcome["steps"] < 768
-        assert outcome["seconds"] is not None
-        assert outcome["seconds"] > 0
-        assert outcome["mean_return"] is not None
-        assert 9 < outcome["mean_return"] < 200
+    outcome = run_alone(trainer, training, timeout=150)
+    assert outcome["steps"] is not None
+    assert 512 <= outcome["steps"] < 768
+    assert outcome["seconds"] is not None
+    assert outcome["seconds"] > 0
+    assert outcome["mean_return"] is not None
+    assert 9 < outcome["mean_return"] < 200
 
 
 @pytest.mark.parametrize(
