@@ -89,4 +89,4 @@ def test_backward(benchmark, peer: Connection, size: str, way: str) -> None:
     peer.send((size, way, 1 if benchmark.disabled else WARMUP + num_rounds))
     step = _build(size, way)
     benchmark.pedantic(step.run, setup=lambda: _prepare(step), rounds=num_rounds, warmup_rounds=WARMUP)
-    assert is_right(way, step, _workload(size))
+    assert is_right(WAYS[way], step, _workload(size))

@@ -8,11 +8,23 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.cost_model import Algorithm, CostModel, Host, Link, Topology, ring, split_way
+from benchmarks.cost_model import (
+    ROUTES,
+    Algorithm,
+    CostModel,
+    Host,
+    Link,
+    Topology,
+    local_bytes,
+    ring,
+    split_way,
+)
 from benchmarks.records import Record
 
 FLOOR = 0.02
 """What no median is trusted beyond, as a part of it: a machine's state changes from row to row."""
+TIE = 1.0
+"""What it costs, in standard errors of one point, to take a step's latency for all waiting or for all work."""
 NUM_FOLDS = 5
 NEAR = 4.0
 """Messages within this factor of each other are taken to be off by about as much."""
@@ -156,18 +168,35 @@ def fit_model(points: Sequence[Point], algorithm: Algorithm) -> CostModel:
     parameters = _Parameters(points, algorithm)
     errors = np.array([math.hypot(point.error, FLOOR * point.seconds) for point in points])
     seconds = np.array([point.seconds for point in points])
+    # What does not depend on the parameters.
+    routes = [ROUTES[algorithm](point.num_ranks, _wire_bytes(point)) for point in points]
+    local = [local_bytes(point.way, point.numel, point.num_ranks) for point in points]
 
     def residuals(values: np.ndarray) -> np.ndarray:
         model = parameters.model(values)
-        return (np.array([_step_time(model, point) for point in points]) - seconds) / errors
+        link = model.topology.link
+        times = [
+            point.compute
+            + link.time(route, _wire_bytes(point), point.crowding)
+            + model.hosts[point.way].time(nbytes, point.crowding)
+            for point, route, nbytes in zip(points, routes, local, strict=True)
+        ]
+        undecided = TIE * (link.latency - link.work) / (link.latency + link.work) if parameters.has_work else 0.0
+        return np.append((np.array(times) - seconds) / errors, undecided)
 
-    # Where latency hides behind sending nothing changes with it, so from a bad start it would stay.
-    starts = [parameters.start * factor for factor in (0.3, 1.0, 3.0)]
+    # Where latency hides behind sending nothing changes with it, so from some starts it would stay there.
+    starts = [parameters.start_with_latency(factor) for factor in (0.1, 0.3, 1.0, 3.0)]
     found = [
-        least_squares(residuals, start, bounds=(0, np.inf), x_scale=start, loss="soft_l1", xtol=1e-12, ftol=1e-12)
+        least_squares(residuals, start, bounds=(0, np.inf), x_scale=start, loss="soft_l1", xtol=1e-10, ftol=1e-10)
         for start in starts
     ]
     return parameters.model(min(found, key=lambda result: result.cost).x)
+
+
+def _wire_bytes(point: Point) -> float:
+    covered = split_way(point.way)
+    assert covered is not None
+    return point.numel * covered[1]
 
 
 class _Parameters:
@@ -180,28 +209,33 @@ class _Parameters:
     def __init__(self, points: Sequence[Point], algorithm: Algorithm) -> None:
         self._algorithm: Algorithm = algorithm
         self._ways = list(dict.fromkeys(point.way for point in points))
-        # Work and latency are told apart by how crowded a machine is.
-        self._has_work = len({point.crowding for point in points}) > 1
+        # Work and latency are told apart by how crowded a machine is: by three levels of it, as a call's own time grows
+        # with it too. Where there are two, both count alike.
+        self.has_work = len({point.crowding for point in points}) > 1
         if len({point.num_ranks for point in points}) < 2:
             raise ValueError("rows of two world sizes above 1 are needed at least, to tell the link from the host")
         for way in self._ways:
             if len({point.numel for point in points if point.way == way}) < 2:
                 raise ValueError(f"rows of {way} with two sizes are needed at least, to tell latency from bandwidth")
         smallest, largest = (choose(points, key=lambda point: point.numel) for choose in (min, max))
-        covered = split_way(largest.way)
-        assert covered is not None
         steps = ring(smallest.num_ranks, 0).steps
-        sent = ring(largest.num_ranks, 0).volume * largest.numel * covered[1]
+        sent = ring(largest.num_ranks, 0).volume * _wire_bytes(largest)
         per_step = (smallest.seconds - smallest.compute) / steps
         per_call, per_local_byte = 0.1 * per_step * steps, 0.01 * largest.seconds / (16 * largest.numel)
-        link = [largest.seconds / sent, per_step, *([per_step] if self._has_work else [])]
+        link = [largest.seconds / sent, per_step, *([per_step] if self.has_work else [])]
         self.start = np.maximum([*link, *([per_call, per_local_byte] * len(self._ways))], 1e-12)
         if len(points) <= len(self.start):
             raise ValueError(f"{len(points)} points are too few for {len(self.start)} parameters: measure more sizes")
 
+    def start_with_latency(self, factor: float) -> np.ndarray:
+        """The start, with this multiple of its latency."""
+        start = self.start.copy()
+        start[1 : 3 if self.has_work else 2] *= factor
+        return start
+
     def model(self, values: np.ndarray) -> CostModel:
         per_byte, latency, *rest = values.tolist()
-        work = rest.pop(0) if self._has_work else 0.0
+        work = rest.pop(0) if self.has_work else 0.0
         hosts = {
             way: Host(overhead, 1 / per_local_byte if per_local_byte > 0 else math.inf)
             for way, (overhead, per_local_byte) in zip(self._ways, _pairs(rest), strict=True)

@@ -83,7 +83,7 @@ class Options:
     latency: str | None = None
     """A step's, such as 10us, in place of the fitted one."""
     local_bandwidth: float | None = None
-    """GB/s that a rank's passes read and write, in place of the fitted one: about 3000 on an H100."""
+    """GB/s that a rank's passes read and write, in place of the fitted one: an H100's memory has 3350."""
     overhead: str | None = None
     """Of a call, such as 30us, in place of the fitted one."""
     bucket_mb: float = 25.0

@@ -55,7 +55,7 @@ def size_of(name: str) -> Size:
         raise ValueError(f"size {error}; or choose one of {', '.join(SIZES)}") from None
     if nbytes % 4 or nbytes < 4 * TENSORS_IN_BYTES:
         raise ValueError(
-            f"size {name!r} must be a multiple of 4 B, at least {4 * TENSORS_IN_BYTES}B: values of float32"
+            f"size {name!r} must be a multiple of 4B, a value of float32, and at least {4 * TENSORS_IN_BYTES}B"
         )
     each, longer = divmod(nbytes // 4, TENSORS_IN_BYTES)
     shapes: Shapes = [(each + (index < longer),) for index in range(TENSORS_IN_BYTES)]

@@ -20,12 +20,14 @@ from rich.progress import Progress
 
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.collect import collect
-from benchmarks.measure import COSTS, Schedule, cost_per_step, measure, ratios
+from benchmarks.measure import COSTS, Schedule, bandwidths, cost_per_step, measure, ratios
+from benchmarks.memory import available
 from benchmarks.records import Record, RowFile, quantiles, read_json
 from benchmarks.timing import rounds, slowest_rank, time_turns
 from benchmarks.trainers import Training, run_alone
+from benchmarks.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from benchmarks.ways import LIMITS, WAYS, BareAllReduce, TrainingStep, Way, left_out, with_their_limits
-from benchmarks.workloads import SIZES, Size, Workload
+from benchmarks.workloads import SIZES, Size, Workload, size_of, sweep
 from fastsync import SyncStats
 from tests.models import group_of_one
 from tests.ranks import run_ranks
@@ -66,6 +68,81 @@ def test_sync_from_the_command_line(tmp_path: Path):
             assert 1 <= figures["wire_bytes"] / (width * values) < 1.01  # attach sends a little of its own along
             assert all(figures[cost] > 0 for cost in COSTS)
     assert rows["ddp"]["figures"]["wire_bytes"] is None
+
+
+def test_a_sweep_goes_through_bytes(tmp_path: Path):
+    sweep = ("--sweep", "1KiB", "20KiB", "--ways", "fastsync.attach/fp16", "--repetitions", "2", "--warmup", "2")
+    process = run_command(tmp_path, "sync", *sweep, "--json", "rows.json")
+    assert process.returncode == 0, process.stdout + process.stderr
+    rows = {(row["way"], row["settings"]["size"]): row for row in json.loads((tmp_path / "rows.json").read_text())}
+    ways = ("no_sync", "all_reduce/fp16", "fastsync.attach/fp16")
+    assert set(rows) == {(way, size) for way in ways for size in ("1KiB", "4KiB", "16KiB")}
+    for (way, _), row in rows.items():
+        figures, numel = row["figures"], row["settings"]["numel"]
+        assert row["correct"]
+        assert row["settings"]["num_tensors"] == 16
+        if way == "no_sync":
+            assert figures["algbw"] is None
+        else:
+            # Of two ranks each sends as much as there is; compression does not count.
+            assert figures["busbw"] == figures["algbw"] == pytest.approx(4 * numel / row["quantiles"]["median"])
+    assert process.stdout.count("16KiB") == len(ways)  # a table for each way
+
+
+def test_sizes_are_models_or_bytes():
+    assert size_of("5k") is SIZES["5k"]
+    assert size_of("1KiB").nbytes == 1024
+    assert size_of("100B").shapes == [(2,)] * 9 + [(1,)] * 7
+    assert [size_of(name).repetitions for name in ("1KiB", "16MiB", "256MiB", "1GiB")] == [300, 64, 5, 5]
+    for name, message in {"1KB": "not a number of bytes", "60B": "at least 64B", "66B": "multiple of 4B"}.items():
+        with pytest.raises(ValueError, match=message):
+            size_of(name)
+    assert sweep("1KiB", "1GiB", 4) == [
+        *("1KiB", "4KiB", "16KiB", "64KiB", "256KiB"),
+        *("1MiB", "4MiB", "16MiB", "64MiB", "256MiB", "1GiB"),
+    ]
+    assert sweep("1KiB", "1KiB", 2) == ["1KiB"]
+
+
+def test_units():
+    assert [parse_bytes(text) for text in ("64B", "1 KiB", "25MiB", "1GiB")] == [64, 2**10, 25 * 2**20, 2**30]
+    assert [format_bytes(nbytes) for nbytes in (64, 1024, 1536, 25 * 2**20)] == ["64B", "1KiB", "1536B", "25MiB"]
+    assert [parse_seconds(text) for text in ("20us", "1.5ms", "2 s")] == pytest.approx([20e-6, 1.5e-3, 2.0])
+    assert [format_seconds(seconds) for seconds in (20e-6, 1.5e-3, 2.0)] == ["20 µs", "1.5 ms", "2 s"]
+    for text in ("", "1", "-1ms", "0us", "1 h"):
+        with pytest.raises(ValueError, match="not a time"):
+            parse_seconds(text)
+
+
+def test_bandwidths_are_those_of_nccl_tests():
+    medians = {"ddp": 0.5, "all_reduce/fp16": 0.25, "no_sync": 0.1}
+    assert bandwidths("ddp", medians, 1000, 4) == {"algbw": 8000.0, "busbw": 12000.0}
+    assert bandwidths("all_reduce/fp16", medians, 1000, 1) == {"algbw": 16000.0, "busbw": 0.0}
+    unknown = {"algbw": None, "busbw": None}
+    assert bandwidths("no_sync", medians, 1000, 4) == bandwidths("cat", medians, 1000, 4) == unknown
+
+
+def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("benchmarks.sync.available_on", lambda device: 2**30)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["sync", "--sizes", "64MiB", "--ways", "ddp"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    # Two ranks with three ways of 3 times the size, and 14 times that for the workload and its check.
+    assert "size 64MiB takes about 2944MiB of memory, and 1GiB are free: choose fewer --ways or smaller sizes" in said
+
+
+def test_free_memory_is_the_machines_and_the_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.memory.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("benchmarks.memory.CGROUP", tmp_path)
+    assert available() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    1000 kB\n")
+    assert available() == 1_024_000
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert available() == 1_024_000
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert available() == 150_000
 
 
 class WrongOnRank1(BareAllReduce):
@@ -235,7 +312,9 @@ def test_the_check_allows_rounding_and_nothing_else():
         (["--repetitions", "0"], "repetitions=0 must be at least 1"),
         (["--warmup", "1"], "warmup=1 must be at least 2"),
         (["--sizes"], "sizes: choose at least one of 5k"),
-        (["--sizes", "7b"], "7b"),
+        (["--sizes", "7b"], "'7b' is not a number of bytes"),
+        (["--sweep", "1KiB", "1MiB", "--factor", "1"], "factor=1 must be at least 2"),
+        (["--nproc", "999"], "choose fewer, or --oversubscribe"),
         (["--ways", "telepathy"], "telepathy"),
         (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
     ],
@@ -263,10 +342,14 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """With trainings that are made up: 1000 steps/s a rank, SB3 half of that, and CleanRL learns nothing."""
+    """With trainings that are made up: 1000 steps/s a rank, SB3 half of that, and CleanRL learns nothing.
+
+    Two trainings that do not communicate have 1250 steps/s each.
+    """
 
     def made_up(trainer: str, training: Training, *, timeout: float) -> dict[str, float | None]:
-        speed = {"fastsync": 1000.0 * training.nproc, "stable-baselines3": 500.0}.get(trainer, 250.0)
+        ours = {"fastsync": 1000.0 * training.nproc, "fastsync apart": 1250.0 * training.nproc}
+        speed = {**ours, "stable-baselines3": 500.0}.get(trainer, 250.0)
         returned = {"environment alone": None, "cleanrl": 22.0}.get(trainer, 100.0 + training.seed)
         return {"steps": training.total_steps, "seconds": training.total_steps / speed, "mean_return": returned}
 
@@ -281,31 +364,38 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert list(rows) == [
         "environment alone",
         "stable-baselines3",
+        "CleanRL's loop",
         "cleanrl",
         "fastsync, 1 rank",
         "fastsync, 1 rank, SyncVectorEnv",
         "fastsync, 2 ranks, same batch",
         "fastsync, 2 ranks, 2 × the batch",
+        "fastsync, 2 × 1 rank, no communication",
     ]
     assert all(way in said.out for way in rows)
     figures = rows["fastsync, 2 ranks, same batch"]["figures"]
-    assert (figures["steps_per_second"], figures["over_stable-baselines3"], figures["over_cleanrl"]) == (2000, 4, 8)
+    assert (figures["steps_per_second"], figures["steps_per_second_per_rank"]) == (2000, 1000)
+    assert [figures[f"over_{rival}"] for rival in ("stable-baselines3", "CleanRL's loop", "cleanrl")] == [4, 8, 8]
+    assert figures["weak_scaling"] is None
+    assert figures["over_apart"] is None
     assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3
     wide = rows["fastsync, 2 ranks, 2 × the batch"]
     assert wide["settings"]["num_envs"] == 2 * rows["fastsync, 1 rank"]["settings"]["num_envs"]
     assert wide["figures"]["weak_scaling"] == 1
+    assert wide["figures"]["over_apart"] == 0.8
+    assert rows["fastsync, 2 × 1 rank, no communication"]["figures"]["weak_scaling"] == 1.25
 
 
-def test_trainings_run_in_processes_of_their_own():
+@pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
+def test_trainings_run_in_processes_of_their_own(trainer: str):
     training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, nproc=2)
-    for trainer in ("fastsync", "stable-baselines3"):
-        outcome = run_alone(trainer, training, timeout=150)
-        assert outcome["steps"] is not None
-        assert 512 <= outcome["steps"] < 768
-        assert outcome["seconds"] is not None
-        assert outcome["seconds"] > 0
-        assert outcome["mean_return"] is not None
-        assert 9 < outcome["mean_return"] < 200
+    outcome = run_alone(trainer, training, timeout=150)
+    assert outcome["steps"] is not None
+    assert 512 <= outcome["steps"] < 768
+    assert outcome["seconds"] is not None
+    assert outcome["seconds"] > 0
+    assert outcome["mean_return"] is not None
+    assert 9 < outcome["mean_return"] < 200
 
 
 @pytest.mark.parametrize(
