@@ -22,11 +22,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.collect import Collected, collect, places
 from benchmarks.gradients import Gradients
-from benchmarks.measure import COSTS, TIMEOUT, Measurement, Schedule, all_gather, measure_ways, over_ranks, wire_name
+from benchmarks.measure import (
+    COSTS,
+    TIMEOUT,
+    Measurement,
+    Schedule,
+    all_gather,
+    measure_ways,
+    over_ranks,
+    overhead,
+    wire_name,
+)
 from benchmarks.memory import check_ranks_fit
 from benchmarks.models import TRAININGS, ModelGradients, Scale, Training
 from benchmarks.records import Record, RowFile, environment, quantiles
-from benchmarks.table import Columns, console, milliseconds, number, progress_bars, spread, table
+from benchmarks.table import Columns, console, measured_on, milliseconds, number, progress_bars, spread, table
 from benchmarks.timing import slowest_rank
 from benchmarks.ways import LIMITS, MIN_WARMUP, WAYS, Step, TrainingStep, Way, left_out, with_their_limits, wrapped
 from fastsync import SyncStats
@@ -227,6 +237,7 @@ def to_records(
                 **breakdown(name, way, medians, num_samples),
                 "error": over_ranks(np.max, [rank[name].error for rank in of_rank]),
                 **{cost: over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
+                "overhead": overhead(of_rank),
             },
             correct=all(rank[name].correct for rank in of_rank),
             samples=samples[name],
@@ -289,7 +300,7 @@ LEGEND = (
 
 
 def _title(record: Record) -> str:
-    settings, where = record.settings, record.environment
+    settings = record.settings
     training = TRAININGS[settings["model"]][settings["scale"]]
     dimensions = ", ".join(f"{name} {settings[name]}" for name in training.dimensions)
     crowded = ", OVERSUBSCRIBED" if settings.get("oversubscribed") else ""
@@ -297,5 +308,5 @@ def _title(record: Record) -> str:
         f"{settings['model']}, scale {settings['scale']} ({dimensions}), {settings['batch_size']} samples a rank, "
         f"{settings['numel']:,} parameters in {settings['num_tensors']} tensors\n"
         f"{settings['world_size']} {settings['backend']} ranks{crowded}, {settings['repetitions']} repetitions, "
-        f"{where['gpu'] or where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
+        f"{measured_on(record)}"
     )

@@ -27,7 +27,7 @@ from benchmarks.models import Scale
 from benchmarks.netns import CONGESTION_CONTROL, Network, NetworkError, burst, why_not
 from benchmarks.raw_tcp import RawTcp, check_links
 from benchmarks.records import Record, RowFile, quantiles
-from benchmarks.table import Columns, console, milliseconds, number, spread, table
+from benchmarks.table import Columns, console, measured_on, milliseconds, number, spread, table
 from benchmarks.units import format_rate, parse_rate
 from benchmarks.ways import WAYS
 
@@ -292,5 +292,5 @@ def _title(record: Record) -> str:
         f"{crowded}, {settings['repetitions']} repetitions\n"
         f"plain TCP: {raw['rate_alone']} on one link, {raw['rate_ring']} on the slowest with all busy, "
         f"{figures['raw_latency'] * 1e6:.0f} µs one way\n"
-        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
+        f"{measured_on(record)}"
     )

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from benchmarks.gradients import Gradients
 from benchmarks.records import Record, environment, quantiles
-from benchmarks.timing import rounds, slowest_rank, time_turns
+from benchmarks.timing import Rival, rounds, slowest_rank, time_turns
 from benchmarks.ways import LIMITS, WAYS, Way, is_right
 from benchmarks.workloads import Size, Workload, size_of
 from fastsync import SyncStats
@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for the others; a step that takes longer ends the rank, which tells where it stood."""
+EMPTY = "empty"
 COSTS = ("exposed_time", "pack_time", "collective_time", "unpack_time", "wire_bytes")
 """What is taken over from SyncStats."""
 
@@ -94,7 +95,10 @@ def measure_ways(
     progress: Progress,
     title: str,
 ) -> list[dict[str, Measurement]]:
-    """Checks and times ways of the same work. A collective call; every rank gets what all have found, in rank order."""
+    """Checks and times ways of the same work. A collective call; every rank gets what all have found, in rank order.
+
+    With the ways an empty step takes its turns, under the name EMPTY.
+    """
     limit = timedelta(seconds=schedule.timeout)
     groups = {name: dist.new_group(timeout=limit) for name in ways}
     here = _measure_here(workload, ways, groups, schedule, device, progress, title)
@@ -125,11 +129,12 @@ def _measure_here(
     right = {name: is_right(way, steps[name], workload) for name, way in ways.items()}
     # What is wrong on one rank is timed on none, or the others would wait for it.
     timed = {name: steps[name] for name in steps if all(other[name] for other in all_gather(right))}
-    order = list(rounds(timed, schedule.warmup + schedule.repetitions, schedule.seed))
-    time_turns(timed, watched(order[: schedule.warmup], "warm-up"), device)
+    rivals: dict[str, Rival] = {**timed, EMPTY: EmptyStep()}
+    order = list(rounds(rivals, schedule.warmup + schedule.repetitions, schedule.seed))
+    time_turns(rivals, watched(order[: schedule.warmup], "warm-up"), device)
     before = {name: step.stats() for name, step in timed.items()}
-    samples = time_turns(timed, watched(order[schedule.warmup :], "timed"), device)
-    return {
+    samples = time_turns(rivals, watched(order[schedule.warmup :], "timed"), device)
+    of_ways = {
         name: Measurement(
             # Once more, on what the last repetition has left.
             correct=name in timed and is_right(way, steps[name], workload),
@@ -139,6 +144,22 @@ def _measure_here(
         )
         for name, way in ways.items()
     }
+    return {**of_ways, EMPTY: Measurement(correct=True, error=None, samples=samples[EMPTY], cost={})}
+
+
+class EmptyStep:
+    """Does nothing: its time is what measuring costs."""
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> None:
+        pass
+
+
+def overhead(of_rank: Sequence[Mapping[str, Measurement]]) -> float:
+    """Seconds that measuring adds to a sample: the median of an empty step's, of the slowest rank."""
+    return quantiles(slowest_rank([rank[EMPTY].samples for rank in of_rank]))["median"]
 
 
 def cost_per_step(before: SyncStats | None, after: SyncStats | None) -> dict[str, float]:
@@ -153,7 +174,8 @@ def to_records(
     of_rank: Sequence[Mapping[str, Measurement]], settings: Mapping[str, Any], where: Mapping[str, Any]
 ) -> list[Record]:
     """One row a way: of the samples the slowest rank's, of the errors the largest, of the costs the mean."""
-    samples = {name: slowest_rank([rank[name].samples for rank in of_rank]) for name in of_rank[0]}
+    names = [name for name in of_rank[0] if name != EMPTY]
+    samples = {name: slowest_rank([rank[name].samples for rank in of_rank]) for name in names}
     medians = {name: quantiles(values)["median"] for name, values in samples.items() if values}
     return [
         Record(
@@ -165,12 +187,13 @@ def to_records(
                 **bandwidths(name, medians, settings["numel"], len(of_rank)),
                 "error": over_ranks(np.max, [rank[name].error for rank in of_rank]),
                 **{cost: over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
+                "overhead": overhead(of_rank),
             },
             correct=all(rank[name].correct for rank in of_rank),
             samples=samples[name],
             environment=where,
         )
-        for name in of_rank[0]
+        for name in names
     ]
 
 

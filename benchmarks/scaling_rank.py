@@ -12,21 +12,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from benchmarks.ddp import NO_DDP, whole_steps
-from benchmarks.gradients import Gradients
-from benchmarks.measure import TIMEOUT, Schedule, all_gather, measure_ways, wire_name
+from benchmarks.measure import TIMEOUT, Schedule, all_gather, measure_ways, overhead, wire_name
 from benchmarks.models import TRAININGS, ModelGradients, Scale
 from benchmarks.records import Record, environment
 from benchmarks.timing import slowest_rank, time_turns
-from benchmarks.ways import LIMITS, WAYS, Way
+from benchmarks.ways import LIMITS, WAYS
 from fastsync.distributed import process_group
 
 COMPUTE = NO_DDP
 """The step without communication."""
-EMPTY = "empty"
 SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *LIMITS.values()})
 SWEEP_WARMUP = 3
 
@@ -55,40 +51,16 @@ def measure_rank(launch: Launch) -> list[Record]:
         return [*_train(launch, device, where), *_sweep(launch, device, where)]
 
 
-class EmptyStep:
-    """Does nothing, rightly: its time is what measuring costs."""
-
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
-
-    def prepare(self) -> None:
-        pass
-
-    def run(self) -> None:
-        pass
-
-    def result(self) -> Tensor:
-        return self._gradients.flat_grads
-
-    def stats(self) -> None:
-        return None
-
-
-def _empty(gradients: Gradients, group: ProcessGroup) -> EmptyStep:
-    del group
-    return EmptyStep(gradients)
-
-
 def _train(launch: Launch, device: torch.device, where: Mapping[str, Any]) -> Iterator[Record]:
     """A row for the step without communication and for each way."""
     training = TRAININGS[launch.model][launch.scale]
     gradients = ModelGradients(training, launch.batch_size, device, launch.seed)
-    ways = whole_steps(launch.ways, training) | {EMPTY: Way(_empty, wire=None)}
+    ways = whole_steps(launch.ways, training)
     schedule = Schedule(launch.warmup, launch.steps, launch.seed)
     of_rank = measure_ways(gradients, ways, schedule, device, Progress(disable=True), launch.model)
     figures = {
         **compute_figures([rank[COMPUTE].samples for rank in of_rank]),
-        "overhead": float(np.median(slowest_rank([rank[EMPTY].samples for rank in of_rank]))),
+        "overhead": overhead(of_rank),
     }
     settings = {
         "model": launch.model,

@@ -20,7 +20,7 @@ from benchmarks.collect import Collected, collect, places
 from benchmarks.measure import TIMEOUT, Schedule, measure, memory_needed
 from benchmarks.memory import check_ranks_fit
 from benchmarks.records import Record, RowFile
-from benchmarks.table import Columns, console, milliseconds, number, progress_bars, spread, table
+from benchmarks.table import Columns, console, measured_on, milliseconds, number, progress_bars, spread, table
 from benchmarks.ways import MIN_WARMUP, WAYS, left_out, with_their_limits
 from benchmarks.workloads import SIZES, Size, size_of, sweep
 from fastsync.distributed import process_group
@@ -176,12 +176,9 @@ def _title(record: Record) -> str:
 
 
 def _where(record: Record) -> str:
-    settings, where = record.settings, record.environment
+    settings = record.settings
     crowded = ", OVERSUBSCRIBED" if settings.get("oversubscribed") else ""
-    return (
-        f"{settings['world_size']} {settings['backend']} ranks{crowded}\n"
-        f"{where['gpu'] or where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
-    )
+    return f"{settings['world_size']} {settings['backend']} ranks{crowded}\n{measured_on(record)}"
 
 
 def _gigabytes(rate: float | None) -> str:

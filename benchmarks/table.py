@@ -47,6 +47,16 @@ def spread(quantiles: Mapping[str, float]) -> str:
     return "{} [{}, {}]".format(*(milliseconds(quantiles[name]) for name in ("median", "p10", "p90")))
 
 
+def measured_on(record: Record) -> str:
+    """With what, and what of each sample the measuring itself is, where that was measured."""
+    where, overhead = record.environment, record.figures.get("overhead")
+    own_time = "" if overhead is None else f", {overhead * 1e6:.1f} µs of each sample are the harness's"
+    return (
+        f"{where['gpu'] or where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
+        f"{own_time}"
+    )
+
+
 def progress_bars(shown: bool) -> Progress:
     """On standard error, drawn only when something advances: a thread that draws would disturb what is measured."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.__main__ import main
 from benchmarks.ddp import NO_DDP, NO_SYNC, PARTS, Options, breakdown, memory_needed, whole_steps
-from benchmarks.measure import Measurement, Schedule, measure_ways
+from benchmarks.measure import EMPTY, Measurement, Schedule, measure_ways
 from benchmarks.models import TRAININGS, ModelGradients, ResNet50
 from benchmarks.ways import LIMITS, WAYS, Way
 from tests.models import group_of_one
@@ -132,6 +132,7 @@ def test_gradients_that_are_not_the_mean_are_found():
             NO_SYNC: True,
             "ddp": True,
             "forgets": False,
+            EMPTY: True,
         }
         assert of_rank["forgets"].samples == []
 
