@@ -123,7 +123,7 @@ def test_bandwidths_are_those_of_nccl_tests():
 
 
 def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("benchmarks.sync.available_on", lambda device: 2**30)
+    monkeypatch.setattr("benchmarks.memory.available", lambda: 2**30)
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["sync", "--sizes", "64MiB", "--ways", "ddp"])
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
