@@ -83,12 +83,17 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
 
 std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> grads, Wire wire,
                                                      std::shared_ptr<Stopwatch> stopwatch, const Extras& extras) {
-  return launch(std::move(grads), wire, std::move(stopwatch), extras, /*may_use_their_memory=*/false);
+  auto flight = prepare(std::move(grads), wire, std::move(stopwatch), extras, /*may_use_their_memory=*/false);
+  // Alone there is nobody to sum with, but Gloo would wake a thread to find that out.
+  if (group_->getSize() > 1 || !device_.is_cpu()) {
+    all_reduce(*flight);
+  }
+  return flight;
 }
 
-std::shared_ptr<BucketSync::Flight> BucketSync::launch(std::vector<at::Tensor> grads, Wire wire,
-                                                       std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
-                                                       bool may_use_their_memory) {
+std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> grads, Wire wire,
+                                                        std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                                        bool may_use_their_memory) {
   const WithoutPythonObjects without_python;
   const auto grad_dtype = grads.front().scalar_type();
   const auto dtype = wire_dtype(wire, grad_dtype);
@@ -138,7 +143,6 @@ std::shared_ptr<BucketSync::Flight> BucketSync::launch(std::vector<at::Tensor> g
   flight->stopwatch = std::move(stopwatch);
   totals_->elements = flight->numel;
   totals_->num_syncs += 1;
-  all_reduce(*flight);
   return flight;
 }
 
@@ -238,7 +242,8 @@ void BucketSync::discard(Flight& flight) {
 c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire wire,
                                             std::shared_ptr<Stopwatch> stopwatch) {
   const WithoutPythonObjects without_python;
-  auto flight = launch(std::move(grads), wire, std::move(stopwatch), {}, /*may_use_their_memory=*/true);
+  auto flight = prepare(std::move(grads), wire, std::move(stopwatch), {}, /*may_use_their_memory=*/true);
+  all_reduce(*flight);
   const auto work = std::exchange(flight->works, {}).front();
   // With the thread's state, for without it a profiler would not see what happens on the group's thread.
   return work->getFuture()->then(at::wrapPropagateTLSState([flight = std::move(flight)](Future& reduced) {

@@ -71,8 +71,8 @@ class BucketSync {
   const std::shared_ptr<BucketTotals>& totals() const { return totals_; }
 
  private:
-  std::shared_ptr<Flight> launch(std::vector<at::Tensor> grads, Wire wire, std::shared_ptr<Stopwatch> stopwatch,
-                                 const Extras& extras, bool may_use_their_memory);
+  std::shared_ptr<Flight> prepare(std::vector<at::Tensor> grads, Wire wire, std::shared_ptr<Stopwatch> stopwatch,
+                                  const Extras& extras, bool may_use_their_memory);
   void agree_on_scale(const std::vector<Segment>& segments, DType dtype);
   at::Tensor wire_buffer(int64_t numel, at::ScalarType dtype);
   void add_extras(Flight& flight, const Extras& extras);

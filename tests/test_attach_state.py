@@ -142,14 +142,29 @@ def test_the_norm_is_that_of_all_gradients() -> None:
     run_ranks(_norm_of_all_gradients, 2)
 
 
+def _profile_each_part(rank: int, world_size: int) -> dict[str, int]:
+    model = Given([torch.ones(300), torch.ones(300)])
+    sync = fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
+    for _ in range(2):
+        loss = model([torch.ones(300), torch.ones(300)])
+        with profile() as profiler:
+            loss.backward()
+    assert (sync.stats().wire_bytes > 0) == (world_size > 1)
+    return {event.key: event.count for event in profiler.key_averages()}
+
+
+PARTS = ("fastsync::pack", "fastsync::wait", "fastsync::unpack")
+
+
 def test_the_profiler_shows_each_part() -> None:
+    for counts in run_ranks(_profile_each_part, 2):
+        assert {part: counts.get(part) for part in (*PARTS, "gloo:all_reduce")} == dict.fromkeys(
+            (*PARTS, "gloo:all_reduce"), 2
+        )
+
+
+def test_a_rank_alone_sends_nothing() -> None:
     with group_of_one():
-        model = Given([torch.ones(300), torch.ones(300)])
-        fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
-        for _ in range(2):
-            loss = model([torch.ones(300), torch.ones(300)])
-            with profile() as profiler:
-                loss.backward()
-        counts = {event.key: event.count for event in profiler.key_averages()}
-        for part in ("fastsync::pack", "gloo:all_reduce", "fastsync::wait", "fastsync::unpack"):
-            assert counts.get(part) == 2, part
+        counts = _profile_each_part(0, 1)
+    assert {part: counts.get(part) for part in PARTS} == dict.fromkeys(PARTS, 2)
+    assert "gloo:all_reduce" not in counts

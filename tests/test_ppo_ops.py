@@ -14,6 +14,7 @@ from fastsync.ppo.actions import Categorical
 from fastsync.ppo.adam import Adam
 from fastsync.ppo.objective import in_plain_pytorch, ppo_objective
 from fastsync.ppo.policy import Perceptron
+from fastsync.ppo.update import StepGate
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 
@@ -57,6 +58,41 @@ def test_perceptron_follows_its_parameters():
     torch.testing.assert_close(copy.deepcopy(fused)(inputs), fused(inputs))
 
 
+def test_a_changed_layer_counts():
+    fused = Perceptron(layers("tanh"), "tanh")
+    inputs = torch.randn(5, 4)
+    fused[2] = nn.Linear(32, 16)
+    torch.testing.assert_close(fused(inputs), nn.Sequential(*fused)(inputs))
+    fused[0].register_forward_hook(lambda module, given, result: result + 1)
+    torch.testing.assert_close(fused(inputs), nn.Sequential(*fused)(inputs))
+    fused[1] = nn.ReLU()
+    torch.testing.assert_close(fused(inputs), nn.Sequential(*fused)(inputs))
+
+
+def test_frozen_layers_get_no_gradient():
+    fused = Perceptron(layers("relu"), "relu")
+    fused[0].requires_grad_(False)
+    fused(torch.randn(5, 4)).sum().backward()
+    assert [parameter.grad is None for parameter in fused.parameters()] == [True, True, False, False, False, False]
+
+
+def test_perceptron_can_be_exported():
+    fused = Perceptron(layers("tanh"), "tanh")
+    inputs = torch.randn(5, 4)
+    exported = torch.export.export(fused, (inputs,)).module()
+    torch.testing.assert_close(exported(inputs), fused(inputs))
+
+
+def test_the_operator_itself_computes_under_autocast_as_without():
+    weights, biases = [torch.randn(3, 4, requires_grad=True)], [torch.randn(3, requires_grad=True)]
+    inputs = torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = torch.ops.fastsync.perceptron(inputs, weights, biases, "tanh")
+    assert result.dtype == torch.float32
+    result.sum().backward()
+    assert weights[0].grad.dtype == torch.float32
+
+
 def test_perceptron_under_autocast_casts_as_its_layers():
     plain = layers("relu")
     with torch.autocast("cpu", torch.bfloat16):
@@ -77,6 +113,8 @@ def test_perceptron_refuses_what_does_not_fit():
         op(torch.ones(2, 5), [weight], [bias], "tanh")
     with pytest.raises(ValueError, match=r"biases\[0\]: expected \[3\], got \[1\]"):
         op(torch.ones(2, 4), [weight], [bias[:1]], "tanh")
+    with pytest.raises(ValueError, match=r"expected Double like input, got Float and Float"):
+        op(torch.ones(2, 4, dtype=torch.float64), [weight], [bias], "tanh")
     output = op(torch.ones(2, 4), [weight.requires_grad_()], [bias], "tanh")
     with pytest.raises(NotImplementedError, match=r"perceptron has no second derivative"):
         torch.autograd.grad(output.sum(), weight, create_graph=True)
@@ -180,6 +218,15 @@ def test_objective_refuses_what_does_not_fit():
     given = columns(50, torch.float32) | {"returns": torch.ones(49)}
     with pytest.raises(ValueError, match=r"returns: expected Float \[50\] on the CPU like log_prob, got Float \[49\]"):
         ppo_objective(**given, clip_coef=0.2, vf_coef=0.5, ent_coef=0.1, clip_value_loss=True)
+    given = columns(50, torch.float32)
+    with pytest.raises(ValueError, match=r"clip_coef: expected a number from 0 on, got -0.2"):
+        ppo_objective(**given, clip_coef=-0.2, vf_coef=0.5, ent_coef=0.1, clip_value_loss=True)
+    given["returns"].requires_grad_()
+    with pytest.raises(ValueError, match=r"returns: expected constants, got a tensor that requires a gradient"):
+        ppo_objective(**given, clip_coef=0.2, vf_coef=0.5, ent_coef=0.1, clip_value_loss=True)
+    on_meta = [column.detach().to("meta") for column in given.values()]
+    with pytest.raises(ValueError, match=r"log_prob: expected real numbers on the CPU, got Float on meta"):
+        torch.ops.fastsync.ppo_objective(*on_meta, 0.2, 0.5, 0.1, True)
 
 
 def test_adam_is_torchs():
@@ -213,3 +260,20 @@ def test_adam_is_torchs():
     assert [state[i]["step"].item() for i in state] == [expected[i]["step"].item() for i in expected]
     assert state[1]["step"] == 6
     assert state[0]["step"] == 7
+
+
+def test_a_refused_step_is_the_only_one_though_there_are_other_adams():
+    """torch wraps the step of its own Adam for hooks once the first is made, which must not run this one's twice."""
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = Adam([parameter], lr=torch.tensor(0.1), eps=1e-5)
+    gate = StepGate(optimizer, torch.device("cpu"))
+    moved = []
+    for closed in (0, 0, 1, 0):
+        before = parameter.detach().clone()
+        parameter.grad = torch.ones(3)
+        gate.closed.fill_(closed)
+        optimizer.step()
+        moved.append(not torch.equal(parameter, before))
+    assert moved == [True, True, False, True]
+    assert not hasattr(optimizer, "found_inf")

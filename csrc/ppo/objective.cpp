@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <tuple>
-#include <vector>
+#include <utility>
 
 namespace fastsync {
 namespace {
@@ -147,6 +147,10 @@ std::tuple<at::Tensor, at::Tensor> ppo_objective(const at::Tensor& log_prob, con
                                                  const at::Tensor& advantages, const at::Tensor& old_values,
                                                  const at::Tensor& returns, const at::Tensor& weights, double clip_coef,
                                                  double vf_coef, double ent_coef, bool clip_value_loss) {
+  TORCH_CHECK_VALUE(log_prob.device().is_cpu() && at::isFloatingType(log_prob.scalar_type()),
+                    "log_prob: expected real numbers on the CPU, got ", log_prob.scalar_type(), " on ",
+                    log_prob.device());
+  TORCH_CHECK_VALUE(clip_coef >= 0, "clip_coef: expected a number from 0 on, got ", clip_coef);
   const std::pair<const char*, const at::Tensor&> columns[] = {
       {"entropy", entropy},       {"values", values},         {"old_log_probs", old_log_probs},
       {"advantages", advantages}, {"old_values", old_values}, {"returns", returns},
@@ -157,6 +161,13 @@ std::tuple<at::Tensor, at::Tensor> ppo_objective(const at::Tensor& log_prob, con
                       name, ": expected ", log_prob.scalar_type(), " ", log_prob.sizes(),
                       " on the CPU like log_prob, got ", column.scalar_type(), " ", column.sizes(), " on ",
                       column.device());
+  }
+  for (const auto& [name, column] : {std::pair<const char*, const at::Tensor&>{"old_log_probs", old_log_probs},
+                                     {"advantages", advantages},
+                                     {"old_values", old_values},
+                                     {"returns", returns},
+                                     {"weights", weights}}) {
+    TORCH_CHECK_VALUE(!column.requires_grad(), name, ": expected constants, got a tensor that requires a gradient");
   }
   const Columns constants{{},
                           {},

@@ -72,6 +72,9 @@ void check(const at::Tensor& input, at::TensorList weights, at::TensorList biase
                     biases.size());
   int64_t width = input.dim() > 0 ? input.size(-1) : 0;
   for (size_t i = 0; i < weights.size(); ++i) {
+    TORCH_CHECK_VALUE(weights[i].scalar_type() == input.scalar_type() && biases[i].scalar_type() == input.scalar_type(),
+                      "weights[", i, "], biases[", i, "]: expected ", input.scalar_type(), " like input, got ",
+                      weights[i].scalar_type(), " and ", biases[i].scalar_type());
     TORCH_CHECK_VALUE(weights[i].dim() == 2 && weights[i].size(1) == width, "weights[", i, "]: expected [outputs, ",
                       width, "], got ", weights[i].sizes());
     width = weights[i].size(0);
@@ -118,8 +121,12 @@ class Perceptron : public torch::autograd::Function<Perceptron> {
     at::Tensor grad = grad_outputs.front();
     for (size_t i = num_layers; i-- > 0;) {
       const at::Tensor& inputs = saved[i];
-      grads[1 + i] = at::mm(grad.t(), inputs);
-      grads[1 + num_layers + i] = grad.sum(0);
+      if (context->needs_input_grad(1 + i)) {
+        grads[1 + i] = at::mm(grad.t(), inputs);
+      }
+      if (context->needs_input_grad(1 + num_layers + i)) {
+        grads[1 + num_layers + i] = grad.sum(0);
+      }
       if (i > 0) {
         grad = activation_backward(at::mm(grad, saved[num_layers + i]), inputs, activation);
       } else if (context->needs_input_grad(0)) {
@@ -132,6 +139,8 @@ class Perceptron : public torch::autograd::Function<Perceptron> {
 
 at::Tensor perceptron(const at::Tensor& input, at::TensorList weights, at::TensorList biases,
                       std::string_view activation_name) {
+  // Casts of 16 bits belong to each layer: under autocast this computes as without.
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   const auto activation = activation_from_name(activation_name);
   check(input, weights, biases);
   const auto rows = input.dim() == 2 ? input : input.reshape({-1, input.size(-1)});

@@ -73,7 +73,7 @@ class Categorical(ActionDistribution):
         return torch.argmax(outputs, dim=-1)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        if outputs.device.type == "cpu":
+        if outputs.device.type == "cpu" and not torch.compiler.is_compiling():
             return torch.ops.fastsync.categorical.default(outputs, actions)  # type: ignore[no-any-return]
         return self.in_plain_pytorch(outputs, actions)
 

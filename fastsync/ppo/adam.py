@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,8 @@ class _Columns(NamedTuple):
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
-    all_steps: Tensor
-    """The steps in one vector, of which ``steps`` are views: one operation counts them all."""
+    counters: list[Tensor]
+    """What counts the steps: one vector, of which ``steps`` are views, so that one operation counts them all."""
 
 
 class Adam(torch.optim.Adam):
@@ -42,26 +42,25 @@ class Adam(torch.optim.Adam):
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As torch's, which it leaves the first step to, and any without some of the gradients."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """As torch's, without a closure. Parameters without a gradient stay as they are."""
+        # Not by torch's own step, which, once wrapped by a plain Adam somewhere, would run this one's hooks again.
         (group,) = self.param_groups
-        grads = [parameter.grad for parameter in group["params"]]
-        if closure is not None or any(grad is None for grad in grads):
-            return super().step(closure)
         if self._columns is None:
-            if len(self.state) < len(grads):
-                return super().step()
             self._columns = self._look_up(group["params"])
-        params, exp_avgs, exp_avg_sqs, steps, all_steps = self._columns
+        columns = self._columns
+        grads = [parameter.grad for parameter in columns.params if parameter.grad is not None]
+        if len(grads) < len(columns.params):
+            columns = _those_with_gradient(columns)
         found_inf = getattr(self, "found_inf", None)
-        all_steps += 1
+        torch._foreach_add_(columns.counters, 1)
         torch._fused_adam_(
-            params,
+            columns.params,
             grads,
-            exp_avgs,
-            exp_avg_sqs,
+            columns.exp_avgs,
+            columns.exp_avg_sqs,
             [],
-            steps,
+            columns.steps,
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -72,19 +71,33 @@ class Adam(torch.optim.Adam):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
         )
-        if found_inf is not None:
-            all_steps -= found_inf  # a step that was refused does not count
-        return None
+        if found_inf is not None:  # a step that was refused does not count
+            torch._foreach_sub_(columns.counters, [found_inf] * len(columns.counters))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._columns = None  # the state is in other tensors now
 
     def _look_up(self, params: list[Tensor]) -> _Columns:
+        """The state of each parameter; zeros where there is none yet."""
+        for parameter in params:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
         states = [self.state[parameter] for parameter in params]
         all_steps = torch.stack([state["step"] for state in states])
         steps = list(all_steps.unbind())
         for state, step in zip(states, steps, strict=True):
             state["step"] = step
         exp_avgs, exp_avg_sqs = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        return _Columns(params, exp_avgs, exp_avg_sqs, steps, all_steps)
+        return _Columns(params, exp_avgs, exp_avg_sqs, steps, [all_steps])
+
+
+def _those_with_gradient(columns: _Columns) -> _Columns:
+    """The columns of parameters that have one, whose steps are counted one by one."""
+    present = [index for index, parameter in enumerate(columns.params) if parameter.grad is not None]
+    params, exp_avgs, exp_avg_sqs, steps = ([column[index] for index in present] for column in columns[:4])
+    return _Columns(params, exp_avgs, exp_avg_sqs, steps, steps)

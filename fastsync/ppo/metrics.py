@@ -116,9 +116,11 @@ def gather_reports(mine: RankReport, device: torch.device) -> list[RankReport]:
         ValueError: more than 32 metrics.
         RuntimeError: on every rank, if ranks brought metrics of different names.
     """
-    packed = _pack(mine)
-    of_rank = [torch.empty_like(packed, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_rank, packed.to(device))
+    packed = _pack(mine).to(device)
+    of_rank = [packed]
+    if dist.get_world_size() > 1:
+        of_rank = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_rank, packed)
     rows = torch.stack(of_rank).tolist()
     others = [rank for rank, row in enumerate(rows) if row[_NAMES] != rows[0][_NAMES]]
     if others:

@@ -45,8 +45,9 @@ def ppo_objective(
         The loss, 0-dim, and FIGURES, [5], without gradients.
     """
     columns = (log_prob, entropy, values, old_log_probs, advantages, old_values, returns, weights)
-    fused = torch.ops.fastsync.ppo_objective.default if log_prob.device.type == "cpu" else in_plain_pytorch
-    return fused(*columns, clip_coef, vf_coef, ent_coef, clip_value_loss)
+    is_fused = log_prob.device.type == "cpu" and not torch.compiler.is_compiling()
+    objective = torch.ops.fastsync.ppo_objective.default if is_fused else in_plain_pytorch
+    return objective(*columns, clip_coef, vf_coef, ent_coef, clip_value_loss)
 
 
 def in_plain_pytorch(

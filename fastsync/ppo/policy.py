@@ -68,7 +68,6 @@ class ActorCritic(nn.Module):
             self.critic, _ = body()
         self.actor.append(initialized(nn.Linear(width, self.distribution.num_outputs), gain=0.01))
         self.critic.append(initialized(nn.Linear(width, 1), gain=1.0))
-        self._head = self.critic[-1]._parameters  # asking modules for it takes longer than a small layer computes
         if not sees_images:
             self.actor = Perceptron(self.actor, settings.activation)
             self.critic = Perceptron(self.critic, settings.activation)
@@ -105,20 +104,18 @@ class ActorCritic(nn.Module):
 
     def outputs(self, features: Tensor) -> Tensor:
         """The distribution's outputs [..., num_outputs]. In full precision also under autocast."""
-        outputs: Tensor = self.actor(features)
-        return outputs.to(self.dtype)
+        return _in_full_precision(self.actor(features))
 
     def value(self, features: Tensor) -> Tensor:
         """Expected discounted return [...]. In full precision also under autocast."""
-        values: Tensor = self.critic(features)
-        return values.to(self.dtype).squeeze(-1)
+        return _in_full_precision(self.critic(features)).squeeze(-1)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
-        weight = self._head["weight"]
-        assert weight is not None
-        return weight.dtype
+        last = self.critic[-1]
+        assert isinstance(last, nn.Linear)
+        return last.weight.dtype
 
     @property
     def observation_dtype(self) -> torch.dtype:
@@ -144,11 +141,17 @@ def initialized(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
     return layer
 
 
+def _in_full_precision(outputs: Tensor) -> Tensor:
+    """What autocast has made 16 bits wide as float32."""
+    return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
+
+
 class Perceptron(nn.Sequential):
     """Linear layers with an activation between them, computed by one operator and not module by module.
 
-    Small layers take less time to compute than to call one by one, forward and backward. Hooks of the layers are not
-    called. Under autocast, whose casts belong to each layer, it is a plain ``nn.Sequential``.
+    Small layers take less time to compute than to call one by one, forward and backward. It is a plain
+    ``nn.Sequential`` under autocast, whose casts belong to each layer, while it is traced, and as soon as one of its
+    modules is another one or has hooks.
 
     Args:
         layers: linear, activation, linear, ... linear.
@@ -158,15 +161,22 @@ class Perceptron(nn.Sequential):
     def __init__(self, layers: nn.Sequential, activation: Activation) -> None:
         super().__init__(*layers)
         self._activation = activation
-        # Where the layers keep their parameters, which is quicker than to ask the layers.
-        self._linear = [layer._parameters for layer in layers if isinstance(layer, nn.Linear)]
+        self._types = [type(layer) for layer in layers]
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., outputs] of [..., inputs]."""
-        if torch.is_autocast_enabled(rows.device.type):
+        layers = list(self._modules.values())
+        if (
+            torch.is_autocast_enabled(rows.device.type)
+            or torch.compiler.is_compiling()
+            or [type(layer) for layer in layers] != self._types
+            or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        ):
             layer_by_layer: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
             return layer_by_layer
-        weights, biases = [layer["weight"] for layer in self._linear], [layer["bias"] for layer in self._linear]
+        # Where the layers keep their parameters, which is quicker than to ask the layers.
+        linear = [layer._parameters for layer in layers[::2]]
+        weights, biases = [layer["weight"] for layer in linear], [layer["bias"] for layer in linear]
         outputs: Tensor = torch.ops.fastsync.perceptron.default(rows, weights, biases, self._activation)
         return outputs
 
