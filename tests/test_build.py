@@ -121,7 +121,7 @@ def test_insisting_without_a_toolkit_fails_with_the_reason(setup_script: ModuleT
 
 def test_cpu_half_is_always_built(setup_script: ModuleType) -> None:
     extension = setup_script.make_extension(with_cuda=False)
-    assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp")
+    assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/ppo/*.cpp")
     assert "-DFASTSYNC_WITH_CUDA" not in extension.extra_compile_args["cxx"]
     assert _sources("csrc/**/*.h") <= set(extension.depends)
 
@@ -133,7 +133,7 @@ def test_cuda_half_adds_the_kernels_for_ampere_and_hopper(
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
     extension = setup_script.make_extension(with_cuda=True)
-    assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/cuda/*.cu")
+    assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/ppo/*.cpp", "csrc/cuda/*.cu")
     for compiler in ("cxx", "nvcc"):
         assert "-DFASTSYNC_WITH_CUDA" in extension.extra_compile_args[compiler]
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"
