@@ -60,6 +60,7 @@ def collect(
     """
     with tempfile.TemporaryDirectory() as folder:
         rows = RowFile(json or Path(folder) / "rows.json")
+        rows.add([])  # or those of an earlier run would be shown where this one ends before it has any
         try:
             notes, status = launch(measure, nproc, options, rows)[0], 0
         except (ChildFailedError, RankError) as error:

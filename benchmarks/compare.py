@@ -1,13 +1,15 @@
 """``python -m benchmarks compare BEFORE.json AFTER.json``: what has become slower or faster, beyond noise.
 
 Rows belong together if they measure the same: benchmark, way, and all settings but those that say how often and with
-which random numbers. Several launches of the same are taken together, each as one sample: its median.
+which random numbers. Each launch of the same counts as one sample, its median: its steps have processes, connections
+and memory in common, and the next launch has others. So what one launch a side differs by says nothing about a change,
+and has no verdict.
 """
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb, isfinite
+from math import comb, isfinite, nan
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -16,7 +18,7 @@ import tyro
 from rich.table import Table
 
 from benchmarks.records import Record, read_json
-from benchmarks.statistics import CONFIDENCE, noise_band, ratio_interval, replicates
+from benchmarks.statistics import CONFIDENCE, SAMPLES_ARE_LAUNCHES, noise_band, ratio_interval
 from benchmarks.table import console, milliseconds, share, told_apart
 
 PROG = "python -m benchmarks compare"
@@ -24,7 +26,8 @@ HOW_OFTEN = ("seed", "launch", "repetitions", "warmup")
 """Settings that do not say what is measured."""
 EXPECTED = ("time", "commit", "fastsync")
 """What of the environment is to differ before and after a change."""
-FASTER, SLOWER, NOISE, TOO_FEW, WRONG = "faster", "slower", "within noise", "too few samples", "WRONG RESULT"
+FASTER, SLOWER, NOISE, WRONG = "faster", "slower", "within noise", "WRONG RESULT"
+UNKNOWN, TOO_FEW, NONE = "between launches: not known", "too few launches", "no samples"
 
 Key = tuple[str, str, tuple[tuple[str, str], ...]]
 
@@ -33,19 +36,35 @@ Key = tuple[str, str, tuple[tuple[str, str], ...]]
 class Options:
     """Compare two runs of the same benchmarks: ratios of medians with their intervals, and which are beyond noise.
 
-    The exit status is 1 if something has become slower beyond noise, or gives a wrong result, and 0 otherwise.
+    Most commands make one launch a file, and how launches differ takes several: --before B1.json B2.json ... --after
+    A1.json A2.json ..., four a side at least, more for many rows. The exit status is 1 if something has become slower
+    beyond noise, or gives a wrong result, and 0 otherwise.
     """
 
-    before: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="BEFORE.json")]
-    """Rows of a run, as --json and reports (rows.json) have them."""
-    after: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="AFTER.json")]
-    """Rows of another run of the same."""
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="BEFORE.json AFTER.json")] = ()
+    """A file of each run, as --json and reports (rows.json) have them; in place of --before and --after."""
+    before: tuple[Path, ...] = ()
+    """Files of one run, one or more launches each."""
+    after: tuple[Path, ...] = ()
+    """Files of another run of the same."""
     threshold: float = 0.01
     """Changes of the median by a smaller part than this are noise, however sure they are."""
 
     def __post_init__(self) -> None:
         if self.threshold < 0:
             raise ValueError(f"threshold={self.threshold} must not be negative")
+        if len(self.files) not in (0, 2) or bool(self.files) == bool(self.before or self.after):
+            raise ValueError("name two files, BEFORE.json AFTER.json, or any number with --before and --after")
+        for paths in self.sides:
+            if not paths:
+                raise ValueError("before and after: name at least one file for each")
+            if len({path.resolve() for path in paths}) < len(paths):
+                raise ValueError(f"{', '.join(map(str, paths))}: a file that is named twice is no second launch")
+
+    @property
+    def sides(self) -> tuple[Sequence[Path], Sequence[Path]]:
+        """The files before and after."""
+        return (self.files[:1], self.files[1:]) if self.files else (self.before, self.after)
 
 
 @dataclass(frozen=True)
@@ -57,13 +76,17 @@ class Comparison:
     settings: Mapping[str, Any]
     before: float
     after: float
+    launches: tuple[int, int]
+    """Before and after."""
     noise_before: float
     noise_after: float
-    """How far a repetition's median may be from this one, as a part of it."""
+    """How far the median of as many launches more may be from this one, as a part of it; of one launch, of as many
+    samples more from the same."""
     ratio: float
     """After over before."""
     low: float
     high: float
+    """Of the ratio: between launches, or within the only launch of each side."""
     verdict: str
 
 
@@ -75,10 +98,10 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = tyro.cli(Options, prog=PROG, args=arguments)
     try:
-        runs = [_read(path) for path in (options.before, options.after)]
+        runs = [[record for path in paths for record in _read(path)] for paths in options.sides]
         before, after = (grouped(run) for run in runs)
         if not before.keys() & after.keys():
-            raise ValueError(f"{options.before} and {options.after} have no row in common: nothing to compare")
+            raise ValueError(f"{_names(options.sides[0])} and {_names(options.sides[1])} have no row in common")
     except ValueError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
@@ -94,6 +117,10 @@ def _read(path: Path) -> list[Record]:
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     return read_json(path)
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
 
 
 def grouped(records: Sequence[Record]) -> dict[Key, list[Record]]:
@@ -120,25 +147,60 @@ def compare(
 
 
 def _compare(before: Sequence[Record], after: Sequence[Record], confidence: float, threshold: float) -> Comparison:
-    samples = [replicates([row.samples for row in rows]) for rows in (before, after)]
-    ratio, low, high = ratio_interval(samples[1], samples[0], confidence)
-    # The chance that two such sets lie apart altogether though nothing has changed: no test can do with less.
-    total = sum(len(of_run) for of_run in samples)
-    too_few = min(map(len, samples)) < 1 or 2 / comb(total, len(samples[0])) > 1 - confidence
-    if not all(row.correct for row in after):
-        verdict = WRONG
-    elif too_few:
-        verdict = TOO_FEW
-    elif low > 1 and ratio > 1 + threshold:
-        verdict = SLOWER
-    elif high < 1 and ratio < 1 - threshold:
-        verdict = FASTER
+    launches = [_launches(rows) for rows in (before, after)]
+    medians = [[median(samples) for samples in of_run] for of_run in launches]
+    numbers = len(launches[0]), len(launches[1])
+    # What is known of each run's noise: between its launches, or within its only one.
+    noisy = [launches[side][0] if numbers[side] == 1 else medians[side] for side in (0, 1)]
+    if numbers == (1, 1):
+        ratio, low, high = ratio_interval(noisy[1], noisy[0], confidence)
     else:
-        verdict = NOISE
-    medians = [median(of_run) if of_run else float("nan") for of_run in samples]
+        ratio, low, high = ratio_interval(medians[1], medians[0], confidence)
+    middles = [median(of_run) if of_run else nan for of_run in medians]
     settings = {name: value for name, value in after[0].settings.items() if name not in HOW_OFTEN}
-    noise = [noise_band(of_run) for of_run in samples]
-    return Comparison(after[0].benchmark, after[0].way, settings, *medians, *noise, ratio, low, high, verdict)
+    return Comparison(
+        after[0].benchmark,
+        after[0].way,
+        settings,
+        *middles,
+        numbers,
+        *map(noise_band, noisy),
+        ratio,
+        low,
+        high,
+        verdict=_verdict([*before, *after], numbers, (ratio, low, high), confidence, threshold),
+    )
+
+
+def _launches(rows: Sequence[Record]) -> list[list[float]]:
+    """The samples of each launch."""
+    if rows[0].benchmark in SAMPLES_ARE_LAUNCHES:
+        return [[sample] for row in rows for sample in row.samples]
+    return [list(row.samples) for row in rows if row.samples]
+
+
+def _verdict(
+    rows: Sequence[Record],
+    launches: tuple[int, int],
+    interval: tuple[float, float, float],
+    confidence: float,
+    threshold: float,
+) -> str:
+    ratio, low, high = interval
+    if not all(row.correct for row in rows):
+        return WRONG
+    if min(launches) == 0:
+        return NONE
+    if min(launches) == 1:
+        return UNKNOWN
+    # The chance that two such sets lie apart altogether though nothing has changed: no test can do with less.
+    if 2 / comb(sum(launches), launches[0]) > 1 - confidence:
+        return TOO_FEW
+    if low > 1 and ratio > 1 + threshold:
+        return SLOWER
+    if high < 1 and ratio < 1 - threshold:
+        return FASTER
+    return NOISE
 
 
 def differences(before: Sequence[Record], after: Sequence[Record]) -> Iterator[str]:
@@ -165,11 +227,11 @@ def _either(values: set[str] | None) -> str:
 
 def only_in(before: Mapping[Key, Any], after: Mapping[Key, Any], options: Options) -> Iterator[str]:
     """The rows that only one run has."""
-    for path, here, there in ((options.before, before, after), (options.after, after, before)):
+    for paths, here, there in ((options.sides[0], before, after), (options.sides[1], after, before)):
         for benchmark, way, settings in here:
             if (benchmark, way, settings) not in there:
                 what = ", ".join(f"{name} {value}" for name, value in settings)
-                yield f"only in {path}: {benchmark} {way}{f' ({what})' if what else ''}"
+                yield f"only in {_names(paths)}: {benchmark} {way}{f' ({what})' if what else ''}"
 
 
 def summary(comparisons: Sequence[Comparison]) -> str:
@@ -187,6 +249,7 @@ def show(comparisons: Sequence[Comparison]) -> None:
         headings = (
             "way",
             "settings",
+            "launches",
             "before, ms",
             "noise",
             "after, ms",
@@ -201,25 +264,39 @@ def show(comparisons: Sequence[Comparison]) -> None:
             table.add_row(
                 row.way,
                 told_apart(row, rows),
+                " / ".join(map(str, row.launches)),
                 _time(row.before),
-                share(row.noise_before),
+                _noise(row.noise_before, row.launches[0]),
                 _time(row.after),
-                share(row.noise_after),
+                _noise(row.noise_after, row.launches[1]),
                 f"{row.ratio:.3f}" if isfinite(row.ratio) else "",
-                f"[{row.low:.3f}, {row.high:.3f}]" if isfinite(row.low) and isfinite(row.high) else "not known",
+                _interval(row),
                 row.verdict,
                 style=STYLES.get(row.verdict),
             )
         out.print(table)
 
 
-VERDICTS = (WRONG, SLOWER, FASTER, NOISE, TOO_FEW)
-STYLES = {SLOWER: "bold red", WRONG: "bold red", FASTER: "green", NOISE: "dim", TOO_FEW: "yellow"}
+VERDICTS = (WRONG, SLOWER, FASTER, NOISE, UNKNOWN, TOO_FEW, NONE)
+STYLES = {SLOWER: "bold red", WRONG: "bold red", FASTER: "green", NOISE: "dim", UNKNOWN: "yellow", TOO_FEW: "yellow"}
+WITHIN = " within"
 LEGEND = (
-    "Medians. noise: how far a repetition's median may lie from this one by chance, 95 % (bootstrap). interval: of the "
-    "ratio, so wide that all rows together hold with 95 %; slower and faster: it leaves out 1. too few samples: sets "
-    "as small as these lie apart altogether by chance too often; take more repetitions (of scaling: six or more)."
+    "Medians, of launches where there are several. noise: how far the median of as many launches more may lie from "
+    "this one by chance, 95 % (bootstrap). interval: of the ratio, between launches, so wide that all rows together "
+    "are to hold with 95 %; slower and faster: it leaves out 1. within: of the steps of one launch alone, which does "
+    "not tell by how much another launch would differ; a verdict takes several files a side, with --before and "
+    "--after. too few launches: sets as small as these lie apart altogether by chance too often; take more."
 )
+
+
+def _noise(noise: float, launches: int) -> str:
+    return share(noise) + (WITHIN if launches == 1 and isfinite(noise) else "")
+
+
+def _interval(row: Comparison) -> str:
+    if not (isfinite(row.low) and isfinite(row.high)):
+        return "not known"
+    return f"[{row.low:.3f}, {row.high:.3f}]" + (WITHIN if row.launches == (1, 1) else "")
 
 
 def _time(seconds: float) -> str:

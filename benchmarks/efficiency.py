@@ -7,7 +7,7 @@ from statistics import median
 
 from benchmarks.records import Record
 from benchmarks.scaling_rank import SYNCHRONISED
-from benchmarks.statistics import CONFIDENCE, SURE_FROM, median_interval, ratio_interval, replicates
+from benchmarks.statistics import CONFIDENCE, RATIO_HOLDS, SURE_FROM, median_interval, ratio_interval, replicates
 
 PARTS = ("compute", "contention", "stragglers", "exposed")
 DEFINITIONS = {
@@ -17,9 +17,11 @@ DEFINITIONS = {
     "rank with as many samples as before. 100 % is a job that more ranks do not slow down.",
     "strong efficiency": "E(n) = m · T(m) / (n · T(n)): all ranks together have as many samples as before. 100 % is a "
     "job that n / m times the ranks finish in m / n of the time.",
-    "interval": f"Between which values a ratio of medians lies: {CONFIDENCE:.0%} by the percentile bootstrap over "
-    "launches, or over the steps where there was one launch. Of five launches or fewer it is their whole range; an "
-    f"interval that holds its {CONFIDENCE:.0%} needs {SURE_FROM}.",
+    "interval": "Between which values the truth lies, judged by how launches differ, or steps where there was one "
+    f"launch. Of a step and of busbw: {CONFIDENCE:.0%} or more, by order statistics; fewer than {SURE_FROM} launches "
+    "cannot hold that, and of n the interval is the whole range, which holds the median with a probability of "
+    f"1 - 2^(1-n). Of an efficiency: {CONFIDENCE:.0%} by the percentile bootstrap; in simulations it held the true "
+    f"ratio in {', '.join(f'{held:.0%} of cases for {number}' for number, held in RATIO_HOLDS.items())} launches.",
     "compute": "A step without communication, mean over the ranks, measured in the same launches in turns with the "
     "others; where world size 1 was measured, what that is there (divided by n in strong scaling).",
     "contention": "What compute takes beyond that: cores, caches, memory bandwidth and clocks that ranks of a machine "
@@ -61,10 +63,29 @@ class Point:
 
 
 def points(records: Sequence[Record]) -> list[Point]:
-    """A point for each way and world size that was measured, the ways in the order of the rows."""
+    """A point for each way and world size that was measured, the ways in the order of the rows.
+
+    Raises:
+        ValueError: the rows are of several jobs, of which none can be held against another.
+    """
     rows = [record for record in records if record.benchmark == "scaling" and record.samples and record.correct]
+    jobs = dict.fromkeys(_job(record) for record in rows if "model" in record.settings)
+    if len(jobs) > 1:
+        raise ValueError(f"the rows are of several jobs, {'; '.join(jobs)}: choose files of one job")
     ways = dict.fromkeys(record.way for record in rows if record.way in SYNCHRONISED)
     return [point for way in ways for point in _points_of_way([record for record in rows if record.way == way])]
+
+
+def _job(record: Record) -> str:
+    """What is the same at all world sizes of a job, in words."""
+    settings = record.settings
+    strong = settings["scaling"] == "strong"
+    batch_size = settings["batch_size"] * (settings["world_size"] if strong else 1)
+    model = " ".join(str(settings[name]) for name in ("model", "scale") if name in settings)
+    return (
+        f"{settings['scaling']} scaling of {model} with {settings['numel']:,} parameters and {batch_size} samples "
+        f"{'in all' if strong else 'a rank'} over {settings['backend']}"
+    )
 
 
 def _points_of_way(rows: Sequence[Record]) -> list[Point]:
@@ -91,7 +112,7 @@ def _point(base: Sequence[Record], alone: Sequence[Record] | None, rows: Sequenc
     return Point(
         rows[0].way,
         settings["world_size"],
-        bool(settings.get("oversubscribed")),
+        any(row.settings.get("oversubscribed") for row in rows),
         len(rows),
         tuple(samples),
         step,
@@ -139,7 +160,7 @@ def _bandwidth(rows: Sequence[Record]) -> Bandwidth:
     share = 2 * (settings["world_size"] - 1) / settings["world_size"]
     return Bandwidth(
         settings["world_size"],
-        bool(settings.get("oversubscribed")),
+        any(row.settings.get("oversubscribed") for row in rows),
         num_bytes,
         seconds,
         num_bytes / seconds,

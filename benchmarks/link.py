@@ -5,6 +5,7 @@ each way. So a network that is slower than loopback can be measured on one machi
 the link itself needs. Needs Linux, root, and iproute2.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ import tyro
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks import ddp, sync
-from benchmarks.collect import Collected, collect
+from benchmarks.collect import INTERRUPTED, Collected, collect
 from benchmarks.ddp import ModelName
 from benchmarks.link_ranks import run_in_namespaces
 from benchmarks.models import Scale
@@ -39,7 +40,10 @@ else:
 MIN_RANKS, MAX_RANKS = 2, 16
 CHECK_SECONDS = 0.5
 """How long each of two transfers takes that show what the links carry."""
+CHECK_PORT = 29400
+"""Free in a namespace that is new."""
 CHECK_TIMEOUT = 120.0
+"""Seconds that ranks wait for each other in the check: not all are done importing at once."""
 FULL = 0.85
 """Of its rate, what a link has to carry while all are busy, or it is the machine that is measured. TCP can have 0.94:
 a frame of 1,514 bytes holds 1,448 of data, and with every second one goes an acknowledgement of 66 of what came."""
@@ -51,6 +55,10 @@ DEFAULT_WAYS = (
     "ddp/powerSGD_hook",
     *(name for name in WAYS if name.startswith(("fastsync.register_comm_hook/", "fastsync.attach/"))),
 )
+DEFAULT_SIZES = ("0.5m", "12m")
+DEFAULT_MODELS = ("resnet50", "gpt2")
+OF_BENCHMARK = {"sync": ("sizes",), "ddp": ("models", "scale", "batch_size")}
+"""Options that one benchmark alone has."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +71,12 @@ class Options:
     """Number of ranks, from 2 to 16: each a process in a namespace of its own."""
     benchmark: Literal["sync", "ddp"] = "sync"
     """What is measured: a step's synchronisation alone, or whole training steps."""
-    sizes: tuple[str, ...] = ("0.5m", "12m")
-    """For sync: what is synchronised, as its own option has it."""
-    models: tuple[ModelName, ...] = ("resnet50", "gpt2")
-    """For ddp: what is trained."""
-    scale: Scale = "small"
-    """For ddp: small models and inputs, or those of the papers."""
+    sizes: tuple[str, ...] | None = None
+    """For sync: what is synchronised, as its own option has it; by default 0.5m and 12m."""
+    models: tuple[ModelName, ...] | None = None
+    """For ddp: what is trained; by default resnet50 and gpt2."""
+    scale: Scale | None = None
+    """For ddp: small models and inputs, as by default, or those of the papers."""
     batch_size: int | None = None
     """For ddp: samples in each rank's batch; by default as many as suit the model and the scale."""
     ways: tuple[WayName, ...] = DEFAULT_WAYS
@@ -91,6 +99,13 @@ class Options:
             parse_rate(rate)
         if not MIN_RANKS <= self.ranks <= MAX_RANKS:
             raise ValueError(f"ranks={self.ranks} must be from {MIN_RANKS} to {MAX_RANKS}")
+        for benchmark, names in OF_BENCHMARK.items():
+            for name in names:
+                if benchmark != self.benchmark and getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} says nothing to --benchmark {self.benchmark}: leave it out, or "
+                        f"choose --benchmark {benchmark}"
+                    )
         self.benchmark_options()  # which refuse what is wrong with the others
 
     def benchmark_options(self) -> Any:
@@ -106,8 +121,9 @@ class Options:
             "oversubscribe": True,
         }
         if self.benchmark == "sync":
-            return sync.Options(sizes=self.sizes, **shared)
-        return ddp.Options(models=self.models, scale=self.scale, batch_size=self.batch_size, **shared)
+            return sync.Options(sizes=DEFAULT_SIZES if self.sizes is None else self.sizes, **shared)
+        models = DEFAULT_MODELS if self.models is None else self.models
+        return ddp.Options(models=models, scale=self.scale or "small", batch_size=self.batch_size, **shared)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -118,17 +134,20 @@ def main(arguments: Sequence[str]) -> int:
         Ctrl-C, 143 after SIGTERM.
     """
     options = tyro.cli(Options, prog="python -m benchmarks link", args=arguments)
-    if reason := why_not():
-        print(f"python -m benchmarks link: {reason}", file=sys.stderr)
-        return BAD_OPTIONS
     measure_all = sync.measure_all if options.benchmark == "sync" else ddp.measure_all
     launch = partial(_launch, [parse_rate(rate) for rate in dict.fromkeys(options.rate)])
     try:
         with _termination_raises():
+            if reason := why_not():
+                raise NetworkError(reason)
             collected = collect(measure_all, options.ranks, options.benchmark_options(), options.json, launch)
     except NetworkError as error:
         print(f"python -m benchmarks link: {error}", file=sys.stderr)
         return BAD_OPTIONS
+    except (KeyboardInterrupt, SignalException) as error:
+        # Before there were ranks, or while what they ran in was removed.
+        print("python -m benchmarks link: interrupted", file=sys.stderr)
+        return 128 + error.sigval if isinstance(error, SignalException) else INTERRUPTED
     report(collected)
     return collected.status
 
@@ -151,7 +170,12 @@ def measure_rank(
     measure_all: Callable[..., list[str]], options: Any, rows: RowFile, addresses: Sequence[str], rate: int
 ) -> list[str]:
     """What one rank does in its namespace: it checks the links, and takes part in the benchmark."""
-    raw = check_links(int(os.environ["RANK"]), addresses, rate, CHECK_SECONDS, CHECK_TIMEOUT)
+    places = [(address, CHECK_PORT) for address in addresses]
+    # Each phase has a time limit of its own: waiting for the other ranks and then for the transfers; building what is
+    # measured, until the benchmark watches over each step.
+    faulthandler.dump_traceback_later(2 * CHECK_TIMEOUT, exit=True)
+    raw = check_links(int(os.environ["RANK"]), places, rate, CHECK_SECONDS, CHECK_TIMEOUT)
+    faulthandler.dump_traceback_later(options.timeout, exit=True)
     return measure_all(options, LinkRows(rows, rate, raw))
 
 

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 
 START_TIMEOUT = 180.0
-"""Seconds until the benchmark has begun to watch over itself: to import, to connect, to check the links."""
+"""Seconds that importing may take, until the function watches over itself, and as many to end."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -22,7 +22,6 @@ def main(folder: Path, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's are blocked
     faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)
     rank = os.environ["RANK"]
     try:

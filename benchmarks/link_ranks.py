@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.collect import RankError
-from benchmarks.netns import STOP_SIGNALS, Network, signals_wait
+from benchmarks.netns import Network, signals_wait
 
 MASTER_PORT = 29500
 """Free in a namespace that is new."""
@@ -42,7 +42,7 @@ def run_in_namespaces(network: Network, function: Callable[..., Any], *arguments
         SignalException: this process was told to stop.
     """
     # A signal that raised in the middle of starting or polling a process might leave a lock taken, or the process.
-    with signals_wait(), ExitStack() as stack:
+    with signals_wait() as received, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmarks-link-")))
         (folder / "call").write_bytes(pickle.dumps((function, arguments)))
         processes: list[subprocess.Popen[str]] = []
@@ -60,7 +60,7 @@ def run_in_namespaces(network: Network, function: Callable[..., Any], *arguments
                     start_new_session=True,  # Ctrl-C comes to this process alone, which then ends the ranks
                 )
             )
-        _wait(processes, folder)
+        _wait(processes, folder, received)
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(len(processes))]
 
 
@@ -81,29 +81,31 @@ def _environment(network: Network, rank: int) -> dict[str, str]:
     }
 
 
-def _wait(processes: Processes, folder: Path) -> None:
+def _wait(processes: Processes, folder: Path, received: list[signal.Signals]) -> None:
     """Returns when all have ended well.
 
     Raises:
         RankError: one has not.
+        SignalException: a signal has been received.
     """
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
-        _pause()
+        _pause(received)
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        _pause()
+        _pause(received)
     if failed := [rank for rank, process in enumerate(processes) if process.returncode]:
         first = min(failed, key=lambda rank: _time_of_error(folder, rank))
         _tell(first, processes[first], folder)
         raise RankError(first)
 
 
-def _pause() -> None:
+def _pause(received: list[signal.Signals]) -> None:
     """Lets a moment pass. Signals, which have to wait otherwise, have their effect here."""
-    received = signal.sigtimedwait(STOP_SIGNALS, POLL_SECONDS)
-    if received is not None:
-        number = signal.Signals(received.si_signo)
-        raise SignalException(f"ended by {number.name}", sigval=number)
+    time.sleep(POLL_SECONDS)
+    if received:
+        first = received[0]
+        received.clear()
+        raise SignalException(f"ended by {first.name}", sigval=first)
 
 
 def _time_of_error(folder: Path, rank: int) -> float:

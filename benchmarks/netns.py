@@ -13,9 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from benchmarks.units import RATES
@@ -71,7 +73,7 @@ class Network:
         rate: of each rank's link, each way, in bit/s.
 
     Raises:
-        NetworkError: on entering; nothing is left then.
+        NetworkError: on entering; nothing is left then. On leaving, if something could not be removed: the rest is.
     """
 
     def __init__(self, num_ranks: int, rate: int) -> None:
@@ -88,10 +90,16 @@ class Network:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        errors = []
         with signals_wait():
             for name in _namespaces():
                 if name.startswith(_prefix()):
-                    remove(name)
+                    try:
+                        remove(name)
+                    except NetworkError as error:
+                        errors.append(error)
+        if errors:
+            raise errors[0]
 
     def start(self, rank: int, command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
         """Starts a process in a rank's namespace; ``options`` are Popen's. The process has the Popen's pid."""
@@ -205,10 +213,33 @@ def _run(*command: str, standard_input: str = "") -> str:
 
 
 @contextmanager
-def signals_wait() -> Iterator[None]:
-    """Signals that end a run have their effect behind the block, so that it is whole, or where it takes them itself."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+def signals_wait() -> Iterator[list[signal.Signals]]:
+    """Signals that end a run have their effect behind the block, so that it is whole.
+
+    Yields those that have come so far. The block may take them from there and act on them itself. Blocking them instead
+    would not do: any other thread takes them then, and Python runs their handlers in the main thread all the same.
+    """
+    received: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():  # which alone runs handlers
+        yield received
+        return
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOP_SIGNALS}
+    waiting = True
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            received.append(signal.Signals(number))
+        else:  # it came while handlers were being put back, of which this one may be left over
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+
     try:
-        yield
+        for number in STOP_SIGNALS:
+            signal.signal(number, keep)
+        yield received
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        waiting = False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])

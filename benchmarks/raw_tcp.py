@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 
-PORT = 29400
+Address = tuple[str, int]
+"""Host and port."""
 NUM_PINGS = 200
 CHUNK = 2**20
 CONNECT_PAUSE = 0.02
@@ -27,12 +28,12 @@ class RawTcp:
     """Bit/s on the slowest link while every rank sends to the next one: what a ring all_reduce could have at best."""
 
 
-def check_links(rank: int, addresses: Sequence[str], rate: int, seconds: float, timeout: float) -> RawTcp:
+def check_links(rank: int, addresses: Sequence[Address], rate: int, seconds: float, timeout: float) -> RawTcp:
     """Sends plain TCP from rank to rank. A collective call; the figures are right on rank 0.
 
     Args:
         rank: of this process.
-        addresses: of all ranks, two at least.
+        addresses: where each rank listens, two at least.
         rate: what the links should carry, in bit/s.
         seconds: how long each of the two transfers takes at that rate.
         timeout: seconds to wait for another rank, each time.
@@ -51,10 +52,10 @@ def check_links(rank: int, addresses: Sequence[str], rate: int, seconds: float, 
 class _Ring:
     """Connections from each rank to the next."""
 
-    def __init__(self, rank: int, addresses: Sequence[str], timeout: float) -> None:
+    def __init__(self, rank: int, addresses: Sequence[Address], timeout: float) -> None:
         self._rank, self._world_size = rank, len(addresses)
         with ExitStack() as stack:
-            server = stack.enter_context(socket.create_server((addresses[rank], PORT)))
+            server = stack.enter_context(socket.create_server(addresses[rank]))
             server.settimeout(timeout)
             self._next = stack.enter_context(_connect(addresses[(rank + 1) % len(addresses)], timeout))
             try:
@@ -123,15 +124,17 @@ class _Ring:
         return value
 
 
-def _connect(address: str, timeout: float) -> socket.socket:
+def _connect(address: Address, timeout: float) -> socket.socket:
     """Connects as soon as the other side listens."""
     deadline = time.monotonic() + timeout
     while True:
         try:
-            return socket.create_connection((address, PORT), timeout=timeout)
+            return socket.create_connection(address, timeout=timeout)
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no connection to {address}:{PORT} within {timeout:g} s: {error}") from None
+                raise RuntimeError(
+                    f"no connection to {address[0]}:{address[1]} within {timeout:g} s: {error}"
+                ) from None
             time.sleep(CONNECT_PAUSE)
 
 

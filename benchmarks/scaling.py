@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from benchmarks.collect import INTERRUPTED
 from benchmarks.ddp import POLICIES, memory_needed
 from benchmarks.hosts import Host, check_capacity, own_capacity, own_index, place, read_hostfile
+from benchmarks.measure import TIMEOUT
 from benchmarks.meeting import Meeting, MeetingError
 from benchmarks.memory import check_ranks_fit
 from benchmarks.models import TRAININGS, Scale
@@ -62,6 +63,7 @@ STOPPING = 5.0
 """Seconds that ranks have to end after Ctrl-C: they have nothing to save."""
 STARTING = 120.0
 """Seconds that the machines of one launch wait for each other, once they were told to start it."""
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Options:
     """A free port of the first machine. Each launch takes one of those that follow."""
     timeout: float = 3600.0
     """The longest time in seconds that a machine waits for the first one."""
+    step_timeout: float = TIMEOUT
+    """Seconds that a step may take and that ranks wait for each other."""
     report: Path = Path("scaling-report")
     """Folder to write: rows.json, rows.csv, report.md, pictures, and index.html, which needs nothing else."""
     seed: int = 0
@@ -125,6 +129,15 @@ class Options:
             raise ValueError(
                 f"batch_size={self.batch_size} cannot be shared by {uneven[0]} ranks: with --strong it is that of all "
                 "ranks together, so choose a multiple of every world size"
+            )
+        for name in ("timeout", "step_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be more than 0 seconds")
+        last_port = self.master_port + (self.repetitions * len(set(self.world_sizes)) if self.hostfile else 0)
+        if self.master_port < 1 or last_port > MAX_PORT:
+            raise ValueError(
+                f"master_port={self.master_port}: ports are from 1 to {MAX_PORT}, and this takes those up to "
+                f"{last_port}, one for each launch; choose a lower one"
             )
         if self.node_rank is not None and self.hostfile is None:
             raise ValueError(f"node_rank={self.node_rank} is a line of a hostfile; name it with --hostfile")
@@ -274,6 +287,7 @@ def launch(
         sweep=options.sweep,
         sweep_repetitions=options.sweep_repetitions,
         seed=options.seed + repetition,
+        timeout=options.step_timeout,
     )
     if plan.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks

@@ -14,16 +14,17 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from benchmarks.ddp import NO_DDP, whole_steps
-from benchmarks.measure import TIMEOUT, Schedule, all_gather, measure_ways, overhead, wire_name
+from benchmarks.measure import TIMEOUT, Schedule, all_gather, bandwidths, measure_ways, overhead, wire_name
 from benchmarks.models import TRAININGS, ModelGradients, Scale
 from benchmarks.records import Record, environment
 from benchmarks.timing import slowest_rank, time_turns
-from benchmarks.ways import LIMITS, WAYS
+from benchmarks.ways import LIMITS, WAYS, BareAllReduce
 from fastsync.distributed import process_group
 
 COMPUTE = NO_DDP
 """The step without communication."""
 SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *LIMITS.values()})
+SWEPT = LIMITS[torch.float32]
 SWEEP_WARMUP = 3
 
 
@@ -42,11 +43,13 @@ class Launch:
     """Bytes that all_reduces sum."""
     sweep_repetitions: int
     seed: int
+    timeout: float = TIMEOUT
+    """Seconds that a step may take and that ranks wait for each other."""
 
 
 def measure_rank(launch: Launch) -> list[Record]:
     """Measures as one rank. Every rank returns the same rows."""
-    with process_group(TIMEOUT) as device:
+    with process_group(launch.timeout) as device:
         where = all_gather(environment(device))[0]
         return [*_train(launch, device, where), *_sweep(launch, device, where)]
 
@@ -56,7 +59,7 @@ def _train(launch: Launch, device: torch.device, where: Mapping[str, Any]) -> It
     training = TRAININGS[launch.model][launch.scale]
     gradients = ModelGradients(training, launch.batch_size, device, launch.seed)
     ways = whole_steps(launch.ways, training)
-    schedule = Schedule(launch.warmup, launch.steps, launch.seed)
+    schedule = Schedule(launch.warmup, launch.steps, launch.seed, launch.timeout)
     of_rank = measure_ways(gradients, ways, schedule, device, Progress(disable=True), launch.model)
     figures = {
         **compute_figures([rank[COMPUTE].samples for rank in of_rank]),
@@ -100,34 +103,30 @@ def compute_figures(of_rank: Sequence[Sequence[float]]) -> dict[str, float | Non
     return {"compute": float(np.median(mean)), "stragglers": float(np.median(times.max(axis=0) - mean))}
 
 
-class BareAllReduce:
-    """An all_reduce of that many bytes of ones."""
+@dataclass(frozen=True)
+class Equal:
+    """Work whose mean over the ranks needs no working out: every rank has the same gradients."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._ones = torch.ones(num_bytes // 4, device=device)
-        self.flat = torch.empty_like(self._ones)
-
-    def prepare(self) -> None:
-        self.flat.copy_(self._ones)
-
-    def run(self) -> None:
-        dist.all_reduce(self.flat)
+    flat_grads: torch.Tensor
+    world_size: int
 
 
 def _sweep(launch: Launch, device: torch.device, where: Mapping[str, Any]) -> Iterator[Record]:
     """A row for each size of the bare all_reduce. One rank has nobody to talk to, and none."""
     world_size = dist.get_world_size()
     for num_bytes in launch.sweep if world_size > 1 else ():
-        rival = BareAllReduce(num_bytes, device)
+        # Of ones, once they are divided.
+        work = Equal(torch.full((num_bytes // 4,), float(world_size), device=device), world_size)
+        rival = BareAllReduce(work, dist.group.WORLD, torch.float32)
         time_turns({"": rival}, [""] * SWEEP_WARMUP, device)
         samples = time_turns({"": rival}, [""] * launch.sweep_repetitions, device)[""]
         slowest = slowest_rank(all_gather(samples))
         yield Record(
             benchmark="scaling",
-            way=LIMITS[torch.float32],
+            way=SWEPT,
             settings={
                 "size": num_bytes,
-                "numel": rival.flat.numel(),
+                "numel": work.flat_grads.numel(),
                 "num_tensors": 1,
                 "wire": "float32",
                 **_launched(),
@@ -135,19 +134,11 @@ def _sweep(launch: Launch, device: torch.device, where: Mapping[str, Any]) -> It
                 "warmup": SWEEP_WARMUP,
                 "seed": launch.seed,
             },
-            figures=bandwidths(rival.flat.nbytes, world_size, float(np.median(slowest))),
-            correct=all(all_gather(bool((rival.flat == world_size).all()))),
+            figures=bandwidths(SWEPT, {SWEPT: float(np.median(slowest))}, work.flat_grads.numel(), world_size),
+            correct=all(all_gather(bool((rival.result() == world_size).all()))),
             samples=slowest,
             environment=where,
         )
-
-
-def bandwidths(num_bytes: int, world_size: int, seconds: float) -> dict[str, float]:
-    """In bytes per second, as nccl-tests defines them (its PERFORMANCE.md): algbw = bytes / time; busbw is that times
-    2 (n - 1) / n, the share of the bytes that has to pass each rank's link, so that it can be held against the link's
-    own rate at every world size."""
-    algbw = num_bytes / seconds
-    return {"algbw": algbw, "busbw": algbw * 2 * (world_size - 1) / world_size}
 
 
 def _launched() -> dict[str, Any]:

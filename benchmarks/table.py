@@ -12,6 +12,8 @@ from benchmarks.records import Record
 
 Columns = Mapping[str, Callable[[Record], str]]
 WIDTH_IN_FILES = 180
+OVERSUBSCRIBED = "oversubscribed"
+"""The setting of what had more ranks than cores or GPUs, and its mark wherever that is shown."""
 
 
 def console() -> Console:
@@ -79,12 +81,15 @@ class Measured(Protocol):
 
 
 def told_apart(row: Measured, rows: Sequence[Measured]) -> str:
-    """The settings that tell a row from others of the same way, as few as will do."""
+    """The settings that tell a row from others of the same way, as few as will do, and the mark of an oversubscribed
+    one in any case."""
     others = [other for other in rows if other.way == row.way and other is not row]
     told = []
     for name, value in row.settings.items():
+        if name == OVERSUBSCRIBED:
+            continue
         left = [other for other in others if other.settings.get(name) == value]
         if len(left) < len(others):
             told.append(f"{name} {value}")
         others = left
-    return ", ".join(told)
+    return ", ".join([*told, *([OVERSUBSCRIBED] if row.settings.get(OVERSUBSCRIBED) else [])])

@@ -20,7 +20,8 @@ def step_row(
     correct: bool = True,
 ) -> Record:
     """As a launch of scaling gives one for each way."""
-    settings = {"model": "mlp", "numel": 10, "batch_size": 8, "world_size": world_size, "backend": "gloo"}
+    batch_size = 8 // world_size if scaling == "strong" else 8
+    settings = {"model": "mlp", "numel": 10, "batch_size": batch_size, "world_size": world_size, "backend": "gloo"}
     settings |= {"repetitions": len(samples), "seed": launch, "scaling": scaling, "launch": launch, "nodes": 1}
     settings |= {"oversubscribed": True} if oversubscribed else {}
     figures = {"compute": compute, "stragglers": stragglers, "overhead": 1e-6}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from benchmarks.__main__ import COMMANDS, main
-from benchmarks.collect import collect
+from benchmarks.collect import RankError, collect
 from benchmarks.measure import COSTS, Schedule, bandwidths, cost_per_step, measure, ratios
 from benchmarks.memory import available
 from benchmarks.records import Record, RowFile, quantiles, read_json
@@ -205,6 +205,18 @@ def test_rows_are_kept_whatever_ends_the_ranks(tmp_path: Path, ending: str, stat
     assert collected.records == read_json(tmp_path / "rows.json") == [row("ddp"), row("cat", ending != "wrong")]
     assert note in collected.notes[-1]
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), RankError(1)])
+def test_rows_of_an_earlier_run_are_not_shown(tmp_path: Path, ending: BaseException):
+    """This one ends before it has any."""
+    RowFile(tmp_path / "rows.json").add([row("ddp")])
+
+    def launch(*arguments: object) -> list[list[str]]:
+        raise ending
+
+    collected = collect(add_rows_then, 2, "fine", tmp_path / "rows.json", launch)
+    assert collected.records == read_json(tmp_path / "rows.json") == []
 
 
 class Rival:

@@ -25,10 +25,19 @@ from benchmarks.records import Record, RowFile, read_json
 from benchmarks.units import format_rate, parse_rate
 from tests.namespaced import rank_that
 from tests.test_benchmarks import ROOT
+from tests.test_launch_ranks import free_port
 
 MBIT = 10**6
-LACKING = why_not()
-needs_namespaces = pytest.mark.skipif(LACKING is not None, reason=f"no network namespaces: {LACKING}")
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skips where there can be none, which is found out by making some."""
+    if lacking := why_not():
+        pytest.skip(f"no network namespaces: {lacking}")
+
+
+needs_namespaces = pytest.mark.usefixtures("namespaces")
 
 
 def namespaces_of(pid: int) -> list[str]:
@@ -89,6 +98,9 @@ class Running:
     ranks: list[int]
     rows: Path
 
+    def has_rows(self) -> bool:
+        return self.rows.exists() and len(read_json(self.rows)) > 0
+
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
@@ -126,7 +138,7 @@ def check_that_nothing_stays(running: Running) -> None:
 
 @needs_namespaces
 def test_ctrl_c_leaves_the_rows_and_nothing_else(running: Running):
-    until(running.rows.exists, "the first size")
+    until(running.has_rows, "the first size")
     running.process.send_signal(signal.SIGINT)
     said = running.process.communicate(timeout=60)
     assert running.process.returncode == 130, said
@@ -140,14 +152,14 @@ def test_termination_leaves_nothing(running: Running):
     running.process.terminate()
     said = running.process.communicate(timeout=60)
     assert running.process.returncode == 143, said
-    assert not running.rows.exists()
+    assert not running.rows.exists() or read_json(running.rows) == []
     check_that_nothing_stays(running)
     assert "Traceback" not in said[1]
 
 
 @needs_namespaces
 def test_a_killed_rank_is_named_and_leaves_nothing(running: Running):
-    until(running.rows.exists, "the first size")
+    until(running.has_rows, "the first size")
     os.kill(running.ranks[1], signal.SIGKILL)
     said = running.process.communicate(timeout=60)
     assert running.process.returncode == 1, said
@@ -213,7 +225,7 @@ def test_ranks_return_and_raise(capfd: pytest.CaptureFixture[str]):
 def test_the_check_of_the_links_over_loopback():
     """Rates of loopback, at which nobody wins: only that all ranks end and the figures are ones."""
     found: dict[int, RawTcp] = {}
-    addresses = [f"127.0.0.{1 + rank}" for rank in range(3)]
+    addresses = [("localhost", free_port()) for rank in range(3)]
 
     def check(rank: int) -> None:
         found[rank] = check_links(rank, addresses, rate=8 * 10**8, seconds=0.02, timeout=20)
@@ -230,8 +242,9 @@ def test_the_check_of_the_links_over_loopback():
 
 
 def test_the_check_does_not_wait_for_ever():
-    with pytest.raises(RuntimeError, match=r"no connection to 127\.0\.0\.2:\d+ within 0\.2 s"):
-        check_links(0, ["127.0.0.1", "127.0.0.2"], rate=10**8, seconds=0.1, timeout=0.2)
+    addresses = [("localhost", free_port()) for rank in range(2)]
+    with pytest.raises(RuntimeError, match=rf"no connection to localhost:{addresses[1][1]} within 0\.2 s"):
+        check_links(0, addresses, rate=10**8, seconds=0.1, timeout=0.2)
 
 
 def row(way: str, wire: str | None, seconds: float) -> Record:
@@ -313,6 +326,11 @@ def test_the_bucket_holds_a_millisecond_and_two_frames_at_least():
         (["--ranks", "17"], "ranks=17 must be from 2 to 16"),
         (["--sizes"], "sizes: choose at least one"),
         (["--benchmark", "ddp", "--batch-size", "0"], "batch_size=0 must be at least 1"),
+        (["--benchmark", "ddp", "--models"], "models: choose at least one"),
+        (["--benchmark", "ddp", "--sizes", "5k"], "sizes=('5k',) says nothing to --benchmark ddp"),
+        (["--models", "mlp"], "or choose --benchmark ddp"),
+        (["--scale", "small"], "scale=small says nothing to --benchmark sync"),
+        (["--batch-size", "8"], "batch_size=8 says nothing to --benchmark sync"),
         (["--ways", "telepathy"], "telepathy"),
         (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
     ],
@@ -338,6 +356,94 @@ def test_what_is_missing_is_said(
     monkeypatch.setattr(*missing)
     assert link.main([]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_are_ranks_is_no_traceback(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(link, "why_not", lambda: signal.raise_signal(number))
+    assert link.main([]) == 128 + number
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.fixture
+def another_thread() -> Iterator[None]:
+    """As numpy's and torch's pools have them: signals that the main thread blocks are taken there."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of a network's namespaces; of which none is made, and each is only taken from the list."""
+    names = [f"{netns._prefix()}{what}" for what in ("0", "1", "bridge")]
+    monkeypatch.setattr(netns, "_namespaces", lambda: list(names))
+    monkeypatch.setattr(netns, "remove_stale", lambda: None)
+    monkeypatch.setattr(Network, "_make", lambda self: None)
+    monkeypatch.setattr(netns, "remove", names.remove)
+    return names
+
+
+@pytest.mark.usefixtures("another_thread")
+def test_ctrl_c_while_a_network_is_removed_waits_until_it_is(left: list[str], monkeypatch: pytest.MonkeyPatch):
+    def remove(name: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        left.remove(name)
+
+    monkeypatch.setattr(netns, "remove", remove)
+    before = [signal.getsignal(number) for number in netns.STOP_SIGNALS]
+    with pytest.raises(KeyboardInterrupt), Network(2, MBIT):
+        pass
+    assert left == []
+    assert [signal.getsignal(number) for number in netns.STOP_SIGNALS] == before
+
+
+def test_what_cannot_be_removed_leaves_nothing_else(left: list[str], monkeypatch: pytest.MonkeyPatch):
+    def remove(name: str) -> None:
+        if name.endswith("-0"):
+            raise netns.NetworkError(f"{name} stays")
+        left.remove(name)
+
+    monkeypatch.setattr(netns, "remove", remove)
+    with pytest.raises(netns.NetworkError, match=r"-0 stays$"), Network(2, MBIT):
+        pass
+    assert [name[-2:] for name in left] == ["-0"]
+
+
+@pytest.mark.usefixtures("another_thread")
+def test_signals_are_taken_by_the_block_or_have_their_effect_behind_it():
+    with netns.signals_wait() as received:
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: received, "the signal", timeout=10)
+        received.clear()
+    reached = []
+    with pytest.raises(KeyboardInterrupt), netns.signals_wait() as received:  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: received, "the signal", timeout=10)
+        reached.append("the end of the block")
+    assert reached
+
+
+def test_each_phase_of_a_rank_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """What a large model takes to be built has nothing to do with what imports and the check take."""
+    events: list[object] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(link.faulthandler, "dump_traceback_later", lambda seconds, exit: events.append(seconds))
+    monkeypatch.setattr(link, "check_links", lambda *arguments: events.append("check"))
+    options = link.Options(timeout=777.0, json=tmp_path / "rows.json").benchmark_options()
+
+    def measure_all(options: object, rows: object) -> list[str]:
+        events.append("measure")
+        return []
+
+    link.measure_rank(measure_all, options, RowFile(tmp_path / "rows.json"), ["10.0.0.1"], MBIT)
+    assert events == [2 * link.CHECK_TIMEOUT, "check", 777.0, "measure"]
 
 
 def test_rows_of_several_processes_stand_behind_each_other(tmp_path: Path):

@@ -20,7 +20,7 @@ from benchmarks.report import Document, Section, Table, check_folder, write_repo
 from benchmarks.report import pictures as drawn
 from benchmarks.report.markdown import to_markdown
 from benchmarks.report.page import to_html
-from benchmarks.report.rows import environment_of
+from benchmarks.report.rows import environment_of, rows_document
 from benchmarks.report.scaling import interval, scaling_document
 from tests.benchmark_rows import WHERE, all_reduce_row, scaling_rows, step_row
 
@@ -93,7 +93,7 @@ def test_everything_is_in_the_folder_and_agrees(folder: Path):
         assert all(word in text for word in DEFINITIONS if word != "strong efficiency")
         assert "strong efficiency" not in text
         assert "Measuring itself costs 1.0 µs a step" in text
-        assert "holds a median with a probability of 75%" in text
+        assert "holds the median with a probability of 75%" in text
     # T(2) is twice T(1), with launches from 0.9 to 1.1 of that.
     assert "| ddp | 1 rank | 100.0% | reference | 1000.000 |" in markdown
     assert "| ddp | 2 ranks | 50.0% | [40.9%, 61.1%] | 2000.000 | [1800.000, 2200.000] | 3 |" in markdown
@@ -238,6 +238,7 @@ def test_rows_of_any_benchmark_have_a_report(tmp_path: Path, capsys: pytest.Capt
     assert str(folder / "index.html") in capsys.readouterr().out
     markdown = (folder / "report.md").read_text()
     assert "All rows: world\\_size 2, backend gloo." in markdown
+    assert "| way | settings | median [p10, p90], ms | noise within the launch | samples | result |" in markdown
     assert "| ddp | size 5k | 2.000 [1.200, 2.800] | ± 200.0% | 3 | right |" in markdown
     assert "| cat |  |  | not known | 0 | WRONG |" in markdown
     assert "WRONG: cat at" in markdown
@@ -254,6 +255,38 @@ def test_rows_of_scaling_have_the_report_that_scaling_writes(folder: Path, tmp_p
     assert main(["report", str(folder / "rows.json"), "--report", str(again)]) == 0
     for name in FILES - {"index.html", "report.md"}:
         assert (again / name).read_text() == (folder / name).read_text()
+
+
+def test_noise_is_named_after_what_it_is_of():
+    record = replace(step_row(2, [1.0, 2.0]), benchmark="ppo")
+    (section,) = rows_document([record], "title", "command").sections
+    assert section.table is not None
+    assert section.table.headings[3] == "noise between launches"
+
+
+def test_what_is_oversubscribed_is_marked_in_rows_of_any_benchmark(tmp_path: Path):
+    records = [
+        Record("sync", "ddp", {"size": "5k", "world_size": size} | more, {}, True, [0.001], WHERE)
+        for size, more in ((2, {}), (4, {"oversubscribed": True}))
+    ]
+    document = rows_document(records, "title", "command")
+    assert "| ddp | world\\_size 4, oversubscribed |" in to_markdown(document)
+    assert "| ddp | world\\_size 2 |" in to_markdown(document)
+    tags = Page(to_html(document)).tags
+    assert sum(attributes.get("class") == "oversubscribed" for tag, attributes in tags if tag == "tr") == 1
+
+
+def test_the_reference_is_marked_where_it_is_oversubscribed():
+    document = scaling_document([step_row(n, [1.0] * 3, oversubscribed=True) for n in (4, 8)], "command")
+    assert "relative to 4 ranks (oversubscribed)" in document.sections[0].text
+
+
+def test_rows_of_several_jobs_have_no_report_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [step_row(n, [1.0], scaling=scaling) for n in (1, 2) for scaling in ("weak", "strong")]
+    RowFile(tmp_path / "rows.json").add(rows)
+    assert main(["report", str(tmp_path / "rows.json"), "--report", str(tmp_path / "report")]) == 2
+    assert "the rows are of several jobs" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
 
 
 def test_machines_that_differ_are_all_named():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from benchmarks.efficiency import overhead, points, sweep
 from benchmarks.hosts import Capacity, Host, check_capacity, own_capacity, own_index, place, read_hostfile
 from benchmarks.meeting import Meeting
 from benchmarks.records import Record, read_json
-from benchmarks.scaling_rank import Launch, _train, bandwidths, compute_figures
+from benchmarks.scaling_rank import Launch, _sweep, _train, compute_figures
 from benchmarks.ways import TrainingStep, Way
 from fastsync.ranks import Nodes
 from tests.benchmark_rows import all_reduce_row, step_row
@@ -107,6 +108,23 @@ def test_without_world_size_1_contention_is_part_of_compute():
     assert point.compute + point.stragglers + point.exposed == pytest.approx(point.step, rel=1e-12)
 
 
+def test_rows_of_several_jobs_are_not_held_against_each_other():
+    rows = [step_row(1, [1.0] * 3), step_row(2, [1.25] * 3)]
+    strong = [step_row(n, [1.0] * 3, scaling="strong") for n in (1, 2)]
+    with pytest.raises(ValueError, match=r"several jobs, weak scaling of mlp .* 8 samples a rank over gloo; strong"):
+        points([*rows, *strong])
+    for name, value in {"model": "gpt2", "scale": "full", "batch_size": 9, "backend": "nccl", "numel": 11}.items():
+        other = replace(rows[1], settings={**rows[1].settings, name: value})
+        with pytest.raises(ValueError, match="the rows are of several jobs"):
+            points([rows[0], other])
+    assert [point.world_size for point in points(strong)] == [1, 2]
+
+
+def test_a_point_is_oversubscribed_if_one_of_its_launches_is():
+    rows = [step_row(2, [1.0], launch=launch, oversubscribed=launch == 1) for launch in range(2)]
+    assert points(rows)[0].oversubscribed
+
+
 def test_what_is_wrong_makes_no_point():
     rows = [step_row(1, [1.0] * 3), step_row(2, [], correct=False), step_row(2, [1.0], correct=False, launch=1)]
     assert [point.world_size for point in points(rows)] == [1]
@@ -120,8 +138,6 @@ def test_compute_is_the_mean_of_the_ranks_and_stragglers_are_what_the_slowest_ta
 
 
 def test_bandwidths_are_those_of_nccl_tests():
-    assert bandwidths(1000, 2, 0.5) == {"algbw": 2000.0, "busbw": 2000.0}
-    assert bandwidths(1000, 4, 0.5) == {"algbw": 2000.0, "busbw": 3000.0}
     (point,) = sweep([all_reduce_row(4, 1000, [0.4, 0.5, 0.8])])
     assert (point.algbw, point.busbw) == (2000.0, 3000.0)
     assert (point.busbw_low, point.busbw_high) == (1875.0, 3750.0)
@@ -218,9 +234,11 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
 
 
 def test_world_sizes_take_turns_and_rows_say_what_they_are_of(tmp_path: Path, launcher: Launcher):
-    launched = launcher([[step_row(n, [1.0])] for n in (1, 2, 4)] * 2)
+    launched = launcher([[step_row(n, [1.0], scaling="strong")] for n in (1, 2, 4)] * 2)
     options = ("--world-sizes", "4,1,2", "--repetitions", "2", "--batch-size", "8", "--strong", "--oversubscribe")
+    options += ("--step-timeout", "7")
     assert main(["scaling", *options, "--report", str(tmp_path / "report")]) == 0
+    assert {work.timeout for _, work in launched} == {7.0}
     assert [nproc for nproc, _ in launched] == [1, 2, 4, 1, 2, 4]
     assert [work.batch_size for _, work in launched] == [8, 4, 2, 8, 4, 2]
     assert [work.seed for _, work in launched] == [0, 0, 0, 1, 1, 1]
@@ -280,6 +298,11 @@ def test_our_own_bugs_are_shown_as_such(tmp_path: Path, launcher: Launcher):
         (("--repetitions", "0"), "repetitions=0 must be at least 1"),
         (("--warmup", "1"), "warmup=1 must be at least 2"),
         (("--sweep", "2"), "the smallest is 4 bytes"),
+        (("--master-port", "0"), "master_port=0: ports are from 1 to 65535"),
+        (("--master-port", "70000"), "master_port=70000: ports are from 1 to 65535"),
+        (("--master-port", "65530", "--hostfile", "HOSTS"), "this takes those up to 65536"),
+        (("--timeout", "-1"), "timeout=-1.0 must be more than 0 seconds"),
+        (("--step-timeout", "0"), "step_timeout=0.0 must be more than 0 seconds"),
         (("--ways",), "ways: choose at least one of"),
         (("--ways", "all_reduce/fp32"), "all_reduce/fp32"),
         (("--ways", "ddp/bf16_compress_hook", "--device", "cpu"), "PyTorch refuses it on gloo"),
@@ -429,13 +452,35 @@ def test_ctrl_c_leaves_a_report_and_no_process(tmp_path: Path):
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert left_of_session(process.pid) == []
+    deadline = time.monotonic() + 30
+    while left := left_of_session(process.pid):  # the kernel may be slow to take down what has ended
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
     assert "interrupted; launches before are reported" in said
     kept = read_json(rows)
     assert len(kept) >= 2
     page = (tmp_path / "report/index.html").read_text()
     assert "interrupted; launches before are reported" in page
     assert page.count("data:image/svg+xml;base64,") == 2  # there is no all_reduce on one rank
+
+
+def sweep_in_a_launch(rank: int, world_size: int) -> list[Record]:
+    del rank, world_size
+    launch = Launch("mlp", "small", (), 2, 2, 2, sweep=(64, 4096), sweep_repetitions=3, seed=0)
+    return list(_sweep(launch, torch.device("cpu"), {}))
+
+
+def test_the_sweep_is_checked_and_timed():
+    first, *others = run_ranks(sweep_in_a_launch, 3)
+    assert others == [first, first]
+    assert [(row.settings["size"], row.settings["numel"], len(row.samples)) for row in first] == [
+        (64, 16, 3),
+        (4096, 1024, 3),
+    ]
+    for row in first:
+        assert row.correct
+        assert row.figures["busbw"] == pytest.approx(4 / 3 * row.figures["algbw"])
+        assert row.figures["algbw"] == pytest.approx(row.settings["size"] / row.quantiles["median"])
 
 
 def measure_with_a_wrong_way(rank: int, world_size: int) -> list[Record]:

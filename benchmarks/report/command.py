@@ -9,7 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.records import RowFile, read_json
+from benchmarks.records import Record, RowFile, read_json
+from benchmarks.report.document import Document
 from benchmarks.report.folder import ROWS, check_folder, write_report
 from benchmarks.report.rows import rows_document
 from benchmarks.report.scaling import scaling_document
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Writes the report.
 
     Returns:
-        The exit status: 0, or 2 for rows that cannot be read and folders that hold another report.
+        The exit status: 0, or 2 for rows that cannot be read or shown together, and folders that hold another report.
     """
     options = tyro.cli(Options, prog=PROG, args=arguments)
     try:
@@ -39,16 +40,18 @@ def main(arguments: Sequence[str]) -> int:
         if not options.rows.is_file():
             raise ValueError(f"{options.rows}: there is no such file")
         records = read_json(options.rows)
+        document = _document(records, options.rows, shlex.join(["python", "-m", "benchmarks", "report", *arguments]))
     except ValueError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
-    command = shlex.join(["python", "-m", "benchmarks", "report", *arguments])
-    if {record.benchmark for record in records} == {"scaling"}:
-        document = scaling_document(records, command)
-    else:
-        document = rows_document(records, f"Benchmarks of {options.rows.stem}", command)
     options.report.mkdir(parents=True, exist_ok=True)
     RowFile(options.report / ROWS).add(records)
     write_report(options.report, document, records)
     print(f"Report: {options.report / 'index.html'}")
     return 0
+
+
+def _document(records: Sequence[Record], path: Path, command: str) -> Document:
+    if {record.benchmark for record in records} == {"scaling"}:
+        return scaling_document(records, command)
+    return rows_document(records, f"Benchmarks of {path.stem}", command)

@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-OVERSUBSCRIBED = "oversubscribed"
-"""The mark of what had more ranks than cores or GPUs; DEFINITIONS of efficiency.py say what it means."""
-
 
 @dataclass(frozen=True)
 class Table:

@@ -4,7 +4,8 @@ import base64
 from collections.abc import Iterator
 from html import escape
 
-from benchmarks.report.document import OVERSUBSCRIBED, Document, Section, Table
+from benchmarks.report.document import Document, Section, Table
+from benchmarks.table import OVERSUBSCRIBED
 
 # The policy makes the browser vouch for it.
 HEAD = """<!DOCTYPE html>

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from benchmarks.efficiency import PARTS, Bandwidth, Point
-from benchmarks.report.document import OVERSUBSCRIBED, Picture
+from benchmarks.report.document import Picture
+from benchmarks.table import OVERSUBSCRIBED
 from benchmarks.units import format_bytes
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 from benchmarks.records import Record
 from benchmarks.report.document import Document, Section, Table
-from benchmarks.statistics import CONFIDENCE, noise_band
+from benchmarks.statistics import CONFIDENCE, SAMPLES_ARE_LAUNCHES, noise_band
 from benchmarks.table import share, spread, told_apart
 
 DEFINITIONS = {
     "median [p10, p90]": "Of a row's samples, in milliseconds: half of them are below the median, a tenth below p10, "
     "nine tenths below p90.",
-    "noise": f"How far a repetition's median may lie from this one by chance, with {CONFIDENCE:.0%} (bootstrap).",
+    "noise": f"How far the median of as many samples more may lie from this one by chance, with {CONFIDENCE:.0%} "
+    "(bootstrap). Within the launch: samples of the same processes. Another launch may differ by more, and by how much "
+    "one launch cannot tell; compare takes several.",
     "result": "Whether what was timed gave the right result. What was wrong before it was timed has no samples.",
     "oversubscribed": "More ranks than a machine has cores or GPUs: they share them.",
 }
@@ -57,7 +59,8 @@ def _section(name: str, records: Sequence[Record]) -> Section:
         )
         for record in records
     ]
-    headings = ("way", "settings", "median [p10, p90], ms", "noise", "samples", "result")
+    noise = "noise between launches" if name in SAMPLES_ARE_LAUNCHES else "noise within the launch"
+    headings = ("way", "settings", "median [p10, p90], ms", noise, "samples", "result")
     same = set.intersection(*({(key, str(value)) for key, value in record.settings.items()} for record in records))
     order = [key for key in records[0].settings if (key, str(records[0].settings[key])) in same]
     text = ", ".join(f"{key} {records[0].settings[key]}" for key in order)

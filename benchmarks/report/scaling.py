@@ -9,13 +9,17 @@ from benchmarks.records import Record
 from benchmarks.report.document import Document, Section, Table
 from benchmarks.report.pictures import bandwidth_picture, breakdown_picture, efficiency_picture, ranks
 from benchmarks.report.rows import environment_of
-from benchmarks.statistics import SURE_FROM
+from benchmarks.statistics import RATIO_HOLDS, SURE_FROM, range_holds_median
 from benchmarks.table import milliseconds
 from benchmarks.units import format_bytes
 
 
 def scaling_document(records: Sequence[Record], command: str, notes: Sequence[str] = ()) -> Document:
-    """Says what rows of ``python -m benchmarks scaling`` say; of one mode, model and batch. There may be none."""
+    """Says what rows of ``python -m benchmarks scaling`` say; of one mode, model and batch. There may be none.
+
+    Raises:
+        ValueError: the rows are of several.
+    """
     found, bandwidths = points(records), sweep(records)
     settings = next((record.settings for record in records if "model" in record.settings), {})
     scaling = settings.get("scaling", "weak")
@@ -55,7 +59,7 @@ def efficiency_table(found: Sequence[Point]) -> Table:
     rows = [
         (
             point.way,
-            ranks(point.world_size, point.oversubscribed),
+            _ranks(point),
             f"{point.efficiency:.1%}",
             _sureness(point, base),
             milliseconds(point.step),
@@ -83,7 +87,7 @@ def breakdown_table(found: Sequence[Point]) -> Table:
     rows = [
         (
             point.way,
-            ranks(point.world_size, point.oversubscribed),
+            _ranks(point),
             milliseconds(point.step),
             milliseconds(point.compute),
             "not known" if point.contention is None else milliseconds(point.contention),
@@ -102,7 +106,7 @@ def bandwidth_table(bandwidths: Sequence[Bandwidth]) -> Table:
     rows = [
         (
             format_bytes(point.num_bytes),
-            ranks(point.world_size, point.oversubscribed),
+            _ranks(point),
             milliseconds(point.seconds),
             f"{point.algbw / 1e9:.3g}",
             f"{point.busbw / 1e9:.3g}",
@@ -135,7 +139,7 @@ def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) ->
     for way in dict.fromkeys(point.way for point in found):
         last = [point for point in found if point.way == way][-1]
         yield (
-            f"{way} on {ranks(last.world_size, last.oversubscribed)}: {last.efficiency:.1%} {scaling} efficiency "
+            f"{way} on {_ranks(last)}: {last.efficiency:.1%} {scaling} efficiency "
             f"({_sureness(last, base)}); {last.exposed / last.step:.0%} of a step is exposed communication."
         )
     cost = overhead(records)
@@ -144,8 +148,12 @@ def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) ->
 
 
 def _relative(found: Sequence[Point], scaling: str) -> str:
-    base = min(point.world_size for point in found)
-    return f"{scaling.capitalize()} efficiency, relative to {ranks(base, oversubscribed=False)}, with intervals."
+    base = min(found, key=lambda point: point.world_size)
+    return f"{scaling.capitalize()} efficiency, relative to {_ranks(base)}, with intervals."
+
+
+def _ranks(point: Point) -> str:
+    return ranks(point.world_size, point.oversubscribed)
 
 
 def _caveats(found: Sequence[Point]) -> Iterator[str]:
@@ -158,10 +166,11 @@ def _caveats(found: Sequence[Point]) -> Iterator[str]:
             "use --repetitions"
         )
     elif launches < SURE_FROM:
-        probability = 1 - 0.5 ** (launches - 1)
         yield (
-            f"{launches} launches of a world size: an interval is their whole range, which holds a median with a "
-            f"probability of {probability:.0%}; {SURE_FROM} launches make it 95 %"
+            f"{launches} launches of a world size: the interval of a step is their whole range, which holds the median "
+            f"with a probability of {range_holds_median(launches):.0%}, and that of an efficiency held the true one in "
+            f"{RATIO_HOLDS[launches]:.0%} of simulated cases; with {SURE_FROM} launches those are "
+            f"{range_holds_median(SURE_FROM):.0%} and {RATIO_HOLDS[SURE_FROM]:.0%}"
         )
 
 
