@@ -201,19 +201,22 @@ class CostModel:
     def host_time(self, way: str, numel: float, num_ranks: int, crowding: float = 1.0) -> float:
         return self.hosts[way].time(local_bytes(way, numel, num_ranks), crowding)
 
-    def exposed_time(self, way: str, job: Job, num_ranks: int) -> float:
-        """Seconds that synchronisation adds to a step.
+    def exposed_time(self, way: str, job: Job, num_ranks: int, slower: float = 1.0) -> float:
+        """Seconds that synchronisation adds to a step, if every sync takes ``slower`` times what the model says.
 
         Equal buckets become ready at equal distances during backward, and travel one after the other. The first
         bucket's compute and the last one's communication hide nothing; what the host does is hidden by nothing either,
         because it takes the device that computes. The last bucket ends at the later of: the first one ready and all
-        that travel behind it without a pause; the last one ready and travelling alone.
+        that travel behind it without a pause; the last one ready and travelling alone. Backward hides the same time of
+        a slower link, so that what is exposed grows by more than ``slower``.
         """
+        if math.isinf(slower):
+            return math.inf
         in_bucket = job.numel / job.num_buckets
-        link = self.link_time(way, in_bucket, num_ranks)
+        link = slower * self.link_time(way, in_bucket, num_ranks)
         hidden = job.compute_time * job.backward_share * (1 - 1 / job.num_buckets)
         travelling = max(link, job.num_buckets * link - hidden)
-        return travelling + job.num_buckets * self.host_time(way, in_bucket, num_ranks)
+        return travelling + job.num_buckets * slower * self.host_time(way, in_bucket, num_ranks)
 
     def efficiency(self, way: str, job: Job, num_ranks: int) -> float:
         """Of weak scaling: a step's time without communication over its time with it. 1 on one rank."""
@@ -224,25 +227,36 @@ class CostModel:
         link = replace(self.topology.link, bandwidth=bandwidth)
         return replace(self, topology=replace(self.topology, link=link))
 
-    def crossover(self, way: str, other: str, job: Job, num_ranks: int) -> float:
+    def crossover(
+        self, way: str, other: str, job: Job, num_ranks: int, slower: float = 1.0, other_slower: float = 1.0
+    ) -> float:
         """The link's bandwidth, in bytes per second, at which a step takes as long with both ways.
 
         ``way`` sends fewer bytes, so it is ahead below. The difference of the exposed times falls with the bandwidth,
         because the way that sends more never hides a larger part of it, so there is one crossing or none.
 
+        Args:
+            way: sends fewer bytes.
+            other: sends more.
+            job: of each rank.
+            num_ranks: how many there are.
+            slower: by how much every sync of ``way`` takes longer than the model says.
+            other_slower: the same for ``other``.
+
         Returns:
-            inf if ``way`` is ahead over any link, 0 if over none.
+            inf if ``way`` is ahead over any link, 0 if it is behind over slow ones already.
         """
 
         def lead(log_bandwidth: float) -> float:
             model = self.over(math.exp(log_bandwidth))
-            return model.exposed_time(other, job, num_ranks) - model.exposed_time(way, job, num_ranks)
+            behind = model.exposed_time(other, job, num_ranks, other_slower)
+            return behind - model.exposed_time(way, job, num_ranks, slower)
 
         lowest, highest = math.log(LOWEST), math.log(HIGHEST)
-        if lead(highest) >= 0:
-            return math.inf
         if lead(lowest) <= 0:
             return 0.0
+        if lead(highest) >= 0:
+            return math.inf
         return math.exp(brentq(lead, lowest, highest, xtol=1e-9))
 
 
