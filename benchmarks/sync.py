@@ -37,11 +37,11 @@ class Options:
 
     sizes: tuple[str, ...] = tuple(SIZES)
     """Models by their number of parameters (5k, 0.5m, 12m), or bytes of float32 gradients (1KiB, 25MiB, 1GiB) in 16
-    equal tensors."""
+    about equal matrices."""
     sweep: tuple[str, str] | None = None
     """First and last of a series of sizes in bytes, such as 1KiB 1GiB, in place of sizes."""
     factor: int = 4
-    """Each size of the sweep by the one before."""
+    """Each size of the sweep by the one before; the last one may be less."""
     nproc: int = 2
     """Number of ranks, each a process of its own on this machine."""
     oversubscribe: bool = False
@@ -63,6 +63,8 @@ class Options:
     def __post_init__(self) -> None:
         if not self.sizes:
             raise ValueError(f"sizes: choose at least one of {', '.join(SIZES)}, or bytes such as 1MiB")
+        if not self.ways:
+            raise ValueError("ways: choose at least one, such as ddp or fastsync.attach/fp16")
         if self.factor < 2:
             raise ValueError(f"factor={self.factor} must be at least 2")
         if self.nproc < 1:
@@ -159,11 +161,13 @@ FIGURES: Columns = {
 COLUMNS_OF_A_SIZE: Columns = {"way": lambda record: record.way} | FIGURES
 COLUMNS_OF_A_WAY: Columns = {"size": lambda record: record.settings["size"]} | FIGURES
 LEGEND = (
-    "step: median [p10, p90] of the slowest rank. algbw: bytes of float32 gradients by that median, compressed or not; "
-    "busbw: algbw · 2(n − 1)/n. over no_sync: what the median adds to no_sync's; × all_reduce: that "
-    "over the bare all_reduce of the same dtype; own share: what it is more. exposed, pack, unpack, wire bytes: per "
+    "step: median [p10, p90] of the slowest rank. over no_sync: what the median adds to no_sync's; of the bare "
+    "all_reduce, which has no backward, all of it. algbw: bytes of float32 gradients, compressed or not, by over "
+    "no_sync; busbw: algbw · 2(n − 1)/n. × all_reduce: over no_sync, over the bare all_reduce of the same dtype; own "
+    "share: what it is more. exposed, pack, unpack, wire bytes: per "
     "step and rank, as the engine counts them. error: relative, in the 2-norm, of the last step alone; PowerSGD "
-    "catches up in later steps with what it leaves out of one, and random gradients are its worst case."
+    "catches up in later steps with what it leaves out of one, and random gradients are its worst case. It sends "
+    "something else than the gradients, in one bucket, as it would mix up two on Gloo, so that backward hides nothing."
 )
 
 
