@@ -9,6 +9,7 @@ same processes and take turns.
 """
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.collect import Collected, collect, places
+from benchmarks.collect import Collected, check_places, collect, places
 from benchmarks.gradients import Gradients
 from benchmarks.measure import (
     COSTS,
@@ -68,6 +69,8 @@ class Options:
     """Samples in each rank's batch; by default as many as suit the model and the scale."""
     nproc: int = 2
     """Number of ranks, each a process of its own on this machine."""
+    cpu: bool = False
+    """Compute on CPUs where there are GPUs, too."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
     ways: tuple[WayName, ...] = DEFAULT_WAYS
@@ -100,14 +103,11 @@ class Options:
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
         if any(name in POLICIES for name in self.models) and importlib.util.find_spec("gymnasium") is None:
             raise ValueError(f"models {', '.join(POLICIES)} need gymnasium, which the extra 'train' installs")
-        if self.nproc > places() and not self.oversubscribe:
-            raise ValueError(
-                f"nproc={self.nproc}: this machine has {places()} cores or GPUs, and ranks that share one slow each "
-                "other down; choose fewer, or --oversubscribe, which every table then says"
-            )
+        check_places(self.nproc, self.oversubscribe, self.cpu)
         for name in self.models:
             needed = memory_needed(TRAININGS[name][self.scale], 1 + len(with_their_limits(self.ways)))
-            check_ranks_fit(f"model {name}", needed, self.nproc, "choose fewer --ways, other models, or --scale small")
+            way_out = "choose fewer --ways, other models, or --scale small"
+            check_ranks_fit(f"model {name}", needed, self.nproc, way_out, self.cpu)
 
 
 def memory_needed(training: Training, num_ways: int) -> int:
@@ -126,6 +126,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if a way gave a wrong result or a rank failed.
     """
     options = tyro.cli(Options, prog="python -m benchmarks ddp", args=arguments)
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
     collected = collect(measure_all, options.nproc, options, options.json)
     report(collected)
     return collected.status
@@ -213,7 +215,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
                     "backend": dist.get_backend(),
                     **schedule.settings,
                 }
-                if options.nproc > places():
+                if options.nproc > places(options.nproc, options.cpu):
                     settings["oversubscribed"] = True
                 records = to_records(of_rank, ways, settings, all_gather(environment(device))[0])
                 if dist.get_rank() == 0:

@@ -97,6 +97,7 @@ class Options:
         """The options of the benchmark that runs in the namespaces."""
         shared = {
             "nproc": self.ranks,
+            "cpu": True,  # GPUs of one machine would find each other past the links
             "ways": self.ways,
             "repetitions": self.repetitions,
             "warmup": self.warmup,

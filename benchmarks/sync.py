@@ -8,6 +8,7 @@ Sizes are models or bytes of gradients; ``--sweep 1KiB 1GiB`` goes through bytes
 busbw are given.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 import tyro
 
-from benchmarks.collect import Collected, collect, places
+from benchmarks.collect import Collected, check_places, collect, places
 from benchmarks.measure import TIMEOUT, Schedule, measure, memory_needed
 from benchmarks.memory import check_ranks_fit
 from benchmarks.records import Record, RowFile
@@ -44,6 +45,8 @@ class Options:
     """Each size of the sweep by the one before; the last one may be less."""
     nproc: int = 2
     """Number of ranks, each a process of its own on this machine."""
+    cpu: bool = False
+    """Compute on CPUs where there are GPUs, too."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
     ways: tuple[WayName, ...] = tuple(WAYS)
@@ -69,11 +72,7 @@ class Options:
             raise ValueError(f"factor={self.factor} must be at least 2")
         if self.nproc < 1:
             raise ValueError(f"nproc={self.nproc} must be at least 1")
-        if self.nproc > places() and not self.oversubscribe:
-            raise ValueError(
-                f"nproc={self.nproc}: this machine has {places()} cores or GPUs, and ranks that share one slow each "
-                "other down; choose fewer, or --oversubscribe, which every table then says"
-            )
+        check_places(self.nproc, self.oversubscribe, self.cpu)
         if self.repetitions is not None and self.repetitions < 1:
             raise ValueError(f"repetitions={self.repetitions} must be at least 1")
         if self.warmup < MIN_WARMUP:
@@ -84,7 +83,7 @@ class Options:
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
         for name, size in self.all_sizes.items():
             needed = memory_needed(size, with_their_limits(self.ways))
-            check_ranks_fit(f"size {name}", needed, self.nproc, "choose fewer --ways or smaller sizes")
+            check_ranks_fit(f"size {name}", needed, self.nproc, "choose fewer --ways or smaller sizes", self.cpu)
 
     @property
     def all_sizes(self) -> dict[str, Size]:
@@ -100,6 +99,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if a way gave a wrong result or a rank failed.
     """
     options = tyro.cli(Options, prog="python -m benchmarks sync", args=arguments)
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
     collected = collect(measure_all, options.nproc, options, options.json)
     report(collected, by_way=options.sweep is not None)
     return collected.status
@@ -116,7 +117,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
                 repetitions = options.repetitions or size.repetitions
                 schedule = Schedule(options.warmup, repetitions, options.seed, options.timeout)
                 records = measure(name, ways, schedule, device, progress)
-                if options.nproc > places():
+                if options.nproc > places(options.nproc, options.cpu):
                     records = [_oversubscribed(record) for record in records]
                 if dist.get_rank() == 0:
                     rows.add(records)
