@@ -44,6 +44,8 @@ class Point:
     compute: float = 0.0
     """Seconds of the step without synchronisation, which are taken as given."""
     crowding: float = 1.0
+    burst: float = 0.0
+    """Bytes that the link, idle before, lets through at once. Next to a job's messages they are nothing."""
     oversubscribed: bool = False
 
     @property
@@ -119,6 +121,7 @@ def points_of(records: Iterable[Record]) -> list[Point]:
                 math.hypot(error, its_error),
                 compute,
                 crowding(row),
+                row.settings.get("link_burst", 0.0),
                 oversubscribed=bool(row.settings.get("oversubscribed")) or crowding(row) > 1,
             )
         )
@@ -186,7 +189,7 @@ def _folds(points: Sequence[Point]) -> list[list[Point]]:
 def predict(model: CostModel, points: Iterable[Point]) -> list[HeldBack]:
     """What the model says of these points, as far as it knows their ways."""
     return [
-        HeldBack(point, model.sync_time(point.way, point.numel, point.num_ranks, point.crowding))
+        HeldBack(point, model.sync_time(point.way, point.numel, point.num_ranks, point.crowding, point.burst))
         for point in points
         if point.way in model.hosts
     ]
@@ -204,7 +207,7 @@ def fit_model(points: Sequence[Point], algorithm: Algorithm) -> CostModel:
     errors = np.array([math.hypot(point.error, FLOOR * point.seconds) for point in points])
     seconds = np.array([point.seconds for point in points])
     # What does not depend on the parameters.
-    routes = [ROUTES[algorithm](point.num_ranks, _wire_bytes(point)) for point in points]
+    routes = [ROUTES[algorithm](point.num_ranks) for point in points]
     local = [local_bytes(point.way, point.numel, point.num_ranks) for point in points]
 
     def residuals(values: np.ndarray) -> np.ndarray:
@@ -212,7 +215,7 @@ def fit_model(points: Sequence[Point], algorithm: Algorithm) -> CostModel:
         link = model.topology.link
         times = [
             point.compute
-            + link.time(route, _wire_bytes(point), point.crowding)
+            + link.time(route, _wire_bytes(point), point.crowding, point.burst)
             + model.hosts[point.way].time(nbytes, point.crowding)
             for point, route, nbytes in zip(points, routes, local, strict=True)
         ]
@@ -253,8 +256,8 @@ class _Parameters:
             if len({point.numel for point in points if point.way == way}) < 2:
                 raise ValueError(f"rows of {way} with two sizes are needed at least, to tell latency from bandwidth")
         smallest, largest = (choose(points, key=lambda point: point.numel) for choose in (min, max))
-        steps = ring(smallest.num_ranks, 0).steps
-        sent = ring(largest.num_ranks, 0).volume * _wire_bytes(largest)
+        steps = ring(smallest.num_ranks).steps
+        sent = ring(largest.num_ranks).volume * _wire_bytes(largest)
         per_step = (smallest.seconds - smallest.compute) / steps
         per_call, per_local_byte = 0.1 * per_step * steps, 0.01 * largest.seconds / (16 * largest.numel)
         link = [largest.seconds / sent, per_step, *([per_step] if self.has_work else [])]

@@ -71,7 +71,7 @@ class Options:
     door: Literal["fastsync.attach", "fastsync.register_comm_hook"] = "fastsync.attach"
     """Whose costs on the host."""
     algorithm: Algorithm | None = None
-    """How ranks reduce; by default a ring, as Gloo has it (gloo) where the rows are Gloo's."""
+    """How ranks reduce; by default a ring, as in the rows."""
     ranks_per_node: int = 8
     """Of two levels. World sizes that do not fill nodes are left out."""
     inner_bandwidth: str = "3600gbit"
@@ -172,7 +172,7 @@ def fit_rows(options: Options) -> Fit | None:
         raise ValueError(f"the rows are of several backends, {', '.join(sorted(backends))}: name files of one only")
     if not records:
         raise ValueError("there are no rows of sync over that link in these files")
-    return fit(points_of(records), "gloo" if backends == {"gloo"} else "ring", options.hold_back)
+    return fit(points_of(records), "ring", options.hold_back)
 
 
 def slower(error: float) -> tuple[float, float]:

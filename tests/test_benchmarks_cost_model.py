@@ -15,7 +15,6 @@ from benchmarks.cost_model import (
     Job,
     Link,
     Topology,
-    gloo_ring,
     local_bytes,
     ring,
     split_way,
@@ -26,7 +25,7 @@ from benchmarks.records import Record
 LINK = Link(latency=50e-6, bandwidth=1e9)
 NONE, FP16 = "fastsync.attach/none", "fastsync.attach/fp16"
 MODEL = CostModel(Topology("ring", LINK), {NONE: Host(20e-6, 8e9), FP16: Host(30e-6, 4e9)})
-GLOO = replace(MODEL, topology=Topology("gloo", Link(latency=300e-6, bandwidth=12.5e6, work=100e-6)))
+SLOW = replace(MODEL, topology=Topology("ring", Link(latency=300e-6, bandwidth=12.5e6, work=100e-6)))
 NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
 
 
@@ -40,36 +39,27 @@ NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
         (tree, 2, 2, 1),
         (tree, 8, 6, 2),
         (tree, 9, 8, 2),
-        (gloo_ring, 8, 14, 1.75),
     ],
 )
 def test_routes(algorithm, num_ranks: int, steps: float, volume: float):
-    route = algorithm(num_ranks, 2**20)
+    route = algorithm(num_ranks)
     assert (route.steps, route.volume) == (steps, volume)
 
 
-def test_gloo_cuts_chunks_into_two_segments_of_a_mebibyte_or_more():
-    assert gloo_ring(4, 100).segments == 2
-    assert gloo_ring(4, 8 * 2**20).segments == 2
-    assert gloo_ring(4, 9 * 2**20).segments == 3
-    assert gloo_ring(4, 64 * 2**20).segments == 16
-
-
 def test_a_ring_takes_latency_and_bytes():
-    assert LINK.time(ring(4, 1e6), 1e6) == pytest.approx(6 * 50e-6 + 1.5e6 / 1e9)
-    assert LINK.time(ring(1, 1e6), 1e6) == 0
+    assert LINK.time(ring(4), 1e6) == pytest.approx(6 * 50e-6 + 1.5e6 / 1e9)
+    assert LINK.time(ring(1), 1e6) == 0
 
 
-def test_what_gloo_hands_over_hides_behind_what_it_sends():
-    large, small = 1e8, 1e3
-    assert LINK.time(gloo_ring(4, large), large) == 1.5 * large / 1e9
-    assert LINK.time(gloo_ring(4, small), small) == pytest.approx(0.5 * 1.5 * small / 1e9 + 6 * 50e-6)
-    assert LINK.time(gloo_ring(1, small), small) == 0
+def test_an_idle_link_lets_a_burst_through_at_once():
+    assert LINK.time(ring(2), 1e6, burst=1e5) == pytest.approx(2 * 50e-6 + 0.9e6 / 1e9)
+    assert LINK.time(ring(2), 1e4, burst=1e5) == pytest.approx(2 * 50e-6)
+    assert MODEL.sync_time(NONE, 1e6, 2, burst=1e5) == pytest.approx(MODEL.sync_time(NONE, 1e6, 2) - 1e5 / 1e9)
 
 
 def test_crowded_ranks_wait_for_their_turns_on_a_core_and_not_for_the_link():
     link = Link(latency=1.0, bandwidth=10.0, work=0.5)
-    assert link.time(ring(2, 20), 20, crowding=3) == pytest.approx(2 * (1.0 + 1.5) + 2.0)
+    assert link.time(ring(2), 20, crowding=3) == pytest.approx(2 * (1.0 + 1.5) + 2.0)
     assert Host(1.0, 10.0).time(20.0, crowding=3) == 9.0
 
 
@@ -204,7 +194,7 @@ def test_a_fit_finds_the_parameters_that_made_the_data():
     "link",
     [
         Topology("ring", Link(latency=30e-6, bandwidth=1e9, work=30e-6)),
-        Topology("gloo", Link(latency=200e-6, bandwidth=12.5e6, work=200e-6)),
+        Topology("ring", Link(latency=200e-6, bandwidth=12.5e6, work=200e-6)),
     ],
 )
 def test_a_fit_at_two_and_four_ranks_tells_eight(link: Topology):
@@ -216,19 +206,36 @@ def test_a_fit_at_two_and_four_ranks_tells_eight(link: Topology):
     assert max(fitted.errors()) < 0.01
 
 
+def test_a_fit_knows_of_the_burst_of_a_shaped_link():
+    burst = 12_500.0
+    points = [
+        replace(
+            point,
+            burst=burst,
+            seconds=point.compute + SLOW.sync_time(point.way, point.numel, point.num_ranks, burst=burst),
+        )
+        for point in made_points(SLOW, (2, 4, 8))
+    ]
+    fitted = fit(points, "ring", hold_back=(8,))
+    assert max(fitted.errors()) < 0.01
+    unaware = fit([replace(point, burst=0.0) for point in points], "ring", hold_back=(8,))
+    assert max(unaware.errors()) > 0.05
+    assert points_of([row("all_reduce/fp32", [1.0], link_burst=12_500)])[0].burst == burst
+
+
 def test_noise_is_averaged_out():
-    points = made_points(GLOO, (2, 4, 8), noise=0.03)
-    truth = {(point.way, point.numel): point.sync for point in made_points(GLOO, (8,))}
-    fitted = fit(points, "gloo", hold_back=(8,))
+    points = made_points(SLOW, (2, 4, 8), noise=0.03)
+    truth = {(point.way, point.numel): point.sync for point in made_points(SLOW, (8,))}
+    fitted = fit(points, "ring", hold_back=(8,))
     errors = [abs(held.predicted / truth[held.point.way, held.point.numel] - 1) for held in fitted.held_back]
     assert np.median(errors) < 0.03
     assert max(errors) < 0.1
 
 
 def test_three_levels_of_crowding_tell_waiting_from_work():
-    found = fit_model(made_points(GLOO, (2, 4, 8, 16), cores=2), "gloo").topology.link
-    assert found.latency == pytest.approx(GLOO.topology.link.latency, rel=0.05)
-    assert found.work == pytest.approx(GLOO.topology.link.work, rel=0.05)
+    found = fit_model(made_points(SLOW, (2, 4, 8, 16), cores=2), "ring").topology.link
+    assert found.latency == pytest.approx(SLOW.topology.link.latency, rel=0.05)
+    assert found.work == pytest.approx(SLOW.topology.link.work, rel=0.05)
 
 
 def test_a_median_that_is_far_off_hardly_counts():

@@ -19,7 +19,7 @@ from benchmarks.records import Record, RowFile
 NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
 WAYS = ("fastsync.attach/none", "fastsync.attach/fp16")
 MODEL = CostModel(
-    Topology("gloo", Link(latency=100e-6, bandwidth=12.5e6)),
+    Topology("ring", Link(latency=100e-6, bandwidth=12.5e6)),
     {WAYS[0]: Host(20e-6, 8e9), WAYS[1]: Host(30e-6, 4e9)},
 )
 
