@@ -8,13 +8,13 @@ import importlib.util
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import tyro
@@ -133,6 +133,7 @@ def _termination_raises() -> Iterator[None]:
 def measure_all(options: Options, rows: RowFile) -> None:
     """Runs all trainings, one after the other. After each the rows have it in."""
     done: list[Record] = []
+    where = environment(torch.device("cpu"))
     with progress_bars(shown=True) as progress:
         for name in dict.fromkeys(options.hyperparameters):
             ways = dict(ways_of(HYPERPARAMETERS[name], options))
@@ -142,9 +143,9 @@ def measure_all(options: Options, rows: RowFile) -> None:
                 for way, (trainer, training) in ways.items():
                     seeded = replace(training, seed=1 + repetition)
                     outcomes.setdefault(way, []).append(run_alone(trainer, seeded, timeout=options.timeout))
-                    rows.replace([*done, *records_of(name, ways, outcomes)])
+                    rows.replace([*done, *records_of(name, ways, outcomes, where)])
                     progress.update(TaskID(task), advance=1, refresh=True)
-            done += records_of(name, ways, outcomes)
+            done += records_of(name, ways, outcomes, where)
 
 
 def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:
@@ -175,7 +176,10 @@ SB3, CLEANRL_LOOP, CLEANRL, ALONE = "stable-baselines3", "CleanRL's loop", "clea
 
 
 def records_of(
-    name: str, ways: dict[str, tuple[str, Training]], outcomes: dict[str, list[Outcome]]
+    name: str,
+    ways: Mapping[str, tuple[str, Training]],
+    outcomes: Mapping[str, Sequence[Outcome]],
+    where: Mapping[str, Any],
 ) -> Iterator[Record]:
     """A row for each way with an outcome, its speed also as a ratio to the rivals' and, for more ranks, to one's.
 
@@ -216,7 +220,7 @@ def records_of(
             },
             correct=all(value > LEARNT for value in known),
             samples=[outcome["seconds"] or 0.0 for outcome in outcomes[way]],
-            environment=environment(torch.device("cpu")),
+            environment=where,
         )
 
 
