@@ -1,6 +1,5 @@
 """Running a benchmark on ranks, so that whatever ends it, the rows it has are kept and no process is left."""
 
-import os
 import signal
 import tempfile
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from benchmarks.cores import cores
 from benchmarks.records import Record, RowFile
 from fastsync.ranks import launch_ranks
 
@@ -36,9 +36,26 @@ class Collected:
     """Exit status: 0, 1 if a result is wrong or a rank has failed, 130 after Ctrl-C, 143 after SIGTERM."""
 
 
-def places() -> int:
-    """How many ranks find a GPU, or else a core, of their own on this machine."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+def places(nproc: int, cpu: bool = False) -> int:
+    """How many ranks find a place of their own on this machine where ``nproc`` are to run.
+
+    GPUs if there is one for each, and cores otherwise, as ``fastsync.distributed.process_group`` chooses.
+    """
+    gpus = 0 if cpu else torch.cuda.device_count()
+    return gpus if nproc <= gpus else cores()
+
+
+def check_places(nproc: int, oversubscribe: bool, cpu: bool = False) -> None:
+    """Refuses more ranks than find a place, unless they may share.
+
+    Raises:
+        ValueError: they would share, and may not.
+    """
+    if nproc > places(nproc, cpu) and not oversubscribe:
+        raise ValueError(
+            f"nproc={nproc}: this machine has {cores()} cores, and GPUs for {torch.cuda.device_count()} ranks; "
+            "ranks that share one slow each other down: choose fewer, or --oversubscribe, which every table then says"
+        )
 
 
 def collect(

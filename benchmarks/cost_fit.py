@@ -40,10 +40,18 @@ class Point:
     seconds: float
     """Of the step."""
     error: float = 0.0
-    """Standard error of that."""
+    """Standard error of what synchronisation adds to it."""
     compute: float = 0.0
     """Seconds of the step without synchronisation, which are taken as given."""
     crowding: float = 1.0
+    burst: float = 0.0
+    """Bytes that the link, idle before, lets through at once. Next to a job's messages they are nothing."""
+    oversubscribed: bool = False
+
+    @property
+    def sync(self) -> float:
+        """Seconds that synchronisation adds."""
+        return self.seconds - self.compute
 
 
 @dataclass(frozen=True)
@@ -52,11 +60,15 @@ class HeldBack:
 
     point: Point
     predicted: float
+    """Seconds that synchronisation adds."""
 
     @property
     def error(self) -> float:
-        """Relative, with its sign."""
-        return self.predicted / self.point.seconds - 1
+        """Of the sync alone, relative to what was measured, with its sign.
+
+        The compute, which is given, would make it look smaller. inf where the noise was larger than what was measured.
+        """
+        return self.predicted / self.point.sync - 1 if self.point.sync > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -89,35 +101,38 @@ def link_of(record: Record) -> int | None:
 def points_of(records: Iterable[Record]) -> list[Point]:
     """The points among rows of ``sync``: correct, of more than one rank, and of ways that the model covers."""
     rows = [record for record in records if record.benchmark == "sync" and record.correct and record.samples]
-    computes = {_case(row): row.quantiles["median"] for row in rows if row.way == "no_sync"}
+    without_sync = {_case(row): row for row in rows if row.way == "no_sync"}
     points = []
     for row in rows:
         covered = split_way(row.way)
         if covered is None or row.settings["world_size"] < 2:
             continue
-        door = covered[0]
-        if door != "all_reduce" and _case(row) not in computes:
+        is_bare, alone = covered[0] == "all_reduce", without_sync.get(_case(row))
+        if alone is None and not is_bare:
             continue
+        compute, its_error = (0.0, 0.0) if is_bare or alone is None else _median(alone)
+        seconds, error = _median(row)
         points.append(
             Point(
                 row.way,
                 row.settings["numel"],
                 row.settings["world_size"],
-                seconds=row.quantiles["median"],
-                error=_error_of_median(row),
-                compute=0.0 if door == "all_reduce" else computes[_case(row)],
-                crowding=crowding(row),
+                seconds,
+                math.hypot(error, its_error),
+                compute,
+                crowding(row),
+                row.settings.get("link_burst", 0.0),
+                oversubscribed=bool(row.settings.get("oversubscribed")) or crowding(row) > 1,
             )
         )
     return points
 
 
 def crowding(record: Record) -> float:
-    """Ranks per core of a machine, where there are more of them; 1 on GPUs."""
+    """Ranks per core, where there are more of them; 1 on GPUs. All ranks of ``sync`` are on one machine."""
     if record.environment.get("gpu"):
         return 1.0
-    ranks_here = record.settings["world_size"] / record.settings.get("num_nodes", 1)
-    return max(1.0, ranks_here / record.environment["cores"])
+    return max(1.0, record.settings["world_size"] / record.environment["cores"])
 
 
 def fit(points: Sequence[Point], algorithm: Algorithm, hold_back: Sequence[int] = ()) -> Fit:
@@ -137,24 +152,47 @@ def fit(points: Sequence[Point], algorithm: Algorithm, hold_back: Sequence[int] 
     if hold_back:
         seen = [point for point in points if point.num_ranks not in hold_back]
         model = fit_model(seen, algorithm)
-        return Fit(model, seen, predict(model, [p for p in points if p.num_ranks in hold_back]), "never fitted on")
+        return _fit(model, seen, predict(model, [p for p in points if p.num_ranks in hold_back]), "never fitted on")
     world_sizes = sorted({point.num_ranks for point in points})
     by_size = len(world_sizes) > 2
     if by_size:
         parts = [[point for point in points if point.num_ranks == size] for size in world_sizes]
     else:
-        shuffled = np.random.default_rng(0).permutation(len(points))
-        parts = [[points[index] for index in part] for part in np.array_split(shuffled, NUM_FOLDS) if len(part)]
+        parts = _folds(points)
     model = fit_model(points, algorithm)
     held_back = [
         held for part in parts for held in predict(fit_model([p for p in points if p not in part], algorithm), part)
     ]
-    return Fit(model, points, held_back, "one world size at a time" if by_size else f"in {NUM_FOLDS} parts")
+    return _fit(model, points, held_back, "one world size at a time" if by_size else f"in {NUM_FOLDS} parts")
+
+
+def _fit(model: CostModel, points: Sequence[Point], held_back: Sequence[HeldBack], how: str) -> Fit:
+    if not held_back:
+        raise ValueError(
+            "hold_back: nothing left to check, as no way has rows both of the world sizes held back and of others; "
+            "hold back others, or measure the same ways at all of them"
+        )
+    return Fit(model, points, held_back, how)
+
+
+def _folds(points: Sequence[Point]) -> list[list[Point]]:
+    """The points in ``NUM_FOLDS`` parts, the points of each way spread over them in random order."""
+    folds: list[list[Point]] = [[] for _ in range(NUM_FOLDS)]
+    generator = np.random.default_rng(0)
+    for way in dict.fromkeys(point.way for point in points):
+        of_way = [point for point in points if point.way == way]
+        for turn, index in enumerate(generator.permutation(len(of_way))):
+            folds[turn % NUM_FOLDS].append(of_way[index])
+    return [fold for fold in folds if fold]
 
 
 def predict(model: CostModel, points: Iterable[Point]) -> list[HeldBack]:
-    """What the model says of these points. Of ways that it knows, as every way is in every part of a fair split."""
-    return [HeldBack(point, _step_time(model, point)) for point in points if point.way in model.hosts]
+    """What the model says of these points, as far as it knows their ways."""
+    return [
+        HeldBack(point, model.sync_time(point.way, point.numel, point.num_ranks, point.crowding, point.burst))
+        for point in points
+        if point.way in model.hosts
+    ]
 
 
 def fit_model(points: Sequence[Point], algorithm: Algorithm) -> CostModel:
@@ -169,7 +207,7 @@ def fit_model(points: Sequence[Point], algorithm: Algorithm) -> CostModel:
     errors = np.array([math.hypot(point.error, FLOOR * point.seconds) for point in points])
     seconds = np.array([point.seconds for point in points])
     # What does not depend on the parameters.
-    routes = [ROUTES[algorithm](point.num_ranks, _wire_bytes(point)) for point in points]
+    routes = [ROUTES[algorithm](point.num_ranks) for point in points]
     local = [local_bytes(point.way, point.numel, point.num_ranks) for point in points]
 
     def residuals(values: np.ndarray) -> np.ndarray:
@@ -177,7 +215,7 @@ def fit_model(points: Sequence[Point], algorithm: Algorithm) -> CostModel:
         link = model.topology.link
         times = [
             point.compute
-            + link.time(route, _wire_bytes(point), point.crowding)
+            + link.time(route, _wire_bytes(point), point.crowding, point.burst)
             + model.hosts[point.way].time(nbytes, point.crowding)
             for point, route, nbytes in zip(points, routes, local, strict=True)
         ]
@@ -218,8 +256,8 @@ class _Parameters:
             if len({point.numel for point in points if point.way == way}) < 2:
                 raise ValueError(f"rows of {way} with two sizes are needed at least, to tell latency from bandwidth")
         smallest, largest = (choose(points, key=lambda point: point.numel) for choose in (min, max))
-        steps = ring(smallest.num_ranks, 0).steps
-        sent = ring(largest.num_ranks, 0).volume * _wire_bytes(largest)
+        steps = ring(smallest.num_ranks).steps
+        sent = ring(largest.num_ranks).volume * _wire_bytes(largest)
         per_step = (smallest.seconds - smallest.compute) / steps
         per_call, per_local_byte = 0.1 * per_step * steps, 0.01 * largest.seconds / (16 * largest.numel)
         link = [largest.seconds / sent, per_step, *([per_step] if self.has_work else [])]
@@ -248,16 +286,16 @@ def _pairs(values: Sequence[float]) -> Iterator[tuple[float, float]]:
     return zip(values[::2], values[1::2], strict=True)
 
 
-def _step_time(model: CostModel, point: Point) -> float:
-    return point.compute + model.sync_time(point.way, point.numel, point.num_ranks, point.crowding)
-
-
 def _case(record: Record) -> tuple[Any, ...]:
+    """What rows of ways that took turns have in common. Not those of another run of the same, which the time tells."""
     settings: Mapping[str, Any] = record.settings
-    return tuple(settings.get(name) for name in ("link", "size", "world_size", "backend"))
+    return (*(settings.get(name) for name in ("link", "size", "world_size", "backend")), record.environment.get("time"))
 
 
-def _error_of_median(record: Record) -> float:
-    """Of normally distributed samples: √(π/2) σ / √N, with σ from the tenth and ninetieth percentile, 2.563 σ apart."""
+def _median(record: Record) -> tuple[float, float]:
+    """With its standard error.
+
+    Of normally distributed samples: √(π/2) σ / √N, with σ from the tenth and ninetieth percentile, 2.563 σ apart.
+    """
     spread = (record.quantiles["p90"] - record.quantiles["p10"]) / 2.563
-    return math.sqrt(math.pi / 2) * spread / math.sqrt(len(record.samples))
+    return record.quantiles["median"], math.sqrt(math.pi / 2) * spread / math.sqrt(len(record.samples))

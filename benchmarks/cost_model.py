@@ -8,7 +8,7 @@ Steps and volume are the algorithm's (``Route``). The first two terms are the li
 what a call costs by itself, local bytes are what a rank reads and writes to pack, unpack and add (``local_bytes``).
 The first two terms are Hockney's model of a message (R. Hockney, The communication challenge for MPP, 1994), as
 R. Thakur et al. use it for these algorithms (Optimization of collective communication operations in MPICH, 2005).
-Gloo's ring hides a part of the first term behind the second (``gloo_ring``).
+A shaped link that was idle lets a burst through at once, which is taken off the bytes.
 
 Where more ranks than cores share a machine, they wait for each other's turns on a core: what the host does takes
 ``crowding`` = ranks / cores times as long, and of a step's latency the part that is its work.
@@ -21,7 +21,7 @@ from typing import Literal
 
 from scipy.optimize import brentq
 
-Algorithm = Literal["ring", "gloo", "tree", "two-level"]
+Algorithm = Literal["ring", "tree", "two-level"]
 GRAD_BYTES = 4
 """Gradients are float32."""
 WIRE_BYTES = {"none": 4, "fp16": 2, "bf16": 2, "int8": 1}
@@ -32,7 +32,6 @@ COPIES = {
     "fastsync.attach": lambda wire: 2 * (GRAD_BYTES + wire),  # pack and unpack
     "fastsync.register_comm_hook": lambda wire: 4 * GRAD_BYTES + 2 * (GRAD_BYTES + wire),  # both
 }
-GLOO_SEGMENT = 2**20
 LOWEST, HIGHEST = 1e3, 1e15
 """Bytes per second, between which crossovers are looked for."""
 
@@ -45,38 +44,24 @@ class Route:
     """Messages that follow each other, each of which has to have come before the next one leaves."""
     volume: float
     """What a rank sends, as a multiple of the message."""
-    segments: int | None = None
-    """Parts in which a step's message is sent, two of them at a time; None if it flows, and only its first part waits
-    for what came before."""
 
 
-def ring(num_ranks: int, nbytes: float) -> Route:
+def ring(num_ranks: int) -> Route:
     """Reduce-scatter and all-gather around a ring: each rank sends n − 1 of n chunks twice.
 
-    What NCCL does with large messages. (P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-    workstations, 2009.)
+    What Gloo does, and NCCL with large messages. (P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for
+    clusters of workstations, 2009.)
     """
-    del nbytes
     return Route(2 * (num_ranks - 1), 2 * (num_ranks - 1) / num_ranks)
 
 
-def gloo_ring(num_ranks: int, nbytes: float) -> Route:
-    """The ring as Gloo has it (gloo/allreduce.cc): each chunk in two segments at least, of 1 MiB at most.
-
-    A rank waits for a segment, adds it and sends it on, while the next one is on its way.
-    """
-    segments = max(math.ceil(nbytes / GLOO_SEGMENT), 2 * num_ranks)
-    return replace(ring(num_ranks, nbytes), segments=math.ceil(segments / num_ranks))
-
-
-def tree(num_ranks: int, nbytes: float) -> Route:
+def tree(num_ranks: int) -> Route:
     """Reduction and broadcast in a double binary tree: each half of the message in one of two trees.
 
     A rank is a leaf of one tree and has two children in the other, so it sends at most half a message up twice and
     half a message down twice. (P. Sanders et al., Two-tree algorithms for full bandwidth broadcast, reduction and scan,
     2009.)
     """
-    del nbytes
     return Route(2 * math.ceil(math.log2(num_ranks)), min(2.0, num_ranks - 1.0))
 
 
@@ -89,18 +74,10 @@ class Link:
     work: float = 0.0
     """Seconds of a step for which a rank needs a core."""
 
-    def time(self, route: Route, nbytes: float, crowding: float = 1.0) -> float:
-        """Seconds of one route.
-
-        Of segments two are under way at a time, so in the time that one needs to be sent, handed over and answered,
-        two are sent, and where handing over takes longer than sending the link waits for it. A step of S segments, of
-        which each is sent in w and handed over in l, takes S/2 · max(2 w, w + l).
-        """
+    def time(self, route: Route, nbytes: float, crowding: float = 1.0, burst: float = 0.0) -> float:
+        """Seconds of one route, with ``burst`` bytes that the link lets through at once."""
         latency = self.latency + self.work * crowding
-        sending = route.volume * nbytes / self.bandwidth
-        if route.segments is None or not route.steps:
-            return route.steps * latency + sending
-        return max(sending, sending / 2 + route.steps * route.segments / 2 * latency)
+        return route.steps * latency + max(0.0, route.volume * nbytes - burst) / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -119,7 +96,7 @@ class Topology:
         if self.algorithm == "two-level" and (self.inner is None or self.ranks_per_node < 2):
             raise ValueError("two levels take the link inside of a node, and at least 2 ranks per node")
 
-    def time(self, nbytes: float, num_ranks: int, crowding: float = 1.0) -> float:
+    def time(self, nbytes: float, num_ranks: int, crowding: float = 1.0, burst: float = 0.0) -> float:
         """Seconds on the links.
 
         Two levels: a ring inside of a node to scatter what is reduced and later to gather it, and between, for each
@@ -133,12 +110,12 @@ class Topology:
             in_node = min(self.ranks_per_node, num_ranks)
             if num_ranks % in_node:
                 raise ValueError(f"{num_ranks} ranks do not fill nodes of {in_node}")
-            inside = self.inner.time(ring(in_node, nbytes), nbytes, crowding)
-            return inside + self.link.time(ring(num_ranks // in_node, nbytes), nbytes, crowding)
-        return self.link.time(ROUTES[self.algorithm](num_ranks, nbytes), nbytes, crowding)
+            inside = self.inner.time(ring(in_node), nbytes, crowding)
+            return inside + self.link.time(ring(num_ranks // in_node), nbytes, crowding, burst)
+        return self.link.time(ROUTES[self.algorithm](num_ranks), nbytes, crowding, burst)
 
 
-ROUTES: Mapping[str, Callable[[int, float], Route]] = {"ring": ring, "gloo": gloo_ring, "tree": tree}
+ROUTES: Mapping[str, Callable[[int], Route]] = {"ring": ring, "tree": tree}
 
 
 @dataclass(frozen=True)
@@ -189,31 +166,35 @@ class CostModel:
     hosts: Mapping[str, Host]
     """By way."""
 
-    def sync_time(self, way: str, numel: float, num_ranks: int, crowding: float = 1.0) -> float:
+    def sync_time(self, way: str, numel: float, num_ranks: int, crowding: float = 1.0, burst: float = 0.0) -> float:
         """Seconds of one sync on its own."""
-        return self.link_time(way, numel, num_ranks, crowding) + self.host_time(way, numel, num_ranks, crowding)
+        link = self.link_time(way, numel, num_ranks, crowding, burst)
+        return link + self.host_time(way, numel, num_ranks, crowding)
 
-    def link_time(self, way: str, numel: float, num_ranks: int, crowding: float = 1.0) -> float:
+    def link_time(self, way: str, numel: float, num_ranks: int, crowding: float = 1.0, burst: float = 0.0) -> float:
         covered = split_way(way)
         assert covered is not None
-        return self.topology.time(numel * covered[1], num_ranks, crowding)
+        return self.topology.time(numel * covered[1], num_ranks, crowding, burst)
 
     def host_time(self, way: str, numel: float, num_ranks: int, crowding: float = 1.0) -> float:
         return self.hosts[way].time(local_bytes(way, numel, num_ranks), crowding)
 
-    def exposed_time(self, way: str, job: Job, num_ranks: int) -> float:
-        """Seconds that synchronisation adds to a step.
+    def exposed_time(self, way: str, job: Job, num_ranks: int, slower: float = 1.0) -> float:
+        """Seconds that synchronisation adds to a step, if every sync takes ``slower`` times what the model says.
 
         Equal buckets become ready at equal distances during backward, and travel one after the other. The first
         bucket's compute and the last one's communication hide nothing; what the host does is hidden by nothing either,
         because it takes the device that computes. The last bucket ends at the later of: the first one ready and all
-        that travel behind it without a pause; the last one ready and travelling alone.
+        that travel behind it without a pause; the last one ready and travelling alone. Backward hides the same time of
+        a slower link, so that what is exposed grows by more than ``slower``.
         """
+        if math.isinf(slower):
+            return math.inf
         in_bucket = job.numel / job.num_buckets
-        link = self.link_time(way, in_bucket, num_ranks)
+        link = slower * self.link_time(way, in_bucket, num_ranks)
         hidden = job.compute_time * job.backward_share * (1 - 1 / job.num_buckets)
         travelling = max(link, job.num_buckets * link - hidden)
-        return travelling + job.num_buckets * self.host_time(way, in_bucket, num_ranks)
+        return travelling + job.num_buckets * slower * self.host_time(way, in_bucket, num_ranks)
 
     def efficiency(self, way: str, job: Job, num_ranks: int) -> float:
         """Of weak scaling: a step's time without communication over its time with it. 1 on one rank."""
@@ -224,25 +205,36 @@ class CostModel:
         link = replace(self.topology.link, bandwidth=bandwidth)
         return replace(self, topology=replace(self.topology, link=link))
 
-    def crossover(self, way: str, other: str, job: Job, num_ranks: int) -> float:
+    def crossover(
+        self, way: str, other: str, job: Job, num_ranks: int, slower: float = 1.0, other_slower: float = 1.0
+    ) -> float:
         """The link's bandwidth, in bytes per second, at which a step takes as long with both ways.
 
         ``way`` sends fewer bytes, so it is ahead below. The difference of the exposed times falls with the bandwidth,
         because the way that sends more never hides a larger part of it, so there is one crossing or none.
 
+        Args:
+            way: sends fewer bytes.
+            other: sends more.
+            job: of each rank.
+            num_ranks: how many there are.
+            slower: by how much every sync of ``way`` takes longer than the model says.
+            other_slower: the same for ``other``.
+
         Returns:
-            inf if ``way`` is ahead over any link, 0 if over none.
+            inf if ``way`` is ahead over any link, 0 if it is behind over slow ones already.
         """
 
         def lead(log_bandwidth: float) -> float:
             model = self.over(math.exp(log_bandwidth))
-            return model.exposed_time(other, job, num_ranks) - model.exposed_time(way, job, num_ranks)
+            behind = model.exposed_time(other, job, num_ranks, other_slower)
+            return behind - model.exposed_time(way, job, num_ranks, slower)
 
         lowest, highest = math.log(LOWEST), math.log(HIGHEST)
-        if lead(highest) >= 0:
-            return math.inf
         if lead(lowest) <= 0:
             return 0.0
+        if lead(highest) >= 0:
+            return math.inf
         return math.exp(brentq(lead, lowest, highest, xtol=1e-9))
 
 

@@ -2,12 +2,14 @@
 
 A sample is the time of a step, from a barrier until the slowest rank is through it: forward, backward with everything
 that makes its gradients the mean over the ranks, and the optimizer's step. Beside the ways to synchronise run the plain
-model, without DDP, and DDP under ``no_sync``: what is between those two is DDP's own overhead, and what a way adds to
-the second is communication that backward did not hide. How long that takes when nothing hides it, the bare all_reduce
-tells. Data are synthetic. All ways run in the same processes and take turns.
+model, without DDP, and DDP under ``no_sync``: what is between those two is DDP's own overhead. What a way adds to the
+second, or to the first if it has no DDP, is communication that backward did not hide, and what the way itself costs.
+How long communication takes when nothing hides it, the bare all_reduce tells. Data are synthetic. All ways run in the
+same processes and take turns.
 """
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.collect import Collected, collect, places
+from benchmarks.collect import Collected, check_places, collect, places
 from benchmarks.gradients import Gradients
 from benchmarks.measure import (
     COSTS,
@@ -67,6 +69,8 @@ class Options:
     """Samples in each rank's batch; by default as many as suit the model and the scale."""
     nproc: int = 2
     """Number of ranks, each a process of its own on this machine."""
+    cpu: bool = False
+    """Compute on CPUs where there are GPUs, too."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
     ways: tuple[WayName, ...] = DEFAULT_WAYS
@@ -86,6 +90,8 @@ class Options:
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError(f"models: choose at least one of {', '.join(TRAININGS)}")
+        if not self.ways:
+            raise ValueError("ways: choose at least one, such as ddp or fastsync.attach/fp16")
         for name in ("nproc", "batch_size", "repetitions"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -97,14 +103,11 @@ class Options:
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
         if any(name in POLICIES for name in self.models) and importlib.util.find_spec("gymnasium") is None:
             raise ValueError(f"models {', '.join(POLICIES)} need gymnasium, which the extra 'train' installs")
-        if self.nproc > places() and not self.oversubscribe:
-            raise ValueError(
-                f"nproc={self.nproc}: this machine has {places()} cores or GPUs, and ranks that share one slow each "
-                "other down; choose fewer, or --oversubscribe, which every table then says"
-            )
+        check_places(self.nproc, self.oversubscribe, self.cpu)
         for name in self.models:
             needed = memory_needed(TRAININGS[name][self.scale], 1 + len(with_their_limits(self.ways)))
-            check_ranks_fit(f"model {name}", needed, self.nproc, "choose fewer --ways, other models, or --scale small")
+            way_out = "choose fewer --ways, other models, or --scale small"
+            check_ranks_fit(f"model {name}", needed, self.nproc, way_out, self.cpu)
 
 
 def memory_needed(training: Training, num_ways: int) -> int:
@@ -123,6 +126,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if a way gave a wrong result or a rank failed.
     """
     options = tyro.cli(Options, prog="python -m benchmarks ddp", args=arguments)
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
     collected = collect(measure_all, options.nproc, options, options.json)
     report(collected)
     return collected.status
@@ -168,7 +173,7 @@ def _ddp_no_sync(gradients: Gradients, group: ProcessGroup) -> Step:
 
 
 NO_DDP, NO_SYNC = "no_ddp", "no_sync"
-PARTS: dict[str, Way] = {NO_DDP: WAYS["no_sync"], **WAYS, NO_SYNC: Way(_ddp_no_sync, wire=None)}
+PARTS: dict[str, Way] = {NO_DDP: WAYS["no_sync"], **WAYS, NO_SYNC: Way(_ddp_no_sync, wire=None, in_ddp=True)}
 """The ways that gradients are taken along in a step. A model of its own is all that ``sync`` needs for no_sync; here
 that is no_ddp."""
 
@@ -210,7 +215,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
                     "backend": dist.get_backend(),
                     **schedule.settings,
                 }
-                if options.nproc > places():
+                if options.nproc > places(options.nproc, options.cpu):
                     settings["oversubscribed"] = True
                 records = to_records(of_rank, ways, settings, all_gather(environment(device))[0])
                 if dist.get_rank() == 0:
@@ -251,9 +256,9 @@ def breakdown(name: str, way: Way, medians: Mapping[str, float], num_samples: in
     """What the medians of the steps tell of one way. Seconds, and None where something was not measured or is none.
 
     over_no_ddp: what it adds to the step of the plain model; of no_sync that is DDP's own overhead.
-    exposed: what it adds to the step under no_sync, communication that backward did not hide; negative where a way has
-    less overhead than DDP.
-    hidden: the share of the bare all_reduce's time that it does not add.
+    exposed: what it adds to the step that is the same but for synchronisation: under no_sync where it is in DDP, of the
+    plain model where it is not. Communication that backward did not hide, and what the way itself costs.
+    hidden: the share of the bare all_reduce's time that it does not add, where the gradients travel.
     samples_per_second: of all ranks together.
     """
     figures: dict[str, float | None] = dict.fromkeys(("over_no_ddp", "exposed", "hidden", "samples_per_second"))
@@ -262,9 +267,11 @@ def breakdown(name: str, way: Way, medians: Mapping[str, float], num_samples: in
     figures["samples_per_second"] = num_samples / medians[name]
     if NO_DDP in medians:
         figures["over_no_ddp"] = medians[name] - medians[NO_DDP]
-    if NO_SYNC in medians and way.limit in medians:
-        figures["exposed"] = medians[name] - medians[NO_SYNC]
-        figures["hidden"] = 1 - figures["exposed"] / medians[way.limit]
+    without = NO_SYNC if way.in_ddp else NO_DDP
+    if way.averages and without in medians:
+        exposed = figures["exposed"] = medians[name] - medians[without]
+        if way.limit in medians:
+            figures["hidden"] = 1 - exposed / medians[way.limit]
     return figures
 
 
@@ -292,10 +299,11 @@ COLUMNS: Columns = {
 LEGEND = (
     "step: forward, backward, synchronisation and the optimizer's step, median [p10, p90] of the slowest rank; of "
     "all_reduce that alone. samples/s: of all ranks. over no_ddp: what the median adds to the plain model's; of "
-    "no_sync it is DDP's own overhead. exposed: what it adds to no_sync's, communication that backward did not hide; "
-    "attach has none of DDP's overhead. hidden: the share of the bare all_reduce of the same dtype that is not "
-    "exposed. engine's exposed, wire bytes: per step and rank, as the engine counts them. error: of the gradients, "
-    "relative, in the 2-norm. The learning rate is 0: the optimizer works, the weights stay."
+    "no_sync it is DDP's own overhead. exposed: what it adds to no_sync's, or to no_ddp's where it is not in DDP: "
+    "communication that backward did not hide, and its own work. hidden: the share of the bare all_reduce of the same "
+    "dtype that is not exposed; powerSGD_hook sends something else, in one bucket, as it would mix up two on Gloo, and "
+    "so hides nothing. engine's exposed, wire bytes: per step and rank, as the engine counts them. error: of the "
+    "gradients, relative, in the 2-norm. The learning rate is 0: the optimizer works, the weights stay."
 )
 
 

@@ -1,6 +1,5 @@
 """Which machines there are, which of them this one is, and how many ranks each of them has at a world size."""
 
-import os
 import re
 import socket
 from collections.abc import Sequence
@@ -8,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from benchmarks.cores import cores
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
 
@@ -94,7 +95,7 @@ def own_capacity(device: str) -> Capacity:
     """This machine's, for ranks on "cpu" or "cuda"."""
     if device == "cuda":
         return Capacity(torch.cuda.device_count(), "GPUs", can_be_exceeded=False)
-    return Capacity(len(os.sched_getaffinity(0)), "cores that it may use", can_be_exceeded=True)
+    return Capacity(cores(), "cores that it may use", can_be_exceeded=True)
 
 
 def check_capacity(name: str, capacity: Capacity, num_ranks: int, world_size: int, oversubscribe: bool) -> bool:

@@ -112,6 +112,7 @@ class Options:
         """The options of the benchmark that runs in the namespaces."""
         shared = {
             "nproc": self.ranks,
+            "cpu": True,  # GPUs of one machine would find each other past the links
             "ways": self.ways,
             "repetitions": self.repetitions,
             "warmup": self.warmup,
@@ -194,13 +195,14 @@ def with_link(records: Sequence[Record], rate: int, raw: RawTcp) -> Iterator[Rec
     medians = {record.way: quantiles(record.samples)["median"] for record in records if record.samples}
     for record in records:
         num_bytes = sent_bytes(record)
+        synchronises = record.way not in (ddp.NO_DDP, ddp.NO_SYNC)
         settings = {**record.settings, "link": rate, "link_burst": burst(rate)}
         if record.settings["world_size"] > record.environment["cores"]:
             settings["oversubscribed"] = True
         figures = {
             **record.figures,
             **link_figures(num_bytes, medians.get(record.way), rate, raw.rate_ring),
-            "ddp_over_this": _ratio(medians.get("ddp"), medians.get(record.way)) if record.settings["wire"] else None,
+            "ddp_over_this": _ratio(medians.get("ddp"), medians.get(record.way)) if synchronises else None,
             **{f"raw_{name}": value for name, value in asdict(raw).items()},
         }
         environment = {**record.environment, "congestion_control": CONGESTION_CONTROL}

@@ -138,7 +138,7 @@ def _measure_here(
         name: Measurement(
             # Once more, on what the last repetition has left.
             correct=name in timed and is_right(way, steps[name], workload),
-            error=None if way.wire is None else workload.relative_error(steps[name].result()),
+            error=workload.relative_error(steps[name].result()) if way.averages else None,
             samples=samples.get(name, []),
             cost=cost_per_step(before.get(name), steps[name].stats()),
         )
@@ -201,30 +201,38 @@ def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
     """What a way adds to the step without sync, and that as a multiple of the bare all_reduce of what it sends.
 
     The bare all_reduce has no backward in it: what it adds is all of it. A way's own share is the part of the bare
-    all_reduce's time that comes on top of it; it is negative where a way hides communication behind backward.
+    all_reduce's time that comes on top of it; it is negative where a way hides communication behind backward. Neither
+    that nor the multiple is given where something else travels than the gradients.
     """
-    limit = WAYS[name].limit
-    if limit is None or not {name, limit, "no_sync"} <= medians.keys():
-        return {"over_no_sync": None, "over_all_reduce": None, "own_share": None}
-    over_no_sync = medians[name] - (0.0 if name in LIMITS.values() else medians["no_sync"])
-    multiple = over_no_sync / medians[limit]
-    return {"over_no_sync": over_no_sync, "over_all_reduce": multiple, "own_share": multiple - 1}
+    figures: dict[str, float | None] = dict.fromkeys(("over_no_sync", "over_all_reduce", "own_share"))
+    is_bare = name in LIMITS.values()
+    if not WAYS[name].averages or name not in medians or not (is_bare or "no_sync" in medians):
+        return figures
+    over_no_sync = medians[name] - (0.0 if is_bare else medians["no_sync"])
+    figures["over_no_sync"] = over_no_sync
+    if (limit := WAYS[name].limit) in medians:
+        multiple = over_no_sync / medians[limit]
+        figures |= {"over_all_reduce": multiple, "own_share": multiple - 1}
+    return figures
 
 
 def bandwidths(name: str, medians: Mapping[str, float], numel: int, world_size: int) -> dict[str, float | None]:
     """Bytes per second as nccl-tests defines them (its doc/PERFORMANCE.md), of float32 gradients before compression.
 
     algbw is bytes by time; busbw is algbw · 2(n − 1)/n, the rate at which each of n ranks has to send at least where
-    nothing is compressed, and so comparable to a link's rate and between numbers of ranks.
+    nothing is compressed, and so comparable to a link's rate and between numbers of ranks. Of a way the time is what it
+    adds to the step without sync; where that is not positive, because it hides behind backward or in the noise, there
+    is no rate.
     """
-    if WAYS[name].wire is None or name not in medians:
+    seconds = ratios(name, medians)["over_no_sync"]
+    if seconds is None or seconds <= 0:
         return {"algbw": None, "busbw": None}
-    algbw = 4 * numel / medians[name]
+    algbw = 4 * numel / seconds
     return {"algbw": algbw, "busbw": algbw * 2 * (world_size - 1) / world_size}
 
 
 def wire_name(way: Way) -> str | None:
-    """The dtype that travels, as rows have it."""
+    """The dtype that the gradients travel as, as rows have it; None where they do not travel."""
     return None if way.wire is None else str(way.wire).removeprefix("torch.")
 
 

@@ -41,7 +41,7 @@ def check_fits(what: str, needed: int, free: int | None, way_out: str) -> None:
         raise ValueError(f"{what} takes about {needed_text} of memory, and {free_text} are free: {way_out}")
 
 
-def check_ranks_fit(what: str, needed: int, nproc: int, way_out: str) -> None:
+def check_ranks_fit(what: str, needed: int, nproc: int, way_out: str, cpu: bool = False) -> None:
     """Refuses what does not fit: all ranks' share into main memory, or one rank's into its GPU.
 
     Args:
@@ -49,11 +49,12 @@ def check_ranks_fit(what: str, needed: int, nproc: int, way_out: str) -> None:
         needed: bytes for each rank.
         nproc: ranks on this machine.
         way_out: what to do about it.
+        cpu: whether ranks compute on the CPU even where each could have a GPU.
 
     Raises:
         ValueError: it does not fit.
     """
-    if nproc <= torch.cuda.device_count():
+    if not cpu and nproc <= torch.cuda.device_count():
         for index in range(nproc):
             check_fits(what, needed, available_on(torch.device("cuda", index)), way_out)
     else:

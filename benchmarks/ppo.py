@@ -5,19 +5,23 @@ sample is the time of a training's loop: collecting and learning, without start-
 """
 
 import importlib.util
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import tyro
 from rich.progress import TaskID
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from benchmarks.collect import INTERRUPTED
+from benchmarks.collect import INTERRUPTED, check_places, places
 from benchmarks.records import Record, RowFile, environment
 from benchmarks.table import Columns, console, progress_bars, table
 from benchmarks.trainers import Outcome, Training, run_alone
@@ -51,6 +55,8 @@ class Options:
     """CleanRL's ppo.py (https://github.com/vwxyzjn/cleanrl), to be measured beside its loop written anew."""
     nproc: int = 2
     """Ranks of fastsync's runs on several, and trainings at once of the one without communication."""
+    oversubscribe: bool = False
+    """Allow more ranks than there are cores or GPUs; every table says so."""
     total_steps: int = 60_000
     """Environment steps of each training."""
     repetitions: int = 3
@@ -61,6 +67,10 @@ class Options:
     """File to write all rows to, with every sample, the settings, versions and hardware."""
 
     def __post_init__(self) -> None:
+        if not self.hyperparameters:
+            raise ValueError(f"hyperparameters: choose at least one of {', '.join(HYPERPARAMETERS)}")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
         for name in ("nproc", "total_steps", "repetitions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -73,40 +83,69 @@ class Options:
                 raise ValueError(
                     f"nproc={self.nproc} does not divide the {HYPERPARAMETERS[name].num_envs} environments of {name}"
                 )
+        check_places(self.nproc, self.oversubscribe)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measures and reports.
 
     Returns:
-        The exit status: 0, or 1 if a training has learnt nothing.
+        The exit status: 0; 1 if a training has learnt nothing, failed or hangs; 130 after Ctrl-C, 143 after SIGTERM.
     """
     options = tyro.cli(Options, prog="python -m benchmarks ppo", args=arguments)
     with tempfile.TemporaryDirectory() as folder:
         rows = RowFile(options.json or Path(folder) / "rows.json")
+        rows.add([])  # or those of an earlier run would be shown where this one ends before it has any
+        note, status = "", 0
         try:
-            measure_all(options, rows)
-            interrupted = False
+            with _termination_raises():
+                measure_all(options, rows)
         except KeyboardInterrupt:
-            interrupted = True
+            note, status = "interrupted", INTERRUPTED
+        except SignalException as signalled:
+            note, status = "interrupted", 128 + signalled.sigval
+        except RuntimeError as error:
+            note, status = str(error), 1
         records = rows.read()
-    status = report(records, options)
-    return INTERRUPTED if interrupted else status
+    learnt_nothing = report(records)
+    if note:
+        print(f"{note}; what was measured before is shown", file=sys.stderr)
+    return status or learnt_nothing
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """So that the training under way, which a signal to this process does not reach, is ended too."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        name = signal.Signals(number)
+        raise SignalException(f"ended by {name.name}", sigval=name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def measure_all(options: Options, rows: RowFile) -> None:
-    """Runs all trainings, one after the other."""
+    """Runs all trainings, one after the other. After each the rows have it in."""
+    done: list[Record] = []
+    where = environment(torch.device("cpu"))
     with progress_bars(shown=True) as progress:
         for name in dict.fromkeys(options.hyperparameters):
             ways = dict(ways_of(HYPERPARAMETERS[name], options))
             task = progress.add_task(f"hyperparameters of {name}", total=len(ways) * options.repetitions)
-            outcomes: dict[str, list[Outcome]] = {way: [] for way in ways}
+            outcomes: dict[str, list[Outcome]] = {}
             for repetition in range(options.repetitions):
                 for way, (trainer, training) in ways.items():
                     seeded = replace(training, seed=1 + repetition)
-                    outcomes[way].append(run_alone(trainer, seeded, timeout=options.timeout))
+                    outcomes.setdefault(way, []).append(run_alone(trainer, seeded, timeout=options.timeout))
+                    rows.replace([*done, *records_of(name, ways, outcomes, where)])
                     progress.update(TaskID(task), advance=1, refresh=True)
-            rows.add(records_of(name, ways, outcomes))
+            done += records_of(name, ways, outcomes, where)
 
 
 def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:
@@ -137,11 +176,23 @@ SB3, CLEANRL_LOOP, CLEANRL, ALONE = "stable-baselines3", "CleanRL's loop", "clea
 
 
 def records_of(
-    name: str, ways: dict[str, tuple[str, Training]], outcomes: dict[str, list[Outcome]]
+    name: str,
+    ways: Mapping[str, tuple[str, Training]],
+    outcomes: Mapping[str, Sequence[Outcome]],
+    where: Mapping[str, Any],
 ) -> Iterator[Record]:
-    """A row for each way, with its speed as a ratio to the rivals' and, for more ranks, to that of one."""
+    """A row for each way with an outcome, its speed also as a ratio to the rivals' and, for more ranks, to one's.
+
+    A ratio to something that has no outcome yet is None.
+    """
     speeds = {way: median(_speed(outcome) for outcome in of_way) for way, of_way in outcomes.items()}
+
+    def ratio(way: str, other: str, times: int = 1) -> float | None:
+        return speeds[way] / speeds[other] / times if other in speeds else None
+
     for way, (_, training) in ways.items():
+        if way not in outcomes:
+            continue
         returns = [outcome["mean_return"] for outcome in outcomes[way]]
         known = [value for value in returns if value is not None]
         ratios = {
@@ -151,25 +202,29 @@ def records_of(
         yield Record(
             benchmark="ppo",
             way=way,
-            settings={"hyperparameters": name, **vars(training)},
+            settings={
+                "hyperparameters": name,
+                **vars(training),
+                **({"oversubscribed": True} if training.nproc > places(training.nproc) else {}),
+            },
             figures={
                 "steps_per_second": speeds[way],
                 "steps_per_second_per_rank": speeds[way] / training.nproc,
                 "slowest": min(_speed(outcome) for outcome in outcomes[way]),
                 "fastest": max(_speed(outcome) for outcome in outcomes[way]),
-                "over_environment": speeds[way] / speeds["environment alone"],
-                "weak_scaling": speeds[way] / speeds[ALONE] / training.nproc if is_wide else None,
-                "over_apart": speeds[way] / speeds[apart(training.nproc)] if is_wide else None,
+                "over_environment": ratio(way, "environment alone"),
+                "weak_scaling": ratio(way, ALONE, training.nproc) if is_wide else None,
+                "over_apart": ratio(way, apart(training.nproc)) if is_wide else None,
                 "mean_return": median(known) if known else None,
                 **ratios,
             },
             correct=all(value > LEARNT for value in known),
             samples=[outcome["seconds"] or 0.0 for outcome in outcomes[way]],
-            environment=environment(torch.device("cpu")),
+            environment=where,
         )
 
 
-def report(records: Sequence[Record], options: Options) -> int:
+def report(records: Sequence[Record]) -> int:
     """Prints a table for each set of hyperparameters. Returns the exit status."""
     out = console()
     for name in dict.fromkeys(record.settings["hyperparameters"] for record in records):
@@ -201,7 +256,7 @@ if TYPE_CHECKING:
     Cell = Callable[[Record], str]
 
 COLUMNS: Columns = {
-    "trainer": lambda record: record.way,
+    "trainer": lambda record: record.way + (", OVERSUBSCRIBED" if record.settings.get("oversubscribed") else ""),
     "steps/s": _cell("steps_per_second", ",.0f"),
     "per rank": _cell("steps_per_second_per_rank", ",.0f"),
     "slowest": _cell("slowest", ",.0f"),

@@ -29,7 +29,7 @@ from benchmarks.cost_model import (
     efficiency,
 )
 from benchmarks.records import Record, RowFile, environment, read_json
-from benchmarks.table import Columns, console, milliseconds, table
+from benchmarks.table import Columns, console, milliseconds, number, table
 from benchmarks.units import format_rate, format_seconds, parse_rate, parse_seconds
 
 MODELS = {
@@ -71,7 +71,7 @@ class Options:
     door: Literal["fastsync.attach", "fastsync.register_comm_hook"] = "fastsync.attach"
     """Whose costs on the host."""
     algorithm: Algorithm | None = None
-    """How ranks reduce; by default a ring, as Gloo has it (gloo) where the rows are Gloo's."""
+    """How ranks reduce; by default a ring, as in the rows."""
     ranks_per_node: int = 8
     """Of two levels. World sizes that do not fill nodes are left out."""
     inner_bandwidth: str = "3600gbit"
@@ -172,7 +172,15 @@ def fit_rows(options: Options) -> Fit | None:
         raise ValueError(f"the rows are of several backends, {', '.join(sorted(backends))}: name files of one only")
     if not records:
         raise ValueError("there are no rows of sync over that link in these files")
-    return fit(points_of(records), "gloo" if backends == {"gloo"} else "ring", options.hold_back)
+    return fit(points_of(records), "ring", options.hold_back)
+
+
+def slower(error: float) -> tuple[float, float]:
+    """What a prediction has to be multiplied by, at least and at most, where predictions were off by up to ``error``.
+
+    What was predicted with a relative error of e took 1 / (1 + e) of that, so from an error of 100 % on without limit.
+    """
+    return 1 / (1 + error), 1 / (1 - error) if error < 1 else math.inf
 
 
 def algorithm_of(options: Options, fitted: Fit | None) -> Algorithm:
@@ -209,13 +217,15 @@ def model_for(options: Options, fitted: Fit | None) -> CostModel:
 
 
 def predict(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[Record]:
-    """A row for each compression and number of ranks. low and high: with the worst error that was seen."""
+    """A row for each compression and number of ranks. low and high: every sync off by the worst error that was seen."""
     job, link, where = options.job, model.topology.link, environment(torch.device("cpu"))
     errors = fitted.errors(job.numel / job.num_buckets) if fitted else []
-    median_error, worst_error = (median(errors), max(errors)) if errors else (None, None)
+    factors = (1.0, *slower(max(errors))) if errors else (1.0,)
     for way, host in model.hosts.items():
         for num_ranks in world_sizes(options):
-            exposed = model.exposed_time(way, job, num_ranks) if num_ranks > 1 else 0.0
+            exposed = [model.exposed_time(way, job, num_ranks, factor) if num_ranks > 1 else 0.0 for factor in factors]
+            efficiencies = [efficiency(job, seconds) for seconds in exposed]
+            high, low = efficiencies[1:] if errors else (None, None)
             yield Record(
                 benchmark="predict",
                 way=way,
@@ -225,18 +235,19 @@ def predict(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[
                     **asdict(job),
                     "algorithm": model.topology.algorithm,
                     "latency": link.latency + link.work,
-                    "bandwidth": link.bandwidth,
+                    "bandwidth": _finite(link.bandwidth),
                     "overhead": host.overhead,
                     "local_bandwidth": _finite(host.bandwidth),
                     "extrapolated": num_ranks > 1 and is_extrapolated(options, fitted, way, num_ranks),
+                    "fitted_on_oversubscribed": is_oversubscribed(fitted),
                 },
                 figures={
-                    "exposed_time": exposed,
-                    "efficiency": efficiency(job, exposed),
-                    "low": efficiency(job, exposed * (1 + worst_error)) if worst_error is not None else None,
-                    "high": efficiency(job, exposed * max(0.0, 1 - worst_error)) if worst_error is not None else None,
-                    "median_error": median_error,
-                    "worst_error": worst_error,
+                    "exposed_time": exposed[0],
+                    "efficiency": efficiencies[0],
+                    "low": low,
+                    "high": high,
+                    "median_error": _finite(median(errors)) if errors else None,
+                    "worst_error": _finite(max(errors)) if errors else None,
                 },
                 correct=True,
                 samples=[],
@@ -250,6 +261,11 @@ def world_sizes(options: Options) -> list[int]:
     if options.algorithm != "two-level":
         return sizes
     return [size for size in sizes if size <= options.ranks_per_node or size % options.ranks_per_node == 0]
+
+
+def is_oversubscribed(fitted: Fit | None) -> bool:
+    """Whether some of the points that the model was fitted on are of more ranks than cores."""
+    return fitted is not None and any(point.oversubscribed for point in fitted.points)
 
 
 def is_extrapolated(options: Options, fitted: Fit | None, way: str, num_ranks: int) -> bool:
@@ -280,7 +296,7 @@ def report(
         out.print(table(f"Held back, {fitted.how if fitted else ''}", HELD_BACK_COLUMNS, held_back))
     for way in model.hosts:
         rows = [record for record in predictions if record.way == way]
-        out.print(table(_title(way, model, options.job), COLUMNS, rows))
+        out.print(table(_title(way, model, options.job, fitted), COLUMNS, rows))
     for line in (*_crossovers(options, model, fitted), *_assumptions(options)):
         out.print(line, markup=False)
 
@@ -290,16 +306,18 @@ COLUMNS: Columns = {
     "exposed, ms": lambda record: milliseconds(record.figures["exposed_time"]),
     "efficiency": lambda record: _percent(record.figures["efficiency"]),
     "with the worst error": lambda record: _range(record),
-    "error, median": lambda record: _percent(record.figures["median_error"]),
-    "error, worst": lambda record: _percent(record.figures["worst_error"]),
+    "error of a sync, median": lambda record: _percent(record.figures["median_error"]),
+    "error of a sync, worst": lambda record: _percent(record.figures["worst_error"]),
 }
 HELD_BACK_COLUMNS: Columns = {
     "way": lambda record: record.way,
     "parameters": lambda record: f"{record.settings['numel']:,}",
-    "ranks": lambda record: str(record.settings["world_size"]),
+    "ranks": lambda record: (
+        f"{record.settings['world_size']}{', OVERSUBSCRIBED' if record.settings.get('oversubscribed') else ''}"
+    ),
     "measured, ms": lambda record: milliseconds(record.figures["measured"]),
     "predicted, ms": lambda record: milliseconds(record.figures["predicted"]),
-    "error": lambda record: f"{record.figures['error']:+.1%}",
+    "error": lambda record: number(record.figures["error"], "+.1%") or "unknown: less than the noise",
 }
 
 
@@ -308,8 +326,13 @@ def _held_back_record(held: HeldBack) -> Record:
     return Record(
         benchmark="predict",
         way=point.way,
-        settings={"numel": point.numel, "world_size": point.num_ranks, "held_back": True},
-        figures={"measured": point.seconds, "predicted": held.predicted, "error": held.error},
+        settings={
+            "numel": point.numel,
+            "world_size": point.num_ranks,
+            "held_back": True,
+            **({"oversubscribed": True} if point.oversubscribed else {}),
+        },
+        figures={"measured": point.sync, "predicted": held.predicted, "error": _finite(held.error)},
         correct=True,
         samples=[],
         environment={},
@@ -318,7 +341,8 @@ def _held_back_record(held: HeldBack) -> Record:
 
 def _parameters(model: CostModel, fitted: Fit | None) -> Iterator[str]:
     link = model.topology.link
-    yield f"link: {format_seconds(link.latency + link.work)} a step, {format_rate(8 * link.bandwidth)}"
+    rate = format_rate(8 * link.bandwidth) if math.isfinite(link.bandwidth) else "no measurable cost a byte"
+    yield f"link: {format_seconds(link.latency + link.work)} a step, {rate}"
     for way, host in model.hosts.items():
         local = f"{host.bandwidth / 1e9:.3g} GB/s" if math.isfinite(host.bandwidth) else "no measurable cost a byte"
         yield f"{way}: {format_seconds(host.overhead)} a call, local passes {local}"
@@ -327,36 +351,66 @@ def _parameters(model: CostModel, fitted: Fit | None) -> Iterator[str]:
         return
     ranks = ", ".join(map(str, sorted({point.num_ranks for point in fitted.points})))
     errors = fitted.errors()
+    crowded = sum(point.oversubscribed for point in fitted.points)
     yield (
-        f"error: median {median(errors):.1%}, worst {max(errors):.1%} of {len(errors)} points held back {fitted.how}; "
-        f"beside the figures below, of those of about as many bytes. Fitted on {len(fitted.points)} points at {ranks} "
-        "ranks"
+        f"error of a sync, without the compute around it: median {_percent(median(errors))}, worst "
+        f"{_percent(max(errors))} of {len(errors)} points held back {fitted.how}; beside the figures below, of those "
+        f"of about as many bytes. Fitted on {len(fitted.points)} points at {ranks} ranks"
+        + (f", {crowded} of them OVERSUBSCRIBED" if crowded else "")
     )
 
 
 def _crossovers(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[str]:
-    """For each compression the link at which it breaks even at the most ranks, and a step's time on both sides."""
+    """For each compression the link at which it breaks even at the most ranks, and a step's time on both sides.
+
+    The crossing is also given where the errors of the two that are compared are at their worst and opposite.
+    """
     plain, num_ranks, job = f"{options.door}/none", max(world_sizes(options)), options.job
     if plain not in model.hosts or num_ranks == 1:
         return
     errors = fitted.errors(job.numel / job.num_buckets) if fitted else []
-    error = (
-        f" (error of a sync: median {median(errors):.0%}, worst {max(errors):.0%})" if errors else " (error unknown)"
-    )
     for way in model.hosts:
         if way == plain:
             continue
         crossover = model.crossover(way, plain, job, num_ranks)
+        where = f"{way} at {num_ranks} ranks"
         if math.isinf(crossover):
-            yield f"{way} at {num_ranks} ranks: ahead of none over any link{error}"
+            found = f"{where}: ahead of {plain} over any link"
         elif crossover == 0:
-            yield f"{way} at {num_ranks} ranks: behind none over every link{error}"
+            found = f"{where}: behind {plain} over every link"
         else:
             below, above = (_both(model.over(crossover * factor), way, plain, job, num_ranks) for factor in (0.5, 2))
-            yield (
-                f"{way} at {num_ranks} ranks: pays below {format_rate(8 * crossover)}; exposed against none's at half "
-                f"of that {below}, at twice {above}{error}"
+            found = (
+                f"{where}: pays below {format_rate(8 * crossover)}; exposed against {plain}'s at half of that {below}, "
+                f"at twice {above}"
             )
+        if not errors:
+            yield f"{found} (error unknown)"
+            continue
+        low, high = crossover_range(model, way, plain, job, num_ranks, max(errors))
+        yield (
+            f"{found} (with the worst error of a sync, {_percent(max(errors))}, in either direction: "
+            f"{_crossing(low)} to {_crossing(high)})"
+        )
+
+
+def crossover_range(
+    model: CostModel, way: str, plain: str, job: Job, num_ranks: int, error: float
+) -> tuple[float, float]:
+    """The crossing where ``way`` is slower than predicted and ``plain`` faster, and the other way round."""
+    fast, slow = slower(error)
+    if math.isinf(slow):
+        return 0.0, math.inf
+    return (
+        model.crossover(way, plain, job, num_ranks, slow, fast),
+        model.crossover(way, plain, job, num_ranks, fast, slow),
+    )
+
+
+def _crossing(bandwidth: float) -> str:
+    if math.isinf(bandwidth):
+        return "ahead over any link"
+    return f"pays below {format_rate(8 * bandwidth)}" if bandwidth else "never ahead"
 
 
 def _both(model: CostModel, way: str, plain: str, job: Job, num_ranks: int) -> str:
@@ -388,9 +442,10 @@ def _assumptions(options: Options) -> Iterator[str]:
     )
 
 
-def _title(way: str, model: CostModel, job: Job) -> str:
+def _title(way: str, model: CostModel, job: Job, fitted: Fit | None) -> str:
     compute = format_seconds(job.compute_time)
-    return f"{way}, {model.topology.algorithm}: {job.numel:,} parameters, {compute} of compute a step"
+    crowded = ", fitted on OVERSUBSCRIBED ranks" if is_oversubscribed(fitted) else ""
+    return f"{way}, {model.topology.algorithm}: {job.numel:,} parameters, {compute} of compute a step{crowded}"
 
 
 def _range(record: Record) -> str:
@@ -399,7 +454,7 @@ def _range(record: Record) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.1%}"
+    return "unknown" if value is None or math.isinf(value) else f"{value:.1%}"
 
 
 def _link_name(link: int | None) -> str:

@@ -1,7 +1,6 @@
 """Rows that can be read without the run that made them: samples, quantiles, settings, versions, hardware."""
 
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 import fastsync
+from benchmarks.cores import cores
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
@@ -55,7 +55,11 @@ class RowFile:
 
     def add(self, records: Iterable[Record]) -> None:
         """Adds rows. The first ones replace a file that was there."""
-        self._records += records
+        self.replace([*self._records, *records])
+
+    def replace(self, records: Iterable[Record]) -> None:
+        """Puts rows in the place of all that were added."""
+        self._records = list(records)
         lines = [json.dumps(asdict(record) | {"quantiles": record.quantiles}) for record in self._records]
         unfinished = self.path.with_name(f"{self.path.name}.unfinished")
         unfinished.write_text("[\n" + ",\n".join(lines) + "\n]\n")
@@ -95,7 +99,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "threads_per_rank": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
     }

@@ -8,6 +8,7 @@ Sizes are models or bytes of gradients; ``--sweep 1KiB 1GiB`` goes through bytes
 busbw are given.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 import tyro
 
-from benchmarks.collect import Collected, collect, places
+from benchmarks.collect import Collected, check_places, collect, places
 from benchmarks.measure import TIMEOUT, Schedule, measure, memory_needed
 from benchmarks.memory import check_ranks_fit
 from benchmarks.records import Record, RowFile
@@ -37,13 +38,15 @@ class Options:
 
     sizes: tuple[str, ...] = tuple(SIZES)
     """Models by their number of parameters (5k, 0.5m, 12m), or bytes of float32 gradients (1KiB, 25MiB, 1GiB) in 16
-    equal tensors."""
+    about equal matrices."""
     sweep: tuple[str, str] | None = None
     """First and last of a series of sizes in bytes, such as 1KiB 1GiB, in place of sizes."""
     factor: int = 4
-    """Each size of the sweep by the one before."""
+    """Each size of the sweep by the one before; the last one may be less."""
     nproc: int = 2
     """Number of ranks, each a process of its own on this machine."""
+    cpu: bool = False
+    """Compute on CPUs where there are GPUs, too."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
     ways: tuple[WayName, ...] = tuple(WAYS)
@@ -63,15 +66,13 @@ class Options:
     def __post_init__(self) -> None:
         if not self.sizes:
             raise ValueError(f"sizes: choose at least one of {', '.join(SIZES)}, or bytes such as 1MiB")
+        if not self.ways:
+            raise ValueError("ways: choose at least one, such as ddp or fastsync.attach/fp16")
         if self.factor < 2:
             raise ValueError(f"factor={self.factor} must be at least 2")
         if self.nproc < 1:
             raise ValueError(f"nproc={self.nproc} must be at least 1")
-        if self.nproc > places() and not self.oversubscribe:
-            raise ValueError(
-                f"nproc={self.nproc}: this machine has {places()} cores or GPUs, and ranks that share one slow each "
-                "other down; choose fewer, or --oversubscribe, which every table then says"
-            )
+        check_places(self.nproc, self.oversubscribe, self.cpu)
         if self.repetitions is not None and self.repetitions < 1:
             raise ValueError(f"repetitions={self.repetitions} must be at least 1")
         if self.warmup < MIN_WARMUP:
@@ -82,7 +83,7 @@ class Options:
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
         for name, size in self.all_sizes.items():
             needed = memory_needed(size, with_their_limits(self.ways))
-            check_ranks_fit(f"size {name}", needed, self.nproc, "choose fewer --ways or smaller sizes")
+            check_ranks_fit(f"size {name}", needed, self.nproc, "choose fewer --ways or smaller sizes", self.cpu)
 
     @property
     def all_sizes(self) -> dict[str, Size]:
@@ -98,6 +99,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if a way gave a wrong result or a rank failed.
     """
     options = tyro.cli(Options, prog="python -m benchmarks sync", args=arguments)
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
     collected = collect(measure_all, options.nproc, options, options.json)
     report(collected, by_way=options.sweep is not None)
     return collected.status
@@ -114,7 +117,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
                 repetitions = options.repetitions or size.repetitions
                 schedule = Schedule(options.warmup, repetitions, options.seed, options.timeout)
                 records = measure(name, ways, schedule, device, progress)
-                if options.nproc > places():
+                if options.nproc > places(options.nproc, options.cpu):
                     records = [_oversubscribed(record) for record in records]
                 if dist.get_rank() == 0:
                     rows.add(records)
@@ -159,11 +162,13 @@ FIGURES: Columns = {
 COLUMNS_OF_A_SIZE: Columns = {"way": lambda record: record.way} | FIGURES
 COLUMNS_OF_A_WAY: Columns = {"size": lambda record: record.settings["size"]} | FIGURES
 LEGEND = (
-    "step: median [p10, p90] of the slowest rank. algbw: bytes of float32 gradients by that median, compressed or not; "
-    "busbw: algbw · 2(n − 1)/n. over no_sync: what the median adds to no_sync's; × all_reduce: that "
-    "over the bare all_reduce of the same dtype; own share: what it is more. exposed, pack, unpack, wire bytes: per "
+    "step: median [p10, p90] of the slowest rank. over no_sync: what the median adds to no_sync's; of the bare "
+    "all_reduce, which has no backward, all of it. algbw: bytes of float32 gradients, compressed or not, by over "
+    "no_sync; busbw: algbw · 2(n − 1)/n. × all_reduce: over no_sync, over the bare all_reduce of the same dtype; own "
+    "share: what it is more. exposed, pack, unpack, wire bytes: per "
     "step and rank, as the engine counts them. error: relative, in the 2-norm, of the last step alone; PowerSGD "
-    "catches up in later steps with what it leaves out of one, and random gradients are its worst case."
+    "catches up in later steps with what it leaves out of one, and random gradients are its worst case. It sends "
+    "something else than the gradients, in one bucket, as it would mix up two on Gloo, so that backward hides nothing."
 )
 
 

@@ -7,11 +7,13 @@ return of the last 100 episodes, or null where the trainer does not tell it.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,13 +210,33 @@ TRAINERS: dict[str, Callable[[Training], Outcome]] = {
 
 
 def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
-    """Runs a trainer in a fresh process, with one thread to compute with on each rank."""
+    """Runs a trainer in a fresh process, with one thread to compute with on each rank.
+
+    Whatever ends the wait for it, its ranks and environments end with it.
+
+    Raises:
+        RuntimeError: it failed, or has not ended in ``timeout`` seconds.
+    """
     command = [sys.executable, "-m", "benchmarks.trainers", trainer, json.dumps(asdict(training))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a group of its own, which is ended as a whole
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{trainer} has not ended within {timeout:g} s") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        raise RuntimeError(f"{trainer} failed:\n{process.stdout}{process.stderr}")
-    outcome: Outcome = json.loads(process.stdout.splitlines()[-1])
+        raise RuntimeError(f"{trainer} failed:\n{printed}{errors}")
+    outcome: Outcome = json.loads(printed.splitlines()[-1])
     return outcome
 
 

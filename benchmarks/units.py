@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+"""As tc writes them."""
+SI = {"bit": "bit/s", "kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -38,7 +40,7 @@ def parse_rate(text: str) -> int:
 def format_rate(rate: float) -> str:
     """As people say it: 100 Mbit/s."""
     unit = next((unit for unit in reversed(RATES) if rate >= RATES[unit]), "bit")
-    return f"{rate / RATES[unit]:.4g} {unit.removesuffix('bit').capitalize()}bit/s"
+    return f"{rate / RATES[unit]:.4g} {SI[unit]}"
 
 
 def parse_seconds(text: str) -> float:

@@ -100,13 +100,19 @@ _SYNC_BUFFERS = next(
 )
 
 
-def wrapped(workload: Gradients, group: ProcessGroup, **options: float) -> DistributedDataParallel:
+def wrapped(workload: Gradients, group: ProcessGroup, **options: float | bool) -> DistributedDataParallel:
     """A model in DDP that sends its gradients and nothing else, as all ways do: buffers stay where they are."""
     return DistributedDataParallel(workload.model(), process_group=group, **{_SYNC_BUFFERS: False}, **options)
 
 
 def _ddp(workload: Gradients, group: ProcessGroup) -> Step:
     return TrainingStep(wrapped(workload, group))
+
+
+def _ddp_bucket_view(workload: Gradients, group: ProcessGroup) -> Step:
+    # Gradients are views of the buckets, so that none is copied back. It is copied in all the same, because zero_grad,
+    # which sets gradients to None by default, drops the views.
+    return TrainingStep(wrapped(workload, group, gradient_as_bucket_view=True))
 
 
 def _ddp_with(hook: Callable) -> Build:
@@ -190,15 +196,22 @@ class Way:
     build: Build
     """Makes a step of it. A collective call: on all ranks, in the same order."""
     wire: torch.dtype | None = torch.float32
-    """What travels; None if nothing does."""
+    """As what the gradients travel; None if they do not, or something else does."""
     approximate: bool = False
     """Whether the result is something else than the mean, rounded. Its error is reported and not judged."""
     nccl_only: bool = False
+    in_ddp: bool = False
+    """Whether the model is wrapped in DDP, whose own overhead is then a part of the step."""
 
     @property
     def limit(self) -> str | None:
         """The bare all_reduce of what travels."""
         return LIMITS[self.wire] if self.wire else None
+
+    @property
+    def averages(self) -> bool:
+        """Whether its result is the mean over the ranks, or near it."""
+        return self.approximate or self.wire is not None
 
 
 fp16, bf16 = torch.float16, torch.bfloat16
@@ -208,17 +221,18 @@ LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_
 WAYS = {
     "no_sync": Way(_no_sync, wire=None),
     **{name: Way(_bare(wire), wire) for wire, name in LIMITS.items()},
-    "ddp": Way(_ddp),
-    "ddp/allreduce_hook": Way(_ddp_with(default_hooks.allreduce_hook)),
-    "ddp/fp16_compress_hook": Way(_ddp_with(default_hooks.fp16_compress_hook), fp16),
-    "ddp/bf16_compress_hook": Way(_ddp_with(default_hooks.bf16_compress_hook), bf16, nccl_only=True),
-    "ddp/powerSGD_hook": Way(_power_sgd, approximate=True),
+    "ddp": Way(_ddp, in_ddp=True),
+    "ddp/bucket_view": Way(_ddp_bucket_view, in_ddp=True),
+    "ddp/allreduce_hook": Way(_ddp_with(default_hooks.allreduce_hook), in_ddp=True),
+    "ddp/fp16_compress_hook": Way(_ddp_with(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
+    "ddp/bf16_compress_hook": Way(_ddp_with(default_hooks.bf16_compress_hook), bf16, nccl_only=True, in_ddp=True),
+    "ddp/powerSGD_hook": Way(_power_sgd, wire=None, approximate=True, in_ddp=True),
     "cat": Way(_cat),
     "per_parameter": Way(_per_parameter),
-    "fastsync.fp16_compress_hook": Way(_ddp_with(fastsync.fp16_compress_hook), fp16),
-    "fastsync.register_comm_hook/none": Way(_register_comm_hook("none")),
-    "fastsync.register_comm_hook/fp16": Way(_register_comm_hook("fp16"), fp16),
-    "fastsync.register_comm_hook/bf16": Way(_register_comm_hook("bf16"), bf16),
+    "fastsync.fp16_compress_hook": Way(_ddp_with(fastsync.fp16_compress_hook), fp16, in_ddp=True),
+    "fastsync.register_comm_hook/none": Way(_register_comm_hook("none"), in_ddp=True),
+    "fastsync.register_comm_hook/fp16": Way(_register_comm_hook("fp16"), fp16, in_ddp=True),
+    "fastsync.register_comm_hook/bf16": Way(_register_comm_hook("bf16"), bf16, in_ddp=True),
     "fastsync.attach/none": Way(_attach("none")),
     "fastsync.attach/fp16": Way(_attach("fp16"), fp16),
     "fastsync.attach/bf16": Way(_attach("bf16"), bf16),
@@ -229,14 +243,16 @@ WAYS = {
 
 def is_right(way: Way, step: Step, workload: Gradients) -> bool:
     """Whether the step's newest result is what this way promises."""
+    if way.approximate:
+        return True
     if way.wire is None:
         return workload.is_own(step.result())
-    return way.approximate or workload.is_mean(step.result(), way.wire)
+    return workload.is_mean(step.result(), way.wire)
 
 
 def with_their_limits(names: tuple[str, ...]) -> list[str]:
     """These ways, with those that they are compared to, in the order of the table."""
-    needed = {*names, "no_sync"} | {WAYS[name].limit for name in names}
+    needed = {*names, "no_sync", *(WAYS[name].limit for name in names)}
     return [name for name in WAYS if name in needed]
 
 

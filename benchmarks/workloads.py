@@ -36,7 +36,7 @@ SIZES = {
 }
 
 TENSORS_IN_BYTES = 16
-"""Tensors that a size given in bytes is divided into: equal ones, but for one value more or less."""
+"""Tensors that a size given in bytes is divided into."""
 BYTES_IN_SAMPLES = 2**30
 """Gradients that all samples of a size given in bytes synchronise together, within 5 and 300 samples."""
 
@@ -57,17 +57,35 @@ def size_of(name: str) -> Size:
         raise ValueError(
             f"size {name!r} must be a multiple of 4B, a value of float32, and at least {4 * TENSORS_IN_BYTES}B"
         )
-    each, longer = divmod(nbytes // 4, TENSORS_IN_BYTES)
-    shapes: Shapes = [(each + (index < longer),) for index in range(TENSORS_IN_BYTES)]
-    return Size(shapes, repetitions=max(5, min(300, BYTES_IN_SAMPLES // nbytes)))
+    return Size(matrices(nbytes // 4, TENSORS_IN_BYTES), repetitions=max(5, min(300, BYTES_IN_SAMPLES // nbytes)))
+
+
+def matrices(numel: int, num_tensors: int) -> Shapes:
+    """Shapes of so many values in about equal matrices of as many rows as columns, to four times as many.
+
+    What is left of a whole row is a vector. A low-rank method compresses matrices alone, and those of few rows hardly.
+    """
+    each = numel // num_tensors
+    columns = 2 ** ((each.bit_length() - 1) // 2)
+    rows, left = divmod(numel, columns)
+    rest: Shapes = [(left,)] if left else []
+    equal, longer = divmod(rows, num_tensors - len(rest))
+    return [(equal + (index < longer), columns) for index in range(num_tensors - len(rest))] + rest
 
 
 def sweep(first: str, last: str, factor: int) -> list[str]:
-    """Sizes in bytes from ``first`` up to ``last``, each ``factor`` times the one before."""
-    sizes, limit = [parse_bytes(first)], parse_bytes(last)
-    while sizes[-1] * factor <= limit:
+    """Sizes in bytes from ``first`` to ``last``, each ``factor`` times the one before; the last one may be less.
+
+    Raises:
+        ValueError: ``first`` or ``last`` is no number of bytes, or the first is larger than the last.
+    """
+    smallest, largest = parse_bytes(first), parse_bytes(last)
+    if smallest > largest:
+        raise ValueError(f"sweep={first} {last}: the first size must not be above the last; swap them")
+    sizes = [smallest]
+    while sizes[-1] * factor < largest:
         sizes.append(sizes[-1] * factor)
-    return [format_bytes(nbytes) for nbytes in sizes]
+    return [format_bytes(nbytes) for nbytes in dict.fromkeys((*sizes, largest))]
 
 
 class Model(nn.Module):

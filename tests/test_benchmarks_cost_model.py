@@ -15,7 +15,6 @@ from benchmarks.cost_model import (
     Job,
     Link,
     Topology,
-    gloo_ring,
     local_bytes,
     ring,
     split_way,
@@ -26,7 +25,7 @@ from benchmarks.records import Record
 LINK = Link(latency=50e-6, bandwidth=1e9)
 NONE, FP16 = "fastsync.attach/none", "fastsync.attach/fp16"
 MODEL = CostModel(Topology("ring", LINK), {NONE: Host(20e-6, 8e9), FP16: Host(30e-6, 4e9)})
-GLOO = replace(MODEL, topology=Topology("gloo", Link(latency=300e-6, bandwidth=12.5e6, work=100e-6)))
+SLOW = replace(MODEL, topology=Topology("ring", Link(latency=300e-6, bandwidth=12.5e6, work=100e-6)))
 NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
 
 
@@ -40,36 +39,27 @@ NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
         (tree, 2, 2, 1),
         (tree, 8, 6, 2),
         (tree, 9, 8, 2),
-        (gloo_ring, 8, 14, 1.75),
     ],
 )
 def test_routes(algorithm, num_ranks: int, steps: float, volume: float):
-    route = algorithm(num_ranks, 2**20)
+    route = algorithm(num_ranks)
     assert (route.steps, route.volume) == (steps, volume)
 
 
-def test_gloo_cuts_chunks_into_two_segments_of_a_mebibyte_or_more():
-    assert gloo_ring(4, 100).segments == 2
-    assert gloo_ring(4, 8 * 2**20).segments == 2
-    assert gloo_ring(4, 9 * 2**20).segments == 3
-    assert gloo_ring(4, 64 * 2**20).segments == 16
-
-
 def test_a_ring_takes_latency_and_bytes():
-    assert LINK.time(ring(4, 1e6), 1e6) == pytest.approx(6 * 50e-6 + 1.5e6 / 1e9)
-    assert LINK.time(ring(1, 1e6), 1e6) == 0
+    assert LINK.time(ring(4), 1e6) == pytest.approx(6 * 50e-6 + 1.5e6 / 1e9)
+    assert LINK.time(ring(1), 1e6) == 0
 
 
-def test_what_gloo_hands_over_hides_behind_what_it_sends():
-    large, small = 1e8, 1e3
-    assert LINK.time(gloo_ring(4, large), large) == 1.5 * large / 1e9
-    assert LINK.time(gloo_ring(4, small), small) == pytest.approx(0.5 * 1.5 * small / 1e9 + 6 * 50e-6)
-    assert LINK.time(gloo_ring(1, small), small) == 0
+def test_an_idle_link_lets_a_burst_through_at_once():
+    assert LINK.time(ring(2), 1e6, burst=1e5) == pytest.approx(2 * 50e-6 + 0.9e6 / 1e9)
+    assert LINK.time(ring(2), 1e4, burst=1e5) == pytest.approx(2 * 50e-6)
+    assert MODEL.sync_time(NONE, 1e6, 2, burst=1e5) == pytest.approx(MODEL.sync_time(NONE, 1e6, 2) - 1e5 / 1e9)
 
 
 def test_crowded_ranks_wait_for_their_turns_on_a_core_and_not_for_the_link():
     link = Link(latency=1.0, bandwidth=10.0, work=0.5)
-    assert link.time(ring(2, 20), 20, crowding=3) == pytest.approx(2 * (1.0 + 1.5) + 2.0)
+    assert link.time(ring(2), 20, crowding=3) == pytest.approx(2 * (1.0 + 1.5) + 2.0)
     assert Host(1.0, 10.0).time(20.0, crowding=3) == 9.0
 
 
@@ -144,6 +134,29 @@ def test_the_crossover_with_overlap_is_where_both_take_as_long():
     assert model.exposed_time(FP16, job, 16) == pytest.approx(model.exposed_time(NONE, job, 16))
 
 
+def test_backward_hides_no_more_of_a_slower_link():
+    """10 buckets behind 100 ms of backward: a sync that takes a tenth longer exposes nearly twice as much."""
+    job = Job(10_000_000, compute_time=0.15, num_buckets=10)
+    model = CostModel(Topology("ring", Link(latency=0.0, bandwidth=78.75e6 / 0.101)), {NONE: Host(0.0, math.inf)})
+    link = model.link_time(NONE, 1_000_000, 64)
+    assert 10 * link == pytest.approx(0.101)
+    exposed, slower = (model.exposed_time(NONE, job, 64, factor) for factor in (1.0, 1.1))
+    assert exposed == pytest.approx(10 * link - 0.09)
+    assert slower == pytest.approx(11 * link - 0.09)
+    assert slower / exposed > 1.86
+    assert model.exposed_time(NONE, job, 64, math.inf) == math.inf
+    assert model.exposed_time(NONE, job, 64, 0.0) == 0
+
+
+def test_a_slower_way_pays_below_a_lower_bandwidth():
+    job, num_ranks = Job(1_000_000, compute_time=0.1), 4
+    found = [MODEL.crossover(FP16, NONE, job, num_ranks, *factors) for factors in ((1.1, 0.9), (1, 1), (0.9, 1.1))]
+    assert found == sorted(found)
+    assert found[0] < found[1] < found[2]
+    assert MODEL.crossover(FP16, NONE, job, num_ranks, 2.5, 1.0) == 0
+    assert MODEL.crossover(FP16, NONE, job, num_ranks, 0.1, 1.0) == math.inf
+
+
 def test_no_crossover():
     job = Job(1_000_000, compute_time=0.1)
     free = replace(MODEL, hosts={NONE: Host(20e-6, 8e9), FP16: Host(20e-6, 8e9)})
@@ -181,7 +194,7 @@ def test_a_fit_finds_the_parameters_that_made_the_data():
     "link",
     [
         Topology("ring", Link(latency=30e-6, bandwidth=1e9, work=30e-6)),
-        Topology("gloo", Link(latency=200e-6, bandwidth=12.5e6, work=200e-6)),
+        Topology("ring", Link(latency=200e-6, bandwidth=12.5e6, work=200e-6)),
     ],
 )
 def test_a_fit_at_two_and_four_ranks_tells_eight(link: Topology):
@@ -193,19 +206,36 @@ def test_a_fit_at_two_and_four_ranks_tells_eight(link: Topology):
     assert max(fitted.errors()) < 0.01
 
 
+def test_a_fit_knows_of_the_burst_of_a_shaped_link():
+    burst = 12_500.0
+    points = [
+        replace(
+            point,
+            burst=burst,
+            seconds=point.compute + SLOW.sync_time(point.way, point.numel, point.num_ranks, burst=burst),
+        )
+        for point in made_points(SLOW, (2, 4, 8))
+    ]
+    fitted = fit(points, "ring", hold_back=(8,))
+    assert max(fitted.errors()) < 0.01
+    unaware = fit([replace(point, burst=0.0) for point in points], "ring", hold_back=(8,))
+    assert max(unaware.errors()) > 0.05
+    assert points_of([row("all_reduce/fp32", [1.0], link_burst=12_500)])[0].burst == burst
+
+
 def test_noise_is_averaged_out():
-    points = made_points(GLOO, (2, 4, 8), noise=0.03)
-    truth = {(point.way, point.numel): point.seconds for point in made_points(GLOO, (8,))}
-    fitted = fit(points, "gloo", hold_back=(8,))
+    points = made_points(SLOW, (2, 4, 8), noise=0.03)
+    truth = {(point.way, point.numel): point.sync for point in made_points(SLOW, (8,))}
+    fitted = fit(points, "ring", hold_back=(8,))
     errors = [abs(held.predicted / truth[held.point.way, held.point.numel] - 1) for held in fitted.held_back]
     assert np.median(errors) < 0.03
     assert max(errors) < 0.1
 
 
 def test_three_levels_of_crowding_tell_waiting_from_work():
-    found = fit_model(made_points(GLOO, (2, 4, 8, 16), cores=2), "gloo").topology.link
-    assert found.latency == pytest.approx(GLOO.topology.link.latency, rel=0.05)
-    assert found.work == pytest.approx(GLOO.topology.link.work, rel=0.05)
+    found = fit_model(made_points(SLOW, (2, 4, 8, 16), cores=2), "ring").topology.link
+    assert found.latency == pytest.approx(SLOW.topology.link.latency, rel=0.05)
+    assert found.work == pytest.approx(SLOW.topology.link.work, rel=0.05)
 
 
 def test_a_median_that_is_far_off_hardly_counts():
@@ -237,6 +267,11 @@ def test_world_sizes_are_held_back_in_turn_or_else_parts_of_the_points():
             "4 points are too few for 4",
         ),
         (made_points(MODEL, (2, 4, 8)), (16,), r"hold_back=\[16\]: there are rows of 2, 4, 8 ranks only"),
+        (
+            [p for p in made_points(MODEL, (2, 4, 8)) if (p.way == FP16) == (p.num_ranks == 8)],
+            (8,),
+            "hold_back: nothing left to check",
+        ),
         ([], (), "two world sizes above 1 are needed"),
     ],
 )
@@ -254,6 +289,21 @@ def test_errors_are_those_of_messages_of_about_the_same_size():
     assert fitted.errors(15_000) == pytest.approx([0.1, 0.05])
     assert fitted.errors(10**9) == pytest.approx([0.1, 0.05])
     assert fitted.errors(1) == pytest.approx([0.5])
+
+
+def test_errors_are_those_of_the_sync_without_the_compute_around_it():
+    held = HeldBack(Point(NONE, 100, 2, seconds=1.1, compute=1.0), predicted=0.15)
+    assert held.error == pytest.approx(0.5)
+    lost = HeldBack(Point(NONE, 100, 2, seconds=0.9, compute=1.0), predicted=0.15)
+    assert lost.error == math.inf
+
+
+def test_each_way_is_spread_over_the_parts():
+    """A part with both points of one size would leave a way of two sizes with one."""
+    points = [point for point in made_points(MODEL, (2, 4)) if point.numel in NUMELS[:2] or point.way == NONE]
+    fitted = fit(points, "ring")
+    assert len(fitted.held_back) == len(points)
+    assert max(fitted.errors()) < 0.01
 
 
 def row(way: str, samples: list[float], correct: bool = True, **settings: object) -> Record:
@@ -274,12 +324,35 @@ def test_points_are_medians_of_correct_rows_less_the_step_without_sync():
     ours, bare = points_of(rows)
     assert (ours.way, ours.numel, ours.num_ranks, ours.seconds, ours.compute) == (NONE, 2**18, 4, 2.0, 0.2)
     assert ours.crowding == 2
-    assert ours.error == pytest.approx(math.sqrt(math.pi / 2) * (2.8 - 1.2) / 2.563 / math.sqrt(3))
+    spreads = math.hypot(2.8 - 1.2, 0.28 - 0.12)
+    assert ours.error == pytest.approx(math.sqrt(math.pi / 2) * spreads / 2.563 / math.sqrt(3))
     assert (bare.way, bare.compute) == ("all_reduce/fp32", 0.0)
 
 
-def test_crowding_is_ranks_by_cores_of_one_machine():
+def test_rows_go_with_the_step_without_sync_of_their_own_run():
+    def run(time: str, compute: float) -> list[Record]:
+        rows = [row("no_sync", [compute]), row(NONE, [compute + 1.0])]
+        return [replace(one, environment={**one.environment, "time": time}) for one in rows]
+
+    points = points_of([*run("10:00", 0.1), *run("11:00", 0.5)])
+    assert [point.compute for point in points] == [0.1, 0.5]
+    assert [point.sync for point in points] == pytest.approx([1.0, 1.0])
+
+
+def test_the_error_of_a_point_is_also_that_of_the_step_without_sync():
+    point = points_of([row("no_sync", [0.1, 0.2, 0.3]), row(NONE, [1.0, 1.0, 1.0])])[0]
+    assert point.error == pytest.approx(math.sqrt(math.pi / 2) * (0.28 - 0.12) / 2.563 / math.sqrt(3))
+
+
+def test_points_know_whether_they_are_oversubscribed():
+    ranks = [row(NONE, [1.0], world_size=2), row(NONE, [1.0], world_size=4), row(NONE, [1.0], oversubscribed=True)]
+    gpu = replace(ranks[2], environment={"cores": 2, "gpu": "H200"})
+    alone = [row("no_sync", [0.1], world_size=size) for size in (2, 4)]
+    points = points_of([*alone, *ranks, gpu])
+    assert [point.oversubscribed for point in points] == [False, True, True, True]
+
+
+def test_crowding_is_ranks_by_cores():
     assert crowding(row("ddp", [1.0], world_size=2)) == 1
     assert crowding(row("ddp", [1.0], world_size=8)) == 4
-    assert crowding(row("ddp", [1.0], world_size=8, num_nodes=4)) == 1
     assert crowding(replace(row("ddp", [1.0], world_size=8), environment={"cores": 2, "gpu": "H200"})) == 1

@@ -43,7 +43,8 @@ def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[s
     for way in rows.keys() & ways:
         figures = rows[way]["figures"]
         assert figures["samples_per_second"] == pytest.approx(2 * 8 / medians[way])
-        assert figures["exposed"] == pytest.approx(medians[way] - medians[NO_SYNC])
+        without = NO_DDP if way.startswith("fastsync.attach/") else NO_SYNC
+        assert figures["exposed"] == pytest.approx(medians[way] - medians[without])
     assert rows["fastsync.attach/fp16"]["figures"]["wire_bytes"] < rows["fastsync.attach/none"]["figures"]["wire_bytes"]
 
 
@@ -145,6 +146,13 @@ def test_breakdown():
         "hidden": 0.5,
         "samples_per_second": 2.0,
     }
+    # Without DDP there is none of its overhead: half of the all_reduce is exposed, not a quarter.
+    attached = breakdown(
+        "fastsync.attach/none", WAYS["fastsync.attach/none"], medians | {"fastsync.attach/none": 7.0}, 16
+    )
+    assert (attached["over_no_ddp"], attached["exposed"], attached["hidden"]) == (2.0, 2.0, 0.5)
+    approximate = breakdown("ddp/powerSGD_hook", WAYS["ddp/powerSGD_hook"], medians | {"ddp/powerSGD_hook": 7.0}, 16)
+    assert (approximate["exposed"], approximate["hidden"]) == (1.0, None)
     no_sync = breakdown(NO_SYNC, PARTS[NO_SYNC], medians, num_samples=16)
     assert (no_sync["over_no_ddp"], no_sync["exposed"], no_sync["hidden"]) == (1.0, None, None)
     assert set(breakdown("all_reduce/fp32", WAYS["all_reduce/fp32"], medians, 16).values()) == {None}
@@ -160,6 +168,7 @@ def test_breakdown():
         (["--repetitions", "0"], "repetitions=0 must be at least 1"),
         (["--warmup", "1"], "warmup=1 must be at least 2"),
         (["--models"], "models: choose at least one of mlp"),
+        (["--ways"], "ways: choose at least one"),
         (["--models", "telepathy"], "telepathy"),
         (["--scale", "huge"], "huge"),
         (["--timeout", "0"], "timeout=0.0 must be more than 0"),

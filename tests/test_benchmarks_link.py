@@ -306,7 +306,7 @@ def test_no_rates(text: str):
 def test_rates_are_said_as_people_say_them():
     assert [format_rate(rate) for rate in (500, 10**5, 10**8, 25 * 10**8)] == [
         "500 bit/s",
-        "100 Kbit/s",
+        "100 kbit/s",
         "100 Mbit/s",
         "2.5 Gbit/s",
     ]

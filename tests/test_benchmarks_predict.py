@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+import benchmarks.predict
 from benchmarks.__main__ import main
-from benchmarks.cost_model import CostModel, Host, Link, Topology
+from benchmarks.cost_model import CostModel, Host, Job, Link, Topology, efficiency
+from benchmarks.predict import Options, crossover_range, slower
 from benchmarks.records import Record, RowFile
 
 NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
 WAYS = ("fastsync.attach/none", "fastsync.attach/fp16")
 MODEL = CostModel(
-    Topology("gloo", Link(latency=100e-6, bandwidth=12.5e6)),
+    Topology("ring", Link(latency=100e-6, bandwidth=12.5e6)),
     {WAYS[0]: Host(20e-6, 8e9), WAYS[1]: Host(30e-6, 4e9)},
 )
 
@@ -71,7 +75,105 @@ def test_the_crossover_is_told_with_both_sides(rows: Path, capsys: pytest.Captur
     assert predict(str(rows), "--numel", "1000000", "--compute-time", "100ms", "--world-sizes", "4") == 0
     assert "fastsync.attach/fp16 at 4 ranks: pays below" in capsys.readouterr().out
     assert predict(str(rows), "--overhead", "1us", "--local-bandwidth", "5", "--world-sizes", "4") == 0
-    assert "ahead of none over any link" in capsys.readouterr().out
+    assert "ahead of fastsync.attach/none over any link" in capsys.readouterr().out
+
+
+def rows_with_errors(factor_at_8: float) -> Iterator[Record]:
+    """At 8 ranks every sync takes that many times what the model says."""
+    for record in made_rows((2, 4, 8), link=10**8):
+        is_off = record.settings["world_size"] == 8 and record.way != "no_sync"
+        yield replace(record, samples=[1e-3 + (record.samples[0] - 1e-3) * factor_at_8] * 3) if is_off else record
+
+
+def test_the_band_holds_what_was_measured_though_backward_hides_most_of_it(tmp_path: Path):
+    """Ten buckets, of which backward hides about all: ± 10 % of the link is far more than ± 10 % of what is exposed."""
+    RowFile(tmp_path / "rows.json").add(rows_with_errors(1.1))
+    job = Job(10 * 250_000, compute_time=1.5 * 10 * MODEL.link_time(WAYS[0], 250_000, 8), num_buckets=10)
+    arguments = (
+        "--hold-back",
+        "8",
+        "--world-sizes",
+        "8",
+        "--numel",
+        str(job.numel),
+        "--bucket-mb",
+        str(2**-20 * 10**6),
+    )
+    options = (*arguments, "--compute-time", f"{job.compute_time:.6f}s", "--json", str(tmp_path / "out.json"))
+    assert predict(str(tmp_path / "rows.json"), *options) == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    figures = next(row["figures"] for row in written if row["way"] == WAYS[0] and "efficiency" in row["figures"])
+    assert figures["worst_error"] == pytest.approx(0.1 / 1.1, rel=0.02)
+    measured = efficiency(job, MODEL.exposed_time(WAYS[0], job, 8, 1.1))
+    exposed_alone = efficiency(job, MODEL.exposed_time(WAYS[0], job, 8) * 1.1)
+    assert figures["low"] == pytest.approx(measured, rel=2e-3)
+    assert figures["low"] < exposed_alone - 0.02
+
+
+def test_compute_does_not_make_errors_look_smaller(tmp_path: Path):
+    """A sync of a small message that is twice as slow as predicted, next to a step a hundred times as long."""
+    slow = [replace(record, samples=[seconds + 0.5 for seconds in record.samples]) for record in rows_with_errors(2.0)]
+    RowFile(tmp_path / "rows.json").add(slow)
+    options = ("--hold-back", "8", "--json", str(tmp_path / "out.json"))
+    assert predict(str(tmp_path / "rows.json"), *options) == 0
+    held_back = [row for row in json.loads((tmp_path / "out.json").read_text()) if row["settings"].get("held_back")]
+    assert [row["figures"]["error"] for row in held_back] == pytest.approx([-0.5] * 10, abs=0.01)
+
+
+def test_factors_are_those_that_lead_back_from_a_prediction():
+    assert slower(0.0) == (1, 1)
+    for error in (-0.5, 0.5):  # measured 1, predicted 1 + error
+        fast, slow = slower(0.5)
+        assert fast * (1 + error) <= 1 <= slow * (1 + error)
+    assert slower(1.0) == (0.5, math.inf)
+    assert slower(math.inf) == (0, math.inf)
+
+
+def test_crossovers_are_as_unsure_as_what_they_compare():
+    job = Job(1_000_000, 0.1)
+    fp16, none = WAYS[1], WAYS[0]
+    low, high = crossover_range(MODEL, fp16, none, job, 4, 0.05)
+    assert low < MODEL.crossover(fp16, none, job, 4) < high
+    assert crossover_range(MODEL, fp16, none, job, 4, 1.0) == (0, math.inf)
+
+
+def test_what_was_measured_oversubscribed_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    crowded = [
+        replace(record, settings={**record.settings, "oversubscribed": True})
+        if record.settings["world_size"] == 8
+        else record
+        for record in made_rows((2, 4, 8))
+    ]
+    RowFile(tmp_path / "rows.json").add(crowded)
+    out = tmp_path / "out.json"
+    assert predict(str(tmp_path / "rows.json"), "--hold-back", "8", "--json", str(out)) == 0
+    assert "8, OVERSUBSCRIBED" in capsys.readouterr().out
+    written = json.loads(out.read_text())
+    assert all(row["settings"]["oversubscribed"] for row in written if row["settings"].get("held_back"))
+    assert not any(row["settings"].get("fitted_on_oversubscribed") for row in written)
+    assert predict(str(tmp_path / "rows.json"), "--json", str(out)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "at 2, 4, 8 ranks, 10 of them OVERSUBSCRIBED" in said
+    assert "fitted on OVERSUBSCRIBED ranks" in said
+
+
+def test_ways_that_were_held_back_alone_leave_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    records = [row for row in made_rows((2, 4, 8)) if (row.way != WAYS[0]) == (row.settings["world_size"] == 8)]
+    alone = [row for row in made_rows((2, 4)) if row.way == "no_sync"]
+    RowFile(tmp_path / "rows.json").add([*records, *alone])
+    assert predict(str(tmp_path / "rows.json"), "--hold-back", "8") == 2
+    assert "hold_back: nothing left to check" in capsys.readouterr().err
+
+
+def test_a_link_without_cost_is_valid_json(capsys: pytest.CaptureFixture[str]):
+    """As a fit may find it where syncs take as long whatever their size."""
+    given = {"bandwidth": "1gbit", "latency": "1us", "overhead": "1us", "local_bandwidth": 1.0}
+    options = Options(compression=("none",), world_sizes=(2, 4), **given)
+    model = CostModel(Topology("ring", Link(latency=1e-3, bandwidth=math.inf)), {WAYS[0]: Host(1e-6, math.inf)})
+    predictions = list(benchmarks.predict.predict(options, model, None))
+    json.dumps([asdict(record) for record in predictions], allow_nan=False)
+    benchmarks.predict.report(options, model, None, [], predictions)
+    assert "1 ms a step, no measurable cost a byte" in capsys.readouterr().out
 
 
 def test_without_rows_everything_is_assumed_and_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,53 @@
+"""How many ranks a machine has room for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.collect import check_places, places
+from benchmarks.cores import cores
+from benchmarks.memory import check_ranks_fit
+
+
+def test_ranks_on_cpus_need_main_memory_where_there_are_gpus_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("benchmarks.memory.available", lambda: 2**20)
+    monkeypatch.setattr("benchmarks.memory.available_on", lambda device: 2**40)
+    check_ranks_fit("a size", 2**20, 4, "choose less")
+    for cpu, nproc in ((True, 4), (False, 5)):
+        with pytest.raises(ValueError, match=f"takes about {nproc}MiB of memory, and 1MiB are free"):
+            check_ranks_fit("a size", 2**20, nproc, "choose less", cpu)
+
+
+def test_places_are_gpus_for_all_ranks_or_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("benchmarks.collect.cores", lambda: 16)
+    assert [places(nproc) for nproc in (1, 2, 17)] == [1, 16, 16]
+    assert places(1, cpu=True) == 16
+    check_places(16, oversubscribe=False)
+    check_places(17, oversubscribe=True)
+    with pytest.raises(ValueError, match="nproc=17: this machine has 16 cores, and GPUs for 1 ranks"):
+        check_places(17, oversubscribe=False)
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [
+        ("max 100000", 4),
+        ("200000 100000", 2),
+        ("150000 100000", 1),
+        ("50000 100000", 1),
+        ("800000 100000", 4),
+        (None, 4),
+    ],
+)
+def test_cores_are_no_more_than_the_containers_share(
+    quota: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr("benchmarks.cores.CPU_MAX", tmp_path / "cpu.max")
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert cores() == expected

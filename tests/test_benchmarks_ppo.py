@@ -1,0 +1,172 @@
+"""``python -m benchmarks ppo``: made-up trainings, tiny real ones, and what ends them; no assertion about speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.records import Record, RowFile, read_json
+from benchmarks.trainers import Training, run_alone
+
+
+def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """With trainings that are made up: 1000 steps/s a rank, SB3 half of that, and CleanRL learns nothing.
+
+    Two trainings that do not communicate have 1250 steps/s each.
+    """
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> dict[str, float | None]:
+        ours = {"fastsync": 1000.0 * training.nproc, "fastsync apart": 1250.0 * training.nproc}
+        speed = {**ours, "stable-baselines3": 500.0}.get(trainer, 250.0)
+        returned = {"environment alone": None, "cleanrl": 22.0}.get(trainer, 100.0 + training.seed)
+        return {"steps": training.total_steps, "seconds": training.total_steps / speed, "mean_return": returned}
+
+    monkeypatch.setattr("benchmarks.ppo.run_alone", made_up)
+    script = tmp_path / "ppo.py"
+    script.touch()
+    status = main(["ppo", "--hyperparameters", "zoo", "--cleanrl", str(script), "--json", str(tmp_path / "rows.json")])
+    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    said = capsys.readouterr()
+    assert status == 1
+    assert "cleanrl has learnt nothing: mean return 22.0" in said.err
+    assert list(rows) == [
+        "environment alone",
+        "stable-baselines3",
+        "CleanRL's loop",
+        "cleanrl",
+        "fastsync, 1 rank",
+        "fastsync, 1 rank, SyncVectorEnv",
+        "fastsync, 2 ranks, same batch",
+        "fastsync, 2 ranks, 2 × the batch",
+        "fastsync, 2 × 1 rank, no communication",
+    ]
+    assert all(way in said.out for way in rows)
+    figures = rows["fastsync, 2 ranks, same batch"]["figures"]
+    assert (figures["steps_per_second"], figures["steps_per_second_per_rank"]) == (2000, 1000)
+    assert [figures[f"over_{rival}"] for rival in ("stable-baselines3", "CleanRL's loop", "cleanrl")] == [4, 8, 8]
+    assert figures["weak_scaling"] is None
+    assert figures["over_apart"] is None
+    assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3
+    wide = rows["fastsync, 2 ranks, 2 × the batch"]
+    assert wide["settings"]["num_envs"] == 2 * rows["fastsync, 1 rank"]["settings"]["num_envs"]
+    assert wide["figures"]["weak_scaling"] == 1
+    assert wide["figures"]["over_apart"] == 0.8
+    assert rows["fastsync, 2 × 1 rank, no communication"]["figures"]["weak_scaling"] == 1.25
+
+
+def ends_training(ending: str) -> float:
+    """What ends the third training, instead of the seconds that it takes."""
+    if ending == "failure":
+        raise RuntimeError("cleanrl loop has not ended within 600 s")
+    if ending == "interrupt":
+        raise KeyboardInterrupt
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(100)
+    raise AssertionError("the signal had no effect")
+
+
+@pytest.mark.parametrize(("ending", "status"), [("failure", 1), ("interrupt", 130), ("termination", 143)])
+def test_ppo_keeps_what_was_measured_whatever_ends_it(
+    ending: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    trained = []
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> dict[str, float | None]:
+        del timeout
+        trained.append(trainer)
+        seconds = 1.0 if len(trained) < 3 else ends_training(ending)
+        return {"steps": training.total_steps, "seconds": seconds, "mean_return": 100.0}
+
+    monkeypatch.setattr("benchmarks.ppo.run_alone", made_up)
+    rows = RowFile(tmp_path / "rows.json")
+    rows.add([Record("ppo", "of an earlier run", {}, {}, True, [1.0], {})])
+    assert main(["ppo", "--hyperparameters", "zoo", "--repetitions", "1", "--json", str(rows.path)]) == status
+    said = capsys.readouterr()
+    assert [(record.way, len(record.samples)) for record in rows.read()] == [
+        ("environment alone", 1),
+        ("stable-baselines3", 1),
+    ]
+    assert "stable-baselines3" in said.out
+    assert "what was measured before is shown" in said.err
+    if ending == "failure":
+        assert "cleanrl loop has not ended within 600 s" in said.err
+
+
+def test_ppo_keeps_the_repetitions_of_a_set_and_the_sets_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trained: list[str] = []
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> dict[str, float | None]:
+        del timeout
+        trained.append(trainer)
+        if trained.count("environment alone") == 4:  # the second repetition of the second set
+            raise KeyboardInterrupt
+        return {"steps": training.total_steps, "seconds": 1.0, "mean_return": 100.0}
+
+    monkeypatch.setattr("benchmarks.ppo.run_alone", made_up)
+    options = ("--hyperparameters", "zoo", "fastsync", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
+    assert main(["ppo", *options]) == 130
+    samples = {"zoo": 2, "fastsync": 1}
+    records = read_json(tmp_path / "rows.json")
+    assert len(records) == len({(record.settings["hyperparameters"], record.way) for record in records}) == 16
+    assert all(len(record.samples) == samples[record.settings["hyperparameters"]] for record in records)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_training_that_hangs_ends_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/rank\nwait\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(launcher))
+    training = Training(total_steps=1, num_envs=1, num_steps=1, num_minibatches=1, num_epochs=1, seed=1)
+    with pytest.raises(RuntimeError, match="fastsync has not ended within 2 s"):
+        run_alone("fastsync", training, timeout=2)
+    rank = int((tmp_path / "rank").read_text())
+    deadline = time.monotonic() + 30
+    while not is_gone(rank):
+        assert time.monotonic() < deadline, "the launcher's rank is still there"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
+def test_trainings_run_in_processes_of_their_own(trainer: str):
+    training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, nproc=2)
+    outcome = run_alone(trainer, training, timeout=150)
+    assert outcome["steps"] is not None
+    assert 512 <= outcome["steps"] < 768
+    assert outcome["seconds"] is not None
+    assert outcome["seconds"] > 0
+    assert outcome["mean_return"] is not None
+    assert 9 < outcome["mean_return"] < 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--nproc", "3"), "nproc=3 does not divide the 4 environments of cleanrl"),
+        (("--cleanrl", "/nowhere/ppo.py"), "cleanrl=/nowhere/ppo.py: there is no such file"),
+        (("--repetitions", "0"), "repetitions=0 must be at least 1"),
+        (("--hyperparameters",), "hyperparameters: choose at least one of cleanrl"),
+        (("--timeout", "0"), "timeout=0.0 must be more than 0"),
+        (("--hyperparameters", "large", "--nproc", "4"), "nproc=4: this machine has 2 cores"),
+    ],
+)
+def test_ppo_refuses_what_cannot_be_measured(
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("benchmarks.collect.cores", lambda: 2)
+    with pytest.raises(SystemExit):
+        main(["ppo", *options])
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
