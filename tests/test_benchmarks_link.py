@@ -371,7 +371,7 @@ def test_a_signal_before_there_are_ranks_is_no_traceback(
 def another_thread() -> Iterator[None]:
     """As numpy's and torch's pools have them: signals that the main thread blocks are taken there."""
     over = threading.Event()
-    thread = threading.Thread(target=over.wait)
+    thread = threading.Thread(target=over.wait, daemon=True)
     thread.start()
     yield
     over.set()
