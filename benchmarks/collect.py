@@ -2,9 +2,11 @@
 
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -91,3 +93,20 @@ def collect(
         records = rows.read()
     wrong = [f"WRONG: {record.way} at {record.settings}" for record in records if not record.correct]
     return Collected(records, [*notes, *wrong], status or int(bool(wrong)))
+
+
+@contextmanager
+def termination_raises() -> Iterator[None]:
+    """Makes signals that would end this process at once a SignalException, so that it can tidy up."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        name = signal.Signals(number)
+        raise SignalException(f"ended by {name.name}", sigval=name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

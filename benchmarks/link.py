@@ -7,21 +7,18 @@ the link itself needs. Needs Linux, root, and iproute2.
 
 import faulthandler
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks import ddp, sync
-from benchmarks.collect import INTERRUPTED, Collected, collect
+from benchmarks.collect import INTERRUPTED, Collected, collect, termination_raises
 from benchmarks.ddp import ModelName
 from benchmarks.link_ranks import run_in_namespaces
 from benchmarks.models import Scale
@@ -138,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     measure_all = sync.measure_all if options.benchmark == "sync" else ddp.measure_all
     launch = partial(_launch, [parse_rate(rate) for rate in dict.fromkeys(options.rate)])
     try:
-        with _termination_raises():
+        with termination_raises():
             if reason := why_not():
                 raise NetworkError(reason)
             collected = collect(measure_all, options.ranks, options.benchmark_options(), options.json, launch)
@@ -237,22 +234,6 @@ def link_figures(num_bytes: float | None, median: float | None, rate: int, raw_r
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or denominator is None else numerator / denominator
-
-
-@contextmanager
-def _termination_raises() -> Iterator[None]:
-    """Makes signals that would end this process at once exceptions, so that it can tidy up."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number)
-        raise SignalException(f"ended by {name.name}", sigval=name)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def report(collected: Collected) -> None:

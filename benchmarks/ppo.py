@@ -5,15 +5,12 @@ sample is the time of a training's loop: collecting and learning, without start-
 """
 
 import importlib.util
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +18,7 @@ import tyro
 from rich.progress import TaskID
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from benchmarks.collect import INTERRUPTED, check_places, places
+from benchmarks.collect import INTERRUPTED, check_places, places, termination_raises
 from benchmarks.records import Record, RowFile, environment
 from benchmarks.table import Columns, console, progress_bars, table
 from benchmarks.trainers import Outcome, Training, run_alone
@@ -98,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         rows.add([])  # or those of an earlier run would be shown where this one ends before it has any
         note, status = "", 0
         try:
-            with _termination_raises():
+            with termination_raises():
                 measure_all(options, rows)
         except KeyboardInterrupt:
             note, status = "interrupted", INTERRUPTED
@@ -111,23 +108,6 @@ def main(arguments: Sequence[str]) -> int:
     if note:
         print(f"{note}; what was measured before is shown", file=sys.stderr)
     return status or learnt_nothing
-
-
-@contextmanager
-def _termination_raises() -> Iterator[None]:
-    """So that the training under way, which a signal to this process does not reach, is ended too."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
-        name = signal.Signals(number)
-        raise SignalException(f"ended by {name.name}", sigval=name)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def measure_all(options: Options, rows: RowFile) -> None:

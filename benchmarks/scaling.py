@@ -237,9 +237,8 @@ def agree(options: Options, plan: Plan, meeting: Meeting) -> set[int]:
         ]
         needed = memory_needed(TRAININGS[options.model][options.scale], 1 + len(set(options.ways)))
         ranks = max((placed[plan.index] for placed in plan.placed.values() if plan.index < len(placed)), default=0)
-        check_ranks_fit(
-            f"model {options.model}", needed, ranks, "choose fewer --ways, another --model, or --scale small"
-        )
+        way_out = "choose fewer --ways, another --model, or --scale small"
+        check_ranks_fit(f"model {options.model}", needed, ranks, way_out, cpu=plan.device == "cpu")
     except ValueError as error:
         refusal = str(error)
     same = {name: str(value) for name, value in asdict(options).items() if name not in OWN}
