@@ -19,6 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a launch. The launcher sets handlers for them and leaves them behind."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def launch_ranks(
         run_id=run_id,
         max_restarts=max_restarts,
         start_method="spawn",
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+        signals_to_handle=",".join(number.name for number in LAUNCHERS),
         **place,
     )
     with _signals_passed_on(stop_timeout) as received:
@@ -120,7 +122,9 @@ def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
         for pid in ranks:
             os.kill(pid, signal.SIGTERM)
 
-    before = {number: signal.signal(number, pass_on) for number in (*FORWARDED, signal.SIGALRM)}
+    before = {number: signal.getsignal(number) for number in (*FORWARDED, signal.SIGALRM, *LAUNCHERS)}
+    for number in (*FORWARDED, signal.SIGALRM):
+        signal.signal(number, pass_on)
     try:
         yield first
     finally:
