@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
@@ -25,14 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.collect import Collected, check_places, collect, places
 from benchmarks.gradients import Gradients
 from benchmarks.measure import (
-    COSTS,
     TIMEOUT,
     Measurement,
     Schedule,
     all_gather,
     measure_ways,
-    over_ranks,
-    overhead,
+    measured_figures,
     wire_name,
 )
 from benchmarks.memory import check_ranks_fit
@@ -240,9 +237,7 @@ def to_records(
             settings={**settings, "wire": wire_name(way)},
             figures={
                 **breakdown(name, way, medians, num_samples),
-                "error": over_ranks(np.max, [rank[name].error for rank in of_rank]),
-                **{cost: over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
-                "overhead": overhead(of_rank),
+                **measured_figures(name, of_rank),
             },
             correct=all(rank[name].correct for rank in of_rank),
             samples=samples[name],

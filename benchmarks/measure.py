@@ -185,9 +185,7 @@ def to_records(
             figures={
                 **ratios(name, medians),
                 **bandwidths(name, medians, settings["numel"], len(of_rank)),
-                "error": over_ranks(np.max, [rank[name].error for rank in of_rank]),
-                **{cost: over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
-                "overhead": overhead(of_rank),
+                **measured_figures(name, of_rank),
             },
             correct=all(rank[name].correct for rank in of_rank),
             samples=samples[name],
@@ -195,6 +193,15 @@ def to_records(
         )
         for name in names
     ]
+
+
+def measured_figures(name: str, of_rank: Sequence[Mapping[str, Measurement]]) -> dict[str, float | None]:
+    """What was measured of a way besides its time: of the errors the largest, of the costs the mean over the ranks."""
+    return {
+        "error": over_ranks(np.max, [rank[name].error for rank in of_rank]),
+        **{cost: over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
+        "overhead": overhead(of_rank),
+    }
 
 
 def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:

@@ -1,5 +1,5 @@
-// torch.ops.fastsync.ppo_objective and categorical: what PPO does with a policy's outputs, each with its gradient in
-// one pass over the rows on the CPU. fastsync/ppo/objective.py has both in plain PyTorch: the specification.
+// torch.ops.fastsync.ppo_objective: PPO's loss and what is logged of it, with its gradient, in one pass over the rows
+// on the CPU. fastsync/ppo/objective.py has it in plain PyTorch: the specification.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
