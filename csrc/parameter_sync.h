@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -33,7 +34,7 @@ class ParameterSync {
   void send_full_buckets();
   void send_rest();
   void receive();
-  bool is_under_way() const { return is_under_way_; }
+  bool is_under_way() const { return is_under_way_; }  // from any thread
 
   // Ends a sync that will get no more gradients because backward failed. What is left to send goes as nan, so that the
   // ranks stay in step, and one that did not fail is not misled. The gradients are left alone.
@@ -124,7 +125,7 @@ class ParameterSync {
   ParameterScales saved_scales_;
   std::vector<std::shared_ptr<BucketTotals>> forgotten_totals_;  // to which a step under way still adds its times
 
-  bool is_under_way_ = false;
+  std::atomic<bool> is_under_way_ = false;
   std::vector<size_t> order_;  // in which gradients got ready, while there is no layout
   size_t next_bucket_ = 0;
   std::vector<float> presence_;  // by place: 1 where this rank has a gradient

@@ -67,7 +67,9 @@ struct BeforeGradient : torch::autograd::FunctionPreHook {
   std::function<void()> call;
 };
 
-bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+constexpr int kNoGraphTask = -1;
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != kNoGraphTask; }
 
 }  // namespace
 
@@ -154,7 +156,7 @@ void Synchronizer::detach() {
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!sync_.is_under_way() || backward_.expired(), "fastsync: detach() was called while another thread's ",
+  TORCH_CHECK(!sync_.is_under_way() || is_interrupted(), "fastsync: detach() was called while another thread's ",
               "backward is under way; call it after");
   take_hooks_off();
 }
@@ -173,10 +175,10 @@ void Synchronizer::on_gradient(size_t index) {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
+  call_at_the_end_of_backward();  // first, for a sync that nobody owns looks interrupted
   if (is_enabled_ && !sync_.is_under_way()) {
     begin();
   }
-  call_at_the_end_of_backward();
   if (!is_enabled_) {
     sync_.mark_new(index);
     return;
@@ -200,15 +202,23 @@ void Synchronizer::begin() {
 // Once for each graph task: a backward that runs inside another's node, as a reentrant checkpoint does, has its own.
 void Synchronizer::call_at_the_end_of_backward() {
   const int graph_task = torch::autograd::get_current_graph_task_id();
-  if (graph_task == graph_task_ && !backward_.expired()) {
-    return;
+  if (auto token = new_owner(graph_task)) {
+    // Strong, so that the last owner does not die inside one of its hooks.
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [self = shared_from_this(), graph_task, token = std::move(token)] { self->on_backward_end(graph_task); });
+  }
+}
+
+// What the sync belongs to from now on, to be held until it ends; null where it belongs to that graph task already.
+std::shared_ptr<char> Synchronizer::new_owner(int graph_task) {
+  const std::lock_guard<std::mutex> lock(owner_mutex_);
+  if (graph_task == graph_task_ && graph_task != kNoGraphTask && !owner_.expired()) {
+    return nullptr;
   }
   graph_task_ = graph_task;
   auto token = std::make_shared<char>();
-  backward_ = token;
-  // Strong, so that the last owner does not die inside one of its hooks.
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this(), graph_task, token = std::move(token)] { self->on_backward_end(graph_task); });
+  owner_ = token;
+  return token;
 }
 
 void Synchronizer::on_backward_end(int graph_task) {
@@ -242,18 +252,20 @@ void Synchronizer::abandon_interrupted() {
   for (const auto& engine : attached().in_order()) {
     if (engine->is_interrupted()) {
       const std::lock_guard<std::mutex> lock(engine->mutex_);
-      engine->sync_.abandon();
+      if (engine->is_interrupted()) {  // and no other thread was here first
+        engine->sync_.abandon();
+      }
     }
   }
 }
 
-bool Synchronizer::is_interrupted() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return sync_.is_under_way() && backward_.expired();
+bool Synchronizer::is_interrupted() const {
+  const std::lock_guard<std::mutex> lock(owner_mutex_);
+  return sync_.is_under_way() && owner_.expired();
 }
 
-bool Synchronizer::ends_with(int graph_task) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+bool Synchronizer::ends_with(int graph_task) const {
+  const std::lock_guard<std::mutex> lock(owner_mutex_);
   return sync_.is_under_way() && graph_task_ == graph_task;
 }
 
@@ -316,8 +328,8 @@ bool Synchronizer::outer_backward_will_call() {
   if (will_call) {
     // The outer node holds the token, for it lives as long as its graph; a next one may be an accumulator.
     auto token = std::make_shared<char>();
-    const std::lock_guard<std::mutex> lock(mutex_);
-    backward_ = token;
+    const std::lock_guard<std::mutex> lock(owner_mutex_);
+    owner_ = token;
     call_before(*outer, [token = std::move(token)] {});
   }
   return will_call;
@@ -331,6 +343,7 @@ void Synchronizer::synchronize() {
   abandon_interrupted();
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
+  const auto token = new_owner(kNoGraphTask);
   begin();
   sync_.mark_all_ready();
   sync_.send_rest();

@@ -71,8 +71,9 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   void on_backward_end(int graph_task);
   bool outer_backward_will_call();
   bool may_send_early() const;
-  bool is_interrupted();
-  bool ends_with(int graph_task);
+  std::shared_ptr<char> new_owner(int graph_task);
+  bool is_interrupted() const;
+  bool ends_with(int graph_task) const;
 
   static void abandon_interrupted();
   static void finish(int graph_task);
@@ -80,14 +81,16 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int process_id_;
 
-  std::mutex mutex_;  // guards what follows; held by one engine at a time
+  std::mutex mutex_;  // guards what follows; held by one engine at a time, also while it waits for other ranks
   ParameterSync sync_;
   std::vector<Hooks> hooks_;
   bool is_enabled_ = true;
 
-  // Expires when the backward under way does, ended or not: whatever will call on_backward_end holds it.
-  std::weak_ptr<char> backward_;
-  int graph_task_ = -1;  // the newest that will call on_backward_end
+  // Other threads ask whose backward is under way. If they had to wait until this one's ranks have met, ranks on which
+  // threads come in different orders would wait for each other: so this is never held while anything waits.
+  mutable std::mutex owner_mutex_;
+  std::weak_ptr<char> owner_;  // expires when the backward under way does, ended or not: whoever will end it holds it
+  int graph_task_ = -1;        // the newest that will call on_backward_end
 };
 
 }  // namespace fastsync

@@ -10,12 +10,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fastsync import GradientSynchronizer
 from tests.attached import (
     Fallible,
     assert_averages,
@@ -29,7 +31,7 @@ from tests.attached import (
     mean_gradients,
     references_to,
 )
-from tests.models import Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks
+from tests.models import Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
 from tests.ranks import run_ranks
 
 CHILD_SECONDS = 60.0  # how long a forked child may take
@@ -64,6 +66,34 @@ def _two_at_once_with_a_group_each(rank: int) -> None:
     with _threads(2) as pool:
         for finished in [pool.submit(train, model) for model in models]:
             finished.result()
+
+
+def _one_ahead_of_the_other(rank: int) -> None:
+    """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: neither may wait for itself."""
+    for overlap in (True, False):
+        models = [Mlp(), Mlp()]
+        syncs = [attach(model, process_group=dist.new_group(), overlap=overlap) for model in models]
+        train = partial(_train_one, models, None if overlap else syncs, rank)
+        train(0, range(1))
+        train(1, range(1))
+        first, second = (1, 0) if rank == 0 else (0, 1)
+        with _threads(2) as pool:
+            one = pool.submit(train, first, range(1, 4))
+            time.sleep(1.0 + rank)  # by now it waits for the other rank, and rank 1's first model is a step ahead
+            other = pool.submit(train, second, range(1, 4))
+            one.result()
+            other.result()
+
+
+def _train_one(
+    models: list[Mlp], syncs: list[GradientSynchronizer] | None, rank: int, index: int, steps: range
+) -> None:
+    for step in steps:
+        expected = mean_gradients(models[index], step)
+        backward(models[index], rank, step)
+        if syncs is not None:
+            syncs[index].synchronize()
+        assert_all_bitwise_equal(grads_of(models[index]), expected, f"step {step}: averaged gradient")
 
 
 def _statistics_read_while_backward_runs(rank: int) -> None:
@@ -188,6 +218,7 @@ def _all_about_threads(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     _backward_in_other_threads(rank)
     _two_at_once_with_a_group_each(rank)
+    _one_ahead_of_the_other(rank)
     _statistics_read_while_backward_runs(rank)
     _python_runs_while_backward_waits(rank)
     _freed_in_another_thread(rank)
