@@ -7,18 +7,37 @@
 
 namespace fastsync {
 
-// One gradient, contiguous, and where its first element lies in the wire buffer, in elements.
+// One gradient, or a piece of one, contiguous, and where its first element lies in the wire buffer: in elements, on an
+// int8 wire at the beginning of a block. Its last block may be partly filled; what is left of it is zeros.
 struct Segment {
   void* data;
   int64_t numel;
   int64_t offset;
+  void* residual =
+      nullptr;  // Compute<G>, one for each element: what the wire has not carried yet. Null where it is lost
 };
 
 // What a bucket's passes found out, in one row of doubles so that one tensor holds it (counts are exact up to 2^53).
 enum Stat : int { kSumOfSquares, kNumNonfinite, kNumSaturated, kMaxMagnitude, kNumStats };
 
-// gradients → wire: wire[offset + i] = encode(gradient[i] * multiplier * bucket_scale), within ±limit if finite.
-// Writes stats[kNumSaturated]. The wire may be the gradients' own memory where both have one type.
+// A bucket may pass in several calls: the first one begins the statistics anew, the others add to them, and the last
+// one moves the bucket's scale on for the next step.
+struct Turn {
+  bool is_first = true;
+  bool is_last = true;
+};
+
+// How int8 rounds: to nearest even, or up with a probability of the fraction that is lost, by bits that follow from the
+// seed and the value's place on the wire. The other wires round to nearest even.
+struct Rounding {
+  bool is_stochastic = false;
+  uint64_t seed = 0;
+};
+
+// gradients → wire: wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite. The value is
+// gradient[i] + residual[i], and the new residual[i] is the value minus what decoding gives; where the value, or on
+// int8 one of its block's, is not finite, the residual stays as it was. Writes stats[kNumSaturated]. The wire may be
+// the gradients' own memory where both have one type.
 struct PackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -26,14 +45,16 @@ struct PackArgs {
   DType wire_dtype;
   void* wire;
   double multiplier;
-  double limit;
+  double limit;               // none on int8, whose scales follow the values
   const float* bucket_scale;  // on the gradients' device; null means 1
   double* stats;              // on the gradients' device
+  Rounding rounding = {};
+  Turn turn = {};
 };
 
-// wire → gradients: gradient[i] = encode(wire[offset + i] / bucket_scale), and the statistics of what was written:
-// stats[kSumOfSquares], stats[kNumNonfinite] and stats[kMaxMagnitude] (over the finite ones). Then moves bucket_scale
-// on for the next step.
+// wires → gradients: gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale), and the
+// statistics of what was written: stats[kSumOfSquares], stats[kNumNonfinite] and stats[kMaxMagnitude] (over the finite
+// ones). Sums are in Compute<G>, from the first wire to the last. Then moves bucket_scale on for the next step.
 struct UnpackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -42,6 +63,10 @@ struct UnpackArgs {
   const void* wire;
   float* bucket_scale;
   double* stats;
+  int64_t num_wires = 1;
+  int64_t stride_bytes = 0;  // from one wire to the next
+  double multiplier = 1.0;   // of each wire's value, before the sum
+  Turn turn = {};
 };
 
 // The statistics of gradients alone, as unpack takes them; nothing but stats is written.
@@ -50,6 +75,26 @@ struct MeasureArgs {
   int64_t num_segments;
   DType grad_dtype;
   double* stats;
+};
+
+// wires → wire: out[i] = encode(value), within ±limit if finite, where value = (sum over r of (wire r)[i] * multiplier)
+// + residual[i] * bucket_scale, in Compute<G> and from the first wire to the last. The new residual[i] is what decoding
+// out[i] misses of the value, divided by bucket_scale; it stays as it was where the value, or on int8 one of its
+// block's, is not finite. out may be one of the wires.
+struct ReduceArgs {
+  const void* wire;
+  int64_t num_wires;
+  int64_t stride_bytes;  // from one wire to the next
+  int64_t numel;         // of each; on int8 a multiple of kBlockValues
+  DType grad_dtype;      // of the bucket: what is summed in follows from it
+  DType wire_dtype;      // of the wires
+  void* out;
+  DType out_dtype;  // wire_dtype, or one of both is float32 (float64 for float64 gradients)
+  double multiplier;
+  double limit;
+  const float* bucket_scale;  // what the wires' values have been multiplied with; null means 1
+  void* residual;             // Compute<G> [numel]; null where it is lost
+  Rounding rounding = {};
 };
 
 // Calls call(G{}) with the type of a gradient, or call(G{}, W{}) with the types of a gradient and of the wire, which is
@@ -85,6 +130,7 @@ namespace cpu {
 void pack(const PackArgs& args);
 void unpack(const UnpackArgs& args);
 void measure(const MeasureArgs& args);
+void reduce(const ReduceArgs& args);
 }  // namespace cpu
 
 namespace cuda {
@@ -98,6 +144,7 @@ constexpr int64_t kWorkspaceBytes = (1 + 3 * kMaxBlocks) * 8;
 void pack(const PackArgs& args, void* workspace, void* stream);
 void unpack(const UnpackArgs& args, void* workspace, void* stream);
 void measure(const MeasureArgs& args, void* workspace, void* stream);
+void reduce(const ReduceArgs& args, void* stream);
 }  // namespace cuda
 
 }  // namespace fastsync

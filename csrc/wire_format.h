@@ -17,7 +17,8 @@
 
 namespace fastsync {
 
-enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
+// kInt8 is a wire's alone: blocks of values.
+enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt8 };
 
 // Storage of the 16-bit types: plain bits, so that neither torch nor CUDA headers are needed to name them.
 struct Float16 {
@@ -25,6 +26,13 @@ struct Float16 {
 };
 struct BFloat16 {
   uint16_t bits;
+};
+
+// Values that share a scale, as they travel: value = values[i] * scale. The scale is nan where a value was not finite.
+constexpr int kBlockValues = 128;
+struct Int8Block {
+  float scale;
+  int8_t values[kBlockValues];
 };
 
 // What a value is multiplied and rounded in: float for all but double.
