@@ -134,6 +134,12 @@ void check_residual(const at::Tensor& residual, const c10::SymInt& numel, at::Sc
                     residual.sym_sizes(), " ", residual.scalar_type(), " on ", residual.device());
 }
 
+using ResidualList = std::optional<std::vector<at::Tensor>>;
+
+at::TensorList list_of(const ResidualList& residuals) {
+  return residuals.has_value() ? at::TensorList(*residuals) : at::TensorList();
+}
+
 void check_residuals(at::TensorList residuals, at::TensorList grads) {
   TORCH_CHECK_VALUE(residuals.empty() || residuals.size() == grads.size(),
                     "residuals: expected none or as many as there are gradients (", grads.size(), "), got ",
@@ -174,12 +180,13 @@ void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& 
 }
 
 void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
-          at::TensorList residuals, double multiplier, std::optional<double> limit, bool stochastic, int64_t seed,
+          const ResidualList& residuals, double multiplier, std::optional<double> limit, bool stochastic, int64_t seed,
           bool is_first) {
-  check_pack(grads, wire, stats, bucket_scale, residuals, multiplier, limit, stochastic);
+  const at::TensorList kept = list_of(residuals);
+  check_pack(grads, wire, stats, bucket_scale, kept, multiplier, limit, stochastic);
   check_alignment(wire, "wire");
   const auto dense = as_contiguous(grads);
-  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()), residuals);
+  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()), kept);
   const PackArgs args{.segments = segments.data(),
                       .num_segments = static_cast<int64_t>(segments.size()),
                       .grad_dtype = dtype_of(dense.front().scalar_type()),
@@ -194,7 +201,7 @@ void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::op
   run_pack(args, wire.device(), new_workspace(wire.device()));
   mark_written(wire);
   mark_written(stats);
-  for (const at::Tensor& residual : residuals) {
+  for (const at::Tensor& residual : kept) {
     mark_written(residual);
   }
 }
@@ -324,9 +331,9 @@ void measure(at::TensorList grads, at::Tensor stats) {
 }
 
 void pack_meta(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
-               at::TensorList residuals, double multiplier, std::optional<double> limit, bool stochastic,
+               const ResidualList& residuals, double multiplier, std::optional<double> limit, bool stochastic,
                int64_t /*seed*/, bool /*is_first*/) {
-  check_pack(grads, wire, stats, bucket_scale, residuals, multiplier, limit, stochastic);
+  check_pack(grads, wire, stats, bucket_scale, list_of(residuals), multiplier, limit, stochastic);
 }
 
 void unpack_meta(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale,
@@ -360,7 +367,7 @@ void implement_checks(torch::Library& library) {
 
 TORCH_LIBRARY(fastsync, library) {
   library.def(
-      "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, Tensor(c!)[] residuals=[], "
+      "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, Tensor(c!)[]? residuals=None, "
       "*, "
       "float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, bool is_first=True) -> ()");
   library.def(

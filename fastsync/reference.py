@@ -32,7 +32,7 @@ def pack(
     wire: Tensor,
     stats: Tensor,
     bucket_scale: Tensor | None = None,
-    residuals: Sequence[Tensor] = (),
+    residuals: Sequence[Tensor] | None = None,
     *,
     multiplier: float = 1.0,
     limit: float | None = None,
@@ -54,7 +54,7 @@ def pack(
         stats: float64 vector of ``NUM_STATS`` elements. ``NUM_SATURATED`` is written.
         bucket_scale: one float32 element, a power of two; None means 1.
         residuals: error feedback: tensors of the gradients' numbers of elements and of the dtype that products are
-            taken in, or none. They are added to the gradients first, and what the wire has then not carried is written
+            taken in, or None. They are added to the gradients first, and what the wire has then not carried is written
             to them, in units of the gradients. Where what was sent is not finite, they stay as they were.
         multiplier: usually one over the world size.
         limit: largest magnitude that may be sent; see ``saturation_limit``. On uint8 no more than ``INT8_LIMIT``.
@@ -186,13 +186,14 @@ def encode_int8(values: Tensor, *, stochastic: bool = False, seed: int = 0) -> T
     else:
         rounded = scaled.round()
     scales = torch.where(finite, amax / largest, math.nan)
-    return torch.cat([scales.view(torch.uint8), rounded.to(torch.int8).view(torch.uint8)], dim=1).view(-1)
+    scales = scales.view(-1).view(torch.uint8).view(len(blocks), 4)
+    return torch.cat([scales, rounded.to(torch.int8).view(torch.uint8)], dim=1).view(-1)
 
 
 def decode_int8(wire: Tensor) -> Tensor:
     """The float32 values in blocks that ``encode_int8`` has made: each int8 times its block's scale."""
-    blocks = wire.reshape(-1, BLOCK_BYTES)
-    scales = blocks[:, :4].contiguous().view(torch.float32)
+    blocks = wire.view(len(wire) // BLOCK_BYTES, BLOCK_BYTES)
+    scales = blocks[:, :4].reshape(-1).view(torch.float32).view(-1, 1)
     return (blocks[:, 4:].view(torch.int8).float() * scales).view(-1)
 
 
@@ -292,7 +293,7 @@ def all_reduce_mean(
     numel = wire_numel([grad.numel() for grad in grads[0]], dtype)
     wires = torch.empty(world_size, numel, dtype=dtype)
     for rank, rank_grads in enumerate(grads):
-        feedback = residuals[rank] if residuals is not None else ()
+        feedback = residuals[rank] if residuals is not None else None
         pack(rank_grads, wires[rank], stats, scale, feedback, multiplier=1 / num_summed, limit=limit)
     result = [torch.empty_like(grad) for grad in grads[0]]
     if reduce == "wire":
