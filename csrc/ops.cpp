@@ -367,7 +367,8 @@ void implement_checks(torch::Library& library) {
 
 TORCH_LIBRARY(fastsync, library) {
   library.def(
-      "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, Tensor(c!)[]? residuals=None, "
+      "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, Tensor(c!)[]? "
+      "residuals=None, "
       "*, "
       "float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, bool is_first=True) -> ()");
   library.def(
