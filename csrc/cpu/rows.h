@@ -157,14 +157,17 @@ FASTSYNC_AVX2_INLINE void add_row(__m256 low, __m256 high, Columns& columns) {
 
 FASTSYNC_AVX2_INLINE Columns no_columns() { return {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_si256()}; }
 
+FASTSYNC_AVX2_INLINE uint32_t largest_of(__m256i values) {
+  const __m256i four = _mm256_max_epu32(values, _mm256_permute2x128_si256(values, values, 1));
+  const __m256i two = _mm256_max_epu32(four, _mm256_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
+  const __m256i one = _mm256_max_epu32(two, _mm256_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)));
+  return static_cast<uint32_t>(_mm256_cvtsi256_si32(one));
+}
+
 FASTSYNC_AVX2_INLINE void write_out(const Columns& columns, BlockSquares& squares) {
   _mm256_storeu_ps(squares.columns, columns.low);
   _mm256_storeu_ps(squares.columns + 8, columns.high);
-  const __m256i swapped = _mm256_permute2x128_si256(columns.largest, columns.largest, 1);
-  const __m256i four = _mm256_max_epu32(columns.largest, swapped);
-  const __m256i two = _mm256_max_epu32(four, _mm256_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
-  const __m256i one = _mm256_max_epu32(two, _mm256_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)));
-  squares.largest_bits = static_cast<uint32_t>(_mm256_cvtsi256_si32(one));
+  squares.largest_bits = largest_of(columns.largest);
 }
 
 template <class W, class G>

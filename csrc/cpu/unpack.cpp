@@ -7,7 +7,7 @@
 #include "../pack_unpack.h"
 #include "chunks.h"
 #include "rows.h"
-#include "staged.h"
+#include "stages.h"
 #include "tally.h"
 
 namespace fastsync::cpu {
@@ -81,7 +81,7 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
       }
     }
     C sums[kBlock];
-    portable::sum_wires<W>(wires, first + begin, length, multiplier, sums);
+    sum_wires<W>(wires, first + begin, length, multiplier, sums);
     unpack_values(sums, gradient + begin, length, inverse_scale, tally);
   }
   return tally;
