@@ -20,26 +20,34 @@ FASTSYNC_AVX2_INLINE __m256 load_at(const Int8Block* blocks, int64_t i) {
 }
 
 template <class G>
-FASTSYNC_AVX2 void gather(const G* gradient, float* values) {
+FASTSYNC_AVX2 void convert(const G* gradient, float* values) {
   for (int64_t i = 0; i < kBlock; i += 8) {
     store(values + i, load(gradient + i));
   }
 }
 
+// Sums stay in registers while all wires are gone through; four make finding the next wire cheap.
 template <class W>
 FASTSYNC_AVX2 void sum_wires(const Wires& wires, int64_t first, float multiplier, float* sums) {
+  constexpr int kVectors = 4;
   const __m256 multipliers = _mm256_set1_ps(multiplier);
-  for (int64_t i = 0; i < kBlock; i += kRow) {
-    const W* wire = wires.at<W>(0, first);
-    __m256 low = _mm256_mul_ps(load_at(wire, i), multipliers);
-    __m256 high = _mm256_mul_ps(load_at(wire, i + 8), multipliers);
-    for (int64_t r = 1; r < wires.num; ++r) {
-      wire = wires.at<W>(r, first);
-      low = _mm256_add_ps(low, _mm256_mul_ps(load_at(wire, i), multipliers));
-      high = _mm256_add_ps(high, _mm256_mul_ps(load_at(wire, i + 8), multipliers));
+  const auto* const first_wire = reinterpret_cast<const char*>(wires.at<W>(0, first));
+  for (int64_t i = 0; i < kBlock; i += 8 * kVectors) {
+    const char* wire = first_wire;
+    __m256 totals[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      totals[v] = _mm256_mul_ps(load_at(reinterpret_cast<const W*>(wire), i + 8 * v), multipliers);
     }
-    store(sums + i, low);
-    store(sums + i + 8, high);
+    for (int64_t r = 1; r < wires.num; ++r) {
+      wire += wires.stride_bytes;
+      for (int v = 0; v < kVectors; ++v) {
+        const __m256 values = load_at(reinterpret_cast<const W*>(wire), i + 8 * v);
+        totals[v] = _mm256_add_ps(totals[v], _mm256_mul_ps(values, multipliers));
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      store(sums + i + 8 * v, totals[v]);
+    }
   }
 }
 

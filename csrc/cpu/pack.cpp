@@ -30,6 +30,21 @@ Scaling<C> scaling_of(C multiplier, double limit) {
   return {multiplier, static_cast<C>(std::min<double>(limit, std::is_same_v<W, Int8Block> ? kInt8Limit : kNoLimit))};
 }
 
+// The values to be sent: the gradient's own where there is nothing to convert or to add, gathered else.
+template <class G, class C>
+const C* gather(const G* gradient, const C* residual, int64_t numel, C* gathered) {
+  if constexpr (std::is_same_v<G, C>) {
+    if (residual == nullptr) {
+      return gradient;
+    }
+  }
+  convert(gradient, numel, gathered);
+  if (residual != nullptr) {
+    add_residual(residual, C(1), numel, gathered);
+  }
+  return gathered;
+}
+
 template <class W, class G>
 int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, const Scaling<Compute<G>>& scaling,
                    Rounding rounding, void* wire, int64_t first) {
@@ -43,11 +58,9 @@ int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, const
   for (int64_t begin = 0; begin < numel; begin += kBlock) {
     const int64_t length = std::min(kBlock, numel - begin);
     W* const encoded = element_of<W>(wire, first + begin);
-    C values[kBlock];
-    gather(gradient + begin, length, values);
-    if (residual != nullptr) {
-      add_residual(residual + begin, C(1), length, values);
-    }
+    C gathered[kBlock];
+    const C* const values =
+        gather(gradient + begin, residual != nullptr ? residual + begin : nullptr, length, gathered);
     num_saturated += encode_values(values, length, scaling, rounding, first + begin, encoded);
     if (residual != nullptr) {
       keep_loss(values, length, encoded, C(1) / scaling.multiplier, C(1), residual + begin);

@@ -43,7 +43,7 @@ FASTSYNC_HOST_DEVICE C decode_at(const Int8Block* blocks, int64_t i) {
 }
 
 template <class G, class C>
-void gather(const G* gradient, int64_t numel, C* values) {
+void convert(const G* gradient, int64_t numel, C* values) {
   for (int64_t i = 0; i < numel; ++i) {
     values[i] = decode(gradient[i]);
   }

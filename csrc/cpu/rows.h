@@ -37,10 +37,17 @@ inline W pack_value(G gradient, Compute<G> multiplier, Compute<G> limit, int64_t
   return encode<W>(static_cast<Compute<W>>(scaled));
 }
 
-// From a 16-bit wire to float, a row need not look for values beyond float's largest: what becomes inf shows in the
-// block's largest magnitude, and as the wire is still there the block can be done again.
+// From a 16-bit wire or a sum to float, a row need not look for values beyond float's largest: what becomes inf shows
+// in the block's largest magnitude, and as the wire is still there the block can be done again.
 template <class W, class G>
 inline constexpr bool kMayHoldBeyond = std::is_same_v<G, float> && !std::is_same_v<W, float>;
+
+// A sum over several wires, kept until its gradient is written.
+struct Sum {
+  float value;
+};
+inline float decode(Sum sum) { return sum.value; }
+using fastsync::decode;
 
 namespace portable {
 
@@ -90,6 +97,8 @@ void measure_block(const G* gradient, BlockSquares& squares) {
 namespace avx2 {
 
 FASTSYNC_AVX2_INLINE __m256 load(const float* p) { return _mm256_loadu_ps(p); }
+
+FASTSYNC_AVX2_INLINE __m256 load(const Sum* p) { return load(&p->value); }
 
 FASTSYNC_AVX2_INLINE __m128i load_bits(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 

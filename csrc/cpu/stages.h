@@ -30,15 +30,15 @@ bool goes_by_vectors([[maybe_unused]] int64_t numel) {
 
 // values[i] = gradient[i]
 template <class G, class C>
-void gather(const G* gradient, int64_t numel, C* values) {
+void convert(const G* gradient, int64_t numel, C* values) {
 #if FASTSYNC_HAS_AVX2_ROWS
   if constexpr (std::is_same_v<C, float>) {
     if (goes_by_vectors<C>(numel)) {
-      return avx2::gather(gradient, values);
+      return avx2::convert(gradient, values);
     }
   }
 #endif
-  portable::gather(gradient, numel, values);
+  portable::convert(gradient, numel, values);
 }
 
 // sums[i] = sum over the wires of element first + i, times the multiplier.
