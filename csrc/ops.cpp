@@ -86,7 +86,7 @@ void check_wire(const at::Tensor& wire, at::TensorList grads, bool is_matrix = f
 
 // A block's scale is read and written as the float that it is.
 void check_alignment(const at::Tensor& wire, const char* name) {
-  if (wire.scalar_type() == at::kByte) {
+  if (wire.scalar_type() == at::kByte && wire.numel() > 0) {
     const int64_t stride = wire.dim() == 2 && wire.size(0) > 1 ? wire.stride(0) : 0;
     TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(wire.data_ptr()) % alignof(Int8Block) == 0 &&
                           stride % static_cast<int64_t>(alignof(Int8Block)) == 0,

@@ -193,7 +193,7 @@ def encode_int8(values: Tensor, *, stochastic: bool = False, seed: int = 0) -> T
 def decode_int8(wire: Tensor) -> Tensor:
     """The float32 values in blocks that ``encode_int8`` has made: each int8 times its block's scale."""
     blocks = wire.view(len(wire) // BLOCK_BYTES, BLOCK_BYTES)
-    scales = blocks[:, :4].reshape(-1).view(torch.float32).view(-1, 1)
+    scales = blocks[:, :4].clone().view(-1).view(torch.float32).view(-1, 1)
     return (blocks[:, 4:].view(torch.int8).float() * scales).view(-1)
 
 

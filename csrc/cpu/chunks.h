@@ -2,29 +2,16 @@
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 
 #include <vector>
 
 #include "../chunk_table.h"
 #include "../pack_unpack.h"
-#include "rows.h"
 
 namespace fastsync::cpu {
 
 // A multiple of kBlockValues, so that a chunk begins where a block does.
 constexpr int64_t kChunkSize = 32768;
-
-// ATEN_CPU_CAPABILITY=default, which makes torch itself do without vector instructions, does so here too.
-[[maybe_unused]] inline bool has_avx2_rows() {
-#if FASTSYNC_HAS_AVX2_ROWS
-  static const bool has =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && at::get_cpu_capability() != "DEFAULT";
-  return has;
-#else
-  return false;
-#endif
-}
 
 // Runs work(segment, chunk) -> Partial for every chunk and returns the partials in the chunks' order.
 template <class Partial, class Work>

@@ -1,12 +1,13 @@
 // Gradients to wire, and wires to wire, on a CPU.
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
 #include "../pack_unpack.h"
 #include "chunks.h"
 #include "rows.h"
-#include "staged.h"
+#include "stages.h"
 
 namespace fastsync::cpu {
 namespace {
@@ -29,6 +30,21 @@ Scaling<C> scaling_of(C multiplier, double limit) {
   return {multiplier, static_cast<C>(std::min<double>(limit, std::is_same_v<W, Int8Block> ? kInt8Limit : kNoLimit))};
 }
 
+// The values to be sent: the gradient's own where there is nothing to convert or to add, gathered else.
+template <class G, class C>
+const C* gather(const G* gradient, const C* residual, int64_t numel, C* gathered) {
+  if constexpr (std::is_same_v<G, C>) {
+    if (residual == nullptr) {
+      return gradient;
+    }
+  }
+  convert(gradient, numel, gathered);
+  if (residual != nullptr) {
+    add_residual(residual, C(1), numel, gathered);
+  }
+  return gathered;
+}
+
 template <class W, class G>
 int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, const Scaling<Compute<G>>& scaling,
                    Rounding rounding, void* wire, int64_t first) {
@@ -41,18 +57,13 @@ int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, const
   int64_t num_saturated = 0;
   for (int64_t begin = 0; begin < numel; begin += kBlock) {
     const int64_t length = std::min(kBlock, numel - begin);
-    C values[kBlock];
-    for (int64_t i = 0; i < length; ++i) {
-      values[i] = decode(gradient[begin + i]);
-    }
+    W* const encoded = element_of<W>(wire, first + begin);
+    C gathered[kBlock];
+    const C* const values =
+        gather(gradient + begin, residual != nullptr ? residual + begin : nullptr, length, gathered);
+    num_saturated += encode_values(values, length, scaling, rounding, first + begin, encoded);
     if (residual != nullptr) {
-      for (int64_t i = 0; i < length; ++i) {
-        values[i] += residual[begin + i];
-      }
-    }
-    num_saturated += portable::encode_values<W>(values, length, scaling, rounding, wire, first + begin);
-    if (residual != nullptr) {
-      portable::keep_loss<W, C>(values, length, wire, first + begin, C(1) / scaling.multiplier, C(1), residual + begin);
+      keep_loss(values, length, encoded, C(1) / scaling.multiplier, C(1), residual + begin);
     }
   }
   return num_saturated;
@@ -84,16 +95,15 @@ void reduce_typed(const ReduceArgs& args) {
   const auto scale = static_cast<C>(args.bucket_scale != nullptr ? *args.bucket_scale : 1.0F);
   auto* residual = static_cast<C*>(args.residual);
   const auto reduce_block = [&](int64_t first, int64_t length) {
+    Out* const encoded = element_of<Out>(args.out, first);
     C values[kBlock];
-    portable::sum_wires<W>(wires, first, length, multiplier, values);
+    sum_wires<W>(wires, first, length, multiplier, values);
     if (residual != nullptr) {
-      for (int64_t i = 0; i < length; ++i) {
-        values[i] += residual[first + i] * scale;
-      }
+      add_residual(residual + first, scale, length, values);
     }
-    portable::encode_values<Out>(values, length, scaling, args.rounding, args.out, first);
+    encode_values(values, length, scaling, args.rounding, first, encoded);
     if (residual != nullptr) {
-      portable::keep_loss<Out, C>(values, length, args.out, first, C(1), C(1) / scale, residual + first);
+      keep_loss(values, length, encoded, C(1), C(1) / scale, residual + first);
     }
   };
   const Segment all{nullptr, args.numel, 0};

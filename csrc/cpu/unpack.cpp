@@ -7,7 +7,7 @@
 #include "../pack_unpack.h"
 #include "chunks.h"
 #include "rows.h"
-#include "staged.h"
+#include "stages.h"
 #include "tally.h"
 
 namespace fastsync::cpu {
@@ -67,6 +67,9 @@ void unpack_values(const W* values, G* gradient, int64_t numel, Compute<G> multi
   }
 }
 
+const Sum* as_sums(const float* sums) { return reinterpret_cast<const Sum*>(sums); }
+const double* as_sums(const double* sums) { return sums; }
+
 template <class W, class G>
 Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel, Compute<G> multiplier,
                    Compute<G> inverse_scale) {
@@ -81,8 +84,8 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
       }
     }
     C sums[kBlock];
-    portable::sum_wires<W>(wires, first + begin, length, multiplier, sums);
-    unpack_values(sums, gradient + begin, length, inverse_scale, tally);
+    sum_wires<W>(wires, first + begin, length, multiplier, sums);
+    unpack_values(as_sums(sums), gradient + begin, length, inverse_scale, tally);
   }
   return tally;
 }
