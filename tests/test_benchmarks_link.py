@@ -285,8 +285,16 @@ def test_links_that_the_machine_cannot_fill_are_named():
     assert "At 10 Gbit/s plain TCP carried 40% of it" in warning
 
 
+def test_what_is_sent_depends_on_who_adds():
+    """A million values between four ranks."""
+    assert sent_bytes(row("fastsync.attach/fp16+one_shot", "float16", 1.0)) == 3 * 2e6
+    assert sent_bytes(row("fastsync.attach/fp16+two_shot", "float16", 1.0)) == 1.5 * 2e6
+    assert sent_bytes(row("fastsync.register_comm_hook/int8+ef", "int8", 1.0)) == 1.5 * 132 / 128 * 1e6
+
+
 def test_ways_that_send_something_else_have_no_limit():
     assert sent_bytes(row("ddp/powerSGD_hook", "float32", 1.0)) is None
+    assert sent_bytes(row("fastsync.attach/auto", None, 1.0)) is None
     assert link_figures(None, 1.0, 10**9, 10**9)["link_limit"] is None
 
 
