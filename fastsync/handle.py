@@ -3,11 +3,16 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from . import _C
+from .auto import Explanation
+from .compression import AnyCompression, Auto, Compression, Schedule, as_compression
+from .plan import Plan, make_plan
 from .reference import MAX_SCALE_EXPONENT
 from .stats import GradStats, SyncStats
 
@@ -61,7 +66,63 @@ class SyncHandle(ABC):
         self._engine.set_scales([(parameter, scales[name]) for name, parameter in named.items() if name in scales])
 
 
-class ClippableHandle(SyncHandle):
+class CompressionHandle(SyncHandle):
+    """A handle that says what gradients travel with, and why."""
+
+    _argument: ClassVar[str]
+    """The name of the door's argument that the parameters come from, for errors."""
+    _group: dist.ProcessGroup
+    _compression: Compression | Auto | Schedule
+    _plan: Plan
+
+    @property
+    def compression(self) -> Compression | Auto | Schedule:
+        """What travels. May be set, also to a shorthand, between steps: on all ranks at the same."""
+        return self._compression
+
+    @compression.setter
+    def compression(self, compression: AnyCompression) -> None:
+        chosen = as_compression(compression)
+        self._follow(make_plan(chosen, self._group, self._named_parameters(), self._argument))
+        self._compression = chosen
+
+    def explain(self) -> Explanation:
+        """What each bucket of the next step travels with, and why: to be printed.
+
+        Raises:
+            RuntimeError: no step was synchronised yet, which is when buckets are made.
+        """
+        buckets = self.stats().buckets
+        if not buckets:
+            raise RuntimeError(
+                "explain: buckets are made when the first backward is synchronised; before it, "
+                "fastsync.measure_group().choose(numel) tells what a bucket of so many values travels with"
+            )
+        return self._plan.explain(self._engine.num_steps(), [bucket.elements for bucket in buckets])
+
+    def remeasure(self) -> None:
+        """Measures the process group again where ``compression`` is chosen by measurement: now that links are others.
+
+        Every rank must call it, between steps. Profiles that were loaded are not used any more.
+        """
+        chosen = self._compression
+        if isinstance(chosen, Schedule):
+            chosen = Schedule(tuple((step, _without_profile(each)) for step, each in chosen.phases))
+        else:
+            chosen = _without_profile(chosen)
+        self._follow(make_plan(chosen, self._group, self._named_parameters(), self._argument, remeasure=True))
+        self._compression = chosen
+
+    def _follow(self, plan: Plan) -> None:
+        self._engine.set_wire(plan.phases[0][1][0].compression.wire)
+        self._plan = plan
+
+
+def _without_profile(compression: Compression | Auto) -> Compression | Auto:
+    return replace(compression, profile=None) if isinstance(compression, Auto) else compression
+
+
+class ClippableHandle(CompressionHandle):
     """A handle that knows whose gradients it averages, so that they can be clipped with the norm that is known."""
 
     _claimed_step = -1
