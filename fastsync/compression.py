@@ -50,7 +50,7 @@ class Compression:
 
     def __post_init__(self) -> None:
         if self.wire not in get_args(Wire):
-            raise ValueError(f"compression: expected {_EXPECTED}, got {self.wire!r}")
+            raise ValueError(f"compression: expected one of {_EXPECTED}, got {self.wire!r}")
         if self.reduce is None:
             object.__setattr__(self, "reduce", "fp32" if self.wire == "int8" else "wire")
         for name, options in (

@@ -45,19 +45,19 @@ def measure_group(
     candidates = compressions(wires)
     where = _device_of(group) if device is None else torch.device(device)
     backend = backend_of(group, where)
-    candidates = [compression for compression in candidates if compression.reduce == "wire"]
     described = "; ".join(str(compression) for compression in candidates)
-    _C.check_agreement(group, f"measuring {dtype} on {where.type} with {described}", where)
+    _C.check_agreement(group, f"measuring {_name(dtype)} on {where.type} with {described}", where)
     if group.size() == 1:
         measured = [Candidate(compression) for compression in candidates]  # nothing travels, so nothing can be gained
     else:
+        candidates = [compression for compression in candidates if compression.reduce == "wire"]
         measured = survey(candidates, _Turns(group, where, dtype))
     return GroupProfile(
         candidates=tuple(measured),
         world_size=group.size(),
         backend=backend,
         device=where.type,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name(dtype),
         torch_version=torch.__version__,
         fastsync_version=__version__,
     )
@@ -126,3 +126,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     if torch.cuda.is_available() and "cuda" in {device.type for device in group._device_types}:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
