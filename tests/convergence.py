@@ -41,8 +41,8 @@ class Comparison:
     shift: float
     """How much higher the loss is on average."""
     bound: float
-    """Of the size of the shift: with ``CONFIDENCE`` it is no larger, on either side (two one-sided t-tests of the paired
-    differences; D. Schuirmann, 1987)."""
+    """Of the size of the shift, which with ``CONFIDENCE`` is no larger, on either side: two one-sided t-tests of the
+    paired differences (D. Schuirmann, 1987)."""
     noise: float
     """Standard deviation of the losses at full width over seeds."""
 
