@@ -9,8 +9,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
+from .auto import Candidate
 from .checks import check_dense, check_group, check_parameters, resolve_group
 from .compression import AnyCompression, Compression
+from .engine_schedule import engine_schedule
 from .handle import ClippableHandle, SyncHandle
 
 
@@ -57,6 +59,9 @@ class CommHook(HookState, ClippableHandle):
         """The parameters whose gradients the hook averages."""
         return self._parameters
 
+
+# Of the hooks that are called for one bucket at a time.
+_SCHEDULES = {wire: engine_schedule([(0, [Candidate(Compression(wire))])]) for wire in ("none", "fp16", "bf16")}
 
 _registered: "weakref.WeakKeyDictionary[nn.Module, CommHook]" = weakref.WeakKeyDictionary()
 
@@ -129,7 +134,7 @@ def allreduce_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Te
     Returns:
         A future of the averaged bucket buffer.
     """
-    return _state_for(state)._engine.run(bucket, "none")
+    return _state_for(state)._engine.run(bucket, _SCHEDULES["none"])
 
 
 def fp16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -137,7 +142,7 @@ def fp16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Futur
 
     See ``allreduce_hook`` for the arguments.
     """
-    return _state_for(state)._engine.run(bucket, "fp16")
+    return _state_for(state)._engine.run(bucket, _SCHEDULES["fp16"])
 
 
 def bf16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -145,7 +150,7 @@ def bf16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Futur
 
     See ``allreduce_hook`` for the arguments.
     """
-    return _state_for(state)._engine.run(bucket, "bf16")
+    return _state_for(state)._engine.run(bucket, _SCHEDULES["bf16"])
 
 
 # DDP refuses any hook of the name "bf16_compress_hook" where NCCL is missing; this one does not need it.

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import _C
 from .auto import Explanation
 from .compression import AnyCompression, Auto, Compression, Schedule, as_compression
+from .engine_schedule import engine_schedule
 from .plan import Plan, make_plan
 from .reference import MAX_SCALE_EXPONENT
 from .stats import GradStats, SyncStats
@@ -35,20 +36,21 @@ class SyncHandle(ABC):
         return SyncStats.from_totals(self._engine.totals())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on as if it had not stopped: each parameter's fp16 scale, by name.
+        """What a resumed run needs to go on as if it had not stopped: the step, each parameter's fp16 scale by name.
 
-        The scales are equal on all ranks. Reads them on the host, so it waits for the device.
+        They are equal on all ranks. Reads the scales on the host, so it waits for the device.
         """
         scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
         named = self._named_parameters()
-        return {"scales": {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of}}
+        scales = {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of}
+        return {"scales": scales, "step": self._engine.step()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the scales of ``state_dict()``. Call it on every rank, with the same state.
+        """Takes over what ``state_dict()`` returned. Call it on every rank, with the same state.
 
         Raises:
-            ValueError: it is no state of an engine, a name is no parameter of the model, or a scale is not a power of
-                two within ``2**±reference.MAX_SCALE_EXPONENT``.
+            ValueError: it is no state of an engine, its step is no number of steps, a name is no parameter of the
+                model, or a scale is not a power of two within ``2**±reference.MAX_SCALE_EXPONENT``.
         """
         named = self._named_parameters()
         scales = state_dict.get("scales") if isinstance(state_dict, dict) else None
@@ -63,6 +65,10 @@ class SyncHandle(ABC):
                     f"state_dict: the scale of {name!r} is {scale!r}, not a power of two from 2**-{MAX_SCALE_EXPONENT} "
                     f"to 2**{MAX_SCALE_EXPONENT}"
                 )
+        step = state_dict.get("step", 0)
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"state_dict: its step has to be a number of steps, got {step!r}")
+        self._engine.set_step(step)
         self._engine.set_scales([(parameter, scales[name]) for name, parameter in named.items() if name in scales])
 
 
@@ -98,7 +104,7 @@ class CompressionHandle(SyncHandle):
                 "explain: buckets are made when the first backward is synchronised; before it, "
                 "fastsync.measure_group().choose(numel) tells what a bucket of so many values travels with"
             )
-        return self._plan.explain(self._engine.num_steps(), [bucket.elements for bucket in buckets])
+        return self._plan.explain(self._engine.step(), [bucket.elements for bucket in buckets])
 
     def remeasure(self) -> None:
         """Measures the process group again where ``compression`` is chosen by measurement: now that links are others.
@@ -114,7 +120,7 @@ class CompressionHandle(SyncHandle):
         self._compression = chosen
 
     def _follow(self, plan: Plan) -> None:
-        self._engine.set_wire(plan.phases[0][1][0].compression.wire)
+        self._engine.set_schedule(engine_schedule(plan.phases))
         self._plan = plan
 
 

@@ -14,6 +14,7 @@ from . import _C, __version__
 from .auto import Candidate, compressions
 from .checks import resolve_group
 from .compression import Compression
+from .engine_schedule import engine_schedule
 from .group_profile import GroupProfile, backend_of
 from .survey import survey
 
@@ -50,7 +51,6 @@ def measure_group(
     if group.size() == 1:
         measured = [Candidate(compression) for compression in candidates]  # nothing travels, so nothing can be gained
     else:
-        candidates = [compression for compression in candidates if compression.reduce == "wire"]
         measured = survey(candidates, _Turns(group, where, dtype))
     return GroupProfile(
         candidates=tuple(measured),
@@ -102,7 +102,7 @@ class _Turns:
 
     def _engine(self, compression: Compression) -> _C.Synchronizer:
         engine = _C.Synchronizer([self._stand_in], ["stand-in"], self._group, self._stand_in.nbytes)
-        engine.set_wire(compression.wire)
+        engine.set_schedule(engine_schedule([(0, [Candidate(compression)])]))
         return engine
 
     def _sync(self, compression: Compression) -> float:

@@ -22,8 +22,8 @@ COMPRESSIONS = {
     "none": Compression(),
     "fp16": Compression("fp16"),
     "bf16": Compression("bf16"),
-    # "int8, error feedback": Compression("int8", error_feedback=True),
-    # "int8": Compression("int8"),
+    "int8, error feedback": Compression("int8", error_feedback=True),
+    "int8": Compression("int8"),
 }
 CONFIDENCE = 0.95
 TEXT = Path(__file__).parent / "data" / "coriolanus.txt"

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync import Compression, GroupProfile
+from fastsync import _C, Compression, GroupProfile
 from fastsync.auto import TOLERANCE, Candidate, choose, compressions, explain
 from fastsync.plan import make_plan
-from tests.models import group_of_one
+from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks, group_of_one
 from tests.ranks import RankError, run_ranks
 
 NONE, FP16, BF16 = Compression(), Compression("fp16"), Compression("bf16")
@@ -206,6 +211,72 @@ def test_what_is_not_allowed_is_not_chosen_and_complex_gradients_stay_whole() ->
         assert wires(fastsync.Auto(("int8",), profile), real) == {"none", "fp16", "bf16", "int8"}
         whole = torch.ones(3, dtype=torch.complex64, requires_grad=True)
         assert wires(fastsync.Auto(("int8",), profile), whole) == {"none"}
+
+
+RULE = st.lists(
+    st.lists(st.tuples(st.integers(1, 10**7), st.floats(1e-6, 10.0)), max_size=6, unique_by=lambda point: point[0]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(RULE, st.integers(0, 10**8))
+def test_the_engine_follows_the_same_rule(points_of_each: list[list[tuple[int, float]]], numel: int) -> None:
+    candidates = []
+    for points in points_of_each:
+        numels, seconds = sorted(numel for numel, _ in points), sorted(seconds for _, seconds in points)
+        candidates.append(Candidate(NONE, tuple(zip(numels, seconds, strict=True))))
+    in_engine = [_C.Candidate(_C.Compression("none"), list(candidate.points)) for candidate in candidates]
+    assert _C.choose(in_engine, numel) == choose(candidates, numel)
+
+
+def _travels_as_chosen(rank: int, world_size: int) -> None:
+    profile = replace(
+        PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),)), PROFILE.candidates[2])
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(10, 100, bias=False), torch.nn.Linear(100, 300, bias=False))
+    for name in ("hook", "attach"):
+        chosen = fastsync.Auto(("int8",), profile)
+        sync, forward = _door(name, copy.deepcopy(model), chosen)
+        with pytest.raises(RuntimeError, match="buckets are made when the first backward is synchronised"):
+            sync.explain()
+        for _ in range(3):  # DDP makes other buckets after the first
+            forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
+        explained = {row.numel: row.compression for row in sync.explain().rows if row.reason}
+        assert explained == {1000: NONE, 30_000: FP16}
+        width = {bucket.elements: bucket.wire_bytes / bucket.elements for bucket in _newest_step(sync, forward)}
+        assert width[1000] == pytest.approx(4, abs=0.1)
+        assert width[30_000] == pytest.approx(2, abs=0.1)
+
+        sync.compression = fastsync.Auto(profile=profile)
+        sync.remeasure()
+        assert sync.compression == fastsync.Auto()
+        measured = {row.seconds for row in sync.explain().rows}
+        assert None not in measured
+        assert len(measured) > 2
+        forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
+        assert_same_on_all_ranks([parameter.grad for parameter in forward.parameters()])
+
+
+def _door(name: str, model: torch.nn.Module, compression: fastsync.Auto) -> tuple[Any, torch.nn.Module]:
+    if name == "attach":
+        return fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS), model
+    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+    return fastsync.register_comm_hook(ddp, compression), ddp
+
+
+def _newest_step(sync: Any, forward: torch.nn.Module) -> list[fastsync.BucketStats]:
+    """The buckets of one more step, with what that step alone has sent."""
+    before = sync.stats().buckets
+    forward(torch.ones(4, 10)).sum().backward()
+    after = sync.stats().buckets
+    return [
+        replace(late, wire_bytes=late.wire_bytes - early.wire_bytes) for early, late in zip(before, after, strict=True)
+    ]
+
+
+def test_each_bucket_travels_as_was_chosen_for_its_size() -> None:
+    run_ranks(_travels_as_chosen, 2)
 
 
 def _measures(rank: int, world_size: int, folder: str) -> GroupProfile:
