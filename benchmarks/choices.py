@@ -28,7 +28,8 @@ def against_the_best(rows: Sequence[Record]) -> Iterator[str]:
 
 def could_choose(way: str, other: str) -> bool:
     """Whether ``way`` chooses by measurement, and ``other`` is a fixed way through the same door that it may choose."""
-    chosen, fixed = WAYS[way].compression, WAYS[other].compression
+    # Parts of a step that are no ways to synchronise are not among them.
+    chosen, fixed = (WAYS[name].compression if name in WAYS else None for name in (way, other))
     if chosen not in compressions.CHOSEN or fixed is None or fixed in compressions.CHOSEN:
         return False
     wire, options = compressions.split(fixed)
