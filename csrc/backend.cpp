@@ -25,18 +25,22 @@ DType dtype_of(at::ScalarType dtype) {
       return DType::kFloat16;
     case at::kBFloat16:
       return DType::kBFloat16;
+    case at::kByte:
+      return DType::kInt8;
     default:
       TORCH_CHECK_VALUE(false, "fastsync handles float32, float64, float16 and bfloat16 gradients, got ", dtype);
   }
 }
 
-std::vector<Segment> lay_out(at::TensorList grads) {
+std::vector<Segment> lay_out(at::TensorList grads, DType wire, at::TensorList residuals) {
+  const int64_t alignment = wire == DType::kInt8 ? kBlockValues : 1;
   std::vector<Segment> segments;
   segments.reserve(grads.size());
   int64_t offset = 0;
-  for (const at::Tensor& grad : grads) {
-    segments.push_back({grad.data_ptr(), grad.numel(), offset});
-    offset += grad.numel();
+  for (size_t i = 0; i < grads.size(); ++i) {
+    segments.push_back(
+        {grads[i].data_ptr(), grads[i].numel(), offset, residuals.empty() ? nullptr : residuals[i].data_ptr()});
+    offset += (grads[i].numel() + alignment - 1) / alignment * alignment;
   }
   return segments;
 }
@@ -77,7 +81,8 @@ void run(const Args& args, c10::Device device, [[maybe_unused]] const at::Tensor
 #ifdef FASTSYNC_WITH_CUDA
   if (device.is_cuda()) {
     const c10::cuda::CUDAGuard guard(device);
-    on_cuda(args, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream(device.index()).stream());
+    on_cuda(args, workspace.defined() ? workspace.data_ptr() : nullptr,
+            c10::cuda::getCurrentCUDAStream(device.index()).stream());
     return;
   }
 #endif
@@ -89,10 +94,14 @@ void run(const Args& args, c10::Device device, [[maybe_unused]] const at::Tensor
 constexpr CudaPass<PackArgs> kCudaPack = cuda::pack;
 constexpr CudaPass<UnpackArgs> kCudaUnpack = cuda::unpack;
 constexpr CudaPass<MeasureArgs> kCudaMeasure = cuda::measure;
+constexpr CudaPass<ReduceArgs> kCudaReduce = [](const ReduceArgs& args, void* /*workspace*/, void* stream) {
+  cuda::reduce(args, stream);
+};
 #else
 constexpr CudaPass<PackArgs> kCudaPack = nullptr;
 constexpr CudaPass<UnpackArgs> kCudaUnpack = nullptr;
 constexpr CudaPass<MeasureArgs> kCudaMeasure = nullptr;
+constexpr CudaPass<ReduceArgs> kCudaReduce = nullptr;
 #endif
 
 }  // namespace
@@ -108,5 +117,7 @@ void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& wo
 void run_measure(const MeasureArgs& args, c10::Device device, const at::Tensor& workspace) {
   run(args, device, workspace, &cpu::measure, kCudaMeasure);
 }
+
+void run_reduce(const ReduceArgs& args, c10::Device device) { run(args, device, {}, &cpu::reduce, kCudaReduce); }
 
 }  // namespace fastsync

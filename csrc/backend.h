@@ -13,10 +13,12 @@ namespace fastsync {
 
 // True for the dtypes a gradient may have: float32, float64, float16, bfloat16.
 bool is_supported(at::ScalarType dtype);
+// Of a gradient, or of a wire, where uint8 stands for blocks of int8.
 DType dtype_of(at::ScalarType dtype);
 
-// Where contiguous gradients lie in a wire buffer: one after the other.
-std::vector<Segment> lay_out(at::TensorList grads);
+// Where contiguous gradients lie in a wire buffer: one after the other, on an int8 wire each from a new block on.
+// residuals: as many, contiguous; or none.
+std::vector<Segment> lay_out(at::TensorList grads, DType wire = DType::kFloat32, at::TensorList residuals = {});
 
 // The element of a bucket's scale; null where there is none.
 float* data_or_null(const at::Tensor& scale);
@@ -31,5 +33,6 @@ bool is_capturing(c10::Device device);
 void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace);
 void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace);
 void run_measure(const MeasureArgs& args, c10::Device device, const at::Tensor& workspace);
+void run_reduce(const ReduceArgs& args, c10::Device device);
 
 }  // namespace fastsync

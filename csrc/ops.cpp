@@ -6,6 +6,7 @@
 
 #include <limits>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "backend.h"
@@ -36,20 +37,62 @@ void check_stats(const at::Tensor& stats, const at::Tensor& grad) {
                     ", got ", stats.sym_sizes(), " ", stats.scalar_type(), " on ", stats.device());
 }
 
-void check_wire(const at::Tensor& wire, at::TensorList grads) {
+constexpr int64_t kBlockBytes = sizeof(Int8Block);
+
+c10::SymInt blocks_of(const c10::SymInt& numel) { return (numel + (kBlockValues - 1)) / kBlockValues; }
+
+// One wire is a vector, several are the rows of a matrix.
+int64_t num_rows(const at::Tensor& wires) { return wires.dim() == 2 ? wires.size(0) : 1; }
+int64_t row_bytes(const at::Tensor& wires) {
+  return wires.dim() == 2 ? wires.stride(0) * static_cast<int64_t>(wires.element_size()) : 0;
+}
+bool has_contiguous_rows(const at::Tensor& matrix) {
+  return matrix.layout() == at::kStrided && (matrix.sym_stride(1) == 1 || matrix.sym_size(1) <= 1);
+}
+
+// uint8 holds blocks of int8.
+bool is_wire(at::ScalarType dtype, at::ScalarType full) {
+  return dtype == full || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kByte;
+}
+
+c10::SymInt wire_numel(at::TensorList grads, at::ScalarType wire) {
+  c10::SymInt numel = 0;
+  for (const at::Tensor& grad : grads) {
+    numel += wire == at::kByte ? blocks_of(grad.sym_numel()) * kBlockBytes : grad.sym_numel();
+  }
+  return numel;
+}
+
+void check_wire(const at::Tensor& wire, at::TensorList grads, bool is_matrix = false) {
   const at::Tensor& grad = grads.front();
   const auto dtype = wire.scalar_type();
-  TORCH_CHECK_VALUE(dtype == grad.scalar_type() || dtype == at::kHalf || dtype == at::kBFloat16,
-                    "wire: expected the gradients' dtype (", grad.scalar_type(), "), float16 or bfloat16, got ", dtype);
+  TORCH_CHECK_VALUE(is_wire(dtype, grad.scalar_type()), "wire: expected the gradients' dtype (", grad.scalar_type(),
+                    "), float16, bfloat16 or uint8 (blocks of int8), got ", dtype);
   TORCH_CHECK_VALUE(wire.device() == grad.device(), "wire: expected device ", grad.device(),
                     " like the gradients, got ", wire.device());
-  c10::SymInt numel = 0;
-  for (const at::Tensor& g : grads) {
-    numel += g.sym_numel();
+  const c10::SymInt numel = wire_numel(grads, dtype);
+  const char* const reason = dtype == at::kByte
+                                 ? ", 132 for each block of 128 values, of which every gradient begins one"
+                                 : ", as many as the gradients have";
+  if (is_matrix) {
+    TORCH_CHECK_VALUE(wire.sym_size(0) > 0 && wire.sym_size(1) == numel && has_contiguous_rows(wire),
+                      "wire: expected a matrix of contiguous rows of ", numel, " elements each", reason, ", got ",
+                      wire.sym_sizes(), " with strides ", wire.sym_strides());
+  } else {
+    TORCH_CHECK_VALUE(wire.dim() == 1 && wire.is_contiguous() && wire.sym_numel() == numel,
+                      "wire: expected a contiguous vector of ", numel, " elements", reason, ", got ", wire.sym_sizes());
   }
-  TORCH_CHECK_VALUE(wire.dim() == 1 && wire.is_contiguous() && wire.sym_numel() == numel,
-                    "wire: expected a contiguous vector of ", numel, " elements, as many as the gradients have, got ",
-                    wire.sym_sizes());
+}
+
+// A block's scale is read and written as the float that it is.
+void check_alignment(const at::Tensor& wire, const char* name) {
+  if (wire.scalar_type() == at::kByte && wire.numel() > 0) {
+    const int64_t stride = wire.dim() == 2 && wire.size(0) > 1 ? wire.stride(0) : 0;
+    TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(wire.data_ptr()) % alignof(Int8Block) == 0 &&
+                          stride % static_cast<int64_t>(alignof(Int8Block)) == 0,
+                      name, ": expected blocks of int8 to begin at multiples of ", alignof(Int8Block),
+                      " bytes, got storage offset ", wire.storage_offset(), " and strides ", wire.strides());
+  }
 }
 
 void check_bucket_scale(const std::optional<at::Tensor>& scale, const at::Tensor& grad) {
@@ -81,58 +124,118 @@ void check_writable(at::TensorList grads) {
 // Tells autograd that a tensor it may have saved is another one now.
 void mark_written(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
 
-void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
-                const std::optional<at::Tensor>& bucket_scale, double multiplier, std::optional<double> limit) {
-  check_grads(grads);
-  check_wire(wire, grads);
-  check_stats(stats, grads.front());
-  check_bucket_scale(bucket_scale, grads.front());
+at::ScalarType compute_dtype(at::ScalarType grad) { return grad == at::kDouble ? at::kDouble : at::kFloat; }
+
+void check_residual(const at::Tensor& residual, const c10::SymInt& numel, at::ScalarType dtype, c10::Device device,
+                    const std::string& name) {
+  TORCH_CHECK_VALUE(residual.layout() == at::kStrided && residual.scalar_type() == dtype &&
+                        residual.device() == device && residual.sym_numel() == numel && residual.is_contiguous(),
+                    name, ": expected a contiguous ", dtype, " tensor of ", numel, " elements on ", device, ", got ",
+                    residual.sym_sizes(), " ", residual.scalar_type(), " on ", residual.device());
+}
+
+using ResidualList = std::optional<std::vector<at::Tensor>>;
+
+at::TensorList list_of(const ResidualList& residuals) {
+  return residuals.has_value() ? at::TensorList(*residuals) : at::TensorList();
+}
+
+void check_residuals(at::TensorList residuals, at::TensorList grads) {
+  TORCH_CHECK_VALUE(residuals.empty() || residuals.size() == grads.size(),
+                    "residuals: expected none or as many as there are gradients (", grads.size(), "), got ",
+                    residuals.size());
+  for (size_t i = 0; i < residuals.size(); ++i) {
+    check_residual(residuals[i], grads[i].sym_numel(), compute_dtype(grads[i].scalar_type()), grads[i].device(),
+                   "residuals[" + std::to_string(i) + "]");
+  }
+}
+
+void check_multiplier(double multiplier) {
   TORCH_CHECK_VALUE(std::isfinite(multiplier), "multiplier: expected a finite number, got ", multiplier);
+}
+
+void check_limit(std::optional<double> limit) {
   TORCH_CHECK_VALUE(!limit.has_value() || *limit > 0, "limit: expected a positive number or None, got ", *limit);
 }
 
-void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
-          double multiplier, std::optional<double> limit) {
-  check_pack(grads, wire, stats, bucket_scale, multiplier, limit);
-  const auto dense = as_contiguous(grads);
-  const auto segments = lay_out(dense);
-  const PackArgs args{segments.data(),
-                      static_cast<int64_t>(segments.size()),
-                      dtype_of(dense.front().scalar_type()),
-                      dtype_of(wire.scalar_type()),
-                      wire.data_ptr(),
-                      multiplier,
-                      limit.value_or(std::numeric_limits<double>::infinity()),
-                      data_or_null(bucket_scale.value_or(at::Tensor())),
-                      stats.data_ptr<double>()};
-  run_pack(args, wire.device(), new_workspace(wire.device()));
-  mark_written(wire);
-  mark_written(stats);
+void check_rounding(bool stochastic, const at::Tensor& wire) {
+  TORCH_CHECK_VALUE(!stochastic || wire.scalar_type() == at::kByte,
+                    "stochastic: expected False, got True for a wire of ", wire.scalar_type(),
+                    "; only uint8 (blocks of int8) is rounded so");
 }
 
-void check_unpack(const at::Tensor& wire, at::TensorList grads, const at::Tensor& stats,
-                  const std::optional<at::Tensor>& bucket_scale) {
+double limit_or_none(std::optional<double> limit) { return limit.value_or(std::numeric_limits<double>::infinity()); }
+
+void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
+                const std::optional<at::Tensor>& bucket_scale, at::TensorList residuals, double multiplier,
+                std::optional<double> limit, bool stochastic) {
   check_grads(grads);
   check_wire(wire, grads);
   check_stats(stats, grads.front());
   check_bucket_scale(bucket_scale, grads.front());
+  check_residuals(residuals, grads);
+  check_multiplier(multiplier);
+  check_limit(limit);
+  check_rounding(stochastic, wire);
 }
 
-void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale) {
-  check_unpack(wire, grads, stats, bucket_scale);
+void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
+          const ResidualList& residuals, double multiplier, std::optional<double> limit, bool stochastic, int64_t seed,
+          bool is_first) {
+  const at::TensorList kept = list_of(residuals);
+  check_pack(grads, wire, stats, bucket_scale, kept, multiplier, limit, stochastic);
+  check_alignment(wire, "wire");
+  const auto dense = as_contiguous(grads);
+  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()), kept);
+  const PackArgs args{.segments = segments.data(),
+                      .num_segments = static_cast<int64_t>(segments.size()),
+                      .grad_dtype = dtype_of(dense.front().scalar_type()),
+                      .wire_dtype = dtype_of(wire.scalar_type()),
+                      .wire = wire.data_ptr(),
+                      .multiplier = multiplier,
+                      .limit = limit_or_none(limit),
+                      .bucket_scale = data_or_null(bucket_scale.value_or(at::Tensor())),
+                      .stats = stats.data_ptr<double>(),
+                      .rounding = {stochastic, static_cast<uint64_t>(seed)},
+                      .turn = {.is_first = is_first}};
+  run_pack(args, wire.device(), new_workspace(wire.device()));
+  mark_written(wire);
+  mark_written(stats);
+  for (const at::Tensor& residual : kept) {
+    mark_written(residual);
+  }
+}
+
+void check_unpack(const at::Tensor& wire, at::TensorList grads, const at::Tensor& stats,
+                  const std::optional<at::Tensor>& bucket_scale, double multiplier) {
+  check_grads(grads);
+  check_wire(wire, grads, wire.dim() == 2);
+  check_stats(stats, grads.front());
+  check_bucket_scale(bucket_scale, grads.front());
+  check_multiplier(multiplier);
+}
+
+void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale,
+            double multiplier, bool is_first, bool is_last) {
+  check_unpack(wire, grads, stats, bucket_scale, multiplier);
+  check_alignment(wire, "wire");
   check_writable(grads);
   std::vector<at::Tensor> dense;
   for (const at::Tensor& grad : grads) {
     dense.push_back(grad.is_contiguous() ? grad : at::empty(grad.sizes(), grad.options()));
   }
-  const auto segments = lay_out(dense);
-  const UnpackArgs args{segments.data(),
-                        static_cast<int64_t>(segments.size()),
-                        dtype_of(dense.front().scalar_type()),
-                        dtype_of(wire.scalar_type()),
-                        wire.data_ptr(),
-                        data_or_null(bucket_scale.value_or(at::Tensor())),
-                        stats.data_ptr<double>()};
+  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()));
+  const UnpackArgs args{.segments = segments.data(),
+                        .num_segments = static_cast<int64_t>(segments.size()),
+                        .grad_dtype = dtype_of(dense.front().scalar_type()),
+                        .wire_dtype = dtype_of(wire.scalar_type()),
+                        .wire = wire.data_ptr(),
+                        .bucket_scale = data_or_null(bucket_scale.value_or(at::Tensor())),
+                        .stats = stats.data_ptr<double>(),
+                        .num_wires = num_rows(wire),
+                        .stride_bytes = row_bytes(wire),
+                        .multiplier = multiplier,
+                        .turn = {is_first, is_last}};
   run_unpack(args, wire.device(), new_workspace(wire.device()));
   for (size_t i = 0; i < grads.size(); ++i) {
     if (dense[i].is_same(grads[i])) {
@@ -142,8 +245,73 @@ void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std:
     }
   }
   mark_written(stats);
-  if (bucket_scale.has_value()) {
+  if (bucket_scale.has_value() && is_last) {
     mark_written(*bucket_scale);
+  }
+}
+
+// How many values a vector of a wire holds.
+c10::SymInt num_values(const c10::SymInt& numel, at::ScalarType wire) {
+  return wire == at::kByte ? numel / kBlockBytes * kBlockValues : numel;
+}
+
+void check_reduce(const at::Tensor& wires, const at::Tensor& out, const std::optional<at::Tensor>& bucket_scale,
+                  const std::optional<at::Tensor>& residual, at::ScalarType grad_dtype, double multiplier,
+                  std::optional<double> limit, bool stochastic) {
+  TORCH_CHECK_VALUE(is_supported(grad_dtype), "grad_dtype: expected float32, float64, float16 or bfloat16, got ",
+                    grad_dtype);
+  const auto full = compute_dtype(grad_dtype);
+  const auto from = wires.scalar_type();
+  const auto to = out.scalar_type();
+  TORCH_CHECK_VALUE(is_wire(from, full), "wires: expected ", full,
+                    ", which the sums are taken in, float16, bfloat16 or uint8 (blocks of int8), got ", from);
+  TORCH_CHECK_VALUE(wires.dim() == 2 && wires.sym_size(0) > 0 && has_contiguous_rows(wires),
+                    "wires: expected a matrix of contiguous rows, got ", wires.sym_sizes(), " with strides ",
+                    wires.sym_strides());
+  TORCH_CHECK_VALUE(from != at::kByte || wires.sym_size(1) % kBlockBytes == 0,
+                    "wires: expected rows of whole blocks of ", kBlockBytes, " bytes, got ", wires.sym_sizes());
+  TORCH_CHECK_VALUE(to == from || to == full || (from == full && is_wire(to, full)), "out: expected ", from,
+                    " like the wires, or ", full, ", which the sums are taken in, got ", to);
+  TORCH_CHECK_VALUE(out.device() == wires.device(), "out: expected device ", wires.device(), " like the wires, got ",
+                    out.device());
+  const c10::SymInt numel = num_values(wires.sym_size(1), from);
+  TORCH_CHECK_VALUE(out.dim() == 1 && out.is_contiguous() && num_values(out.sym_numel(), to) == numel &&
+                        (to != at::kByte || out.sym_numel() % kBlockBytes == 0),
+                    "out: expected a contiguous vector for ", numel, " values",
+                    to == at::kByte ? ", 132 bytes for each 128 of them" : "", ", got ", out.sym_sizes());
+  check_bucket_scale(bucket_scale, wires);
+  if (residual.has_value()) {
+    check_residual(*residual, numel, full, wires.device(), "residual");
+  }
+  check_multiplier(multiplier);
+  check_limit(limit);
+  check_rounding(stochastic, out);
+}
+
+void reduce(const at::Tensor& wires, at::Tensor out, const std::optional<at::Tensor>& bucket_scale,
+            std::optional<at::Tensor> residual, std::optional<at::ScalarType> grad_dtype, double multiplier,
+            std::optional<double> limit, bool stochastic, int64_t seed) {
+  const auto grad = grad_dtype.value_or(at::kFloat);
+  check_reduce(wires, out, bucket_scale, residual, grad, multiplier, limit, stochastic);
+  check_alignment(wires, "wires");
+  check_alignment(out, "out");
+  const ReduceArgs args{.wire = wires.data_ptr(),
+                        .num_wires = wires.size(0),
+                        .stride_bytes = row_bytes(wires),
+                        .numel = num_values(wires.sym_size(1), wires.scalar_type()).expect_int(),
+                        .grad_dtype = dtype_of(grad),
+                        .wire_dtype = dtype_of(wires.scalar_type()),
+                        .out = out.data_ptr(),
+                        .out_dtype = dtype_of(out.scalar_type()),
+                        .multiplier = multiplier,
+                        .limit = limit_or_none(limit),
+                        .bucket_scale = data_or_null(bucket_scale.value_or(at::Tensor())),
+                        .residual = residual.has_value() ? residual->data_ptr() : nullptr,
+                        .rounding = {stochastic, static_cast<uint64_t>(seed)}};
+  run_reduce(args, wires.device());
+  mark_written(out);
+  if (residual.has_value()) {
+    mark_written(*residual);
   }
 }
 
@@ -163,13 +331,20 @@ void measure(at::TensorList grads, at::Tensor stats) {
 }
 
 void pack_meta(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
-               double multiplier, std::optional<double> limit) {
-  check_pack(grads, wire, stats, bucket_scale, multiplier, limit);
+               const ResidualList& residuals, double multiplier, std::optional<double> limit, bool stochastic,
+               int64_t /*seed*/, bool /*is_first*/) {
+  check_pack(grads, wire, stats, bucket_scale, list_of(residuals), multiplier, limit, stochastic);
 }
 
-void unpack_meta(const at::Tensor& wire, at::TensorList grads, at::Tensor stats,
-                 std::optional<at::Tensor> bucket_scale) {
-  check_unpack(wire, grads, stats, bucket_scale);
+void unpack_meta(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale,
+                 double multiplier, bool /*is_first*/, bool /*is_last*/) {
+  check_unpack(wire, grads, stats, bucket_scale, multiplier);
+}
+
+void reduce_meta(const at::Tensor& wires, at::Tensor out, const std::optional<at::Tensor>& bucket_scale,
+                 std::optional<at::Tensor> residual, std::optional<at::ScalarType> grad_dtype, double multiplier,
+                 std::optional<double> limit, bool stochastic, int64_t /*seed*/) {
+  check_reduce(wires, out, bucket_scale, residual, grad_dtype.value_or(at::kFloat), multiplier, limit, stochastic);
 }
 
 void measure_meta(at::TensorList grads, at::Tensor stats) { check_measure(grads, stats); }
@@ -177,12 +352,14 @@ void measure_meta(at::TensorList grads, at::Tensor stats) { check_measure(grads,
 void implement(torch::Library& library) {
   library.impl("pack", &pack);
   library.impl("unpack", &unpack);
+  library.impl("reduce", &reduce);
   library.impl("measure", &measure);
 }
 
 void implement_checks(torch::Library& library) {
   library.impl("pack", &pack_meta);
   library.impl("unpack", &unpack_meta);
+  library.impl("reduce", &reduce_meta);
   library.impl("measure", &measure_meta);
 }
 
@@ -190,9 +367,16 @@ void implement_checks(torch::Library& library) {
 
 TORCH_LIBRARY(fastsync, library) {
   library.def(
-      "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, *, float multiplier=1.0, "
-      "float? limit=None) -> ()");
-  library.def("unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None) -> ()");
+      "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, Tensor(c!)[]? "
+      "residuals=None, "
+      "*, "
+      "float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, bool is_first=True) -> ()");
+  library.def(
+      "unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None, *, "
+      "float multiplier=1.0, bool is_first=True, bool is_last=True) -> ()");
+  library.def(
+      "reduce(Tensor wires, Tensor(a!) out, Tensor? bucket_scale=None, Tensor(b!)? residual=None, *, "
+      "ScalarType? grad_dtype=None, float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0) -> ()");
   library.def("measure(Tensor[] grads, Tensor(a!) stats) -> ()");
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "wire_format.h"
 
@@ -13,8 +14,8 @@ struct Segment {
   void* data;
   int64_t numel;
   int64_t offset;
-  void* residual =
-      nullptr;  // Compute<G>, one for each element: what the wire has not carried yet. Null where it is lost
+  // Compute<G>, one for each element: what the wire has not carried yet. Null where it is lost.
+  void* residual = nullptr;
 };
 
 // What a bucket's passes found out, in one row of doubles so that one tensor holds it (counts are exact up to 2^53).
@@ -35,9 +36,9 @@ struct Rounding {
 };
 
 // gradients → wire: wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite. The value is
-// gradient[i] + residual[i], and the new residual[i] is the value minus what decoding gives; where the value, or on
-// int8 one of its block's, is not finite, the residual stays as it was. Writes stats[kNumSaturated]. The wire may be
-// the gradients' own memory where both have one type.
+// gradient[i] + residual[i], and the new residual[i] is the value minus what decoding gives; where the value on the
+// wire, or on int8 one of its block's, is not finite, the residual stays as it was. Writes stats[kNumSaturated]. The
+// wire may be the gradients' own memory where both have one type.
 struct PackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -45,7 +46,7 @@ struct PackArgs {
   DType wire_dtype;
   void* wire;
   double multiplier;
-  double limit;               // none on int8, whose scales follow the values
+  double limit;               // on int8, whose scales follow the values, no more than kInt8Limit
   const float* bucket_scale;  // on the gradients' device; null means 1
   double* stats;              // on the gradients' device
   Rounding rounding = {};
@@ -54,7 +55,8 @@ struct PackArgs {
 
 // wires → gradients: gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale), and the
 // statistics of what was written: stats[kSumOfSquares], stats[kNumNonfinite] and stats[kMaxMagnitude] (over the finite
-// ones). Sums are in Compute<G>, from the first wire to the last. Then moves bucket_scale on for the next step.
+// ones). Products and sums are in Compute<G>, from the first wire to the last. Then moves bucket_scale on for the next
+// step.
 struct UnpackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -79,8 +81,8 @@ struct MeasureArgs {
 
 // wires → wire: out[i] = encode(value), within ±limit if finite, where value = (sum over r of (wire r)[i] * multiplier)
 // + residual[i] * bucket_scale, in Compute<G> and from the first wire to the last. The new residual[i] is what decoding
-// out[i] misses of the value, divided by bucket_scale; it stays as it was where the value, or on int8 one of its
-// block's, is not finite. out may be one of the wires.
+// out[i] misses of the value, divided by bucket_scale; it stays as it was where out[i], or on int8 one of its block's
+// values, is not finite. out may be one of the wires.
 struct ReduceArgs {
   const void* wire;
   int64_t num_wires;
@@ -91,14 +93,13 @@ struct ReduceArgs {
   void* out;
   DType out_dtype;  // wire_dtype, or one of both is float32 (float64 for float64 gradients)
   double multiplier;
-  double limit;
+  double limit;               // as in PackArgs
   const float* bucket_scale;  // what the wires' values have been multiplied with; null means 1
   void* residual;             // Compute<G> [numel]; null where it is lost
   Rounding rounding = {};
 };
 
-// Calls call(G{}) with the type of a gradient, or call(G{}, W{}) with the types of a gradient and of the wire, which is
-// the gradient's own or a 16-bit one.
+// Calls call(G{}) with the type of a gradient.
 template <class Call>
 void dispatch_grad(DType grad, const Call& call) {
   switch (grad) {
@@ -110,20 +111,67 @@ void dispatch_grad(DType grad, const Call& call) {
       return call(Float16{});
     case DType::kBFloat16:
       return call(BFloat16{});
+    case DType::kInt8:  // no gradient's
+      return;
   }
 }
 
+// Calls call(W{}) with the type of a wire, which is Own unless it is a narrow one.
+template <class Own, class Call>
+void dispatch_wire_or(DType wire, const Call& call) {
+  switch (wire) {
+    case DType::kFloat16:
+      return call(Float16{});
+    case DType::kBFloat16:
+      return call(BFloat16{});
+    case DType::kInt8:
+      return call(Int8Block{});
+    default:
+      return call(Own{});
+  }
+}
+
+// Calls call(G{}, W{}) with the types of a gradient and of the wire, which is the gradient's own or a narrow one.
 template <class Call>
 void dispatch_wire(DType grad, DType wire, const Call& call) {
-  dispatch_grad(grad, [&](auto g) {
-    if (wire == DType::kFloat16) {
-      call(g, Float16{});
-    } else if (wire == DType::kBFloat16) {
-      call(g, BFloat16{});
-    } else {
-      call(g, g);
-    }
-  });
+  dispatch_grad(grad, [&](auto g) { dispatch_wire_or<decltype(g)>(wire, [&](auto w) { call(g, w); }); });
+}
+
+// Calls call(C{}, W{}, Out{}) with what is summed in and the types of the wires read and written: the same, or one of
+// them is what is summed in.
+template <class Call>
+void dispatch_reduce(DType grad, DType wire, DType out, const Call& call) {
+  const auto with_compute = [&](auto c) {
+    using C = decltype(c);
+    dispatch_wire_or<C>(wire, [&](auto w) {
+      dispatch_wire_or<C>(out, [&](auto o) {
+        using W = decltype(w);
+        using Out = decltype(o);
+        if constexpr (std::is_same_v<W, Out> || std::is_same_v<W, C> || std::is_same_v<Out, C>) {
+          call(c, w, o);
+        }
+      });
+    });
+  };
+  if (grad == DType::kFloat64) {
+    with_compute(double{});
+  } else {
+    with_compute(float{});
+  }
+}
+
+// The element of a wire, on int8 the block that begins with it.
+template <class W>
+FASTSYNC_HOST_DEVICE W* element_of(void* wire, int64_t index) {
+  return static_cast<W*>(wire) + index;
+}
+template <>
+FASTSYNC_HOST_DEVICE Int8Block* element_of<Int8Block>(void* wire, int64_t index) {
+  return static_cast<Int8Block*>(wire) + index / kBlockValues;
+}
+template <class W>
+FASTSYNC_HOST_DEVICE const W* element_of(const void* wire, int64_t index) {
+  return element_of<W>(const_cast<void*>(wire), index);
 }
 
 namespace cpu {

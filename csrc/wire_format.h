@@ -161,6 +161,64 @@ FASTSYNC_HOST_DEVICE T decode_to(Wire wire, Compute<T> multiplier) {
   return encode<T>(scale_and_clamp<Compute<T>>(value, multiplier, kLargest<T>, saturated));
 }
 
+// ---- blocks of int8 -------------------------------------------------------------------------------------------------
+
+// What a value may be before it enters a block: 127 times the block's scale, and the mean of such values over any
+// number of ranks, then stay below float's largest in spite of their roundings.
+constexpr float kInt8Limit = kLargest<BFloat16>;
+
+// A block's scale and its inverse follow from its largest magnitude, which counts as no smaller than this: what is then
+// on the wire, and what comes out of it, is zero or a normal float.
+constexpr float kSmallestAmax = 0x1p-110F;
+constexpr float kLargestInt8 = 127.0F;
+
+FASTSYNC_HOST_DEVICE float block_scale(float amax) {
+  return (amax < kSmallestAmax ? kSmallestAmax : amax) / kLargestInt8;
+}
+
+FASTSYNC_HOST_DEVICE float block_inverse(float amax) {
+  return kLargestInt8 / (amax < kSmallestAmax ? kSmallestAmax : amax);
+}
+
+// To the nearest integer, halves to even: at 3 * 2^22 the float adder has no bits left for fractions.
+FASTSYNC_HOST_DEVICE int32_t round_to_int(float value) {  // of at most 2^22
+  return static_cast<int32_t>(float_bits(value + 0x1.8p23F)) - 0x4B400000;
+}
+
+// Stochastic rounding adds random bits below the point of a fixed-point number with so many, and cuts them all off.
+constexpr int kFractionBits = 15;
+constexpr int32_t kOneFixed = 1 << kFractionBits;
+constexpr int32_t kLargestFixed = 127 * kOneFixed;
+
+// The random bits of a block follow from this key of it, of which one seed has one for each block on a wire: the
+// finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
+FASTSYNC_HOST_DEVICE uint32_t block_key(uint64_t seed, int64_t block) {
+  uint64_t bits = seed + (static_cast<uint64_t>(block) + 1) * 0x9E3779B97F4A7C15ULL;
+  bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBULL;
+  return static_cast<uint32_t>((bits ^ (bits >> 31)) >> 32);
+}
+
+// kFractionBits random bits for one of a block's values: the finaliser of MurmurHash3 (A. Appleby, 2011).
+FASTSYNC_HOST_DEVICE int32_t random_fraction(uint32_t key, int place) {
+  uint32_t bits = key + static_cast<uint32_t>(place);
+  bits = (bits ^ (bits >> 16)) * 0x85EBCA6BU;
+  bits = (bits ^ (bits >> 13)) * 0xC2B2AE35U;
+  return static_cast<int32_t>((bits ^ (bits >> 16)) >> (32 - kFractionBits));
+}
+
+FASTSYNC_HOST_DEVICE int8_t quantize(float value, float inverse) {
+  return static_cast<int8_t>(round_to_int(value * inverse));
+}
+
+FASTSYNC_HOST_DEVICE int8_t quantize(float value, float inverse, int32_t fraction) {
+  const int32_t fixed = round_to_int(value * inverse * static_cast<float>(kOneFixed));
+  const int32_t clamped = fixed > kLargestFixed ? kLargestFixed : (fixed < -kLargestFixed ? -kLargestFixed : fixed);
+  return static_cast<int8_t>((clamped + fraction) >> kFractionBits);
+}
+
+FASTSYNC_HOST_DEVICE float decode(int8_t value, float scale) { return static_cast<float>(value) * scale; }
+
 // ---- ranges ---------------------------------------------------------------------------------------------------------
 
 // The largest magnitude one rank may put on a wire whose values are then added over world_size ranks in the wire's own

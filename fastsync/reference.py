@@ -5,7 +5,8 @@ agrees to rounding, because the order of a sum is the implementation's own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ TARGET_EXPONENT = 10
 MAX_SCALE_EXPONENT = 118
 MAX_IDLE_SCALE_EXPONENT = 24
 
+BLOCK_VALUES = 128
+BLOCK_BYTES = 4 + BLOCK_VALUES
+FRACTION_BITS = 15
+# 127 times a block's scale, and the mean of such values over any number of ranks, stay below float32's largest.
+INT8_LIMIT = torch.finfo(torch.bfloat16).max
+
 _SIGNIFICAND_BITS = {torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -25,66 +32,193 @@ def pack(
     wire: Tensor,
     stats: Tensor,
     bucket_scale: Tensor | None = None,
+    residuals: Sequence[Tensor] | None = None,
     *,
     multiplier: float = 1.0,
     limit: float | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+    is_first: bool = True,
 ) -> None:
     """Gradients to wire: ``wire = (grads * multiplier * bucket_scale)``, one after the other, each in C order.
 
     Products are taken in float32 (float64 for float64 gradients) and rounded once, to nearest even, to ``wire.dtype``;
-    float64 products go to a 16-bit wire through float32, as torch's own conversion does.
+    float64 products go to a narrower wire through float32, as torch's own conversion does.
     A finite gradient whose product is beyond ``±limit`` is sent as ``±limit`` and counted in ``stats[NUM_SATURATED]``;
     inf and nan are sent as they are.
 
     Args:
         grads: tensors of one dtype (float32, float64, float16, bfloat16) and device, of any shapes.
-        wire: vector of as many elements as ``grads`` have, of their dtype, float16 or bfloat16. Written.
+        wire: vector of as many elements as ``grads`` have, of their dtype, float16 or bfloat16; or of uint8, as
+            ``encode_int8`` fills it, where each gradient begins a new block. Written.
         stats: float64 vector of ``NUM_STATS`` elements. ``NUM_SATURATED`` is written.
         bucket_scale: one float32 element, a power of two; None means 1.
+        residuals: error feedback: tensors of the gradients' numbers of elements and of the dtype that products are
+            taken in, or None. They are added to the gradients first, and what the wire has then not carried is written
+            to them, in units of the gradients. Where what was sent is not finite, they stay as they were.
         multiplier: usually one over the world size.
-        limit: largest magnitude that may be sent; see ``saturation_limit``.
+        limit: largest magnitude that may be sent; see ``saturation_limit``. On uint8 no more than ``INT8_LIMIT``.
+        stochastic: as in ``encode_int8``, as is ``seed``; for uint8 alone.
+        is_first: False adds to ``NUM_SATURATED`` what an earlier call for the same bucket has left there.
     """
     compute = _compute_dtype(grads[0].dtype)
     factor = torch.tensor(multiplier, dtype=compute, device=wire.device)
     if bucket_scale is not None:
         factor = factor * bucket_scale.to(compute)
-    flat = torch.cat([grad.reshape(-1) for grad in grads]).to(compute)
-    scaled = flat * factor
-    if limit is not None:
-        bound = torch.tensor(limit, dtype=compute, device=wire.device)
-        saturated = flat.isfinite() & (scaled.abs() > bound)
-        scaled = torch.where(saturated, torch.copysign(bound, scaled), scaled)
-        stats[NUM_SATURATED] = saturated.sum()
-    else:
-        stats[NUM_SATURATED] = 0
-    wire.copy_(_round_to(scaled, wire.dtype))
+    values = _lay_out(grads, wire.dtype).to(compute)
+    if residuals:
+        values = values + _lay_out(residuals, wire.dtype)
+    scaled, num_saturated = _saturate(values, factor, limit, wire.dtype)
+    stats[NUM_SATURATED] = num_saturated + (0 if is_first else stats[NUM_SATURATED])
+    wire.copy_(_encode(scaled, wire.dtype, stochastic, seed))
+    if residuals:
+        sent = _decode(wire).to(compute)
+        lost = values - _within_range(sent * (1 / factor), sent)
+        kept = torch.where(sent.isfinite(), lost, _lay_out(residuals, wire.dtype))
+        for residual, part in zip(residuals, _parts(kept, residuals, wire.dtype), strict=True):
+            residual.copy_(part)
 
 
-def unpack(wire: Tensor, grads: Sequence[Tensor], stats: Tensor, bucket_scale: Tensor | None = None) -> None:
-    """Wire to gradients: ``grads = wire / bucket_scale``, then the statistics of what was written.
+def unpack(
+    wire: Tensor,
+    grads: Sequence[Tensor],
+    stats: Tensor,
+    bucket_scale: Tensor | None = None,
+    *,
+    multiplier: float = 1.0,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> None:
+    """Wires to gradients: ``grads = sum(wires * multiplier) / bucket_scale``, and the statistics of what was written.
+
+    Products and sums are taken in float32 (float64 for float64 gradients), from the first wire to the last.
 
     Args:
-        wire: vector as ``pack`` fills it, usually summed over the ranks since.
-        grads: tensors as given to ``pack``. Written. What is finite on the wire is finite here: a value beyond the
+        wire: vector as ``pack`` fills it, usually summed over the ranks since; or a matrix of which each row is one.
+        grads: tensors as given to ``pack``. Written. What is finite as a sum is finite here: a value beyond the
             largest of a 16-bit gradient dtype becomes that largest.
         stats: float64 vector. ``SUM_OF_SQUARES``, ``NUM_NONFINITE`` and ``MAX_MAGNITUDE`` (over the finite values) are
             written.
         bucket_scale: as in ``pack``. Moved on to the scale for the next step, see ``next_bucket_scale``.
+        multiplier: of each wire's values; usually one over the number of wires.
+        is_first: False adds to the statistics that earlier calls for the same bucket have left.
+        is_last: False leaves ``bucket_scale`` as it is, for the calls that follow.
     """
     compute = _compute_dtype(grads[0].dtype)
-    values = wire.to(compute)
-    if bucket_scale is not None:
-        values = values * (1 / bucket_scale.to(compute))
-    bound = torch.tensor(torch.finfo(grads[0].dtype).max, dtype=compute, device=wire.device)
-    values = torch.where(wire.isfinite(), values.clamp(-bound, bound), values)
-    written = 0
-    for grad in grads:
-        part = values[written : written + grad.numel()]
-        grad.copy_(_round_to(part, grad.dtype).view(grad.shape))
-        written += grad.numel()
+    total = _sum_wires(wire, compute, multiplier)
+    values = total if bucket_scale is None else total * (1 / bucket_scale.to(compute))
+    values = _within_range(values, total, grads[0].dtype)
+    for grad, part in zip(grads, _parts(values, grads, wire.dtype), strict=True):
+        grad.copy_(_round_to(part, grad.dtype))
+    before = stats.clone()
     measure(grads, stats)
-    if bucket_scale is not None:
+    if not is_first:
+        stats[SUM_OF_SQUARES] += before[SUM_OF_SQUARES]
+        stats[NUM_NONFINITE] += before[NUM_NONFINITE]
+        stats[MAX_MAGNITUDE] = torch.maximum(stats[MAX_MAGNITUDE], before[MAX_MAGNITUDE])
+    if bucket_scale is not None and is_last:
         bucket_scale.fill_(next_bucket_scale(bucket_scale.item(), stats[MAX_MAGNITUDE].item()))
+
+
+def reduce(
+    wires: Tensor,
+    out: Tensor,
+    bucket_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    grad_dtype: torch.dtype = torch.float32,
+    multiplier: float = 1.0,
+    limit: float | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+) -> None:
+    """Wires to wire: ``out = sum(wires * multiplier)``, encoded anew.
+
+    Products and sums are taken in float32 (float64 for float64 gradients), from the first wire to the last, and rounded
+    once, as ``pack`` does.
+
+    Args:
+        wires: matrix of which each row is a wire, or a piece of one, as ``pack`` fills it.
+        out: vector for one such piece, of the dtype of ``wires``; or one of both has the dtype of the sums. Written;
+            may be a row of ``wires``.
+        bucket_scale: what the wires' values have been multiplied with; None means 1.
+        residual: error feedback: vector of the dtype of the sums, with one element for each value, or None. It is added
+            to the sums, and what ``out`` has then not carried is written to it, in units of the gradients, as in
+            ``pack``.
+        grad_dtype: of the bucket's gradients.
+        multiplier: of each wire's values; usually one over the number of wires.
+        limit: as in ``pack``.
+        stochastic: as in ``encode_int8``, as is ``seed``; for an ``out`` of uint8 alone.
+    """
+    compute = _compute_dtype(grad_dtype)
+    total = _sum_wires(wires, compute, multiplier)
+    one = torch.ones((), dtype=compute, device=out.device)
+    scale = one if bucket_scale is None else bucket_scale.to(compute)
+    if residual is not None:
+        total = total + residual * scale
+    scaled, _ = _saturate(total, one, limit, out.dtype)
+    out.copy_(_encode(scaled, out.dtype, stochastic, seed))
+    if residual is not None:
+        sent = _decode(out).to(compute)
+        residual.copy_(torch.where(sent.isfinite(), (total - sent) * (1 / scale), residual))
+
+
+def encode_int8(values: Tensor, *, stochastic: bool = False, seed: int = 0) -> Tensor:
+    """A float32 vector as blocks of ``BLOCK_VALUES`` bytes that share a scale; the last one is filled up with zeros.
+
+    A block is a float32 scale, followed by one int8 for each value, in [-127, 127]. The scale is the block's largest
+    magnitude, or 2^-110 where that is smaller, over 127; it is nan, and all values are 0, where one of the block's
+    values is not finite. The result is a uint8 vector of ``BLOCK_BYTES`` a block, in the machine's order of bytes.
+
+    Values are rounded to nearest even. ``stochastic=True`` rounds them up with a probability of what rounding down would
+    lose, to 2^-15, by ``random_fractions`` of the ``seed``: the expected value of what is sent is then what was to be
+    sent (S. Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015, section 3).
+    """
+    blocks = _pad(values).view(-1, BLOCK_VALUES)
+    finite = blocks.isfinite().all(dim=1, keepdim=True)
+    largest = torch.tensor(127.0, device=values.device)
+    amax = blocks.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-110)
+    scaled = torch.where(finite, blocks * (largest / amax), 0.0)
+    if stochastic:
+        one = 1 << FRACTION_BITS
+        fixed = (scaled * one).round().clamp(-127 * one, 127 * one).to(torch.int64)
+        rounded = (fixed + random_fractions(seed, len(blocks)).to(values.device)) >> FRACTION_BITS
+    else:
+        rounded = scaled.round()
+    scales = torch.where(finite, amax / largest, math.nan)
+    scales = scales.view(-1).view(torch.uint8).view(len(blocks), 4)
+    return torch.cat([scales, rounded.to(torch.int8).view(torch.uint8)], dim=1).view(-1)
+
+
+def decode_int8(wire: Tensor) -> Tensor:
+    """The float32 values in blocks that ``encode_int8`` has made: each int8 times its block's scale."""
+    blocks = wire.view(len(wire) // BLOCK_BYTES, BLOCK_BYTES)
+    scales = blocks[:, :4].clone().view(-1).view(torch.float32).view(-1, 1)
+    return (blocks[:, 4:].view(torch.int8).float() * scales).view(-1)
+
+
+def random_fractions(seed: int, num_blocks: int) -> Tensor:
+    """What stochastic rounding adds to each of a wire's values: int64 in [0, 2^15), of shape [blocks, values].
+
+    A block's key is the upper half of the SplitMix64 finaliser (G. Steele, D. Lea, C. Flood, Fast Splittable
+    Pseudorandom Number Generators, OOPSLA 2014) of the seed and the block's number; a value's bits are the upper ones of
+    the MurmurHash3 finaliser (A. Appleby, 2011) of the key and the value's place in the block.
+    """
+    bits = _signed(seed) + (1 + torch.arange(num_blocks)) * _signed(0x9E3779B97F4A7C15)
+    bits = (bits ^ _shift_right(bits, 30, 64)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27, 64)) * _signed(0x94D049BB133111EB)
+    keys = _shift_right(bits ^ _shift_right(bits, 31, 64), 32, 64)
+    bits = (keys.view(-1, 1) + torch.arange(BLOCK_VALUES)) & 0xFFFFFFFF
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return (bits ^ (bits >> 16)) >> (32 - FRACTION_BITS)
+
+
+def wire_numel(numels: Sequence[int], wire: torch.dtype) -> int:
+    """The elements of a wire of this dtype for gradients of so many elements each."""
+    if wire != torch.uint8:
+        return sum(numels)
+    return sum(-(-numel // BLOCK_VALUES) * BLOCK_BYTES for numel in numels)
 
 
 def measure(grads: Sequence[Tensor], stats: Tensor) -> None:
@@ -128,36 +262,129 @@ def next_bucket_scale(scale: float, max_magnitude: float) -> float:
     return math.ldexp(1.0, max(exponent, min(exponent + 1, MAX_IDLE_SCALE_EXPONENT)))
 
 
-def all_reduce_mean(grads: Sequence[Sequence[Tensor]], wire: torch.dtype | None = None) -> list[Tensor]:
+def all_reduce_mean(
+    grads: Sequence[Sequence[Tensor]],
+    wire: torch.dtype | None = None,
+    *,
+    reduce: Literal["wire", "fp32"] = "wire",
+    algorithm: Literal["one_shot", "two_shot"] = "one_shot",
+    residuals: Sequence[Sequence[Tensor]] | None = None,
+    reduced_residual: Tensor | None = None,
+) -> list[Tensor]:
     """A whole sync without a process group: ``grads[rank]`` are one rank's gradients, the result is their mean.
 
-    The sum over the ranks is taken in the wire's dtype in rank order. ``wire=None`` sends the gradients' own dtype.
+    Args:
+        grads: for each rank its gradients.
+        wire: the dtype that is sent, uint8 for blocks of int8; None sends the gradients' own.
+        reduce: "wire" takes the sum over the ranks in the wire's dtype, "fp32" in float32 (float64 for float64
+            gradients); both in rank order.
+        algorithm: of "fp32": whether every rank adds what it gets ("one_shot"), or whether the sums are encoded anew
+            and sent to every rank ("two_shot").
+        residuals: of "fp32": for each rank the ``residuals`` of ``pack``. Written.
+        reduced_residual: of "two_shot": the ``residual`` of ``reduce``, over all shards. Written.
     """
     world_size = len(grads)
     own = grads[0][0].dtype
     dtype = wire or own
     stats = torch.zeros(NUM_STATS, dtype=torch.float64)
-    scale = None
-    if dtype == torch.float16 and wire is not None:
-        largest = 0.0
-        for rank_grads in grads:
-            measure(rank_grads, stats)
-            largest = max(largest, stats[MAX_MAGNITUDE].item())
-        scale = torch.tensor(initial_bucket_scale(largest))
-    numel = sum(grad.numel() for grad in grads[0])
-    total = torch.zeros(numel, dtype=dtype)
-    for rank_grads in grads:
-        part = torch.empty(numel, dtype=dtype)
-        limit = saturation_limit(dtype, world_size) if wire is not None else None
-        pack(rank_grads, part, stats, scale, multiplier=1 / world_size, limit=limit)
-        total += part
+    scale = _first_scale(grads) if wire == torch.float16 else None
+    num_summed = world_size if reduce == "wire" else 1
+    limit = saturation_limit(dtype, num_summed) if wire is not None else None
+    numel = wire_numel([grad.numel() for grad in grads[0]], dtype)
+    wires = torch.empty(world_size, numel, dtype=dtype)
+    for rank, rank_grads in enumerate(grads):
+        feedback = residuals[rank] if residuals is not None else None
+        pack(rank_grads, wires[rank], stats, scale, feedback, multiplier=1 / num_summed, limit=limit)
     result = [torch.empty_like(grad) for grad in grads[0]]
-    unpack(total, result, stats, scale)
+    if reduce == "wire":
+        total = torch.zeros(numel, dtype=dtype)
+        for part in wires:
+            total += part
+        unpack(total, result, stats, scale)
+    elif algorithm == "one_shot":
+        unpack(wires, result, stats, scale, multiplier=1 / world_size)
+    else:
+        unpack(_mean_of(wires, own, scale, reduced_residual, limit), result, stats, scale)
     return result
 
 
 def _compute_dtype(grad: torch.dtype) -> torch.dtype:
     return torch.float64 if grad == torch.float64 else torch.float32
+
+
+def _mean_of(
+    wires: Tensor, grad_dtype: torch.dtype, scale: Tensor | None, residual: Tensor | None, limit: float | None
+) -> Tensor:
+    out = torch.empty_like(wires[0])
+    reduce(wires, out, scale, residual, grad_dtype=grad_dtype, multiplier=1 / len(wires), limit=limit)
+    return out
+
+
+def _first_scale(grads: Sequence[Sequence[Tensor]]) -> Tensor:
+    stats = torch.zeros(NUM_STATS, dtype=torch.float64)
+    largest = 0.0
+    for rank_grads in grads:
+        measure(rank_grads, stats)
+        largest = max(largest, stats[MAX_MAGNITUDE].item())
+    return torch.tensor(initial_bucket_scale(largest))
+
+
+def _pad(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -len(values) % BLOCK_VALUES))
+
+
+def _lay_out(tensors: Sequence[Tensor], wire: torch.dtype) -> Tensor:
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return torch.cat([_pad(each) for each in flat] if wire == torch.uint8 else flat)
+
+
+def _parts(values: Tensor, tensors: Sequence[Tensor], wire: torch.dtype) -> Iterator[Tensor]:
+    begin = 0
+    for tensor in tensors:
+        yield values[begin : begin + tensor.numel()].view(tensor.shape)
+        begin += tensor.numel()
+        begin += -begin % BLOCK_VALUES if wire == torch.uint8 else 0
+
+
+def _saturate(values: Tensor, factor: Tensor, limit: float | None, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+    scaled = values * factor
+    if wire == torch.uint8:
+        limit = min(math.inf if limit is None else limit, INT8_LIMIT)
+    bound = torch.tensor(math.inf if limit is None else limit, dtype=values.dtype, device=values.device)
+    saturated = values.isfinite() & (scaled.abs() > bound)
+    return torch.where(saturated, torch.copysign(bound, scaled), scaled), saturated.sum()
+
+
+def _encode(values: Tensor, wire: torch.dtype, stochastic: bool, seed: int) -> Tensor:
+    if wire == torch.uint8:
+        return encode_int8(values.float(), stochastic=stochastic, seed=seed)
+    return _round_to(values, wire)
+
+
+def _decode(wire: Tensor) -> Tensor:
+    return decode_int8(wire) if wire.dtype == torch.uint8 else wire
+
+
+def _sum_wires(wires: Tensor, compute: torch.dtype, multiplier: float) -> Tensor:
+    factor = torch.tensor(multiplier, dtype=compute, device=wires.device)
+    first, *others = [_decode(wire).to(compute) * factor for wire in torch.atleast_2d(wires)]
+    for other in others:
+        first = first + other
+    return first
+
+
+def _within_range(values: Tensor, source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``values``, but no further than what ``dtype`` can hold where their ``source`` is finite."""
+    bound = torch.tensor(torch.finfo(dtype or values.dtype).max, dtype=values.dtype, device=values.device)
+    return torch.where(source.isfinite(), values.clamp(-bound, bound), values)
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def _shift_right(bits: Tensor, count: int, width: int) -> Tensor:
+    return (bits >> count) & (2 ** (width - count) - 1)
 
 
 def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:

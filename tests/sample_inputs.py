@@ -19,9 +19,9 @@ from torch import Tensor
 from fastsync import reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-OPERATORS = ["pack", "unpack", "measure"]
+OPERATORS = ["pack", "unpack", "reduce", "measure"]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-WIRE_DTYPES = [None, torch.float16, torch.bfloat16]  # None: the gradients' own
+WIRE_DTYPES = [None, torch.float16, torch.bfloat16, torch.uint8]  # None: the gradients' own; uint8: blocks of int8
 VALUES = ["ordinary", "mostly_ordinary", "wide", "special", "bits", "zeros"]
 FORMS = ["contiguous", "transposed", "channels_last", "strided"]
 
@@ -44,7 +44,11 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Everything that the operators are given. ``scale_exponent=None`` stands for no bucket scale."""
+    """Everything that the operators are given. ``scale_exponent=None`` stands for no bucket scale.
+
+    ``pack`` writes the first of ``num_wires``, ``unpack`` and ``reduce`` add all of them up. ``sums`` says which sides
+    of ``reduce`` are wires: "wire to wire", or that one side has the dtype that is summed in.
+    """
 
     gradients: tuple[Gradient, ...]
     grad_dtype: torch.dtype = torch.float32
@@ -53,6 +57,10 @@ class Bucket:
     scale_exponent: int | None = None
     multiplier: float = 1.0
     limit: float | None = None
+    num_wires: int = 1
+    sums: str = "wire to wire"
+    with_residuals: bool = False
+    stochastic: bool = False
     values: str = "ordinary"
     seed: int = 0
 
@@ -60,43 +68,86 @@ class Bucket:
     def wire(self) -> torch.dtype:
         return self.wire_dtype or self.grad_dtype
 
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.float64 if self.grad_dtype == torch.float64 else torch.float32
+
     def build(self, device: str) -> BuiltBucket:
         built = BuiltBucket(self, device)
         generator = torch.Generator().manual_seed(self.seed)
 
         def allocate(numel: int, offset: int, dtype: torch.dtype) -> Tensor:
-            storage = random_values(self.values, offset + numel + _NUM_BEHIND, dtype, generator).to(device)
-            built.storages.append(storage)
-            return storage[offset : offset + numel]
+            offset *= 4 if dtype == torch.uint8 else 1  # a block of int8 begins at a multiple of its scale's size
+            storage = random_values(self.values, offset + numel + _NUM_BEHIND, dtype, generator)
+            if dtype == torch.uint8:
+                storage[offset : offset + numel] = random_blocks(self.values, numel, generator)
+            built.storages.append(storage.to(device))
+            return built.storages[-1][offset : offset + numel]
 
         built.grads = [_lay_out(gradient, self.grad_dtype, allocate) for gradient in self.gradients]
-        built.wire = allocate(sum(grad.numel() for grad in built.grads), self.wire_offset, self.wire)
+        numels = [grad.numel() for grad in built.grads]
+        num_values = reference.wire_numel(numels, self.wire)
+        if self.wire == torch.uint8:
+            num_values = num_values // reference.BLOCK_BYTES * reference.BLOCK_VALUES
+        elif "blocks" in self.sums:
+            num_values -= num_values % reference.BLOCK_VALUES
+        built.wires = self._rows(reference.wire_numel(numels, self.wire), self.wire, allocate)
+        source, target = {
+            "wire to wire": (self.wire, self.wire),
+            "wire to sums": (self.wire, self.compute),
+            "sums to wire": (self.compute, self.wire),
+            "sums to blocks": (self.compute, torch.uint8),
+        }[self.sums]
+        built.sources = self._rows(reference.wire_numel([num_values], source), source, allocate)
+        built.out = allocate(reference.wire_numel([num_values], target), 0, target)
+        if self.with_residuals:
+            built.residuals = [allocate(numel, 0, self.compute) for numel in numels]
+            built.residual = allocate(num_values, 0, self.compute)
         # What an operator is not to write has a value of its own, so that writing it shows.
         built.stats = -torch.arange(1.0, reference.NUM_STATS + 1, dtype=torch.float64, device=device)
         if self.scale_exponent is not None:
             built.bucket_scale = torch.tensor(math.ldexp(1.0, self.scale_exponent), device=device)
         return built
 
+    def _rows(self, numel: int, dtype: torch.dtype, allocate: Callable[[int, int, torch.dtype], Tensor]) -> Tensor:
+        return allocate(self.num_wires * numel, self.wire_offset, dtype).view(self.num_wires, numel)
+
 
 @dataclass
 class BuiltBucket:
-    """The tensors of a ``Bucket``; ``storages`` are the whole memory that gradients and wire are part of."""
+    """The tensors of a ``Bucket``; ``storages`` are the whole memory that all but the last two are part of."""
 
     bucket: Bucket
     device: str
     grads: list[Tensor] = field(default_factory=list)
-    wire: Tensor = field(default_factory=lambda: torch.empty(0))
+    wires: Tensor = field(default_factory=lambda: torch.empty(0))
+    sources: Tensor = field(default_factory=lambda: torch.empty(0))
+    out: Tensor = field(default_factory=lambda: torch.empty(0))
+    residuals: list[Tensor] | None = None
+    residual: Tensor | None = None
+    storages: list[Tensor] = field(default_factory=list)
     stats: Tensor = field(default_factory=lambda: torch.empty(0))
     bucket_scale: Tensor | None = None
-    storages: list[Tensor] = field(default_factory=list)
+
+    @property
+    def wire(self) -> Tensor:
+        return self.wires[0]
 
     def arguments(self, operator: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the keyword arguments for one of ``OPERATORS``."""
+        bucket = self.bucket
+        encoding = {"multiplier": bucket.multiplier, "limit": bucket.limit, "seed": bucket.seed}
         if operator == "pack":
-            options = {"multiplier": self.bucket.multiplier, "limit": self.bucket.limit}
-            return (self.grads, self.wire, self.stats, self.bucket_scale), options
+            encoding["stochastic"] = bucket.stochastic and self.wire.dtype == torch.uint8
+            return (self.grads, self.wire, self.stats, self.bucket_scale, self.residuals), encoding
         if operator == "unpack":
-            return (self.wire, self.grads, self.stats, self.bucket_scale), {}
+            wires = self.wire if bucket.num_wires == 1 else self.wires
+            factor = 1.0 if bucket.num_wires == 1 else bucket.multiplier
+            return (wires, self.grads, self.stats, self.bucket_scale), {"multiplier": factor}
+        if operator == "reduce":
+            encoding |= {"grad_dtype": bucket.grad_dtype}
+            encoding["stochastic"] = bucket.stochastic and self.out.dtype == torch.uint8
+            return (self.sources, self.out, self.bucket_scale, self.residual), encoding
         return (self.grads, self.stats), {}
 
 
@@ -140,8 +191,18 @@ def special_values(dtype: torch.dtype) -> Tensor:
     return torch.tensor([*borders, *(-border for border in borders)], dtype=torch.float64).to(dtype)
 
 
+def random_blocks(kind: str, num_bytes: int, generator: torch.Generator) -> Tensor:
+    """Blocks of int8 with scales that are one of ``VALUES``."""
+    num_blocks = num_bytes // reference.BLOCK_BYTES
+    scales = random_values(kind, num_blocks, torch.float32, generator)
+    values = torch.randint(-127, 128, (num_blocks, reference.BLOCK_VALUES), generator=generator).to(torch.int8)
+    return torch.cat([scales.view(torch.uint8).view(num_blocks, 4), values.view(torch.uint8)], dim=1).view(-1)
+
+
 def random_values(kind: str, numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """A vector of ``dtype`` on the CPU: one of ``VALUES``."""
+    """A vector of ``dtype`` on the CPU: one of ``VALUES``; of uint8, anything."""
+    if dtype == torch.uint8:
+        return torch.randint(256, (numel,), generator=generator, dtype=dtype)
     ordinary = torch.randn(numel, generator=generator)
     if kind == "ordinary":
         return ordinary.to(dtype)
@@ -174,6 +235,11 @@ def sample_inputs(device: str) -> list[BuiltBucket]:
         Bucket(sizes, torch.float64, half, scale_exponent=0, limit=65504.0, values="wide"),
         Bucket(sizes, half, bfloat16, multiplier=0.125),
         Bucket(sizes, bfloat16, scale_exponent=9, values="bits"),
+        Bucket(forms, wire_dtype=torch.uint8, wire_offset=1, with_residuals=True, values="mostly_ordinary"),
+        Bucket(sizes, wire_dtype=torch.uint8, num_wires=3, multiplier=1 / 3, stochastic=True, seed=-5),
+        Bucket(sizes, wire_dtype=half, num_wires=2, scale_exponent=5, multiplier=0.5, with_residuals=True),
+        Bucket(sizes, torch.float64, bfloat16, num_wires=2, sums="wire to sums", with_residuals=True),
+        Bucket((Gradient((256,)),), num_wires=2, sums="sums to blocks", with_residuals=True),
     ]
     return [bucket.build(device) for bucket in buckets]
 
@@ -191,6 +257,7 @@ def random_buckets(draw: st.DrawFn, *, expanded: bool = False) -> Bucket:
     grad_dtype = draw(st.sampled_from(GRAD_DTYPES))
     wire_dtype = draw(st.sampled_from(WIRE_DTYPES))
     limits = [None, 1.0, 1e-3] + [reference.saturation_limit(wire_dtype or grad_dtype, n) for n in (1, 2, 3, 64)]
+    sums = ["wire to wire", "wire to sums", "sums to wire", "sums to blocks"]
     forms = [*FORMS, "expanded"] if expanded else FORMS
     return Bucket(
         gradients=tuple(draw(st.lists(_gradients(forms), min_size=1, max_size=8))),
@@ -200,6 +267,10 @@ def random_buckets(draw: st.DrawFn, *, expanded: bool = False) -> Bucket:
         scale_exponent=draw(st.one_of(st.none(), st.integers(-20, 30), st.sampled_from([-126, -100, 100, 126]))),
         multiplier=draw(st.sampled_from([1.0, 1 / 2, 1 / 3, 1 / 8, 1e-3, -7.0])),
         limit=draw(st.sampled_from(limits)),
+        num_wires=draw(st.integers(1, 8)),
+        sums=draw(st.sampled_from([each for each in sums if wire_dtype != torch.uint8 or "blocks" not in each])),
+        with_residuals=draw(st.booleans()),
+        stochastic=draw(st.booleans()),
         values=draw(st.sampled_from(VALUES)),
         seed=draw(st.integers(0, 2**31)),
     )

@@ -34,7 +34,7 @@ from tests.sample_inputs import (
 
 ops = torch.ops.fastsync
 on_each_device = pytest.mark.parametrize("device", DEVICES)
-random_examples = settings(derandomize=True, deadline=None, max_examples=400)
+random_examples = settings(derandomize=True, deadline=None, max_examples=300)
 HALVES = [torch.float16, torch.bfloat16]
 CHUNK = 32768
 BLOCK = 256
@@ -54,6 +54,7 @@ def assert_same_stats(actual: Tensor, expected: Tensor) -> None:
 
 def assert_same_state(actual: BuiltBucket, expected: BuiltBucket) -> None:
     assert_bitwise_equal(actual.wire, expected.wire, "wire")
+    assert_bitwise_equal(actual.out, expected.out, "out")
     for i, (grad, expected_grad) in enumerate(zip(actual.grads, expected.grads, strict=True)):
         assert_bitwise_equal(grad, expected_grad, f"grads[{i}]")
     for i, (storage, expected_storage) in enumerate(zip(actual.storages, expected.storages, strict=True)):
@@ -114,6 +115,13 @@ def test_unpack_to_random_buckets(device: str, bucket: Bucket) -> None:
 
 
 @on_each_device
+@given(bucket=random_buckets())
+@random_examples
+def test_reduce_of_random_wires(device: str, bucket: Bucket) -> None:
+    check_against_reference("reduce", bucket, device)
+
+
+@on_each_device
 @given(bucket=random_buckets(expanded=True))
 @random_examples
 def test_measure_of_random_buckets(device: str, bucket: Bucket) -> None:
@@ -154,8 +162,9 @@ def test_one_flat_buffer_is_gradients_and_wire(
     sizes = [5, 0, BLOCK, 1, CHUNK + 3, 16]
     flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(1)).to(grad_dtype)
     written, expected = flat.clone().to(device), flat.clone()
-    wire = written if wire_dtype is None else torch.empty_like(written, dtype=wire_dtype)
-    expected_wire = torch.empty_like(expected, dtype=wire_dtype or grad_dtype)
+    numel = reference.wire_numel(sizes, wire_dtype or grad_dtype)
+    wire = written if wire_dtype is None else torch.empty(numel, dtype=wire_dtype, device=device)
+    expected_wire = torch.empty(numel, dtype=wire_dtype or grad_dtype)
     stats, expected_stats = new_stats(device), new_stats()
     ops.pack(written.split(sizes), wire, stats, multiplier=0.3)
     reference.pack(expected.split(sizes), expected_wire, expected_stats, multiplier=0.3)

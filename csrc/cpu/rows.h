@@ -37,10 +37,17 @@ inline W pack_value(G gradient, Compute<G> multiplier, Compute<G> limit, int64_t
   return encode<W>(static_cast<Compute<W>>(scaled));
 }
 
-// From a 16-bit wire to float, a row need not look for values beyond float's largest: what becomes inf shows in the
-// block's largest magnitude, and as the wire is still there the block can be done again.
+// From a 16-bit wire or a sum to float, a row need not look for values beyond float's largest: what becomes inf shows
+// in the block's largest magnitude, and as the wire is still there the block can be done again.
 template <class W, class G>
 inline constexpr bool kMayHoldBeyond = std::is_same_v<G, float> && !std::is_same_v<W, float>;
+
+// A sum over several wires, kept until its gradient is written.
+struct Sum {
+  float value;
+};
+inline float decode(Sum sum) { return sum.value; }
+using fastsync::decode;
 
 namespace portable {
 
@@ -90,6 +97,8 @@ void measure_block(const G* gradient, BlockSquares& squares) {
 namespace avx2 {
 
 FASTSYNC_AVX2_INLINE __m256 load(const float* p) { return _mm256_loadu_ps(p); }
+
+FASTSYNC_AVX2_INLINE __m256 load(const Sum* p) { return load(&p->value); }
 
 FASTSYNC_AVX2_INLINE __m128i load_bits(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 
@@ -157,14 +166,17 @@ FASTSYNC_AVX2_INLINE void add_row(__m256 low, __m256 high, Columns& columns) {
 
 FASTSYNC_AVX2_INLINE Columns no_columns() { return {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_si256()}; }
 
+FASTSYNC_AVX2_INLINE uint32_t largest_of(__m256i values) {
+  const __m256i four = _mm256_max_epu32(values, _mm256_permute2x128_si256(values, values, 1));
+  const __m256i two = _mm256_max_epu32(four, _mm256_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
+  const __m256i one = _mm256_max_epu32(two, _mm256_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)));
+  return static_cast<uint32_t>(_mm256_cvtsi256_si32(one));
+}
+
 FASTSYNC_AVX2_INLINE void write_out(const Columns& columns, BlockSquares& squares) {
   _mm256_storeu_ps(squares.columns, columns.low);
   _mm256_storeu_ps(squares.columns + 8, columns.high);
-  const __m256i swapped = _mm256_permute2x128_si256(columns.largest, columns.largest, 1);
-  const __m256i four = _mm256_max_epu32(columns.largest, swapped);
-  const __m256i two = _mm256_max_epu32(four, _mm256_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
-  const __m256i one = _mm256_max_epu32(two, _mm256_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)));
-  squares.largest_bits = static_cast<uint32_t>(_mm256_cvtsi256_si32(one));
+  squares.largest_bits = largest_of(columns.largest);
 }
 
 template <class W, class G>

@@ -8,70 +8,24 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "../chunk_table.h"
+#include "quads.cuh"
+#include "totals.cuh"
 
 namespace fastsync::cuda {
 namespace {
 
-// kMaxBlocks such blocks fit on an H100 or H200 at once, so that a launch has no second wave. Their number does not
-// follow the device, because the order of the sums follows their number: all GPUs give the same statistics.
-constexpr int kThreads = 256;
+// kMaxBlocks blocks of kThreads fit on an H100 or H200 at once, so that a launch has no second wave. Their number does
+// not follow the device, because the order of the sums follows their number: all GPUs give the same statistics.
 constexpr int kMinBlocksPerMultiprocessor = 4;
 
 // Each thread has this many vectors, of this size on the side with the wider type, in flight before it uses the first.
 constexpr int kVectorBytes = 16;
 constexpr int kVectorsPerThread = 4;
 
-// ---- statistics: what each pass adds up -----------------------------------------------------------------------------
-
-// No constructors: the totals also live in shared memory, which has none. Total{} is zero.
-struct Saturations {
-  int64_t count;
-
-  __device__ void add(const Saturations& other) { count += other.count; }
-
-  __device__ void add_to(double* stats, bool is_first) const {
-    stats[kNumSaturated] = (is_first ? 0.0 : stats[kNumSaturated]) + static_cast<double>(count);
-  }
-};
-
-template <class C>
-struct Squares {
-  double sum;
-  int64_t num_nonfinite;
-  C largest;
-
-  __device__ void add_value(C value) {
-    const auto wide = static_cast<double>(value);
-    sum = fma(wide, wide, sum);
-    if (is_finite(value)) {
-      largest = max(largest, magnitude(value));
-    } else {
-      num_nonfinite += 1;
-    }
-  }
-
-  __device__ void add(const Squares& other) {
-    sum += other.sum;
-    num_nonfinite += other.num_nonfinite;
-    largest = max(largest, other.largest);
-  }
-
-  __device__ void add_to(double* stats, bool is_first) const {
-    stats[kSumOfSquares] = (is_first ? 0.0 : stats[kSumOfSquares]) + sum;
-    stats[kNumNonfinite] = (is_first ? 0.0 : stats[kNumNonfinite]) + static_cast<double>(num_nonfinite);
-    stats[kMaxMagnitude] = max(is_first ? 0.0 : stats[kMaxMagnitude], static_cast<double>(largest));
-  }
-};
-
 // ---- passes: what happens to one value ------------------------------------------------------------------------------
-
-// A pointer is chosen, not a value: a branch would make the compiler write every loop twice.
-__device__ const float kUnitScale = 1.0F;
-__device__ const float* scale_or_unit(const float* bucket_scale) {
-  return bucket_scale != nullptr ? bucket_scale : &kUnitScale;
-}
 
 template <class G, class W>
 struct Pack {
@@ -79,6 +33,7 @@ struct Pack {
   using Out = W;
   using Total = Saturations;
   static constexpr const char* kName = "pack";
+  static constexpr bool kByQuads = false;
   static constexpr bool kWrites = true;
 
   W* wire;
@@ -112,6 +67,7 @@ struct Unpack {
   using Out = G;
   using Total = Squares<Compute<G>>;
   static constexpr const char* kName = "unpack";
+  static constexpr bool kByQuads = false;
   static constexpr bool kWrites = true;
 
   const W* wire;
@@ -134,11 +90,7 @@ struct Unpack {
     return gradient;
   }
 
-  __device__ void finish(bool is_last) const {
-    if (is_last && bucket_scale != nullptr) {
-      *bucket_scale = next_bucket_scale(*bucket_scale, stats[kMaxMagnitude]);
-    }
-  }
+  __device__ void finish(bool is_last) const { move_on(bucket_scale, stats, is_last); }
 };
 
 template <class G>
@@ -147,6 +99,7 @@ struct Measure {
   using Out = G;
   using Total = Squares<Compute<G>>;
   static constexpr const char* kName = "measure";
+  static constexpr bool kByQuads = false;
   static constexpr bool kWrites = false;
 
   double* stats;
@@ -170,7 +123,16 @@ constexpr int kVector =
     kVectorBytes / static_cast<int>(std::max(sizeof(typename Pass::In), sizeof(typename Pass::Out)));
 
 template <class Pass>
-constexpr int kChunk = kThreads * kVectorsPerThread * kVector<Pass>;
+constexpr int chunk_size() {
+  if constexpr (Pass::kByQuads) {
+    return kQuadChunk;
+  } else {
+    return kThreads * kVectorsPerThread * kVector<Pass>;
+  }
+}
+
+template <class Pass>
+constexpr int kChunk = chunk_size<Pass>();
 
 // What a thread has in flight where it goes by single values: the chunk's share, up to what its registers hold.
 template <class Pass>
@@ -248,19 +210,13 @@ __device__ void convert_chunk(const Pass& pass, const typename Pass::In* input, 
 
 // Kernel arguments may take 32,764 bytes; most calls have few segments and need not carry that much.
 constexpr int kFewSegments = 160;
-constexpr int kManySegments = 1016;
+constexpr int kManySegments = 812;
 
 template <int kCapacity>
 struct LaunchTable {
   Segment segments[kCapacity];
   int64_t first_chunk[kCapacity + 1];
   int64_t num_segments;
-};
-
-// A call of several launches adds up in stats from the first on, and moves the scale on in the last.
-struct Turn {
-  bool is_first;
-  bool is_last;
 };
 
 template <class Total>
@@ -306,8 +262,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
   for (int64_t index = blockIdx.x; index < table.first_chunk[table.num_segments]; index += gridDim.x) {
     const Chunk chunk = find_chunk(table.segments, table.first_chunk, table.num_segments, kChunk<Pass>, index);
     const Segment& segment = table.segments[chunk.segment];
-    convert_chunk(pass, pass.input(segment) + chunk.begin, pass.output(segment) + chunk.begin,
-                  static_cast<int>(chunk.length), total);
+    if constexpr (Pass::kByQuads) {
+      convert_quads(pass, segment, chunk, total);
+    } else {
+      convert_chunk(pass, pass.input(segment) + chunk.begin, pass.output(segment) + chunk.begin,
+                    static_cast<int>(chunk.length), total);
+    }
   }
   if (!is_last_block(add_over_block(total), *workspace)) {
     return;
@@ -324,6 +284,17 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
   }
 }
 
+template <class Kernel>
+void launch_kernel(Kernel* kernel, int64_t num_blocks, void** arguments, void* stream, const char* name) {
+  const cudaError_t error = cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(num_blocks)), dim3(kThreads), arguments,
+                                             0, static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // thrown here, so nobody else is to find it
+    throw std::runtime_error(std::string("fastsync: launching ") + name + " on " + std::to_string(num_blocks) +
+                             " blocks failed: " + cudaGetErrorString(error));
+  }
+}
+
 template <int kCapacity, class Pass>
 void launch(const Segment* segments, SegmentRange range, Turn turn, Pass pass, void* workspace, void* stream) {
   LaunchTable<kCapacity> table;
@@ -333,38 +304,61 @@ void launch(const Segment* segments, SegmentRange range, Turn turn, Pass pass, v
   number_chunks(table.segments, table.num_segments, kChunk<Pass>, table.first_chunk);
   const int64_t num_blocks = std::clamp<int64_t>(table.first_chunk[table.num_segments], 1, kMaxBlocks);
   void* arguments[] = {&table, &pass, &workspace, &turn};
-  const cudaError_t error = cudaLaunchKernel(run_pass<Pass, kCapacity>, dim3(static_cast<unsigned>(num_blocks)),
-                                             dim3(kThreads), arguments, 0, static_cast<cudaStream_t>(stream));
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // thrown here, so nobody else is to find it
-    throw std::runtime_error(std::string("fastsync: launching ") + Pass::kName + " on " + std::to_string(num_blocks) +
-                             " blocks failed: " + cudaGetErrorString(error));
+  launch_kernel(run_pass<Pass, kCapacity>, num_blocks, arguments, stream, Pass::kName);
+}
+
+template <class Pass>
+void run(const Segment* segments, int64_t num_segments, Turn turn, const Pass& pass, void* workspace, void* stream) {
+  static_assert(sizeof(Workspace<typename Pass::Total>) <= kWorkspaceBytes);
+  const auto ranges = split_into_launches(segments, num_segments, kManySegments);
+  for (const SegmentRange& range : ranges) {
+    const Turn own{turn.is_first && &range == &ranges.front(), turn.is_last && &range == &ranges.back()};
+    if (range.second - range.first <= kFewSegments) {
+      launch<kFewSegments>(segments, range, own, pass, workspace, stream);
+    } else {
+      launch<kManySegments>(segments, range, own, pass, workspace, stream);
+    }
   }
 }
 
 template <class Pass>
-void run(const Segment* segments, int64_t num_segments, const Pass& pass, void* workspace, void* stream) {
-  static_assert(sizeof(Workspace<typename Pass::Total>) <= kWorkspaceBytes);
-  const auto ranges = split_into_launches(segments, num_segments, kManySegments);
-  for (const SegmentRange& range : ranges) {
-    const Turn turn{&range == &ranges.front(), &range == &ranges.back()};
-    if (range.second - range.first <= kFewSegments) {
-      launch<kFewSegments>(segments, range, turn, pass, workspace, stream);
-    } else {
-      launch<kManySegments>(segments, range, turn, pass, workspace, stream);
-    }
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
+    run_reduce(const Segment all, const Pass pass) {
+  typename Pass::Total total{};
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kQuadChunk;
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kQuadChunk; begin < all.numel; begin += step) {
+    convert_quads(pass, all, {0, begin, min(all.numel - begin, static_cast<int64_t>(kQuadChunk))}, total);
   }
+}
+
+template <class W>
+double limit_of(double limit) {
+  return std::is_same_v<W, Int8Block> ? std::min<double>(limit, kInt8Limit) : limit;
+}
+
+bool has_residuals(const PackArgs& args) {
+  return std::any_of(args.segments, args.segments + args.num_segments,
+                     [](const Segment& segment) { return segment.residual != nullptr; });
 }
 
 }  // namespace
 
 void pack(const PackArgs& args, void* workspace, void* stream) {
+  const bool feeds_back = has_residuals(args);
   dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto wire) {
     using G = decltype(grad);
     using W = decltype(wire);
-    const Pack<G, W> pass{static_cast<W*>(args.wire), args.bucket_scale, static_cast<Compute<G>>(args.multiplier),
-                          static_cast<Compute<G>>(args.limit), args.stats};
-    run(args.segments, args.num_segments, pass, workspace, stream);
+    const auto multiplier = static_cast<Compute<G>>(args.multiplier);
+    const auto limit = static_cast<Compute<G>>(limit_of<W>(args.limit));
+    const auto run_with = [&](const auto& pass) {
+      run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
+    };
+    if constexpr (!std::is_same_v<W, Int8Block>) {
+      if (!feeds_back) {
+        return run_with(Pack<G, W>{static_cast<W*>(args.wire), args.bucket_scale, multiplier, limit, args.stats});
+      }
+    }
+    run_with(PackQuads<G, W>{args.wire, args.bucket_scale, multiplier, limit, args.rounding, args.stats});
   });
 }
 
@@ -372,14 +366,40 @@ void unpack(const UnpackArgs& args, void* workspace, void* stream) {
   dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto wire) {
     using G = decltype(grad);
     using W = decltype(wire);
-    const Unpack<G, W> pass{static_cast<const W*>(args.wire), args.bucket_scale, Compute<G>(1), args.stats};
-    run(args.segments, args.num_segments, pass, workspace, stream);
+    const auto run_with = [&](const auto& pass) {
+      run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
+    };
+    if constexpr (!std::is_same_v<W, Int8Block>) {
+      if (args.num_wires == 1 && args.multiplier == 1.0) {
+        return run_with(Unpack<G, W>{static_cast<const W*>(args.wire), args.bucket_scale, Compute<G>(1), args.stats});
+      }
+    }
+    const Sums<Compute<G>, W> sums{args.wire, args.num_wires, args.stride_bytes,
+                                   static_cast<Compute<G>>(args.multiplier)};
+    run_with(UnpackQuads<G, W>{sums, args.bucket_scale, args.stats});
   });
 }
 
 void measure(const MeasureArgs& args, void* workspace, void* stream) {
   dispatch_grad(args.grad_dtype, [&](auto grad) {
-    run(args.segments, args.num_segments, Measure<decltype(grad)>{args.stats}, workspace, stream);
+    run(args.segments, args.num_segments, Turn{}, Measure<decltype(grad)>{args.stats}, workspace, stream);
+  });
+}
+
+void reduce(const ReduceArgs& args, void* stream) {
+  dispatch_reduce(args.grad_dtype, args.wire_dtype, args.out_dtype, [&](auto compute, auto wire, auto out) {
+    using C = decltype(compute);
+    using W = decltype(wire);
+    using Out = decltype(out);
+    using Pass = ReduceQuads<C, W, Out>;
+    const Sums<C, W> sums{args.wire, args.num_wires, args.stride_bytes, static_cast<C>(args.multiplier)};
+    Pass pass{sums, args.out, static_cast<C>(limit_of<Out>(args.limit)), args.bucket_scale, args.rounding};
+    Segment all{nullptr, args.numel, 0, args.residual};
+    const int64_t num_chunks = (args.numel + kQuadChunk - 1) / kQuadChunk;
+    if (num_chunks > 0) {
+      void* arguments[] = {&all, &pass};
+      launch_kernel(run_reduce<Pass>, std::min(num_chunks, kMaxBlocks), arguments, stream, "reduce");
+    }
   });
 }
 
