@@ -72,7 +72,8 @@ def test_sync_from_the_command_line(tmp_path: Path):
     for door in ("register_comm_hook", "attach"):
         for compression, width in {"none": 4, "fp16": 2, "bf16": 2}.items():
             figures = rows[f"fastsync.{door}/{compression}"]["figures"]
-            assert 1 <= figures["wire_bytes"] / (width * values) < 1.01  # attach sends a little of its own along
+            # attach sends a little of its own along, and what ranks send each other is whole blocks.
+            assert 1 <= figures["wire_bytes"] / (width * values) < 1.05
             assert all(figures[cost] > 0 for cost in COSTS)
         assert 1 <= rows[f"fastsync.{door}/int8"]["figures"]["wire_bytes"] / (132 * blocks) < 1.05
     assert rows["ddp"]["figures"]["wire_bytes"] is None
