@@ -367,9 +367,9 @@ def _decode(wire: Tensor) -> Tensor:
 
 def _sum_wires(wires: Tensor, compute: torch.dtype, multiplier: float) -> Tensor:
     factor = torch.tensor(multiplier, dtype=compute, device=wires.device)
-    total: Tensor
-    total, *others = [_decode(wire).to(compute) * factor for wire in torch.atleast_2d(wires).unbind()]
-    for other in others:
+    values = [_decode(wire).to(compute) * factor for wire in torch.atleast_2d(wires).unbind()]
+    total = values[0]
+    for other in values[1:]:
         total = total + other
     return total
 
