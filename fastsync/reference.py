@@ -367,7 +367,8 @@ def _decode(wire: Tensor) -> Tensor:
 
 def _sum_wires(wires: Tensor, compute: torch.dtype, multiplier: float) -> Tensor:
     factor = torch.tensor(multiplier, dtype=compute, device=wires.device)
-    values = [_decode(wire).to(compute) * factor for wire in torch.atleast_2d(wires).unbind()]
+    rows = wires.unbind() if wires.dim() == 2 else (wires,)
+    values = [_decode(row).to(compute) * factor for row in rows]
     total = values[0]
     for other in values[1:]:
         total = total + other
