@@ -205,9 +205,9 @@ def random_fractions(seed: int, num_blocks: int) -> Tensor:
     of the MurmurHash3 finaliser (A. Appleby, 2011) of the key and the value's place in the block.
     """
     bits = _signed(seed) + (1 + torch.arange(num_blocks)) * _signed(0x9E3779B97F4A7C15)
-    bits = (bits ^ _shift_right(bits, 30, 64)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift_right(bits, 27, 64)) * _signed(0x94D049BB133111EB)
-    keys = _shift_right(bits ^ _shift_right(bits, 31, 64), 32, 64)
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    keys = _shift_right(bits ^ _shift_right(bits, 31), 32)
     bits = (keys.view(-1, 1) + torch.arange(BLOCK_VALUES)) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -385,8 +385,9 @@ def _signed(bits: int) -> int:
     return bits - 2**64 if bits >= 2**63 else bits
 
 
-def _shift_right(bits: Tensor, count: int, width: int) -> Tensor:
-    return (bits >> count) & (2 ** (width - count) - 1)
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Of int64 as if it had no sign."""
+    return torch.bitwise_and(bits >> count, 2 ** (64 - count) - 1)
 
 
 def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
