@@ -9,7 +9,6 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.cost_model import (
-    ROUTES,
     Algorithm,
     CostModel,
     Host,
@@ -17,6 +16,7 @@ from benchmarks.cost_model import (
     Topology,
     local_bytes,
     ring,
+    route_of,
     split_way,
 )
 from benchmarks.records import Record
@@ -207,7 +207,7 @@ def fit_model(points: Sequence[Point], algorithm: Algorithm) -> CostModel:
     errors = np.array([math.hypot(point.error, FLOOR * point.seconds) for point in points])
     seconds = np.array([point.seconds for point in points])
     # What does not depend on the parameters.
-    routes = [ROUTES[algorithm](point.num_ranks) for point in points]
+    routes = [route_of(point.way, point.num_ranks, algorithm) for point in points]
     local = [local_bytes(point.way, point.numel, point.num_ranks) for point in points]
 
     def residuals(values: np.ndarray) -> np.ndarray:

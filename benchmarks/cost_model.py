@@ -21,10 +21,12 @@ from typing import Literal
 
 from scipy.optimize import brentq
 
+from benchmarks import compressions
+from benchmarks.compressions import WIRE_BYTES
+
 Algorithm = Literal["ring", "tree", "two-level"]
 GRAD_BYTES = 4
 """Gradients are float32."""
-WIRE_BYTES = {"none": 4, "fp16": 2, "bf16": 2, "int8": 1}
 COPIES = {
     # Bytes that a rank reads and writes for each element, from the width of the wire, besides those of the addition.
     "all_reduce": lambda wire: 0,
@@ -63,6 +65,16 @@ def tree(num_ranks: int) -> Route:
     2009.)
     """
     return Route(2 * math.ceil(math.log2(num_ranks)), min(2.0, num_ranks - 1.0))
+
+
+def one_shot(num_ranks: int) -> Route:
+    """Every rank sends all it has to every other, at once."""
+    return Route(1, num_ranks - 1)
+
+
+def two_shot(num_ranks: int) -> Route:
+    """Every rank sends each other one of n parts at once, adds up its own, and sends each other the sums."""
+    return Route(2, 2 * (num_ranks - 1) / num_ranks)
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,8 @@ class Topology:
 
 
 ROUTES: Mapping[str, Callable[[int], Route]] = {"ring": ring, "tree": tree}
+OWN_ROUTES: Mapping[str, Callable[[int], Route]] = {"one_shot": one_shot, "two_shot": two_shot}
+"""Of ways that do not leave the sum to the process group's all_reduce."""
 
 
 @dataclass(frozen=True)
@@ -131,20 +145,45 @@ class Host:
         return (self.overhead + local_bytes / self.bandwidth) * crowding
 
 
-def split_way(way: str) -> tuple[str, int] | None:
+def split_way(way: str) -> tuple[str, float] | None:
     """The door and the wire's bytes an element of a way as ``sync`` names it; None if the model does not cover it."""
-    door, _, wire = way.partition("/")
+    door, _, compression = way.partition("/")
+    wire, _ = compressions.split(compression)
     widths = {"": 4, "fp32": 4, **WIRE_BYTES}
     covered = door in COPIES and wire in widths and (door == "ddp") == (wire == "")
     return (door, widths[wire]) if covered else None
 
 
+def algorithm_of(way: str, num_ranks: int) -> str:
+    """Who adds: all_reduce, one_shot or two_shot."""
+    door, _, compression = way.partition("/")
+    return compressions.algorithm(compression, num_ranks) if door.startswith("fastsync.") else "all_reduce"
+
+
+def route_of(way: str, num_ranks: int, algorithm: str) -> Route:
+    """What a way asks of a link where the process group's all_reduce is ``algorithm``."""
+    return {**OWN_ROUTES, "all_reduce": ROUTES[algorithm]}[algorithm_of(way, num_ranks)](num_ranks)
+
+
 def local_bytes(way: str, numel: float, num_ranks: int) -> float:
-    """What a rank reads and writes in its own memory: copies, and the addition of n − 1 of n chunks in the ring."""
+    """What a rank reads and writes in its own memory: copies, what adding takes beyond them, and residuals.
+
+    The ring adds n − 1 of n chunks, each to another one. In one_shot, unpack reads n wires instead of one. In two_shot
+    a rank reads n shards and writes their sum. A residual is read and written, and in two_shot that of the shard too.
+    """
     covered = split_way(way)
     assert covered is not None
     door, wire = covered
-    return numel * (COPIES[door](wire) + 3 * wire * (num_ranks - 1) / num_ranks)
+    algorithm = algorithm_of(way, num_ranks)
+    adding = {
+        "all_reduce": 3 * wire * (num_ranks - 1) / num_ranks,
+        "one_shot": wire * (num_ranks - 1),
+        "two_shot": wire * (1 + 1 / num_ranks),
+    }[algorithm]
+    residuals = 0.0
+    if "ef" in compressions.split(way)[1]:
+        residuals = 2 * GRAD_BYTES * (1 + (1 / num_ranks if algorithm == "two_shot" else 0))
+    return numel * (COPIES[door](wire) + adding + residuals)
 
 
 @dataclass(frozen=True)
@@ -174,7 +213,10 @@ class CostModel:
     def link_time(self, way: str, numel: float, num_ranks: int, crowding: float = 1.0, burst: float = 0.0) -> float:
         covered = split_way(way)
         assert covered is not None
-        return self.topology.time(numel * covered[1], num_ranks, crowding, burst)
+        nbytes, topology = numel * covered[1], self.topology
+        if topology.algorithm == "two-level":  # which every way is taken to follow
+            return topology.time(nbytes, num_ranks, crowding, burst)
+        return topology.link.time(route_of(way, num_ranks, topology.algorithm), nbytes, crowding, burst)
 
     def host_time(self, way: str, numel: float, num_ranks: int, crowding: float = 1.0) -> float:
         return self.hosts[way].time(local_bytes(way, numel, num_ranks), crowding)

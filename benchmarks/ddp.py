@@ -37,7 +37,18 @@ from benchmarks.models import TRAININGS, ModelGradients, Scale, Training
 from benchmarks.records import Record, RowFile, environment, quantiles
 from benchmarks.table import Columns, console, measured_on, milliseconds, number, progress_bars, spread, table
 from benchmarks.timing import slowest_rank
-from benchmarks.ways import LIMITS, MIN_WARMUP, WAYS, Step, TrainingStep, Way, left_out, with_their_limits, wrapped
+from benchmarks.ways import (
+    BY_DEFAULT,
+    LIMITS,
+    MIN_WARMUP,
+    WAYS,
+    Step,
+    TrainingStep,
+    Way,
+    left_out,
+    with_their_limits,
+    wrapped,
+)
 from fastsync import SyncStats
 from fastsync.distributed import process_group
 
@@ -50,7 +61,7 @@ else:
 
 POLICIES = ("mlp", "atari")
 DEFAULT_WAYS = tuple(
-    name for name in WAYS if name.startswith(("ddp", "fastsync.register_comm_hook/", "fastsync.attach/"))
+    name for name in BY_DEFAULT if name.startswith(("ddp", "fastsync.register_comm_hook/", "fastsync.attach/"))
 )
 
 

@@ -18,7 +18,9 @@ import tyro
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks import ddp, sync
+from benchmarks.choices import against_the_best
 from benchmarks.collect import INTERRUPTED, Collected, collect, termination_raises
+from benchmarks.compressions import WIRE_BYTES, algorithm
 from benchmarks.ddp import ModelName
 from benchmarks.link_ranks import run_in_namespaces
 from benchmarks.models import Scale
@@ -27,7 +29,7 @@ from benchmarks.raw_tcp import RawTcp, check_links
 from benchmarks.records import Record, RowFile, quantiles
 from benchmarks.table import Columns, console, measured_on, milliseconds, number, spread, table
 from benchmarks.units import format_rate, parse_rate
-from benchmarks.ways import WAYS
+from benchmarks.ways import BY_DEFAULT, DTYPES, WAYS
 
 if TYPE_CHECKING:
     WayName = str
@@ -50,7 +52,7 @@ DEFAULT_WAYS = (
     "ddp",
     "ddp/fp16_compress_hook",
     "ddp/powerSGD_hook",
-    *(name for name in WAYS if name.startswith(("fastsync.register_comm_hook/", "fastsync.attach/"))),
+    *(name for name in BY_DEFAULT if name.startswith(("fastsync.register_comm_hook/", "fastsync.attach/"))),
 )
 DEFAULT_SIZES = ("0.5m", "12m")
 DEFAULT_MODELS = ("resnet50", "gpt2")
@@ -207,17 +209,21 @@ def with_link(records: Sequence[Record], rate: int, raw: RawTcp) -> Iterator[Rec
 
 
 def sent_bytes(record: Record) -> float | None:
-    """What each of n ranks has to send in a ring all_reduce of the gradients: 2(n − 1)/n of them, at the wire's width.
+    """What each of n ranks has to send of the gradients, at the wire's width.
 
-    None where nothing travels, and for ways that send something else than the gradients.
+    2(n − 1)/n of them in a ring all_reduce and in two_shot, n − 1 times all of them in one_shot. None where nothing
+    travels, for ways that send something else than the gradients, and where the wire is chosen by measurement.
     """
     wire, world_size = record.settings["wire"], record.settings["world_size"]
     if wire is None or WAYS[record.way].approximate:
         return None
-    return 2 * (world_size - 1) / world_size * record.settings["numel"] * _WIDTHS[wire]
+    compression = WAYS[record.way].compression
+    one_shot = compression is not None and algorithm(compression, world_size) == "one_shot"
+    volume = world_size - 1 if one_shot else 2 * (world_size - 1) / world_size
+    return volume * record.settings["numel"] * _WIDTHS[wire]
 
 
-_WIDTHS: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+_WIDTHS: Mapping[str, float] = {str(dtype).removeprefix("torch."): WIRE_BYTES[name] for name, dtype in DTYPES.items()}
 
 
 def link_figures(num_bytes: float | None, median: float | None, rate: int, raw_rate: float) -> dict[str, float | None]:
@@ -244,6 +250,8 @@ def report(collected: Collected) -> None:
         groups.setdefault((record.settings["link"], _subject(record)), []).append(record)
     for rows in groups.values():
         out.print(table(_title(rows[0]), COLUMNS, rows))
+        for line in against_the_best(rows):
+            out.print(line, markup=False)
     for line in (LEGEND, *collected.notes, *slow_links(collected.records)):
         out.print(line, markup=False)
 
@@ -273,10 +281,11 @@ COLUMNS: Columns = {
 _EXPOSED = {"sync": "over_no_sync", "ddp": "exposed"}
 LEGEND = (
     "step: median [p10, p90] of the slowest rank. exposed: what it adds to the step without communication. sent: what "
-    "a rank has to send at least, 2(n − 1)/n of the gradients at the wire's width. link's limit: that, by the link's "
-    "rate; TCP cannot do better than 1.05 of it one way and 1.07 both ways at once, for headers and acknowledgements, "
-    "and an idle link lets 1 ms of its rate through at once, so that a step may save that. plain TCP: the same bytes "
-    "at the rate that sockets alone reached between the same ranks just before, all sending to the next one."
+    "a rank has to send at least, at the wire's width: 2(n − 1)/n of the gradients, in one_shot all of them to each "
+    "of the n − 1 others. link's limit: that, by the link's rate; TCP cannot do better than 1.05 of it one way and "
+    "1.07 both ways at once, for headers and acknowledgements, and an idle link lets 1 ms of its rate through at once, "
+    "so that a step may save that. plain TCP: the same bytes at the rate that sockets alone reached between the same "
+    "ranks just before, all sending to the next one."
 )
 
 

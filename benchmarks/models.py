@@ -70,7 +70,8 @@ class ModelGradients(Gradients):
         noise = (self._backward(self._batch) - self._backward(self._batch)).abs().max().item()
         ranks = range(dist.get_world_size())
         # The largest difference of one repetition is not the largest there can be.
-        super().__init__((self._backward(batch_of(rank)) for rank in ranks), device, 8 * noise)
+        lengths = [shape.numel() for shape in self.shapes]
+        super().__init__((self._backward(batch_of(rank)) for rank in ranks), lengths, device, 8 * noise)
         self._module.zero_grad()
 
     def model(self) -> nn.Module:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import torch
 import tyro
 
+from benchmarks.compressions import WIRE_BYTES
 from benchmarks.cost_fit import Fit, HeldBack, fit, link_of, points_of
 from benchmarks.cost_model import (
     GRAD_BYTES,
-    WIRE_BYTES,
     Algorithm,
     CostModel,
     Host,
@@ -67,7 +67,7 @@ class Options:
     flops: float = 1e14
     """Floating-point operations per second that a rank reaches: 1e14 is a third of an A100's peak in bfloat16."""
     compression: tuple[Compression, ...] = ("none", "fp16", "bf16")
-    """What is compared. int8 is one byte a value with the host's cost of fp16; the engine has none yet."""
+    """What is compared."""
     door: Literal["fastsync.attach", "fastsync.register_comm_hook"] = "fastsync.attach"
     """Whose costs on the host."""
     algorithm: Algorithm | None = None
@@ -196,7 +196,7 @@ def model_for(options: Options, fitted: Fit | None) -> CostModel:
     """
     hosts = {}
     for compression in options.compression:
-        measured = f"{options.door}/{'fp16' if compression == 'int8' else compression}"
+        measured = f"{options.door}/{compression}"
         host = fitted.model.hosts.get(measured) if fitted else None
         overhead = parse_seconds(options.overhead) if options.overhead else host and host.overhead
         bandwidth = options.local_bandwidth * 1e9 if options.local_bandwidth else host and host.bandwidth
@@ -435,7 +435,7 @@ def _assumptions(options: Options) -> Iterator[str]:
             f"{options.inner_bandwidth} for each and {options.inner_latency} a step."
         )
     if "int8" in options.compression:
-        yield "Assumed: int8 is one byte a value and costs the host what fp16 does."
+        yield "Assumed: int8 is sent from rank to rank: in one_shot between two of them, in two_shot between more."
     yield (
         "*: extrapolated beyond measured ranks or bytes, or with a link, algorithm or passes that were not measured: "
         "the error was seen elsewhere. Nobody else uses the link; no rank is slower than another."

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 import tyro
 
+from benchmarks.choices import against_the_best
 from benchmarks.collect import Collected, check_places, collect, places
 from benchmarks.measure import TIMEOUT, Schedule, measure, memory_needed
 from benchmarks.memory import check_ranks_fit
 from benchmarks.records import Record, RowFile
 from benchmarks.table import Columns, console, measured_on, milliseconds, number, progress_bars, spread, table
-from benchmarks.ways import MIN_WARMUP, WAYS, left_out, with_their_limits
+from benchmarks.ways import BY_DEFAULT, MIN_WARMUP, WAYS, left_out, with_their_limits
 from benchmarks.workloads import SIZES, Size, size_of, sweep
 from fastsync.distributed import process_group
 
@@ -49,8 +50,9 @@ class Options:
     """Compute on CPUs where there are GPUs, too."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
-    ways: tuple[WayName, ...] = tuple(WAYS)
-    """Ways to synchronise. no_sync and the bare all_reduce of what they send are always measured as well."""
+    ways: tuple[WayName, ...] = BY_DEFAULT
+    """Ways to synchronise; by default all that neither fix an algorithm nor choose by measurement. no_sync and the bare
+    all_reduce of what they send are always measured as well."""
     repetitions: int | None = None
     """Samples of each way; by default 300, 100 and 20 for the three models, and for bytes as many as make 1 GiB of
     gradients, between 5 and 300."""
@@ -133,6 +135,8 @@ def report(collected: Collected, by_way: bool = False) -> None:
     else:
         for _, rows in _groups(collected.records, lambda record: record.settings["size"]):
             out.print(table(_title(rows[0]), COLUMNS_OF_A_SIZE, rows))
+            for line in against_the_best(rows):
+                out.print(line, markup=False)
     for line in (LEGEND, *collected.notes):
         out.print(line, markup=False)
 

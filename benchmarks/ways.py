@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from benchmarks.gradients import Gradients
+from benchmarks import compressions
+from benchmarks.gradients import Gradients, Rounding
 from fastsync import SyncStats
 
 MIN_WARMUP = 2
@@ -137,7 +138,8 @@ def _power_sgd(workload: Gradients, group: ProcessGroup) -> Step:
 def _register_comm_hook(compression: str) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = wrapped(workload, group)
-        return TrainingStep(model, stats=fastsync.register_comm_hook(model, compression).stats)
+        hook = fastsync.register_comm_hook(model, compressions.compression(compression))
+        return TrainingStep(model, stats=hook.stats)
 
     return build
 
@@ -145,7 +147,8 @@ def _register_comm_hook(compression: str) -> Build:
 def _attach(compression: str) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = workload.model()
-        return TrainingStep(model, stats=fastsync.attach(model, compression, process_group=group).stats)
+        sync = fastsync.attach(model, compressions.compression(compression), process_group=group)
+        return TrainingStep(model, stats=sync.stats)
 
     return build
 
@@ -196,7 +199,11 @@ class Way:
     build: Build
     """Makes a step of it. A collective call: on all ranks, in the same order."""
     wire: torch.dtype | None = torch.float32
-    """As what the gradients travel; None if they do not, or something else does."""
+    """As what the gradients travel; None if they do not, or something else does, or what that is gets chosen."""
+    roundings: tuple[Rounding, ...] = ()
+    """What values may lose, one of these; by default what ``wire`` loses where it is summed."""
+    compression: str | None = None
+    """Of the engine, as ``compressions`` names it."""
     approximate: bool = False
     """Whether the result is something else than the mean, rounded. Its error is reported and not judged."""
     nccl_only: bool = False
@@ -205,18 +212,40 @@ class Way:
 
     @property
     def limit(self) -> str | None:
-        """The bare all_reduce of what travels."""
-        return LIMITS[self.wire] if self.wire else None
+        """The bare all_reduce of what travels; None where there is none."""
+        return LIMITS.get(self.wire)
 
     @property
     def averages(self) -> bool:
         """Whether its result is the mean over the ranks, or near it."""
-        return self.approximate or self.wire is not None
+        return self.approximate or bool(self.allowed)
+
+    @property
+    def allowed(self) -> tuple[Rounding, ...]:
+        """What values may lose; empty if the result is not to be the mean."""
+        return self.roundings or ((Rounding(self.wire),) if self.wire else ())
 
 
 fp16, bf16 = torch.float16, torch.bfloat16
 
+DTYPES = {"none": torch.float32, "fp16": fp16, "bf16": bf16, "int8": torch.int8}
+DOORS = {"fastsync.register_comm_hook": _register_comm_hook, "fastsync.attach": _attach}
+
 LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_reduce/bf16"}
+
+
+def _rounding(compression: str) -> Rounding:
+    return Rounding(DTYPES[compressions.split(compression)[0]], compressions.half_steps(compression))
+
+
+def _through(door: str, compression: str) -> Way:
+    """A compression of the engine. What is chosen by measurement may lose as much as the coarsest choice."""
+    build, in_ddp = DOORS[door](compression), door == "fastsync.register_comm_hook"
+    if (coarsest := compressions.CHOSEN.get(compression)) is not None:
+        return Way(build, None, (_rounding("bf16"), _rounding(coarsest)), compression, in_ddp=in_ddp)
+    rounding = _rounding(compression)
+    return Way(build, rounding.wire, (rounding,), compression, in_ddp=in_ddp)
+
 
 WAYS = {
     "no_sync": Way(_no_sync, wire=None),
@@ -230,24 +259,23 @@ WAYS = {
     "cat": Way(_cat),
     "per_parameter": Way(_per_parameter),
     "fastsync.fp16_compress_hook": Way(_ddp_with(fastsync.fp16_compress_hook), fp16, in_ddp=True),
-    "fastsync.register_comm_hook/none": Way(_register_comm_hook("none"), in_ddp=True),
-    "fastsync.register_comm_hook/fp16": Way(_register_comm_hook("fp16"), fp16, in_ddp=True),
-    "fastsync.register_comm_hook/bf16": Way(_register_comm_hook("bf16"), bf16, in_ddp=True),
-    "fastsync.attach/none": Way(_attach("none")),
-    "fastsync.attach/fp16": Way(_attach("fp16"), fp16),
-    "fastsync.attach/bf16": Way(_attach("bf16"), bf16),
+    **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.DEFAULT},
     "fastsync.synchronize/none": Way(_synchronize),
     "fastsync.all_reduce_gradients/none": Way(_all_reduce_gradients),
+    **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.ON_REQUEST},
 }
+
+BY_DEFAULT = tuple(name for name, way in WAYS.items() if way.compression not in compressions.ON_REQUEST)
+"""Those that are measured where none are named."""
 
 
 def is_right(way: Way, step: Step, workload: Gradients) -> bool:
     """Whether the step's newest result is what this way promises."""
     if way.approximate:
         return True
-    if way.wire is None:
+    if not way.allowed:
         return workload.is_own(step.result())
-    return workload.is_mean(step.result(), way.wire)
+    return workload.is_mean(step.result(), *way.allowed)
 
 
 def with_their_limits(names: tuple[str, ...]) -> list[str]:

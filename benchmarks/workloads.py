@@ -111,8 +111,8 @@ class Workload(Gradients):
 
     def __init__(self, size: Size, device: torch.device, seed: int = 0) -> None:
         ranks = range(dist.get_world_size())
-        super().__init__((_normal(size.numel, seed + 1 + rank) for rank in ranks), device)
-        self._lengths = [torch.Size(shape).numel() for shape in size.shapes]
+        lengths = [torch.Size(shape).numel() for shape in size.shapes]
+        super().__init__((_normal(size.numel, seed + 1 + rank) for rank in ranks), lengths, device)
         self._shapes = size.shapes
         self._weights = self._split(_normal(size.numel, seed).to(device))
 

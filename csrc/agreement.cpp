@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <sstream>
 #include <vector>
@@ -78,6 +79,13 @@ std::string first_difference(const std::vector<std::string>& texts) {
   return difference;
 }
 
+// Threads with groups of their own agree side by side.
+void raise_to(std::atomic<int64_t>& number, int64_t least) {
+  int64_t now = number;
+  while (now < least && !number.compare_exchange_weak(now, least)) {
+  }
+}
+
 }  // namespace
 
 // FNV-1a, 64 bits (Fowler, Noll, Vo); std::hash may differ from machine to machine.
@@ -89,21 +97,28 @@ uint64_t fingerprint(const std::string& text) {
   return hash;
 }
 
-void check_agreement(const Group& group, const std::string& description, c10::Device device) {
+int64_t check_agreement(const Group& group, const std::string& description, c10::Device device) {
+  static std::atomic<int64_t> next_number{0};
   if (group->getSize() == 1) {
-    return;
+    return next_number++;
   }
-  at::Tensor mine = at::empty({2}, at::kLong);
-  mine[0] = static_cast<int64_t>(fingerprint(description));
-  mine[1] = static_cast<int64_t>(description.size());
+  at::Tensor mine = at::empty({3}, at::kLong);
+  auto* values = mine.data_ptr<int64_t>();
+  values[0] = static_cast<int64_t>(fingerprint(description));
+  values[1] = static_cast<int64_t>(description.size());
+  values[2] = next_number;
   bool agree = true;
   int64_t longest = 0;
+  int64_t number = 0;
   for (const at::Tensor& theirs : all_gather(group, mine, device)) {
-    agree = agree && at::equal(mine, theirs);
-    longest = std::max(longest, theirs[1].item<int64_t>());
+    const auto* their_values = theirs.const_data_ptr<int64_t>();
+    agree = agree && values[0] == their_values[0] && values[1] == their_values[1];
+    longest = std::max(longest, their_values[1]);
+    number = std::max(number, their_values[2]);
   }
   if (agree) {
-    return;
+    raise_to(next_number, number + 1);
+    return number;
   }
   const auto texts = gather_texts(group, description, longest + 1, device);
   TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on what to synchronise: ", first_difference(texts),

@@ -15,8 +15,8 @@ uint64_t fingerprint(const std::string& text);
 
 // Compares a description (lines of text) over all ranks of the group, through tensors on the device. Where they differ,
 // every rank throws c10::ValueError with the first line that differs and which ranks have which version of it. Only a
-// hash travels while they agree.
-void check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& description,
-                     c10::Device device);
+// hash travels while they agree. Returns a number that the group's ranks have agreed on and got from no earlier call.
+int64_t check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& description,
+                        c10::Device device);
 
 }  // namespace fastsync

@@ -24,7 +24,10 @@ namespace {
 namespace py = pybind11;
 using c10::ivalue::Future;
 using fastsync::BucketTotals;
+using fastsync::Candidate;
+using fastsync::Compression;
 using fastsync::HookState;
+using fastsync::Schedule;
 using fastsync::Synchronizer;
 using fastsync::SyncTotals;
 
@@ -55,11 +58,11 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // DDP expects a Python object from a hook registered in Python. It is made here, where the GIL is held anyway, so that
 // nothing has to wait for the GIL when the bucket is done.
-auto run(HookState& state, c10d::GradBucket& bucket, const std::string& wire) {
+auto run(HookState& state, c10d::GradBucket& bucket, std::shared_ptr<const Schedule> schedule) {
   const auto type = c10::PyObjectType::get();
   const c10::IValue buffer = torch::jit::toIValue(py::cast(bucket.getBuffer()), type);
   const py::gil_scoped_release no_gil;
-  auto future = state.run(bucket, fastsync::wire_from_name(wire));
+  auto future = state.run(bucket, std::move(schedule));
   // The storage is named, because a future would look for it inside a Python object with the GIL.
   auto with_buffer = [buffer, storage = bucket.getBuffer().storage().getWeakStorageImpl()](Future& averaged) {
     averaged.value();  // throws what went wrong
@@ -78,7 +81,44 @@ auto lay_out_buckets(const std::vector<std::pair<int64_t, int64_t>>& sizes, cons
   return fastsync::lay_out_buckets(parameters, order, cap_bytes);
 }
 
-void set_wire(HookState& state, const std::string& wire) { state.set_wire(fastsync::wire_from_name(wire)); }
+Compression make_compression(const std::string& wire, bool sums_in_float32, bool error_feedback, bool is_stochastic,
+                             const std::optional<std::string>& algorithm) {
+  Compression compression{fastsync::wire_from_name(wire), sums_in_float32, error_feedback, is_stochastic, {}};
+  if (algorithm) {
+    compression.algorithm = fastsync::algorithm_from_name(*algorithm);
+  }
+  return compression;
+}
+
+std::shared_ptr<Schedule> make_schedule(std::vector<std::pair<int64_t, std::vector<Candidate>>> phases) {
+  std::vector<Schedule::Phase> all;
+  for (auto& [first_step, candidates] : phases) {
+    all.push_back({first_step, std::move(candidates)});
+  }
+  return std::make_shared<Schedule>(std::move(all));
+}
+
+using ResidualTensors = std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>>;
+
+// (parameter, own, of_sums) for each parameter.
+template <class Engine>
+std::vector<ResidualTensors> residuals(Engine& engine) {
+  std::vector<ResidualTensors> all;
+  for (const auto& [parameter, residual] : engine.residuals()) {
+    all.emplace_back(parameter, residual.own,
+                     residual.of_sums.defined() ? std::optional(residual.of_sums) : std::nullopt);
+  }
+  return all;
+}
+
+template <class Engine>
+void set_residuals(Engine& engine, const std::vector<ResidualTensors>& residuals) {
+  std::vector<fastsync::ParameterResidual> all;
+  for (const auto& [parameter, own, of_sums] : residuals) {
+    all.push_back({parameter, {own, of_sums.value_or(at::Tensor())}});
+  }
+  engine.set_residuals(all);
+}
 
 }  // namespace
 
@@ -105,10 +145,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("num_timed_steps", &SyncTotals::num_timed_steps)
       .def_readonly("exposed_time", &SyncTotals::exposed_time);
 
+  py::class_<Compression>(m, "Compression")
+      .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,
+           py::arg("error_feedback") = false, py::arg("is_stochastic") = false, py::arg("algorithm") = py::none());
+
+  py::class_<Candidate>(m, "Candidate")
+      .def(py::init<Compression, std::vector<std::pair<int64_t, double>>>(), py::arg("compression"),
+           py::arg("times") = std::vector<std::pair<int64_t, double>>());
+  m.def("choose", &fastsync::choose, py::arg("candidates"), py::arg("numel"));
+
+  py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule").def(py::init(&make_schedule), py::arg("phases"));
+
   py::class_<HookState, std::shared_ptr<HookState>>(m, "HookState")
       .def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
-      .def("run", &run, py::arg("bucket"), py::arg("wire"))
-      .def("set_wire", &set_wire, py::arg("wire"), no_gil)
+      .def("run", &run, py::arg("bucket"), py::arg("schedule"))
+      .def("set_schedule", &HookState::set_schedule, py::arg("schedule"), no_gil)
+      .def("step", &HookState::step, no_gil)
+      .def("set_step", &HookState::set_step, py::arg("step"), no_gil)
+      .def("residuals", &residuals<HookState>, no_gil)
+      .def("set_residuals", &set_residuals<HookState>, py::arg("residuals"), no_gil)
       .def("grad_stats", &HookState::grad_stats, no_gil)
       .def("num_steps", &HookState::num_steps, no_gil)
       .def("totals", &HookState::totals, no_gil)
@@ -122,7 +177,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("detach", &Synchronizer::detach, no_gil)
       .def("set_enabled", &Synchronizer::set_enabled, py::arg("enabled"), no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
-      .def("set_wire", &Synchronizer::set_wire, py::arg("wire"), no_gil)
+      .def("set_schedule", &Synchronizer::set_schedule, py::arg("schedule"), no_gil)
+      .def("step", &Synchronizer::step, no_gil)
+      .def("set_step", &Synchronizer::set_step, py::arg("step"), no_gil)
+      .def("residuals", &residuals<Synchronizer>, no_gil)
+      .def("set_residuals", &set_residuals<Synchronizer>, py::arg("residuals"), no_gil)
       .def("agree", &Synchronizer::agree, no_gil)
       .def("ride", &Synchronizer::ride, py::arg("name"), py::arg("value"), no_gil)
       .def("riders", &Synchronizer::riders, no_gil)

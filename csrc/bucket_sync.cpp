@@ -3,9 +3,12 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "without_python_objects.h"
@@ -14,37 +17,23 @@ namespace fastsync {
 
 using c10::ivalue::Future;
 
-Wire wire_from_name(const std::string& name) {
-  for (const Wire wire : {Wire::kNone, Wire::kFloat16, Wire::kBFloat16}) {
-    if (name == name_of(wire)) {
-      return wire;
-    }
-  }
-  TORCH_CHECK_VALUE(false, "wire: expected 'none', 'fp16' or 'bf16', got '", name, "'");
-}
-
-const char* name_of(Wire wire) {
-  switch (wire) {
-    case Wire::kNone:
-      return "none";
-    case Wire::kFloat16:
-      return "fp16";
-    case Wire::kBFloat16:
-      return "bf16";
-  }
-  TORCH_INTERNAL_ASSERT(false);
-}
-
 namespace {
 
-at::ScalarType wire_dtype(Wire wire, at::ScalarType grad) {
-  switch (wire) {
-    case Wire::kFloat16:
+// Below so many bytes that each rank sends more than two_shot would, one step of the network costs less than two.
+constexpr int64_t kOneShotBytes = 1 << 16;
+
+at::ScalarType scalar_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kFloat16:
       return at::kHalf;
-    case Wire::kBFloat16:
+    case DType::kBFloat16:
       return at::kBFloat16;
-    case Wire::kNone:
-      return grad;
+    case DType::kInt8:
+      return at::kByte;
   }
   TORCH_INTERNAL_ASSERT(false);
 }
@@ -54,6 +43,11 @@ at::ScalarType wire_dtype(Wire wire, at::ScalarType grad) {
 struct BucketSync::Flight {
   std::vector<at::Tensor> grads;
   std::vector<Segment> segments;
+  DType wire_dtype = DType::kFloat32;
+  bool is_lossless = false;
+  Algorithm algorithm = Algorithm::kAllReduce;
+  std::unique_ptr<Fp32Sum> sum;  // where the process group does not add up: then the wire is its business
+
   at::Tensor wire;
   bool in_place = false;  // the wire is the gradient's own memory and nothing has to be undone: unpack only measures
   int64_t numel = 0;      // of the gradients; behind them on the wire come flags, then riders if it is float32
@@ -66,13 +60,16 @@ struct BucketSync::Flight {
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   std::shared_ptr<const std::string> failure;
   std::shared_ptr<Stopwatch> stopwatch;
+  std::vector<at::Tensor> residuals;  // what the segments point to
+  std::shared_ptr<BucketTotals> totals;
 };
 
 BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device)
     : group_(std::move(group)),
-      failure_(std::make_shared<const std::string>(c10::str("fastsync: all_reduce of ", name, " failed on rank ",
+      failure_(std::make_shared<const std::string>(c10::str("fastsync: averaging ", name, " failed on rank ",
                                                             group_->getRank(), " of ", group_->getSize(), ": "))),
       device_(device),
+      can_exchange_(device.is_cpu() && group_->getBackend(device.type())->getBackendName() == "gloo"),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
       workspace_(new_workspace(device)) {
   // Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
@@ -81,9 +78,33 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
                     "supports on CPUs only; use NCCL");
 }
 
-std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> grads, Wire wire,
-                                                     std::shared_ptr<Stopwatch> stopwatch, const Extras& extras) {
-  auto flight = prepare(std::move(grads), wire, std::move(stopwatch), extras, /*may_use_their_memory=*/false);
+// Sums of two float32 values are the same in whatever order and whoever takes them, so between two ranks full width
+// need not go through all_reduce, whose steps take longer on Gloo.
+Algorithm BucketSync::algorithm_for(const Compression& compression, DType grad, int64_t numel) const {
+  const int64_t world_size = group_->getSize();
+  if (!compression.sums_in_float32) {
+    const bool is_exact = compression.wire == Wire::kNone && (grad == DType::kFloat32 || grad == DType::kFloat64);
+    return is_exact && world_size == 2 && can_exchange_ ? Algorithm::kOneShot : Algorithm::kAllReduce;
+  }
+  if (compression.algorithm) {
+    return *compression.algorithm;
+  }
+  const int64_t bytes = numel * (compression.wire == Wire::kNone ? 4 : compression.wire == Wire::kInt8 ? 1 : 2);
+  return (world_size - 1) * (world_size - 2) / world_size * bytes <= kOneShotBytes ? Algorithm::kOneShot
+                                                                                   : Algorithm::kTwoShot;
+}
+
+std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> grads, const Sync& sync,
+                                                     std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                                     const std::vector<bool>& stand_in) {
+  const WithoutPythonObjects without_python;
+  auto flight = prepare(std::move(grads), sync, std::move(stopwatch));
+  add_residuals(*flight, sync, stand_in);
+  if (flight->algorithm != Algorithm::kAllReduce) {
+    send_to_ranks(*flight, sync, extras);
+    return flight;
+  }
+  pack_for_all_reduce(*flight, extras, /*may_use_their_memory=*/false);
   // Alone there is nobody to sum with, but Gloo would wake a thread to find that out.
   if (group_->getSize() > 1 || !device_.is_cpu()) {
     all_reduce(*flight);
@@ -91,59 +112,109 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> gra
   return flight;
 }
 
-std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> grads, Wire wire,
-                                                        std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
-                                                        bool may_use_their_memory) {
-  const WithoutPythonObjects without_python;
-  const auto grad_dtype = grads.front().scalar_type();
-  const auto dtype = wire_dtype(wire, grad_dtype);
-  const int64_t world_size = group_->getSize();
-
+std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> grads, const Sync& sync,
+                                                        std::shared_ptr<Stopwatch> stopwatch) {
+  const Wire wire = sync.compression.wire;
   auto flight = std::make_shared<Flight>();
-  flight->segments = lay_out(grads);
+  const DType grad_dtype = dtype_of(grads.front().scalar_type());
+  flight->wire_dtype = wire_dtype(wire, grad_dtype);
+  flight->segments = lay_out(grads, flight->wire_dtype);
+  for (const at::Tensor& grad : grads) {
+    flight->numel += grad.numel();
+  }
+  flight->is_lossless = wire == Wire::kNone;
+  flight->algorithm = algorithm_for(sync.compression, grad_dtype, flight->numel);
   flight->grads = std::move(grads);
   if (wire == Wire::kFloat16 && !scale_.defined()) {
-    agree_on_scale(flight->segments, dtype_of(grad_dtype));
+    agree_on_scale(flight->segments, grad_dtype);
+  } else if (wire != Wire::kFloat16) {
+    scale_.reset();  // it does not follow the gradients while another wire is in use
   }
   stopwatch->mark(Mark::kStart);
-  if (wire == Wire::kFloat16) {
-    flight->scale = scale_;
-  }
-  flight->numel = flight->segments.back().offset + flight->segments.back().numel;
-  flight->num_flags = extras.flags.defined() ? extras.flags.numel() : 0;
-  flight->num_riders = extras.riders.defined() ? extras.riders.numel() : 0;
-  const int64_t num_extras = flight->num_flags + (dtype == at::kFloat ? flight->num_riders : 0);
-  const bool shares_memory = may_use_their_memory && flight->grads.size() == 1 && dtype == grad_dtype;
-  if (shares_memory) {
-    wire_.reset();
-    flight->wire = flight->grads.front().view({-1});
-  } else {
-    flight->wire = wire_buffer(flight->numel + num_extras, dtype);
-  }
-  flight->in_place = shares_memory && !flight->scale.defined();
-
-  const PackArgs args{flight->segments.data(),
-                      static_cast<int64_t>(flight->segments.size()),
-                      dtype_of(grad_dtype),
-                      dtype_of(dtype),
-                      flight->wire.data_ptr(),
-                      1.0 / static_cast<double>(world_size),
-                      saturation_limit(wire == Wire::kNone ? DType::kFloat64 : dtype_of(dtype), world_size),
-                      data_or_null(flight->scale),
-                      stats_.data_ptr<double>()};
-  {
-    RECORD_FUNCTION("fastsync::pack", {});
-    run_pack(args, device_, workspace_);
-    add_extras(*flight, extras);
-  }
-  stopwatch->mark(Mark::kSent);
+  flight->scale = scale_;
   flight->stats = stats_;
   flight->workspace = workspace_;
+  flight->totals = totals_;
   flight->failure = failure_;
   flight->stopwatch = std::move(stopwatch);
   totals_->elements = flight->numel;
   totals_->num_syncs += 1;
   return flight;
+}
+
+void BucketSync::pack_for_all_reduce(Flight& flight, const Extras& extras, bool may_use_their_memory) {
+  const auto grad_dtype = flight.grads.front().scalar_type();
+  const auto dtype = scalar_type_of(flight.wire_dtype);
+  const int64_t world_size = group_->getSize();
+  flight.num_flags = extras.flags.defined() ? extras.flags.numel() : 0;
+  flight.num_riders = extras.riders.defined() ? extras.riders.numel() : 0;
+  const int64_t num_extras = flight.num_flags + (dtype == at::kFloat ? flight.num_riders : 0);
+  const bool shares_memory = may_use_their_memory && flight.grads.size() == 1 && dtype == grad_dtype;
+  if (shares_memory) {
+    wire_.reset();
+    flight.wire = flight.grads.front().view({-1});
+  } else {
+    flight.wire = wire_buffer(flight.numel + num_extras, dtype);
+  }
+  flight.in_place = shares_memory && !flight.scale.defined();
+
+  const PackArgs args{flight.segments.data(),
+                      static_cast<int64_t>(flight.segments.size()),
+                      dtype_of(grad_dtype),
+                      flight.wire_dtype,
+                      flight.wire.data_ptr(),
+                      1.0 / static_cast<double>(world_size),
+                      saturation_limit(flight.is_lossless ? DType::kFloat64 : flight.wire_dtype, world_size),
+                      data_or_null(flight.scale),
+                      stats_.data_ptr<double>()};
+  {
+    RECORD_FUNCTION("fastsync::pack", {});
+    run_pack(args, device_, workspace_);
+    add_extras(flight, extras);
+  }
+  flight.stopwatch->mark(Mark::kSent);
+}
+
+namespace {
+
+// Flags, then riders, in float32.
+at::Tensor joined(const Extras& extras) {
+  if (!extras.flags.defined() || !extras.riders.defined()) {
+    return extras.flags.defined() ? extras.flags : extras.riders;
+  }
+  return at::cat({extras.flags, extras.riders});
+}
+
+// What a rank's rounding depends on, apart from the place in the bucket.
+uint64_t seed_of(int64_t step, int tag, int64_t rank) {
+  return (static_cast<uint64_t>(step) << 32U) ^ (static_cast<uint64_t>(tag) << 48U) ^
+         (static_cast<uint64_t>(rank) << 20U);
+}
+
+}  // namespace
+
+void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& extras) {
+  flight.num_flags = extras.flags.defined() ? extras.flags.numel() : 0;
+  flight.num_riders = extras.riders.defined() ? extras.riders.numel() : 0;
+  PackedBucket bucket{flight.segments,
+                      dtype_of(flight.grads.front().scalar_type()),
+                      flight.wire_dtype,
+                      flight.algorithm,
+                      flight.scale,
+                      stats_,
+                      workspace_,
+                      joined(extras),
+                      {sync.compression.is_stochastic, seed_of(sync.step, sync.tag, group_->getRank())}};
+  try {
+    flight.sum = std::make_unique<Fp32Sum>(group_, device_, sync.tag, std::move(bucket), fp32_buffers_);
+    if (sync.compression.error_feedback && flight.algorithm == Algorithm::kTwoShot) {
+      own_residuals(*flight.sum);
+    }
+    flight.sum->send();
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, *failure_, error.what());
+  }
+  flight.stopwatch->mark(Mark::kSent);
 }
 
 namespace {
@@ -175,9 +246,15 @@ void BucketSync::add_extras(Flight& flight, const Extras& extras) {
   }
 }
 
-at::Tensor BucketSync::flags(const Flight& flight) { return flight.wire.narrow(0, flight.numel, flight.num_flags); }
+at::Tensor BucketSync::flags(const Flight& flight) {
+  return flight.sum ? flight.sum->extras().narrow(0, 0, flight.num_flags)
+                    : flight.wire.narrow(0, flight.numel, flight.num_flags);
+}
 
 at::Tensor BucketSync::riders(const Flight& flight) {
+  if (flight.sum) {
+    return flight.sum->extras().narrow(0, flight.num_flags, flight.num_riders);
+  }
   return flight.own_riders.defined()
              ? flight.own_riders
              : flight.wire.narrow(0, flight.wire.numel() - flight.num_riders, flight.num_riders);
@@ -226,12 +303,38 @@ void BucketSync::wait(Flight& flight) {
   }
 }
 
+void BucketSync::drive(Flight& flight) {
+  if (flight.sum) {
+    flight.sum->drive();
+  }
+}
+
+bool BucketSync::needs_driving(const Flight& flight) { return flight.algorithm == Algorithm::kTwoShot; }
+
 void BucketSync::receive(Flight& flight) {
-  wait(flight);
-  unpack(flight);
+  if (!flight.sum) {
+    wait(flight);
+    unpack(flight);
+    return;
+  }
+  try {
+    flight.sum->drive();
+    flight.stopwatch->mark(Mark::kReduced);
+    flight.sum->finish();
+    flight.totals->wire_bytes += flight.sum->sent_bytes();
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, *flight.failure, error.what());
+  }
+  flight.stopwatch->mark(Mark::kDone);
 }
 
 void BucketSync::discard(Flight& flight) {
+  if (flight.sum) {
+    const at::Tensor nowhere = at::empty({flight.sum->num_values()}, flight.grads.front().options());
+    flight.sum->redirect(nowhere);
+    receive(flight);
+    return;
+  }
   wait(flight);
   const at::Tensor nowhere = at::empty({flight.numel}, flight.grads.front().options());
   flight.grads = {nowhere};
@@ -239,20 +342,57 @@ void BucketSync::discard(Flight& flight) {
   unpack(flight);
 }
 
-c10::intrusive_ptr<Future> BucketSync::sync(std::vector<at::Tensor> grads, Wire wire,
-                                            std::shared_ptr<Stopwatch> stopwatch) {
+c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vector<at::Tensor> grads, const Sync& sync,
+                                            std::shared_ptr<Stopwatch> stopwatch, ProgressThread& progress) {
   const WithoutPythonObjects without_python;
-  auto flight = prepare(std::move(grads), wire, std::move(stopwatch), {}, /*may_use_their_memory=*/true);
+  auto flight = prepare(std::move(grads), sync, std::move(stopwatch));
+  add_residuals(*flight, sync, {});
+  if (flight->algorithm != Algorithm::kAllReduce) {
+    send_to_ranks(*flight, sync, {});
+    return receive_later(std::move(flight), buffer, progress);
+  }
+  pack_for_all_reduce(*flight, {}, /*may_use_their_memory=*/true);
   all_reduce(*flight);
   const auto work = std::exchange(flight->works, {}).front();
   // With the thread's state, for without it a profiler would not see what happens on the group's thread.
-  return work->getFuture()->then(at::wrapPropagateTLSState([flight = std::move(flight)](Future& reduced) {
+  return work->getFuture()->then(at::wrapPropagateTLSState([flight = std::move(flight), buffer](Future& reduced) {
                                    TORCH_CHECK(!reduced.hasError(), *flight->failure,
                                                reduced.tryRetrieveErrorMessage());
                                    unpack(*flight);
-                                   return c10::IValue(flight->grads.front());
+                                   return c10::IValue(buffer);
                                  }),
                                  c10::TensorType::get());
+}
+
+// On CUDA nothing waits but a stream, so there it happens at once, beside backward's.
+c10::intrusive_ptr<Future> BucketSync::receive_later(std::shared_ptr<Flight> flight, const at::Tensor& buffer,
+                                                     ProgressThread& progress) const {
+  std::vector<c10::Device> devices;
+  if (!device_.is_cpu()) {
+    devices.push_back(device_);
+  }
+  auto future = c10::make_intrusive<Future>(c10::TensorType::get(), devices);
+  if (!device_.is_cpu()) {
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    c10::Event sent(device_.type());
+    sent.record(guard.getStream(device_));
+    const c10::StreamGuard beside(guard.getStreamFromGlobalPool(device_));
+    sent.block(guard.getStream(device_));
+    receive(*flight);
+    future->markCompleted(c10::IValue(buffer));
+    return future;
+  }
+  progress.post_urgent(at::wrapPropagateTLSState([flight] { drive(*flight); }));
+  progress.post(at::wrapPropagateTLSState([flight = std::move(flight), buffer, future] {
+    try {
+      receive(*flight);
+    } catch (...) {
+      future->setError(std::current_exception());
+      return;
+    }
+    future->markCompleted(c10::IValue(buffer));
+  }));
+  return future;
 }
 
 void BucketSync::unpack(const Flight& flight) {
@@ -264,8 +404,8 @@ void BucketSync::unpack(const Flight& flight) {
     run_measure({flight.segments.data(), num_segments, grad_dtype, flight.stats.data_ptr<double>()},
                 flight.wire.device(), flight.workspace);
   } else {
-    run_unpack({flight.segments.data(), num_segments, grad_dtype, dtype_of(flight.wire.scalar_type()),
-                flight.wire.data_ptr(), data_or_null(flight.scale), flight.stats.data_ptr<double>()},
+    run_unpack({flight.segments.data(), num_segments, grad_dtype, flight.wire_dtype, flight.wire.data_ptr(),
+                data_or_null(flight.scale), flight.stats.data_ptr<double>()},
                flight.wire.device(), flight.workspace);
   }
   flight.stopwatch->mark(Mark::kDone);
@@ -288,6 +428,103 @@ void BucketSync::agree_on_scale(const std::vector<Segment>& segments, DType dtyp
   const at::Tensor exponent = kTargetExponent - std::get<1>(at::frexp(largest));
   const at::Tensor bits = exponent.clamp(-kMaxScaleExponent, kMaxScaleExponent).to(at::kInt).add(127).mul(1 << 23);
   scale_ = at::where(largest > 0, bits.view(at::kFloat), 1.0F).to(at::kFloat);
+}
+
+// ---- error feedback -------------------------------------------------------------------------------------------------
+
+namespace {
+
+at::Tensor no_residual(const at::Tensor& grad) {
+  const auto dtype = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::zeros({grad.numel()}, grad.options().dtype(dtype));
+}
+
+}  // namespace
+
+// Where error feedback has been turned off, what there is is sent once more, and what that loses is lost.
+void BucketSync::add_residuals(Flight& flight, const Sync& sync, const std::vector<bool>& stand_in) {
+  const bool error_feedback = sync.compression.error_feedback;
+  if (residuals_.empty() && !error_feedback) {
+    return;
+  }
+  if (residuals_.empty()) {
+    std::transform(flight.grads.begin(), flight.grads.end(), std::back_inserter(residuals_), no_residual);
+  }
+  if (flight.algorithm != Algorithm::kTwoShot || !error_feedback) {
+    disown(/*now_owned=*/{}, /*num_owned=*/0);
+  }
+  for (size_t i = 0; i < flight.segments.size(); ++i) {
+    // What comes back for a gradient that no rank has goes nowhere.
+    const bool takes_part = i >= stand_in.size() || !stand_in[i];
+    flight.segments[i].residual = takes_part ? residuals_[i].data_ptr() : nullptr;
+  }
+  flight.residuals = residuals_;
+  if (!error_feedback) {
+    residuals_.clear();
+  }
+}
+
+void BucketSync::own_residuals(Fp32Sum& sum) {
+  const auto owned = sum.owned();
+  if (owned != owned_ || !loaded_residuals_of_sums_.empty()) {
+    disown(owned, sum.num_owned());
+  }
+  sum.keep_residual(owned_residual_);
+}
+
+// Hands over the residuals of the sums to what is owned now. What is not goes back to what this rank will pack: n
+// times, for it is part of a mean over n ranks.
+void BucketSync::disown(const std::vector<Fp32Sum::Owned>& now_owned, int64_t num_owned) {
+  auto of_sums = loaded_residuals_of_sums_.empty() ? residuals_of_sums() : std::exchange(loaded_residuals_of_sums_, {});
+  owned_ = now_owned;
+  owned_residual_ = owned_.empty() ? at::Tensor() : at::zeros({num_owned}, residuals_.front().options());
+  if (of_sums.empty()) {
+    return;
+  }
+  for (const auto& owned : owned_) {
+    const at::Tensor part = of_sums[owned.segment].narrow(0, owned.first, owned.count);
+    owned_residual_.narrow(0, owned.place, owned.count).copy_(part);
+    part.zero_();
+  }
+  for (size_t i = 0; i < residuals_.size(); ++i) {
+    residuals_[i].add_(of_sums[i], static_cast<double>(group_->getSize()));
+  }
+}
+
+// One for each gradient, with zeros where other ranks own the sums; none where nothing is owned.
+std::vector<at::Tensor> BucketSync::residuals_of_sums() const {
+  std::vector<at::Tensor> of_sums;
+  if (!owned_.empty()) {
+    std::transform(residuals_.begin(), residuals_.end(), std::back_inserter(of_sums),
+                   [](const at::Tensor& residual) { return at::zeros_like(residual); });
+  }
+  for (const auto& owned : owned_) {
+    of_sums[owned.segment]
+        .narrow(0, owned.first, owned.count)
+        .copy_(owned_residual_.narrow(0, owned.place, owned.count));
+  }
+  return of_sums;
+}
+
+std::vector<Residual> BucketSync::residuals() const {
+  const auto of_sums = loaded_residuals_of_sums_.empty() ? residuals_of_sums() : loaded_residuals_of_sums_;
+  std::vector<Residual> residuals;
+  for (size_t i = 0; i < residuals_.size(); ++i) {
+    residuals.push_back({residuals_[i].clone(), of_sums.empty() ? at::Tensor() : of_sums[i].clone()});
+  }
+  return residuals;
+}
+
+void BucketSync::set_residuals(const std::vector<Residual>& residuals) {
+  residuals_.clear();
+  loaded_residuals_of_sums_.clear();
+  owned_.clear();
+  owned_residual_.reset();
+  for (const Residual& residual : residuals) {
+    residuals_.push_back(residual.own.clone());
+    loaded_residuals_of_sums_.push_back(residual.of_sums.defined() ? residual.of_sums.clone()
+                                                                   : at::zeros_like(residual.own));
+  }
 }
 
 at::Tensor BucketSync::wire_buffer(int64_t numel, at::ScalarType dtype) {

@@ -1,4 +1,5 @@
-// One bucket's way: pack → collective → unpack, with the buffers, the scale, the statistics and the timing it needs.
+// One bucket's way: pack → collective → unpack, with the buffers, the scale, the residuals, the statistics and the
+// timing it needs.
 // The DDP hook and every other way in hand their buckets to this class, so numerics and errors are the same code.
 #pragma once
 
@@ -12,22 +13,38 @@
 #include <vector>
 
 #include "backend.h"
+#include "compression.h"
+#include "fp32_reduce.h"
+#include "progress_thread.h"
 #include "sync_times.h"
 
 namespace fastsync {
 
-// What travels: the gradients' own dtype, or 16 bits.
-enum class Wire : int8_t { kNone, kFloat16, kBFloat16 };
-
-// "none", "fp16", "bf16"; anything else throws c10::ValueError.
-Wire wire_from_name(const std::string& name);
-const char* name_of(Wire wire);
-
 // Small float32 vectors on the bucket's device that travel beside its gradients and are summed over the ranks as they
 // are. Undefined where there are none.
 struct Extras {
-  at::Tensor flags;   // zeros and ones, in the wire's dtype: a sum may be rounded, but is zero only where all are
-  at::Tensor riders;  // in float32: in the bucket's collective where the wire is float32, or in one beside it
+  at::Tensor flags;   // zeros and ones: a sum may be rounded, but is zero only where all are
+  at::Tensor riders;  // summed in float32, whatever the wire
+};
+
+// One sync of a bucket: how, and what it has in common with its counterparts on other ranks.
+struct Sync {
+  Compression compression;
+  int64_t step = 0;  // seeds the rounding
+  int tag = 0;       // of its messages; the next kTagsPerBucket - 1 are its as well
+};
+constexpr int kTagsPerBucket = 2;
+
+// The first tag of an engine's buckets, from a number that its ranks have agreed on. Far from those that people choose,
+// and with room for as many buckets as there may be before another engine's begin.
+inline int first_tag(int64_t number) { return static_cast<int>(1 << 30 | (number % (1 << 16)) << 14); }
+
+// What a wire has not carried yet of one gradient, in its own units: what this rank's packing lost, and what this rank
+// lost of the sums it re-encoded (zeros where others did). Flat, in the order of the gradient's memory; undefined where
+// there is nothing.
+struct Residual {
+  at::Tensor own;
+  at::Tensor of_sums;
 };
 
 class BucketSync {
@@ -38,10 +55,15 @@ class BucketSync {
   // of a flight, and a group that ended on its own thread would wait for itself.
   struct Flight;
 
-  // Packs the gradients and hands them to the group. They are dense, contiguous, of one supported dtype and on the
-  // bucket's device, the same on every rank. One flight at a time. Marks every moment on the stopwatch.
-  std::shared_ptr<Flight> send(std::vector<at::Tensor> grads, Wire wire, std::shared_ptr<Stopwatch> stopwatch,
-                               const Extras& extras = {});
+  // Packs the gradients and sends them. They are dense, contiguous, of one supported dtype and on the bucket's device,
+  // the same on every rank. Those that stand in for none take no part in error feedback. One flight at a time. Marks
+  // every moment on the stopwatch.
+  std::shared_ptr<Flight> send(std::vector<at::Tensor> grads, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
+                               const Extras& extras = {}, const std::vector<bool>& stand_in = {});
+
+  // Does what can be done before receive, if there is anything, on whatever thread comes first.
+  static void drive(Flight& flight);
+  static bool needs_driving(const Flight& flight);
 
   // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
   static void receive(Flight& flight);
@@ -53,16 +75,23 @@ class BucketSync {
   // As receive, except that the averages go nowhere. The scale moves on as it does on other ranks.
   static void discard(Flight& flight);
 
-  // send, and receive when the group is done, on the thread that says so. A single gradient of the wire's dtype is its
-  // own wire, so nothing else may use its memory meanwhile. The future's value is the first gradient.
-  c10::intrusive_ptr<c10::ivalue::Future> sync(std::vector<at::Tensor> grads, Wire wire,
-                                               std::shared_ptr<Stopwatch> stopwatch);
+  // send, and receive when the group is done, on the thread that says so or on the progress thread. A single gradient
+  // of the wire's dtype may be its own wire, so nothing else may use its memory meanwhile. The future's value is the
+  // buffer.
+  c10::intrusive_ptr<c10::ivalue::Future> sync(const at::Tensor& buffer, std::vector<at::Tensor> grads,
+                                               const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
+                                               ProgressThread& progress);
 
   c10::Device device() const { return device_; }
 
   // The power of two that fp16 values are multiplied with: one float32 element; undefined before the first fp16 sync.
   const at::Tensor& scale() const { return scale_; }
   void set_scale(at::Tensor scale) { scale_ = std::move(scale); }
+
+  // One for each gradient; empty where error feedback was never on. Setting them keeps what others held in of_sums.
+  bool has_residuals() const { return !residuals_.empty(); }
+  std::vector<Residual> residuals() const;
+  void set_residuals(const std::vector<Residual>& residuals);
 
   // float64 [kNumStats] on the device, of the newest sync.
   const at::Tensor& stats() const { return stats_; }
@@ -71,8 +100,17 @@ class BucketSync {
   const std::shared_ptr<BucketTotals>& totals() const { return totals_; }
 
  private:
-  std::shared_ptr<Flight> prepare(std::vector<at::Tensor> grads, Wire wire, std::shared_ptr<Stopwatch> stopwatch,
-                                  const Extras& extras, bool may_use_their_memory);
+  Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel) const;
+  std::shared_ptr<Flight> prepare(std::vector<at::Tensor> grads, const Sync& sync,
+                                  std::shared_ptr<Stopwatch> stopwatch);
+  void pack_for_all_reduce(Flight& flight, const Extras& extras, bool may_use_their_memory);
+  void send_to_ranks(Flight& flight, const Sync& sync, const Extras& extras);
+  void add_residuals(Flight& flight, const Sync& sync, const std::vector<bool>& stand_in);
+  void own_residuals(Fp32Sum& sum);
+  void disown(const std::vector<Fp32Sum::Owned>& now_owned, int64_t num_owned);
+  std::vector<at::Tensor> residuals_of_sums() const;
+  c10::intrusive_ptr<c10::ivalue::Future> receive_later(std::shared_ptr<Flight> flight, const at::Tensor& buffer,
+                                                        ProgressThread& progress) const;
   void agree_on_scale(const std::vector<Segment>& segments, DType dtype);
   at::Tensor wire_buffer(int64_t numel, at::ScalarType dtype);
   void add_extras(Flight& flight, const Extras& extras);
@@ -81,9 +119,15 @@ class BucketSync {
   static void unpack(const Flight& flight);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::shared_ptr<const std::string> failure_;  // how an error begins: "fastsync: all_reduce of bucket 0 failed on ..."
+  std::shared_ptr<const std::string> failure_;  // how an error begins: "fastsync: averaging bucket 0 failed on ..."
   c10::Device device_;
-  at::Tensor wire_;  // kept between syncs on a CPU only, where a fresh buffer would cost page faults
+  bool can_exchange_;  // whether ranks may send each other messages at any time: on a CPU, with Gloo
+  at::Tensor wire_;    // kept between syncs on a CPU only, where a fresh buffer would cost page faults
+  Fp32Buffers fp32_buffers_;
+  std::vector<at::Tensor> residuals_;  // what packing lost, one for each gradient
+  at::Tensor owned_residual_;          // what encoding the sums lost, and of which values of the gradients
+  std::vector<Fp32Sum::Owned> owned_;
+  std::vector<at::Tensor> loaded_residuals_of_sums_;  // until it is known which values are owned
   at::Tensor scale_;
   at::Tensor stats_;
   at::Tensor workspace_;

@@ -23,10 +23,10 @@ void check_buffer(const at::Tensor& buffer, const std::string& name) {
                     "gradients as real ones)");
 }
 
-std::string describe(const c10d::GradBucket& bucket, const std::string& name, Wire wire,
+std::string describe(const c10d::GradBucket& bucket, const std::string& name, const Schedule& schedule, int64_t step,
                      const std::string& saved_scales) {
   std::ostringstream text;
-  text << "compression " << name_of(wire) << "\n" << saved_scales << "\n";
+  text << schedule.description() << "\nstep " << step << "\n" << saved_scales << "\n";
   text << name << " with " << bucket.getBuffer().numel() << " elements of " << bucket.getBuffer().scalar_type() << "\n";
   const auto parameters = bucket.getParameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -35,38 +35,65 @@ std::string describe(const c10d::GradBucket& bucket, const std::string& name, Wi
   return text.str();
 }
 
+// The whole buffer is one gradient as far as the passes are concerned, except where each has blocks or a residual of
+// its own.
+std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compression& compression,
+                                     const BucketSync& sync) {
+  if (compression.wire != Wire::kInt8 && !compression.error_feedback && !sync.has_residuals()) {
+    return {bucket.getBuffer().view({-1})};
+  }
+  return bucket.getGradients();
+}
+
 }  // namespace
 
 HookState::HookState(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
 
-void HookState::set_wire(Wire wire) {
+std::shared_ptr<const Schedule> HookState::schedule() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  wire_ = wire;
+  return schedule_;
+}
+
+void HookState::set_schedule(std::shared_ptr<const Schedule> schedule) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  schedule_ = std::move(schedule);
   for (const auto& [parameter, bucket] : buckets_) {
-    bucket->agreed_wire.reset();
-    bucket->sync->set_scale({});  // it has not followed the gradients while another wire was in use
+    bucket->agreed.reset();
   }
 }
 
-c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, Wire wire) {
+int64_t HookState::step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return step_ + 1;
+}
+
+void HookState::set_step(int64_t step) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  step_ = step - 1;
+}
+
+c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::shared_ptr<const Schedule> schedule) {
   const at::Tensor buffer = grad_bucket.getBuffer();
   check_buffer(buffer, "bucket " + std::to_string(grad_bucket.getIndex()));
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::shared_ptr<Bucket> bucket = find_or_add(grad_bucket);
-  if (bucket->agreed_wire != wire) {
-    agree(*bucket, grad_bucket, wire);
-  }
   // DDP sends its buckets in order. A backward that failed leaves the rest out.
-  if (!step_is_open_ || grad_bucket.getIndex() <= last_index_) {
-    step_.clear();
+  const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
+  step_ += is_first ? 1 : 0;
+  if (bucket->agreed != schedule) {
+    agree(*bucket, grad_bucket, schedule);
+  }
+  if (is_first) {
+    step_buckets_.clear();
     times_.begin_step();
     num_steps_ += 1;
   }
   step_is_open_ = !grad_bucket.isLast();
   last_index_ = grad_bucket.getIndex();
-  step_.push_back(bucket);
-  auto future =
-      bucket->sync->sync({buffer.view({-1})}, wire, times_.start_bucket(bucket->sync->totals(), buffer.device()));
+  step_buckets_.push_back(bucket);
+  const Sync sync{schedule->at(step_, buffer.numel()), step_, bucket->tag};
+  auto future = bucket->sync->sync(buffer, gradients_of(grad_bucket, sync.compression, *bucket->sync), sync,
+                                   times_.start_bucket(bucket->sync->totals(), buffer.device()), progress_);
   if (grad_bucket.isLast()) {
     times_.end_step();
   }
@@ -95,6 +122,7 @@ std::shared_ptr<HookState::Bucket> HookState::find_or_add(c10d::GradBucket& grad
   bucket->sync = std::make_shared<BucketSync>(group_, "bucket " + std::to_string(grad_bucket.getIndex()),
                                               grad_bucket.getBuffer().device());
   bucket->sync->set_scale(saved_scales_.smallest_of(bucket->parameters, grad_bucket.getBuffer().device()));
+  bucket->sync->set_residuals(saved_residuals_.take(bucket->parameters, grad_bucket.getBuffer().device()));
   buckets_[key] = bucket;
   return bucket;
 }
@@ -111,6 +139,7 @@ void HookState::forget_buckets_of(const std::vector<at::Tensor>& parameters) {
       return id.expired() || moved.count(id._unsafe_get_target()) != 0;
     });
     if (is_dead) {
+      saved_residuals_.record(ids, entry.second->sync->residuals());
       forgotten_totals_.push_back(entry.second->sync->totals());
     }
     return is_dead;
@@ -118,32 +147,33 @@ void HookState::forget_buckets_of(const std::vector<at::Tensor>& parameters) {
   saved_scales_.forget_dead_parameters();
 }
 
-void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, Wire wire) {
+void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, const std::shared_ptr<const Schedule>& schedule) {
   const auto name = "bucket " + std::to_string(grad_bucket.getIndex());
   // DDP hands over complex gradients as the floats they are made of, so the buffer does not tell.
   for (const at::Tensor& parameter : grad_bucket.getParameters()) {
-    TORCH_CHECK_VALUE(wire == Wire::kNone || !parameter.is_complex(), "fastsync: ", name, " holds ",
-                      parameter.scalar_type(), " gradients, which cannot travel as ", name_of(wire),
+    TORCH_CHECK_VALUE(schedule->is_lossless() || !parameter.is_complex(), "fastsync: ", name, " holds ",
+                      parameter.scalar_type(), " gradients, which cannot travel with ", schedule->description(),
                       "; use compression='none'");
   }
   try {
-    check_agreement(group_, describe(grad_bucket, name, wire, saved_scales_.description()),
-                    grad_bucket.getBuffer().device());
+    const auto text = describe(grad_bucket, name, *schedule, step_, saved_scales_.description());
+    bucket.tag = first_tag(check_agreement(group_, text, grad_bucket.getBuffer().device()));
   } catch (const c10::ValueError&) {
     throw;
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "fastsync: agreement on ", name, " failed on rank ", group_->getRank(), " of ",
                 group_->getSize(), ": ", error.what());
   }
-  bucket.agreed_wire = wire;
+  bucket.agreed = schedule;
 }
 
 at::Tensor HookState::grad_stats() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!step_.empty(), "fastsync: no gradients have been synchronised yet; statistics come with a backward()");
+  TORCH_CHECK(!step_buckets_.empty(),
+              "fastsync: no gradients have been synchronised yet; statistics come with a backward()");
   std::vector<at::Tensor> rows;
-  for (const auto& bucket : step_) {
-    rows.push_back(bucket->sync->stats().to(step_.front()->sync->stats().device(), /*non_blocking=*/true));
+  for (const auto& bucket : step_buckets_) {
+    rows.push_back(bucket->sync->stats().to(step_buckets_.front()->sync->stats().device(), /*non_blocking=*/true));
   }
   return at::stack(rows);
 }
@@ -156,7 +186,7 @@ int64_t HookState::num_steps() {
 SyncTotals HookState::totals() {
   const std::lock_guard<std::mutex> lock(mutex_);
   SyncTotals totals = times_.totals();
-  for (const auto& bucket : step_) {
+  for (const auto& bucket : step_buckets_) {
     totals.buckets.push_back(*bucket->sync->totals());
   }
   for (const auto& forgotten : forgotten_totals_) {
@@ -183,7 +213,24 @@ void HookState::set_scales(const std::vector<ParameterScale>& scales) {
   saved_scales_ = ParameterScales(scales);
   for (const auto& [key, bucket] : buckets_) {
     bucket->sync->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->sync->device()));
-    bucket->agreed_wire.reset();
+    bucket->agreed.reset();
+  }
+}
+
+std::vector<ParameterResidual> HookState::residuals() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ParameterResiduals newest = saved_residuals_;
+  for (const auto& [key, bucket] : buckets_) {
+    newest.record(bucket->parameters, bucket->sync->residuals());
+  }
+  return newest.list();
+}
+
+void HookState::set_residuals(const std::vector<ParameterResidual>& residuals) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  saved_residuals_ = ParameterResiduals(residuals);
+  for (const auto& [key, bucket] : buckets_) {
+    bucket->sync->set_residuals(saved_residuals_.take(bucket->parameters, bucket->sync->device()));
   }
 }
 
@@ -193,7 +240,9 @@ class Hook : public c10d::CppCommHookInterface<std::shared_ptr<HookState>> {
  public:
   using CppCommHookInterface::CppCommHookInterface;
 
-  c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override { return state_->run(bucket, state_->wire()); }
+  c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
+    return state_->run(bucket, state_->schedule());
+  }
 };
 
 }  // namespace

@@ -4,15 +4,14 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
-#include <atomic>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "bucket_sync.h"
+#include "parameter_residuals.h"
 #include "parameter_scales.h"
 #include "sync_times.h"
 
@@ -25,13 +24,17 @@ class HookState {
   explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
   // Averages the bucket's buffer in place; the future's value is the buffer. The first time that a bucket comes with a
-  // wire, the ranks check that they agree on both.
-  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket, Wire wire);
+  // schedule, the ranks check that they agree on both.
+  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket, std::shared_ptr<const Schedule> schedule);
 
-  // The wire of a hook registered with register_hook; may be set between steps, on all ranks at the same step. The
-  // ranks check anew that they agree, even where it stays what it was: others may have set another.
-  Wire wire() const { return wire_; }
-  void set_wire(Wire wire);
+  // That of a hook registered with register_hook; may be set between steps, on all ranks at the same step. The ranks
+  // check anew that they agree, even where it stays what it was: others may have set another.
+  std::shared_ptr<const Schedule> schedule();
+  void set_schedule(std::shared_ptr<const Schedule> schedule);
+
+  // The number of the next step: what the schedule and the rounding go by.
+  int64_t step();
+  void set_step(int64_t step);
 
   // float64 [number of buckets, kNumStats]: a row for each bucket of the newest step.
   at::Tensor grad_stats();
@@ -43,28 +46,36 @@ class HookState {
   std::vector<ParameterScale> scales();
   void set_scales(const std::vector<ParameterScale>& scales);
 
+  // What error feedback has not sent yet. Every rank has others.
+  std::vector<ParameterResidual> residuals();
+  void set_residuals(const std::vector<ParameterResidual>& residuals);
+
  private:
   struct Bucket {
     std::vector<ParameterId> parameters;
     std::shared_ptr<BucketSync> sync;
-    std::optional<Wire> agreed_wire;
+    std::shared_ptr<const Schedule> agreed;
+    int tag = 0;
   };
 
   std::shared_ptr<Bucket> find_or_add(c10d::GradBucket& grad_bucket);
   void forget_buckets_of(const std::vector<at::Tensor>& parameters);
-  void agree(Bucket& bucket, c10d::GradBucket& grad_bucket, Wire wire);
+  void agree(Bucket& bucket, c10d::GradBucket& grad_bucket, const std::shared_ptr<const Schedule>& schedule);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::atomic<Wire> wire_{Wire::kNone};
   std::mutex mutex_;
+  std::shared_ptr<const Schedule> schedule_;
   std::unordered_map<const c10::TensorImpl*, std::shared_ptr<Bucket>> buckets_;  // by its first parameter
   ParameterScales saved_scales_;
-  std::vector<std::shared_ptr<Bucket>> step_;  // the buckets of the newest backward so far
+  ParameterResiduals saved_residuals_;
+  std::vector<std::shared_ptr<Bucket>> step_buckets_;  // the buckets of the newest backward so far
   bool step_is_open_ = false;
   size_t last_index_ = 0;
   std::vector<std::shared_ptr<BucketTotals>> forgotten_totals_;  // to which a step under way still adds its times
   int64_t num_steps_ = 0;
+  int64_t step_ = -1;  // under way, or the newest
   SyncTimes times_;
+  ProgressThread progress_;
 };
 
 // Makes the reducer hand every bucket to the state, from C++, without the GIL. A reducer takes one hook, once.

@@ -114,6 +114,10 @@ void ParameterSync::check(const Parameter& parameter) const {
 void ParameterSync::send_full_buckets() {
   while (may_send_next()) {
     send_next();
+    // While backward goes on, another thread has to see to what follows on the arrival of messages.
+    if (const auto& flight = buckets_[next_bucket_ - 1].flight; BucketSync::needs_driving(*flight)) {
+      progress_.post([flight] { BucketSync::drive(*flight); });
+    }
   }
 }
 
@@ -141,14 +145,17 @@ void ParameterSync::send_rest() {
 void ParameterSync::send_next() {
   Bucket& bucket = buckets_[next_bucket_];
   std::vector<at::Tensor> grads;
+  std::vector<bool> stand_in;
   grads.reserve(bucket.parameters.size());
   for (const size_t index : bucket.parameters) {
     grads.push_back(gradient_to_send(parameters_[index]));
+    stand_in.push_back(!parameters_[index].tensor.grad().defined());
   }
-  send(bucket, std::move(grads), /*with_riders=*/true);
+  send(bucket, std::move(grads), /*with_riders=*/true, stand_in);
 }
 
-void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool with_riders) {
+void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool with_riders,
+                         const std::vector<bool>& stand_in) {
   const c10::Device device = bucket.sync->device();
   const bool is_last = next_bucket_ + 1 == buckets_.size();
   Extras extras;
@@ -158,8 +165,13 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool wit
     }
     extras = {flags(), with_riders ? riders_.board(device) : riders_.empty_seats(device)};
   }
+  int64_t numel = 0;
+  for (const at::Tensor& grad : grads) {
+    numel += grad.numel();
+  }
+  const Sync sync{schedule_->at(step_, numel), step_, tag_ + static_cast<int>(next_bucket_) * kTagsPerBucket};
   bucket.flight =
-      bucket.sync->send(std::move(grads), wire_, times_.start_bucket(bucket.sync->totals(), device), extras);
+      bucket.sync->send(std::move(grads), sync, times_.start_bucket(bucket.sync->totals(), device), extras, stand_in);
   next_bucket_ += 1;
   if (is_last) {
     times_.end_step();
@@ -274,6 +286,7 @@ void ParameterSync::send_poisoned() {
 }
 
 void ParameterSync::end() {
+  step_ += 1;
   for (Parameter& parameter : parameters_) {
     parameter.tensor.reset();
     parameter.stand_in.reset();
@@ -319,9 +332,9 @@ void ParameterSync::lay_out() {
       continue;
     }
     const at::Tensor& tensor = parameter.tensor;
-    TORCH_CHECK_VALUE(is_supported(real_dtype(tensor)) && (wire_ == Wire::kNone || !tensor.is_complex()),
+    TORCH_CHECK_VALUE(is_supported(real_dtype(tensor)) && (schedule_->is_lossless() || !tensor.is_complex()),
                       "fastsync: parameter ", parameter.name, " is ", tensor.scalar_type(),
-                      ", which cannot be synchronised with compression '", name_of(wire_), "'");
+                      ", which cannot be synchronised with ", schedule_->description());
     parameter.numel = tensor.numel();
     parameter.dtype = tensor.scalar_type();
     parameter.device = tensor.device();
@@ -348,6 +361,7 @@ void ParameterSync::lay_out() {
     const c10::Device device = parameters_[bucket.parameters.front()].device;
     bucket.sync = std::make_shared<BucketSync>(group_, "bucket " + std::to_string(buckets_.size()), device);
     bucket.sync->set_scale(saved_scales_.smallest_of(bucket.ids, device));
+    bucket.sync->set_residuals(saved_residuals_.take(bucket.ids, device));
     buckets_.push_back(std::move(bucket));
   }
   is_laid_out_ = true;
@@ -380,6 +394,7 @@ std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& t
 void ParameterSync::forget_layout() {
   for (const Bucket& bucket : buckets_) {
     saved_scales_.record(bucket.ids, bucket.sync->scale());
+    saved_residuals_.record(bucket.ids, bucket.sync->residuals());
     forgotten_totals_.push_back(bucket.sync->totals());
   }
   for (Parameter& parameter : parameters_) {
@@ -394,21 +409,17 @@ void ParameterSync::forget_layout() {
 
 // ---- settings and agreement -------------------------------------------------------------------------------------
 
-void ParameterSync::set_wire(Wire wire) {
+void ParameterSync::set_schedule(std::shared_ptr<const Schedule> schedule) {
+  schedule_ = std::move(schedule);
   have_agreed_ = false;
-  if (std::exchange(wire_, wire) == wire) {
-    return;
-  }
-  for (const Bucket& bucket : buckets_) {
-    bucket.sync->set_scale({});  // it has not followed the gradients while another wire was in use
-  }
 }
 
 void ParameterSync::agree() {
   c10::Device device = c10::kCPU;
   std::ostringstream text;
-  text << "compression " << name_of(wire_) << "\n"
+  text << schedule_->description() << "\n"
        << "bucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20) << "\n"
+       << "step " << step_ << "\n"
        << saved_scales_.description() << "\n";
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor(parameter.id.lock());
@@ -418,7 +429,7 @@ void ParameterSync::agree() {
     device = tensor.device();
   }
   try {
-    check_agreement(group_, text.str(), device);
+    tag_ = first_tag(check_agreement(group_, text.str(), device));
   } catch (const c10::ValueError&) {
     is_under_way_ = false;  // on every rank: none is left waiting
     end();
@@ -443,6 +454,21 @@ void ParameterSync::set_scales(const std::vector<ParameterScale>& scales) {
   have_agreed_ = false;
   for (const Bucket& bucket : buckets_) {
     bucket.sync->set_scale(saved_scales_.smallest_of(bucket.ids, bucket.sync->device()));
+  }
+}
+
+std::vector<ParameterResidual> ParameterSync::residuals() const {
+  ParameterResiduals newest = saved_residuals_;
+  for (const Bucket& bucket : buckets_) {
+    newest.record(bucket.ids, bucket.sync->residuals());
+  }
+  return newest.list();
+}
+
+void ParameterSync::set_residuals(const std::vector<ParameterResidual>& residuals) {
+  saved_residuals_ = ParameterResiduals(residuals);
+  for (const Bucket& bucket : buckets_) {
+    bucket.sync->set_residuals(saved_residuals_.take(bucket.ids, bucket.sync->device()));
   }
 }
 

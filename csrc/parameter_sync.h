@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bucket_sync.h"
+#include "parameter_residuals.h"
 #include "parameter_scales.h"
 #include "riders.h"
 #include "sync_times.h"
@@ -45,9 +46,8 @@ class ParameterSync {
   // Every parameter with a gradient takes part in the sync under way.
   void mark_all_ready();
 
-  Wire wire() const { return wire_; }
   // Between syncs, on all ranks between the same ones. They check anew that they agree.
-  void set_wire(Wire wire);
+  void set_schedule(std::shared_ptr<const Schedule> schedule);
 
   // Raises c10::ValueError where the ranks differ in parameters or settings. The first sync does it, if nobody did.
   void agree();
@@ -61,12 +61,20 @@ class ParameterSync {
   at::Tensor grad_stats() const;
   SyncTotals totals();
   int64_t num_steps() const { return num_steps_; }
+
+  // The number of the next step: what the schedule and the rounding go by.
+  int64_t step() const { return step_; }
+  void set_step(int64_t step) { step_ = step; }
   // Whether the gradients are still those that the newest sync left.
   bool gradients_are_unchanged() const;
 
   // The fp16 scale of each parameter's bucket, for checkpoints. Waits for the device.
   std::vector<ParameterScale> scales() const;
   void set_scales(const std::vector<ParameterScale>& scales);
+
+  // What error feedback has not sent yet. Every rank has others.
+  std::vector<ParameterResidual> residuals() const;
+  void set_residuals(const std::vector<ParameterResidual>& residuals);
 
  private:
   static constexpr size_t kNone = static_cast<size_t>(-1);
@@ -108,7 +116,7 @@ class ParameterSync {
   bool may_send_next() const;
   void send_next();
   void send_poisoned();
-  void send(Bucket& bucket, std::vector<at::Tensor> grads, bool with_riders);
+  void send(Bucket& bucket, std::vector<at::Tensor> grads, bool with_riders, const std::vector<bool>& stand_in = {});
   at::Tensor gradient_to_send(Parameter& parameter);
   at::Tensor flags();
   void hand_out();
@@ -117,12 +125,14 @@ class ParameterSync {
   std::vector<Parameter> parameters_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int64_t bucket_cap_bytes_;
-  Wire wire_ = Wire::kNone;
+  std::shared_ptr<const Schedule> schedule_;
+  int tag_ = 0;  // of the first bucket's messages
 
   bool is_laid_out_ = false;
   bool have_agreed_ = false;
   std::vector<Bucket> buckets_;
   ParameterScales saved_scales_;
+  ParameterResiduals saved_residuals_;
   std::vector<std::shared_ptr<BucketTotals>> forgotten_totals_;  // to which a step under way still adds its times
 
   std::atomic<bool> is_under_way_ = false;
@@ -134,7 +144,9 @@ class ParameterSync {
 
   Riders riders_;
   int64_t num_steps_ = 0;
+  int64_t step_ = 0;
   SyncTimes times_;
+  ProgressThread progress_;
 };
 
 }  // namespace fastsync

@@ -350,9 +350,29 @@ void Synchronizer::synchronize() {
   sync_.receive();
 }
 
-void Synchronizer::set_wire(const std::string& wire) {
+void Synchronizer::set_schedule(std::shared_ptr<const Schedule> schedule) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  sync_.set_wire(wire_from_name(wire));
+  sync_.set_schedule(std::move(schedule));
+}
+
+int64_t Synchronizer::step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return sync_.step();
+}
+
+void Synchronizer::set_step(int64_t step) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  sync_.set_step(step);
+}
+
+std::vector<ParameterResidual> Synchronizer::residuals() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return sync_.residuals();
+}
+
+void Synchronizer::set_residuals(const std::vector<ParameterResidual>& residuals) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  sync_.set_residuals(residuals);
 }
 
 void Synchronizer::agree() {

@@ -36,7 +36,11 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   void synchronize();
 
   // See ParameterSync.
-  void set_wire(const std::string& wire);
+  void set_schedule(std::shared_ptr<const Schedule> schedule);
+  int64_t step();
+  void set_step(int64_t step);
+  std::vector<ParameterResidual> residuals();
+  void set_residuals(const std::vector<ParameterResidual>& residuals);
   void agree();
   void ride(const std::string& name, const at::Tensor& value);
   Riders::Tensors riders();

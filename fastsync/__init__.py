@@ -7,12 +7,15 @@ import torch  # noqa: F401  the extension links against its libraries, which mus
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
     "BucketStats",
     "CommHook",
     "Compression",
     "GradStats",
     "GradientSynchronizer",
+    "GroupProfile",
     "HookState",
+    "Schedule",
     "SyncStats",
     "all_reduce_gradients",
     "allreduce_hook",
@@ -21,6 +24,7 @@ __all__ = [
     "check_consistency",
     "clip_grad_norm_",
     "fp16_compress_hook",
+    "measure_group",
     "register_comm_hook",
 ]
 
@@ -40,8 +44,10 @@ except ImportError as error:
 
 else:
     from .clip import clip_grad_norm_
-    from .compression import Compression
+    from .compression import Auto, Compression, Schedule
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
+    from .group_profile import GroupProfile
+    from .measure import measure_group
     from .stats import BucketStats, GradStats, SyncStats
     from .synchronizer import GradientSynchronizer, all_reduce_gradients, attach

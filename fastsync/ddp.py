@@ -9,8 +9,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
+from .auto import Candidate
 from .checks import check_dense, check_group, check_parameters, resolve_group
-from .compression import Compression, as_compression
+from .compression import AnyCompression, Compression
+from .engine_schedule import engine_schedule
 from .handle import ClippableHandle, SyncHandle
 
 
@@ -38,10 +40,13 @@ class HookState(SyncHandle):
 class CommHook(HookState, ClippableHandle):
     """The handle of a hook that ``register_comm_hook`` put into a DDP model."""
 
+    _argument = "ddp_model"
+
     def __init__(
-        self, ddp_model: DistributedDataParallel, compression: Compression, process_group: dist.ProcessGroup | None
+        self, ddp_model: DistributedDataParallel, compression: AnyCompression, process_group: dist.ProcessGroup
     ) -> None:
         super().__init__(process_group, module=ddp_model.module)
+        self._group = process_group
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
         # DDP too decides once, when it wraps a model, which parameters it serves.
         self._parameters = [
@@ -50,29 +55,20 @@ class CommHook(HookState, ClippableHandle):
         self.compression = compression
         _C.register_hook(ddp_model.reducer, self._engine)
 
-    @property
-    def compression(self) -> Compression:
-        """What travels. May be set, to a ``Compression`` or its shorthand, between steps: on all ranks at the same."""
-        return self._compression
-
-    @compression.setter
-    def compression(self, compression: Compression | str) -> None:
-        chosen = as_compression(compression)
-        check_parameters(self._named_parameters(), chosen, "ddp_model")
-        self._compression = chosen
-        self._engine.set_wire(chosen.wire)
-
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients the hook averages."""
         return self._parameters
 
+
+# Of the hooks that are called for one bucket at a time.
+_SCHEDULES = {wire: engine_schedule([(0, [Candidate(Compression(wire))])]) for wire in ("none", "fp16", "bf16")}
 
 _registered: "weakref.WeakKeyDictionary[nn.Module, CommHook]" = weakref.WeakKeyDictionary()
 
 
 def register_comm_hook(
     ddp_model: DistributedDataParallel,
-    compression: Compression | str = "none",
+    compression: AnyCompression = "none",
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> CommHook:
@@ -82,7 +78,9 @@ def register_comm_hook(
 
     Args:
         ddp_model: the wrapped model.
-        compression: what travels, a ``Compression`` or its shorthand ``"none"``, ``"bf16"``, ``"fp16"``.
+        compression: what travels: a ``Compression`` or its shorthand ``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``; an
+            ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps to
+            these.
         process_group: the group to average over; None for the model's own.
 
     Returns:
@@ -118,10 +116,10 @@ def register_comm_hook(
     _check_options(ddp_model)
     check_dense(ddp_model.module, "ddp_model")
     named = dict(ddp_model.module.named_parameters())
-    check_parameters(named, as_compression(compression), "ddp_model")
+    check_parameters(named, Compression(), "ddp_model")
     group = resolve_group(ddp_model.process_group if process_group is None else process_group)
     check_group(group, named)
-    hook = CommHook(ddp_model, as_compression(compression), group)
+    hook = CommHook(ddp_model, compression, group)
     _registered[ddp_model] = hook
     return hook
 
@@ -136,7 +134,7 @@ def allreduce_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Te
     Returns:
         A future of the averaged bucket buffer.
     """
-    return _state_for(state)._engine.run(bucket, "none")
+    return _state_for(state)._engine.run(bucket, _SCHEDULES["none"])
 
 
 def fp16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -144,7 +142,7 @@ def fp16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Futur
 
     See ``allreduce_hook`` for the arguments.
     """
-    return _state_for(state)._engine.run(bucket, "fp16")
+    return _state_for(state)._engine.run(bucket, _SCHEDULES["fp16"])
 
 
 def bf16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -152,7 +150,7 @@ def bf16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Futur
 
     See ``allreduce_hook`` for the arguments.
     """
-    return _state_for(state)._engine.run(bucket, "bf16")
+    return _state_for(state)._engine.run(bucket, _SCHEDULES["bf16"])
 
 
 # DDP refuses any hook of the name "bf16_compress_hook" where NCCL is missing; this one does not need it.

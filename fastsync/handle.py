@@ -3,11 +3,18 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import _C
+from .auto import Explanation
+from .compression import AnyCompression, Auto, Compression, Schedule, as_compression
+from .engine_schedule import engine_schedule
+from .plan import Plan, make_plan
 from .reference import MAX_SCALE_EXPONENT
 from .stats import GradStats, SyncStats
 
@@ -30,38 +37,121 @@ class SyncHandle(ABC):
         return SyncStats.from_totals(self._engine.totals())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on as if it had not stopped: each parameter's fp16 scale, by name.
+        """What a resumed run needs to go on as if it had not stopped.
 
-        The scales are equal on all ranks. Reads them on the host, so it waits for the device.
+        The step and each parameter's fp16 scale are equal on all ranks. What error feedback has not sent yet is each
+        rank's own: with it, save the states of all ranks. Waits for the device.
         """
-        scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
         named = self._named_parameters()
-        return {"scales": {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of}}
+        scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
+        residual_of = {id(p): {"own": own, "of_sums": of_sums} for p, own, of_sums in self._engine.residuals()}
+        return {
+            "step": self._engine.step(),
+            "scales": {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of},
+            "residuals": {name: residual_of[id(p)] for name, p in named.items() if id(p) in residual_of},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the scales of ``state_dict()``. Call it on every rank, with the same state.
+        """Takes over what ``state_dict()`` returned. Call it on every rank, with the states of one step.
+
+        With another number of ranks, leave out what error feedback has not sent: ``state_dict["residuals"] = {}``.
 
         Raises:
-            ValueError: it is no state of an engine, a name is no parameter of the model, or a scale is not a power of
-                two within ``2**±reference.MAX_SCALE_EXPONENT``.
+            ValueError: it is no state of an engine, a name is no parameter of the model, the step is no number of
+                steps, a scale is not a power of two within ``2**±reference.MAX_SCALE_EXPONENT``, or a residual is not
+                of its parameter's size.
         """
         named = self._named_parameters()
         scales = state_dict.get("scales") if isinstance(state_dict, dict) else None
         if not isinstance(scales, dict):
             got = f"keys {list(state_dict)[:3]}" if isinstance(state_dict, dict) else type(state_dict).__name__
             raise ValueError(f"state_dict: expected what state_dict() returns, a dict with 'scales', got {got}")
-        for name, scale in scales.items():
+        residuals, step = state_dict.get("residuals", {}), state_dict.get("step", 0)
+        for name in (*scales, *residuals):
             if name not in named:
                 raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")
+        for name, scale in scales.items():
             if not _is_scale(scale):
                 raise ValueError(
                     f"state_dict: the scale of {name!r} is {scale!r}, not a power of two from 2**-{MAX_SCALE_EXPONENT} "
                     f"to 2**{MAX_SCALE_EXPONENT}"
                 )
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"state_dict: its step has to be a number of steps, got {step!r}")
+        for name, residual in residuals.items():
+            if not _is_residual(residual, named[name]):
+                raise ValueError(
+                    f"state_dict: the residual of {name!r} is not of the parameter's {named[name].numel()} values and "
+                    "precision; is it another model's state?"
+                )
+        self._engine.set_step(step)
         self._engine.set_scales([(parameter, scales[name]) for name, parameter in named.items() if name in scales])
+        self._engine.set_residuals(
+            [
+                (parameter, residuals[name]["own"], residuals[name]["of_sums"])
+                for name, parameter in named.items()
+                if name in residuals
+            ]
+        )
 
 
-class ClippableHandle(SyncHandle):
+class CompressionHandle(SyncHandle):
+    """A handle that says what gradients travel with, and why."""
+
+    _argument: ClassVar[str]
+    """The name of the door's argument that the parameters come from, for errors."""
+    _group: dist.ProcessGroup
+    _compression: Compression | Auto | Schedule
+    _plan: Plan
+
+    @property
+    def compression(self) -> Compression | Auto | Schedule:
+        """What travels. May be set, also to a shorthand, between steps: on all ranks at the same."""
+        return self._compression
+
+    @compression.setter
+    def compression(self, compression: AnyCompression) -> None:
+        chosen = as_compression(compression)
+        self._follow(make_plan(chosen, self._group, self._named_parameters(), self._argument))
+        self._compression = chosen
+
+    def explain(self) -> Explanation:
+        """What each bucket of the next step travels with, and why: to be printed.
+
+        Raises:
+            RuntimeError: no step was synchronised yet, which is when buckets are made.
+        """
+        buckets = self.stats().buckets
+        if not buckets:
+            raise RuntimeError(
+                "explain: buckets are made when the first backward is synchronised; before it, "
+                "fastsync.measure_group().choose(numel) tells what a bucket of so many values travels with"
+            )
+        return self._plan.explain(self._engine.step(), [bucket.elements for bucket in buckets])
+
+    def remeasure(self) -> None:
+        """Measures the process group again where ``compression`` is chosen by measurement: now that links are others.
+
+        Every rank must call it, between steps. Profiles that were loaded are not used any more.
+        """
+        chosen = self._compression
+        if isinstance(chosen, Schedule):
+            chosen = Schedule(tuple((step, _without_profile(each)) for step, each in chosen.phases))
+        else:
+            chosen = _without_profile(chosen)
+        self._follow(make_plan(chosen, self._group, self._named_parameters(), self._argument, remeasure=True))
+        self._compression = chosen
+
+    def _follow(self, plan: Plan) -> None:
+        self._engine.set_schedule(engine_schedule(plan.phases))
+        self._plan = plan
+
+
+def _without_profile(compression: Compression | Auto) -> Compression | Auto:
+    return replace(compression, profile=None) if isinstance(compression, Auto) else compression
+
+
+class ClippableHandle(CompressionHandle):
     """A handle that knows whose gradients it averages, so that they can be clipped with the norm that is known."""
 
     _claimed_step = -1
@@ -93,3 +183,11 @@ def _is_scale(scale: object) -> bool:
         return False
     fraction, exponent = math.frexp(scale)
     return fraction == 0.5 and abs(exponent - 1) <= MAX_SCALE_EXPONENT
+
+
+def _is_residual(residual: object, parameter: Tensor) -> bool:
+    if not isinstance(residual, dict) or residual.keys() != {"own", "of_sums"}:
+        return False
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    parts = [residual["own"]] + ([] if residual["of_sums"] is None else [residual["of_sums"]])
+    return all(isinstance(p, Tensor) and p.dtype == dtype and p.shape == (parameter.numel(),) for p in parts)

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
-from .checks import check_dense, check_group, check_parameters, resolve_group
-from .compression import Compression, as_compression
+from .checks import check_dense, check_group, resolve_group
+from .compression import AnyCompression, Auto, Compression, Schedule, as_compression
 from .handle import ClippableHandle
 from .stats import GradStats
 
@@ -30,27 +30,18 @@ class GradientSynchronizer(ClippableHandle):
     A copy or a pickle of it is None: a copied model is a plain one.
     """
 
+    _argument = "module_or_params"
+
     def __init__(
-        self, named: Mapping[str, Tensor], compression: Compression, group: dist.ProcessGroup, bucket_cap_mb: float
+        self, named: Mapping[str, Tensor], compression: AnyCompression, group: dist.ProcessGroup, bucket_cap_mb: float
     ) -> None:
         self._named = dict(named)
+        self._group = group
         self._engine: _C.Synchronizer = _C.Synchronizer(
             list(named.values()), list(named), group, int(bucket_cap_mb * 2**20)
         )
         self._is_enabled = True
         self.compression = compression
-
-    @property
-    def compression(self) -> Compression:
-        """What travels. May be set, to a ``Compression`` or its shorthand, between steps: on all ranks at the same."""
-        return self._compression
-
-    @compression.setter
-    def compression(self, compression: Compression | str) -> None:
-        chosen = as_compression(compression)
-        check_parameters(self._named, chosen, "module_or_params")
-        self._compression = chosen
-        self._engine.set_wire(chosen.wire)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -142,7 +133,7 @@ _owned_by_nobody: set[GradientSynchronizer] = set()
 
 def attach(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor,
-    compression: Compression | str = "none",
+    compression: AnyCompression = "none",
     *,
     bucket_cap_mb: float = _BUCKET_CAP_MB,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -162,7 +153,9 @@ def attach(
     Args:
         module_or_params: a model, or some parameters. A module stays attached as long as it lives, even if the return
             value is dropped; loose parameters until ``detach()``.
-        compression: what travels, a ``Compression`` or its shorthand ``"none"``, ``"bf16"``, ``"fp16"``.
+        compression: what travels: a ``Compression`` or its shorthand ``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``; an
+            ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps to
+            these.
         bucket_cap_mb: how large a bucket gets before the next one begins, in MiB. Smaller ones start earlier and cost
             more latency.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group.
@@ -181,7 +174,7 @@ def attach(
     _check_unattached(named)
     group = resolve_group(process_group)
     check_group(group, named)
-    sync = GradientSynchronizer(named, as_compression(compression), group, bucket_cap_mb)
+    sync = GradientSynchronizer(named, compression, group, bucket_cap_mb)
     if broadcast:
         buffers = dict(module_or_params.named_buffers()) if isinstance(module_or_params, nn.Module) else {}
         _broadcast(sync, named, buffers, group)
@@ -203,10 +196,10 @@ class _Reducer:
     """An engine kept between calls of ``all_reduce_gradients``, for its buffers, its scales, and the agreement."""
 
     given: tuple[weakref.ref[Tensor], ...]
-    compression: Compression
+    compression: Compression | Auto | Schedule
     engine: _C.Synchronizer
 
-    def serves(self, parameters: Sequence[Tensor], compression: Compression) -> bool:
+    def serves(self, parameters: Sequence[Tensor], compression: Compression | Auto | Schedule) -> bool:
         return (
             self.compression == compression
             and len(self.given) == len(parameters)
@@ -220,7 +213,7 @@ _reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Reducer]] = weakre
 
 def all_reduce_gradients(
     params: nn.Module | Iterable[Tensor] | Tensor,
-    compression: Compression | str = "none",
+    compression: AnyCompression = "none",
     *,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> GradStats:

@@ -12,7 +12,11 @@ from tests.ranks import fresh_process_context
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """The server that ranks are forked from starts before a test gives it other things to import."""
+    """The server that ranks are forked from starts before a test gives it other things to import.
+
+    One thread: several wait for each other in spinning loops, which take for ever where the cores have other work.
+    """
+    torch.set_num_threads(1)
     if fresh_process_context().get_start_method() == "forkserver":
         forkserver.ensure_running()
 

@@ -84,13 +84,14 @@ def run_ranks(
 def fresh_process_context() -> BaseContext:
     """Starts processes that know nothing of this one.
 
-    Importing torch takes seconds. So where there is no GPU, whose driver must not be carried over a fork, they are
-    forked from a server that has imported it, and has done nothing else.
+    Importing torch takes seconds, and so does what trainings log with. So where there is no GPU, whose driver must not
+    be carried over a fork, they are forked from a server that has imported both, and has done nothing else.
     """
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "fastsync.ppo.trainer", "tests.ranks"])
+    loggers = ["torch.utils.tensorboard", "matplotlib.backends.backend_agg", "matplotlib.figure"]
+    context.set_forkserver_preload(["torch._dynamo", "fastsync.ppo.trainer", *loggers, "tests.ranks"])
     return context
 
 

@@ -69,7 +69,7 @@ def _two_at_once_with_a_group_each(rank: int) -> None:
 
 
 def _one_ahead_of_the_other(rank: int) -> None:
-    """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: neither may wait for itself."""
+    """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: none may wait for itself."""
     for overlap in (True, False):
         models = [Mlp(), Mlp()]
         syncs = [attach(model, process_group=dist.new_group(), overlap=overlap) for model in models]

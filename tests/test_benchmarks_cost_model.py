@@ -14,9 +14,11 @@ from benchmarks.cost_model import (
     Host,
     Job,
     Link,
+    Route,
     Topology,
     local_bytes,
     ring,
+    route_of,
     split_way,
     tree,
 )
@@ -82,12 +84,31 @@ def test_local_bytes_are_copies_and_additions():
     assert local_bytes("fastsync.attach/fp16", 100, 1) == 100 * (4 + 2 + 2 + 4)
     assert local_bytes("ddp", 100, 1) == 100 * 16
     assert local_bytes("fastsync.register_comm_hook/none", 100, 1) == 100 * 32
+    # Unpack reads four wires; or three of four shards are read and one written; or residuals are, too.
+    assert local_bytes("fastsync.attach/fp16+one_shot", 100, 4) == 100 * (4 + 2 + 4 * 2 + 4)
+    assert local_bytes("fastsync.attach/fp16+two_shot", 100, 4) == 100 * (4 + 2 + 2 + 2 / 4 + 2 + 4)
+    int8 = 132 / 128
+    assert local_bytes("fastsync.attach/int8+ef", 100, 2) == pytest.approx(100 * (4 + int8 + 2 * int8 + 4 + 8))
+    assert local_bytes("fastsync.attach/int8+ef", 100, 4) == pytest.approx(100 * (8 + int8 * 3.25 + 8 * 1.25))
+
+
+def test_sums_of_the_engine_take_routes_of_their_own():
+    assert route_of("fastsync.attach/fp16", 8, "ring") == ring(8)
+    assert route_of("all_reduce/fp16", 8, "tree") == tree(8)
+    assert route_of("fastsync.attach/fp16+one_shot", 8, "ring") == Route(1, 7)
+    assert route_of("fastsync.register_comm_hook/none+two_shot", 8, "ring") == Route(2, 1.75)
+    assert [route_of("fastsync.attach/int8+ef", n, "ring") for n in (2, 4)] == [Route(1, 1), Route(2, 1.5)]
+    model = CostModel(Topology("ring", LINK), {"fastsync.attach/int8": Host(0.0, math.inf)})
+    sent = 1.5 * 1000 * 132 / 128
+    assert model.link_time("fastsync.attach/int8", 1000, 4) == pytest.approx(2 * 50e-6 + sent / 1e9)
 
 
 def test_ways_that_are_no_single_ring_are_not_covered():
     assert split_way("ddp") == ("ddp", 4)
     assert split_way("all_reduce/bf16") == ("all_reduce", 2)
-    for way in ("no_sync", "per_parameter", "ddp/powerSGD_hook", "ddp/fp16_compress_hook", "fastsync.attach/fp8"):
+    assert split_way("fastsync.attach/int8+ef+two_shot") == ("fastsync.attach", 132 / 128)
+    uncovered = ("no_sync", "per_parameter", "ddp/powerSGD_hook", "ddp/fp16_compress_hook")
+    for way in (*uncovered, "fastsync.attach/fp8", "fastsync.attach/auto"):
         assert split_way(way) is None
 
 

@@ -182,7 +182,7 @@ def test_without_rows_everything_is_assumed_and_marked(tmp_path: Path, capsys: p
     assert main(["predict", *given, *levels, "--compression", "int8", "--json", str(tmp_path / "out.json")]) == 0
     said = capsys.readouterr().out
     assert "error: unknown" in said
-    assert "int8 is one byte" in said
+    assert "int8 is sent from rank to rank" in said
     written = {row["settings"]["world_size"]: row for row in json.loads((tmp_path / "out.json").read_text())}
     assert list(written) == [1, 4, 64]  # 12 ranks do not fill nodes of 8
     assert written[64]["settings"]["extrapolated"]

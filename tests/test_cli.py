@@ -48,10 +48,9 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
-        pytest.param((*FASTSYNC, "train", "--nproc", "2", "--sync", "cat"), "2 ranks, sync cat", id="launcher-cat"),
         pytest.param((*TORCHRUN, "--sync", "ddp"), "2 ranks, sync ddp", id="torchrun-ddp"),
         pytest.param((*FASTSYNC, "train", "--nproc", "2"), "2 ranks, sync fastsync", id="launcher-fastsync"),
-        pytest.param((*ALONE, "--sync", "ddp"), "1 rank, sync ddp", id="alone-ddp"),
+        pytest.param((*ALONE, "--sync", "cat"), "1 rank, sync cat", id="alone-cat"),
     ],
 )
 def test_training_from_the_command_line(tmp_path: Path, command: tuple[str, ...], ranks: str):
@@ -120,7 +119,7 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
 
 
 def test_a_training_that_loses_a_rank_comes_back(tmp_path: Path):
-    options = ("--total-steps", "30000", "--num-envs", "4", "--num-epochs", "2", "--checkpoint-interval", "0")
+    options = ("--total-steps", "15000", "--num-envs", "4", "--num-epochs", "2", "--checkpoint-interval", "0")
     process = start(tmp_path, *FASTSYNC, "train", "--nproc", "2", "--max-restarts", "1", *options, "--run-name", "lost")
     folder = tmp_path / "runs" / "lost"
     wait_for_updates(process, folder, 5)
@@ -131,7 +130,7 @@ def test_a_training_that_loses_a_rank_comes_back(tmp_path: Path):
     assert not (folder / ".launcher").exists()
     steps = read_steps(folder)
     assert steps == sorted(set(steps))
-    assert steps[-1] == find_checkpoint(folder).step >= 30000
+    assert steps[-1] == find_checkpoint(folder).step >= 15000
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:

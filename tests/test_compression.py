@@ -35,13 +35,51 @@ def test_a_wires_name_is_shorthand_for_its_compression() -> None:
         compression.wire = "fp16"
 
 
-@pytest.mark.parametrize("wire", ["fp8", "", "FP16", None, 16])
+@pytest.mark.parametrize("wire", ["fp8", "", "FP16", None, 16, "auto:fp8"])
 def test_an_unknown_name_is_refused_with_the_names_there_are(wire: object) -> None:
-    message = rf"compression: expected one of 'none', 'bf16', 'fp16' or a Compression of it, got {wire!r}$"
+    message = rf"compression: expected one of 'none', 'bf16', 'fp16', 'int8', 'auto', 'auto:int8', .*, got {wire!r}$"
     with pytest.raises(ValueError, match=message):
         as_compression(wire)
     with pytest.raises(ValueError, match=message):
         fastsync.Compression(wire=wire)
+
+
+def test_who_adds_follows_from_the_wire() -> None:
+    assert fastsync.Compression("fp16").reduce == fastsync.Compression().reduce == "wire"
+    assert fastsync.Compression("int8") == fastsync.Compression("int8", reduce="fp32")
+    assert str(fastsync.Compression("fp16")) == "fp16, all_reduce"
+    feeds_back = fastsync.Compression("int8", error_feedback=True, rounding="stochastic", algorithm="one_shot")
+    assert str(feeds_back) == "int8, error feedback, stochastic, one_shot"
+    assert str(fastsync.Compression("bf16", reduce="fp32", ranks_per_node=8)) == "bf16, fp32 sums, 8 ranks per node"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wire": "int8", "reduce": "wire"}, "int8 blocks cannot be added on the wire"),
+        ({"wire": "fp16", "reduce": "fp64"}, "reduce has to be one of 'wire', 'fp32', got 'fp64'"),
+        ({"wire": "int8", "rounding": "up"}, "rounding has to be one of 'nearest', 'stochastic', got 'up'"),
+        ({"wire": "int8", "algorithm": "ring"}, "algorithm has to be one of None, 'one_shot', 'two_shot', got 'ring'"),
+        ({"wire": "fp16", "algorithm": "one_shot"}, "algorithm='one_shot' needs reduce='fp32'"),
+        ({"wire": "fp16", "error_feedback": True}, "error_feedback needs reduce='fp32'"),
+        ({"reduce": "fp32", "error_feedback": True}, "error_feedback needs a wire that loses something"),
+        ({"wire": "int8", "error_feedback": "yes"}, "error_feedback has to be True or False, got 'yes'"),
+        ({"wire": "bf16", "rounding": "stochastic"}, "rounding='stochastic' is for wire='int8', got wire='bf16'"),
+        ({"wire": "int8", "ranks_per_node": 0}, "ranks_per_node has to be None or at least 1, got 0"),
+        ({"wire": "int8", "ranks_per_node": True}, "ranks_per_node has to be None or at least 1, got True"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^compression: {message}"):
+        fastsync.Compression(**options)
+
+
+def test_auto_allows_by_name_what_loses_more() -> None:
+    assert as_compression("auto") == fastsync.Auto()
+    assert as_compression("auto:int8") == fastsync.Auto(allow=("int8",))
+    for allow in ("int8", ("fp16",), ["int8"]):
+        with pytest.raises(ValueError, match=r"allow: expected a tuple of names out of \('int8',\), got"):
+            fastsync.Auto(allow=allow)
 
 
 def test_an_assignment_that_is_refused_changes_nothing() -> None:

@@ -13,19 +13,31 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _run_gpu_test(tmp_path: Path, fail_without_cuda: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "test_needs_gpu.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it(): pass\n")
-    command = [sys.executable, "-m", "pytest", "-rs", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
-    environment = {**os.environ, "FAIL_WITHOUT_CUDA": fail_without_cuda}
-    return subprocess.run(
-        [*command, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+TESTS = """
+import os
+import pytest
+
+@pytest.mark.gpu
+def test_that_is_skipped(): pass
+
+def test_that_asks_for_failures(): os.environ["FAIL_WITHOUT_CUDA"] = "1"
+
+@pytest.mark.gpu
+def test_that_fails(): pass
+"""
+WORDS = ("SKIPPED", "ERROR")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-@pytest.mark.parametrize(("setting", "status", "outcome"), [("0", 0, "1 skipped"), ("1", 1, "1 error")])
-def test_gpu_marker_without_a_gpu(tmp_path: Path, setting: str, status: int, outcome: str) -> None:
-    result = _run_gpu_test(tmp_path, setting)
-    assert result.returncode == status
-    assert outcome in result.stdout
-    assert "torch sees no CUDA device" in result.stdout
+def test_gpu_marker_without_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "test_needs_gpu.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-rsE", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
+    environment = {**os.environ, "FAIL_WITHOUT_CUDA": "0", "COLUMNS": "300"}
+    result = subprocess.run(
+        [*command, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 1
+    assert "1 passed, 1 skipped, 1 error" in result.stdout
+    skipped, failed = (next(line for line in result.stdout.splitlines() if line.startswith(word)) for word in WORDS)
+    assert skipped.endswith(": torch sees no CUDA device")
+    assert "::test_that_fails - Failed: FAIL_WITHOUT_CUDA=1, but torch sees no CUDA device" in failed

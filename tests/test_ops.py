@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,6 @@ BLOCK = 256
 # A square is rounded once and is then the term of at most fifteen float32 additions before the sum goes on in float64:
 # sixteen errors of at most 2^-24 of a sum of positive terms, 9.6e-7 in all.
 SUM_TOLERANCE = 1e-6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads wait for each other in spinning loops, which take forever where the cores have other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_same_stats(actual: Tensor, expected: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Compiles the CUDA half without a GPU and without a CUDA build of torch, so that it cannot rot on machines like that.
 
-Every csrc/cuda/*.cu is compiled by nvcc for sm_80 and sm_90; every csrc/*.cpp is syntax-checked as setup.py would
-compile it with the CUDA half. Nothing is linked or kept. Where nvcc is not on the PATH it says so and succeeds.
+Every csrc/cuda/*.cu is compiled by nvcc for sm_80 and sm_90; every csrc/*.cpp that is another one with the CUDA half is
+syntax-checked as setup.py would compile it then. The rest the build itself compiles, CUDA or not. Nothing is linked or
+kept. Where nvcc is not on the PATH it says so and succeeds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import setup  # noqa: E402
 GENCODE = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90"]
 # torch's CUDA headers include this file, which only CUDA builds of torch carry. It holds macros about cuDNN.
 MACROS = "c10/cuda/impl/cuda_cmake_macros.h"
+WITH_CUDA = "FASTSYNC_WITH_CUDA"
 
 
 def cuda_include(nvcc: str) -> str:
@@ -38,14 +40,22 @@ def cuda_include(nvcc: str) -> str:
 
 
 def kernel_command(nvcc: str, source: Path, output: Path) -> list[str]:
-    flags = [*setup.NVCC_FLAGS, "-Werror=all-warnings", "-DFASTSYNC_WITH_CUDA", *GENCODE]
+    flags = [*setup.NVCC_FLAGS, "-Werror=all-warnings", f"-D{WITH_CUDA}", *GENCODE]
     return [nvcc, *flags, f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(output / f"{source.stem}.o")]
 
 
 def glue_command(source: Path, system_includes: list[str]) -> list[str]:
-    flags = [*setup.CXX_FLAGS, "-Werror", "-DFASTSYNC_WITH_CUDA", "-DTORCH_EXTENSION_NAME=_C"]
+    flags = [*setup.CXX_FLAGS, "-Werror", f"-D{WITH_CUDA}", "-DTORCH_EXTENSION_NAME=_C"]
     includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{folder}" for folder in system_includes)]
     return [os.environ.get("CXX", "c++"), "-fsyntax-only", *flags, *includes, str(source)]
+
+
+def glue_sources() -> list[Path]:
+    """The files that ask whether the CUDA half is there; all of them if a header does, for any may include it."""
+    headers, sources = sorted((ROOT / "csrc").rglob("*.h")), sorted((ROOT / "csrc").rglob("*.cpp"))
+    if any(WITH_CUDA in header.read_text() for header in headers):
+        return sources
+    return [source for source in sources if WITH_CUDA in source.read_text()]
 
 
 def run(command: list[str]) -> bool:
@@ -68,7 +78,7 @@ def main() -> int:
             (scratch / MACROS).touch()
             system_includes.append(str(scratch))
         commands = [kernel_command(nvcc, source, scratch) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-        commands += [glue_command(source, system_includes) for source in sorted((ROOT / "csrc").glob("*.cpp"))]
+        commands += [glue_command(source, system_includes) for source in glue_sources()]
         if not commands:
             raise SystemExit("check-cuda: csrc holds no .cu and no .cpp")
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:

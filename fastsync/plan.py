@@ -1,0 +1,97 @@
+"""From what was asked for to what the engine follows: the candidates of each step, measured where there are several."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .auto import WIRES, Candidate, Explanation, explain
+from .checks import check_parameters
+from .compression import LOSSIER, Auto, Compression, Schedule
+from .group_profile import GroupProfile
+from .measure import measure_group
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What buckets may travel with. Equal on all ranks."""
+
+    phases: tuple[tuple[int, tuple[Candidate, ...]], ...]
+    """(first step, candidates), steps ascending from 0."""
+
+    def explain(self, step: int, numels: Sequence[int]) -> Explanation:
+        """What buckets of so many values travel with in a step, and why."""
+        candidates = next(candidates for first, candidates in reversed(self.phases) if first <= step)
+        return explain(candidates, numels)
+
+
+def make_plan(
+    compression: Compression | Auto | Schedule,
+    process_group: dist.ProcessGroup,
+    named: Mapping[str, Tensor],
+    argument: str,
+    *,
+    remeasure: bool = False,
+) -> Plan:
+    """What these parameters' gradients travel with. Measures the group where that has to be known and is not yet.
+
+    Args:
+        compression: what was asked for.
+        process_group: the group to average over.
+        named: the parameters by name.
+        argument: the name of the argument that they come from, for errors.
+        remeasure: forget what was measured before.
+
+    Raises:
+        ValueError: the compression cannot carry one of the parameters, or a profile is of another group.
+    """
+    phases = compression.phases if isinstance(compression, Schedule) else ((0, compression),)
+    for _, choice in phases:
+        check_parameters(named, Compression() if isinstance(choice, Auto) else choice, argument)
+    if remeasure:
+        _profiles.pop(process_group, None)
+    return Plan(tuple((step, _candidates(choice, process_group, named)) for step, choice in phases))
+
+
+def _candidates(
+    choice: Compression | Auto, process_group: dist.ProcessGroup, named: Mapping[str, Tensor]
+) -> tuple[Candidate, ...]:
+    if isinstance(choice, Compression):
+        return (Candidate(choice),)
+    trained = [parameter for parameter in named.values() if parameter.requires_grad]
+    if not trained:
+        return (Candidate(Compression()),)
+    wires = [wire for wire in WIRES if wire not in LOSSIER or wire in choice.allow]
+    if any(parameter.is_complex() for parameter in trained):
+        wires = ["none"]  # nothing else carries them
+    profile = choice.profile
+    if profile is None:
+        profile = _measured(process_group, tuple(wires), trained)
+    elif not isinstance(profile, GroupProfile):
+        profile = GroupProfile.read(profile)
+    profile.check(process_group, trained[0].device)
+    return profile.of_wires(wires)
+
+
+_profiles: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], GroupProfile]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _measured(process_group: dist.ProcessGroup, wires: tuple[str, ...], trained: Sequence[Tensor]) -> GroupProfile:
+    """Measured once for a group, and for the dtype that most of the values have."""
+    numels: Counter[torch.dtype] = Counter()
+    for parameter in trained:
+        numels[parameter.dtype.to_real()] += parameter.numel()
+    device, dtype = trained[0].device, numels.most_common(1)[0][0]
+    known = _profiles.setdefault(process_group, {})
+    case = (wires, device.type, dtype)
+    if case not in known:
+        known[case] = measure_group(process_group, wires, device=device, dtype=dtype)
+    return known[case]

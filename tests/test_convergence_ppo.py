@@ -1,0 +1,55 @@
+"""PPO learns CartPole with every compression, from every seed.
+
+Policies act at random, so that one rounding sends a run another way: runs of one seed are no pairs here. What counts is
+what was learnt in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from unittest import mock
+
+import pytest
+import torch
+
+import fastsync
+from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
+from fastsync.ppo.settings_file import load_settings
+from fastsync.ppo.trainer import train
+from tests.convergence import COMPRESSIONS
+from tests.ranks import run_ranks
+
+SOLVED = 475
+"""The return from which on CartPole-v1 counts as solved, of 500."""
+
+
+def _train_each(rank: int, world_size: int, folder: str, seeds: Sequence[int]) -> None:
+    attach = fastsync.attach
+    for name, compression in COMPRESSIONS.items():
+        for seed in seeds:
+            settings = replace(load_settings("CartPole-v1"), runs_dir=folder, run_name=f"{name} {seed}", seed=seed)
+            with mock.patch.object(fastsync, "attach", lambda policy, _, chosen=compression: attach(policy, chosen)):
+                train(settings, torch.device("cpu"))
+
+
+def _return_of(run: Path) -> float:
+    checkpoint = find_checkpoint(run)
+    with make_environment(checkpoint, seed=0) as environment:
+        return mean(play(load_policy(checkpoint, environment), environment, 50).returns)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_cart_pole_is_learnt(tmp_path: Path) -> None:
+    seeds = range(5)
+    run_ranks(_train_each, 2, str(tmp_path), seeds, timeout=1700)
+    returns = {name: [_return_of(tmp_path / f"{name} {seed}") for seed in seeds] for name in COMPRESSIONS}
+    print("\n| compression | return of each seed |\n|---|---|")
+    for name, of_seeds in returns.items():
+        print(f"| {name} | {', '.join(f'{value:.1f}' for value in of_seeds)} |")
+    for name, of_seeds in returns.items():
+        if name != "int8":  # without error feedback it is shown, whatever it gives
+            assert min(of_seeds) >= SOLVED, name
