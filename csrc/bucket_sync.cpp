@@ -61,6 +61,7 @@ struct BucketSync::Flight {
   std::shared_ptr<const std::string> failure;
   std::shared_ptr<Stopwatch> stopwatch;
   std::vector<at::Tensor> residuals;  // what the segments point to
+  std::shared_ptr<BucketTotals> totals;
 };
 
 BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device)
@@ -133,6 +134,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> 
   flight->scale = scale_;
   flight->stats = stats_;
   flight->workspace = workspace_;
+  flight->totals = totals_;
   flight->failure = failure_;
   flight->stopwatch = std::move(stopwatch);
   totals_->elements = flight->numel;
@@ -212,7 +214,6 @@ void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& e
   } catch (const std::exception& error) {
     TORCH_CHECK(false, *failure_, error.what());
   }
-  totals_->wire_bytes += flight.sum->sent_bytes();
   flight.stopwatch->mark(Mark::kSent);
 }
 
@@ -320,6 +321,7 @@ void BucketSync::receive(Flight& flight) {
     flight.sum->drive();
     flight.stopwatch->mark(Mark::kReduced);
     flight.sum->finish();
+    flight.totals->wire_bytes += flight.sum->sent_bytes();
   } catch (const std::exception& error) {
     TORCH_CHECK(false, *flight.failure, error.what());
   }

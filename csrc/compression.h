@@ -45,8 +45,8 @@ struct Candidate {
   std::vector<std::pair<int64_t, double>> times;
 };
 
-// Seconds for so many values: linear between what was measured; above it, on the line through the last two; below it, as
-// long as the first.
+// Seconds for so many values: linear between what was measured; above it, on the line through the last two; below it,
+// as long as the first.
 double predict(const Candidate& candidate, int64_t numel);
 
 // The first whose time is within 3 % of the least, for they come from the least lossy to the most.

@@ -37,6 +37,15 @@ int64_t size_of(DType dtype) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
+// On a CPU without copy_, which takes longer than packing the gradients of a small policy.
+void copy(const at::Tensor& from, const at::Tensor& to) {
+  if (from.device().is_cpu()) {
+    std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
+  } else {
+    to.copy_(from, /*non_blocking=*/true);
+  }
+}
+
 std::byte* advance(void* data, int64_t bytes) { return static_cast<std::byte*>(data) + bytes; }
 
 }  // namespace
@@ -48,7 +57,8 @@ Fp32Sum::Fp32Sum(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device devic
       bucket_(std::move(bucket)),
       world_size_(group_->getSize()),
       rank_(group_->getRank()),
-      num_values_(round_up(bucket_.segments.back().offset + bucket_.segments.back().numel, kBlockValues)),
+      num_values_(round_up(bucket_.segments.back().offset + bucket_.segments.back().numel,
+                           bucket_.wire_dtype == DType::kInt8 ? kBlockValues : 1)),
       limit_(saturation_limit(bucket_.wire_dtype, /*world_size=*/1)) {
   lay_out(tag, buffers);
 }
@@ -79,8 +89,11 @@ void Fp32Sum::lay_out(int tag, Fp32Buffers& buffers) {
     const int64_t end = std::min(begin + piece_values, num_values_);
     const int64_t shard =
         is_one_shot ? end - begin : round_up((end - begin + world_size_ - 1) / world_size_, kBlockValues);
-    const int64_t stride = round_up(bytes_of(shard) + (end == num_values_ ? extra_bytes : 0), alignment);
-    pieces_.push_back({begin, end, shard, offset, stride, shard_offset, Exchange(group_, device_, tag),
+    const int64_t length = end == num_values_ && extra_bytes > 0
+                               ? round_up(bytes_of(shard), bucket_.extras.element_size()) + extra_bytes
+                               : bytes_of(shard);
+    const int64_t stride = round_up(length, alignment);
+    pieces_.push_back({begin, end, shard, offset, length, stride, shard_offset, Exchange(group_, device_, tag),
                        Exchange(group_, device_, tag + 1)});
     offset += num_slots * stride;
     shard_offset += shard;
@@ -100,7 +113,18 @@ void* Fp32Sum::address(const Piece& piece, int64_t slot) const {
 }
 
 at::Tensor Fp32Sum::message(const Piece& piece, int64_t slot) const {
-  return bytes_.narrow(0, piece.offset + slot * piece.stride, piece.stride);
+  return bytes_.narrow(0, piece.offset + slot * piece.stride, piece.length);
+}
+
+// As message, of two_shot's second half, in which no extras travel.
+at::Tensor Fp32Sum::sums_message(const Piece& piece, int64_t slot) const {
+  return bytes_.narrow(0, piece.offset + slot * piece.stride, bytes_of(piece.shard));
+}
+
+// At the end of the last piece's messages.
+at::Tensor Fp32Sum::extras_in(const Piece& piece, int64_t slot) const {
+  const auto num_bytes = static_cast<int64_t>(bucket_.extras.nbytes());
+  return message(piece, slot).narrow(0, piece.length - num_bytes, num_bytes);
 }
 
 // The segments' parts among the bucket's values [begin, end), of which begin shall lie at the offset.
@@ -126,6 +150,10 @@ std::vector<Segment> Fp32Sum::cut(int64_t begin, int64_t end, int64_t offset) co
   return parts;
 }
 
+int64_t Fp32Sum::packing_slot(int64_t rank) const {
+  return rank == rank_ && device_.is_cpu() ? world_size_ + rank_ : rank;
+}
+
 // one_shot: a piece is one message, and slot r is rank r's. two_shot: slot j is for rank j, first its shard as it goes
 // there and then the sums that come from there; slot world_size + r is what came from rank r of this rank's own shard,
 // where its own part is packed at once.
@@ -135,7 +163,7 @@ std::vector<Segment> Fp32Sum::segments_of(const Piece& piece, bool is_packing) c
   }
   std::vector<Segment> all;
   for (int64_t rank = 0; rank < world_size_; ++rank) {
-    const int64_t slot = is_packing && rank == rank_ && device_.is_cpu() ? world_size_ + rank_ : rank;
+    const int64_t slot = is_packing ? packing_slot(rank) : rank;
     const int64_t begin = piece.begin + rank * piece.shard;
     const auto parts = cut(begin, std::min(begin + piece.shard, piece.end), values_in(slot * piece.stride));
     all.insert(all.end(), parts.begin(), parts.end());
@@ -226,23 +254,17 @@ void Fp32Sum::pack(const Piece& piece) {
   }
 }
 
-// Behind the last piece's values, in every rank's message.
 void Fp32Sum::add_extras(const Piece& piece) {
   if (!bucket_.extras.defined()) {
     return;
   }
-  const auto num_bytes = static_cast<int64_t>(bucket_.extras.nbytes());
-  const bool is_one_shot = bucket_.algorithm == Algorithm::kOneShot;
+  const at::Tensor extras = bucket_.extras.view(at::kByte);
+  if (bucket_.algorithm == Algorithm::kOneShot) {
+    copy(extras, extras_in(piece, rank_));
+    return;
+  }
   for (int64_t rank = 0; rank < world_size_; ++rank) {
-    const int64_t slot = is_one_shot ? rank_ : (rank == rank_ && device_.is_cpu() ? world_size_ + rank_ : rank);
-    if (device_.is_cpu()) {
-      std::memcpy(advance(address(piece, slot + 1), -num_bytes), bucket_.extras.const_data_ptr(), num_bytes);
-    } else {
-      message(piece, slot).narrow(0, piece.stride - num_bytes, num_bytes).copy_(bucket_.extras.view(at::kByte));
-    }
-    if (is_one_shot) {
-      return;
-    }
+    copy(extras, extras_in(piece, packing_slot(rank)));
   }
 }
 
@@ -250,16 +272,15 @@ void Fp32Sum::sum_extras(const Piece& piece) {
   if (!bucket_.extras.defined() || piece.end != num_values_) {
     return;
   }
-  const auto num_bytes = static_cast<int64_t>(bucket_.extras.nbytes());
   const int64_t first = bucket_.algorithm == Algorithm::kOneShot ? 0 : world_size_;
   at::Tensor sums = at::zeros_like(bucket_.extras);
   for (int64_t slot = first; slot < first + world_size_; ++slot) {
+    const at::Tensor extras = extras_in(piece, slot).view(at::kFloat);
     if (device_.is_cpu()) {
       auto* into = sums.data_ptr<float>();
-      const auto* from = reinterpret_cast<const float*>(advance(address(piece, slot + 1), -num_bytes));
-      std::transform(into, into + sums.numel(), from, into, std::plus<>());
+      std::transform(into, into + sums.numel(), extras.const_data_ptr<float>(), into, std::plus<>());
     } else {
-      sums.add_(message(piece, slot).narrow(0, piece.stride - num_bytes, num_bytes).view(at::kFloat));
+      sums.add_(extras);
     }
   }
   bucket_.extras = sums;
@@ -281,17 +302,16 @@ void Fp32Sum::drive_all() {
   for (Piece& piece : pieces_) {
     piece.first.wait();
     if (!device_.is_cpu()) {
-      // The group's own part came to no other place than those of the others.
       message(piece, world_size_ + rank_).copy_(message(piece, rank_), /*non_blocking=*/true);
     }
     sum_extras(piece);
     reduce(piece);
     for (int64_t step = 1; step < world_size_; ++step) {
       const int64_t peer = (rank_ + step) % world_size_;
-      piece.second.expect(message(piece, peer), peer);
+      piece.second.expect(sums_message(piece, peer), peer);
     }
     for (int64_t step = 1; step < world_size_; ++step) {
-      piece.second.send(message(piece, rank_), (rank_ + step) % world_size_);
+      piece.second.send(sums_message(piece, rank_), (rank_ + step) % world_size_);
     }
     piece.second.start();
   }

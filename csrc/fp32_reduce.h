@@ -79,7 +79,8 @@ class Fp32Sum {
     int64_t end;
     int64_t shard;         // values that each rank adds up, or gets from each: a multiple of kBlockValues
     int64_t offset;        // in bytes, of its messages
-    int64_t stride;        // in bytes, from one rank's message to the next
+    int64_t length;        // in bytes, of one
+    int64_t stride;        // in bytes, from one to the next
     int64_t shard_offset;  // in values, in the residual
     Exchange first;
     Exchange second;
@@ -90,7 +91,10 @@ class Fp32Sum {
   std::vector<Segment> cut(int64_t begin, int64_t end, int64_t offset) const;
   std::vector<Segment> segments_of(const Piece& piece, bool is_packing) const;
   at::Tensor message(const Piece& piece, int64_t slot) const;
+  at::Tensor sums_message(const Piece& piece, int64_t slot) const;
+  at::Tensor extras_in(const Piece& piece, int64_t slot) const;
   void* address(const Piece& piece, int64_t slot) const;
+  int64_t packing_slot(int64_t rank) const;
   void lay_out(int tag, Fp32Buffers& buffers);
   void pack(const Piece& piece);
   void add_extras(const Piece& piece);
