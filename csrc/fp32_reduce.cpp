@@ -38,7 +38,7 @@ int64_t size_of(DType dtype) {
 }
 
 // On a CPU without copy_, which takes longer than packing the gradients of a small policy.
-void copy(const at::Tensor& from, const at::Tensor& to) {
+void copy_bytes(const at::Tensor& from, const at::Tensor& to) {
   if (from.device().is_cpu()) {
     std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
   } else {
@@ -151,7 +151,7 @@ std::vector<Segment> Fp32Sum::cut(int64_t begin, int64_t end, int64_t offset) co
 }
 
 int64_t Fp32Sum::packing_slot(int64_t rank) const {
-  return rank == rank_ && device_.is_cpu() ? world_size_ + rank_ : rank;
+  return rank == rank_ ? world_size_ + rank_ : rank;
 }
 
 // one_shot: a piece is one message, and slot r is rank r's. two_shot: slot j is for rank j, first its shard as it goes
@@ -260,11 +260,11 @@ void Fp32Sum::add_extras(const Piece& piece) {
   }
   const at::Tensor extras = bucket_.extras.view(at::kByte);
   if (bucket_.algorithm == Algorithm::kOneShot) {
-    copy(extras, extras_in(piece, rank_));
+    copy_bytes(extras, extras_in(piece, rank_));
     return;
   }
   for (int64_t rank = 0; rank < world_size_; ++rank) {
-    copy(extras, extras_in(piece, packing_slot(rank)));
+    copy_bytes(extras, extras_in(piece, packing_slot(rank)));
   }
 }
 
@@ -301,9 +301,6 @@ void Fp32Sum::drive() {
 void Fp32Sum::drive_all() {
   for (Piece& piece : pieces_) {
     piece.first.wait();
-    if (!device_.is_cpu()) {
-      message(piece, world_size_ + rank_).copy_(message(piece, rank_), /*non_blocking=*/true);
-    }
     sum_extras(piece);
     reduce(piece);
     for (int64_t step = 1; step < world_size_; ++step) {
