@@ -280,6 +280,18 @@ def test_each_bucket_travels_as_was_chosen_for_its_size() -> None:
     run_ranks(_travels_as_chosen, 2)
 
 
+def _averages_at_once(rank: int, world_size: int) -> None:
+    weight = torch.zeros(1000, requires_grad=True)
+    for _ in range(2):
+        weight.grad = torch.full((1000,), 1.0 + rank)
+        fastsync.all_reduce_gradients([weight], "auto")
+        assert weight.grad.tolist() == [1.5] * 1000
+
+
+def test_gradients_are_averaged_at_once_as_was_chosen() -> None:
+    run_ranks(_averages_at_once, 2)
+
+
 def _measures(rank: int, world_size: int, folder: str) -> GroupProfile:
     before = torch.random.get_rng_state()
     profile = fastsync.measure_group()
