@@ -63,8 +63,10 @@ def choose(candidates: Sequence[Candidate], numel: int) -> int:
     return next(index for index, value in enumerate(seconds) if value <= bound)
 
 
-def compressions(wires: Iterable[str]) -> list[Compression]:
+def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:
     """The candidates of these wires: from least to most lossy, and of one wire from the simplest algorithm on.
+
+    Between two ranks two_shot is none: it sends as much as one_shot, in two steps, and rounds once more.
 
     Raises:
         ValueError: a wire is none, or none is named.
@@ -81,6 +83,7 @@ def compressions(wires: Iterable[str]) -> list[Compression]:
         found.extend(
             Compression(wire, reduce="fp32", error_feedback=wire in LOSSIER, algorithm=algorithm)
             for algorithm in get_args(Algorithm)
+            if world_size > 2 or algorithm != "two_shot"
         )
     return found
 

@@ -43,7 +43,7 @@ def measure_group(
         RuntimeError: another rank did not take part in time, or is lost.
     """
     group = resolve_group(process_group)
-    candidates = compressions(wires)
+    candidates = compressions(wires, group.size())
     where = _device_of(group) if device is None else torch.device(device)
     backend = backend_of(group, where)
     described = "; ".join(str(compression) for compression in candidates)

@@ -20,7 +20,7 @@ FACTOR = 4
 GROWTH = 5.0
 """No sync of ``FACTOR`` times as many values is taken to last longer than this, compared to the one before."""
 MIN_TURNS, MAX_TURNS = 3, 15
-SHARE = 0.12
+SHARE = 0.1
 """Of the budget: what a size may take beyond ``MIN_TURNS``, unless it is the last one."""
 HOPELESS = 1.5
 """A candidate that takes this many times as long as the best one, for each further value too, is measured no more."""
@@ -91,10 +91,12 @@ class _Survey:
             points.append((numel, points[-1][1] * min(seconds) / _seconds(best_before)))
 
     def _fits(self) -> bool:
+        points = [self._points[compression] for compression in self._active]
         remaining = self._budget - self._spent
-        at_most = sum(GROWTH * self._points[compression][-1][1] for compression in self._active)
-        expected = sum(_expected(self._points[compression]) for compression in self._active)
-        return at_most <= remaining and MIN_TURNS * expected <= remaining
+        at_most = GROWTH * sum(_seconds(each) for each in points)
+        # Without a second size nothing is known about larger ones, so there it is enough if one turn fits.
+        has_two_sizes = len(points[0]) > 1
+        return at_most <= remaining and (not has_two_sizes or MIN_TURNS * sum(map(_expected, points)) <= remaining)
 
     def _promising(self) -> list[Compression]:
         """Without those that have fallen behind for good: both in their time and in what further values add to it."""
@@ -125,5 +127,4 @@ def _added(points: Sequence[tuple[int, float]]) -> float:
 
 def _expected(points: Sequence[tuple[int, float]]) -> float:
     """At the next size: what further values add grows as the sizes do."""
-    at_most = GROWTH * _seconds(points)
-    return min(at_most, _seconds(points) + GROWTH * max(0.0, _added(points))) if len(points) > 1 else at_most
+    return _seconds(points) + GROWTH * max(0.0, _added(points))

@@ -149,7 +149,7 @@ def test_scales_live_with_a_hook_state_for_the_drop_in_hooks() -> None:
         state.load_state_dict({"scales": {"weights.0": 4.0}})
         ddp.register_comm_hook(state, fastsync.fp16_compress_hook)
         backward_of(ddp, [torch.ones(2)])
-        assert state.state_dict() == {"scales": {"weights.0": 8.0}}
+        assert state.state_dict()["scales"] == {"weights.0": 8.0}
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
@@ -185,4 +185,4 @@ def test_a_hook_state_without_its_model_says_so() -> None:
         with pytest.raises(ValueError, match=message):
             state.load_state_dict({"scales": {}})
         state = fastsync.HookState(module=Given([torch.ones(2)]))
-        assert state.state_dict() == {"scales": {}}
+        assert state.state_dict()["scales"] == {}

@@ -11,7 +11,7 @@ from fastsync.auto import choose, compressions
 from fastsync.compression import Compression
 from fastsync.survey import BUDGET, GROWTH, LARGEST, MAX_TURNS, MIN_TURNS, SMALLEST, survey
 
-EVERYTHING = compressions(["none", "fp16", "bf16", "int8"])
+EVERYTHING = compressions(["none", "fp16", "bf16", "int8"], world_size=4)
 BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 132 / 128}
 BUCKET = 6_553_600
 """Values of a bucket of 25 MiB."""
@@ -88,6 +88,14 @@ def test_its_choice_is_as_good_as_the_best_at_any_size(name: str, world_size: in
         chosen = EVERYTHING[choose(candidates, numel)]
         best = min(link.seconds(compression, max(numel, SMALLEST)) for compression in EVERYTHING)
         assert link.seconds(chosen, max(numel, SMALLEST)) <= 1.05 * best, f"{chosen} for {numel} values"
+
+
+def test_a_second_size_is_measured_where_a_turn_of_it_fits() -> None:
+    # 63 ms a turn: three turns of five times that would not fit any more.
+    link = Link(1.25e7, 3e-3, world_size=2)
+    candidates = survey(EVERYTHING, link.take_turns)
+    assert min(len(candidate.points) for candidate in candidates) >= 2
+    assert EVERYTHING[choose(candidates, BUCKET)].wire == "int8"
 
 
 def test_every_size_gets_several_turns_and_small_ones_leave_time_for_large_ones() -> None:
