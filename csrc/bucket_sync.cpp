@@ -90,7 +90,7 @@ Algorithm BucketSync::algorithm_for(const Compression& compression, DType grad, 
     return *compression.algorithm;
   }
   const int64_t bytes = numel * (compression.wire == Wire::kNone ? 4 : compression.wire == Wire::kInt8 ? 1 : 2);
-  return (world_size - 1) * (world_size - 2) / world_size * bytes <= kOneShotBytes ? Algorithm::kOneShot
+  return (world_size - 1) * (world_size - 2) * bytes <= kOneShotBytes * world_size ? Algorithm::kOneShot
                                                                                    : Algorithm::kTwoShot;
 }
 
@@ -125,7 +125,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> 
   flight->is_lossless = wire == Wire::kNone;
   flight->algorithm = algorithm_for(sync.compression, grad_dtype, flight->numel);
   flight->grads = std::move(grads);
-  if (wire == Wire::kFloat16 && !scale_.defined()) {
+  if (waits_to_send(sync.compression)) {
     agree_on_scale(flight->segments, grad_dtype);
   } else if (wire != Wire::kFloat16) {
     scale_.reset();  // it does not follow the gradients while another wire is in use
@@ -185,10 +185,11 @@ at::Tensor joined(const Extras& extras) {
   return at::cat({extras.flags, extras.riders});
 }
 
-// What a rank's rounding depends on, apart from the place in the bucket.
-uint64_t seed_of(int64_t step, int tag, int64_t rank) {
-  return (static_cast<uint64_t>(step) << 32U) ^ (static_cast<uint64_t>(tag) << 48U) ^
-         (static_cast<uint64_t>(rank) << 20U);
+// What a rank's rounding depends on, apart from the place in the bucket, which is added. Nothing that a resumed run
+// does not have as well, such as the tag.
+uint64_t seed_of(const Sync& sync, int64_t rank) {
+  const auto step = static_cast<uint64_t>(sync.step);
+  return (static_cast<uint64_t>(block_key(step, sync.number)) << 32U) | block_key(~step, rank);
 }
 
 }  // namespace
@@ -204,7 +205,7 @@ void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& e
                       stats_,
                       workspace_,
                       joined(extras),
-                      {sync.compression.is_stochastic, seed_of(sync.step, sync.tag, group_->getRank())}};
+                      {sync.compression.is_stochastic, seed_of(sync, group_->getRank())}};
   try {
     flight.sum = std::make_unique<Fp32Sum>(group_, device_, sync.tag, std::move(bucket), fp32_buffers_);
     if (sync.compression.error_feedback && flight.algorithm == Algorithm::kTwoShot) {
@@ -318,9 +319,7 @@ void BucketSync::receive(Flight& flight) {
     return;
   }
   try {
-    flight.sum->drive();
-    flight.stopwatch->mark(Mark::kReduced);
-    flight.sum->finish();
+    flight.sum->finish(*flight.stopwatch);
     flight.totals->wire_bytes += flight.sum->sent_bytes();
   } catch (const std::exception& error) {
     TORCH_CHECK(false, *flight.failure, error.what());

@@ -150,9 +150,7 @@ std::vector<Segment> Fp32Sum::cut(int64_t begin, int64_t end, int64_t offset) co
   return parts;
 }
 
-int64_t Fp32Sum::packing_slot(int64_t rank) const {
-  return rank == rank_ ? world_size_ + rank_ : rank;
-}
+int64_t Fp32Sum::packing_slot(int64_t rank) const { return rank == rank_ ? world_size_ + rank_ : rank; }
 
 // one_shot: a piece is one message, and slot r is rank r's. two_shot: slot j is for rank j, first its shard as it goes
 // there and then the sums that come from there; slot world_size + r is what came from rank r of this rank's own shard,
@@ -336,11 +334,12 @@ void Fp32Sum::reduce(const Piece& piece) {
   run_reduce(args, device_);
 }
 
-void Fp32Sum::finish() {
+void Fp32Sum::finish(Stopwatch& stopwatch) {
   drive();
   if (error_) {
     std::rethrow_exception(error_);
   }
+  stopwatch.mark(Mark::kReduced);
   for (Piece& piece : pieces_) {
     if (bucket_.algorithm == Algorithm::kOneShot) {
       piece.first.wait();
@@ -348,7 +347,14 @@ void Fp32Sum::finish() {
     } else {
       piece.second.wait();
     }
+    if (piece.end == num_values_) {
+      stopwatch.mark(Mark::kReduced);
+    }
     unpack(piece);
+  }
+  if (!device_.is_cpu() && bucket_.extras.defined()) {
+    // Their sums were made beside backward, and are read on this stream.
+    bucket_.extras.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
 }
 

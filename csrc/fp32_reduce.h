@@ -13,6 +13,7 @@
 #include "backend.h"
 #include "compression.h"
 #include "exchange.h"
+#include "sync_times.h"
 
 namespace fastsync {
 
@@ -60,8 +61,8 @@ class Fp32Sum {
   // the sums. From any thread; on CUDA send has done it. What goes wrong is thrown by finish.
   void drive();
 
-  // Waits for the rest and unpacks.
-  void finish();
+  // Waits for the rest and unpacks. Marks the moment at which nothing is left to wait for.
+  void finish(Stopwatch& stopwatch);
 
   // Gradients to be unpacked there instead: a vector of num_values of their dtype.
   void redirect(const at::Tensor& elsewhere);
