@@ -11,6 +11,7 @@
 #include <iterator>
 #include <utility>
 
+#include "agreement.h"
 #include "without_python_objects.h"
 
 namespace fastsync {
@@ -186,9 +187,11 @@ at::Tensor joined(const Extras& extras) {
 }
 
 // What a rank's rounding depends on, apart from the place in the bucket.
-uint64_t seed_of(int64_t step, int tag, int64_t rank) {
-  return (static_cast<uint64_t>(step) << 32U) ^ (static_cast<uint64_t>(tag) << 48U) ^
-         (static_cast<uint64_t>(rank) << 20U);
+Rounding rounding_of(const Sync& sync, int64_t rank) {
+  if (!sync.compression.is_stochastic) {
+    return {};
+  }
+  return {/*is_stochastic=*/true, fingerprint(c10::str(sync.step, " ", sync.index, " ", rank))};
 }
 
 }  // namespace
@@ -204,7 +207,7 @@ void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& e
                       stats_,
                       workspace_,
                       joined(extras),
-                      {sync.compression.is_stochastic, seed_of(sync.step, sync.tag, group_->getRank())}};
+                      rounding_of(sync, group_->getRank())};
   try {
     flight.sum = std::make_unique<Fp32Sum>(group_, device_, sync.tag, std::move(bucket), fp32_buffers_);
     if (sync.compression.error_feedback && flight.algorithm == Algorithm::kTwoShot) {

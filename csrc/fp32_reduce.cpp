@@ -150,9 +150,7 @@ std::vector<Segment> Fp32Sum::cut(int64_t begin, int64_t end, int64_t offset) co
   return parts;
 }
 
-int64_t Fp32Sum::packing_slot(int64_t rank) const {
-  return rank == rank_ ? world_size_ + rank_ : rank;
-}
+int64_t Fp32Sum::packing_slot(int64_t rank) const { return rank == rank_ ? world_size_ + rank_ : rank; }
 
 // one_shot: a piece is one message, and slot r is rank r's. two_shot: slot j is for rank j, first its shard as it goes
 // there and then the sums that come from there; slot world_size + r is what came from rank r of this rank's own shard,

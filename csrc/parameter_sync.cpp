@@ -169,7 +169,8 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool wit
   for (const at::Tensor& grad : grads) {
     numel += grad.numel();
   }
-  const Sync sync{schedule_->at(step_, numel), step_, tag_ + static_cast<int>(next_bucket_) * kTagsPerBucket};
+  const Sync sync{schedule_->at(step_, numel), step_, static_cast<int64_t>(next_bucket_),
+                  tag_ + static_cast<int>(next_bucket_) * kTagsPerBucket};
   bucket.flight =
       bucket.sync->send(std::move(grads), sync, times_.start_bucket(bucket.sync->totals(), device), extras, stand_in);
   next_bucket_ += 1;
