@@ -49,7 +49,7 @@ test-gpu: venv
 # whose exceptions it watches. What Python and torch never free is no concern of ours. That build comes before the
 # package in this folder on the import path, in the tests and in what they start.
 ASAN_FOLDER := build/asan
-ASAN_TESTS  ?= tests/test_ops.py tests/test_agreement.py $(wildcard tests/test_ddp*.py tests/test_attach*.py)
+ASAN_TESTS  ?= tests/test_agreement.py $(wildcard tests/test_ops*.py tests/test_ddp*.py tests/test_attach*.py)
 test-asan: venv
 	mkdir -p $(ASAN_FOLDER)
 	FASTSYNC_SANITIZE=address FASTSYNC_CUDA=0 $(BIN)/python setup.py --quiet \

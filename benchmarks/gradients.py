@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BLOCK_VALUES, LARGEST_INT8 = 128, 127
-"""Of an int8 wire: values that share a scale, of one parameter; and what the largest of them is sent as."""
+from fastsync.reference import BLOCK_VALUES
+
+LARGEST_INT8 = 127
+"""What the largest value of a block is sent as."""
 SLACK = 1.02
 """What the bound of ``half_steps`` is multiplied by. Residuals make a value larger before it is rounded, at most by a
 part of 1/126, twice, which is what stochastic rounding to int8 leaves; float32's own roundings are far less."""

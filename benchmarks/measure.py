@@ -6,6 +6,7 @@ threads; only the values of the weights, which nobody changes, are shared.
 
 import faulthandler
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.progress import Progress
 
+from benchmarks.compressions import held_bytes
 from benchmarks.gradients import Gradients
 from benchmarks.records import Record, environment, quantiles
 from benchmarks.timing import Rival, rounds, slowest_rank, time_turns
@@ -60,14 +62,17 @@ class Measurement:
     """A step's share of SyncStats; empty where the way does not tell."""
 
 
-def memory_needed(size: Size, names: Sequence[str]) -> int:
+def memory_needed(size: Size, names: Sequence[str], num_ranks: int) -> int:
     """Bytes that one rank allocates to measure these ways: at most, as measured in main memory.
 
     The workload holds weights, own gradients, their mean and its bound; one result at a time is compared in float64. A
-    way holds gradients, its buffer, and DDP's buckets where it has them; PowerSGD what it has left out as well.
+    way holds gradients, its buffer, and DDP's buckets where it has them; PowerSGD what it has left out as well, and the
+    engine what ranks send each other.
     """
     workload, comparison, way = 6 * size.nbytes, 8 * size.nbytes, 3 * size.nbytes
-    return workload + comparison + way * len(names)
+    compressions = [WAYS[name].compression for name in names]
+    held = sum(held_bytes(compression, num_ranks) for compression in compressions if compression is not None)
+    return workload + comparison + way * len(names) + math.ceil(held * size.numel)
 
 
 def measure(

@@ -84,7 +84,7 @@ class Options:
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
         for name, size in self.all_sizes.items():
-            needed = memory_needed(size, with_their_limits(self.ways))
+            needed = memory_needed(size, with_their_limits(self.ways), self.nproc)
             check_ranks_fit(f"size {name}", needed, self.nproc, "choose fewer --ways or smaller sizes", self.cpu)
 
     @property

@@ -1,5 +1,7 @@
 #include "exchange.h"
 
+#include <ATen/record_function.h>
+
 #include "without_python_objects.h"
 
 namespace fastsync {
@@ -50,6 +52,7 @@ void Exchange::start() {
 }
 
 void Exchange::wait() {
+  RECORD_FUNCTION("fastsync::wait", {});
   for (const auto& work : std::exchange(works_, {})) {
     work->wait();
   }

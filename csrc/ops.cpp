@@ -46,9 +46,7 @@ int64_t num_rows(const at::Tensor& wires) { return wires.dim() == 2 ? wires.size
 int64_t row_bytes(const at::Tensor& wires) {
   return wires.dim() == 2 ? wires.stride(0) * static_cast<int64_t>(wires.element_size()) : 0;
 }
-bool has_contiguous_rows(const at::Tensor& matrix) {
-  return matrix.layout() == at::kStrided && (matrix.sym_stride(1) == 1 || matrix.sym_size(1) <= 1);
-}
+bool has_contiguous_rows(const at::Tensor& matrix) { return matrix.sym_stride(1) == 1 || matrix.sym_size(1) <= 1; }
 
 // uint8 holds blocks of int8.
 bool is_wire(at::ScalarType dtype, at::ScalarType full) {
@@ -63,9 +61,14 @@ c10::SymInt wire_numel(at::TensorList grads, at::ScalarType wire) {
   return numel;
 }
 
+void check_dense(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, name, ": expected a dense tensor, got layout ", tensor.layout());
+}
+
 void check_wire(const at::Tensor& wire, at::TensorList grads, bool is_matrix = false) {
   const at::Tensor& grad = grads.front();
   const auto dtype = wire.scalar_type();
+  check_dense(wire, "wire");
   TORCH_CHECK_VALUE(is_wire(dtype, grad.scalar_type()), "wire: expected the gradients' dtype (", grad.scalar_type(),
                     "), float16, bfloat16 or uint8 (blocks of int8), got ", dtype);
   TORCH_CHECK_VALUE(wire.device() == grad.device(), "wire: expected device ", grad.device(),
@@ -260,6 +263,8 @@ void check_reduce(const at::Tensor& wires, const at::Tensor& out, const std::opt
                   std::optional<double> limit, bool stochastic) {
   TORCH_CHECK_VALUE(is_supported(grad_dtype), "grad_dtype: expected float32, float64, float16 or bfloat16, got ",
                     grad_dtype);
+  check_dense(wires, "wires");
+  check_dense(out, "out");
   const auto full = compute_dtype(grad_dtype);
   const auto from = wires.scalar_type();
   const auto to = out.scalar_type();

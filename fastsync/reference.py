@@ -170,9 +170,9 @@ def encode_int8(values: Tensor, *, stochastic: bool = False, seed: int = 0) -> T
     magnitude, or 2^-110 where that is smaller, over 127; it is nan, and all values are 0, where one of the block's
     values is not finite. The result is a uint8 vector of ``BLOCK_BYTES`` a block, in the machine's order of bytes.
 
-    Values are rounded to nearest even. ``stochastic=True`` rounds them up with a probability of what rounding down would
-    lose, to 2^-15, by ``random_fractions`` of the ``seed``: the expected value of what is sent is then what was to be
-    sent (S. Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015, section 3).
+    Values are rounded to nearest even. ``stochastic=True`` rounds them up with a probability of what rounding down
+    would lose, to 2^-15, by ``random_fractions`` of the ``seed``: the expected value of what is sent is then what was
+    to be sent (S. Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015, section 3).
     """
     blocks = _pad(values).view(-1, BLOCK_VALUES)
     finite = blocks.isfinite().all(dim=1, keepdim=True)
@@ -201,13 +201,13 @@ def random_fractions(seed: int, num_blocks: int) -> Tensor:
     """What stochastic rounding adds to each of a wire's values: int64 in [0, 2^15), of shape [blocks, values].
 
     A block's key is the upper half of the SplitMix64 finaliser (G. Steele, D. Lea, C. Flood, Fast Splittable
-    Pseudorandom Number Generators, OOPSLA 2014) of the seed and the block's number; a value's bits are the upper ones of
-    the MurmurHash3 finaliser (A. Appleby, 2011) of the key and the value's place in the block.
+    Pseudorandom Number Generators, OOPSLA 2014) of the seed and the block's number; a value's bits are the upper ones
+    of the MurmurHash3 finaliser (A. Appleby, 2011) of the key and the value's place in the block.
     """
     bits = _signed(seed) + (1 + torch.arange(num_blocks)) * _signed(0x9E3779B97F4A7C15)
-    bits = (bits ^ _shift_right(bits, 30, 64)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift_right(bits, 27, 64)) * _signed(0x94D049BB133111EB)
-    keys = _shift_right(bits ^ _shift_right(bits, 31, 64), 32, 64)
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    keys = _shift_right(bits ^ _shift_right(bits, 31), 32)
     bits = (keys.view(-1, 1) + torch.arange(BLOCK_VALUES)) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -367,10 +367,12 @@ def _decode(wire: Tensor) -> Tensor:
 
 def _sum_wires(wires: Tensor, compute: torch.dtype, multiplier: float) -> Tensor:
     factor = torch.tensor(multiplier, dtype=compute, device=wires.device)
-    first, *others = [_decode(wire).to(compute) * factor for wire in torch.atleast_2d(wires)]
-    for other in others:
-        first = first + other
-    return first
+    rows = wires.unbind() if wires.dim() == 2 else (wires,)
+    values = [_decode(row).to(compute) * factor for row in rows]
+    total = values[0]
+    for other in values[1:]:
+        total = total + other
+    return total
 
 
 def _within_range(values: Tensor, source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -383,8 +385,9 @@ def _signed(bits: int) -> int:
     return bits - 2**64 if bits >= 2**63 else bits
 
 
-def _shift_right(bits: Tensor, count: int, width: int) -> Tensor:
-    return (bits >> count) & (2 ** (width - count) - 1)
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Of int64 as if it had no sign."""
+    return torch.bitwise_and(bits >> count, 2 ** (64 - count) - 1)
 
 
 def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ from benchmarks.memory import available
 from benchmarks.records import Record, RowFile, quantiles, read_json
 from benchmarks.timing import rounds, slowest_rank, time_turns
 from benchmarks.units import format_bytes, format_seconds, parse_bytes, parse_seconds
-from benchmarks.ways import LIMITS, WAYS, BareAllReduce, TrainingStep, Way, left_out, with_their_limits
+from benchmarks.ways import BY_DEFAULT, LIMITS, WAYS, BareAllReduce, TrainingStep, Way, left_out, with_their_limits
 from benchmarks.workloads import SIZES, Workload, size_of, sweep
 from fastsync import SyncStats
 from tests.models import group_of_one
@@ -45,12 +45,15 @@ def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def test_sync_from_the_command_line(tmp_path: Path):
+    """All ways by default, and one on request of each kind."""
+    on_request = {f"fastsync.attach/{name}" for name in ("none+two_shot", "fp16+one_shot", "int8+stochastic", "auto")}
+    ways = [way for way in WAYS if way in BY_DEFAULT or way in on_request]
     options = ("--sizes", "5k", "--repetitions", "3", "--warmup", "2", "--json", "rows.json")
-    process = run_command(tmp_path, "sync", *options, "--ways", *WAYS)
+    process = run_command(tmp_path, "sync", *options, "--ways", *ways)
     assert process.returncode == 0, process.stdout + process.stderr
     rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     refused = "ddp/bf16_compress_hook"
-    assert list(rows) == [way for way in WAYS if way != refused]
+    assert list(rows) == [way for way in ways if way != refused]
     assert f"{refused} is left out: PyTorch refuses it on gloo" in process.stdout
     for way, row in rows.items():
         assert way in process.stdout
@@ -70,7 +73,8 @@ def test_sync_from_the_command_line(tmp_path: Path):
     for door in ("register_comm_hook", "attach"):
         for compression, width in {"none": 4, "fp16": 2, "bf16": 2}.items():
             figures = rows[f"fastsync.{door}/{compression}"]["figures"]
-            assert 1 <= figures["wire_bytes"] / (width * values) < 1.01  # attach sends a little of its own along
+            # attach sends a little of its own along, and what ranks send each other is whole blocks.
+            assert 1 <= figures["wire_bytes"] / (width * values) < 1.05
             assert all(figures[cost] > 0 for cost in COSTS)
         assert 1 <= rows[f"fastsync.{door}/int8"]["figures"]["wire_bytes"] / (132 * blocks) < 1.05
     assert rows["ddp"]["figures"]["wire_bytes"] is None

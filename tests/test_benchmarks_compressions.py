@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.choices import against_the_best
-from benchmarks.compressions import DEFAULT, ON_REQUEST, algorithm, half_steps
+from benchmarks.compressions import DEFAULT, ON_REQUEST, algorithm, half_steps, held_bytes
 from benchmarks.records import Record
 from benchmarks.ways import BY_DEFAULT, WAYS
 
@@ -14,6 +16,9 @@ def test_compressions_by_name():
     names = ("fp16+one_shot", "bf16+fp32", "int8", "int8+two_shot", "int8+ef+one_shot", "int8+ef", "int8+stochastic")
     assert [half_steps(name) for name in names] == [1, 2, 2, 2, 2, 4, 4]
     assert [algorithm(name, 2) for name in ("bf16", "bf16+fp32", "int8")] == ["all_reduce", "one_shot", "one_shot"]
+    assert [held_bytes(name, 2) for name in ("fp16", "fp16+fp32", "none+two_shot", "auto")] == [0, 2 * 2, 2 * 4, 2 * 4]
+    assert [held_bytes(name, 4) for name in ("fp16+fp32", "none+one_shot")] == [2 * 2, 4 * 4]
+    assert held_bytes("int8+ef", 4) == 2 * 132 / 128 + 8
     assert [algorithm(name, 4) for name in ("int8+ef", "int8+one_shot")] == ["two_shot", "one_shot"]
 
 
@@ -40,5 +45,8 @@ def test_a_choice_is_held_against_what_it_could_have_chosen():
     )
     _, line = against_the_best([*rows, made("attach/auto:int8", 1.0625)])
     assert line.startswith("fastsync.attach/auto:int8: 1.062 [1.062, 1.062] × the best of 3 it could have chosen, ")
-    assert line.endswith("fastsync.attach/int8+ef: MORE than the promised 1.05")
+    assert line.endswith("fastsync.attach/int8+ef: MORE than the promised 1.05, beyond noise")
+    noisy = replace(rows[2], samples=[1.0, 2.25, 9.0])
+    (line,) = against_the_best([*rows[:2], noisy])
+    assert line.endswith(": MORE than the promised 1.05, within noise")
     assert list(against_the_best(rows[:2])) == list(against_the_best(rows[2:3])) == []

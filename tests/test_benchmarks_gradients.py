@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.compressions import DEFAULT, ON_REQUEST, half_steps, split
 from benchmarks.gradients import Rounding
-from benchmarks.ways import LIMITS
+from benchmarks.ways import LIMITS, WAYS
 from benchmarks.workloads import Size, Workload
+from fastsync import reference
 from tests.models import group_of_one
 
 CPU = torch.device("cpu")
@@ -65,16 +68,34 @@ def test_the_check_knows_the_scales_of_blocks():
     assert not workload.is_mean((mean / of_all).round() * of_all, half)
 
 
-def test_the_bound_of_blocks_holds_for_several_ranks(monkeypatch: pytest.MonkeyPatch):
-    """The mean of what four ranks round, rounded once more, is within two half steps and not within a half of one."""
+NAMES = [name for name in (*DEFAULT, *ON_REQUEST) if half_steps(name) and "stochastic" not in name]
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bounds_hold_for_the_specification(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch):
+    """Over several steps of the same gradients, as benchmarks have them."""
     with group_of_one():
-        monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
         workload = Workload(Size(SHAPES, repetitions=1), CPU)
-    numel = workload.flat_grads.numel()
-    grads = [torch.randn(numel, generator=torch.Generator().manual_seed(1 + rank)) for rank in range(4)]
-    assert torch.equal(grads[0], workload.flat_grads)
-    mean = sum(in_blocks(each, torch.round) for each in grads) / 4
-    assert workload.is_mean(mean, Rounding(torch.int8, half_steps=1))
-    assert workload.is_mean(in_blocks(mean, torch.round), Rounding(torch.int8, half_steps=2))
-    assert not workload.is_mean(in_blocks(mean, torch.round), Rounding(torch.int8, half_steps=0.5))
-    assert not workload.is_mean(mean * 4 / 3, Rounding(torch.int8, half_steps=2))
+    numel, lengths = workload.flat_grads.numel(), [math.prod(shape) for shape in SHAPES]
+    flat = [torch.randn(numel, generator=torch.Generator().manual_seed(1 + rank)) for rank in range(world_size)]
+    assert torch.equal(flat[0], workload.flat_grads)
+    (rounding,) = WAYS[f"fastsync.attach/{name}"].allowed
+    wire = torch.uint8 if rounding.wire == torch.int8 else rounding.wire
+    with_feedback, two_shot = "ef" in split(name)[1], "one_shot" not in name
+    residuals = [[torch.zeros(length) for length in lengths] for _ in flat] if with_feedback else None
+    of_sums = torch.zeros(sum(-(-length // 128) * 128 for length in lengths)) if with_feedback and two_shot else None
+    for _ in range(20):
+        mean = torch.cat(
+            reference.all_reduce_mean(
+                [list(each.split(lengths)) for each in flat],
+                wire,
+                reduce="fp32",
+                algorithm="two_shot" if two_shot else "one_shot",
+                residuals=residuals,
+                reduced_residual=of_sums,
+            )
+        )
+        assert workload.is_mean(mean, rounding)
+    assert not workload.is_mean(mean, replace(rounding, half_steps=rounding.half_steps / 8))

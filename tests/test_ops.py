@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from tests.sample_inputs import (
 
 ops = torch.ops.fastsync
 on_each_device = pytest.mark.parametrize("device", DEVICES)
-random_examples = settings(derandomize=True, deadline=None, max_examples=300)
+random_examples = settings(derandomize=True, deadline=None, max_examples=200)
 HALVES = [torch.float16, torch.bfloat16]
 CHUNK = 32768
 BLOCK = 256
@@ -444,12 +445,18 @@ def test_fake_tensors_are_checked_and_nothing_else() -> None:
         assert ops.pack(grads, wire, stats, scale, limit=1.0) is None
         assert ops.unpack(wire, grads, stats, scale) is None
         assert ops.measure(grads, stats) is None
+        blocks, residuals = torch.empty(2, 264, dtype=torch.uint8), [torch.empty(3, 5), torch.empty(())]
+        assert ops.pack(grads, blocks[0], stats, None, residuals, stochastic=True, seed=1) is None
+        assert ops.reduce(blocks, blocks[1], scale, torch.empty(256), multiplier=0.5) is None
+        assert ops.unpack(blocks, grads, stats, multiplier=0.5) is None
         with pytest.raises(ValueError, match="wire: expected a contiguous vector of 16 elements"):
             ops.pack(grads, wire[1:], stats)
         with pytest.raises(ValueError, match="wire: expected a contiguous vector of 16 elements"):
             ops.unpack(wire[1:], grads, stats)
         with pytest.raises(ValueError, match="stats: expected 4"):
             ops.measure(grads, stats[1:])
+        with pytest.raises(ValueError, match="residual: expected a contiguous Float tensor of 256 elements"):
+            ops.reduce(blocks, blocks[1], None, torch.empty(255))
 
 
 def test_more_than_2_to_the_31_elements_on_meta() -> None:
@@ -459,6 +466,10 @@ def test_more_than_2_to_the_31_elements_on_meta() -> None:
     ops.pack(grads, wire, stats, scale)
     ops.unpack(wire, grads, stats, scale)
     ops.measure(grads, stats)
+    blocks = torch.empty(2, 3 * 2**24 * reference.BLOCK_BYTES, device="meta", dtype=torch.uint8)
+    ops.pack(grads, blocks[0], stats)
+    ops.reduce(blocks, blocks[0], multiplier=0.5)
+    ops.unpack(blocks, grads, stats, multiplier=0.5)
     message = r"contiguous vector of 6442450944 elements, as many as the gradients have, got \[6442450943\]"
     with pytest.raises(ValueError, match=message):
         ops.pack(grads, wire[:-1], stats)
@@ -477,9 +488,11 @@ def test_autograd_sees_that_tensors_were_written(device: str) -> None:
 
 
 def test_without_vector_instructions_the_values_are_the_same() -> None:
-    """The plain rows, which other CPUs use: the tests of values above, where torch is told to do without AVX2 too."""
-    values = "samples or random_buckets or borders or magnitude or every or limit"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", values]
+    """The plain rows, which other CPUs use: the tests of values, where torch is told to do without AVX2 too."""
+    values = "samples or random_buckets or random_wires or borders or magnitude or every or limit or references_bits"
+    folder = Path(__file__).parent
+    files = [__file__, folder / "test_ops_int8.py", folder / "test_ops_residuals.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files), "-k", values]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
     environment.pop("FAIL_WITHOUT_CUDA", None)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)

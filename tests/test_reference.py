@@ -300,3 +300,117 @@ def test_what_is_not_finite_on_one_rank_reaches_the_mean_in_its_place(bad: float
     for order in itertools.permutations(ranks):
         (mean,) = reference.all_reduce_mean(order, wire)
         assert mean.isfinite().tolist() == [True, False]
+
+
+# ---- blocks of int8 -------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_a_scale_and_128_bytes() -> None:
+    values = torch.zeros(130)
+    values[:4] = torch.tensor([254.0, -254.0, 1.0, -3.0])
+    values[128:] = torch.tensor([0.5, 127.0])
+    wire = reference.encode_int8(values)
+    assert len(wire) == 2 * 132
+    assert wire[:4].view(torch.float32).item() == 2
+    assert wire[4:132].view(torch.int8).tolist() == [127, -127, 0, -2] + [0] * 124  # halves go to even
+    assert wire[132:136].clone().view(torch.float32).item() == 1
+    assert wire[136:].view(torch.int8).tolist() == [0, 127] + [0] * 126
+    assert reference.decode_int8(wire)[:4].tolist() == [254, -254, 0, -4]
+
+
+def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
+    values = torch.cat([torch.zeros(128), torch.full((128,), 1.0), torch.full((128,), 2.0)])
+    values[200] = -INF
+    decoded = reference.decode_int8(reference.encode_int8(values))
+    assert_bitwise_equal(decoded[:128], torch.zeros(128))
+    assert decoded[128:256].isnan().all()
+    assert decoded[256:].tolist() == [2.0] * 128
+
+
+def test_every_gradient_begins_a_block() -> None:
+    grads = [torch.arange(130.0), torch.empty(0), torch.tensor(5.0), torch.tensor([[127.0, -1.0]])]
+    assert reference.wire_numel([130, 0, 1, 2], torch.uint8) == 4 * 132
+    wire = torch.empty(4 * 132, dtype=torch.uint8)
+    reference.pack(grads, wire, new_stats())
+    decoded = reference.decode_int8(wire)
+    assert decoded[:127].tolist() == list(range(127))
+    assert (decoded[256].item(), decoded[384].item(), decoded[385].item()) == (5, 127, -1)
+    written = [torch.full_like(grad, 99) for grad in grads]
+    reference.unpack(wire, written, new_stats())
+    assert (written[2].item(), written[3].tolist()) == (5, [[127, -1]])
+
+
+# ---- sums in float32 ------------------------------------------------------------------------------------------------
+
+NARROW = [*HALVES, torch.uint8]
+# The error of one encoding, relative to the largest magnitude of what is encoded: half a step.
+HALF_STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.uint8: 0.5 / 127 + 2.0**-17}
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("wire", NARROW)
+@pytest.mark.parametrize("magnitude", [1e-25, 1e-4, 1.0, 1e4, 1e30])
+def test_error_of_sums_in_float32_does_not_grow_with_the_world(
+    wire: torch.dtype, algorithm: str, magnitude: float
+) -> None:
+    """One rounding in, and for two_shot one more out, whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(6)
+    for world_size in (1, 2, 3, 8, 32):
+        ranks = [[(torch.rand(500, generator=generator) - 0.5) * 2 * magnitude] for _ in range(world_size)]
+        exact = torch.stack([grads[0].double() for grads in ranks]).mean(dim=0)
+        (mean,) = reference.all_reduce_mean(ranks, wire, reduce="fp32", algorithm=algorithm)
+        bound = magnitude * HALF_STEP[wire] * (1 if algorithm == "one_shot" else 2.02)
+        assert (mean.double() - exact).abs().max() <= bound * (1 + world_size * 2.0**-20)
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sums_in_float32_of_the_gradients_own_dtype_are_the_mean(world_size: int, dtype: torch.dtype) -> None:
+    ranks = [[torch.tensor([[rank, -rank], [2, 16]]).to(dtype)] for rank in range(world_size)]
+    for algorithm in ("one_shot", "two_shot"):
+        (mean,) = reference.all_reduce_mean(ranks, reduce="fp32", algorithm=algorithm)
+        assert mean.tolist() == [[(world_size - 1) / 2, (1 - world_size) / 2], [2, 16]]
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("wire", NARROW)
+def test_what_was_applied_over_the_steps_is_the_mean_up_to_one_steps_residuals(
+    wire: torch.dtype, algorithm: str
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    world_size = 3
+    residuals = [[torch.zeros(300)] for _ in range(world_size)]
+    numel = 384 if wire == torch.uint8 else 300
+    reduced_residual = torch.zeros(numel) if algorithm == "two_shot" else None
+    applied, wanted = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
+    for _ in range(30):
+        ranks = [[torch.randn(300, generator=generator)] for _ in range(world_size)]
+        wanted += torch.stack([grads[0].double() for grads in ranks]).mean(dim=0)
+        (mean,) = reference.all_reduce_mean(
+            ranks,
+            wire,
+            reduce="fp32",
+            algorithm=algorithm,
+            residuals=residuals,
+            reduced_residual=reduced_residual,
+        )
+        applied += mean.double()
+        kept = torch.stack([each[0].double() for each in residuals]).mean(dim=0)
+        if reduced_residual is not None:
+            kept += reduced_residual[:300].double()
+        torch.testing.assert_close(applied + kept, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("wire", NARROW)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_not_finite_on_one_rank_reaches_the_sum_in_float32(
+    bad: float, wire: torch.dtype, algorithm: str
+) -> None:
+    ranks = [[torch.ones(300)], [torch.ones(300)]]
+    ranks[1][0][200] = bad
+    (mean,) = reference.all_reduce_mean(ranks, wire, reduce="fp32", algorithm=algorithm)
+    expected = torch.zeros(300, dtype=torch.bool)
+    expected[128 : 256 if wire == torch.uint8 else 128] = True
+    expected[200] = True
+    assert torch.equal(~mean.isfinite(), expected)

@@ -237,9 +237,9 @@ struct UnpackQuads {
   __device__ void finish(bool is_last) const { move_on(bucket_scale, stats, is_last); }
 };
 
-template <class Compute, class W, class Out>
+template <class T, class W, class Out>
 struct ReduceQuads {
-  using C = Compute;
+  using C = T;
   using Total = Saturations;  // counted by nobody
 
   Sums<C, W> sums;
