@@ -95,7 +95,11 @@ def test_riders_go_with_the_next_sync() -> None:
 
 def _in_the_same_collective(rank: int, world_size: int) -> None:
     # At full width two ranks send each other one message, which holds all; 16 bits are added by all_reduce.
-    for wire, name, number in (("none", "gloo:send", 1), ("none", "gloo:all_reduce", 0), ("fp16", "gloo:all_reduce", 2)):
+    for wire, name, number in (
+        ("none", "gloo:send", 1),
+        ("none", "gloo:all_reduce", 0),
+        ("fp16", "gloo:all_reduce", 2),
+    ):
         model = Given([torch.ones(3)])
         sync = fastsync.attach(model, wire)
         for _ in range(2):
