@@ -11,6 +11,7 @@
 #include <iterator>
 #include <utility>
 
+#include "agreement.h"
 #include "without_python_objects.h"
 
 namespace fastsync {
@@ -185,11 +186,12 @@ at::Tensor joined(const Extras& extras) {
   return at::cat({extras.flags, extras.riders});
 }
 
-// What a rank's rounding depends on, apart from the place in the bucket, which is added. Nothing that a resumed run
-// does not have as well, such as the tag.
-uint64_t seed_of(const Sync& sync, int64_t rank) {
-  const auto step = static_cast<uint64_t>(sync.step);
-  return (static_cast<uint64_t>(block_key(step, sync.number)) << 32U) | block_key(~step, rank);
+// What a rank's rounding depends on, apart from the place in the bucket.
+Rounding rounding_of(const Sync& sync, int64_t rank) {
+  if (!sync.compression.is_stochastic) {
+    return {};
+  }
+  return {/*is_stochastic=*/true, fingerprint(c10::str(sync.step, " ", sync.index, " ", rank))};
 }
 
 }  // namespace
@@ -205,7 +207,7 @@ void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& e
                       stats_,
                       workspace_,
                       joined(extras),
-                      {sync.compression.is_stochastic, seed_of(sync, group_->getRank())}};
+                      rounding_of(sync, group_->getRank())};
   try {
     flight.sum = std::make_unique<Fp32Sum>(group_, device_, sync.tag, std::move(bucket), fp32_buffers_);
     if (sync.compression.error_feedback && flight.algorithm == Algorithm::kTwoShot) {

@@ -30,9 +30,9 @@ struct Extras {
 // One sync of a bucket: how, and what it has in common with its counterparts on other ranks.
 struct Sync {
   Compression compression;
-  int64_t step = 0;    // this and the next one seed the rounding
-  int64_t number = 0;  // of the bucket in its step
-  int tag = 0;         // of its messages; the next kTagsPerBucket - 1 are its as well
+  int64_t step = 0;   // this and the next seed the rounding
+  int64_t index = 0;  // of the bucket
+  int tag = 0;        // of its messages; the next kTagsPerBucket - 1 are its as well
 };
 constexpr int kTagsPerBucket = 2;
 

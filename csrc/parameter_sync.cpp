@@ -166,8 +166,8 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool wit
     }
     extras = {flags(), with_riders ? riders_.board(device) : riders_.empty_seats(device)};
   }
-  const auto number = static_cast<int>(next_bucket_);
-  const Sync sync{schedule_->at(step_, bucket.numel), step_, number, tag_ + number * kTagsPerBucket};
+  const auto index = static_cast<int>(next_bucket_);
+  const Sync sync{schedule_->at(step_, bucket.numel), step_, index, tag_ + index * kTagsPerBucket};
   bucket.flight =
       bucket.sync->send(std::move(grads), sync, times_.start_bucket(bucket.sync->totals(), device), extras, stand_in);
   next_bucket_ += 1;
