@@ -516,6 +516,14 @@ std::vector<Residual> BucketSync::residuals() const {
   return residuals;
 }
 
+// Added to every rank's own it is the same part of the next mean.
+void BucketSync::take_back(size_t index, const at::Tensor& mean) {
+  if (has_residuals()) {
+    const at::Tensor flat = mean.as_strided({mean.numel()}, {1});
+    residuals_[index].add_(at::where(flat.isfinite(), flat, 0.0));
+  }
+}
+
 void BucketSync::set_residuals(const std::vector<Residual>& residuals) {
   residuals_.clear();
   loaded_residuals_of_sums_.clear();
