@@ -82,8 +82,9 @@ auto lay_out_buckets(const std::vector<std::pair<int64_t, int64_t>>& sizes, cons
 }
 
 Compression make_compression(const std::string& wire, bool sums_in_float32, bool error_feedback, bool is_stochastic,
-                             const std::optional<std::string>& algorithm) {
-  Compression compression{fastsync::wire_from_name(wire), sums_in_float32, error_feedback, is_stochastic, {}};
+                             const std::optional<std::string>& algorithm, int64_t ranks_per_node) {
+  Compression compression{
+      fastsync::wire_from_name(wire), sums_in_float32, error_feedback, is_stochastic, {}, ranks_per_node};
   if (algorithm) {
     compression.algorithm = fastsync::algorithm_from_name(*algorithm);
   }
@@ -147,7 +148,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Compression>(m, "Compression")
       .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,
-           py::arg("error_feedback") = false, py::arg("is_stochastic") = false, py::arg("algorithm") = py::none());
+           py::arg("error_feedback") = false, py::arg("is_stochastic") = false, py::arg("algorithm") = py::none(),
+           py::arg("ranks_per_node") = 1);
 
   py::class_<Candidate>(m, "Candidate")
       .def(py::init<Compression, std::vector<std::pair<int64_t, double>>>(), py::arg("compression"),

@@ -12,6 +12,8 @@
 #include <utility>
 
 #include "agreement.h"
+#include "fp32_reduce.h"
+#include "two_level.h"
 #include "without_python_objects.h"
 
 namespace fastsync {
@@ -47,7 +49,7 @@ struct BucketSync::Flight {
   DType wire_dtype = DType::kFloat32;
   bool is_lossless = false;
   Algorithm algorithm = Algorithm::kAllReduce;
-  std::unique_ptr<Fp32Sum> sum;  // where the process group does not add up: then the wire is its business
+  std::unique_ptr<BucketSum> sum;  // where the process group does not add up: then the wire is its business
 
   at::Tensor wire;
   bool in_place = false;  // the wire is the gradient's own memory and nothing has to be undone: unpack only measures
@@ -83,6 +85,9 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
 // need not go through all_reduce, whose steps take longer on Gloo.
 Algorithm BucketSync::algorithm_for(const Compression& compression, DType grad, int64_t numel) const {
   const int64_t world_size = group_->getSize();
+  if (compression.ranks_per_node > 1) {
+    return Algorithm::kTwoLevel;
+  }
   if (!compression.sums_in_float32) {
     const bool is_exact = compression.wire == Wire::kNone && (grad == DType::kFloat32 || grad == DType::kFloat64);
     return is_exact && world_size == 2 && can_exchange_ ? Algorithm::kOneShot : Algorithm::kAllReduce;
@@ -209,8 +214,13 @@ void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& e
                       joined(extras),
                       rounding_of(sync, group_->getRank())};
   try {
-    flight.sum = std::make_unique<Fp32Sum>(group_, device_, sync.tag, std::move(bucket), fp32_buffers_);
-    if (sync.compression.error_feedback && flight.algorithm == Algorithm::kTwoShot) {
+    if (flight.algorithm == Algorithm::kTwoLevel) {
+      flight.sum = std::make_unique<TwoLevelSum>(group_, device_, sync.tag, std::move(bucket),
+                                                 sync.compression.ranks_per_node, fp32_buffers_);
+    } else {
+      flight.sum = std::make_unique<Fp32Sum>(group_, device_, sync.tag, std::move(bucket), fp32_buffers_);
+    }
+    if (sync.compression.error_feedback && needs_driving(flight)) {
       own_residuals(*flight.sum);
     }
     flight.sum->send();
@@ -312,7 +322,9 @@ void BucketSync::drive(Flight& flight) {
   }
 }
 
-bool BucketSync::needs_driving(const Flight& flight) { return flight.algorithm == Algorithm::kTwoShot; }
+bool BucketSync::needs_driving(const Flight& flight) {
+  return flight.algorithm == Algorithm::kTwoShot || flight.algorithm == Algorithm::kTwoLevel;
+}
 
 void BucketSync::receive(Flight& flight) {
   if (!flight.sum) {
@@ -451,7 +463,7 @@ void BucketSync::add_residuals(Flight& flight, const Sync& sync, const std::vect
   if (residuals_.empty()) {
     std::transform(flight.grads.begin(), flight.grads.end(), std::back_inserter(residuals_), no_residual);
   }
-  if (flight.algorithm != Algorithm::kTwoShot || !error_feedback) {
+  if (!needs_driving(flight) || !error_feedback) {
     disown(/*now_owned=*/{}, /*num_owned=*/0);
   }
   for (size_t i = 0; i < flight.segments.size(); ++i) {
@@ -465,7 +477,7 @@ void BucketSync::add_residuals(Flight& flight, const Sync& sync, const std::vect
   }
 }
 
-void BucketSync::own_residuals(Fp32Sum& sum) {
+void BucketSync::own_residuals(BucketSum& sum) {
   const auto owned = sum.owned();
   if (owned != owned_ || !loaded_residuals_of_sums_.empty()) {
     disown(owned, sum.num_owned());
@@ -475,7 +487,7 @@ void BucketSync::own_residuals(Fp32Sum& sum) {
 
 // Hands over the residuals of the sums to what is owned now. What is not goes back to what this rank will pack: n
 // times, for it is part of a mean over n ranks.
-void BucketSync::disown(const std::vector<Fp32Sum::Owned>& now_owned, int64_t num_owned) {
+void BucketSync::disown(const std::vector<BucketSum::Owned>& now_owned, int64_t num_owned) {
   auto of_sums = loaded_residuals_of_sums_.empty() ? residuals_of_sums() : std::exchange(loaded_residuals_of_sums_, {});
   owned_ = now_owned;
   owned_residual_ = owned_.empty() ? at::Tensor() : at::zeros({num_owned}, residuals_.front().options());

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "backend.h"
+#include "bucket_sum.h"
 #include "compression.h"
-#include "fp32_reduce.h"
 #include "progress_thread.h"
 #include "sync_times.h"
 
@@ -34,7 +34,7 @@ struct Sync {
   int64_t index = 0;  // of the bucket
   int tag = 0;        // of its messages; the next kTagsPerBucket - 1 are its as well
 };
-constexpr int kTagsPerBucket = 2;
+constexpr int kTagsPerBucket = 4;
 
 // The first tag of an engine's buckets, from a number that its ranks have agreed on. Far from those that people choose,
 // and with room for as many buckets as there may be before another engine's begin.
@@ -115,8 +115,8 @@ class BucketSync {
   void pack_for_all_reduce(Flight& flight, const Extras& extras, bool may_use_their_memory);
   void send_to_ranks(Flight& flight, const Sync& sync, const Extras& extras);
   void add_residuals(Flight& flight, const Sync& sync, const std::vector<bool>& stand_in);
-  void own_residuals(Fp32Sum& sum);
-  void disown(const std::vector<Fp32Sum::Owned>& now_owned, int64_t num_owned);
+  void own_residuals(BucketSum& sum);
+  void disown(const std::vector<BucketSum::Owned>& now_owned, int64_t num_owned);
   std::vector<at::Tensor> residuals_of_sums() const;
   c10::intrusive_ptr<c10::ivalue::Future> receive_later(std::shared_ptr<Flight> flight, const at::Tensor& buffer,
                                                         ProgressThread& progress) const;
@@ -135,7 +135,7 @@ class BucketSync {
   Fp32Buffers fp32_buffers_;
   std::vector<at::Tensor> residuals_;  // what packing lost, one for each gradient
   at::Tensor owned_residual_;          // what encoding the sums lost, and of which values of the gradients
-  std::vector<Fp32Sum::Owned> owned_;
+  std::vector<BucketSum::Owned> owned_;
   std::vector<at::Tensor> loaded_residuals_of_sums_;  // until it is known which values are owned
   at::Tensor scale_;
   at::Tensor stats_;

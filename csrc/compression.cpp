@@ -1,6 +1,7 @@
 #include "compression.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
@@ -64,6 +65,7 @@ std::string describe(const Compression& compression) {
   text += compression.error_feedback ? ", error_feedback" : "";
   text += compression.is_stochastic ? ", rounding stochastic" : "";
   text += compression.algorithm ? std::string(", ") + name_of(kAlgorithms, *compression.algorithm) : "";
+  text += compression.ranks_per_node > 1 ? c10::str(", ", compression.ranks_per_node, " ranks per node") : "";
   return text;
 }
 

@@ -20,8 +20,8 @@ enum class Wire : int8_t { kNone, kFloat16, kBFloat16, kInt8 };
 
 // kAllReduce: the process group adds, in the wire's dtype. The others add here, in float32 (float64 for float64
 // gradients). kOneShot: every rank gets every rank's values. kTwoShot: rank j gets everybody's shard j, adds, and hands
-// the sums out.
-enum class Algorithm : int8_t { kAllReduce, kOneShot, kTwoShot };
+// the sums out. kTwoLevel: first inside a node, then between nodes; it follows from ranks_per_node and has no name.
+enum class Algorithm : int8_t { kAllReduce, kOneShot, kTwoShot, kTwoLevel };
 
 struct Compression {
   Wire wire = Wire::kNone;
@@ -29,6 +29,7 @@ struct Compression {
   bool error_feedback = false;
   bool is_stochastic = false;
   std::optional<Algorithm> algorithm;  // none: by size and number of ranks
+  int64_t ranks_per_node = 1;          // above 1 they divide the number of ranks, and are less
 };
 
 // Both throw c10::ValueError for names that are none.

@@ -32,6 +32,7 @@ class Compression:
         error_feedback: bool = False,
         is_stochastic: bool = False,
         algorithm: str | None = None,
+        ranks_per_node: int = 1,
     ) -> None: ...
 
 class Candidate:

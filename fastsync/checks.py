@@ -43,6 +43,26 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
     return default
 
 
+def resolve_nodes(
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+) -> tuple[dist.ProcessGroup, int | None]:
+    """As ``resolve_group``, and how many ranks a node has where a mesh of the shape (nodes, ranks per node) says it.
+
+    Raises:
+        ValueError: as ``resolve_group``; or a mesh of two dimensions does not hold the default group's ranks in order.
+    """
+    if not isinstance(process_group, DeviceMesh) or process_group.ndim != 2:
+        return resolve_group(process_group), None
+    group = resolve_group(None)
+    if process_group.mesh.flatten().tolist() != list(range(group.size())):
+        raise ValueError(
+            f"process_group: the DeviceMesh has 2 dimensions {process_group.mesh_dim_names}, which stand for (nodes, "
+            f"ranks of a node) and have to hold the default group's {group.size()} ranks in order, but hold "
+            f"{process_group.mesh.tolist()}; to average over one dimension name it, as in mesh['dp']"
+        )
+    return group, process_group.size(1)
+
+
 def check_dense(module: nn.Module, argument: str) -> None:
     """Raises ValueError where the module has embeddings with sparse gradients."""
     for name, child in module.named_modules():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -35,7 +35,7 @@ class Compression:
     reduce: Reduce | None = None
     """``"wire"``: the process group's all-reduce adds, in the wire's dtype. ``"fp32"``: ranks send each other what they
     have and add in float32, so that the error does not grow with their number. By default ``"fp32"`` for int8, which
-    cannot be added on the wire, and else ``"wire"``."""
+    cannot be added on the wire, and for two levels; else ``"wire"``."""
     error_feedback: bool = False
     """Keep what rounding lost, and add it to the next step's gradients. Needs ``reduce="fp32"``."""
     rounding: Rounding = "nearest"
@@ -45,14 +45,18 @@ class Compression:
     rank sends each other its part, which that one adds, rounds once more and sends to all. By default one_shot between
     two ranks and for small buckets, else two_shot."""
     ranks_per_node: int | None = None
-    """Ranks of a node, which has that many with consecutive numbers, first reduce among themselves at full width; only
-    between nodes do the gradients travel as said here. None: all links are alike."""
+    """Two levels: ranks of a node, which has that many with consecutive numbers, first add among themselves, at the
+    gradients' own width; only between nodes do the gradients travel as said here, and the sums also inside the node
+    that they came to. The number of ranks has to be a multiple of it; if it is the same, there is one node, and nothing
+    is compressed. Needs ``reduce="fp32"``, and has an algorithm of its own. None or 1: all links are alike."""
 
     def __post_init__(self) -> None:
         if self.wire not in get_args(Wire):
             raise ValueError(f"compression: expected one of {_EXPECTED}, got {self.wire!r}")
+        if self.ranks_per_node is not None and not (_is_int(self.ranks_per_node) and self.ranks_per_node >= 1):
+            raise ValueError(f"compression: ranks_per_node has to be None or at least 1, got {self.ranks_per_node!r}")
         if self.reduce is None:
-            object.__setattr__(self, "reduce", "fp32" if self.wire == "int8" else "wire")
+            object.__setattr__(self, "reduce", "fp32" if self.wire == "int8" or self._has_two_levels() else "wire")
         for name, options in (
             ("reduce", get_args(Reduce)), ("rounding", get_args(Rounding)), ("algorithm", (None, *get_args(Algorithm))),
         ):  # fmt: skip
@@ -61,8 +65,6 @@ class Compression:
                 raise ValueError(f"compression: {name} has to be one of {expected}, got {value!r}")
         if not isinstance(self.error_feedback, bool):
             raise ValueError(f"compression: error_feedback has to be True or False, got {self.error_feedback!r}")
-        if self.ranks_per_node is not None and not (_is_int(self.ranks_per_node) and self.ranks_per_node >= 1):
-            raise ValueError(f"compression: ranks_per_node has to be None or at least 1, got {self.ranks_per_node!r}")
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -77,8 +79,20 @@ class Compression:
                 f"compression: algorithm={self.algorithm!r} needs reduce='fp32'; with reduce='wire' the process "
                 "group's all-reduce has its own"
             )
+        if self._has_two_levels() and self.reduce == "wire":
+            raise ValueError(
+                f"compression: ranks_per_node={self.ranks_per_node} needs reduce='fp32': no all-reduce knows of nodes"
+            )
+        if self._has_two_levels() and self.algorithm is not None:
+            raise ValueError(
+                f"compression: ranks_per_node={self.ranks_per_node} has an algorithm of its own; leave out "
+                f"algorithm={self.algorithm!r}"
+            )
         if self.rounding == "stochastic" and self.wire != "int8":
             raise ValueError(f"compression: rounding='stochastic' is for wire='int8', got wire={self.wire!r}")
+
+    def _has_two_levels(self) -> bool:
+        return self.ranks_per_node is not None and self.ranks_per_node > 1
 
     def __str__(self) -> str:
         """In a few words, such as ``int8, error feedback, two_shot``."""
@@ -176,6 +190,33 @@ def as_compression(compression: AnyCompression) -> Compression | Auto | Schedule
     if isinstance(compression, str) and compression in _SHORTHANDS:
         return _SHORTHANDS[compression]
     return Compression(wire=compression)  # type: ignore[arg-type]  # checked by the constructor
+
+
+def on_nodes(compression: Compression | Auto | Schedule, ranks_per_node: int | None) -> Compression | Auto | Schedule:
+    """The same between nodes of so many ranks. None or 1 leaves it as it is.
+
+    Raises:
+        ValueError: it says something else about nodes, has an algorithm without nodes, or is an ``Auto``.
+    """
+    if ranks_per_node is None or ranks_per_node == 1:
+        return compression
+    if isinstance(compression, Schedule):
+        return Schedule(tuple((step, _on_nodes(each, ranks_per_node)) for step, each in compression.phases))
+    return _on_nodes(compression, ranks_per_node)
+
+
+def _on_nodes(compression: Compression | Auto, ranks_per_node: int) -> Compression:
+    if isinstance(compression, Auto):
+        raise ValueError(
+            f"compression: {compression} measures ranks whose links are alike, and the process group's DeviceMesh says "
+            f"that nodes have {ranks_per_node} each; name a Compression"
+        )
+    if compression.ranks_per_node not in (None, ranks_per_node):
+        raise ValueError(
+            f"compression: ranks_per_node={compression.ranks_per_node}, but the process group's DeviceMesh has nodes "
+            f"of {ranks_per_node} ranks; leave it out"
+        )
+    return replace(compression, reduce="fp32", ranks_per_node=ranks_per_node)
 
 
 def _is_int(value: Any) -> bool:

@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
 from .auto import Candidate
-from .checks import check_dense, check_group, check_parameters, resolve_group
+from .checks import check_dense, check_group, check_parameters, resolve_group, resolve_nodes
 from .compression import AnyCompression, Compression
 from .engine_schedule import engine_schedule
 from .handle import ClippableHandle, SyncHandle
@@ -43,10 +44,15 @@ class CommHook(HookState, ClippableHandle):
     _argument = "ddp_model"
 
     def __init__(
-        self, ddp_model: DistributedDataParallel, compression: AnyCompression, process_group: dist.ProcessGroup
+        self,
+        ddp_model: DistributedDataParallel,
+        compression: AnyCompression,
+        process_group: dist.ProcessGroup,
+        ranks_per_node: int | None,
     ) -> None:
         super().__init__(process_group, module=ddp_model.module)
         self._group = process_group
+        self._ranks_per_node = ranks_per_node
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
         # DDP too decides once, when it wraps a model, which parameters it serves.
         self._parameters = [
@@ -70,7 +76,7 @@ def register_comm_hook(
     ddp_model: DistributedDataParallel,
     compression: AnyCompression = "none",
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> CommHook:
     """Puts fastsync's C++ hook into a DDP model: from the next backward on, its buckets go through the engine.
 
@@ -81,7 +87,7 @@ def register_comm_hook(
         compression: what travels: a ``Compression`` or its shorthand ``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``; an
             ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps to
             these.
-        process_group: the group to average over; None for the model's own.
+        process_group: the group to average over; None for the model's own. A ``DeviceMesh`` as in ``attach``.
 
     Returns:
         The hook's handle: its statistics, its state for checkpoints, and its compression, which may be changed later.
@@ -117,9 +123,9 @@ def register_comm_hook(
     check_dense(ddp_model.module, "ddp_model")
     named = dict(ddp_model.module.named_parameters())
     check_parameters(named, Compression(), "ddp_model")
-    group = resolve_group(ddp_model.process_group if process_group is None else process_group)
+    group, ranks_per_node = resolve_nodes(ddp_model.process_group if process_group is None else process_group)
     check_group(group, named)
-    hook = CommHook(ddp_model, compression, group)
+    hook = CommHook(ddp_model, compression, group, ranks_per_node)
     _registered[ddp_model] = hook
     return hook
 

@@ -23,4 +23,5 @@ def _compression(compression: Compression) -> _C.Compression:
         error_feedback=compression.error_feedback,
         is_stochastic=compression.rounding == "stochastic",
         algorithm=compression.algorithm,
+        ranks_per_node=compression.ranks_per_node or 1,
     )

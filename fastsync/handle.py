@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _C
 from .auto import Explanation
-from .compression import AnyCompression, Auto, Compression, Schedule, as_compression
+from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
 from .engine_schedule import engine_schedule
 from .plan import Plan, make_plan
 from .reference import MAX_SCALE_EXPONENT
@@ -103,6 +103,8 @@ class CompressionHandle(SyncHandle):
     _argument: ClassVar[str]
     """The name of the door's argument that the parameters come from, for errors."""
     _group: dist.ProcessGroup
+    _ranks_per_node: int | None = None
+    """Of the nodes that the door was told of; None where all links are alike."""
     _compression: Compression | Auto | Schedule
     _plan: Plan
 
@@ -113,7 +115,7 @@ class CompressionHandle(SyncHandle):
 
     @compression.setter
     def compression(self, compression: AnyCompression) -> None:
-        chosen = as_compression(compression)
+        chosen = on_nodes(as_compression(compression), self._ranks_per_node)
         self._follow(make_plan(chosen, self._group, self._named_parameters(), self._argument))
         self._compression = chosen
 

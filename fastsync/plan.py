@@ -49,7 +49,8 @@ def make_plan(
         remeasure: forget what was measured before.
 
     Raises:
-        ValueError: the compression cannot carry one of the parameters, or a profile is of another group.
+        ValueError: the compression cannot carry one of the parameters, nodes do not divide the group, or a profile is
+            of another group.
     """
     phases = compression.phases if isinstance(compression, Schedule) else ((0, compression),)
     for _, choice in phases:
@@ -63,7 +64,7 @@ def _candidates(
     choice: Compression | Auto, process_group: dist.ProcessGroup, named: Mapping[str, Tensor]
 ) -> tuple[Candidate, ...]:
     if isinstance(choice, Compression):
-        return (Candidate(choice),)
+        return (Candidate(_within(choice, process_group.size())),)
     trained = [parameter for parameter in named.values() if parameter.requires_grad]
     if not trained:
         return (Candidate(Compression()),)
@@ -77,6 +78,17 @@ def _candidates(
         profile = GroupProfile.read(profile)
     profile.check(process_group, trained[0].device)
     return profile.of_wires(wires)
+
+
+def _within(compression: Compression, world_size: int) -> Compression:
+    """What it comes to with so many ranks: those of a single node do not compress."""
+    ranks_per_node = compression.ranks_per_node or 1
+    if world_size % ranks_per_node:
+        raise ValueError(
+            f"compression: ranks_per_node={ranks_per_node} does not divide the process group's {world_size} ranks; "
+            "every node has to have as many"
+        )
+    return Compression(reduce="fp32") if world_size == ranks_per_node > 1 else compression
 
 
 _profiles: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], GroupProfile]] = (

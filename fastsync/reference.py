@@ -308,14 +308,51 @@ def all_reduce_mean(
     return result
 
 
+def two_level_mean(
+    grads: Sequence[Sequence[Tensor]], ranks_per_node: int, wire: torch.dtype | None = None
+) -> list[Tensor]:
+    """As ``all_reduce_mean`` with sums in float32, for ranks that share nodes.
+
+    Each node takes the mean of its ranks' gradients, which get there at their own width; of these means, encoded, the
+    mean is taken, and encoded anew.
+
+    Args:
+        grads: for each rank its gradients. Ranks of a node follow each other.
+        ranks_per_node: of the ranks there are, a divisor that is less than their number.
+        wire: as in ``all_reduce_mean``; between nodes, and for the sums.
+    """
+    own = grads[0][0].dtype
+    dtype = wire or own
+    stats = torch.zeros(NUM_STATS, dtype=torch.float64)
+    scale = _first_scale(grads) if wire == torch.float16 else None
+    limit = saturation_limit(dtype, world_size=1) if wire is not None else None
+    laid_out = [_lay_out(rank_grads, dtype) for rank_grads in grads]
+    full = torch.stack([torch.empty_like(values) for values in laid_out])
+    for values, packed in zip(laid_out, full, strict=True):
+        pack([values], packed, stats, scale, limit=limit)
+    nodes = torch.empty(len(grads) // ranks_per_node, wire_numel([full.shape[1]], dtype), dtype=dtype)
+    for members, encoded in zip(full.split(ranks_per_node), nodes, strict=True):
+        encoded.copy_(_mean_of(members, own, scale, None, limit, dtype))
+    result = [torch.empty_like(grad) for grad in grads[0]]
+    unpack(_mean_of(nodes, own, scale, None, limit), result, stats, scale)
+    return result
+
+
 def _compute_dtype(grad: torch.dtype) -> torch.dtype:
     return torch.float64 if grad == torch.float64 else torch.float32
 
 
 def _mean_of(
-    wires: Tensor, grad_dtype: torch.dtype, scale: Tensor | None, residual: Tensor | None, limit: float | None
+    wires: Tensor,
+    grad_dtype: torch.dtype,
+    scale: Tensor | None,
+    residual: Tensor | None,
+    limit: float | None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     out = torch.empty_like(wires[0])
+    if dtype is not None:
+        out = torch.empty(wire_numel([len(out)], dtype), dtype=dtype)
     reduce(wires, out, scale, residual, grad_dtype=grad_dtype, multiplier=1 / len(wires), limit=limit)
     return out
 

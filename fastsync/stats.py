@@ -77,7 +77,8 @@ class SyncStats:
     """Gradient values in one step."""
     wire_bytes: int
     """Bytes this rank handed to the process group: values times their size on the wire. ``attach`` adds riders, and one
-    element a parameter that tells whether there is a gradient. Alone on a CPU it hands over nothing."""
+    element a parameter that tells whether there is a gradient. With two levels it is what it sent inside its node and
+    to other nodes in all. Alone on a CPU it hands over nothing."""
     pack_time: float
     """In the pass before the collective: scale, cast, gather."""
     collective_time: float

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
-from .checks import check_dense, check_group, resolve_group
-from .compression import AnyCompression, Auto, Compression, Schedule, as_compression
+from .checks import check_dense, check_group, resolve_nodes
+from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
 from .handle import ClippableHandle
 from .stats import GradStats
 
@@ -33,10 +33,16 @@ class GradientSynchronizer(ClippableHandle):
     _argument = "module_or_params"
 
     def __init__(
-        self, named: Mapping[str, Tensor], compression: AnyCompression, group: dist.ProcessGroup, bucket_cap_mb: float
+        self,
+        named: Mapping[str, Tensor],
+        compression: AnyCompression,
+        group: dist.ProcessGroup,
+        ranks_per_node: int | None,
+        bucket_cap_mb: float,
     ) -> None:
         self._named = dict(named)
         self._group = group
+        self._ranks_per_node = ranks_per_node
         self._engine: _C.Synchronizer = _C.Synchronizer(
             list(named.values()), list(named), group, int(bucket_cap_mb * 2**20)
         )
@@ -158,8 +164,11 @@ def attach(
             these.
         bucket_cap_mb: how large a bucket gets before the next one begins, in MiB. Smaller ones start earlier and cost
             more latency.
-        process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group.
-            Several attached to one group send one after the other; for each to overlap, give each a group of its own.
+        process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. A
+            ``DeviceMesh`` of two dimensions is the default group as (nodes, ranks of a node), in order: only between
+            nodes do gradients travel as ``compression`` says, see ``Compression.ranks_per_node``; what an all-reduce
+            would add, the ranks then add in float32. Several attached to one group send one after the other; for each
+            to overlap, give each a group of its own.
         overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it.
         broadcast: first give every rank the parameters and buffers of the group's rank 0.
 
@@ -172,9 +181,9 @@ def attach(
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
     named = _named_parameters(module_or_params)
     _check_unattached(named)
-    group = resolve_group(process_group)
+    group, ranks_per_node = resolve_nodes(process_group)
     check_group(group, named)
-    sync = GradientSynchronizer(named, compression, group, bucket_cap_mb)
+    sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb)
     if broadcast:
         buffers = dict(module_or_params.named_buffers()) if isinstance(module_or_params, nn.Module) else {}
         _broadcast(sync, named, buffers, group)
@@ -235,8 +244,8 @@ def all_reduce_gradients(
             differ in parameters or settings.
         RuntimeError: another rank did not take part in time, or is lost.
     """
-    chosen = as_compression(compression)
-    group = resolve_group(process_group)
+    group, ranks_per_node = resolve_nodes(process_group)
+    chosen = on_nodes(as_compression(compression), ranks_per_node)
     if not isinstance(params, nn.Module):
         params = [params] if isinstance(params, Tensor) else list(params)
     given = list(params.parameters()) if isinstance(params, nn.Module) else params
@@ -245,7 +254,7 @@ def all_reduce_gradients(
     if engine is None:
         named = _named_parameters(params, argument="params")
         check_group(group, named)
-        engine = GradientSynchronizer(named, chosen, group, _BUCKET_CAP_MB)._engine
+        engine = GradientSynchronizer(named, chosen, group, ranks_per_node, _BUCKET_CAP_MB)._engine
         reducers[:] = [r for r in reducers if all(ref() is not None for ref in r.given)][-_MAX_REDUCERS + 1 :]
         reducers.append(_Reducer(tuple(weakref.ref(p) for p in given), chosen, engine))
     engine.synchronize()

@@ -77,8 +77,8 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="'fp16' cannot carry parameter weight"):
         sync.compression = "fp16"
     assert sync.compression.wire == "none"
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match=r"process_group: the DeviceMesh has 2 dimensions .*as in mesh\['dp'\]"):
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp", "tp"))
+    with pytest.raises(ValueError, match=r"process_group: the DeviceMesh has 3 dimensions .*as in mesh\['dp'\]"):
         fastsync.attach(model, process_group=mesh)
     with pytest.raises(ValueError, match="process_group: expected a ProcessGroup"):
         fastsync.attach(model, process_group="world")

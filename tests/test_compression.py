@@ -50,7 +50,8 @@ def test_who_adds_follows_from_the_wire() -> None:
     assert str(fastsync.Compression("fp16")) == "fp16, all_reduce"
     feeds_back = fastsync.Compression("int8", error_feedback=True, rounding="stochastic", algorithm="one_shot")
     assert str(feeds_back) == "int8, error feedback, stochastic, one_shot"
-    assert str(fastsync.Compression("bf16", reduce="fp32", ranks_per_node=8)) == "bf16, fp32 sums, 8 ranks per node"
+    assert fastsync.Compression("bf16", ranks_per_node=1).reduce == "wire"
+    assert str(fastsync.Compression("bf16", ranks_per_node=8)) == "bf16, fp32 sums, 8 ranks per node"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,8 @@ def test_who_adds_follows_from_the_wire() -> None:
         ({"wire": "int8", "error_feedback": "yes"}, "error_feedback has to be True or False, got 'yes'"),
         ({"wire": "bf16", "rounding": "stochastic"}, "rounding='stochastic' is for wire='int8', got wire='bf16'"),
         ({"wire": "int8", "ranks_per_node": 0}, "ranks_per_node has to be None or at least 1, got 0"),
+        ({"wire": "bf16", "reduce": "wire", "ranks_per_node": 2}, "ranks_per_node=2 needs reduce='fp32'"),
+        ({"wire": "int8", "algorithm": "two_shot", "ranks_per_node": 2}, "ranks_per_node=2 has an algorithm"),
         ({"wire": "int8", "ranks_per_node": True}, "ranks_per_node has to be None or at least 1, got True"),
     ],
 )

@@ -1,0 +1,230 @@
+#include "bucket_sum.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace fastsync {
+
+namespace {
+
+// Of a CPU's messages: large enough that their number costs nothing, small enough to overlap. On CUDA a bucket goes as
+// one, for NCCL cuts it up by itself.
+constexpr int64_t kPieceBytes = 1 << 20;
+constexpr int64_t kSmallestShardBytes = 1 << 18;
+
+// On a CPU without copy_, which takes longer than packing the gradients of a small policy.
+void copy_bytes(const at::Tensor& from, const at::Tensor& to) {
+  if (from.device().is_cpu()) {
+    std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
+  } else {
+    to.copy_(from, /*non_blocking=*/true);
+  }
+}
+
+}  // namespace
+
+int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kInt8:
+      return 1;
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+int64_t bytes_of(int64_t values, DType dtype) {
+  return dtype == DType::kInt8 ? values / kBlockValues * static_cast<int64_t>(sizeof(Int8Block))
+                               : values * size_of(dtype);
+}
+
+int64_t values_in(int64_t bytes, DType dtype) {
+  return dtype == DType::kInt8 ? bytes / static_cast<int64_t>(sizeof(Int8Block)) * kBlockValues
+                               : bytes / size_of(dtype);
+}
+
+BucketSum::BucketSum(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, PackedBucket bucket)
+    : group_(std::move(group)),
+      device_(device),
+      bucket_(std::move(bucket)),
+      world_size_(group_->getSize()),
+      rank_(group_->getRank()),
+      num_values_(round_up(bucket_.segments.back().offset + bucket_.segments.back().numel,
+                           bucket_.wire_dtype == DType::kInt8 ? kBlockValues : 1)),
+      limit_(saturation_limit(bucket_.wire_dtype, /*world_size=*/1)) {}
+
+// ---- where everything lies ------------------------------------------------------------------------------------------
+
+int64_t BucketSum::values_per_piece(bool in_shards) const {
+  const int64_t bytes = in_shards ? std::max(kPieceBytes, world_size_ * kSmallestShardBytes) : kPieceBytes;
+  return device_.is_cpu() ? values_in(bytes, bucket_.wire_dtype) / kBlockValues * kBlockValues : num_values_;
+}
+
+void BucketSum::take(Fp32Buffers& buffers, int64_t num_bytes, std::vector<int64_t> layout) {
+  if (buffers.layout != layout) {
+    buffers.bytes = at::zeros({num_bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+    buffers.layout = std::move(layout);
+  }
+  bytes_ = buffers.bytes;
+}
+
+std::vector<Segment> BucketSum::cut(int64_t begin, int64_t end, int64_t offset) const {
+  const auto& segments = bucket_.segments;
+  std::vector<Segment> parts;
+  auto segment = std::upper_bound(segments.begin(), segments.end(), begin,
+                                  [](int64_t value, const Segment& other) { return value < other.offset; });
+  if (segment != segments.begin()) {
+    --segment;
+  }
+  for (; segment != segments.end() && segment->offset < end; ++segment) {
+    const int64_t first = std::max(begin, segment->offset);
+    const int64_t numel = std::min(end, segment->offset + segment->numel) - first;
+    if (numel <= 0) {
+      continue;
+    }
+    const int64_t skipped = first - segment->offset;
+    const int64_t residual_size = bucket_.grad_dtype == DType::kFloat64 ? 8 : 4;
+    parts.push_back({advance(segment->data, skipped * size_of(bucket_.grad_dtype)), numel, first - begin + offset,
+                     segment->residual ? advance(segment->residual, skipped * residual_size) : nullptr});
+  }
+  return parts;
+}
+
+void BucketSum::own(std::vector<Owned>& owned, int64_t begin, int64_t end, int64_t place) const {
+  for (size_t index = 0; index < bucket_.segments.size(); ++index) {
+    const Segment& segment = bucket_.segments[index];
+    const int64_t first = std::max(begin, segment.offset);
+    const int64_t count = std::min(end, segment.offset + segment.numel) - first;
+    if (count > 0) {
+      owned.push_back({index, first - segment.offset, count, place + first - begin});
+    }
+  }
+}
+
+void BucketSum::redirect(const at::Tensor& elsewhere) {
+  for (Segment& segment : bucket_.segments) {
+    segment.data = advance(elsewhere.data_ptr(), segment.offset * size_of(bucket_.grad_dtype));
+  }
+}
+
+// ---- passes ---------------------------------------------------------------------------------------------------------
+
+void BucketSum::pack(const std::vector<Segment>& segments, DType dtype, void* wire, Turn turn, uint64_t seed) {
+  PackArgs args{segments.data(),
+                static_cast<int64_t>(segments.size()),
+                bucket_.grad_dtype,
+                dtype,
+                wire,
+                /*multiplier=*/1.0,
+                limit_,
+                data_or_null(bucket_.scale),
+                bucket_.stats.data_ptr<double>()};
+  args.rounding = {bucket_.rounding.is_stochastic, bucket_.rounding.seed + seed};
+  args.turn = turn;
+  run_pack(args, device_, bucket_.workspace);
+}
+
+void BucketSum::unpack(const std::vector<Segment>& segments, const void* wire, int64_t num_wires, int64_t stride,
+                       Turn turn) {
+  RECORD_FUNCTION("fastsync::unpack", {});
+  run_unpack({segments.data(), static_cast<int64_t>(segments.size()), bucket_.grad_dtype, bucket_.wire_dtype, wire,
+              data_or_null(bucket_.scale), bucket_.stats.data_ptr<double>(), num_wires, stride,
+              1.0 / static_cast<double>(num_wires), turn},
+             device_, bucket_.workspace);
+}
+
+ReduceArgs BucketSum::mean(const void* wire, DType dtype, int64_t num_wires, int64_t stride, int64_t numel, void* out,
+                           DType out_dtype, uint64_t seed) const {
+  return {wire,
+          num_wires,
+          stride,
+          numel,
+          bucket_.grad_dtype,
+          dtype,
+          out,
+          out_dtype,
+          1.0 / static_cast<double>(num_wires),
+          limit_,
+          data_or_null(bucket_.scale),
+          /*residual=*/nullptr,
+          {bucket_.rounding.is_stochastic, bucket_.rounding.seed + seed}};
+}
+
+// ---- extras ---------------------------------------------------------------------------------------------------------
+
+void BucketSum::put_extras(int64_t end) {
+  if (bucket_.extras.defined()) {
+    copy_bytes(bucket_.extras.view(at::kByte), bytes_.narrow(0, end - extra_bytes(), extra_bytes()));
+  }
+}
+
+void BucketSum::sum_extras(int64_t end, int64_t stride, int64_t count) {
+  if (!bucket_.extras.defined()) {
+    return;
+  }
+  at::Tensor sums = at::zeros_like(bucket_.extras);
+  for (int64_t i = 0; i < count; ++i) {
+    const at::Tensor extras = bytes_.narrow(0, end + i * stride - extra_bytes(), extra_bytes()).view(at::kFloat);
+    if (device_.is_cpu()) {
+      auto* into = sums.data_ptr<float>();
+      std::transform(into, into + sums.numel(), extras.const_data_ptr<float>(), into, std::plus<>());
+    } else {
+      sums.add_(extras);
+    }
+  }
+  bucket_.extras = sums;
+}
+
+// ---- one sum --------------------------------------------------------------------------------------------------------
+
+void BucketSum::beside_backward(const std::function<void()>& call) const {
+  if (device_.is_cpu()) {
+    call();
+    return;
+  }
+  const c10::impl::VirtualGuardImpl guard(device_.type());
+  c10::Event packed(device_.type());
+  packed.record(guard.getStream(device_));
+  const c10::StreamGuard beside(guard.getStreamFromGlobalPool(device_));
+  packed.block(guard.getStream(device_));
+  bytes_.record_stream(guard.getStream(device_));
+  call();
+}
+
+void BucketSum::drive() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::exchange(is_driven_, true)) {
+    return;
+  }
+  try {
+    drive_all();
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+}
+
+void BucketSum::finish(Stopwatch& stopwatch) {
+  drive();
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
+  receive(stopwatch);
+  if (!device_.is_cpu() && bucket_.extras.defined()) {
+    // Their sums were made beside backward, and are read on this stream.
+    bucket_.extras.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  }
+}
+
+}  // namespace fastsync
