@@ -215,12 +215,17 @@ void BucketSum::drive() {
   }
 }
 
-void BucketSum::finish() {
+void BucketSum::finish(Stopwatch& stopwatch) {
   drive();
   if (error_) {
     std::rethrow_exception(error_);
   }
-  receive();
+  stopwatch.mark(Mark::kReduced);
+  receive(stopwatch);
+  if (!device_.is_cpu() && bucket_.extras.defined()) {
+    // Their sums were made beside backward, and are read on this stream.
+    bucket_.extras.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  }
 }
 
 }  // namespace fastsync

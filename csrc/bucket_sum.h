@@ -13,6 +13,7 @@
 
 #include "backend.h"
 #include "compression.h"
+#include "sync_times.h"
 
 namespace fastsync {
 
@@ -71,8 +72,8 @@ class BucketSum {
   // any thread; on CUDA send has done it. What goes wrong is thrown by finish.
   void drive();
 
-  // Waits for the rest and unpacks.
-  void finish();
+  // Waits for the rest and unpacks. Marks the moment at which nothing is left to wait for.
+  void finish(Stopwatch& stopwatch);
 
   // Gradients to be unpacked there instead: a vector of num_values of their dtype.
   void redirect(const at::Tensor& elsewhere);
@@ -85,7 +86,7 @@ class BucketSum {
 
  protected:
   virtual void drive_all() = 0;
-  virtual void receive() = 0;
+  virtual void receive(Stopwatch& stopwatch) = 0;
 
   // How many values are worth a message or, in shards, world_size of them: packing, travelling and unpacking of
   // neighbours overlap.

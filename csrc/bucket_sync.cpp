@@ -11,6 +11,7 @@
 #include <iterator>
 #include <utility>
 
+#include "agreement.h"
 #include "fp32_reduce.h"
 #include "two_level.h"
 #include "without_python_objects.h"
@@ -95,7 +96,7 @@ Algorithm BucketSync::algorithm_for(const Compression& compression, DType grad, 
     return *compression.algorithm;
   }
   const int64_t bytes = numel * (compression.wire == Wire::kNone ? 4 : compression.wire == Wire::kInt8 ? 1 : 2);
-  return (world_size - 1) * (world_size - 2) / world_size * bytes <= kOneShotBytes ? Algorithm::kOneShot
+  return (world_size - 1) * (world_size - 2) * bytes <= kOneShotBytes * world_size ? Algorithm::kOneShot
                                                                                    : Algorithm::kTwoShot;
 }
 
@@ -130,7 +131,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> 
   flight->is_lossless = wire == Wire::kNone;
   flight->algorithm = algorithm_for(sync.compression, grad_dtype, flight->numel);
   flight->grads = std::move(grads);
-  if (wire == Wire::kFloat16 && !scale_.defined()) {
+  if (waits_to_send(sync.compression)) {
     agree_on_scale(flight->segments, grad_dtype);
   } else if (wire != Wire::kFloat16) {
     scale_.reset();  // it does not follow the gradients while another wire is in use
@@ -191,9 +192,11 @@ at::Tensor joined(const Extras& extras) {
 }
 
 // What a rank's rounding depends on, apart from the place in the bucket.
-uint64_t seed_of(int64_t step, int tag, int64_t rank) {
-  return (static_cast<uint64_t>(step) << 32U) ^ (static_cast<uint64_t>(tag) << 48U) ^
-         (static_cast<uint64_t>(rank) << 20U);
+Rounding rounding_of(const Sync& sync, int64_t rank) {
+  if (!sync.compression.is_stochastic) {
+    return {};
+  }
+  return {/*is_stochastic=*/true, fingerprint(c10::str(sync.step, " ", sync.index, " ", rank))};
 }
 
 }  // namespace
@@ -209,7 +212,7 @@ void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& e
                       stats_,
                       workspace_,
                       joined(extras),
-                      {sync.compression.is_stochastic, seed_of(sync.step, sync.tag, group_->getRank())}};
+                      rounding_of(sync, group_->getRank())};
   try {
     if (flight.algorithm == Algorithm::kTwoLevel) {
       flight.sum = std::make_unique<TwoLevelSum>(group_, device_, sync.tag, std::move(bucket),
@@ -330,9 +333,7 @@ void BucketSync::receive(Flight& flight) {
     return;
   }
   try {
-    flight.sum->drive();
-    flight.stopwatch->mark(Mark::kReduced);
-    flight.sum->finish();
+    flight.sum->finish(*flight.stopwatch);
     flight.totals->wire_bytes += flight.sum->sent_bytes();
   } catch (const std::exception& error) {
     TORCH_CHECK(false, *flight.failure, error.what());

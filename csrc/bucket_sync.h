@@ -30,8 +30,9 @@ struct Extras {
 // One sync of a bucket: how, and what it has in common with its counterparts on other ranks.
 struct Sync {
   Compression compression;
-  int64_t step = 0;  // seeds the rounding
-  int tag = 0;       // of its messages; the next kTagsPerBucket - 1 are its as well
+  int64_t step = 0;   // this and the next seed the rounding
+  int64_t index = 0;  // of the bucket
+  int tag = 0;        // of its messages; the next kTagsPerBucket - 1 are its as well
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -51,8 +52,8 @@ class BucketSync {
  public:
   BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device);
 
-  // What is on its way between send and receive. No process group is among it: a Gloo thread may be the last to let go
-  // of a flight, and a group that ended on its own thread would wait for itself.
+  // What is on its way between send and receive. No process group is among it where the group adds up: one of its
+  // threads may then be the last to let go of a flight, and a group that ended on its own thread would wait for itself.
   struct Flight;
 
   // Packs the gradients and sends them. They are dense, contiguous, of one supported dtype and on the bucket's device,
@@ -81,6 +82,11 @@ class BucketSync {
   c10::intrusive_ptr<c10::ivalue::Future> sync(const at::Tensor& buffer, std::vector<at::Tensor> grads,
                                                const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
                                                ProgressThread& progress);
+
+  // Whether send waits for the other ranks, to agree on the first fp16 scale.
+  bool waits_to_send(const Compression& compression) const {
+    return compression.wire == Wire::kFloat16 && !scale_.defined();
+  }
 
   c10::Device device() const { return device_; }
 

@@ -91,7 +91,8 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   step_is_open_ = !grad_bucket.isLast();
   last_index_ = grad_bucket.getIndex();
   step_buckets_.push_back(bucket);
-  const Sync sync{schedule->at(step_, buffer.numel()), step_, bucket->tag};
+  const Sync sync{schedule->at(step_, buffer.numel()), step_, static_cast<int64_t>(grad_bucket.getIndex()),
+                  bucket->tag};
   auto future = bucket->sync->sync(buffer, gradients_of(grad_bucket, sync.compression, *bucket->sync), sync,
                                    times_.start_bucket(bucket->sync->totals(), buffer.device()), progress_);
   if (grad_bucket.isLast()) {

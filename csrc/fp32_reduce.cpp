@@ -167,7 +167,7 @@ void Fp32Sum::reduce(const Piece& piece) {
   run_reduce(args, device_);
 }
 
-void Fp32Sum::receive() {
+void Fp32Sum::receive(Stopwatch& stopwatch) {
   for (Piece& piece : pieces_) {
     if (is_one_shot()) {
       piece.first.wait();
@@ -175,8 +175,12 @@ void Fp32Sum::receive() {
     } else {
       piece.second.wait();
     }
+    const Turn turn{piece.begin == 0, piece.end == num_values_};
+    if (turn.is_last) {
+      stopwatch.mark(Mark::kReduced);
+    }
     unpack(segments_of(piece, /*is_packing=*/false), address(piece.offset), is_one_shot() ? world_size_ : 1,
-           piece.stride, {piece.begin == 0, piece.end == num_values_});
+           piece.stride, turn);
   }
 }
 

@@ -46,7 +46,7 @@ class Fp32Sum final : public BucketSum {
   void add_up_extras(const Piece& piece);
   void reduce(const Piece& piece);
   void drive_all() override;
-  void receive() override;
+  void receive(Stopwatch& stopwatch) override;
 
   std::vector<Piece> pieces_;
 };

@@ -6,6 +6,23 @@
 
 namespace fastsync {
 
+namespace {
+
+// For the values and the dtype that the parameter's gradients have by now, which is not those of a residual from before
+// a cast: what is of another size is of no use any more.
+Residual fitted(const Residual& residual, const at::Tensor& parameter, c10::Device device) {
+  const auto dtype = c10::toRealValueType(parameter.scalar_type()) == at::kDouble ? at::kDouble : at::kFloat;
+  const int64_t numel = parameter.is_complex() ? 2 * parameter.numel() : parameter.numel();
+  const auto fit = [&](const at::Tensor& values) {
+    return values.defined() && values.numel() == numel ? values.to(device, dtype) : at::Tensor();
+  };
+  at::Tensor own = fit(residual.own);
+  return {own.defined() ? own : at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device)),
+          fit(residual.of_sums)};
+}
+
+}  // namespace
+
 ParameterResiduals::ParameterResiduals(const std::vector<ParameterResidual>& residuals) {
   for (const auto& [parameter, residual] : residuals) {
     entries_.insert_or_assign(parameter.unsafeGetTensorImpl(),
@@ -27,15 +44,10 @@ std::vector<Residual> ParameterResiduals::take(const std::vector<ParameterId>& p
   }
   for (const ParameterId& id : parameters) {
     const auto entry = entries_.find(id._unsafe_get_target());
+    taken.push_back(fitted(entry != entries_.end() ? entry->second.second : Residual{}, at::Tensor(id.lock()), device));
     if (entry != entries_.end()) {
-      const auto [own, of_sums] = entry->second.second;
-      taken.push_back({own.to(device), of_sums.defined() ? of_sums.to(device) : at::Tensor()});
       entries_.erase(entry);
-      continue;
     }
-    const at::Tensor parameter(id.lock());
-    const auto dtype = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    taken.push_back({at::zeros({parameter.numel()}, at::TensorOptions().dtype(dtype).device(device)), {}});
   }
   return taken;
 }

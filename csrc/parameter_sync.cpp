@@ -124,11 +124,12 @@ void ParameterSync::send_full_buckets() {
 // Nothing that waits for other ranks may happen before the end of backward: which engine comes first is not the same on
 // all ranks until then.
 bool ParameterSync::may_send_next() const {
-  if (!is_laid_out_ || !have_agreed_ || next_bucket_ == buckets_.size()) {
+  if (!is_laid_out_ || !have_agreed_ || next_bucket_ == buckets_.size() || buckets_[next_bucket_].num_waiting > 0) {
     return false;
   }
+  const Bucket& next = buckets_[next_bucket_];
   const bool is_last = next_bucket_ + 1 == buckets_.size();
-  return buckets_[next_bucket_].num_waiting == 0 && !(is_last && riders_.need_agreement());
+  return !next.sync->waits_to_send(schedule_->at(step_, next.numel)) && !(is_last && riders_.need_agreement());
 }
 
 void ParameterSync::send_rest() {
@@ -149,7 +150,7 @@ void ParameterSync::send_next() {
   grads.reserve(bucket.parameters.size());
   for (const size_t index : bucket.parameters) {
     grads.push_back(gradient_to_send(parameters_[index]));
-    stand_in.push_back(!parameters_[index].tensor.grad().defined());
+    stand_in.push_back(presence_[parameters_[index].place] == 0.0F);
   }
   send(bucket, std::move(grads), /*with_riders=*/true, stand_in);
 }
@@ -165,11 +166,8 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool wit
     }
     extras = {flags(), with_riders ? riders_.board(device) : riders_.empty_seats(device)};
   }
-  int64_t numel = 0;
-  for (const at::Tensor& grad : grads) {
-    numel += grad.numel();
-  }
-  const Sync sync{schedule_->at(step_, numel), step_, tag_ + static_cast<int>(next_bucket_) * kTagsPerBucket};
+  const auto index = static_cast<int>(next_bucket_);
+  const Sync sync{schedule_->at(step_, bucket.numel), step_, index, tag_ + index * kTagsPerBucket};
   bucket.flight =
       bucket.sync->send(std::move(grads), sync, times_.start_bucket(bucket.sync->totals(), device), extras, stand_in);
   next_bucket_ += 1;
@@ -357,6 +355,7 @@ void ParameterSync::lay_out() {
       presence_.push_back(0.0F);
       bucket.parameters.push_back(taking_part[place]);
       bucket.ids.push_back(parameter.id);
+      bucket.numel += parameter.tensor.is_complex() ? 2 * parameter.numel : parameter.numel;
     }
     const c10::Device device = parameters_[bucket.parameters.front()].device;
     bucket.sync = std::make_shared<BucketSync>(group_, "bucket " + std::to_string(buckets_.size()), device);

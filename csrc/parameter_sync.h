@@ -101,6 +101,7 @@ class ParameterSync {
   struct Bucket {
     std::vector<size_t> parameters;
     std::vector<ParameterId> ids;
+    int64_t numel = 0;  // real values
     size_t num_waiting = 0;
     std::shared_ptr<BucketSync> sync;
     std::shared_ptr<BucketSync::Flight> flight;

@@ -243,9 +243,12 @@ void TwoLevelSum::spread(Piece& piece) {
   piece.spread.start();
 }
 
-void TwoLevelSum::receive() {
+void TwoLevelSum::receive(Stopwatch& stopwatch) {
   for (Piece& piece : pieces_) {
     piece.spread.wait();
+    if (is_last(piece)) {
+      stopwatch.mark(Mark::kReduced);
+    }
     unpack(cut(piece.begin, piece.end, 0), address(piece.sums), /*num_wires=*/1, /*stride=*/0,
            {piece.begin == 0, is_last(piece)});
   }

@@ -72,7 +72,7 @@ class TwoLevelSum final : public BucketSum {
   void collect(Piece& piece);
   void spread(Piece& piece);
   void drive_all() override;
-  void receive() override;
+  void receive(Stopwatch& stopwatch) override;
 
   int64_t ranks_per_node_;
   int64_t num_nodes_;

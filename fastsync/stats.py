@@ -84,7 +84,8 @@ class SyncStats:
     collective_time: float
     """From the moment a bucket is with the process group until it is reduced, summed over buckets (they overlap)."""
     unpack_time: float
-    """In the pass after the collective: cast, unscale, scatter, statistics."""
+    """In the pass after the collective: cast, unscale, scatter, statistics. Where ranks add up themselves, large
+    buckets come in pieces, and this is the last one's: the others are unpacked while there is something to wait for."""
     exposed_time: float
     """From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide."""
     buckets: tuple[BucketStats, ...]

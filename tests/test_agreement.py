@@ -170,4 +170,4 @@ def _dies_in_backward(rank: int, world_size: int, folder: str) -> None:
 def test_a_peer_that_dies_in_backward_is_an_error_with_bucket_and_rank(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 1 of 2 failed first\nrank 1:\ndied of SIGKILL"):
         run_ranks(_dies_in_backward, 2, str(tmp_path))
-    assert re.search("fastsync: all_reduce of bucket 0 failed on rank 0 of 2: .", Path(tmp_path, "error").read_text())
+    assert re.search("fastsync: averaging bucket 0 failed on rank 0 of 2: .", Path(tmp_path, "error").read_text())

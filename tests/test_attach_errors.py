@@ -246,7 +246,7 @@ def _lost_peer(rank: int, world_size: int) -> str:
     if rank == 1:
         dist.barrier()  # of the default group: this rank lives, but does not come
         return ""
-    with pytest.raises(RuntimeError, match="fastsync: all_reduce of bucket 0 failed on rank 0 of 2: ") as error:
+    with pytest.raises(RuntimeError, match="fastsync: averaging bucket 0 failed on rank 0 of 2: ") as error:
         model(torch.ones(1, 32)).sum().backward()
     dist.barrier()
     return str(error.value)

@@ -82,7 +82,9 @@ def test_complex_parameters_over_16_bits_are_refused(wire: str) -> None:
 
     ddp = given_ddp(like)
     ddp.register_comm_hook(None, {"fp16": fastsync.fp16_compress_hook, "bf16": fastsync.bf16_compress_hook}[wire])
-    with pytest.raises(ValueError, match=rf"ComplexFloat.* cannot travel as {wire}; use compression='none'"):
+    with pytest.raises(
+        ValueError, match=rf"ComplexFloat.* cannot travel with compression {wire}; use compression='none'"
+    ):
         backward_of(ddp, like)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,3 +140,24 @@ def test_a_mapping_that_is_no_schedule_is_refused(mapping: dict[int, str], messa
 def test_steps_that_repeat_are_refused() -> None:
     with pytest.raises(ValueError, match=r"have to ascend, got \[0, 0\]"):
         fastsync.Schedule(((0, fastsync.Compression()), (0, fastsync.Compression("fp16"))))
+
+
+def _first_scale_at_the_end_of_backward(rank: int, world_size: int) -> None:
+    """The gradients of two engines, each on a group of its own, get ready in opposite orders on the two ranks."""
+    groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
+    parameters = [nn.Parameter(torch.ones(1000)) for _ in groups]
+    for parameter, group in zip(parameters, groups, strict=True):
+        fastsync.attach([parameter], {0: "none", 2: "fp16"}, process_group=group)
+    for _ in range(4):
+        loss = torch.zeros(())
+        for parameter in parameters if rank == 0 else reversed(parameters):
+            parameter.grad = None
+            loss = loss + (parameter * (rank + 1)).sum()
+        loss.backward()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            assert (parameter.grad == 1.5).all()
+
+
+def test_ranks_do_not_wait_for_each_other_inside_a_backward_when_fp16_begins() -> None:
+    run_ranks(_first_scale_at_the_end_of_backward, 2, timeout=60)
