@@ -220,7 +220,6 @@ void BucketSum::finish(Stopwatch& stopwatch) {
   if (error_) {
     std::rethrow_exception(error_);
   }
-  stopwatch.mark(Mark::kReduced);
   receive(stopwatch);
   if (!device_.is_cpu() && bucket_.extras.defined()) {
     // Their sums were made beside backward, and are read on this stream.

@@ -483,6 +483,7 @@ void BucketSync::own_residuals(BucketSum& sum) {
     disown(owned, sum.num_owned());
   }
   sum.keep_residual(owned_residual_);
+  sum.keep_own_residuals(residuals_);
 }
 
 // Hands over the residuals of the sums to what is owned now. What is not goes back to what this rank will pack: n
@@ -526,6 +527,14 @@ std::vector<Residual> BucketSync::residuals() const {
     residuals.push_back({residuals_[i].clone(), of_sums.empty() ? at::Tensor() : of_sums[i].clone()});
   }
   return residuals;
+}
+
+// Added to every rank's own it is the same part of the next mean.
+void BucketSync::take_back(size_t index, const at::Tensor& mean) {
+  if (has_residuals()) {
+    const at::Tensor flat = mean.as_strided({mean.numel()}, {1});
+    residuals_[index].add_(at::where(flat.isfinite(), flat, 0.0));
+  }
 }
 
 void BucketSync::set_residuals(const std::vector<Residual>& residuals) {

@@ -98,6 +98,9 @@ class BucketSync {
   bool has_residuals() const { return !residuals_.empty(); }
   std::vector<Residual> residuals() const;
   void set_residuals(const std::vector<Residual>& residuals);
+  // The mean of a gradient that no rank has is what error feedback had kept of the sums: to be sent again. On all
+  // ranks.
+  void take_back(size_t index, const at::Tensor& mean);
 
   // float64 [kNumStats] on the device, of the newest sync.
   const at::Tensor& stats() const { return stats_; }

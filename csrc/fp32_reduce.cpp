@@ -175,12 +175,11 @@ void Fp32Sum::receive(Stopwatch& stopwatch) {
     } else {
       piece.second.wait();
     }
-    const Turn turn{piece.begin == 0, piece.end == num_values_};
-    if (turn.is_last) {
+    if (piece.end == num_values_) {
       stopwatch.mark(Mark::kReduced);
     }
     unpack(segments_of(piece, /*is_packing=*/false), address(piece.offset), is_one_shot() ? world_size_ : 1,
-           piece.stride, turn);
+           piece.stride, {piece.begin == 0, piece.end == num_values_});
   }
 }
 

@@ -225,6 +225,10 @@ void ParameterSync::hand_out() {
         gradient.copy_(parameter.stand_in);
       } else if (exists) {
         gradient = parameter.stand_in;
+      } else if (!gradient.defined()) {
+        const Bucket& bucket = buckets_[parameter.bucket];
+        bucket.sync->take_back(parameter.place - parameters_[bucket.parameters.front()].place,
+                               as_reals(parameter.stand_in));
       }
       parameter.stand_in.reset();
     } else {

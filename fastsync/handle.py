@@ -67,6 +67,8 @@ class SyncHandle(ABC):
             got = f"keys {list(state_dict)[:3]}" if isinstance(state_dict, dict) else type(state_dict).__name__
             raise ValueError(f"state_dict: expected what state_dict() returns, a dict with 'scales', got {got}")
         residuals, step = state_dict.get("residuals", {}), state_dict.get("step", 0)
+        if not isinstance(residuals, dict):
+            raise ValueError(f"state_dict: expected 'residuals' to be a dict by name, got {residuals!r}")
         for name in (*scales, *residuals):
             if name not in named:
                 raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")
@@ -76,7 +78,7 @@ class SyncHandle(ABC):
                     f"state_dict: the scale of {name!r} is {scale!r}, not a power of two from 2**-{MAX_SCALE_EXPONENT} "
                     f"to 2**{MAX_SCALE_EXPONENT}"
                 )
-        if not isinstance(step, int) or step < 0:
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"state_dict: its step has to be a number of steps, got {step!r}")
         for name, residual in residuals.items():
             if not _is_residual(residual, named[name]):

@@ -318,9 +318,14 @@ def test_residuals_survive_new_buckets() -> None:
 
 
 def _without_gradient(rank: int, world_size: int) -> None:
+    for algorithm in ALGORITHMS:
+        _without_gradient_by(algorithm, rank, world_size)
+
+
+def _without_gradient_by(algorithm: Algorithm, rank: int, world_size: int) -> None:
     shapes = [(200,), (300,)]
     model = Given([torch.zeros(shape) for shape in shapes])
-    sync = fastsync.attach(model, Compression("int8", algorithm="one_shot", error_feedback=True))
+    sync = fastsync.attach(model, Compression("int8", algorithm=algorithm, error_feedback=True))
     owed = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     for step, uses in enumerate(([True, True], [True, False], [True, rank == 0], [True, True])):
         of_ranks = [random_grads(other, step, shapes, torch.float32) for other in range(world_size)]
