@@ -64,6 +64,8 @@ class BucketSum {
   virtual std::vector<Owned> owned() const = 0;
   virtual int64_t num_owned() const = 0;
   void keep_residual(at::Tensor residual) { residual_ = std::move(residual); }
+  // The gradients' own residuals, for what is lost of sums that are not owned yet.
+  void keep_own_residuals(std::vector<at::Tensor> residuals) { own_residuals_ = std::move(residuals); }
 
   // Packs piece after piece, each on its way before the next one is packed. Returns at once.
   virtual void send() = 0;
@@ -124,6 +126,7 @@ class BucketSum {
   double limit_;
   at::Tensor bytes_;
   at::Tensor residual_;
+  std::vector<at::Tensor> own_residuals_;  // one for each segment
 
  private:
   std::mutex mutex_;  // held while driving

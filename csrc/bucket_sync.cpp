@@ -483,6 +483,7 @@ void BucketSync::own_residuals(BucketSum& sum) {
     disown(owned, sum.num_owned());
   }
   sum.keep_residual(owned_residual_);
+  sum.keep_own_residuals(residuals_);
 }
 
 // Hands over the residuals of the sums to what is owned now. What is not goes back to what this rank will pack: n

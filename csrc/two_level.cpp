@@ -12,8 +12,6 @@ namespace {
 
 DType compute_dtype(DType grad) { return grad == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
-at::ScalarType residual_dtype(DType grad) { return grad == DType::kFloat64 ? at::kDouble : at::kFloat; }
-
 }  // namespace
 
 TwoLevelSum::TwoLevelSum(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, int tag, PackedBucket bucket,
@@ -144,8 +142,8 @@ void TwoLevelSum::reduce_in_node(const Piece& piece) {
     sum_extras(local_offset(piece, ranks_per_node_) + piece.local_bytes, piece.local_stride, ranks_per_node_);
   }
   at::Tensor lost;
-  if (residual_.defined()) {
-    lost = at::zeros({shard(piece)}, residual_.options());
+  if (!own_residuals_.empty()) {
+    lost = at::zeros({shard(piece)}, own_residuals_.front().options());
   }
   for (int64_t node = 0; node < num_nodes_; ++node) {
     const int64_t first = node * piece.sub_shard;
@@ -182,14 +180,15 @@ void TwoLevelSum::encode_node_sum(ReduceArgs args) {
   run_reduce(args, device_);
 }
 
+// Also of a gradient that this rank does not have, but others of its node.
 void TwoLevelSum::keep_for_next_step(const Piece& piece, const at::Tensor& lost) {
   const int64_t begin = piece.begin + local_ * shard(piece);
-  const auto options = at::TensorOptions().dtype(residual_dtype(bucket_.grad_dtype)).device(device_);
-  for (const Segment& part : cut(begin, std::min(begin + shard(piece), piece.end), 0)) {
-    if (part.residual != nullptr) {
-      at::from_blob(part.residual, {part.numel}, options)
-          .add_(lost.narrow(0, part.offset, part.numel), static_cast<double>(ranks_per_node_));
-    }
+  std::vector<Owned> parts;
+  own(parts, begin, std::min(begin + shard(piece), piece.end), /*place=*/0);
+  for (const Owned& part : parts) {
+    own_residuals_[part.segment]
+        .narrow(0, part.first, part.count)
+        .add_(lost.narrow(0, part.place, part.count), static_cast<double>(ranks_per_node_));
   }
 }
 

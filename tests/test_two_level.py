@@ -244,6 +244,26 @@ def test_what_was_applied_is_the_mean_up_to_what_is_kept(name: str) -> None:
     run_ranks(_nothing_is_lost, 4, name)
 
 
+def _misses_some(rank: int, world_size: int) -> None:
+    """In each step another rank has no gradient of the first parameter, though it may be the one that adds it up."""
+    shapes = [(400,), (70,)]
+    model = Given([torch.ones(shape) for shape in shapes])
+    sync = fastsync.attach(model, Compression("int8", error_feedback=True, ranks_per_node=2))
+    applied, wanted = (torch.zeros(400, dtype=torch.float64) for _ in range(2))
+    for number in range(12):
+        grads = random_grads(rank, number, shapes, torch.float32)
+        has_first = rank != number % world_size
+        model.zero_grad()
+        model([grads[0] if has_first else None, grads[1]]).backward()
+        wanted += _sum(grads[0] * has_first) / world_size
+        applied += model.weights[0].grad.double()
+        torch.testing.assert_close(applied + _not_sent_yet(sync, world_size)[0], wanted, rtol=0, atol=1e-5)
+
+
+def test_nothing_is_lost_of_gradients_that_some_ranks_miss() -> None:
+    run_ranks(_misses_some, 4)
+
+
 RESUMED = Compression("int8", error_feedback=True, rounding="stochastic", ranks_per_node=2)
 
 
