@@ -149,10 +149,12 @@ class Meeting:
         assert store is not None
 
         def said() -> bool:
-            # Trouble comes last: what was said before it still counts.
+            # Trouble comes last, and what was said before it still counts: so trouble is looked for first, or both could
+            # come between the two looks.
+            in_trouble = store.check([TROUBLE])
             if store.check([f"{topic}/{index}"]):
                 return True
-            if store.check([TROUBLE]):
+            if in_trouble:
                 raise MeetingError(store.get(TROUBLE).decode())
             return False
 
