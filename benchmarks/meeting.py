@@ -149,8 +149,8 @@ class Meeting:
         assert store is not None
 
         def said() -> bool:
-            # Trouble comes last, and what was said before it still counts: so trouble is looked for first, or both could
-            # come between the two looks.
+            # Trouble comes last, and what was said before it still counts: so trouble is looked for first, or both
+            # might come between the two looks.
             in_trouble = store.check([TROUBLE])
             if store.check([f"{topic}/{index}"]):
                 return True
