@@ -23,9 +23,11 @@ CUDA_ARCHITECTURES = "8.0;9.0+PTX"
 # -fopenmp belongs to compiling only. at::parallel_for is a template, so its parallel region is compiled into the
 # extension, but the OpenMP runtime has to be the one that torch has loaded: linking another would give the process a
 # second thread pool.
+# -g0: Python asks for debug information, which takes as long to write as all else.
 # -ffp-contract=off: the arithmetic must round like the reference, so no multiply-add may be fused.
 CXX_FLAGS = [
     "-O3",
+    "-g0",
     "-std=c++20",
     "-fopenmp",
     "-ffp-contract=off",

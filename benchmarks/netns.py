@@ -114,6 +114,9 @@ class Network:
         _configure("ip", bridge, ["link add bridge type bridge stp_state 0 forward_delay 0", "link set bridge up"])
         for rank, address in enumerate(self.addresses):
             name, port = self._name(rank), f"port{rank}"
+            # What arrives at a rank passes through one core, as a mask of cores, or packets of one connection overtake
+            # each other where cores are busy, and TCP waits for what it takes to be lost.
+            core = 1 << rank % min(os.cpu_count() or 1, 32)
             _run("ip", "netns", "add", name)
             _run("ip", "netns", "exec", name, "sh", "-c", f"echo {CONGESTION_CONTROL} > {_CONGESTION_CONTROL_FILE}")
             # Without addresses of IPv6, whose set-up would take its part of the link.
@@ -131,6 +134,7 @@ class Network:
                 ],
             )
             for namespace, device in ((bridge, port), (name, "eth0")):
+                _run("ip", "netns", "exec", namespace, "sh", "-c", f"echo {core:x} > {_CORES_FILE.format(device)}")
                 _configure("tc", namespace, [f"qdisc add dev {device} root {self._shape()}"])
 
     def _shape(self) -> str:
@@ -138,6 +142,7 @@ class Network:
         return f"tbf rate {self.rate}bit burst {burst(self.rate)} limit {queue}"
 
 
+_CORES_FILE = "/sys/class/net/{}/queues/rx-0/rps_cpus"
 _CONGESTION_CONTROL_FILE = "/proc/sys/net/ipv4/tcp_congestion_control"
 
 

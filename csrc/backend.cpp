@@ -1,6 +1,9 @@
 #include "backend.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #ifdef FASTSYNC_WITH_CUDA
@@ -62,6 +65,19 @@ bool is_capturing([[maybe_unused]] c10::Device device) {
   }
 #endif
   return false;
+}
+
+void call_beside(c10::Device device, const std::function<void()>& call) {
+  if (device.is_cpu()) {
+    call();
+    return;
+  }
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  c10::Event given(device.type());
+  given.record(guard.getStream(device));
+  const c10::StreamGuard beside(guard.getStreamFromGlobalPool(device));
+  given.block(guard.getStream(device));
+  call();
 }
 
 namespace {

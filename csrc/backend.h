@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include <functional>
 #include <vector>
 
 #include "pack_unpack.h"
@@ -28,6 +29,9 @@ at::Tensor new_workspace(c10::Device device);
 
 // True while a CUDA graph is being captured on the current stream of the device.
 bool is_capturing(c10::Device device);
+
+// Makes the call on another stream than the current one, after what that has been given so far. On a CPU, at once.
+void call_beside(c10::Device device, const std::function<void()>& call);
 
 // Each runs on the current stream of the device.
 void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <utility>
 
 namespace fastsync {
@@ -13,6 +14,9 @@ std::vector<std::vector<int64_t>> lay_out_buckets(const std::vector<ParameterSiz
     int64_t bytes = 0;
     int64_t last_place = 0;
   };
+  const int64_t all_bytes = std::accumulate(order.begin(), order.end(), int64_t{0},
+                                            [&](int64_t sum, int64_t index) { return sum + sizes[index].bytes; });
+  const int64_t first_cap_bytes = all_bytes > cap_bytes ? std::min(cap_bytes, kFirstBucketBytes) : cap_bytes;
   std::vector<Bucket> closed;
   std::map<int64_t, Bucket> open;  // by kind
   for (int64_t place = 0; place < static_cast<int64_t>(order.size()); ++place) {
@@ -21,7 +25,7 @@ std::vector<std::vector<int64_t>> lay_out_buckets(const std::vector<ParameterSiz
     bucket.parameters.push_back(order[place]);
     bucket.bytes += size.bytes;
     bucket.last_place = place;
-    if (bucket.bytes >= cap_bytes) {
+    if (bucket.bytes >= (closed.empty() ? first_cap_bytes : cap_bytes)) {
       closed.push_back(std::move(bucket));
       open.erase(size.kind);
     }

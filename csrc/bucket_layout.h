@@ -12,6 +12,10 @@ struct ParameterSize {
   int64_t kind;
 };
 
+// Where there are several buckets the first one is full with so much, as DDP's is: the network would have nothing to do
+// until it is.
+constexpr int64_t kFirstBucketBytes = 1 << 20;
+
 // Groups parameters into buckets in the given order (indices into sizes): a bucket takes parameters of one kind until
 // it holds cap_bytes or more. Buckets come in the order in which their last parameters do, so that the one that is
 // ready first is sent first.

@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
-#include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -80,9 +78,9 @@ void BucketSum::take(Fp32Buffers& buffers, int64_t num_bytes, std::vector<int64_
   bytes_ = buffers.bytes;
 }
 
-std::vector<Segment> BucketSum::cut(int64_t begin, int64_t end, int64_t offset) const {
+template <class Call>
+void BucketSum::for_each_part(int64_t begin, int64_t end, const Call& call) const {
   const auto& segments = bucket_.segments;
-  std::vector<Segment> parts;
   auto segment = std::upper_bound(segments.begin(), segments.end(), begin,
                                   [](int64_t value, const Segment& other) { return value < other.offset; });
   if (segment != segments.begin()) {
@@ -91,26 +89,28 @@ std::vector<Segment> BucketSum::cut(int64_t begin, int64_t end, int64_t offset) 
   for (; segment != segments.end() && segment->offset < end; ++segment) {
     const int64_t first = std::max(begin, segment->offset);
     const int64_t numel = std::min(end, segment->offset + segment->numel) - first;
-    if (numel <= 0) {
-      continue;
+    if (numel > 0) {
+      call(*segment, first - segment->offset, numel);
     }
-    const int64_t skipped = first - segment->offset;
-    const int64_t residual_size = bucket_.grad_dtype == DType::kFloat64 ? 8 : 4;
-    parts.push_back({advance(segment->data, skipped * size_of(bucket_.grad_dtype)), numel, first - begin + offset,
-                     segment->residual ? advance(segment->residual, skipped * residual_size) : nullptr});
   }
+}
+
+std::vector<Segment> BucketSum::cut(int64_t begin, int64_t end, int64_t offset) const {
+  const int64_t grad_size = size_of(bucket_.grad_dtype);
+  const int64_t residual_size = bucket_.grad_dtype == DType::kFloat64 ? 8 : 4;
+  std::vector<Segment> parts;
+  for_each_part(begin, end, [&](const Segment& segment, int64_t skipped, int64_t numel) {
+    parts.push_back({advance(segment.data, skipped * grad_size), numel, segment.offset + skipped - begin + offset,
+                     segment.residual ? advance(segment.residual, skipped * residual_size) : nullptr});
+  });
   return parts;
 }
 
 void BucketSum::own(std::vector<Owned>& owned, int64_t begin, int64_t end, int64_t place) const {
-  for (size_t index = 0; index < bucket_.segments.size(); ++index) {
-    const Segment& segment = bucket_.segments[index];
-    const int64_t first = std::max(begin, segment.offset);
-    const int64_t count = std::min(end, segment.offset + segment.numel) - first;
-    if (count > 0) {
-      owned.push_back({index, first - segment.offset, count, place + first - begin});
-    }
-  }
+  for_each_part(begin, end, [&](const Segment& segment, int64_t skipped, int64_t numel) {
+    const auto index = static_cast<size_t>(&segment - bucket_.segments.data());
+    owned.push_back({index, skipped, numel, place + segment.offset + skipped - begin});
+  });
 }
 
 void BucketSum::redirect(const at::Tensor& elsewhere) {
@@ -190,17 +190,12 @@ void BucketSum::sum_extras(int64_t end, int64_t stride, int64_t count) {
 // ---- one sum --------------------------------------------------------------------------------------------------------
 
 void BucketSum::beside_backward(const std::function<void()>& call) const {
-  if (device_.is_cpu()) {
+  call_beside(device_, [&] {
+    if (!device_.is_cpu()) {
+      bytes_.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    }
     call();
-    return;
-  }
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  c10::Event packed(device_.type());
-  packed.record(guard.getStream(device_));
-  const c10::StreamGuard beside(guard.getStreamFromGlobalPool(device_));
-  packed.block(guard.getStream(device_));
-  bytes_.record_stream(guard.getStream(device_));
-  call();
+  });
 }
 
 void BucketSum::drive() {

@@ -129,6 +129,10 @@ class BucketSum {
   std::vector<at::Tensor> own_residuals_;  // one for each segment
 
  private:
+  // call(segment, how many of its values come before the part, and how many the part has).
+  template <class Call>
+  void for_each_part(int64_t begin, int64_t end, const Call& call) const;
+
   std::mutex mutex_;  // held while driving
   bool is_driven_ = false;
   std::exception_ptr error_;

@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
-#include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -24,6 +22,8 @@ namespace {
 
 // Below so many bytes that each rank sends more than two_shot would, one step of the network costs less than two.
 constexpr int64_t kOneShotBytes = 1 << 16;
+// Between two ranks both send as much, and full width may go either way: see algorithm_for.
+constexpr int64_t kOneShotBytesOfTwo = 1 << 22;
 
 at::ScalarType scalar_type_of(DType dtype) {
   switch (dtype) {
@@ -82,7 +82,8 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
 }
 
 // Sums of two float32 values are the same in whatever order and whoever takes them, so between two ranks full width
-// need not go through all_reduce, whose steps take longer on Gloo.
+// need not go through all_reduce, whose steps take longer on Gloo. Where bandwidth is all that counts, its ring has the
+// smaller tail.
 Algorithm BucketSync::algorithm_for(const Compression& compression, DType grad, int64_t numel) const {
   const int64_t world_size = group_->getSize();
   if (compression.ranks_per_node > 1) {
@@ -90,7 +91,8 @@ Algorithm BucketSync::algorithm_for(const Compression& compression, DType grad, 
   }
   if (!compression.sums_in_float32) {
     const bool is_exact = compression.wire == Wire::kNone && (grad == DType::kFloat32 || grad == DType::kFloat64);
-    return is_exact && world_size == 2 && can_exchange_ ? Algorithm::kOneShot : Algorithm::kAllReduce;
+    const bool is_small = numel * size_of(grad) <= kOneShotBytesOfTwo;
+    return is_exact && is_small && world_size == 2 && can_exchange_ ? Algorithm::kOneShot : Algorithm::kAllReduce;
   }
   if (compression.algorithm) {
     return *compression.algorithm;
@@ -104,7 +106,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> gra
                                                      std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
                                                      const std::vector<bool>& stand_in) {
   const WithoutPythonObjects without_python;
-  auto flight = prepare(std::move(grads), sync, std::move(stopwatch));
+  auto flight = prepare(std::move(grads), sync, std::move(stopwatch), extras);
   add_residuals(*flight, sync, stand_in);
   if (flight->algorithm != Algorithm::kAllReduce) {
     send_to_ranks(*flight, sync, extras);
@@ -119,7 +121,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> gra
 }
 
 std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> grads, const Sync& sync,
-                                                        std::shared_ptr<Stopwatch> stopwatch) {
+                                                        std::shared_ptr<Stopwatch> stopwatch, const Extras& extras) {
   const Wire wire = sync.compression.wire;
   auto flight = std::make_shared<Flight>();
   const DType grad_dtype = dtype_of(grads.front().scalar_type());
@@ -128,6 +130,8 @@ std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> 
   for (const at::Tensor& grad : grads) {
     flight->numel += grad.numel();
   }
+  flight->num_flags = extras.flags.defined() ? extras.flags.numel() : 0;
+  flight->num_riders = extras.riders.defined() ? extras.riders.numel() : 0;
   flight->is_lossless = wire == Wire::kNone;
   flight->algorithm = algorithm_for(sync.compression, grad_dtype, flight->numel);
   flight->grads = std::move(grads);
@@ -152,8 +156,7 @@ void BucketSync::pack_for_all_reduce(Flight& flight, const Extras& extras, bool 
   const auto grad_dtype = flight.grads.front().scalar_type();
   const auto dtype = scalar_type_of(flight.wire_dtype);
   const int64_t world_size = group_->getSize();
-  flight.num_flags = extras.flags.defined() ? extras.flags.numel() : 0;
-  flight.num_riders = extras.riders.defined() ? extras.riders.numel() : 0;
+  fp32_buffers_ = {};
   const int64_t num_extras = flight.num_flags + (dtype == at::kFloat ? flight.num_riders : 0);
   const bool shares_memory = may_use_their_memory && flight.grads.size() == 1 && dtype == grad_dtype;
   if (shares_memory) {
@@ -202,8 +205,7 @@ Rounding rounding_of(const Sync& sync, int64_t rank) {
 }  // namespace
 
 void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& extras) {
-  flight.num_flags = extras.flags.defined() ? extras.flags.numel() : 0;
-  flight.num_riders = extras.riders.defined() ? extras.riders.numel() : 0;
+  wire_.reset();
   PackedBucket bucket{flight.segments,
                       dtype_of(flight.grads.front().scalar_type()),
                       flight.wire_dtype,
@@ -358,7 +360,7 @@ void BucketSync::discard(Flight& flight) {
 c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vector<at::Tensor> grads, const Sync& sync,
                                             std::shared_ptr<Stopwatch> stopwatch, ProgressThread& progress) {
   const WithoutPythonObjects without_python;
-  auto flight = prepare(std::move(grads), sync, std::move(stopwatch));
+  auto flight = prepare(std::move(grads), sync, std::move(stopwatch), {});
   add_residuals(*flight, sync, {});
   if (flight->algorithm != Algorithm::kAllReduce) {
     send_to_ranks(*flight, sync, {});
@@ -386,13 +388,10 @@ c10::intrusive_ptr<Future> BucketSync::receive_later(std::shared_ptr<Flight> fli
   }
   auto future = c10::make_intrusive<Future>(c10::TensorType::get(), devices);
   if (!device_.is_cpu()) {
-    const c10::impl::VirtualGuardImpl guard(device_.type());
-    c10::Event sent(device_.type());
-    sent.record(guard.getStream(device_));
-    const c10::StreamGuard beside(guard.getStreamFromGlobalPool(device_));
-    sent.block(guard.getStream(device_));
-    receive(*flight);
-    future->markCompleted(c10::IValue(buffer));
+    call_beside(device_, [&] {
+      receive(*flight);
+      future->markCompleted(c10::IValue(buffer));
+    });
     return future;
   }
   progress.post_urgent(at::wrapPropagateTLSState([flight] { drive(*flight); }));

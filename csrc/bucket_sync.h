@@ -110,8 +110,8 @@ class BucketSync {
 
  private:
   Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel) const;
-  std::shared_ptr<Flight> prepare(std::vector<at::Tensor> grads, const Sync& sync,
-                                  std::shared_ptr<Stopwatch> stopwatch);
+  std::shared_ptr<Flight> prepare(std::vector<at::Tensor> grads, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
+                                  const Extras& extras);
   void pack_for_all_reduce(Flight& flight, const Extras& extras, bool may_use_their_memory);
   void send_to_ranks(Flight& flight, const Sync& sync, const Extras& extras);
   void add_residuals(Flight& flight, const Sync& sync, const std::vector<bool>& stand_in);

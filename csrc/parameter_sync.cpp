@@ -114,10 +114,6 @@ void ParameterSync::check(const Parameter& parameter) const {
 void ParameterSync::send_full_buckets() {
   while (may_send_next()) {
     send_next();
-    // While backward goes on, another thread has to see to what follows on the arrival of messages.
-    if (const auto& flight = buckets_[next_bucket_ - 1].flight; BucketSync::needs_driving(*flight)) {
-      progress_.post([flight] { BucketSync::drive(*flight); });
-    }
   }
 }
 
@@ -153,6 +149,11 @@ void ParameterSync::send_next() {
     stand_in.push_back(presence_[parameters_[index].place] == 0.0F);
   }
   send(bucket, std::move(grads), /*with_riders=*/true, stand_in);
+  // While backward goes on, or another bucket is waited for, another thread has to see to what follows on the arrival
+  // of messages. To wake it for the only bucket, at the end of backward, would take longer than to do it here.
+  if (const auto& flight = bucket.flight; buckets_.size() > 1 && BucketSync::needs_driving(*flight)) {
+    progress_.post([flight] { BucketSync::drive(*flight); });
+  }
 }
 
 void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool with_riders,

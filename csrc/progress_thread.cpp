@@ -1,6 +1,7 @@
 #include "progress_thread.h"
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <deque>
@@ -32,9 +33,12 @@ struct ProgressThread::Queues {
   }
 };
 
-ProgressThread::ProgressThread() : queues_(std::make_shared<Queues>()) {}
+ProgressThread::ProgressThread() : queues_(std::make_shared<Queues>()), process_id_(getpid()) {}
 
 ProgressThread::~ProgressThread() {
+  if (getpid() != process_id_) {
+    return;  // the thread stayed behind in the process that this one was forked from, perhaps with the mutex
+  }
   {
     const std::lock_guard<std::mutex> lock(queues_->mutex);
     queues_->is_closed = true;

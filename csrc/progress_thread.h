@@ -1,6 +1,8 @@
 // A thread that does what follows on the arrival of messages, so that it need not wait until somebody asks.
 #pragma once
 
+#include <sys/types.h>
+
 #include <functional>
 #include <memory>
 
@@ -24,6 +26,7 @@ class ProgressThread {
   void post_to(bool is_urgent, std::function<void()> task);
 
   std::shared_ptr<Queues> queues_;
+  pid_t process_id_;
 };
 
 }  // namespace fastsync

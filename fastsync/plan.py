@@ -6,11 +6,13 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import _C
 from .auto import WIRES, Candidate, Explanation, explain
 from .checks import check_parameters
 from .compression import LOSSIER, Auto, Compression, Schedule
@@ -75,9 +77,22 @@ def _candidates(
     if profile is None:
         profile = _measured(process_group, tuple(wires), trained)
     elif not isinstance(profile, GroupProfile):
-        profile = GroupProfile.read(profile)
+        profile = _read(profile, process_group, trained[0].device)
     profile.check(process_group, trained[0].device)
     return profile.of_wires(wires)
+
+
+def _read(path: str | PathLike[str], process_group: dist.ProcessGroup, device: torch.device) -> GroupProfile:
+    """Raises on all ranks where one cannot read it, or the others would wait for that one."""
+    found: GroupProfile | OSError | ValueError
+    try:
+        found = GroupProfile.read(path)
+    except (OSError, ValueError) as error:
+        found = error
+    _C.check_agreement(process_group, f"profile: {'read' if isinstance(found, GroupProfile) else found}", device)
+    if not isinstance(found, GroupProfile):
+        raise found
+    return found
 
 
 def _within(compression: Compression, world_size: int) -> Compression:

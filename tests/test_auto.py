@@ -231,6 +231,17 @@ def test_the_engine_follows_the_same_rule(points_of_each: list[list[tuple[int, f
     assert _C.choose(in_engine, numel) == choose(candidates, numel)
 
 
+def _lacks_the_profile(rank: int, world_size: int, path: str) -> None:
+    own = path if rank == 0 else f"{path}.of-rank-{rank}"
+    fastsync.attach(torch.nn.Linear(4, 4), fastsync.Auto(profile=own))
+
+
+def test_a_profile_that_one_rank_cannot_read_is_told_on_all(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    with pytest.raises(RankError, match=r"rank 1: profile: .*No such file or directory.*; rank 0: profile: read"):
+        run_ranks(_lacks_the_profile, 2, str(tmp_path / "profile.json"), timeout=60)
+
+
 def _travels_as_chosen(rank: int, world_size: int) -> None:
     profile = replace(
         PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),)), PROFILE.candidates[2])

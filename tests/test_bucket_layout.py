@@ -9,6 +9,7 @@ import pytest
 from fastsync import _C
 
 F32, BF16 = 0, 1
+MIB = 2**20
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,11 @@ F32, BF16 = 0, 1
         ([(4, F32), (2, BF16), (4, F32), (2, BF16)], [0, 1, 2, 3], 8, [[0, 2], [1, 3]]),
         # The bucket whose last parameter comes first is sent first, though another one was begun before it.
         ([(4, F32), (8, BF16), (4, F32)], [0, 1, 2], 8, [[1], [0, 2]]),
+        # Where there are several, 1 MiB is enough for the first one to be sent.
+        ([(MIB, F32)] * 5, [4, 3, 2, 1, 0], 3 * MIB, [[4], [3, 2, 1], [0]]),
+        ([(MIB - 4, F32)] * 5, [0, 1, 2, 3, 4], 3 * MIB, [[0, 1], [2, 3, 4]]),
+        ([(MIB, F32), (MIB, BF16), (MIB, BF16), (MIB, F32)], [0, 1, 2, 3], 2 * MIB, [[0], [1, 2], [3]]),
+        ([(MIB, F32)] * 5, [0, 1, 2, 3, 4], 5 * MIB, [[0, 1, 2, 3, 4]]),
     ],
 )
 def test_small_layouts(sizes: list[tuple[int, int]], order: list[int], cap: int, expected: list[list[int]]) -> None:
