@@ -510,7 +510,7 @@ def without_vector_instructions(
     folder = Path(__file__).parent
     files = [__file__, folder / "test_ops_int8.py", folder / "test_ops_residuals.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files), "-k", TESTS_OF_VALUES]
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "TESTS_WITHOUT_RANKS": "1"}
     environment.pop("FAIL_WITHOUT_CUDA", None)
     said = tmp_path_factory.mktemp("without-vector-instructions") / "said"
     with said.open("w") as out:
