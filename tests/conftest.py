@@ -15,9 +15,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """The server that ranks are forked from starts before a test gives it other things to import.
 
     One thread: several wait for each other in spinning loops, which take for ever where the cores have other work.
+    TESTS_WITHOUT_RANKS=1 is for sessions that start no rank: the server takes seconds to import, and to end.
     """
     torch.set_num_threads(1)
-    if fresh_process_context().get_start_method() == "forkserver":
+    starts_ranks = os.environ.get("TESTS_WITHOUT_RANKS") != "1"
+    if starts_ranks and fresh_process_context().get_start_method() == "forkserver":
         forkserver.ensure_running()
 
 

@@ -113,24 +113,20 @@ def _fails_within_the_timeout(ddp: DistributedDataParallel, grads: list[Tensor],
     assert time.monotonic() - start < 10 * TIMEOUT.total_seconds()
 
 
-def _a_peer_gets_stuck(rank: int, world_size: int) -> None:
+def _a_peer_gets_stuck(rank: int, group: dist.ProcessGroup, num_good_steps: int) -> None:
     grads = random_grads(rank, 0, SHAPES, torch.float32)
-    for num_good_steps in (0, 1, 3):  # in the first sync, in that after DDP rebuilt its buckets, in an ordinary one
-        group = dist.new_group(timeout=TIMEOUT)
-        ddp = given_ddp(grads, process_group=group)
-        fastsync.register_comm_hook(ddp, "fp16")
-        for _ in range(num_good_steps):
-            backward_of(ddp, grads)
-        if rank == 0:
-            _fails_within_the_timeout(ddp, grads, r"bucket 0 failed on rank 0 of 2: .*[Tt]imed out")
-        else:
-            ddp(grads)  # DDP may rebuild its buckets here, together; rank 1 then never comes to its backward
-        dist.barrier()
+    ddp = given_ddp(grads, process_group=group)
+    fastsync.register_comm_hook(ddp, "fp16")
+    for _ in range(num_good_steps):
+        backward_of(ddp, grads)
+    if rank == 0:
+        _fails_within_the_timeout(ddp, grads, r"bucket 0 failed on rank 0 of 2: .*[Tt]imed out")
+    else:
+        ddp(grads)  # DDP may rebuild its buckets here, together; rank 1 then never comes to its backward
 
 
-def _only_one_swaps(rank: int, world_size: int) -> None:
+def _only_one_swaps(rank: int, group: dist.ProcessGroup) -> None:
     grads = random_grads(rank, 0, SHAPES, torch.float32)
-    group = dist.new_group(timeout=TIMEOUT)
     ddp = given_ddp(grads, process_group=group)
     hook = fastsync.register_comm_hook(ddp)
     for _ in range(3):
@@ -140,13 +136,23 @@ def _only_one_swaps(rank: int, world_size: int) -> None:
     _fails_within_the_timeout(ddp, grads, f"bucket 0 failed on rank {rank} of 2: ")
 
 
+# In the first sync, in that after DDP rebuilt its buckets, in an ordinary one.
+GOOD_STEPS = [0, 1, 3]
+
+
 def _nobody_hangs(rank: int, world_size: int) -> None:
-    _a_peer_gets_stuck(rank, world_size)
-    _only_one_swaps(rank, world_size)
+    """Each case has two ranks of its own, so that all of them wait at the same time."""
+    groups = [dist.new_group([first, first + 1], timeout=TIMEOUT) for first in range(0, world_size, 2)]
+    case, rank_in_group = divmod(rank, 2)
+    if case < len(GOOD_STEPS):
+        _a_peer_gets_stuck(rank_in_group, groups[case], GOOD_STEPS[case])
+    else:
+        _only_one_swaps(rank_in_group, groups[case])
+    dist.barrier()  # until then a stuck rank lives
 
 
 def test_a_peer_that_does_not_come_is_an_error_within_the_timeout() -> None:
-    run_ranks(_nobody_hangs, 2)
+    run_ranks(_nobody_hangs, 2 * len(GOOD_STEPS) + 2)
 
 
 def _kill_this_process(grad: Tensor) -> None:

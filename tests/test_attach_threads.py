@@ -68,34 +68,6 @@ def _two_at_once_with_a_group_each(rank: int) -> None:
             finished.result()
 
 
-def _one_ahead_of_the_other(rank: int) -> None:
-    """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: none may wait for itself."""
-    for overlap in (True, False):
-        models = [Mlp(), Mlp()]
-        syncs = [attach(model, process_group=dist.new_group(), overlap=overlap) for model in models]
-        train = partial(_train_one, models, None if overlap else syncs, rank)
-        train(0, range(1))
-        train(1, range(1))
-        first, second = (1, 0) if rank == 0 else (0, 1)
-        with _threads(2) as pool:
-            one = pool.submit(train, first, range(1, 4))
-            time.sleep(1.0 + rank)  # by now it waits for the other rank, and rank 1's first model is a step ahead
-            other = pool.submit(train, second, range(1, 4))
-            one.result()
-            other.result()
-
-
-def _train_one(
-    models: list[Mlp], syncs: list[GradientSynchronizer] | None, rank: int, index: int, steps: range
-) -> None:
-    for step in steps:
-        expected = mean_gradients(models[index], step)
-        backward(models[index], rank, step)
-        if syncs is not None:
-            syncs[index].synchronize()
-        assert_all_bitwise_equal(grads_of(models[index]), expected, f"step {step}: averaged gradient")
-
-
 def _statistics_read_while_backward_runs(rank: int) -> None:
     model = Mlp()
     sync = attach(model, compression="fp16")
@@ -218,7 +190,6 @@ def _all_about_threads(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     _backward_in_other_threads(rank)
     _two_at_once_with_a_group_each(rank)
-    _one_ahead_of_the_other(rank)
     _statistics_read_while_backward_runs(rank)
     _python_runs_while_backward_waits(rank)
     _freed_in_another_thread(rank)
@@ -227,6 +198,46 @@ def _all_about_threads(rank: int, world_size: int) -> None:
 
 def test_threads() -> None:
     run_ranks(_all_about_threads, 2)
+
+
+def _train_one(
+    models: list[Mlp], syncs: list[GradientSynchronizer] | None, rank: int, index: int, steps: range
+) -> None:
+    for step in steps:
+        expected = mean_gradients(models[index], step)
+        backward(models[index], rank, step)
+        if syncs is not None:
+            syncs[index].synchronize()
+        assert_all_bitwise_equal(grads_of(models[index]), expected, f"step {step}: averaged gradient")
+
+
+def _one_ahead_of_the_other(rank: int, world_size: int) -> None:
+    """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: none may wait for itself.
+
+    Two ranks do it with overlap, and two without, so that they wait at the same time.
+    """
+    pair, rank = divmod(rank, 2)
+    torch.manual_seed(1)
+    models = [Mlp(), Mlp()]
+    groups = [[dist.new_group([first, first + 1]) for _ in models] for first in (0, 2)]
+    overlap = pair == 0
+    syncs = [
+        attach(model, process_group=group, overlap=overlap) for model, group in zip(models, groups[pair], strict=True)
+    ]
+    train = partial(_train_one, models, None if overlap else syncs, rank)
+    train(0, range(1))
+    train(1, range(1))
+    first, second = (1, 0) if rank == 0 else (0, 1)
+    with _threads(2) as pool:
+        one = pool.submit(train, first, range(1, 4))
+        time.sleep(1.0 + rank)  # by now it waits for the other rank, and rank 1's first model is a step ahead
+        other = pool.submit(train, second, range(1, 4))
+        one.result()
+        other.result()
+
+
+def test_one_engine_is_ahead_of_another() -> None:
+    run_ranks(_one_ahead_of_the_other, 4)
 
 
 # ---- forks ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import setuptools
 import torch
 from torch.utils import cpp_extension
 
@@ -24,6 +25,18 @@ def setup_script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def built(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[setuptools.Extension]:
+    """What setup.py hands on to be built once its ``main`` is called, which then builds nothing."""
+    extensions: list[setuptools.Extension] = []
+    monkeypatch.setattr(
+        setup_script.setuptools, "setup", lambda *, ext_modules, cmdclass: extensions.extend(ext_modules)
+    )
+    for name in ("FASTSYNC_CUDA", "FASTSYNC_SANITIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return extensions
 
 
 def _run_setup(*, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,16 +76,24 @@ def test_too_old_setuptools_is_refused(setup_script: ModuleType, monkeypatch: py
         setup_script.check_setuptools()
 
 
-def test_unknown_setting_is_refused() -> None:
-    result = _run_setup(FASTSYNC_CUDA="banana")
-    assert result.returncode == 1
-    assert "FASTSYNC_CUDA='banana' means nothing: 1 insists on the CUDA half, 0 leaves it out" in result.stderr
+def test_unknown_setting_is_refused(
+    setup_script: ModuleType, built: list[setuptools.Extension], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTSYNC_CUDA", "banana")
+    message = "FASTSYNC_CUDA='banana' means nothing: 1 insists on the CUDA half, 0 leaves it out"
+    with pytest.raises(SystemExit, match=message):
+        setup_script.main()
+    assert built == []
 
 
-def test_unknown_sanitizer_is_refused() -> None:
-    result = _run_setup(FASTSYNC_SANITIZE="banana")
-    assert result.returncode == 1
-    assert "FASTSYNC_SANITIZE='banana' means nothing: address builds with AddressSanitizer" in result.stderr
+def test_unknown_sanitizer_is_refused(
+    setup_script: ModuleType, built: list[setuptools.Extension], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTSYNC_SANITIZE", "banana")
+    message = "FASTSYNC_SANITIZE='banana' means nothing: address builds with AddressSanitizer"
+    with pytest.raises(SystemExit, match=message):
+        setup_script.main()
+    assert built == []
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
@@ -89,10 +110,16 @@ def test_leaving_cuda_out_by_itself_is_said() -> None:
     assert "building the CPU half only: torch" in result.stderr
 
 
-def test_leaving_cuda_out_on_request_is_silent() -> None:
-    result = _run_setup(FASTSYNC_CUDA="0")
-    assert result.returncode == 0
-    assert "CPU half only" not in result.stderr
+def test_leaving_cuda_out_on_request_is_silent(
+    setup_script: ModuleType,
+    built: list[setuptools.Extension],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("FASTSYNC_CUDA", "0")
+    setup_script.main()
+    assert [extension.name for extension in built] == ["fastsync._C"]
+    assert "CPU half only" not in capfd.readouterr().err
 
 
 def test_obstacles_to_the_cuda_half(setup_script: ModuleType, tmp_path: Path) -> None:

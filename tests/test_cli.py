@@ -49,23 +49,26 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     ("command", "ranks"),
     [
         pytest.param((*TORCHRUN, "--sync", "ddp"), "2 ranks, sync ddp", id="torchrun-ddp"),
-        pytest.param((*FASTSYNC, "train", "--nproc", "2"), "2 ranks, sync fastsync", id="launcher-fastsync"),
         pytest.param((*ALONE, "--sync", "cat"), "1 rank, sync cat", id="alone-cat"),
     ],
 )
 def test_training_from_the_command_line(tmp_path: Path, command: tuple[str, ...], ranks: str):
     process = run(tmp_path, *command, *TINY)
-    assert process.returncode == 0, process.stdout + process.stderr
-    # The title stands over the table, once: the ranks have compared their weights before, and one of them prints.
-    assert process.stdout.count(f"CartPole-v1 on {ranks}") == 1
-    for row in ("return", "steps per second", "time in synchronisation", "bytes on the wire"):
-        assert row in process.stdout
-    assert process.stdout.splitlines()[-1] == "written to runs/tiny"
+    check_what_a_training_says(process, f"CartPole-v1 on {ranks}", "tiny")
     folder = tmp_path / "runs" / "tiny"
     assert find_checkpoint(folder).step >= 1000
     assert (folder / "learning_curve.png").exists()
     assert len(list(folder.glob("events.out.tfevents.*"))) == 1
     assert read_steps(folder)[-1] == find_checkpoint(folder).step
+
+
+def check_what_a_training_says(process: subprocess.CompletedProcess[str], title: str, run_name: str) -> None:
+    assert process.returncode == 0, process.stdout + process.stderr
+    # The title stands over the table, once: the ranks have compared their weights before, and one of them prints.
+    assert process.stdout.count(title) == 1
+    for row in ("return", "steps per second", "time in synchronisation", "bytes on the wire"):
+        assert row in process.stdout
+    assert process.stdout.splitlines()[-1] == f"written to runs/{run_name}"
 
 
 def read_steps(folder: Path) -> list[int]:
@@ -107,7 +110,8 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
 
     as_told = said.partition(" with: fastsync ")[2].split()
     resumed = run(tmp_path, *FASTSYNC, *as_told, "--total-steps", str(saved.step + 1))
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    check_what_a_training_says(resumed, "CartPole-v1 on 2 ranks, sync fastsync", "mine")
+    assert (folder / "learning_curve.png").exists()
     steps = read_steps(folder)
     assert steps == sorted(set(steps))
     assert steps[-1] == find_checkpoint(folder).step > saved.step

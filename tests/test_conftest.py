@@ -32,7 +32,7 @@ WORDS = ("SKIPPED", "ERROR")
 def test_gpu_marker_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "test_needs_gpu.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-rsE", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
-    environment = {**os.environ, "FAIL_WITHOUT_CUDA": "0", "COLUMNS": "300"}
+    environment = {**os.environ, "FAIL_WITHOUT_CUDA": "0", "TESTS_WITHOUT_RANKS": "1", "COLUMNS": "300"}
     result = subprocess.run(
         [*command, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
