@@ -17,6 +17,8 @@ TOLERANCE = 1.03
 """Times within this factor of the least are taken for as good as it: repetitions differ by as much."""
 WIRES: tuple[Wire, ...] = ("none", "fp16", "bf16", *LOSSIER)
 """From the one that loses least to the one that loses most."""
+_BYTES: dict[Wire, float] = {"none": 4, "fp16": 2, "bf16": 2, "int8": 1 + 4 / 128}
+"""Of a float32 value. 128 of int8 share a scale of 4 bytes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def choose(candidates: Sequence[Candidate], numel: int) -> int:
 def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:
     """The candidates of these wires: from least to most lossy, and of one wire from the simplest algorithm on.
 
-    Between two ranks two_shot is none: it sends as much as one_shot, in two steps, and rounds once more.
+    Between two ranks two_shot is none: it sends as much as one_shot, in two steps, and rounds once more. Nor is bf16
+    beside fp16 where ranks add in float32: it takes as long, and loses more.
 
     Raises:
         ValueError: a wire is none, or none is named.
@@ -80,12 +83,20 @@ def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:
             continue
         if wire not in LOSSIER:
             found.append(Compression(wire))
+        if wire == "bf16" and "fp16" in wanted:
+            continue
         found.extend(
             Compression(wire, reduce="fp32", error_feedback=wire in LOSSIER, algorithm=algorithm)
             for algorithm in get_args(Algorithm)
             if world_size > 2 or algorithm != "two_shot"
         )
     return found
+
+
+def volume(compression: Compression, world_size: int) -> float:
+    """Bytes that each rank sends of every float32 value."""
+    copies = world_size - 1 if compression.algorithm == "one_shot" else 2 * (world_size - 1) / world_size
+    return copies * _BYTES[compression.wire]
 
 
 def reason(candidates: Sequence[Candidate], numel: int) -> str:

@@ -51,7 +51,7 @@ def measure_group(
     if group.size() == 1:
         measured = [Candidate(compression) for compression in candidates]  # nothing travels, so nothing can be gained
     else:
-        measured = survey(candidates, _Turns(group, where, dtype))
+        measured = survey(candidates, group.size(), _Turns(group, where, dtype))
     return GroupProfile(
         candidates=tuple(measured),
         world_size=group.size(),
@@ -83,6 +83,7 @@ class _Turns:
             self._began = time.perf_counter()
         elif numel != self._stand_in.numel():
             self._prepare(active, numel)
+        self._meet()
         seconds = [self._sync(compression) for compression in active]
         elapsed = time.perf_counter() - self._began
         # What counts is the rank that takes longest; and all ranks have to decide by the same numbers.
@@ -106,7 +107,7 @@ class _Turns:
         return engine
 
     def _sync(self, compression: Compression) -> float:
-        self._meet()
+        # From a moment at which all ranks have what the one before gave them.
         start = time.perf_counter()
         self._engines[compression].synchronize()
         self._finish()

@@ -88,7 +88,8 @@ def test_small_buckets_and_large_ones_may_travel_differently() -> None:
 
 def test_candidates_come_from_the_least_lossy_to_the_lossiest() -> None:
     found = compressions(["int8", "bf16", "none", "fp16"], 4)
-    assert [compression.wire for compression in found] == ["none"] * 3 + ["fp16"] * 3 + ["bf16"] * 3 + ["int8"] * 2
+    assert [compression.wire for compression in found] == ["none"] * 3 + ["fp16"] * 3 + ["bf16"] + ["int8"] * 2
+    assert [compression.wire for compression in compressions(["bf16"], 4)] == ["bf16"] * 3, "no fp16 that loses less"
     assert [compression.algorithm for compression in found] == [None, "one_shot", "two_shot"] * 3 + [
         "one_shot",
         "two_shot",
