@@ -6,7 +6,7 @@ fast one with large ones. Candidates take turns, so that what changes on the mac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from .auto import Candidate, volume
@@ -28,6 +28,8 @@ HOPELESS = 1.5
 UNUSUAL = 2.0
 """Beyond the largest size, bytes of all candidates cost alike, but for this factor each way: less or more is noise."""
 
+Points = Sequence[tuple[int, float]]
+"""(values, seconds), sizes rising."""
 TakeTurns = Callable[[Sequence[Compression], int], tuple[list[float], float]]
 """Syncs so many values once with each. Seconds of each, and since measuring began: the same on all ranks."""
 
@@ -39,9 +41,11 @@ def survey(
 
     Decides by nothing but what ``take_turns`` returns, so that all ranks decide alike. A size is begun where a turn of
     all candidates fits into the budget even if it grows by ``GROWTH``, so that the budget holds over any link. Where it
-    does not fit, candidates that have fallen behind others which send no more are left out, and taken to stay as many
-    times slower than the best one as they were. What time is left goes into the largest size. The last point of each
-    candidate is no measurement but what follows for larger ones.
+    does not fit, candidates that have fallen behind others which send no more are left out, then half after half of
+    those that will be slowest at the next size (sequential halving: Z. Karnin, T. Koren, O. Somekh, Almost Optimal
+    Exploration in Multi-Armed Bandits, ICML 2013). They are taken to stay as many times slower than the best one as
+    they were. What time is left goes into the largest size. The last point of each candidate is no measurement but what
+    follows for larger ones.
     """
     found = _Survey(compressions, world_size, take_turns, budget)
     numel = SMALLEST
@@ -65,6 +69,8 @@ class _Survey:
         self._samples: dict[Compression, list[float]] = {}
         """Seconds of each turn at the newest size."""
         self._points: dict[Compression, list[tuple[int, float]]] = {compression: [] for compression in compressions}
+        self._behind: dict[Compression, float] = {}
+        """How many times as long as the best one those take that are left out."""
 
     def measure(self, numel: int) -> None:
         """Measures at one size, and joins what is found to the points."""
@@ -73,23 +79,25 @@ class _Survey:
         self._take_turn(numel)
         while self._another_fits(self._budget if self._num_turns() < MIN_TURNS else share):
             self._take_turn(numel)
-        best_before = min((self._points[compression][-1:] for compression in self._active), key=_seconds)
         for compression in self._active:
             self._points[compression].append((numel, _typical(self._samples[compression])))
-        best = min((self._points[compression] for compression in self._active), key=_seconds)
-        for compression, points in self._points.items():
-            if compression not in self._active:
-                points.append((numel, points[-1][1] * _seconds(best) / _seconds(best_before)))
+        for compression, times in self._behind.items():
+            self._points[compression].append((numel, times * self._least()))
 
     def prepare_next(self) -> bool:
         """Leaves out who has fallen behind, where time is short. False where it is too short for another size."""
         if not self._fits():
-            self._active = [compression for compression in self._active if not self._is_hopeless(compression)]
+            self._go_on_with([compression for compression in self._active if not self._is_hopeless(compression)])
+        while not self._fits() and len(self._active) > 2 and self._has_two_sizes():
+            expected = self._expected_next()
+            self._go_on_with(sorted(self._active, key=expected.__getitem__)[: (len(expected) + 1) // 2])
         return self._fits()
 
     def spend_the_rest(self) -> None:
-        """Takes further turns at the newest size, which decides about all that are larger."""
+        """Takes further turns at the newest size, which decides about all that are larger, of those it may be."""
         ((numel, _),) = self._points[self._active[0]][-1:]
+        bound = HOPELESS * self._least()
+        self._active = [compression for compression in self._active if _seconds(self._points[compression]) <= bound]
         while self._another_fits(self._budget):
             self._take_turn(numel)
         for compression in self._active:
@@ -98,17 +106,42 @@ class _Survey:
     def candidates(self) -> list[Candidate]:
         """What was found, and what follows from it for sizes that nobody measured."""
         steady = {compression: _steady(points) for compression, points in self._points.items()}
-        per_byte = {
-            compression: _slope(points) / self._volumes[compression]
-            for compression, points in steady.items()
-            if len(points) > 1
-        }
-        usual = median(per_byte.values()) if per_byte else 0.0
+        if self._has_two_sizes():
+            for compression, point in self._extrapolate(steady).items():
+                steady[compression].append(point)
+        return [Candidate(compression, tuple(points)) for compression, points in steady.items()]
+
+    def _extrapolate(self, steady: Mapping[Compression, Points]) -> dict[Compression, tuple[int, float]]:
+        """A point at the next size for each, from two at least."""
+        per_byte = {compression: _slope(points) / self._volumes[compression] for compression, points in steady.items()}
+        usual = median(per_byte.values())
+        extrapolated = {}
         for compression, value in per_byte.items():
             numel, seconds = steady[compression][-1]
             slope = self._volumes[compression] * min(max(value, usual / UNUSUAL), usual * UNUSUAL)
-            steady[compression].append((FACTOR * numel, seconds + (FACTOR - 1) * numel * slope))
-        return [Candidate(compression, tuple(points)) for compression, points in steady.items()]
+            extrapolated[compression] = (FACTOR * numel, seconds + (FACTOR - 1) * numel * slope)
+        return extrapolated
+
+    def _expected_next(self) -> dict[Compression, float]:
+        """Seconds of the active ones at the next size; without a second size, at this one."""
+        steady = {compression: _steady(self._points[compression]) for compression in self._active}
+        points = self._extrapolate(steady) if self._has_two_sizes() else {c: each[-1] for c, each in steady.items()}
+        return {compression: seconds for compression, (_, seconds) in points.items()}
+
+    def _go_on_with(self, chosen: Sequence[Compression]) -> None:
+        expected = self._expected_next()
+        best = min(expected[compression] for compression in chosen)
+        for compression in self._active:
+            if compression not in chosen:
+                self._behind[compression] = max(1.0, expected[compression] / best)
+        self._active = [compression for compression in self._active if compression in chosen]
+
+    def _least(self) -> float:
+        """Seconds of the fastest one at the newest size."""
+        return min(_seconds(self._points[compression]) for compression in self._active)
+
+    def _has_two_sizes(self) -> bool:
+        return len(self._points[self._active[0]]) > 1
 
     def _take_turn(self, numel: int) -> None:
         seconds, self._spent = self._take_turns(self._active, numel)
@@ -128,8 +161,8 @@ class _Survey:
         remaining = self._budget - self._spent
         at_most = GROWTH * sum(_seconds(each) for each in points)
         # Without a second size nothing is known about larger ones, so there it is enough if one turn fits.
-        has_two_sizes = len(points[0]) > 1
-        return at_most <= remaining and (not has_two_sizes or MIN_TURNS * sum(map(_expected, points)) <= remaining)
+        fits_often = not self._has_two_sizes() or MIN_TURNS * sum(self._expected_next().values()) <= remaining
+        return at_most <= remaining and fits_often
 
     def _is_hopeless(self, compression: Compression) -> bool:
         """Whether it is slower than one that sends no more, so that it will stay behind at any size."""
@@ -140,12 +173,12 @@ class _Survey:
         )
 
 
-def _steady(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _steady(points: Points) -> list[tuple[int, float]]:
     """Fewer values never take longer: where they seemed to, something else was in the way."""
     return [(numel, min(seconds for _, seconds in points[index:])) for index, (numel, _) in enumerate(points)]
 
 
-def _slope(points: Sequence[tuple[int, float]]) -> float:
+def _slope(points: Points) -> float:
     """Seconds for each further value, by the two newest sizes."""
     (less, seconds), (more, longer) = points[-2:]
     return (longer - seconds) / (more - less)
@@ -156,11 +189,6 @@ def _typical(samples: Sequence[float]) -> float:
     return sorted(samples)[(len(samples) - 1) // 4]
 
 
-def _seconds(points: Sequence[tuple[int, float]]) -> float:
+def _seconds(points: Points) -> float:
     """At the newest size."""
-    return points[-1][1] if points else 0.0
-
-
-def _expected(points: Sequence[tuple[int, float]]) -> float:
-    """At the next size: what further values add grows as the sizes do."""
-    return points[-1][1] + GROWTH * max(0.0, points[-1][1] - points[-2][1])
+    return points[-1][1]

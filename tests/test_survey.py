@@ -134,7 +134,7 @@ def test_times_that_hide_what_values_cost_are_not_taken_for_free_values() -> Non
 
 
 def test_who_has_fallen_behind_for_good_is_left_out_and_stays_behind() -> None:
-    link = Link(1.25e8, 1e-4, world_size=8)
+    link = Link(4e7, 1e-4, world_size=8)
     candidates = survey(EVERYTHING, link.world_size, link.take_turns)
     hopeless = Compression("none", reduce="fp32", algorithm="one_shot")
     largest_of = {compression: max(n for n, active in link.log if compression in active) for compression in EVERYTHING}
