@@ -12,13 +12,13 @@ struct ParameterSize {
   int64_t kind;
 };
 
-// Where there are several buckets the first one is full with so much, as DDP's is: the network would have nothing to do
-// until it is.
+// Where all gradients take more than a bucket, the first one is full with so much, as DDP's is: until it is, the
+// network has nothing to do.
 constexpr int64_t kFirstBucketBytes = 1 << 20;
 
 // Groups parameters into buckets in the given order (indices into sizes): a bucket takes parameters of one kind until
-// it holds cap_bytes or more. Buckets come in the order in which their last parameters do, so that the one that is
-// ready first is sent first.
+// it holds cap_bytes or more, the first one that is full possibly less. Buckets come in the order in which their last
+// parameters do, so that the one that is ready first is sent first.
 std::vector<std::vector<int64_t>> lay_out_buckets(const std::vector<ParameterSize>& sizes,
                                                   const std::vector<int64_t>& order, int64_t cap_bytes);
 

@@ -216,9 +216,14 @@ void BucketSum::finish(Stopwatch& stopwatch) {
     std::rethrow_exception(error_);
   }
   receive(stopwatch);
-  if (!device_.is_cpu() && bucket_.extras.defined()) {
-    // Their sums were made beside backward, and are read on this stream.
-    bucket_.extras.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  if (device_.is_cpu()) {
+    return;
+  }
+  // Made on backward's stream or beside it, and read on this one.
+  const auto stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  bytes_.record_stream(stream);
+  if (bucket_.extras.defined()) {
+    bucket_.extras.record_stream(stream);
   }
 }
 

@@ -82,8 +82,8 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
 }
 
 // Sums of two float32 values are the same in whatever order and whoever takes them, so between two ranks full width
-// need not go through all_reduce, whose steps take longer on Gloo. Where bandwidth is all that counts, its ring has the
-// smaller tail.
+// need not go through all_reduce, whose steps take longer on Gloo. Where bandwidth is all that counts, its ring is
+// as fast, and needs less memory.
 Algorithm BucketSync::algorithm_for(const Compression& compression, DType grad, int64_t numel) const {
   const int64_t world_size = group_->getSize();
   if (compression.ranks_per_node > 1) {

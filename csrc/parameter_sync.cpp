@@ -150,9 +150,15 @@ void ParameterSync::send_next() {
   }
   send(bucket, std::move(grads), /*with_riders=*/true, stand_in);
   // While backward goes on, or another bucket is waited for, another thread has to see to what follows on the arrival
-  // of messages. To wake it for the only bucket, at the end of backward, would take longer than to do it here.
-  if (const auto& flight = bucket.flight; buckets_.size() > 1 && BucketSync::needs_driving(*flight)) {
-    progress_.post([flight] { BucketSync::drive(*flight); });
+  // of messages. To wake it for the only bucket, at the end of backward, would take longer than to do it here. On CUDA
+  // it is done already. Whoever comes late finds nothing, and holds nothing.
+  const bool is_only_one = buckets_.size() == 1;
+  if (!is_only_one && bucket.sync->device().is_cpu() && BucketSync::needs_driving(*bucket.flight)) {
+    progress_.post([weak = std::weak_ptr(bucket.flight)] {
+      if (const auto flight = weak.lock()) {
+        BucketSync::drive(*flight);
+      }
+    });
   }
 }
 

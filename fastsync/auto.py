@@ -17,13 +17,13 @@ TOLERANCE = 1.03
 """Times within this factor of the least are taken for as good as it: repetitions differ by as much."""
 WIRES: tuple[Wire, ...] = ("none", "fp16", "bf16", *LOSSIER)
 """From the one that loses least to the one that loses most."""
-_BYTES: dict[Wire, float] = {"none": 4, "fp16": 2, "bf16": 2, "int8": 1 + 4 / 128}
-"""Of a float32 value. 128 of int8 share a scale of 4 bytes."""
+_BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128}
+"""Of a value. 128 of int8 share a scale of 4 bytes."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A compression, and what whole syncs with it were measured to take.
+    """A compression, and what whole syncs with it take, as measured.
 
     Raises:
         ValueError: the points are not as they should be.
@@ -31,7 +31,8 @@ class Candidate:
 
     compression: Compression
     points: tuple[tuple[int, float], ...] = ()
-    """(gradient values, seconds), the first rising, the second not falling. A candidate without rivals needs none."""
+    """(gradient values, seconds), the first rising, the second not falling. A candidate without rivals needs none. The
+    last of several may be what follows from the others."""
 
     def __post_init__(self) -> None:
         if any(numel < 1 or not seconds >= 0 for numel, seconds in self.points) or not all(
@@ -42,9 +43,9 @@ class Candidate:
             )
 
     def predict(self, numel: int) -> float:
-        """Seconds that a sync of ``numel`` values takes: linear between what was measured.
+        """Seconds that a sync of ``numel`` values takes: linear between the points.
 
-        Above that, on the line through the last two points; below, as long as the first one.
+        Above them, on the line through the last two points; below, as long as the first one.
         """
         points = self.points
         if len(points) < 2 or numel <= points[0][0]:
@@ -93,10 +94,10 @@ def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:
     return found
 
 
-def volume(compression: Compression, world_size: int) -> float:
-    """Bytes that each rank sends of every float32 value."""
+def volume(compression: Compression, world_size: int, itemsize: int = 4) -> float:
+    """Bytes that each rank sends of every value, if gradients have ``itemsize``."""
     copies = world_size - 1 if compression.algorithm == "one_shot" else 2 * (world_size - 1) / world_size
-    return copies * _BYTES[compression.wire]
+    return copies * (itemsize if compression.wire == "none" else _BYTES[compression.wire])
 
 
 def reason(candidates: Sequence[Candidate], numel: int) -> str:

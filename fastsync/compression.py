@@ -111,7 +111,8 @@ class Compression:
 class Auto:
     """A choice by measurement: for each bucket the least lossy ``Compression`` among the fastest on this process group.
 
-    Full width, fp16 and bf16 are candidates, added up by the process group's all-reduce, one_shot or two_shot.
+    Full width and fp16 are candidates, added up by the process group's all-reduce, one_shot or two_shot, and bf16 with
+    its all-reduce.
     ``"auto"`` is shorthand for ``Auto()``, ``"auto:int8"`` for ``Auto(allow=("int8",))``.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C, __version__
-from .auto import Candidate, compressions
+from .auto import Candidate, compressions, volume
 from .checks import resolve_group
 from .compression import Compression
 from .engine_schedule import engine_schedule
@@ -51,7 +51,10 @@ def measure_group(
     if group.size() == 1:
         measured = [Candidate(compression) for compression in candidates]  # nothing travels, so nothing can be gained
     else:
-        measured = survey(candidates, group.size(), _Turns(group, where, dtype))
+        measured = survey(
+            {candidate: volume(candidate, group.size(), dtype.itemsize) for candidate in candidates},
+            _Turns(group, where, dtype),
+        )
     return GroupProfile(
         candidates=tuple(measured),
         world_size=group.size(),
@@ -73,6 +76,7 @@ class _Turns:
         self._stand_in = torch.empty(0)
         self._engines: dict[Compression, _C.Synchronizer] = {}
         self._began: float | None = None
+        self._num_turns = 0
 
     def __call__(self, active: Sequence[Compression], numel: int) -> tuple[list[float], float]:
         if self._began is None:
@@ -83,8 +87,12 @@ class _Turns:
             self._began = time.perf_counter()
         elif numel != self._stand_in.numel():
             self._prepare(active, numel)
+        # Who leaves a sync early waits in the next one, so that it must not always be the same one.
+        first = self._num_turns % len(active)
+        self._num_turns += 1
         self._meet()
-        seconds = [self._sync(compression) for compression in active]
+        of_each = {compression: self._sync(compression) for compression in (*active[first:], *active[:first])}
+        seconds = [of_each[compression] for compression in active]
         elapsed = time.perf_counter() - self._began
         # What counts is the rank that takes longest; and all ranks have to decide by the same numbers.
         joined = torch.tensor([*seconds, elapsed], dtype=torch.float64).to(self._device)
@@ -107,7 +115,6 @@ class _Turns:
         return engine
 
     def _sync(self, compression: Compression) -> float:
-        # From a moment at which all ranks have what the one before gave them.
         start = time.perf_counter()
         self._engines[compression].synchronize()
         self._finish()

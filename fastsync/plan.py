@@ -73,26 +73,31 @@ def _candidates(
     wires = [wire for wire in WIRES if wire not in LOSSIER or wire in choice.allow]
     if any(parameter.is_complex() for parameter in trained):
         wires = ["none"]  # nothing else carries them
-    profile = choice.profile
-    if profile is None:
-        profile = _measured(process_group, tuple(wires), trained)
-    elif not isinstance(profile, GroupProfile):
-        profile = _read(profile, process_group, trained[0].device)
-    profile.check(process_group, trained[0].device)
-    return profile.of_wires(wires)
+    if choice.profile is None:
+        return _measured(process_group, tuple(wires), trained).of_wires(wires)
+    return _of_profile(choice.profile, wires, process_group, trained[0].device)
 
 
-def _read(path: str | PathLike[str], process_group: dist.ProcessGroup, device: torch.device) -> GroupProfile:
-    """Raises on all ranks where one cannot read it, or the others would wait for that one."""
-    found: GroupProfile | OSError | ValueError
+def _of_profile(
+    profile: GroupProfile | str | PathLike[str],
+    wires: Sequence[str],
+    process_group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[Candidate, ...]:
+    """Raises on all ranks where it will not do on one, or the others would wait for that one."""
+    obstacle: OSError | ValueError | None = None
+    candidates: tuple[Candidate, ...] = ()
     try:
-        found = GroupProfile.read(path)
+        if not isinstance(profile, GroupProfile):
+            profile = GroupProfile.read(profile)
+        profile.check(process_group, device)
+        candidates = profile.of_wires(wires)
     except (OSError, ValueError) as error:
-        found = error
-    _C.check_agreement(process_group, f"profile: {'read' if isinstance(found, GroupProfile) else found}", device)
-    if not isinstance(found, GroupProfile):
-        raise found
-    return found
+        obstacle = error
+    _C.check_agreement(process_group, str(obstacle or "profile: it is of this group"), device)
+    if obstacle is not None:
+        raise obstacle
+    return candidates
 
 
 def _within(compression: Compression, world_size: int) -> Compression:

@@ -7,9 +7,9 @@ fast one with large ones. Candidates take turns, so that what changes on the mac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import median_low
 
-from .auto import Candidate, volume
+from .auto import Candidate
 from .compression import Compression
 
 BUDGET = 0.7
@@ -26,7 +26,7 @@ SHARE = 0.1
 HOPELESS = 1.5
 """Who takes this many times as long as another one that sends no more is measured no more where time is short."""
 UNUSUAL = 2.0
-"""Beyond the largest size, bytes of all candidates cost alike, but for this factor each way: less or more is noise."""
+"""Beyond the largest size, bytes of all candidates cost alike but for this factor each way: more is taken for noise."""
 
 Points = Sequence[tuple[int, float]]
 """(values, seconds), sizes rising."""
@@ -34,20 +34,20 @@ TakeTurns = Callable[[Sequence[Compression], int], tuple[list[float], float]]
 """Syncs so many values once with each. Seconds of each, and since measuring began: the same on all ranks."""
 
 
-def survey(
-    compressions: Sequence[Compression], world_size: int, take_turns: TakeTurns, budget: float = BUDGET
-) -> list[Candidate]:
+def survey(volumes: Mapping[Compression, float], take_turns: TakeTurns, budget: float = BUDGET) -> list[Candidate]:
     """Measures whole syncs at rising sizes, at the smallest one in any case.
+
+    ``volumes`` are the bytes that a rank sends of each value, with each of the candidates.
 
     Decides by nothing but what ``take_turns`` returns, so that all ranks decide alike. A size is begun where a turn of
     all candidates fits into the budget even if it grows by ``GROWTH``, so that the budget holds over any link. Where it
     does not fit, candidates that have fallen behind others which send no more are left out, then half after half of
     those that will be slowest at the next size (sequential halving: Z. Karnin, T. Koren, O. Somekh, Almost Optimal
     Exploration in Multi-Armed Bandits, ICML 2013). They are taken to stay as many times slower than the best one as
-    they were. What time is left goes into the largest size. The last point of each candidate is no measurement but what
-    follows for larger ones.
+    they were. Where a second size does not fit for all, the one that sends least goes on for all. What time is left
+    goes into the largest size. The last point of each candidate is no measurement but what follows for larger ones.
     """
-    found = _Survey(compressions, world_size, take_turns, budget)
+    found = _Survey(volumes, take_turns, budget)
     numel = SMALLEST
     while True:
         found.measure(numel)
@@ -58,19 +58,19 @@ def survey(
 
 
 class _Survey:
-    def __init__(
-        self, compressions: Sequence[Compression], world_size: int, take_turns: TakeTurns, budget: float
-    ) -> None:
+    def __init__(self, volumes: Mapping[Compression, float], take_turns: TakeTurns, budget: float) -> None:
         self._take_turns = take_turns
         self._budget = budget
         self._spent = 0.0
-        self._volumes = {compression: volume(compression, world_size) for compression in compressions}
-        self._active = list(compressions)
+        self._volumes = volumes
+        self._active = list(volumes)
         self._samples: dict[Compression, list[float]] = {}
         """Seconds of each turn at the newest size."""
-        self._points: dict[Compression, list[tuple[int, float]]] = {compression: [] for compression in compressions}
+        self._points: dict[Compression, list[tuple[int, float]]] = {compression: [] for compression in volumes}
         self._behind: dict[Compression, float] = {}
         """How many times as long as the best one those take that are left out."""
+        self._is_alone = False
+        """Whether one goes on for all, because only the smallest size fitted for all."""
 
     def measure(self, numel: int) -> None:
         """Measures at one size, and joins what is found to the points."""
@@ -82,20 +82,24 @@ class _Survey:
         for compression in self._active:
             self._points[compression].append((numel, _typical(self._samples[compression])))
         for compression, times in self._behind.items():
-            self._points[compression].append((numel, times * self._least()))
+            seconds = self._by_volume(compression) if self._is_alone else times * self._least()
+            self._points[compression].append((numel, seconds))
 
     def prepare_next(self) -> bool:
         """Leaves out who has fallen behind, where time is short. False where it is too short for another size."""
         if not self._fits():
             self._go_on_with([compression for compression in self._active if not self._is_hopeless(compression)])
-        while not self._fits() and len(self._active) > 2 and self._has_two_sizes():
+        if not self._fits() and not self._has_two_sizes():
+            self._is_alone = True
+            self._go_on_with([min(self._active, key=self._volumes.__getitem__)])
+        while not self._fits() and len(self._active) > 2:
             expected = self._expected_next()
             self._go_on_with(sorted(self._active, key=expected.__getitem__)[: (len(expected) + 1) // 2])
         return self._fits()
 
     def spend_the_rest(self) -> None:
         """Takes further turns at the newest size, which decides about all that are larger, of those it may be."""
-        ((numel, _),) = self._points[self._active[0]][-1:]
+        numel, _ = self._points[self._active[0]][-1]
         bound = HOPELESS * self._least()
         self._active = [compression for compression in self._active if _seconds(self._points[compression]) <= bound]
         while self._another_fits(self._budget):
@@ -114,7 +118,7 @@ class _Survey:
     def _extrapolate(self, steady: Mapping[Compression, Points]) -> dict[Compression, tuple[int, float]]:
         """A point at the next size for each, from two at least."""
         per_byte = {compression: _slope(points) / self._volumes[compression] for compression, points in steady.items()}
-        usual = median(per_byte.values())
+        usual = median_low([value for value in per_byte.values() if value > 0] or [0.0])
         extrapolated = {}
         for compression, value in per_byte.items():
             numel, seconds = steady[compression][-1]
@@ -135,6 +139,13 @@ class _Survey:
             if compression not in chosen:
                 self._behind[compression] = max(1.0, expected[compression] / best)
         self._active = [compression for compression in self._active if compression in chosen]
+
+    def _by_volume(self, compression: Compression) -> float:
+        """Seconds at the newest size, if further bytes cost what they do the one that goes on."""
+        (alone,) = self._active
+        (_, before), (_, now) = self._points[alone][-2:]
+        cost = max(0.0, now - before) / self._volumes[alone]
+        return self._points[compression][-1][1] + cost * self._volumes[compression]
 
     def _least(self) -> float:
         """Seconds of the fastest one at the newest size."""

@@ -163,7 +163,7 @@ def attach(
             ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps to
             these.
         bucket_cap_mb: how large a bucket gets before the next one begins, in MiB. Smaller ones start earlier and cost
-            more latency. Where there are several, the first one begins with 1 MiB, as DDP's does.
+            more latency. Where one is not enough for all, the first is full with 1 MiB, as DDP's is.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. A
             ``DeviceMesh`` of two dimensions is the default group as (nodes, ranks of a node), in order: only between
             nodes do gradients travel as ``compression`` says, see ``Compression.ranks_per_node``; what an all-reduce

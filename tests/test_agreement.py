@@ -21,7 +21,7 @@ from tests.ranks import RankError, run_ranks
 
 SHAPES = [(300,), (200,), (400,)]
 DISAGREE = "fastsync: the ranks do not agree on what to synchronise: "
-TIMEOUT = timedelta(seconds=3)
+TIMEOUT = timedelta(seconds=6)
 
 
 def _assert_refused(ddp: DistributedDataParallel, grads: list[Tensor], difference: str) -> None:

@@ -411,3 +411,26 @@ def _assert_loss_scaler_skips(rank: int, wire: str) -> None:
 
 def test_a_grad_scaler_skips_the_same_step_everywhere() -> None:
     run_ranks(_loss_scaler_skips_everywhere, 2)
+
+
+def _sends_a_small_bucket_first(rank: int, world_size: int) -> None:
+    mib = 2**20
+    floats = [nn.Parameter(torch.ones(mib // 4)) for _ in range(4)]
+    doubles = [nn.Parameter(torch.ones(mib // 8, dtype=torch.float64)) for _ in range(2)]
+    sync = fastsync.attach([*floats, *doubles], fastsync.Compression("int8", error_feedback=True), bucket_cap_mb=2)
+    for step in range(3):
+        for parameter in (*floats, *doubles):
+            parameter.grad = None
+        sync.ride("step", torch.tensor(float(step + rank)))
+        sum((parameter * (1.0 + rank)).sum() for parameter in (*floats, *doubles)).backward()  # type: ignore[union-attr]
+        assert sync.riders["step"].item() == step + 0.5
+        for parameter in (*floats, *doubles):
+            torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 1.5))
+    first, *others = [bucket.elements for bucket in sync.stats().buckets]
+    assert first in (mib // 4, mib // 8)
+    assert first + sum(others) == mib + mib // 4
+    assert mib // 2 in others, "the others are as large as was asked for"
+
+
+def test_the_first_of_several_buckets_is_small() -> None:
+    run_ranks(_sends_a_small_bucket_first, 2)

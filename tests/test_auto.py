@@ -234,15 +234,27 @@ def test_the_engine_follows_the_same_rule(points_of_each: list[list[tuple[int, f
     assert _C.choose(in_engine, numel) == choose(candidates, numel)
 
 
-def _lacks_the_profile(rank: int, world_size: int, path: str) -> None:
-    own = path if rank == 0 else f"{path}.of-rank-{rank}"
-    fastsync.attach(torch.nn.Linear(4, 4), fastsync.Auto(profile=own))
+def _finds_another_profile(rank: int, world_size: int, folder: str) -> None:
+    usual = replace(PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),))))
+    usual.save(Path(folder) / f"{rank}.json")
+    of_three = replace(usual, world_size=3)
+    of_three.save(Path(folder) / "three.json")
+    without_bf16 = replace(usual, candidates=usual.candidates[:2])
+    missing, stale = Path(folder) / "missing", Path(folder) / "three.json"
+    for other, what in (
+        (missing, "No such file or directory"),
+        (stale, "it was measured on 3 ranks"),
+        (of_three, "it was measured on 3 ranks"),
+        (without_bf16, "without bf16"),
+    ):
+        own = Path(folder) / f"{rank}.json" if rank == 0 else other
+        with pytest.raises(ValueError, match=f"the ranks do not agree on .*{what}") as told:
+            fastsync.attach(torch.nn.Linear(4, 4), fastsync.Auto(profile=own))
+        assert "rank 0: profile: it is of this group" in str(told.value)
 
 
-def test_a_profile_that_one_rank_cannot_read_is_told_on_all(tmp_path: Path) -> None:
-    PROFILE.save(tmp_path / "profile.json")
-    with pytest.raises(RankError, match=r"rank 1: profile: .*No such file or directory.*; rank 0: profile: read"):
-        run_ranks(_lacks_the_profile, 2, str(tmp_path / "profile.json"), timeout=60)
+def test_a_profile_that_will_not_do_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    run_ranks(_finds_another_profile, 2, str(tmp_path), timeout=60)
 
 
 def _travels_as_chosen(rank: int, world_size: int) -> None:
