@@ -22,7 +22,7 @@ GROWTH = 10.0
 """No sync of ``FACTOR`` times as many values is taken to last longer than this, compared to the one before."""
 MIN_TURNS, MAX_TURNS = 3, 15
 SHARE = 0.1
-"""Of the budget: what a size may take beyond ``MIN_TURNS``, unless it is the last one."""
+"""Of the budget: what a size may take for more than ``MIN_TURNS``, unless it is the last one."""
 HOPELESS = 1.5
 """Who takes this many times as long as another one that sends no more is measured no more where time is short."""
 UNUSUAL = 2.0
@@ -87,15 +87,18 @@ class _Survey:
 
     def prepare_next(self) -> bool:
         """Leaves out who has fallen behind, where time is short. False where it is too short for another size."""
-        if not self._fits():
+        if not self._fits(self._active):
             self._go_on_with([compression for compression in self._active if not self._is_hopeless(compression)])
-        if not self._fits() and not self._has_two_sizes():
+        if not self._fits(self._active) and not self._has_two_sizes():
+            alone = [min(self._active, key=self._volumes.__getitem__)]
+            if not self._fits(alone):
+                return False  # and whatever time is left is for all of them
             self._is_alone = True
-            self._go_on_with([min(self._active, key=self._volumes.__getitem__)])
-        while not self._fits() and len(self._active) > 2:
+            self._go_on_with(alone)
+        while not self._fits(self._active) and len(self._active) > 2:
             expected = self._expected_next()
             self._go_on_with(sorted(self._active, key=expected.__getitem__)[: (len(expected) + 1) // 2])
-        return self._fits()
+        return self._fits(self._active)
 
     def spend_the_rest(self) -> None:
         """Takes further turns at the newest size, which decides about all that are larger, of those it may be."""
@@ -167,13 +170,14 @@ class _Survey:
         newest = sum(self._samples[compression][-1] for compression in self._active)
         return self._num_turns() < MAX_TURNS and self._spent + newest <= until
 
-    def _fits(self) -> bool:
-        points = [self._points[compression] for compression in self._active]
+    def _fits(self, compressions: Sequence[Compression]) -> bool:
+        """Whether there is time to measure these at the next size."""
         remaining = self._budget - self._spent
-        at_most = GROWTH * sum(_seconds(each) for each in points)
+        at_most = GROWTH * sum(_seconds(self._points[compression]) for compression in compressions)
         # Without a second size nothing is known about larger ones, so there it is enough if one turn fits.
-        fits_often = not self._has_two_sizes() or MIN_TURNS * sum(self._expected_next().values()) <= remaining
-        return at_most <= remaining and fits_often
+        expected = self._expected_next()
+        often = MIN_TURNS * sum(expected[compression] for compression in compressions)
+        return at_most <= remaining and (not self._has_two_sizes() or often <= remaining)
 
     def _is_hopeless(self, compression: Compression) -> bool:
         """Whether it is slower than one that sends no more, so that it will stay behind at any size."""
