@@ -13,6 +13,10 @@ _GRAD_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
+NODE_MESH = ("nodes", "local")
+"""What the dimensions of a mesh are named that says which ranks share a node, if they are named at all."""
+
+
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """The process group itself, that of a one-dimensional mesh, or for None the default group.
 
@@ -49,11 +53,19 @@ def resolve_nodes(
     """As ``resolve_group``, and how many ranks a node has where a mesh of the shape (nodes, ranks per node) says it.
 
     Raises:
-        ValueError: as ``resolve_group``; or a mesh of two dimensions does not hold the default group's ranks in order.
+        ValueError: as ``resolve_group``; or a mesh of two dimensions has other names, or does not hold the default
+            group's ranks in order.
     """
     if not isinstance(process_group, DeviceMesh) or process_group.ndim != 2:
         return resolve_group(process_group), None
     group = resolve_group(None)
+    names = process_group.mesh_dim_names
+    if names is not None and names != NODE_MESH:
+        # Such as data and tensor parallel: an average over both would be wrong, and nobody would be told.
+        raise ValueError(
+            f"process_group: the DeviceMesh has 2 dimensions {names}; to average over one of them name it, as in "
+            f"mesh[{names[0]!r}]; where they are nodes and the ranks of each, name them {NODE_MESH}"
+        )
     if process_group.mesh.flatten().tolist() != list(range(group.size())):
         raise ValueError(
             f"process_group: the DeviceMesh has 2 dimensions {process_group.mesh_dim_names}, which stand for (nodes, "

@@ -165,10 +165,10 @@ def attach(
         bucket_cap_mb: how large a bucket gets before the next one begins, in MiB. Smaller ones start earlier and cost
             more latency. Where one is not enough for all, the first is full with 1 MiB, as DDP's is.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. A
-            ``DeviceMesh`` of two dimensions is the default group as (nodes, ranks of a node), in order: only between
-            nodes do gradients travel as ``compression`` says, see ``Compression.ranks_per_node``; what an all-reduce
-            would add, the ranks then add in float32. Several attached to one group send one after the other; for each
-            to overlap, give each a group of its own.
+            ``DeviceMesh`` of two dimensions, ("nodes", "local") if they are named, is the default group as (nodes,
+            ranks of a node), in order: only between nodes do gradients travel as ``compression`` says, see
+            ``Compression.ranks_per_node``; what an all-reduce would add, the ranks then add in float32. Several
+            attached to one group send one after the other; for each to overlap, give each a group of its own.
         overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it.
         broadcast: first give every rank the parameters and buffers of the group's rank 0.
 

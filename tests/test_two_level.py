@@ -330,10 +330,14 @@ def _refused_meshes(rank: int, world_size: int) -> None:
             with pytest.raises(ValueError, match=message):
                 door(Given([torch.ones(3)]), compression, process_group=mesh)
         for ranks in ([[0, 2], [1, 3]], [[3, 2], [1, 0]]):
-            other = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
-            message = r"process_group: the DeviceMesh has 2 dimensions .* 4 ranks in order.*as in mesh\['dp'\]"
+            other = DeviceMesh("cpu", ranks, mesh_dim_names=("nodes", "local"))
+            message = r"process_group: the DeviceMesh has 2 dimensions .* 4 ranks in order"
             with pytest.raises(ValueError, match=message):
                 door(Given([torch.ones(3)]), "none", process_group=other)
+        parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        message = r"process_group: the DeviceMesh has 2 dimensions \('dp', 'tp'\); .* name it, as in mesh\['dp'\]"
+        with pytest.raises(ValueError, match=message):
+            door(Given([torch.ones(3)]), "none", process_group=parallel)
 
 
 def test_meshes_that_say_something_else_are_refused() -> None:
