@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .auto import Candidate, choose, reason
 from .checks import resolve_group
-from .compression import Compression
+from .compression import Compression, Wire
 
 _FORMAT = 1
 
@@ -44,12 +44,13 @@ class GroupProfile:
     torch_version: str
     fastsync_version: str
 
-    def predict(self, compression: Compression, numel: int) -> float:
+    def predict(self, compression: Compression | Wire, numel: int) -> float:
         """Seconds that a sync of ``numel`` values takes.
 
         Raises:
-            ValueError: the compression was not measured.
+            ValueError: the compression was not measured, or is none.
         """
+        compression = Compression(compression) if isinstance(compression, str) else compression
         for candidate in self.candidates:
             if candidate.compression == compression:
                 return candidate.predict(numel)
@@ -104,8 +105,7 @@ class GroupProfile:
             process_group: the group it is for; None for the default group.
 
         Raises:
-            ValueError: it is no such file, or was measured on another number of ranks or another backend.
-            OSError: it cannot be read.
+            ValueError: it cannot be read, or was measured on another number of ranks or another backend.
         """
         profile = cls.read(path)
         profile.check(resolve_group(process_group), torch.device(profile.device))
@@ -114,7 +114,13 @@ class GroupProfile:
     @classmethod
     def read(cls, path: str | PathLike[str]) -> GroupProfile:
         """As ``load``, wherever it was measured: to look at it."""
-        text = Path(path).read_text()
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise ValueError(
+                f"profile: {os.fspath(path)!r} cannot be read ({error.strerror}); make one with "
+                "fastsync.measure_group(...).save(path)"
+            ) from error
         try:
             fields: dict[str, Any] = json.loads(text)
             if (found := fields.pop("format")) != _FORMAT:

@@ -47,14 +47,14 @@ def measure_group(
     where = _device_of(group) if device is None else torch.device(device)
     backend = backend_of(group, where)
     described = "; ".join(str(compression) for compression in candidates)
-    _C.check_agreement(group, f"measuring {_name(dtype)} on {where.type} with {described}", where)
-    if group.size() == 1:
-        measured = [Candidate(compression) for compression in candidates]  # nothing travels, so nothing can be gained
-    else:
-        measured = survey(
-            {candidate: volume(candidate, group.size(), dtype.itemsize) for candidate in candidates},
-            _Turns(group, where, dtype),
-        )
+    try:
+        _C.check_agreement(group, f"measuring {_name(dtype)} on {where.type} with {described}", where)
+        measured = _measure(candidates, group, where, dtype)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"fastsync: measuring failed on rank {group.rank()} of {group.size()}; does every rank measure, or is "
+            f"compression set to 'auto', or remeasure() called, on this rank alone? {error}"
+        ) from error
     return GroupProfile(
         candidates=tuple(measured),
         world_size=group.size(),
@@ -64,6 +64,15 @@ def measure_group(
         torch_version=torch.__version__,
         fastsync_version=__version__,
     )
+
+
+def _measure(
+    candidates: Sequence[Compression], group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> list[Candidate]:
+    if group.size() == 1:
+        return [Candidate(compression) for compression in candidates]  # nothing travels, so nothing can be gained
+    volumes = {candidate: volume(candidate, group.size(), dtype.itemsize) for candidate in candidates}
+    return survey(volumes, _Turns(group, device, dtype))
 
 
 class _Turns:

@@ -85,16 +85,16 @@ def _of_profile(
     device: torch.device,
 ) -> tuple[Candidate, ...]:
     """Raises on all ranks where it will not do on one, or the others would wait for that one."""
-    obstacle: OSError | ValueError | None = None
+    obstacle: ValueError | None = None
     candidates: tuple[Candidate, ...] = ()
     try:
         if not isinstance(profile, GroupProfile):
             profile = GroupProfile.read(profile)
         profile.check(process_group, device)
         candidates = profile.of_wires(wires)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         obstacle = error
-    _C.check_agreement(process_group, str(obstacle or "profile: it is of this group"), device)
+    _C.check_agreement(process_group, str(obstacle or "profile: fits this group"), device)
     if obstacle is not None:
         raise obstacle
     return candidates

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def test_small_buckets_and_large_ones_may_travel_differently() -> None:
     assert PROFILE.predict(FP16, 10**6) == pytest.approx(1.1e-3 + 2e-2)
     with pytest.raises(ValueError, match="compression: bf16, all_reduce was not measured, only: none, all_reduce; "):
         PROFILE.predict(BF16, 10)
+    assert PROFILE.predict("fp16", 10) == PROFILE.predict(FP16, 10)
     assert PROFILE.choose(100_000).reason == "fastest; int8, error feedback, two_shot takes 1.29 times that"
     assert PROFILE.choose(6_000).reason == "as fast as fp16, all_reduce within 3%, and loses less"
 
@@ -250,7 +252,7 @@ def _finds_another_profile(rank: int, world_size: int, folder: str) -> None:
         own = Path(folder) / f"{rank}.json" if rank == 0 else other
         with pytest.raises(ValueError, match=f"the ranks do not agree on .*{what}") as told:
             fastsync.attach(torch.nn.Linear(4, 4), fastsync.Auto(profile=own))
-        assert "rank 0: profile: it is of this group" in str(told.value)
+        assert "rank 0: profile: fits this group" in str(told.value)
 
 
 def test_a_profile_that_will_not_do_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
@@ -344,6 +346,18 @@ def _measures_something_else(rank: int, world_size: int) -> None:
 def test_ranks_that_measure_different_things_are_told() -> None:
     with pytest.raises(RankError, match=r"the ranks do not agree on .*rank 0: measuring float32 on cpu with .*fp16"):
         run_ranks(_measures_something_else, 2, timeout=60)
+
+
+def _measures_alone(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"fastsync: measuring failed on rank 0 of 2; does every rank measure"):
+            fastsync.measure_group(group)
+    dist.barrier()
+
+
+def test_a_rank_that_measures_alone_is_told_when_the_time_limit_is_over() -> None:
+    run_ranks(_measures_alone, 2, timeout=60)
 
 
 def _attaches_differently(rank: int, world_size: int) -> None:
