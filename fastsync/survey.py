@@ -101,7 +101,7 @@ class _Survey:
         return self._fits(self._active)
 
     def spend_the_rest(self) -> None:
-        """Takes further turns at the newest size, which decides about all that are larger, of those it may be."""
+        """Takes further turns at the newest size, which decides about all that are larger, with those near the best."""
         numel, _ = self._points[self._active[0]][-1]
         bound = HOPELESS * self._least()
         self._active = [compression for compression in self._active if _seconds(self._points[compression]) <= bound]

@@ -76,22 +76,22 @@ def test_too_old_setuptools_is_refused(setup_script: ModuleType, monkeypatch: py
         setup_script.check_setuptools()
 
 
+@pytest.mark.parametrize(
+    ("setting", "way_out"),
+    [
+        ("FASTSYNC_CUDA", "1 insists on the CUDA half, 0 leaves it out"),
+        ("FASTSYNC_SANITIZE", "address builds with AddressSanitizer"),
+    ],
+)
 def test_unknown_setting_is_refused(
-    setup_script: ModuleType, built: list[setuptools.Extension], monkeypatch: pytest.MonkeyPatch
+    setup_script: ModuleType,
+    built: list[setuptools.Extension],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    way_out: str,
 ) -> None:
-    monkeypatch.setenv("FASTSYNC_CUDA", "banana")
-    message = "FASTSYNC_CUDA='banana' means nothing: 1 insists on the CUDA half, 0 leaves it out"
-    with pytest.raises(SystemExit, match=message):
-        setup_script.main()
-    assert built == []
-
-
-def test_unknown_sanitizer_is_refused(
-    setup_script: ModuleType, built: list[setuptools.Extension], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTSYNC_SANITIZE", "banana")
-    message = "FASTSYNC_SANITIZE='banana' means nothing: address builds with AddressSanitizer"
-    with pytest.raises(SystemExit, match=message):
+    monkeypatch.setenv(setting, "banana")
+    with pytest.raises(SystemExit, match=f"{setting}='banana' means nothing: {way_out}"):
         setup_script.main()
     assert built == []
 
