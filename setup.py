@@ -111,6 +111,11 @@ def files(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(HERE)) for path in HERE.glob(pattern))
 
 
+def system_includes(folders: list[str]) -> list[str]:
+    """The flags that g++ and nvcc both understand: nvcc refuses -isystem and its folder in one word."""
+    return [word for folder in folders for word in ("-isystem", folder)]
+
+
 def make_extension(with_cuda: bool, with_sanitizer: bool = False) -> setuptools.Extension:
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
@@ -135,7 +140,7 @@ def make_extension(with_cuda: bool, with_sanitizer: bool = False) -> setuptools.
     )
     # torch's headers become system headers: the warnings are for our own code.
     for flags in (cxx, nvcc):
-        flags += [f"-isystem{folder}" for folder in extension.include_dirs]
+        flags += system_includes(extension.include_dirs)
     extension.include_dirs = [str(HERE / "csrc")]
     return extension
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -163,7 +164,13 @@ def test_cuda_half_adds_the_kernels_for_ampere_and_hopper(
     assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/ppo/*.cpp", "csrc/cuda/*.cu")
     for compiler in ("cxx", "nvcc"):
         assert "-DFASTSYNC_WITH_CUDA" in extension.extra_compile_args[compiler]
+        assert str(Path(torch.__file__).parent / "include") in _system_folders(extension.extra_compile_args[compiler])
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"
+
+
+def _system_folders(flags: list[str]) -> list[str]:
+    """The folders of system headers, named in the one way that both g++ and nvcc take: a word of their own."""
+    return [folder for option, folder in pairwise(flags) if option == "-isystem"]
 
 
 def test_warnings_are_errors_only_on_request(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

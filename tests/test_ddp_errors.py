@@ -126,11 +126,23 @@ def test_options_of_ddp_that_go_past_the_hook_are_refused() -> None:
     for options, name in (
         ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params"),
         (delayed, "delay_all_reduce_named_params"),
-        ({"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}, "mixed_precision"),
     ):
-        ddp = DistributedDataParallel(model, **options)
-        with pytest.raises(ValueError, match=f"ddp_model: it was built with {name}"):
-            fastsync.register_comm_hook(ddp)
+        _expect_refusal_of(name, DistributedDataParallel(model, **options))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="a torch with CUDA cannot build such a DDP where there is no GPU",
+)
+def test_mixed_precision_of_ddp_is_refused() -> None:
+    mixed = DistributedDataParallel(nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    _expect_refusal_of("mixed_precision", mixed)
+
+
+def _expect_refusal_of(option: str, ddp: DistributedDataParallel) -> None:
+    with pytest.raises(ValueError, match=f"ddp_model: it was built with {option}"):
+        fastsync.register_comm_hook(ddp)
 
 
 @pytest.mark.usefixtures("one_rank")

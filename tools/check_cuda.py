@@ -39,14 +39,15 @@ def cuda_include(nvcc: str) -> str:
     return str(Path(top.group(1).strip()) / "include")
 
 
-def kernel_command(nvcc: str, source: Path, output: Path) -> list[str]:
+def kernel_command(nvcc: str, source: Path, output: Path, folders: list[str]) -> list[str]:
     flags = [*setup.NVCC_FLAGS, "-Werror=all-warnings", f"-D{WITH_CUDA}", *GENCODE]
-    return [nvcc, *flags, f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(output / f"{source.stem}.o")]
+    includes = [f"-I{ROOT / 'csrc'}", *setup.system_includes(folders)]
+    return [nvcc, *flags, *includes, "-c", str(source), "-o", str(output / f"{source.stem}.o")]
 
 
-def glue_command(source: Path, system_includes: list[str]) -> list[str]:
+def glue_command(source: Path, folders: list[str]) -> list[str]:
     flags = [*setup.CXX_FLAGS, "-Werror", f"-D{WITH_CUDA}", "-DTORCH_EXTENSION_NAME=_C"]
-    includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{folder}" for folder in system_includes)]
+    includes = [f"-I{ROOT / 'csrc'}", *setup.system_includes(folders)]
     return [os.environ.get("CXX", "c++"), "-fsyntax-only", *flags, *includes, str(source)]
 
 
@@ -72,13 +73,14 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        system_includes = [*include_paths(), sysconfig.get_path("include"), cuda_include(nvcc)]
-        if not any((Path(folder) / MACROS).exists() for folder in system_includes):
+        folders = [*include_paths(), sysconfig.get_path("include"), cuda_include(nvcc)]
+        if not any((Path(folder) / MACROS).exists() for folder in folders):
             (scratch / MACROS).parent.mkdir(parents=True)
             (scratch / MACROS).touch()
-            system_includes.append(str(scratch))
-        commands = [kernel_command(nvcc, source, scratch) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-        commands += [glue_command(source, system_includes) for source in glue_sources()]
+            folders.append(str(scratch))
+        kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+        commands = [kernel_command(nvcc, source, scratch, folders) for source in kernels]
+        commands += [glue_command(source, folders) for source in glue_sources()]
         if not commands:
             raise SystemExit("check-cuda: csrc holds no .cu and no .cpp")
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
