@@ -210,7 +210,7 @@ TRAINERS: dict[str, Callable[[Training], Outcome]] = {
 
 
 def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
-    """Runs a trainer in a fresh process, with one thread to compute with on each rank.
+    """Runs a trainer in a fresh process, with one thread to compute with on each rank, and none of the GPUs.
 
     Whatever ends the wait for it, its ranks and environments end with it.
 
@@ -218,7 +218,7 @@ def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
         RuntimeError: it failed, or has not ended in ``timeout`` seconds.
     """
     command = [sys.executable, "-m", "benchmarks.trainers", trainer, json.dumps(asdict(training))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
         command,
         env=environment,

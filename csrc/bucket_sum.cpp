@@ -189,12 +189,12 @@ void BucketSum::sum_extras(int64_t end, int64_t stride, int64_t count) {
 
 // ---- one sum --------------------------------------------------------------------------------------------------------
 
-void BucketSum::beside_backward(const std::function<void()>& call) const {
+void BucketSum::beside_backward(const std::function<void()>& call) {
   call_beside(device_, [&] {
-    if (!device_.is_cpu()) {
-      bytes_.record_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-    }
+    const auto stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+    bytes_.record_stream(stream);
     call();
+    done_beside_.emplace(device_.type()).record(stream);
   });
 }
 
@@ -215,12 +215,16 @@ void BucketSum::finish(Stopwatch& stopwatch) {
   if (error_) {
     std::rethrow_exception(error_);
   }
-  receive(stopwatch);
   if (device_.is_cpu()) {
+    receive(stopwatch);
     return;
   }
-  // Made on backward's stream or beside it, and read on this one.
   const auto stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  if (done_beside_) {  // no message says so where a rank has nobody to send to
+    done_beside_->block(stream);
+  }
+  receive(stopwatch);
+  // Made on backward's stream or beside it, and read on this one.
   bytes_.record_stream(stream);
   if (bucket_.extras.defined()) {
     bucket_.extras.record_stream(stream);

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -114,8 +116,8 @@ class BucketSum {
   // Of so many messages, the first of which ends there.
   void sum_extras(int64_t end, int64_t stride, int64_t count);
 
-  // On CUDA beside backward, whose stream must not wait for the network; on a CPU at once.
-  void beside_backward(const std::function<void()>& call) const;
+  // On CUDA: beside backward, whose stream must not wait for the network. finish comes after it.
+  void beside_backward(const std::function<void()>& call);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
@@ -133,6 +135,7 @@ class BucketSum {
   template <class Call>
   void for_each_part(int64_t begin, int64_t end, const Call& call) const;
 
+  std::optional<c10::Event> done_beside_;
   std::mutex mutex_;  // held while driving
   bool is_driven_ = false;
   std::exception_ptr error_;

@@ -35,7 +35,11 @@ void Stopwatch::mark(Mark mark) {
 }
 
 bool Stopwatch::done() const {
-  return marked_done_ && (device_.is_cpu() || events_[static_cast<size_t>(Mark::kDone)]->query());
+  if (!marked_done_ || device_.is_cpu()) {
+    return marked_done_;
+  }
+  // To ask an event anything ends a capture that is under way.
+  return !is_capturing(device_) && events_[static_cast<size_t>(Mark::kDone)]->query();
 }
 
 double Stopwatch::seconds(const Stopwatch& from, Mark from_mark, const Stopwatch& to, Mark to_mark) {

@@ -24,7 +24,8 @@ class Stopwatch {
 
   void restart();
   void mark(Mark mark);
-  // True once the device has passed kDone. Never, where a CUDA graph was captured: its events belong to the graph.
+  // True once the device has passed kDone. Never while a CUDA graph is captured, nor of what was: its events belong to
+  // the graph.
   bool done() const;
 
   // Seconds between marks of two stopwatches of one device, both done.

@@ -48,9 +48,13 @@ void TwoLevelSum::lay_out(int tag, Fp32Buffers& buffers) {
   }
   // What lies beyond the last value, and on an int8 wire between gradients, is added like the rest: so, zeros.
   take(buffers, offset, {num_values_, static_cast<int64_t>(bucket_.wire_dtype), ranks_per_node_, offset});
-  if (compute_dtype(bucket_.grad_dtype) != bucket_.grad_dtype && bucket_.wire_dtype != bucket_.grad_dtype) {
-    unencoded_ = at::empty({pieces_.front().sub_shard}, bytes_.options().dtype(at::kFloat));
+}
+
+at::Tensor TwoLevelSum::new_unencoded(const Piece& piece) const {
+  if (compute_dtype(bucket_.grad_dtype) == bucket_.grad_dtype || bucket_.wire_dtype == bucket_.grad_dtype) {
+    return {};
   }
+  return at::empty({piece.sub_shard}, bytes_.options().dtype(at::kFloat));
 }
 
 // Of shard `local`, from sub-shard `node` on.
@@ -141,6 +145,8 @@ void TwoLevelSum::reduce_in_node(const Piece& piece) {
   if (is_last(piece)) {
     sum_extras(local_offset(piece, ranks_per_node_) + piece.local_bytes, piece.local_stride, ranks_per_node_);
   }
+  // Both made here, for it is on the stream that is current here that they are used.
+  const at::Tensor unencoded = new_unencoded(piece);
   at::Tensor lost;
   if (!own_residuals_.empty()) {
     lost = at::zeros({shard(piece)}, own_residuals_.front().options());
@@ -155,7 +161,7 @@ void TwoLevelSum::reduce_in_node(const Piece& piece) {
     if (lost.defined()) {
       args.residual = lost.narrow(0, first, piece.sub_shard).data_ptr();
     }
-    encode_node_sum(args);
+    encode_node_sum(args, unencoded);
     if (is_last(piece)) {
       put_extras(out + piece.node_bytes);
     }
@@ -165,10 +171,10 @@ void TwoLevelSum::reduce_in_node(const Piece& piece) {
   }
 }
 
-void TwoLevelSum::encode_node_sum(ReduceArgs args) {
-  if (unencoded_.defined()) {
+void TwoLevelSum::encode_node_sum(ReduceArgs args, const at::Tensor& unencoded) {
+  if (unencoded.defined()) {
     ReduceArgs sum = args;
-    sum.out = unencoded_.data_ptr();
+    sum.out = unencoded.data_ptr();
     sum.out_dtype = DType::kFloat32;
     sum.residual = nullptr;
     run_reduce(sum, device_);

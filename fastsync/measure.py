@@ -35,7 +35,8 @@ def measure_group(
     Args:
         process_group: the group, or a one-dimensional ``DeviceMesh``; None for the default group.
         wires: what to measure, out of ``"none"``, ``"fp16"``, ``"bf16"`` and ``"int8"`` (with error feedback).
-        device: where gradients are; by default on the GPU if the group serves CUDA devices, else on the CPU.
+        device: where gradients are; by default on the GPU if the group serves CUDA, by another backend than Gloo, else
+            on the CPU.
         dtype: of the gradients.
 
     Raises:
@@ -140,7 +141,9 @@ class _Turns:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    if torch.cuda.is_available() and "cuda" in {device.type for device in group._device_types}:
+    # Gloo says that it serves CUDA, too, but with gradients on a GPU the engine refuses it.
+    serves_cuda = "cuda" in {device.type for device in group._device_types}
+    if torch.cuda.is_available() and serves_cuda and backend_of(group, torch.device("cuda")) != "gloo":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -20,9 +20,10 @@ def _assert_averages(model: Given, sync: fastsync.GradientSynchronizer, wire: st
     for step in range(STEPS):
         everyone: list[list[Tensor]] = [_grads(other, step) for other in range(world_size)]
         mine: list[Tensor | None] = [grad.to("cuda") for grad in everyone[rank]]
-        if step == 3 and rank == 0:
-            mine[1] = None
+        if step == 3:
             everyone[0][1] = torch.zeros_like(everyone[0][1])
+            if rank == 0:
+                mine[1] = None
         model.zero_grad()
         sync.ride("rank", torch.tensor([float(rank), 1.0], device="cuda"))
         loss = model(mine)
@@ -94,6 +95,50 @@ def _host_never_waits(rank: int, world_size: int) -> None:
 @on_one_and_two_ranks
 def test_the_host_never_waits_for_the_device(world_size: int) -> None:
     run_ranks(_host_never_waits, world_size, backend="nccl")
+
+
+class _Training:
+    """A model whose steps can be captured in a CUDA graph."""
+
+    def __init__(self, wire: str) -> None:
+        torch.manual_seed(1)
+        self.model = Mlp().to("cuda")
+        self._sync = fastsync.attach(self.model, wire, bucket_cap_mb=SMALL_BUCKETS)
+        self._optimizer = torch.optim.Adam(self.model.parameters(), fused=True, capturable=True)
+
+    def step(self, inputs: Tensor) -> None:
+        self._optimizer.zero_grad()
+        self.model(inputs).square().mean().backward()
+        fastsync.clip_grad_norm_(self._sync, 0.01, optimizer=self._optimizer)
+        self._optimizer.step()
+
+
+def _replays(rank: int, world_size: int) -> None:
+    side = torch.cuda.Stream()
+    for wire in WIRE_DTYPES:
+        inputs = batch(rank, 0).to("cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # as torch asks of what is to be captured
+            eager, captured = _Training(wire), _Training(wire)
+            for training in (eager, captured):
+                for _ in range(STEPS):
+                    training.step(inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.step(inputs)
+        for number in range(1, STEPS):
+            inputs.copy_(batch(rank, number))
+            graph.replay()
+            eager.step(inputs)
+            expected = list(eager.model.parameters())
+            assert_all_bitwise_equal(list(captured.model.parameters()), expected, f"{wire}: step {number}, parameter")
+        assert_same_on_all_ranks(list(captured.model.parameters()))
+
+
+@on_one_and_two_ranks
+def test_a_captured_step_is_the_eager_one(world_size: int) -> None:
+    run_ranks(_replays, world_size, backend="nccl")
 
 
 def _gloo(rank: int, world_size: int) -> None:

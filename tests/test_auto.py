@@ -339,6 +339,13 @@ def test_ranks_hold_the_same_profile(tmp_path: Path) -> None:
     assert min(seconds for candidate in first.candidates for _, seconds in candidate.points) > 0
 
 
+def test_gloo_is_measured_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group_of_one(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        assert fastsync.measure_group(wires=("none",)).device == "cpu"
+
+
 def _measures_something_else(rank: int, world_size: int) -> None:
     fastsync.measure_group(wires=("none", "fp16") if rank == 0 else ("none", "bf16"))
 

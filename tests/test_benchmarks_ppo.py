@@ -139,6 +139,16 @@ def test_a_training_that_hangs_ends_with_its_ranks(tmp_path: Path, monkeypatch: 
         time.sleep(0.02)
 
 
+def test_trainings_see_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = tmp_path / "python"
+    seen.write_text('#!/bin/sh\necho "{\\"visible\\": \\"$CUDA_VISIBLE_DEVICES\\"}"\n')
+    seen.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(seen))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    training = Training(total_steps=1, num_envs=1, num_steps=1, num_minibatches=1, num_epochs=1, seed=1)
+    assert run_alone("fastsync", training, timeout=30) == {"visible": ""}
+
+
 @pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
 def test_trainings_run_in_processes_of_their_own(trainer: str):
     training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, nproc=2)

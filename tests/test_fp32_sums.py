@@ -58,26 +58,34 @@ def averaged(grads: Sequence[Tensor], compression: Compression) -> list[Tensor]:
 # ---- the same bits as the reference ---------------------------------------------------------------------------------
 
 
-def _as_the_reference(rank: int, world_size: int) -> None:
+def _as_the_reference(rank: int, world_size: int, device: str) -> None:
     for wire, algorithm in itertools.product(WIRES, ALGORITHMS):
         compression = Compression(wire, reduce="fp32", algorithm=algorithm)
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             grads = of_all_ranks(world_size, SHAPES, dtype)
             expected = mean_by_reference(grads, wire, algorithm)
             what = f"{wire}, {algorithm}, {dtype}: gradient"
-            assert_all_bitwise_equal(averaged(grads[rank], compression), expected, what)
-            ddp = given_ddp(grads[rank])
+            mine = [grad.to(device) for grad in grads[rank]]
+            assert_all_bitwise_equal(averaged(mine, compression), expected, what)
+            ddp = given_ddp(mine)
             fastsync.register_comm_hook(ddp, compression)
-            assert_all_bitwise_equal(backward_of(ddp, grads[rank]), expected, "hook: " + what)
+            assert_all_bitwise_equal(backward_of(ddp, mine), expected, "hook: " + what)
         if world_size == 3:
             grads = of_all_ranks(world_size, SEVERAL_PIECES, torch.float32)
             expected = mean_by_reference(grads, wire, algorithm)
-            assert_all_bitwise_equal(averaged(grads[rank], compression), expected, f"{wire}, {algorithm}, pieces")
+            mine = [grad.to(device) for grad in grads[rank]]
+            assert_all_bitwise_equal(averaged(mine, compression), expected, f"{wire}, {algorithm}, pieces")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_mean_is_the_references_to_the_bit(world_size: int) -> None:
-    run_ranks(_as_the_reference, world_size)
+    run_ranks(_as_the_reference, world_size, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_mean_on_gpus_is_the_references_to_the_bit(world_size: int) -> None:
+    run_ranks(_as_the_reference, world_size, "cuda", backend="nccl")
 
 
 def _full_width_between_two(rank: int, world_size: int) -> None:

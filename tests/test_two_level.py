@@ -65,21 +65,29 @@ def of_all_ranks(world_size: int, shapes: Sequence[Sequence[int]], dtype: torch.
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-def _as_the_reference(rank: int, world_size: int, ranks_per_node: int, dtypes: Sequence[torch.dtype]) -> None:
+def _as_the_reference(
+    rank: int, world_size: int, ranks_per_node: int, dtypes: Sequence[torch.dtype], device: str
+) -> None:
     for dtype in dtypes:
         ranks = of_all_ranks(world_size, SHAPES, dtype)
+        mine = [grad.to(device) for grad in ranks[rank]]
         for wire, wire_dtype in WIRES.items():
             expected = reference.two_level_mean(ranks, ranks_per_node, wire_dtype)
             for name, door in DOORS.items():
                 what = f"{dtype} over {wire}, {name}: gradient"
-                got = averaged(door, ranks[rank], Compression(wire, ranks_per_node=ranks_per_node))
+                got = averaged(door, mine, Compression(wire, ranks_per_node=ranks_per_node))
                 assert_all_bitwise_equal(got, expected, what)
                 assert_same_on_all_ranks(got)
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node", "dtypes"), [(2, 2, DTYPES), (3, 2, FLOAT32), (2, 3, FLOAT32)])
 def test_gradients_are_those_of_the_reference(nodes: int, ranks_per_node: int, dtypes: Sequence[torch.dtype]) -> None:
-    run_ranks(_as_the_reference, nodes * ranks_per_node, ranks_per_node, dtypes)
+    run_ranks(_as_the_reference, nodes * ranks_per_node, ranks_per_node, dtypes, "cpu")
+
+
+@pytest.mark.gpu
+def test_gradients_on_gpus_are_those_of_the_reference() -> None:
+    run_ranks(_as_the_reference, 4, 2, DTYPES, "cuda", backend="nccl")
 
 
 def _large(rank: int, world_size: int) -> None:
