@@ -215,16 +215,15 @@ void BucketSum::finish(Stopwatch& stopwatch) {
   if (error_) {
     std::rethrow_exception(error_);
   }
-  if (device_.is_cpu()) {
-    receive(stopwatch);
-    return;
-  }
-  const auto stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   if (done_beside_) {  // no message says so where a rank has nobody to send to
-    done_beside_->block(stream);
+    done_beside_->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
   receive(stopwatch);
+  if (device_.is_cpu()) {
+    return;
+  }
   // Made on backward's stream or beside it, and read on this one.
+  const auto stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   bytes_.record_stream(stream);
   if (bucket_.extras.defined()) {
     bucket_.extras.record_stream(stream);

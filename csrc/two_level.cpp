@@ -50,13 +50,6 @@ void TwoLevelSum::lay_out(int tag, Fp32Buffers& buffers) {
   take(buffers, offset, {num_values_, static_cast<int64_t>(bucket_.wire_dtype), ranks_per_node_, offset});
 }
 
-at::Tensor TwoLevelSum::new_unencoded(const Piece& piece) const {
-  if (compute_dtype(bucket_.grad_dtype) == bucket_.grad_dtype || bucket_.wire_dtype == bucket_.grad_dtype) {
-    return {};
-  }
-  return at::empty({piece.sub_shard}, bytes_.options().dtype(at::kFloat));
-}
-
 // Of shard `local`, from sub-shard `node` on.
 at::Tensor TwoLevelSum::sums_of(const Piece& piece, int64_t local, int64_t node, int64_t num_sub_shards) const {
   const int64_t length = bytes_of(piece.sub_shard, bucket_.wire_dtype);
@@ -124,6 +117,10 @@ void TwoLevelSum::send_to_peers(Piece& piece) {
 
 // Step by step for all pieces, so that the pieces of one step are on their way together.
 void TwoLevelSum::drive_all() {
+  // Made here, for it is used on the stream that is current here, and is that stream's to use again.
+  if (compute_dtype(bucket_.grad_dtype) != bucket_.grad_dtype && bucket_.wire_dtype != bucket_.grad_dtype) {
+    unencoded_ = at::empty({pieces_.front().sub_shard}, bytes_.options().dtype(at::kFloat));
+  }
   for (Piece& piece : pieces_) {
     piece.gather.wait();
     reduce_in_node(piece);
@@ -145,8 +142,6 @@ void TwoLevelSum::reduce_in_node(const Piece& piece) {
   if (is_last(piece)) {
     sum_extras(local_offset(piece, ranks_per_node_) + piece.local_bytes, piece.local_stride, ranks_per_node_);
   }
-  // Both made here, for it is on the stream that is current here that they are used.
-  const at::Tensor unencoded = new_unencoded(piece);
   at::Tensor lost;
   if (!own_residuals_.empty()) {
     lost = at::zeros({shard(piece)}, own_residuals_.front().options());
@@ -161,7 +156,7 @@ void TwoLevelSum::reduce_in_node(const Piece& piece) {
     if (lost.defined()) {
       args.residual = lost.narrow(0, first, piece.sub_shard).data_ptr();
     }
-    encode_node_sum(args, unencoded);
+    encode_node_sum(args);
     if (is_last(piece)) {
       put_extras(out + piece.node_bytes);
     }
@@ -171,10 +166,10 @@ void TwoLevelSum::reduce_in_node(const Piece& piece) {
   }
 }
 
-void TwoLevelSum::encode_node_sum(ReduceArgs args, const at::Tensor& unencoded) {
-  if (unencoded.defined()) {
+void TwoLevelSum::encode_node_sum(ReduceArgs args) {
+  if (unencoded_.defined()) {
     ReduceArgs sum = args;
-    sum.out = unencoded.data_ptr();
+    sum.out = unencoded_.data_ptr();
     sum.out_dtype = DType::kFloat32;
     sum.residual = nullptr;
     run_reduce(sum, device_);

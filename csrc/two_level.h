@@ -60,13 +60,11 @@ class TwoLevelSum final : public BucketSum {
   int64_t local_offset(const Piece& piece, int64_t slot) const { return piece.local + slot * piece.local_stride; }
   int64_t node_offset(const Piece& piece, int64_t slot) const { return piece.nodes + slot * piece.node_stride; }
   int64_t packing_slot(int64_t local) const { return local == local_ ? ranks_per_node_ + local : local; }
-  // A node's sums, where no pass leads from the gradients' dtype to the wire's at once; undefined where one does.
-  at::Tensor new_unencoded(const Piece& piece) const;
   at::Tensor sums_of(const Piece& piece, int64_t local, int64_t node, int64_t num_sub_shards) const;
 
   void pack(const Piece& piece);
   void reduce_in_node(const Piece& piece);
-  void encode_node_sum(ReduceArgs args, const at::Tensor& unencoded);
+  void encode_node_sum(ReduceArgs args);
   void keep_for_next_step(const Piece& piece, const at::Tensor& lost);
   void reduce_between_nodes(const Piece& piece);
   void send_to_peers(Piece& piece);
@@ -80,6 +78,7 @@ class TwoLevelSum final : public BucketSum {
   int64_t num_nodes_;
   int64_t node_;
   int64_t local_;
+  at::Tensor unencoded_;  // a node's sums, where no pass leads from the gradients' dtype to the wire's at once
   std::vector<Piece> pieces_;
 };
 
