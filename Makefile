@@ -10,11 +10,14 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export MAX_JOBS
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+# Formatted too, but not part of the extension: CUDA's runtime for the host and the stand-in device, which tests build by
+# themselves.
+SHIM := $(wildcard tests/cuda_shim/*) $(wildcard tests/standin/*.cpp tests/standin/*.h)
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-slow test-gpu test-asan lint format bench check-cuda clean
+.PHONY: help venv build train test test-slow test-gpu test-asan lint format bench check-cuda prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -28,6 +31,7 @@ help:
 	@echo 'make format      let ruff and clang-format rewrite the sources'
 	@echo 'make bench       run the benchmark suites'
 	@echo 'make check-cuda  compile the CUDA half where nvcc is on the PATH; needs no GPU'
+	@echo 'make prove-gpu   all that only a GPU can prove, part by part; PART="build tests" for some, PLAN=1 shows the commands'
 	@echo 'make clean       remove what was built; $(VENV) stays'
 
 venv: $(VENV)/.installed $(VENV)/.built
@@ -62,18 +66,24 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(SHIM)
 
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CSRC)
+	$(BIN)/clang-format -i $(CSRC) $(SHIM)
 
 bench: venv
 	$(BIN)/python -m pytest benchmarks --benchmark-enable $(PYTEST_ARGS)
 
 check-cuda: venv
 	$(BIN)/python tools/check_cuda.py
+
+# On a machine that has torch already, maybe without a network: no environment is made. It compiles with every core.
+PROVE_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
+prove-gpu: export MAX_JOBS := $(if $(filter file,$(origin MAX_JOBS)),$(shell nproc),$(MAX_JOBS))
+prove-gpu:
+	$(PROVE_PYTHON) -m tools.prove_gpu $(if $(PLAN),--plan) $(PART)
 
 clean:
 	rm -rf build dist *.egg-info fastsync/_C*.so $(VENV)/.built

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ import setuptools
 
 HERE = Path(__file__).resolve().parent
 SETUPTOOLS_NEEDED = (77, 0, 3)
-CUDA_ARCHITECTURES = "8.0;9.0+PTX"
+# Those that a toolkit knows, from which release on; the last one's PTX serves what comes after it.
+CUDA_ARCHITECTURES = {"8.0": (11, 0), "9.0": (11, 8), "10.0": (12, 8), "12.0": (12, 8)}
 
 # -fopenmp belongs to compiling only. at::parallel_for is a template, so its parallel region is compiled into the
 # extension, but the OpenMP runtime has to be the one that torch has loaded: linking another would give the process a
@@ -67,6 +69,26 @@ def check_setuptools() -> None:
         )
 
 
+def toolkit_of(nvcc: str) -> str | None:
+    """The folder of the toolkit that ``nvcc``, maybe a wrapper script, belongs to; None where it does not tell."""
+    try:
+        dryrun = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-E", os.devnull], capture_output=True, text=True)
+    except OSError:
+        return None
+    top = re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE)
+    return os.path.normpath(top.group(1).strip()) if top and dryrun.returncode == 0 else None
+
+
+def choose_toolkit() -> None:
+    """Sets CUDA_HOME, unless it is set, to the toolkit of the nvcc on the PATH, before torch looks for one.
+
+    torch takes the folder above the nvcc that it finds, which is no toolkit where that is a wrapper script.
+    """
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None and not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys() and (toolkit := toolkit_of(nvcc)):
+        os.environ["CUDA_HOME"] = toolkit
+
+
 def toolkit_version(cuda_home: str) -> str | None:
     """The release of the nvcc under ``cuda_home``, such as "13.0"; None where there is none that runs."""
     try:
@@ -89,6 +111,12 @@ def cuda_obstacle(torch_version: str, torch_cuda: str | None, cuda_home: str | N
     if toolkit.split(".")[0] != torch_cuda.split(".")[0]:
         return f"torch {torch_version} is built with CUDA {torch_cuda}, but the toolkit in {cuda_home} is {toolkit}"
     return None
+
+
+def architectures(toolkit: str) -> str:
+    """TORCH_CUDA_ARCH_LIST for the toolkit of this release."""
+    release = tuple(map(int, toolkit.split(".")))
+    return ";".join(name for name, since in CUDA_ARCHITECTURES.items() if since <= release) + "+PTX"
 
 
 def wants_cuda(setting: str, obstacle: str | None) -> bool:
@@ -127,7 +155,6 @@ def make_extension(with_cuda: bool, with_sanitizer: bool = False) -> setuptools.
     if with_sanitizer:
         cxx += SANITIZER_FLAGS
     if with_cuda:
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
         sources += files("csrc/cuda/*.cu")
         cxx.append("-DFASTSYNC_WITH_CUDA")
         nvcc.append("-DFASTSYNC_WITH_CUDA")
@@ -148,10 +175,13 @@ def make_extension(with_cuda: bool, with_sanitizer: bool = False) -> setuptools.
 def main() -> None:
     check_setuptools()
     torch = import_torch()
+    choose_toolkit()
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension
 
     obstacle = cuda_obstacle(torch.__version__, torch.version.cuda, CUDA_HOME)
     with_cuda = wants_cuda(os.environ.get("FASTSYNC_CUDA", ""), obstacle)
+    if with_cuda and (toolkit := toolkit_version(CUDA_HOME)) is not None:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(toolkit))
     with_sanitizer = wants_sanitizer(os.environ.get("FASTSYNC_SANITIZE", ""))
     objects = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}{'-asan' if with_sanitizer else ''}"
 

@@ -38,6 +38,7 @@ class Hyperparameters:
     gae_lambda: float
     clip_coef: float
     ent_coef: float
+    device: str = "cpu"
 
     @property
     def batch_size(self) -> int:
@@ -72,9 +73,9 @@ class ActorCritic(nn.Module):
 class Rollout:
     """What num_steps steps of num_envs environments have brought; each tensor has a row a step."""
 
-    def __init__(self, num_steps: int, num_envs: int, observation_shape: tuple[int, ...]) -> None:
+    def __init__(self, num_steps: int, num_envs: int, observation_shape: tuple[int, ...], device: str = "cpu") -> None:
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(num_steps, num_envs, *shape)
+            return torch.zeros(num_steps, num_envs, *shape, device=device)
 
         self.observations = zeros(*observation_shape)
         self.actions, self.log_probs, self.rewards, self.dones, self.values = (zeros() for _ in range(5))
@@ -98,13 +99,15 @@ def train(chosen: Hyperparameters) -> Result:
     torch.manual_seed(chosen.seed)
     envs = SyncVectorEnv([_make_env] * chosen.num_envs)
     agent = ActorCritic(envs.single_observation_space.shape[0], int(envs.single_action_space.n), chosen.hidden_size)
+    agent.to(chosen.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=chosen.learning_rate, eps=ADAM_EPS)
-    rollout = Rollout(chosen.num_steps, chosen.num_envs, envs.single_observation_space.shape)
+    rollout = Rollout(chosen.num_steps, chosen.num_envs, envs.single_observation_space.shape, chosen.device)
     num_iterations = chosen.total_steps // chosen.batch_size
     with tempfile.TemporaryDirectory() as folder:
         writer = SummaryWriter(folder)
         began = time.perf_counter()
-        observation, done = torch.Tensor(envs.reset(seed=chosen.seed)[0]), torch.zeros(chosen.num_envs)
+        observation = torch.Tensor(envs.reset(seed=chosen.seed)[0]).to(chosen.device)
+        done = torch.zeros(chosen.num_envs, device=chosen.device)
         for iteration in range(num_iterations):
             optimizer.param_groups[0]["lr"] = chosen.learning_rate * (1.0 - iteration / num_iterations)
             observation, done = _collect(envs, agent, rollout, observation, done)
@@ -136,7 +139,8 @@ def _collect(
         rollout.actions[step], rollout.log_probs[step] = action, log_prob
         observed, reward, terminated, truncated, _ = envs.step(action.cpu().numpy())
         rollout.rewards[step] = torch.tensor(reward).view(-1)
-        observation, done = torch.Tensor(observed), torch.Tensor(np.logical_or(terminated, truncated))
+        observation = torch.Tensor(observed).to(observation.device)
+        done = torch.Tensor(np.logical_or(terminated, truncated)).to(done.device)
     return observation, done
 
 

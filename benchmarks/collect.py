@@ -38,22 +38,25 @@ class Collected:
     """Exit status: 0, 1 if a result is wrong or a rank has failed, 130 after Ctrl-C, 143 after SIGTERM."""
 
 
-def places(nproc: int, cpu: bool = False) -> int:
+def places(nproc: int, cpu: bool = False, share_gpus: bool = False) -> int:
     """How many ranks find a place of their own on this machine where ``nproc`` are to run.
 
-    GPUs if there is one for each, and cores otherwise, as ``fastsync.distributed.process_group`` chooses.
+    GPUs if there is one for each or they may be shared, and cores otherwise, as
+    ``fastsync.distributed.process_group`` chooses.
     """
     gpus = 0 if cpu else torch.cuda.device_count()
-    return gpus if nproc <= gpus else cores()
+    return gpus if nproc <= gpus or (share_gpus and gpus) else cores()
 
 
-def check_places(nproc: int, oversubscribe: bool, cpu: bool = False) -> None:
+def check_places(nproc: int, oversubscribe: bool, cpu: bool = False, share_gpus: bool = False) -> None:
     """Refuses more ranks than find a place, unless they may share.
 
     Raises:
-        ValueError: they would share, and may not.
+        ValueError: they would share, and may not, or there is no GPU to share.
     """
-    if nproc > places(nproc, cpu) and not oversubscribe:
+    if share_gpus and (cpu or torch.cuda.device_count() == 0):
+        raise ValueError("share_gpus: torch sees no GPU here, or may not take one: leave it out")
+    if nproc > places(nproc, cpu, share_gpus) and not (oversubscribe or share_gpus):
         raise ValueError(
             f"nproc={nproc}: this machine has {cores()} cores, and GPUs for {torch.cuda.device_count()} ranks; "
             "ranks that share one slow each other down: choose fewer, or --oversubscribe, which every table then says"

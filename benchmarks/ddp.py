@@ -81,6 +81,9 @@ class Options:
     """Compute on CPUs where there are GPUs, too."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
+    share_gpus: bool = False
+    """Let ranks share GPUs where there are fewer, rather than compute on the CPU. They take turns there: it shows that
+    everything works, and nothing of how it scales."""
     ways: tuple[WayName, ...] = DEFAULT_WAYS
     """Ways to synchronise. The plain model, DDP under no_sync, and the bare all_reduce of what they send are always
     measured as well."""
@@ -111,11 +114,11 @@ class Options:
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
         if any(name in POLICIES for name in self.models) and importlib.util.find_spec("gymnasium") is None:
             raise ValueError(f"models {', '.join(POLICIES)} need gymnasium, which the extra 'train' installs")
-        check_places(self.nproc, self.oversubscribe, self.cpu)
+        check_places(self.nproc, self.oversubscribe, self.cpu, self.share_gpus)
         for name in self.models:
             needed = memory_needed(TRAININGS[name][self.scale], 1 + len(with_their_limits(self.ways)))
             way_out = "choose fewer --ways, other models, or --scale small"
-            check_ranks_fit(f"model {name}", needed, self.nproc, way_out, self.cpu)
+            check_ranks_fit(f"model {name}", needed, self.nproc, way_out, self.cpu, self.share_gpus)
 
 
 def memory_needed(training: Training, num_ways: int) -> int:
@@ -198,7 +201,7 @@ def whole_steps(names: Sequence[str], training: Training) -> dict[str, Way]:
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all models as one rank, of which rank 0 keeps the rows. Returns notes."""
-    with process_group(options.timeout) as device:
+    with process_group(options.timeout, share_gpus=options.share_gpus) as device:
         names = with_their_limits(options.ways)
         excluded = left_out(names, dist.get_backend())
         names = [name for name in names if name not in excluded]
@@ -223,7 +226,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
                     "backend": dist.get_backend(),
                     **schedule.settings,
                 }
-                if options.nproc > places(options.nproc, options.cpu):
+                if options.nproc > places(options.nproc, options.cpu, options.share_gpus):
                     settings["oversubscribed"] = True
                 records = to_records(of_rank, ways, settings, all_gather(environment(device))[0])
                 if dist.get_rank() == 0:

@@ -125,7 +125,7 @@ def _measure_here(
     """What this rank finds out. Its models end with this function, before their groups do."""
 
     def watched(rounds: Sequence[Sequence[T]], what: str) -> Iterator[T]:
-        return _watched(rounds, progress, f"{title}: {what}", schedule.timeout)
+        return watched_rounds(rounds, progress, f"{title}: {what}", schedule.timeout)
 
     steps = {name: way.build(workload, groups[name]) for name, way in ways.items()}
     for step in watched([[step] for step in steps.values()], "check"):
@@ -258,7 +258,7 @@ def all_gather(value: Any) -> list[Any]:
     return of_rank
 
 
-def _watched(rounds: Sequence[Sequence[T]], progress: Progress, description: str, timeout: float) -> Iterator[T]:
+def watched_rounds(rounds: Sequence[Sequence[T]], progress: Progress, description: str, timeout: float) -> Iterator[T]:
     """The items of all rounds, with progress shown round by round, and a time limit on each item.
 
     Not every wait inside of a hook has one.

@@ -41,8 +41,10 @@ def check_fits(what: str, needed: int, free: int | None, way_out: str) -> None:
         raise ValueError(f"{what} takes about {needed_text} of memory, and {free_text} are free: {way_out}")
 
 
-def check_ranks_fit(what: str, needed: int, nproc: int, way_out: str, cpu: bool = False) -> None:
-    """Refuses what does not fit: all ranks' share into main memory, or one rank's into its GPU.
+def check_ranks_fit(
+    what: str, needed: int, nproc: int, way_out: str, cpu: bool = False, share_gpus: bool = False
+) -> None:
+    """Refuses what does not fit: all ranks' share into main memory, or that of a GPU's ranks into it.
 
     Args:
         what: is to be measured.
@@ -50,12 +52,14 @@ def check_ranks_fit(what: str, needed: int, nproc: int, way_out: str, cpu: bool 
         nproc: ranks on this machine.
         way_out: what to do about it.
         cpu: whether ranks compute on the CPU even where each could have a GPU.
+        share_gpus: whether they share GPUs where there are fewer.
 
     Raises:
         ValueError: it does not fit.
     """
-    if not cpu and nproc <= torch.cuda.device_count():
-        for index in range(nproc):
-            check_fits(what, needed, available_on(torch.device("cuda", index)), way_out)
+    gpus = 0 if cpu else torch.cuda.device_count()
+    if nproc <= gpus or (share_gpus and gpus):
+        for index in range(min(nproc, gpus)):
+            check_fits(what, -(-nproc // gpus) * needed, available_on(torch.device("cuda", index)), way_out)
     else:
         check_fits(what, nproc * needed, available(), way_out)

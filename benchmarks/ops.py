@@ -7,18 +7,18 @@ the same sets and take turns in an order that changes; "nothing" is what the loo
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import tyro
 from rich.progress import Progress
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.collect import Collected, collect
+from benchmarks.launches import LAUNCHES, count
 from benchmarks.memory import available_on, check_fits
-from benchmarks.passes import COPY, PASSES, WIRES, Buffers, Pass, is_right
+from benchmarks.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.records import Record, RowFile, environment, quantiles
 from benchmarks.table import Columns, console, progress_bars, table
 from benchmarks.timing import rounds
@@ -34,7 +34,6 @@ NOTHING = "nothing"
 """The way that does nothing: what is measured of it is the harness."""
 BYTES_IN_SETS = 256 << 20
 MIN_SETS, MAX_SETS = 2, 64
-Launches = Callable[[Callable[[], None]], int]
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,14 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
             sets = _input_sets(parse_bytes(size), num_tensors, wire, device, options.seed)
             for name in PASSES:
                 rows.add(measure(name, sets, _settings(size, num_tensors, wire, len(sets), options), device))
-    return [LAUNCHES[device.type][1]]
+    return [LAUNCHES[device.type]]
 
 
 def measure(name: str, sets: list[Buffers], settings: Mapping[str, Any], device: torch.device) -> list[Record]:
     """Checks, counts and times all ways of the pass ``name``, one row for each."""
     ways = PASSES[name]
     right = {way: is_right(name, ways[way], sets[0]) for way in ways}
-    launches = {way: count_launches(ways[way], sets[0], device) for way in ways}
+    launches = {way: count(partial(ways[way].run, sets[0]), device).launches for way in ways}
     timed: dict[str, Callable[[Buffers], None]] = {way: ways[way].run for way in ways if right[way]}
     samples: dict[str, list[float]] = {way: [] for way in (NOTHING, *timed)}
     order = rounds(samples, settings["warmup"] + settings["repetitions"], settings["seed"])
@@ -155,18 +154,6 @@ def figures(way: str, medians: Mapping[str, float], nbytes: int) -> dict[str, fl
     return {"bytes": nbytes, "rate": rate, "of_copy": over_copy, "harness": medians[NOTHING]}
 
 
-def count_launches(way: Pass, buffers: Buffers, device: torch.device) -> int:
-    """On a GPU the kernels and copies that one call starts, on a CPU the operators it dispatches, nested ones too."""
-    on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiler:
-        way.run(buffers)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    events = [event for event in profiler.events() or [] if event.device_type == wanted]
-    return sum(on_gpu or "::" in event.name for event in events)
-
-
 def report(collected: Collected) -> None:
     """Prints a table for each size and direction."""
     out = console()
@@ -179,10 +166,6 @@ def report(collected: Collected) -> None:
         out.print(line, markup=False)
 
 
-LAUNCHES = {
-    "cpu": ("operators", "launches: operators that one call dispatches, nested ones included."),
-    "cuda": ("kernels", "launches: kernels and copies that one call starts on the GPU, by torch.profiler."),
-}
 LEGEND = (
     "µs: median [p10, p90] of a call. GB/s: bytes that the pass must read and write, by the median; of copy: that by "
     "the rate of a plain copy of as many bytes. harness: the loop's own time for each call, which is part of every "

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import tyro
@@ -54,6 +54,8 @@ class Options:
     """Ranks of fastsync's runs on several, and trainings at once of the one without communication."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What policies compute on. For networks as small as these CPUs are faster."""
     total_steps: int = 60_000
     """Environment steps of each training."""
     repetitions: int = 3
@@ -80,7 +82,9 @@ class Options:
                 raise ValueError(
                     f"nproc={self.nproc} does not divide the {HYPERPARAMETERS[name].num_envs} environments of {name}"
                 )
-        check_places(self.nproc, self.oversubscribe)
+        if self.device == "cuda" and self.nproc > torch.cuda.device_count():
+            raise ValueError(f"device=cuda: torch sees {torch.cuda.device_count()} GPUs, for {self.nproc} ranks")
+        check_places(self.nproc, self.oversubscribe, cpu=self.device == "cpu")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -113,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 def measure_all(options: Options, rows: RowFile) -> None:
     """Runs all trainings, one after the other. After each the rows have it in."""
     done: list[Record] = []
-    where = environment(torch.device("cpu"))
+    where = environment(torch.device(options.device))
     with progress_bars(shown=True) as progress:
         for name in dict.fromkeys(options.hyperparameters):
             ways = dict(ways_of(HYPERPARAMETERS[name], options))
@@ -130,7 +134,7 @@ def measure_all(options: Options, rows: RowFile) -> None:
 
 def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:
     """What is compared: a name, who trains, and with what."""
-    training = replace(base, total_steps=options.total_steps)
+    training = replace(base, total_steps=options.total_steps, device=options.device)
     n = options.nproc
     yield "environment alone", ("environment alone", training)
     if importlib.util.find_spec("stable_baselines3"):
@@ -184,8 +188,8 @@ def records_of(
             way=way,
             settings={
                 "hyperparameters": name,
-                **vars(training),
-                **({"oversubscribed": True} if training.nproc > places(training.nproc) else {}),
+                **{key: value for key, value in vars(training).items() if (key, value) != ("device", "cpu")},
+                **({"oversubscribed": True} if training.nproc > _places(training) else {}),
             },
             figures={
                 "steps_per_second": speeds[way],
@@ -217,6 +221,10 @@ def report(records: Sequence[Record]) -> int:
     for record in wrong:
         print(f"{record.way} has learnt nothing: mean return {record.figures['mean_return']}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _places(training: Training) -> int:
+    return places(training.nproc, cpu=training.device == "cpu")
 
 
 def _speed(outcome: Outcome) -> float:
@@ -262,5 +270,5 @@ def _title(name: str, record: Record) -> str:
     return (
         f"CartPole-v1, hyperparameters of {name}: {settings['num_envs']} environments × {settings['num_steps']} steps, "
         f"{settings['num_epochs']} epochs of {settings['num_minibatches']} minibatches\n"
-        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
+        f"{where['gpu'] or where['cpu']}, {where['cores']} cores, torch {where['torch']}, fastsync {where['commit']}"
     )

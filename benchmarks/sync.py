@@ -50,6 +50,9 @@ class Options:
     """Compute on CPUs where there are GPUs, too."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
+    share_gpus: bool = False
+    """Let ranks share GPUs where there are fewer, rather than compute on the CPU. They take turns there: it shows that
+    everything works, and nothing of how it scales."""
     ways: tuple[WayName, ...] = BY_DEFAULT
     """Ways to synchronise; by default all that neither fix an algorithm nor choose by measurement. no_sync and the bare
     all_reduce of what they send are always measured as well."""
@@ -74,7 +77,7 @@ class Options:
             raise ValueError(f"factor={self.factor} must be at least 2")
         if self.nproc < 1:
             raise ValueError(f"nproc={self.nproc} must be at least 1")
-        check_places(self.nproc, self.oversubscribe, self.cpu)
+        check_places(self.nproc, self.oversubscribe, self.cpu, self.share_gpus)
         if self.repetitions is not None and self.repetitions < 1:
             raise ValueError(f"repetitions={self.repetitions} must be at least 1")
         if self.warmup < MIN_WARMUP:
@@ -85,7 +88,8 @@ class Options:
             raise ValueError(f"json={self.json}: there is no folder {self.json.parent}")
         for name, size in self.all_sizes.items():
             needed = memory_needed(size, with_their_limits(self.ways), self.nproc)
-            check_ranks_fit(f"size {name}", needed, self.nproc, "choose fewer --ways or smaller sizes", self.cpu)
+            way_out = "choose fewer --ways or smaller sizes"
+            check_ranks_fit(f"size {name}", needed, self.nproc, way_out, self.cpu, self.share_gpus)
 
     @property
     def all_sizes(self) -> dict[str, Size]:
@@ -110,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all sizes as one rank, of which rank 0 keeps the rows. Returns notes."""
-    with process_group(options.timeout) as device:
+    with process_group(options.timeout, share_gpus=options.share_gpus) as device:
         ways = with_their_limits(options.ways)
         excluded = left_out(ways, dist.get_backend())
         ways = [way for way in ways if way not in excluded]
@@ -119,7 +123,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
                 repetitions = options.repetitions or size.repetitions
                 schedule = Schedule(options.warmup, repetitions, options.seed, options.timeout)
                 records = measure(name, ways, schedule, device, progress)
-                if options.nproc > places(options.nproc, options.cpu):
+                if options.nproc > places(options.nproc, options.cpu, options.share_gpus):
                     records = [_oversubscribed(record) for record in records]
                 if dist.get_rank() == 0:
                     rows.add(records)

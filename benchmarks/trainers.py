@@ -38,6 +38,8 @@ class Training:
     vectorization: str = "auto"
     cleanrl: str | None = None
     """CleanRL's ppo.py."""
+    device: str = "cpu"
+    """What policies compute on: cpu or cuda."""
 
 
 Outcome = dict[str, float | None]
@@ -132,7 +134,7 @@ def train_sb3(training: Training) -> Outcome:
         ent_coef=ENTROPY,
         policy_kwargs={"net_arch": [training.hidden_size, training.hidden_size]},
         seed=training.seed,
-        device="cpu",
+        device=training.device,
     )
     began = time.perf_counter()
     model.learn(training.total_steps)
@@ -154,7 +156,8 @@ def train_cleanrl(training: Training) -> Outcome:
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     assert training.cleanrl is not None
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(Path(training.cleanrl).resolve()), *arguments, "--no-cuda"]
+        cuda = "--cuda" if training.device == "cuda" else "--no-cuda"
+        command = [sys.executable, str(Path(training.cleanrl).resolve()), *arguments, cuda]
         printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
     speed = int(re.findall(r"^SPS: (\d+)$", printed, flags=re.MULTILINE)[-1])
     rollout = training.num_envs * training.num_steps
@@ -180,6 +183,7 @@ def train_cleanrl_loop(training: Training) -> Outcome:
             gae_lambda=GAE_LAMBDA,
             clip_coef=CLIP,
             ent_coef=ENTROPY,
+            device=training.device,
         )
     )
     return {"steps": result.steps, "seconds": result.seconds, "mean_return": result.mean_return}
@@ -210,7 +214,9 @@ TRAINERS: dict[str, Callable[[Training], Outcome]] = {
 
 
 def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
-    """Runs a trainer in a fresh process, with one thread to compute with on each rank, and none of the GPUs.
+    """Runs a trainer in a fresh process, with one thread to compute with on each rank.
+
+    It sees no GPU, unless it is to compute on one.
 
     Whatever ends the wait for it, its ranks and environments end with it.
 
@@ -218,7 +224,9 @@ def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
         RuntimeError: it failed, or has not ended in ``timeout`` seconds.
     """
     command = [sys.executable, "-m", "benchmarks.trainers", trainer, json.dumps(asdict(training))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if training.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     with subprocess.Popen(
         command,
         env=environment,

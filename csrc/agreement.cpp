@@ -8,6 +8,7 @@
 #include <sstream>
 #include <vector>
 
+#include "backend.h"
 #include "without_python_objects.h"
 
 namespace fastsync {
@@ -102,6 +103,9 @@ int64_t check_agreement(const Group& group, const std::string& description, c10:
   if (group->getSize() == 1) {
     return next_number++;
   }
+  TORCH_CHECK(!is_capturing(device),
+              "fastsync: the ranks have to agree on what to synchronise, which cannot be part of ",
+              "a CUDA graph: take a step like this one, on all ranks, before capturing it");
   at::Tensor mine = at::empty({3}, at::kLong);
   auto* values = mine.data_ptr<int64_t>();
   values[0] = static_cast<int64_t>(fingerprint(description));

@@ -17,9 +17,17 @@ bool is_supported(at::ScalarType dtype);
 // Of a gradient, or of a wire, where uint8 stands for blocks of int8.
 DType dtype_of(at::ScalarType dtype);
 
-// Where contiguous gradients lie in a wire buffer: one after the other, on an int8 wire each from a new block on.
-// residuals: as many, contiguous; or none.
-std::vector<Segment> lay_out(at::TensorList grads, DType wire = DType::kFloat32, at::TensorList residuals = {});
+// Where contiguous gradients lie in a wire buffer: one after the other, each at a multiple of the alignment, on an int8
+// wire at the beginning of a block. residuals: as many, contiguous; or none.
+std::vector<Segment> lay_out(at::TensorList grads, DType wire = DType::kFloat32, at::TensorList residuals = {},
+                             int64_t alignment = 1);
+
+// How many elements those take on the wire, with what lies between and behind them up to the next multiple.
+int64_t wire_length(const std::vector<Segment>& segments, int64_t alignment);
+
+// The alignment of a bucket's gradients: that of the widest vectors in which a GPU goes over any pair of types, so that
+// one odd-sized gradient does not leave those behind it without vectors. A single gradient needs none.
+int64_t alignment_of(DType wire, size_t num_gradients);
 
 // The element of a bucket's scale; null where there is none.
 float* data_or_null(const at::Tensor& scale);
@@ -32,6 +40,18 @@ bool is_capturing(c10::Device device);
 
 // Makes the call on another stream than the current one, after what that has been given so far. On a CPU, at once.
 void call_beside(c10::Device device, const std::function<void()>& call);
+
+// The passes of one type of device, as pack_unpack.h declares them; the last argument is the stream's native handle.
+struct Passes {
+  void (*pack)(const PackArgs&, void* workspace, void* stream);
+  void (*unpack)(const UnpackArgs&, void* workspace, void* stream);
+  void (*measure)(const MeasureArgs&, void* workspace, void* stream);
+  void (*reduce)(const ReduceArgs&, void* stream);
+};
+
+// For a device that is neither a CPU nor CUDA.
+void register_passes(c10::DeviceType type, const Passes& passes);
+const Passes& passes_of(c10::Device device);
 
 // Each runs on the current stream of the device.
 void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace);

@@ -99,6 +99,16 @@ std::shared_ptr<Schedule> make_schedule(std::vector<std::pair<int64_t, std::vect
   return std::make_shared<Schedule>(std::move(all));
 }
 
+// The capsule points to fastsync::Passes.
+py::capsule passes(const std::string& device_type) {
+  return py::capsule(static_cast<const void*>(&fastsync::passes_of(c10::Device(device_type))));
+}
+
+// As what passes gives.
+void register_passes(const std::string& device_type, const py::capsule& passes) {
+  fastsync::register_passes(c10::Device(device_type).type(), *passes.get_pointer<const fastsync::Passes>());
+}
+
 using ResidualTensors = std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>>;
 
 // (parameter, own, of_sums) for each parameter.
@@ -166,8 +176,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_step", &HookState::set_step, py::arg("step"), no_gil)
       .def("residuals", &residuals<HookState>, no_gil)
       .def("set_residuals", &set_residuals<HookState>, py::arg("residuals"), no_gil)
+      .def("note_update", &HookState::note_update, no_gil)
       .def("grad_stats", &HookState::grad_stats, no_gil)
       .def("num_steps", &HookState::num_steps, no_gil)
+      .def("is_captured", &HookState::is_captured, no_gil)
       .def("totals", &HookState::totals, no_gil)
       .def("scales", &HookState::scales, no_gil)
       .def("set_scales", &HookState::set_scales, py::arg("scales"), no_gil);
@@ -185,10 +197,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("residuals", &residuals<Synchronizer>, no_gil)
       .def("set_residuals", &set_residuals<Synchronizer>, py::arg("residuals"), no_gil)
       .def("agree", &Synchronizer::agree, no_gil)
+      .def("note_update", &Synchronizer::note_update, no_gil)
       .def("ride", &Synchronizer::ride, py::arg("name"), py::arg("value"), no_gil)
       .def("riders", &Synchronizer::riders, no_gil)
       .def("grad_stats", &Synchronizer::grad_stats, no_gil)
       .def("num_steps", &Synchronizer::num_steps, no_gil)
+      .def("is_captured", &Synchronizer::is_captured, no_gil)
       .def("gradients_are_unchanged", &Synchronizer::gradients_are_unchanged, no_gil)
       .def("totals", &Synchronizer::totals, no_gil)
       .def("scales", &Synchronizer::scales, no_gil)
@@ -200,5 +214,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("lay_out_buckets", &lay_out_buckets, py::arg("sizes"), py::arg("order"), py::arg("cap_bytes"));
   m.def("chunk_table", &fastsync::chunk_table, py::arg("numels"), py::arg("chunk_size"));
+  m.def("passes", &passes, py::arg("device_type"));
+  m.def("register_passes", &register_passes, py::arg("device_type"), py::arg("passes"));
   m.def("launch_ranges", &fastsync::launch_ranges, py::arg("numels"), py::arg("capacity"));
 }

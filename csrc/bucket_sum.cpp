@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 namespace fastsync {
@@ -16,15 +17,6 @@ namespace {
 // one, for NCCL cuts it up by itself.
 constexpr int64_t kPieceBytes = 1 << 20;
 constexpr int64_t kSmallestShardBytes = 1 << 18;
-
-// On a CPU without copy_, which takes longer than packing the gradients of a small policy.
-void copy_bytes(const at::Tensor& from, const at::Tensor& to) {
-  if (from.device().is_cpu()) {
-    std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
-  } else {
-    to.copy_(from, /*non_blocking=*/true);
-  }
-}
 
 }  // namespace
 
@@ -59,8 +51,7 @@ BucketSum::BucketSum(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device d
       bucket_(std::move(bucket)),
       world_size_(group_->getSize()),
       rank_(group_->getRank()),
-      num_values_(round_up(bucket_.segments.back().offset + bucket_.segments.back().numel,
-                           bucket_.wire_dtype == DType::kInt8 ? kBlockValues : 1)),
+      num_values_(wire_length(bucket_.segments, bucket_.alignment)),
       limit_(saturation_limit(bucket_.wire_dtype, /*world_size=*/1)) {}
 
 // ---- where everything lies ------------------------------------------------------------------------------------------
@@ -131,18 +122,20 @@ void BucketSum::pack(const std::vector<Segment>& segments, DType dtype, void* wi
                 limit_,
                 data_or_null(bucket_.scale),
                 bucket_.stats.data_ptr<double>()};
-  args.rounding = {bucket_.rounding.is_stochastic, bucket_.rounding.seed + seed};
+  args.rounding = rounding(seed);
   args.turn = turn;
+  args.alignment = dtype == bucket_.wire_dtype ? bucket_.alignment : 1;  // the offsets are for the wire alone
   run_pack(args, device_, bucket_.workspace);
 }
 
 void BucketSum::unpack(const std::vector<Segment>& segments, const void* wire, int64_t num_wires, int64_t stride,
                        Turn turn) {
   RECORD_FUNCTION("fastsync::unpack", {});
-  run_unpack({segments.data(), static_cast<int64_t>(segments.size()), bucket_.grad_dtype, bucket_.wire_dtype, wire,
-              data_or_null(bucket_.scale), bucket_.stats.data_ptr<double>(), num_wires, stride,
-              1.0 / static_cast<double>(num_wires), turn},
-             device_, bucket_.workspace);
+  run_unpack(
+      {segments.data(), static_cast<int64_t>(segments.size()), bucket_.grad_dtype, bucket_.wire_dtype, wire,
+       data_or_null(bucket_.scale), bucket_.stats.data_ptr<double>(), num_wires, stride,
+       1.0 / static_cast<double>(num_wires), turn, bucket_.step.defined() ? bucket_.step.data_ptr<int64_t>() : nullptr},
+      device_, bucket_.workspace);
 }
 
 ReduceArgs BucketSum::mean(const void* wire, DType dtype, int64_t num_wires, int64_t stride, int64_t numel, void* out,
@@ -159,14 +152,30 @@ ReduceArgs BucketSum::mean(const void* wire, DType dtype, int64_t num_wires, int
           limit_,
           data_or_null(bucket_.scale),
           /*residual=*/nullptr,
-          {bucket_.rounding.is_stochastic, bucket_.rounding.seed + seed}};
+          rounding(seed)};
+}
+
+// The bucket's, for one of the calls that encode a part of it.
+Rounding BucketSum::rounding(uint64_t seed) const {
+  Rounding own = bucket_.rounding;
+  own.seed += seed;
+  return own;
 }
 
 // ---- extras ---------------------------------------------------------------------------------------------------------
 
-void BucketSum::put_extras(int64_t end) {
-  if (bucket_.extras.defined()) {
-    copy_bytes(bucket_.extras.view(at::kByte), bytes_.narrow(0, end - extra_bytes(), extra_bytes()));
+// On a CPU without copy_, which takes longer than packing the gradients of a small policy.
+void BucketSum::put_extras(int64_t end, int64_t stride, int64_t count) {
+  if (!bucket_.extras.defined()) {
+    return;
+  }
+  const int64_t begin = end - extra_bytes();
+  if (!device_.is_cpu()) {
+    bytes_.as_strided({count, extra_bytes()}, {stride, 1}, begin).copy_(bucket_.extras.view(at::kByte));
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(address(begin + i * stride), bucket_.extras.const_data_ptr(), bucket_.extras.nbytes());
   }
 }
 
@@ -174,16 +183,11 @@ void BucketSum::sum_extras(int64_t end, int64_t stride, int64_t count) {
   if (!bucket_.extras.defined()) {
     return;
   }
-  at::Tensor sums = at::zeros_like(bucket_.extras);
-  for (int64_t i = 0; i < count; ++i) {
-    const at::Tensor extras = bytes_.narrow(0, end + i * stride - extra_bytes(), extra_bytes()).view(at::kFloat);
-    if (device_.is_cpu()) {
-      auto* into = sums.data_ptr<float>();
-      std::transform(into, into + sums.numel(), extras.const_data_ptr<float>(), into, std::plus<>());
-    } else {
-      sums.add_(extras);
-    }
-  }
+  const at::Tensor sums = at::empty_like(bucket_.extras);
+  run_reduce({address(end - extra_bytes()), count, stride, sums.numel(), DType::kFloat32, DType::kFloat32,
+              sums.data_ptr(), DType::kFloat32, /*multiplier=*/1.0, /*limit=*/std::numeric_limits<double>::infinity(),
+              /*bucket_scale=*/nullptr, /*residual=*/nullptr},
+             device_);
   bucket_.extras = sums;
 }
 

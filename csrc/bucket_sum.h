@@ -21,7 +21,7 @@ namespace fastsync {
 
 // A bucket as it is to be packed, and what its passes need.
 struct PackedBucket {
-  std::vector<Segment> segments;  // one after the other; on an int8 wire each at the beginning of a block
+  std::vector<Segment> segments;  // one after the other, each at a multiple of the alignment
   DType grad_dtype;
   DType wire_dtype;
   Algorithm algorithm;   // not kAllReduce
@@ -30,6 +30,8 @@ struct PackedBucket {
   at::Tensor workspace;  // see new_workspace
   at::Tensor extras;     // float32, summed as they are beside the gradients; undefined where there are none
   Rounding rounding;
+  at::Tensor step;  // int64 [1], what the rounding's points to; undefined where it has none
+  int64_t alignment;
 };
 
 // What a bucket keeps from sum to sum.
@@ -39,6 +41,10 @@ struct Fp32Buffers {
 };
 
 constexpr int64_t kMessageAlignment = 64;
+
+// What shards are multiples of, in values. On int8 so many blocks that messages begin at multiples of 16 bytes.
+constexpr int64_t shard_multiple(DType wire) { return wire == DType::kInt8 ? 4 * kBlockValues : kBlockValues; }
+static_assert(4 * sizeof(Int8Block) % 16 == 0);
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline std::byte* advance(void* data, int64_t bytes) { return static_cast<std::byte*>(data) + bytes; }
@@ -106,14 +112,14 @@ class BucketSum {
 
   void pack(const std::vector<Segment>& segments, DType dtype, void* wire, Turn turn, uint64_t seed);
   void unpack(const std::vector<Segment>& segments, const void* wire, int64_t num_wires, int64_t stride, Turn turn);
+  Rounding rounding(uint64_t seed) const;
   // The mean of wires that have the bucket's scale.
   ReduceArgs mean(const void* wire, DType dtype, int64_t num_wires, int64_t stride, int64_t numel, void* out,
                   DType out_dtype, uint64_t seed) const;
 
-  // Extras lie at the end of messages.
+  // Extras lie at the end of messages: of so many, the first of which ends there.
   int64_t extra_bytes() const { return bucket_.extras.defined() ? static_cast<int64_t>(bucket_.extras.nbytes()) : 0; }
-  void put_extras(int64_t end);
-  // Of so many messages, the first of which ends there.
+  void put_extras(int64_t end, int64_t stride, int64_t count);
   void sum_extras(int64_t end, int64_t stride, int64_t count);
 
   // On CUDA: beside backward, whose stream must not wait for the network. finish comes after it.

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "agreement.h"
+#include "exchange.h"
 #include "fp32_reduce.h"
 #include "two_level.h"
 #include "without_python_objects.h"
@@ -17,6 +18,14 @@
 namespace fastsync {
 
 using c10::ivalue::Future;
+
+const Compression& compression_for(const Schedule& schedule, int64_t step, int64_t numel, c10::Device device) {
+  TORCH_CHECK_VALUE(schedule.is_constant() || !is_capturing(device),
+                    "fastsync: a CUDA graph repeats the step that it has captured, so compression cannot change from "
+                    "step to step in it: set one compression in place of ",
+                    schedule.description(), " before capturing, and capture anew to change it");
+  return schedule.at(step, numel);
+}
 
 namespace {
 
@@ -53,10 +62,13 @@ struct BucketSync::Flight {
 
   at::Tensor wire;
   bool in_place = false;  // the wire is the gradient's own memory and nothing has to be undone: unpack only measures
-  int64_t numel = 0;      // of the gradients; behind them on the wire come flags, then riders if it is float32
+  int64_t alignment = 1;  // of the gradients on the wire
+  int64_t numel = 0;      // that they take there; behind them come flags, then riders if the wire is float32
   int64_t num_flags = 0;
   int64_t num_riders = 0;
-  at::Tensor own_riders;  // where they have a collective of their own
+  at::Tensor own_flags;  // this and the next: where they have a collective of their own
+  at::Tensor own_riders;
+  OnFlags on_flags;
   at::Tensor scale;
   at::Tensor stats;
   at::Tensor workspace;
@@ -97,7 +109,7 @@ Algorithm BucketSync::algorithm_for(const Compression& compression, DType grad, 
   if (compression.algorithm) {
     return *compression.algorithm;
   }
-  const int64_t bytes = numel * (compression.wire == Wire::kNone ? 4 : compression.wire == Wire::kInt8 ? 1 : 2);
+  const int64_t bytes = numel * size_of(wire_dtype(compression.wire, grad));
   return (world_size - 1) * (world_size - 2) * bytes <= kOneShotBytes * world_size ? Algorithm::kOneShot
                                                                                    : Algorithm::kTwoShot;
 }
@@ -126,14 +138,17 @@ std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> 
   auto flight = std::make_shared<Flight>();
   const DType grad_dtype = dtype_of(grads.front().scalar_type());
   flight->wire_dtype = wire_dtype(wire, grad_dtype);
-  flight->segments = lay_out(grads, flight->wire_dtype);
+  flight->alignment = alignment_of(flight->wire_dtype, grads.size());
+  flight->segments = lay_out(grads, flight->wire_dtype, {}, flight->alignment);
+  flight->numel = wire_length(flight->segments, flight->alignment);
+  int64_t num_elements = 0;
   for (const at::Tensor& grad : grads) {
-    flight->numel += grad.numel();
+    num_elements += grad.numel();
   }
   flight->num_flags = extras.flags.defined() ? extras.flags.numel() : 0;
   flight->num_riders = extras.riders.defined() ? extras.riders.numel() : 0;
   flight->is_lossless = wire == Wire::kNone;
-  flight->algorithm = algorithm_for(sync.compression, grad_dtype, flight->numel);
+  flight->algorithm = algorithm_for(sync.compression, grad_dtype, num_elements);
   flight->grads = std::move(grads);
   if (waits_to_send(sync.compression)) {
     agree_on_scale(flight->segments, grad_dtype);
@@ -147,9 +162,27 @@ std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> 
   flight->totals = totals_;
   flight->failure = failure_;
   flight->stopwatch = std::move(stopwatch);
-  totals_->elements = flight->numel;
+  totals_->elements = num_elements;
   totals_->num_syncs += 1;
   return flight;
+}
+
+namespace {
+
+bool is_own_wire(const std::vector<at::Tensor>& grads, DType wire) {
+  return grads.size() == 1 && dtype_of(grads.front().scalar_type()) == wire;
+}
+
+}  // namespace
+
+bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const {
+  const DType dtype = dtype_of(grads.front().scalar_type());
+  int64_t numel = 0;
+  for (const at::Tensor& grad : grads) {
+    numel += grad.numel();
+  }
+  return algorithm_for(compression, dtype, numel) != Algorithm::kAllReduce ||
+         !is_own_wire(grads, wire_dtype(compression.wire, dtype));
 }
 
 void BucketSync::pack_for_all_reduce(Flight& flight, const Extras& extras, bool may_use_their_memory) {
@@ -158,7 +191,7 @@ void BucketSync::pack_for_all_reduce(Flight& flight, const Extras& extras, bool 
   const int64_t world_size = group_->getSize();
   fp32_buffers_ = {};
   const int64_t num_extras = flight.num_flags + (dtype == at::kFloat ? flight.num_riders : 0);
-  const bool shares_memory = may_use_their_memory && flight.grads.size() == 1 && dtype == grad_dtype;
+  const bool shares_memory = may_use_their_memory && is_own_wire(flight.grads, flight.wire_dtype);
   if (shares_memory) {
     wire_.reset();
     flight.wire = flight.grads.front().view({-1});
@@ -167,15 +200,16 @@ void BucketSync::pack_for_all_reduce(Flight& flight, const Extras& extras, bool 
   }
   flight.in_place = shares_memory && !flight.scale.defined();
 
-  const PackArgs args{flight.segments.data(),
-                      static_cast<int64_t>(flight.segments.size()),
-                      dtype_of(grad_dtype),
-                      flight.wire_dtype,
-                      flight.wire.data_ptr(),
-                      1.0 / static_cast<double>(world_size),
-                      saturation_limit(flight.is_lossless ? DType::kFloat64 : flight.wire_dtype, world_size),
-                      data_or_null(flight.scale),
-                      stats_.data_ptr<double>()};
+  PackArgs args{flight.segments.data(),
+                static_cast<int64_t>(flight.segments.size()),
+                dtype_of(grad_dtype),
+                flight.wire_dtype,
+                flight.wire.data_ptr(),
+                1.0 / static_cast<double>(world_size),
+                saturation_limit(flight.is_lossless ? DType::kFloat64 : flight.wire_dtype, world_size),
+                data_or_null(flight.scale),
+                stats_.data_ptr<double>()};
+  args.alignment = flight.alignment;
   {
     RECORD_FUNCTION("fastsync::pack", {});
     run_pack(args, device_, workspace_);
@@ -194,27 +228,37 @@ at::Tensor joined(const Extras& extras) {
   return at::cat({extras.flags, extras.riders});
 }
 
-// What a rank's rounding depends on, apart from the place in the bucket.
-Rounding rounding_of(const Sync& sync, int64_t rank) {
+}  // namespace
+
+// The step is counted on the device, for a CUDA graph repeats what the host has said: it would round alike in every
+// replay. The host sets it only where the bucket's steps do not follow each other, as after loading a state, and never
+// in a graph, each replay of which would set it anew.
+Rounding BucketSync::rounding_of(const Sync& sync) {
   if (!sync.compression.is_stochastic) {
     return {};
   }
-  return {/*is_stochastic=*/true, fingerprint(c10::str(sync.step, " ", sync.index, " ", rank))};
+  if (is_capturing(device_)) {
+    TORCH_CHECK(counter_.defined(), "fastsync: the counter that stochastic rounding follows cannot be made while a ",
+                "CUDA graph is captured: take a step like this one before");
+  } else if (!counter_.defined()) {
+    counter_ = at::full({1}, sync.step, at::TensorOptions().dtype(at::kLong).device(device_));
+  } else if (next_counted_ != sync.step) {
+    counter_.fill_(sync.step);
+  }
+  next_counted_ = sync.step + 1;
+  const uint64_t seed = fingerprint(c10::str(sync.index, " ", group_->getRank()));
+  return {/*is_stochastic=*/true, seed, counter_.const_data_ptr<int64_t>()};
 }
-
-}  // namespace
 
 void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& extras) {
   wire_.reset();
-  PackedBucket bucket{flight.segments,
-                      dtype_of(flight.grads.front().scalar_type()),
-                      flight.wire_dtype,
-                      flight.algorithm,
-                      flight.scale,
-                      stats_,
-                      workspace_,
-                      joined(extras),
-                      rounding_of(sync, group_->getRank())};
+  const Rounding rounding = rounding_of(sync);
+  PackedBucket bucket{flight.segments,   dtype_of(flight.grads.front().scalar_type()),
+                      flight.wire_dtype, flight.algorithm,
+                      flight.scale,      stats_,
+                      workspace_,        joined(extras),
+                      rounding,          rounding.is_stochastic ? counter_ : at::Tensor(),
+                      flight.alignment};
   try {
     if (flight.algorithm == Algorithm::kTwoLevel) {
       flight.sum = std::make_unique<TwoLevelSum>(group_, device_, sync.tag, std::move(bucket),
@@ -251,8 +295,11 @@ void append(const at::Tensor& wire, int64_t offset, const at::Tensor& values) {
 }  // namespace
 
 void BucketSync::add_extras(Flight& flight, const Extras& extras) {
-  if (flight.num_flags > 0) {
+  const bool has_room = flight.wire.numel() > flight.numel;
+  if (flight.num_flags > 0 && has_room) {
     append(flight.wire, flight.numel, extras.flags);
+  } else if (flight.num_flags > 0) {
+    flight.own_flags = extras.flags.clone();
   }
   if (flight.num_riders > 0 && flight.wire.scalar_type() == at::kFloat) {
     append(flight.wire, flight.numel + flight.num_flags, extras.riders);
@@ -262,6 +309,9 @@ void BucketSync::add_extras(Flight& flight, const Extras& extras) {
 }
 
 at::Tensor BucketSync::flags(const Flight& flight) {
+  if (flight.own_flags.defined()) {
+    return flight.own_flags;
+  }
   return flight.sum ? flight.sum->extras().narrow(0, 0, flight.num_flags)
                     : flight.wire.narrow(0, flight.numel, flight.num_flags);
 }
@@ -277,14 +327,17 @@ at::Tensor BucketSync::riders(const Flight& flight) {
 
 void BucketSync::all_reduce(Flight& flight) {
   std::vector<at::Tensor> buffers{flight.wire};
-  if (flight.own_riders.defined()) {
-    buffers.push_back(flight.own_riders);
+  for (const at::Tensor& extras : {flight.own_flags, flight.own_riders}) {
+    if (extras.defined()) {
+      buffers.push_back(extras);
+    }
   }
   // Several go as one launch where the backend can do that; Gloo has them in flight side by side.
   const bool grouped = buffers.size() > 1 && group_->getBackend(device_.type())->supportsCoalescing();
   try {
+    std::optional<Coalescing> together;
     if (grouped) {
-      group_->startCoalescing(device_.type());
+      together.emplace(*group_, device_);
     }
     for (const at::Tensor& buffer : buffers) {
       totals_->wire_bytes += static_cast<int64_t>(buffer.nbytes());
@@ -292,7 +345,7 @@ void BucketSync::all_reduce(Flight& flight) {
       flight.works.push_back(group_->allreduce(tensors));
     }
     if (grouped) {
-      flight.works = {group_->endCoalescing(device_.type())};
+      flight.works = {together->end()};
     }
   } catch (const std::exception& error) {
     TORCH_CHECK(false, *failure_, error.what());
@@ -311,9 +364,10 @@ void BucketSync::wait(Flight& flight) {
   if (!flight.wire.device().is_cpu()) {
     // They were made on backward's stream, which need not be this one.
     const auto stream = c10::impl::VirtualGuardImpl(flight.wire.device().type()).getStream(flight.wire.device());
-    flight.wire.record_stream(stream);
-    if (flight.own_riders.defined()) {
-      flight.own_riders.record_stream(stream);
+    for (const at::Tensor& buffer : {flight.wire, flight.own_flags, flight.own_riders}) {
+      if (buffer.defined()) {
+        buffer.record_stream(stream);
+      }
     }
   }
 }
@@ -332,15 +386,18 @@ void BucketSync::receive(Flight& flight) {
   if (!flight.sum) {
     wait(flight);
     unpack(flight);
-    return;
+  } else {
+    try {
+      flight.sum->finish(*flight.stopwatch);
+      flight.totals->wire_bytes += flight.sum->sent_bytes();
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, *flight.failure, error.what());
+    }
+    flight.stopwatch->mark(Mark::kDone);
   }
-  try {
-    flight.sum->finish(*flight.stopwatch);
-    flight.totals->wire_bytes += flight.sum->sent_bytes();
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, *flight.failure, error.what());
+  if (flight.on_flags && flight.num_flags > 0) {
+    flight.on_flags(flags(flight));
   }
-  flight.stopwatch->mark(Mark::kDone);
 }
 
 void BucketSync::discard(Flight& flight) {
@@ -358,22 +415,31 @@ void BucketSync::discard(Flight& flight) {
 }
 
 c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vector<at::Tensor> grads, const Sync& sync,
-                                            std::shared_ptr<Stopwatch> stopwatch, ProgressThread& progress) {
+                                            std::shared_ptr<Stopwatch> stopwatch, ProgressThread& progress,
+                                            const Extras& extras, OnFlags on_flags) {
   const WithoutPythonObjects without_python;
-  auto flight = prepare(std::move(grads), sync, std::move(stopwatch), {});
+  auto flight = prepare(std::move(grads), sync, std::move(stopwatch), extras);
+  flight->on_flags = std::move(on_flags);
   add_residuals(*flight, sync, {});
   if (flight->algorithm != Algorithm::kAllReduce) {
-    send_to_ranks(*flight, sync, {});
+    send_to_ranks(*flight, sync, extras);
     return receive_later(std::move(flight), buffer, progress);
   }
-  pack_for_all_reduce(*flight, {}, /*may_use_their_memory=*/true);
+  pack_for_all_reduce(*flight, extras, /*may_use_their_memory=*/true);
   all_reduce(*flight);
-  const auto work = std::exchange(flight->works, {}).front();
+  if (device_.is_cpu() && flight->works.size() > 1) {
+    return receive_later(std::move(flight), buffer, progress);
+  }
+  const auto work = flight->works.front();
+  if (device_.is_cpu()) {
+    flight->works.clear();  // see Flight: they hold the process group
+  }
   // With the thread's state, for without it a profiler would not see what happens on the group's thread.
   return work->getFuture()->then(at::wrapPropagateTLSState([flight = std::move(flight), buffer](Future& reduced) {
                                    TORCH_CHECK(!reduced.hasError(), *flight->failure,
                                                reduced.tryRetrieveErrorMessage());
-                                   unpack(*flight);
+                                   // The backend keeps the wire until somebody has waited for the work itself.
+                                   receive(*flight);
                                    return c10::IValue(buffer);
                                  }),
                                  c10::TensorType::get());
@@ -423,11 +489,17 @@ void BucketSync::unpack(const Flight& flight) {
   flight.stopwatch->mark(Mark::kDone);
 }
 
+// After zeros, or nothing finite, the scale may be anything. Where it takes a wait for the device to know that, it
+// rises step by step instead, see next_bucket_scale.
+bool BucketSync::has_lost_scale() const {
+  return device_.is_cpu() && totals_->num_syncs > 0 && stats_.const_data_ptr<double>()[kMaxMagnitude] == 0.0;
+}
+
 // The first scale comes from the gradients themselves: the largest magnitude over all ranks. One pass and one number to
-// reduce, once in a bucket's life; the scales after follow the reduced gradients. All on the device, for no host waits.
+// reduce, once in a bucket's life unless it gets lost; the scales after follow the reduced gradients. All on the
+// device, for no host waits.
 void BucketSync::agree_on_scale(const std::vector<Segment>& segments, DType dtype) {
-  run_measure({segments.data(), static_cast<int64_t>(segments.size()), dtype, stats_.data_ptr<double>()}, device_,
-              workspace_);
+  measure(segments, dtype);
   at::Tensor largest = stats_.narrow(0, kMaxMagnitude, 1).clone();
   std::vector<at::Tensor> tensors{largest};
   c10d::AllreduceOptions options;
@@ -439,7 +511,9 @@ void BucketSync::agree_on_scale(const std::vector<Segment>& segments, DType dtyp
   }
   const at::Tensor exponent = kTargetExponent - std::get<1>(at::frexp(largest));
   const at::Tensor bits = exponent.clamp(-kMaxScaleExponent, kMaxScaleExponent).to(at::kInt).add(127).mul(1 << 23);
-  scale_ = at::where(largest > 0, bits.view(at::kFloat), 1.0F).to(at::kFloat);
+  const at::Tensor otherwise =
+      scale_.defined() ? scale_ : at::ones({1}, at::TensorOptions().dtype(at::kFloat).device(device_));
+  scale_ = at::where(largest > 0, bits.view(at::kFloat), otherwise);
 }
 
 // ---- error feedback -------------------------------------------------------------------------------------------------
@@ -529,11 +603,23 @@ std::vector<Residual> BucketSync::residuals() const {
 }
 
 // Added to every rank's own it is the same part of the next mean.
-void BucketSync::take_back(size_t index, const at::Tensor& mean) {
-  if (has_residuals()) {
-    const at::Tensor flat = mean.as_strided({mean.numel()}, {1});
-    residuals_[index].add_(at::where(flat.isfinite(), flat, 0.0));
+bool BucketSync::take_back(size_t index, const at::Tensor& mean) {
+  if (!has_residuals()) {
+    return false;
   }
+  const at::Tensor flat = mean.as_strided({mean.numel()}, {1});
+  residuals_[index].add_(at::where(flat.isfinite(), flat, 0.0));
+  return true;
+}
+
+void BucketSync::measure(const std::vector<at::Tensor>& grads) {
+  const DType dtype = grads.empty() ? DType::kFloat32 : dtype_of(grads.front().scalar_type());
+  measure(lay_out(grads), dtype);
+}
+
+void BucketSync::measure(const std::vector<Segment>& segments, DType dtype) {
+  run_measure({segments.data(), static_cast<int64_t>(segments.size()), dtype, stats_.data_ptr<double>()}, device_,
+              workspace_);
 }
 
 void BucketSync::set_residuals(const std::vector<Residual>& residuals) {

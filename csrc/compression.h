@@ -64,6 +64,7 @@ class Schedule {
   explicit Schedule(std::vector<Phase> phases);
 
   const Compression& at(int64_t step, int64_t numel) const;
+  bool is_constant() const { return phases_.size() == 1; }
   // Whether gradients of complex numbers may travel, as the pairs of reals that they are.
   bool is_lossless() const;
   // A line, for check_agreement.

@@ -1,8 +1,10 @@
 #include "ddp_hook.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 #include <unordered_set>
 
@@ -80,6 +82,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   // DDP sends its buckets in order. A backward that failed leaves the rest out.
   const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
   step_ += is_first ? 1 : 0;
+  is_captured_ = is_capturing(buffer.device());
   if (bucket->agreed != schedule) {
     agree(*bucket, grad_bucket, schedule);
   }
@@ -91,14 +94,49 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   step_is_open_ = !grad_bucket.isLast();
   last_index_ = grad_bucket.getIndex();
   step_buckets_.push_back(bucket);
-  const Sync sync{schedule->at(step_, buffer.numel()), step_, static_cast<int64_t>(grad_bucket.getIndex()),
-                  bucket->tag};
-  auto future = bucket->sync->sync(buffer, gradients_of(grad_bucket, sync.compression, *bucket->sync), sync,
-                                   times_.start_bucket(bucket->sync->totals(), buffer.device()), progress_);
+  const Sync sync{compression_for(*schedule, step_, buffer.numel(), buffer.device()), step_,
+                  static_cast<int64_t>(grad_bucket.getIndex()), first_tag(bucket->number)};
+  auto grads = gradients_of(grad_bucket, sync.compression, *bucket->sync);
+  Extras extras;
+  if (grad_bucket.isLast()) {
+    const bool has_room = bucket->sync->has_room(grads, sync.compression);
+    extras.flags = stamp(*bucket, grad_bucket.getParameters(), buffer.device(), has_room);
+  }
+  auto future = bucket->sync->sync(buffer, std::move(grads), sync,
+                                   times_.start_bucket(bucket->sync->totals(), buffer.device()), progress_, extras,
+                                   [pairing = bucket->pairing](const at::Tensor& flags) { pairing->arrive(flags); });
   if (grad_bucket.isLast()) {
     times_.end_step();
   }
   return future;
+}
+
+void HookState::note_update() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [parameter, bucket] : buckets_) {
+    bucket->pairing->note_update();
+  }
+}
+
+// Undefined in most steps where it takes a copy from the host or a collective of its own: alike on all ranks.
+at::Tensor HookState::stamp(Bucket& bucket, const std::vector<at::Tensor>& parameters, c10::Device device,
+                            bool has_room) {
+  constexpr int64_t kOneOf = 16;
+  std::vector<uint32_t> versions;
+  std::transform(parameters.begin(), parameters.end(), std::back_inserter(versions),
+                 [](const at::Tensor& parameter) { return parameter._version(); });
+  // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
+  const bool has_gradients = torch::autograd::get_current_graph_task_id() != -1;
+  bucket.pairing->begin_step(step_, std::move(versions), has_gradients);
+  const bool is_cheap = device.is_cpu() && has_room;
+  if (group_->getSize() == 1 || (!is_cheap && bucket.num_stamps++ % kOneOf != 0) || is_captured_) {
+    return {};
+  }
+  const std::vector<float> stamp = bucket.pairing->stamp(bucket.number);
+  const at::Tensor on_host =
+      at::empty({static_cast<int64_t>(stamp.size())}, at::TensorOptions().pinned_memory(!device.is_cpu()));
+  std::copy(stamp.begin(), stamp.end(), on_host.data_ptr<float>());
+  return on_host.to(device, /*non_blocking=*/true);
 }
 
 // A bucket is what is in it. Its index is no identity, because DDP regroups its buckets after the first backward, nor
@@ -120,6 +158,7 @@ std::shared_ptr<HookState::Bucket> HookState::find_or_add(c10d::GradBucket& grad
   for (const at::Tensor& parameter : parameters) {
     bucket->parameters.emplace_back(parameter.getIntrusivePtr());
   }
+  bucket->pairing = std::make_shared<Pairing>(*group_, "DDP's bucket " + std::to_string(grad_bucket.getIndex()));
   bucket->sync = std::make_shared<BucketSync>(group_, "bucket " + std::to_string(grad_bucket.getIndex()),
                                               grad_bucket.getBuffer().device());
   bucket->sync->set_scale(saved_scales_.smallest_of(bucket->parameters, grad_bucket.getBuffer().device()));
@@ -141,7 +180,7 @@ void HookState::forget_buckets_of(const std::vector<at::Tensor>& parameters) {
     });
     if (is_dead) {
       saved_residuals_.record(ids, entry.second->sync->residuals());
-      forgotten_totals_.push_back(entry.second->sync->totals());
+      forgotten_totals_.add(entry.second->sync->totals());
     }
     return is_dead;
   });
@@ -158,7 +197,7 @@ void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, const std::
   }
   try {
     const auto text = describe(grad_bucket, name, *schedule, step_, saved_scales_.description());
-    bucket.tag = first_tag(check_agreement(group_, text, grad_bucket.getBuffer().device()));
+    bucket.number = check_agreement(group_, text, grad_bucket.getBuffer().device());
   } catch (const c10::ValueError&) {
     throw;
   } catch (const std::exception& error) {
@@ -168,8 +207,15 @@ void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, const std::
   bucket.agreed = schedule;
 }
 
+void HookState::look_at_pairings() {
+  for (const auto& [parameter, bucket] : buckets_) {
+    bucket->pairing->look();
+  }
+}
+
 at::Tensor HookState::grad_stats() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  look_at_pairings();
   TORCH_CHECK(!step_buckets_.empty(),
               "fastsync: no gradients have been synchronised yet; statistics come with a backward()");
   std::vector<at::Tensor> rows;
@@ -179,6 +225,11 @@ at::Tensor HookState::grad_stats() {
   return at::stack(rows);
 }
 
+bool HookState::is_captured() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return is_captured_;
+}
+
 int64_t HookState::num_steps() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return num_steps_;
@@ -186,13 +237,12 @@ int64_t HookState::num_steps() {
 
 SyncTotals HookState::totals() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  look_at_pairings();
   SyncTotals totals = times_.totals();
   for (const auto& bucket : step_buckets_) {
     totals.buckets.push_back(*bucket->sync->totals());
   }
-  for (const auto& forgotten : forgotten_totals_) {
-    totals.all.add(*forgotten);
-  }
+  totals.all = forgotten_totals_.sum();
   for (const auto& [parameter, bucket] : buckets_) {
     totals.all.add(*bucket->sync->totals());
   }
@@ -202,6 +252,7 @@ SyncTotals HookState::totals() {
 
 std::vector<ParameterScale> HookState::scales() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  look_at_pairings();
   ParameterScales newest = saved_scales_;  // which hold until their parameters' buckets have been synchronised
   for (const auto& [key, bucket] : buckets_) {
     newest.record(bucket->parameters, bucket->sync->scale());

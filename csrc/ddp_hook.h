@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bucket_sync.h"
+#include "pairing.h"
 #include "parameter_residuals.h"
 #include "parameter_scales.h"
 #include "sync_times.h"
@@ -36,11 +37,16 @@ class HookState {
   int64_t step();
   void set_step(int64_t step);
 
+  // The parameters were updated in a way that their version counters do not tell. From any thread.
+  void note_update();
+
   // float64 [number of buckets, kNumStats]: a row for each bucket of the newest step.
   at::Tensor grad_stats();
 
   SyncTotals totals();
   int64_t num_steps();
+  // Whether the newest sync is part of a CUDA graph, whose replays nobody counts here.
+  bool is_captured();
 
   // The fp16 scale of each parameter's bucket, for checkpoints. Waits for the device.
   std::vector<ParameterScale> scales();
@@ -55,11 +61,15 @@ class HookState {
     std::vector<ParameterId> parameters;
     std::shared_ptr<BucketSync> sync;
     std::shared_ptr<const Schedule> agreed;
-    int tag = 0;
+    int64_t number = 0;  // that the ranks have agreed on
+    std::shared_ptr<Pairing> pairing;
+    int64_t num_stamps = 0;
   };
 
   std::shared_ptr<Bucket> find_or_add(c10d::GradBucket& grad_bucket);
   void forget_buckets_of(const std::vector<at::Tensor>& parameters);
+  at::Tensor stamp(Bucket& bucket, const std::vector<at::Tensor>& parameters, c10::Device device, bool has_room);
+  void look_at_pairings();
   void agree(Bucket& bucket, c10d::GradBucket& grad_bucket, const std::shared_ptr<const Schedule>& schedule);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
@@ -71,8 +81,9 @@ class HookState {
   std::vector<std::shared_ptr<Bucket>> step_buckets_;  // the buckets of the newest backward so far
   bool step_is_open_ = false;
   size_t last_index_ = 0;
-  std::vector<std::shared_ptr<BucketTotals>> forgotten_totals_;  // to which a step under way still adds its times
+  ForgottenTotals forgotten_totals_;
   int64_t num_steps_ = 0;
+  bool is_captured_ = false;
   int64_t step_ = -1;  // under way, or the newest
   SyncTimes times_;
   ProgressThread progress_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
@@ -9,6 +10,23 @@
 #include <vector>
 
 namespace fastsync {
+
+// What the process group is given while this lives becomes one launch, at end. Whatever fails in between, the thread's
+// group does not stay open: what came after it would neither be launched nor waited for.
+class Coalescing {
+ public:
+  Coalescing(c10d::ProcessGroup& group, c10::Device device);
+  ~Coalescing();
+  Coalescing(const Coalescing&) = delete;
+  Coalescing& operator=(const Coalescing&) = delete;
+
+  c10::intrusive_ptr<c10d::Work> end();
+
+ private:
+  c10d::ProcessGroup& group_;
+  c10::DeviceGuard guard_;  // the backend asks for the current device where nothing else tells it
+  bool is_open_ = true;
+};
 
 // Every rank expects what the others send, in the same sizes. Messages of one tag arrive in the order in which they
 // were sent. On a CPU a message is on its way as soon as both sides have named it, and those expected first travel

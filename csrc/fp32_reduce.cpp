@@ -19,7 +19,8 @@ Fp32Sum::Fp32Sum(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device devic
 void Fp32Sum::lay_out(int tag, Fp32Buffers& buffers) {
   const DType dtype = bucket_.wire_dtype;
   const int64_t num_slots = is_one_shot() ? world_size_ : 2 * world_size_;
-  const int64_t alignment = dtype == DType::kInt8 ? sizeof(Int8Block) : kMessageAlignment;
+  const int64_t multiple = shard_multiple(dtype);
+  const int64_t alignment = dtype == DType::kInt8 ? bytes_of(multiple, dtype) : kMessageAlignment;
   const int64_t piece_values = values_per_piece(/*in_shards=*/!is_one_shot());
 
   int64_t offset = 0;
@@ -27,7 +28,7 @@ void Fp32Sum::lay_out(int tag, Fp32Buffers& buffers) {
   for (int64_t begin = 0; begin < num_values_; begin += piece_values) {
     const int64_t end = std::min(begin + piece_values, num_values_);
     const int64_t shard =
-        is_one_shot() ? end - begin : round_up((end - begin + world_size_ - 1) / world_size_, kBlockValues);
+        is_one_shot() ? end - begin : round_up((end - begin + world_size_ - 1) / world_size_, multiple);
     const int64_t length = end == num_values_ && extra_bytes() > 0
                                ? round_up(bytes_of(shard, dtype), sizeof(float)) + extra_bytes()
                                : bytes_of(shard, dtype);
@@ -123,12 +124,11 @@ void Fp32Sum::pack(const Piece& piece) {
 
 void Fp32Sum::add_extras(const Piece& piece) {
   if (is_one_shot()) {
-    put_extras(offset_of(piece, rank_) + piece.length);
+    put_extras(offset_of(piece, rank_) + piece.length, piece.stride, 1);
     return;
   }
-  for (int64_t rank = 0; rank < world_size_; ++rank) {
-    put_extras(offset_of(piece, packing_slot(rank)) + piece.length);
-  }
+  put_extras(offset_of(piece, 0) + piece.length, piece.stride, world_size_);  // to this rank's own slot for nothing
+  put_extras(offset_of(piece, packing_slot(rank_)) + piece.length, piece.stride, 1);
 }
 
 void Fp32Sum::add_up_extras(const Piece& piece) {

@@ -53,10 +53,11 @@ bool is_wire(at::ScalarType dtype, at::ScalarType full) {
   return dtype == full || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kByte;
 }
 
-c10::SymInt wire_numel(at::TensorList grads, at::ScalarType wire) {
+c10::SymInt wire_numel(at::TensorList grads, at::ScalarType wire, int64_t alignment) {
   c10::SymInt numel = 0;
   for (const at::Tensor& grad : grads) {
-    numel += wire == at::kByte ? blocks_of(grad.sym_numel()) * kBlockBytes : grad.sym_numel();
+    numel += wire == at::kByte ? blocks_of(grad.sym_numel()) * kBlockBytes
+                               : (grad.sym_numel() + (alignment - 1)) / alignment * alignment;
   }
   return numel;
 }
@@ -65,7 +66,7 @@ void check_dense(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, name, ": expected a dense tensor, got layout ", tensor.layout());
 }
 
-void check_wire(const at::Tensor& wire, at::TensorList grads, bool is_matrix = false) {
+void check_wire(const at::Tensor& wire, at::TensorList grads, bool is_matrix = false, int64_t alignment = 1) {
   const at::Tensor& grad = grads.front();
   const auto dtype = wire.scalar_type();
   check_dense(wire, "wire");
@@ -73,10 +74,11 @@ void check_wire(const at::Tensor& wire, at::TensorList grads, bool is_matrix = f
                     "), float16, bfloat16 or uint8 (blocks of int8), got ", dtype);
   TORCH_CHECK_VALUE(wire.device() == grad.device(), "wire: expected device ", grad.device(),
                     " like the gradients, got ", wire.device());
-  const c10::SymInt numel = wire_numel(grads, dtype);
-  const char* const reason = dtype == at::kByte
-                                 ? ", 132 for each block of 128 values, of which every gradient begins one"
-                                 : ", as many as the gradients have";
+  const c10::SymInt numel = wire_numel(grads, dtype, alignment);
+  const char* const reason =
+      dtype == at::kByte ? ", 132 for each block of 128 values, of which every gradient begins one"
+      : alignment > 1    ? ", as many as the gradients have, each of them from a multiple of the alignment on"
+                         : ", as many as the gradients have";
   if (is_matrix) {
     TORCH_CHECK_VALUE(wire.sym_size(0) > 0 && wire.sym_size(1) == numel && has_contiguous_rows(wire),
                       "wire: expected a matrix of contiguous rows of ", numel, " elements each", reason, ", got ",
@@ -167,29 +169,48 @@ void check_rounding(bool stochastic, const at::Tensor& wire) {
                     "; only uint8 (blocks of int8) is rounded so");
 }
 
+void check_gap(int64_t alignment) {
+  TORCH_CHECK_VALUE(alignment >= 1 && alignment <= kBlockValues, "alignment: expected 1 to ", kBlockValues,
+                    " elements, got ", alignment);
+}
+
+void check_step(const std::optional<at::Tensor>& step, c10::Device device) {
+  TORCH_CHECK_VALUE(!step.has_value() || (step->scalar_type() == at::kLong && step->sym_numel() == 1 &&
+                                          step->layout() == at::kStrided && step->device() == device),
+                    "step: expected one int64 element on ", device, ", got ", step->sym_sizes(), " ",
+                    step->scalar_type(), " on ", step->device());
+}
+
+int64_t* step_or_null(const std::optional<at::Tensor>& step) {
+  return step.has_value() ? step->data_ptr<int64_t>() : nullptr;
+}
+
 double limit_or_none(std::optional<double> limit) { return limit.value_or(std::numeric_limits<double>::infinity()); }
 
 void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
                 const std::optional<at::Tensor>& bucket_scale, at::TensorList residuals, double multiplier,
-                std::optional<double> limit, bool stochastic) {
+                std::optional<double> limit, bool stochastic, int64_t alignment,
+                const std::optional<at::Tensor>& step) {
   check_grads(grads);
-  check_wire(wire, grads);
+  check_gap(alignment);
+  check_wire(wire, grads, /*is_matrix=*/false, alignment);
   check_stats(stats, grads.front());
   check_bucket_scale(bucket_scale, grads.front());
   check_residuals(residuals, grads);
   check_multiplier(multiplier);
   check_limit(limit);
   check_rounding(stochastic, wire);
+  check_step(step, wire.device());
 }
 
 void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
           const ResidualList& residuals, double multiplier, std::optional<double> limit, bool stochastic, int64_t seed,
-          bool is_first) {
+          bool is_first, int64_t alignment, const std::optional<at::Tensor>& step) {
   const at::TensorList kept = list_of(residuals);
-  check_pack(grads, wire, stats, bucket_scale, kept, multiplier, limit, stochastic);
+  check_pack(grads, wire, stats, bucket_scale, kept, multiplier, limit, stochastic, alignment, step);
   check_alignment(wire, "wire");
   const auto dense = as_contiguous(grads);
-  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()), kept);
+  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()), kept, alignment);
   const PackArgs args{.segments = segments.data(),
                       .num_segments = static_cast<int64_t>(segments.size()),
                       .grad_dtype = dtype_of(dense.front().scalar_type()),
@@ -199,8 +220,9 @@ void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::op
                       .limit = limit_or_none(limit),
                       .bucket_scale = data_or_null(bucket_scale.value_or(at::Tensor())),
                       .stats = stats.data_ptr<double>(),
-                      .rounding = {stochastic, static_cast<uint64_t>(seed)},
-                      .turn = {.is_first = is_first}};
+                      .rounding = {stochastic, static_cast<uint64_t>(seed), step_or_null(step)},
+                      .turn = {.is_first = is_first},
+                      .alignment = alignment};
   run_pack(args, wire.device(), new_workspace(wire.device()));
   mark_written(wire);
   mark_written(stats);
@@ -210,17 +232,19 @@ void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::op
 }
 
 void check_unpack(const at::Tensor& wire, at::TensorList grads, const at::Tensor& stats,
-                  const std::optional<at::Tensor>& bucket_scale, double multiplier) {
+                  const std::optional<at::Tensor>& bucket_scale, double multiplier,
+                  const std::optional<at::Tensor>& step) {
   check_grads(grads);
   check_wire(wire, grads, wire.dim() == 2);
   check_stats(stats, grads.front());
   check_bucket_scale(bucket_scale, grads.front());
   check_multiplier(multiplier);
+  check_step(step, wire.device());
 }
 
 void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale,
-            double multiplier, bool is_first, bool is_last) {
-  check_unpack(wire, grads, stats, bucket_scale, multiplier);
+            double multiplier, bool is_first, bool is_last, std::optional<at::Tensor> step) {
+  check_unpack(wire, grads, stats, bucket_scale, multiplier, step);
   check_alignment(wire, "wire");
   check_writable(grads);
   std::vector<at::Tensor> dense;
@@ -238,7 +262,8 @@ void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std:
                         .num_wires = num_rows(wire),
                         .stride_bytes = row_bytes(wire),
                         .multiplier = multiplier,
-                        .turn = {is_first, is_last}};
+                        .turn = {is_first, is_last},
+                        .step = step_or_null(step)};
   run_unpack(args, wire.device(), new_workspace(wire.device()));
   for (size_t i = 0; i < grads.size(); ++i) {
     if (dense[i].is_same(grads[i])) {
@@ -251,6 +276,9 @@ void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std:
   if (bucket_scale.has_value() && is_last) {
     mark_written(*bucket_scale);
   }
+  if (step.has_value() && is_last) {
+    mark_written(*step);
+  }
 }
 
 // How many values a vector of a wire holds.
@@ -260,7 +288,7 @@ c10::SymInt num_values(const c10::SymInt& numel, at::ScalarType wire) {
 
 void check_reduce(const at::Tensor& wires, const at::Tensor& out, const std::optional<at::Tensor>& bucket_scale,
                   const std::optional<at::Tensor>& residual, at::ScalarType grad_dtype, double multiplier,
-                  std::optional<double> limit, bool stochastic) {
+                  std::optional<double> limit, bool stochastic, const std::optional<at::Tensor>& step) {
   TORCH_CHECK_VALUE(is_supported(grad_dtype), "grad_dtype: expected float32, float64, float16 or bfloat16, got ",
                     grad_dtype);
   check_dense(wires, "wires");
@@ -291,13 +319,14 @@ void check_reduce(const at::Tensor& wires, const at::Tensor& out, const std::opt
   check_multiplier(multiplier);
   check_limit(limit);
   check_rounding(stochastic, out);
+  check_step(step, wires.device());
 }
 
 void reduce(const at::Tensor& wires, at::Tensor out, const std::optional<at::Tensor>& bucket_scale,
             std::optional<at::Tensor> residual, std::optional<at::ScalarType> grad_dtype, double multiplier,
-            std::optional<double> limit, bool stochastic, int64_t seed) {
+            std::optional<double> limit, bool stochastic, int64_t seed, const std::optional<at::Tensor>& step) {
   const auto grad = grad_dtype.value_or(at::kFloat);
-  check_reduce(wires, out, bucket_scale, residual, grad, multiplier, limit, stochastic);
+  check_reduce(wires, out, bucket_scale, residual, grad, multiplier, limit, stochastic, step);
   check_alignment(wires, "wires");
   check_alignment(out, "out");
   const ReduceArgs args{.wire = wires.data_ptr(),
@@ -312,7 +341,7 @@ void reduce(const at::Tensor& wires, at::Tensor out, const std::optional<at::Ten
                         .limit = limit_or_none(limit),
                         .bucket_scale = data_or_null(bucket_scale.value_or(at::Tensor())),
                         .residual = residual.has_value() ? residual->data_ptr() : nullptr,
-                        .rounding = {stochastic, static_cast<uint64_t>(seed)}};
+                        .rounding = {stochastic, static_cast<uint64_t>(seed), step_or_null(step)}};
   run_reduce(args, wires.device());
   mark_written(out);
   if (residual.has_value()) {
@@ -337,19 +366,21 @@ void measure(at::TensorList grads, at::Tensor stats) {
 
 void pack_meta(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
                const ResidualList& residuals, double multiplier, std::optional<double> limit, bool stochastic,
-               int64_t /*seed*/, bool /*is_first*/) {
-  check_pack(grads, wire, stats, bucket_scale, list_of(residuals), multiplier, limit, stochastic);
+               int64_t /*seed*/, bool /*is_first*/, int64_t alignment, const std::optional<at::Tensor>& step) {
+  check_pack(grads, wire, stats, bucket_scale, list_of(residuals), multiplier, limit, stochastic, alignment, step);
 }
 
 void unpack_meta(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale,
-                 double multiplier, bool /*is_first*/, bool /*is_last*/) {
-  check_unpack(wire, grads, stats, bucket_scale, multiplier);
+                 double multiplier, bool /*is_first*/, bool /*is_last*/, std::optional<at::Tensor> step) {
+  check_unpack(wire, grads, stats, bucket_scale, multiplier, step);
 }
 
 void reduce_meta(const at::Tensor& wires, at::Tensor out, const std::optional<at::Tensor>& bucket_scale,
                  std::optional<at::Tensor> residual, std::optional<at::ScalarType> grad_dtype, double multiplier,
-                 std::optional<double> limit, bool stochastic, int64_t /*seed*/) {
-  check_reduce(wires, out, bucket_scale, residual, grad_dtype.value_or(at::kFloat), multiplier, limit, stochastic);
+                 std::optional<double> limit, bool stochastic, int64_t /*seed*/,
+                 const std::optional<at::Tensor>& step) {
+  check_reduce(wires, out, bucket_scale, residual, grad_dtype.value_or(at::kFloat), multiplier, limit, stochastic,
+               step);
 }
 
 void measure_meta(at::TensorList grads, at::Tensor stats) { check_measure(grads, stats); }
@@ -375,13 +406,15 @@ TORCH_LIBRARY(fastsync, library) {
       "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, Tensor(c!)[]? "
       "residuals=None, "
       "*, "
-      "float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, bool is_first=True) -> ()");
+      "float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, bool is_first=True, "
+      "int alignment=1, Tensor? step=None) -> ()");
   library.def(
       "unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None, *, "
-      "float multiplier=1.0, bool is_first=True, bool is_last=True) -> ()");
+      "float multiplier=1.0, bool is_first=True, bool is_last=True, Tensor(d!)? step=None) -> ()");
   library.def(
       "reduce(Tensor wires, Tensor(a!) out, Tensor? bucket_scale=None, Tensor(b!)? residual=None, *, "
-      "ScalarType? grad_dtype=None, float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0) -> ()");
+      "ScalarType? grad_dtype=None, float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, "
+      "Tensor? step=None) -> ()");
   library.def("measure(Tensor[] grads, Tensor(a!) stats) -> ()");
 }
 

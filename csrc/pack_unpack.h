@@ -22,18 +22,23 @@ struct Segment {
 enum Stat : int { kSumOfSquares, kNumNonfinite, kNumSaturated, kMaxMagnitude, kNumStats };
 
 // A bucket may pass in several calls: the first one begins the statistics anew, the others add to them, and the last
-// one moves the bucket's scale on for the next step.
+// one moves the bucket's scale and the count of steps on for the next step.
 struct Turn {
   bool is_first = true;
   bool is_last = true;
 };
 
 // How int8 rounds: to nearest even, or up with a probability of the fraction that is lost, by bits that follow from the
-// seed and the value's place on the wire. The other wires round to nearest even.
+// seed, the step and the value's place on the wire. The other wires round to nearest even.
 struct Rounding {
   bool is_stochastic = false;
   uint64_t seed = 0;
+  const int64_t* step = nullptr;  // on the gradients' device, where unpack counts it; null means 0
 };
+
+FASTSYNC_HOST_DEVICE uint32_t block_key(const Rounding& rounding, int64_t block) {
+  return block_key(seed_of_step(rounding.seed, rounding.step != nullptr ? *rounding.step : 0), block);
+}
 
 // gradients → wire: wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite. The value is
 // gradient[i] + residual[i], and the new residual[i] is the value minus what decoding gives; where the value on the
@@ -51,12 +56,19 @@ struct PackArgs {
   double* stats;              // on the gradients' device
   Rounding rounding = {};
   Turn turn = {};
+  int64_t alignment = 1;  // behind each segment the wire is zeros up to the next multiple of so many elements
 };
+
+// How many zeros that makes.
+FASTSYNC_HOST_DEVICE int64_t gap_behind(const Segment& segment, int64_t alignment) {
+  const int64_t past = (segment.offset + segment.numel) % alignment;
+  return past == 0 ? 0 : alignment - past;
+}
 
 // wires → gradients: gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale), and the
 // statistics of what was written: stats[kSumOfSquares], stats[kNumNonfinite] and stats[kMaxMagnitude] (over the finite
-// ones). Products and sums are in Compute<G>, from the first wire to the last. Then moves bucket_scale on for the next
-// step.
+// ones). Products and sums are in Compute<G>, from the first wire to the last. Then moves bucket_scale and step on for
+// the next step.
 struct UnpackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -69,7 +81,18 @@ struct UnpackArgs {
   int64_t stride_bytes = 0;  // from one wire to the next
   double multiplier = 1.0;   // of each wire's value, before the sum
   Turn turn = {};
+  int64_t* step = nullptr;  // what Rounding's points to; null where nothing is counted
 };
+
+// What a bucket's last unpacking call does in the end. Either may be null.
+FASTSYNC_HOST_DEVICE void move_on(float* bucket_scale, int64_t* step, const double* stats) {
+  if (bucket_scale != nullptr) {
+    *bucket_scale = next_bucket_scale(*bucket_scale, stats[kMaxMagnitude]);
+  }
+  if (step != nullptr) {
+    *step += 1;
+  }
+}
 
 // The statistics of gradients alone, as unpack takes them; nothing but stats is written.
 struct MeasureArgs {

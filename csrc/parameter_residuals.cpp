@@ -31,6 +31,7 @@ ParameterResiduals::ParameterResiduals(const std::vector<ParameterResidual>& res
 }
 
 void ParameterResiduals::record(const std::vector<ParameterId>& parameters, const std::vector<Residual>& residuals) {
+  std::erase_if(entries_, [](const auto& entry) { return entry.second.first.expired(); });
   for (size_t i = 0; i < residuals.size(); ++i) {
     entries_.insert_or_assign(parameters[i]._unsafe_get_target(), std::pair(parameters[i], residuals[i]));
   }

@@ -22,6 +22,9 @@ ParameterScales::ParameterScales(const std::vector<ParameterScale>& scales) {
 
 void ParameterScales::record(const std::vector<ParameterId>& parameters, const at::Tensor& scale) {
   if (!scale.defined()) {
+    for (const ParameterId& id : parameters) {
+      entries_.erase(id._unsafe_get_target());
+    }
     return;
   }
   const auto value = scale.item<double>();

@@ -22,7 +22,8 @@ class ParameterScales {
   ParameterScales() = default;
   explicit ParameterScales(const std::vector<ParameterScale>& scales);
 
-  // Takes over the scale of a bucket that holds these parameters, if it has one. Waits for the device.
+  // Takes over the scale of a bucket that holds these parameters; where it has none, they lose theirs. Waits for the
+  // device.
   void record(const std::vector<ParameterId>& parameters, const at::Tensor& scale);
 
   // Where a bucket of these parameters starts, as float32 [1] on the device: with the smallest of their scales, so that

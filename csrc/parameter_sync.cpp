@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <limits>
@@ -22,6 +24,19 @@ at::Tensor as_reals(const at::Tensor& gradient) {
   return gradient.is_complex() ? at::view_as_real(gradient) : gradient;
 }
 
+// Its memory is another stream's, and is written on this one.
+void record_stream(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) {
+    tensor.record_stream(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
+  }
+}
+
+// A tensor that only wraps others has none.
+bool has_memory(const at::Tensor& tensor) {
+  return !tensor.unsafeGetTensorImpl()->is_python_dispatch() || tensor.numel() == 0 ||
+         (tensor.has_storage() && tensor.storage().data() != nullptr);
+}
+
 // The same elements at the same places of a dense block of memory.
 bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
   return gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense() &&
@@ -38,7 +53,9 @@ at::Tensor new_stand_in(const at::Tensor& parameter) {
 
 ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                              c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes)
-    : group_(std::move(group)), bucket_cap_bytes_(bucket_cap_bytes) {
+    : group_(std::move(group)),
+      bucket_cap_bytes_(bucket_cap_bytes),
+      pairing_(*group_, "the engine of parameter " + names.front()) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     parameters_.emplace_back(parameters[i], std::move(names[i]));
   }
@@ -63,6 +80,7 @@ void ParameterSync::begin() {
   order_.clear();
   next_bucket_ = 0;
   presence_.assign(presence_.size(), 0.0F);
+  begin_pairing();
   is_under_way_ = true;
   num_steps_ += 1;
   times_.begin_step();
@@ -72,6 +90,9 @@ void ParameterSync::mark_ready(size_t index) {
   Parameter& parameter = parameters_[index];
   check(parameter);
   parameter.is_new = true;
+  if (const c10::Device device = parameter.tensor.device(); !device.is_cpu()) {
+    parameter.stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  }
   const bool again = std::exchange(parameter.is_ready, true);
   if (!is_laid_out_) {
     parameter.repeats |= again;
@@ -109,6 +130,9 @@ void ParameterSync::check(const Parameter& parameter) const {
   const at::Tensor& gradient = parameter.tensor.grad();
   TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided, "fastsync: parameter ", parameter.name,
                     " got a sparse gradient, which fastsync does not handle; use sparse=False in the embedding");
+  TORCH_CHECK_VALUE(!gradient.defined() || has_memory(gradient), "fastsync: parameter ", parameter.name,
+                    " got a gradient of a tensor subclass that has no memory of its own, such as a DTensor; give it a ",
+                    "plain one (DTensor.to_local(), full_tensor())");
 }
 
 void ParameterSync::send_full_buckets() {
@@ -129,18 +153,33 @@ bool ParameterSync::may_send_next() const {
 }
 
 void ParameterSync::send_rest() {
-  if (!is_laid_out_) {
-    lay_out();
-  } else if (!have_agreed_) {
-    agree();
-  }
+  prepare();
   while (next_bucket_ < buckets_.size()) {
     send_next();
   }
 }
 
+// Accumulators that were made under several streams accumulate on several, and this may be yet another one.
+void ParameterSync::wait_for_gradients(const Bucket& bucket) const {
+  const c10::Device device = bucket.sync->device();
+  if (device.is_cpu()) {
+    return;
+  }
+  std::vector<c10::Stream> waited_for{c10::impl::VirtualGuardImpl(device.type()).getStream(device)};
+  for (const size_t index : bucket.parameters) {
+    const auto& stream = parameters_[index].stream;
+    if (stream && std::find(waited_for.begin(), waited_for.end(), *stream) == waited_for.end()) {
+      c10::Event ready(device.type());
+      ready.record(*stream);
+      ready.block(waited_for.front());
+      waited_for.push_back(*stream);
+    }
+  }
+}
+
 void ParameterSync::send_next() {
   Bucket& bucket = buckets_[next_bucket_];
+  wait_for_gradients(bucket);
   std::vector<at::Tensor> grads;
   std::vector<bool> stand_in;
   grads.reserve(bucket.parameters.size());
@@ -174,7 +213,9 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool wit
     extras = {flags(), with_riders ? riders_.board(device) : riders_.empty_seats(device)};
   }
   const auto index = static_cast<int>(next_bucket_);
-  const Sync sync{schedule_->at(step_, bucket.numel), step_, index, tag_ + index * kTagsPerBucket};
+  is_captured_ = is_capturing(device);
+  const Sync sync{compression_for(*schedule_, step_, bucket.numel, device), step_, index,
+                  tag_ + index * kTagsPerBucket};
   bucket.flight =
       bucket.sync->send(std::move(grads), sync, times_.start_bucket(bucket.sync->totals(), device), extras, stand_in);
   next_bucket_ += 1;
@@ -208,37 +249,47 @@ void ParameterSync::receive() {
     BucketSync::receive(*bucket.flight);
   }
   hand_out();
-  if (!buckets_.empty() && riders_.have_seats()) {
-    riders_.arrive(BucketSync::riders(*buckets_.back().flight), group_->getSize());
+  if (buckets_.empty()) {
+    end();
+    return;
+  }
+  const auto last = buckets_.back().flight;
+  if (riders_.have_seats()) {
+    riders_.arrive(BucketSync::riders(*last), group_->getSize());
   }
   end();
+  if (has_new_stamp_) {
+    const auto size = static_cast<int64_t>(stamp_.size());
+    const at::Tensor flags = BucketSync::flags(*last);
+    pairing_.arrive(flags.narrow(0, flags.numel() - size, size));
+  }
 }
 
 // Reads the flags on the host only where a gradient is missing here: nothing else tells whether it stays missing.
 void ParameterSync::hand_out() {
-  at::Tensor counts;
+  num_waits_ = counts_.defined() ? num_waits_ + 1 : 0;
+  if (!is_captured_) {
+    counts_.reset();
+  }
   for (Parameter& parameter : parameters_) {
     if (parameter.bucket == kNone) {
       continue;
     }
     at::Tensor& gradient = parameter.tensor.mutable_grad();
     if (parameter.stand_in.defined()) {
-      bool exists = presence_[parameter.place] > 0;
-      if (!exists) {
-        counts = counts.defined() ? counts : BucketSync::flags(*buckets_.back().flight).to(at::kCPU, at::kFloat);
-        exists = counts.data_ptr<float>()[parameter.place] > 0;
-      }
+      record_stream(parameter.stand_in);
+      const bool exists = presence_[parameter.place] > 0 || some_rank_has(parameter);
       if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
         gradient.copy_(parameter.stand_in);
       } else if (exists) {
         gradient = parameter.stand_in;
       } else if (!gradient.defined()) {
-        const Bucket& bucket = buckets_[parameter.bucket];
-        bucket.sync->take_back(parameter.place - parameters_[bucket.parameters.front()].place,
-                               as_reals(parameter.stand_in));
+        take_back(parameter);
       }
-      parameter.stand_in.reset();
     } else {
+      if (parameter.stream) {
+        record_stream(gradient);
+      }
       gradient.unsafeGetTensorImpl()->bump_version();  // the passes write through bare pointers
     }
     parameter.is_new = false;
@@ -246,6 +297,63 @@ void ParameterSync::hand_out() {
     if (gradient.defined()) {
       parameter.averaged.emplace(gradient.getIntrusivePtr());
       parameter.averaged_version = gradient._version();
+    }
+  }
+  measure_what_was_handed_out();
+}
+
+// What error feedback sent of a gradient that nobody has goes nowhere, now.
+void ParameterSync::take_back(Parameter& parameter) {
+  Bucket& bucket = buckets_[parameter.bucket];
+  const size_t index = parameter.place - parameters_[bucket.parameters.front()].place;
+  if (bucket.sync->take_back(index, as_reals(parameter.stand_in))) {
+    parameter.stand_in.reset();
+    bucket.took_back = true;
+  }
+}
+
+// Unpacking has counted what was taken back, too.
+void ParameterSync::measure_what_was_handed_out() {
+  for (Bucket& bucket : buckets_) {
+    if (!std::exchange(bucket.took_back, false)) {
+      continue;
+    }
+    std::vector<at::Tensor> handed_out;
+    for (const size_t index : bucket.parameters) {
+      const Parameter& parameter = parameters_[index];
+      const at::Tensor& averaged = parameter.stand_in.defined() ? parameter.stand_in : parameter.tensor.grad();
+      if (averaged.defined()) {
+        handed_out.push_back(as_reals(averaged));
+      }
+    }
+    bucket.sync->measure(handed_out);
+  }
+}
+
+// A CUDA graph repeats what held in the step before it was captured.
+bool ParameterSync::some_rank_has(const Parameter& parameter) {
+  if (!counts_.defined()) {
+    TORCH_CHECK(!is_captured_, "fastsync: parameter ", parameter.name,
+                " has no gradient here, and whether another rank ",
+                "has one cannot be found out while a CUDA graph is captured: take a step like this one before");
+    counts_ = BucketSync::flags(*buckets_.back().flight).to(at::kCPU, at::kFloat);
+    warn_of_waiting();
+  }
+  return counts_.data_ptr<float>()[parameter.place] > 0;
+}
+
+void ParameterSync::warn_of_waiting() const {
+  constexpr int64_t kMany = 100;
+  if (num_waits_ != kMany || buckets_.back().sync->device().is_cpu()) {
+    return;
+  }
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.bucket != kNone && counts_.data_ptr<float>()[parameter.place] == 0) {
+      TORCH_WARN(
+          "fastsync: parameter ", parameter.name, " has had no gradient on any rank for ", kMany, " steps. Each ",
+          "step the host waits for the device to find that out; freeze what is not used (requires_grad_(False)), ",
+          "and it no longer does");
+      return;
     }
   }
 }
@@ -265,22 +373,27 @@ bool ParameterSync::gradients_are_unchanged() const {
   });
 }
 
-void ParameterSync::abandon() {
-  is_under_way_ = false;  // whatever fails below
-  if (!is_laid_out_) {
-    lay_out();
-  } else if (!have_agreed_) {
-    agree();
-  }
+void ParameterSync::send_poisoned_rest() {
+  prepare();
   while (next_bucket_ < buckets_.size()) {
     send_poisoned();
   }
+}
+
+void ParameterSync::discard() {
+  is_under_way_ = false;  // whatever fails below
   for (const Bucket& bucket : buckets_) {
     if (bucket.flight) {
       BucketSync::discard(*bucket.flight);
     }
   }
   end();
+}
+
+void ParameterSync::abandon() {
+  is_under_way_ = false;  // whatever fails below
+  send_poisoned_rest();
+  discard();
 }
 
 void ParameterSync::send_poisoned() {
@@ -305,11 +418,44 @@ void ParameterSync::end() {
   }
 }
 
-// Made anew only when it changes, which on CUDA is a copy from the host.
+void ParameterSync::begin_pairing() {
+  std::vector<uint32_t> versions;
+  versions.reserve(parameters_.size());
+  for (const Parameter& parameter : parameters_) {
+    // Ranks may do as they like with what is frozen.
+    versions.push_back(takes_part(parameter) ? parameter.tensor._version() : 0);
+  }
+  pairing_.begin_step(step_, std::move(versions));
+}
+
+// The pairing's stamp changes with every step. On CUDA, where a change is a copy from the host, it is renewed in one
+// step of several: the same ones on all ranks.
+void ParameterSync::renew_stamp(c10::Device device) {
+  constexpr int64_t kOnCuda = 16;
+  has_new_stamp_ = !is_capturing(device) && (device.is_cpu() || num_stamps_ % kOnCuda == 0);
+  num_stamps_ += 1;
+  if (has_new_stamp_) {
+    stamp_ = pairing_.stamp(engine_);
+  }
+}
+
+// Which gradients are here, and behind that the stamp. Made anew only when it changes.
 at::Tensor ParameterSync::flags() {
-  if (!flags_.defined() || presence_ != flagged_) {
-    flags_ = at::tensor(at::ArrayRef<float>(presence_)).to(buckets_.back().sync->device());
-    flagged_ = presence_;
+  const c10::Device device = buckets_.back().sync->device();
+  renew_stamp(device);
+  std::vector<float> flags = presence_;
+  flags.insert(flags.end(), stamp_.begin(), stamp_.end());
+  if (!flags_.defined() || flags != flagged_) {
+    TORCH_CHECK(!is_capturing(device), "fastsync: other parameters have a gradient in the step that a CUDA graph ",
+                "captures than in the one before it: take a step like this one before");
+    const at::Tensor on_host =
+        at::empty({static_cast<int64_t>(flags.size())}, at::TensorOptions().pinned_memory(!device.is_cpu()));
+    std::copy(flags.begin(), flags.end(), on_host.data_ptr<float>());
+    flags_ = on_host.to(device, /*non_blocking=*/true);
+    flagged_ = std::move(flags);
+  }
+  if (is_capturing(device)) {
+    captured_flags_.push_back(flags_);
   }
   return flags_;
 }
@@ -329,6 +475,21 @@ bool ParameterSync::layout_holds() const {
             (tensor.numel() == parameter.numel && tensor.scalar_type() == parameter.dtype &&
              tensor.device() == parameter.device));
   });
+}
+
+// What is refused is refused on every rank: none is left waiting, and the sync is over.
+void ParameterSync::prepare() {
+  try {
+    if (!is_laid_out_) {
+      lay_out();
+    } else if (!have_agreed_) {
+      agree();
+    }
+  } catch (const c10::ValueError&) {
+    is_under_way_ = false;
+    end();
+    throw;
+  }
 }
 
 void ParameterSync::lay_out() {
@@ -357,7 +518,10 @@ void ParameterSync::lay_out() {
     return;  // nothing requires a gradient: nothing to send, this time
   }
   agree();
-  for (const auto& places : lay_out_buckets(sizes, order_of_rank_0(taking_part), bucket_cap_bytes_)) {
+  const auto layout = lay_out_buckets(sizes, order_of_rank_0(taking_part), bucket_cap_bytes_);
+  TORCH_CHECK_VALUE(static_cast<int64_t>(layout.size()) <= kMaxBuckets, "fastsync: gradients in ", layout.size(),
+                    " buckets, but there may be ", kMaxBuckets, " at most: use a larger bucket_cap_mb");
+  for (const auto& places : layout) {
     Bucket bucket;
     for (const int64_t place : places) {
       Parameter& parameter = parameters_[taking_part[place]];
@@ -405,7 +569,7 @@ void ParameterSync::forget_layout() {
   for (const Bucket& bucket : buckets_) {
     saved_scales_.record(bucket.ids, bucket.sync->scale());
     saved_residuals_.record(bucket.ids, bucket.sync->residuals());
-    forgotten_totals_.push_back(bucket.sync->totals());
+    forgotten_totals_.add(bucket.sync->totals());
   }
   for (Parameter& parameter : parameters_) {
     parameter.bucket = kNone;
@@ -428,6 +592,7 @@ void ParameterSync::agree() {
   c10::Device device = c10::kCPU;
   std::ostringstream text;
   text << schedule_->description() << "\n"
+       << (engine_ < 0 ? "a new engine" : "engine " + std::to_string(engine_)) << "\n"
        << "bucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20) << "\n"
        << "step " << step_ << "\n"
        << saved_scales_.description() << "\n";
@@ -439,10 +604,10 @@ void ParameterSync::agree() {
     device = tensor.device();
   }
   try {
-    tag_ = first_tag(check_agreement(group_, text.str(), device));
+    const int64_t number = check_agreement(group_, text.str(), device);
+    engine_ = engine_ < 0 ? number : engine_;
+    tag_ = first_tag(number);
   } catch (const c10::ValueError&) {
-    is_under_way_ = false;  // on every rank: none is left waiting
-    end();
     throw;
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "fastsync: agreement failed on rank ", group_->getRank(), " of ", group_->getSize(),
@@ -451,7 +616,8 @@ void ParameterSync::agree() {
   have_agreed_ = true;
 }
 
-std::vector<ParameterScale> ParameterSync::scales() const {
+std::vector<ParameterScale> ParameterSync::scales() {
+  pairing_.look();
   ParameterScales newest = saved_scales_;  // which hold until their parameters have been synchronised
   for (const Bucket& bucket : buckets_) {
     newest.record(bucket.ids, bucket.sync->scale());
@@ -484,7 +650,8 @@ void ParameterSync::set_residuals(const std::vector<ParameterResidual>& residual
 
 // ---- what it has cost -------------------------------------------------------------------------------------------
 
-at::Tensor ParameterSync::grad_stats() const {
+at::Tensor ParameterSync::grad_stats() {
+  pairing_.look();
   TORCH_CHECK(!buckets_.empty() && num_steps_ > 0,
               "fastsync: no gradients have been synchronised yet; statistics come with a backward()");
   std::vector<at::Tensor> rows;
@@ -495,10 +662,9 @@ at::Tensor ParameterSync::grad_stats() const {
 }
 
 SyncTotals ParameterSync::totals() {
+  pairing_.look();
   SyncTotals totals = times_.totals();
-  for (const auto& forgotten : forgotten_totals_) {
-    totals.all.add(*forgotten);
-  }
+  totals.all = forgotten_totals_.sum();
   for (const Bucket& bucket : buckets_) {
     totals.buckets.push_back(*bucket.sync->totals());
     totals.all.add(*bucket.sync->totals());

@@ -20,12 +20,12 @@ enum class Mark : int8_t { kStart, kSent, kReduced, kDone };
 // The moments of one bucket's sync: the clock's on a CPU, places on the current stream on CUDA.
 class Stopwatch {
  public:
-  explicit Stopwatch(c10::Device device);
+  explicit Stopwatch(c10::Device device, bool measures = true);
 
   void restart();
   void mark(Mark mark);
-  // True once the device has passed kDone. Never while a CUDA graph is captured, nor of what was: its events belong to
-  // the graph.
+  // True once the device has passed kDone. Never of one that does not measure, nor while a CUDA graph is captured, nor
+  // of what was: its events belong to the graph.
   bool done() const;
 
   // Seconds between marks of two stopwatches of one device, both done.
@@ -57,6 +57,19 @@ struct BucketTotals {
   void add(const BucketTotals& other);  // all but elements, which is one bucket's
 };
 
+// The totals of buckets that are no more, to which a step under way may still add its times.
+class ForgottenTotals {
+ public:
+  void add(std::shared_ptr<BucketTotals> totals);
+  BucketTotals sum();
+
+ private:
+  void add_up_what_is_final();
+
+  BucketTotals sum_;
+  std::vector<std::shared_ptr<BucketTotals>> open_;
+};
+
 // What the syncs of a model have cost.
 struct SyncTotals {
   std::vector<BucketTotals> buckets;  // of the newest step, in the order they were sent
@@ -68,7 +81,8 @@ struct SyncTotals {
   double exposed_time = 0.0;
 };
 
-// The stopwatches of the steps under way, and the totals of those that are over. Not thread-safe.
+// The stopwatches of the steps under way, and the totals of those that are over. Not thread-safe. Of a device other
+// than a CPU, whose clock costs launches, the first steps are timed and then one of several.
 class SyncTimes {
  public:
   // A step is the buckets between begin_step and end_step, or the next begin_step. It is added up once it has ended.
@@ -89,11 +103,13 @@ class SyncTimes {
     bool ended = false;
   };
 
+  bool times_this_step(c10::Device device) const;
   void collect();
   void add_up(const Step& step);
 
   std::deque<Step> steps_;
   std::vector<std::shared_ptr<Stopwatch>> unused_;
+  int64_t num_steps_ = 0;
   int64_t num_timed_steps_ = 0;
   double exposed_time_ = 0.0;
 };

@@ -5,11 +5,14 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <exception>
 #include <functional>
+#include <set>
+#include <thread>
 
 namespace fastsync {
 
@@ -17,13 +20,20 @@ using torch::autograd::variable_list;
 
 namespace {
 
+// Those whose calls have to come in one order on all ranks have the same. NCCL asks that of all groups together:
+// collectives of two groups, begun in different orders on two ranks, may wait for each other on the device.
+const void* lane_of(c10::Device device, const c10d::ProcessGroup& group) {
+  static const char of_all_groups = 0;
+  return device.is_cpu() ? static_cast<const void*>(&group) : &of_all_groups;
+}
+
 // All ranks must send in one order. The buckets of one engine have one; those of two engines whose gradients get ready
-// side by side do not. So of the engines on one process group only the first to be attached sends while backward goes
-// on, and at its end all of them follow each other in the order in which they were attached.
+// side by side do not. So of the engines in one lane only the first to be attached sends while backward goes on, and at
+// its end all of them follow each other in the order in which they were attached.
 struct Attached {
   struct Entry {
     const Synchronizer* engine;
-    const c10d::ProcessGroup* group;
+    const void* lane;
     std::weak_ptr<Synchronizer> owner;
   };
 
@@ -67,6 +77,26 @@ struct BeforeGradient : torch::autograd::FunctionPreHook {
   std::function<void()> call;
 };
 
+// Runs after a parameter's gradient was accumulated; told whether there was one.
+struct AfterGradient : torch::autograd::FunctionPostHook {
+  AfterGradient(const Synchronizer* engine, std::function<void(bool)> call) : engine(engine), call(std::move(call)) {}
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    call(inputs.front().defined());
+    return outputs;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override { refuse_to_be_compiled(args); }
+
+  const Synchronizer* engine;
+  std::function<void(bool)> call;
+};
+
+// Ours is a BeforeGradient or an AfterGradient.
+template <class Ours, class Hook>
+bool is_hook_of(const std::unique_ptr<Hook>& hook, const Synchronizer* engine) {
+  const auto* ours = dynamic_cast<const Ours*>(hook.get());
+  return ours != nullptr && ours->engine == engine;
+}
+
 constexpr int kNoGraphTask = -1;
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != kNoGraphTask; }
@@ -75,7 +105,9 @@ bool inside_backward() { return torch::autograd::get_current_graph_task_id() != 
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes)
-    : group_(group), process_id_(getpid()), sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes) {}
+    : lane_(lane_of(parameters.front().device(), *group)),
+      process_id_(getpid()),
+      sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes) {}
 
 Synchronizer::~Synchronizer() {
   if (getpid() == process_id_) {  // in a forked child another thread's locks stay locked
@@ -88,50 +120,48 @@ Synchronizer::~Synchronizer() {
 void Synchronizer::attach(const std::vector<at::Tensor>& parameters) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    hooks_.resize(parameters.size());
+    hooked_ = parameters;
     for (size_t index = 0; index < parameters.size(); ++index) {
       at::Tensor parameter = parameters[index];
       const bool is_frozen = !parameter.requires_grad();
       if (is_frozen) {
         parameter.set_requires_grad(true);  // only then does it take hooks, which it keeps
       }
-      hooks_[index].parameter = parameter;
       torch::autograd::impl::hooks(parameter).push_back(
           std::make_unique<BeforeGradient>(this, [self = weak_from_this(), index] {
             if (const auto engine = self.lock()) {
               engine->before_gradient(index);
             }
           }));
-      put_on(index, torch::autograd::impl::grad_accumulator(parameter));
       if (is_frozen) {
         parameter.set_requires_grad(false);
       }
     }
   }
   const std::lock_guard<std::mutex> lock(attached().mutex);
-  attached().engines.push_back({this, group_.get(), weak_from_this()});
+  attached().engines.push_back({this, lane_, weak_from_this()});
 }
 
-void Synchronizer::put_on(size_t index, Accumulator accumulator) {
-  const auto on_gradient = [self = weak_from_this(), index](const variable_list& outputs, const variable_list&) {
-    if (const auto engine = self.lock()) {
-      engine->on_gradient(index);
-    }
-    return outputs;
-  };
-  hooks_[index].on_accumulator = accumulator->add_post_hook(
-      std::make_unique<torch::autograd::utils::LambdaPostHook>(on_gradient, refuse_to_be_compiled));
-  hooks_[index].accumulator = std::move(accumulator);
-}
-
+// The accumulator is not ours to keep alive: it remembers the stream that was current when it was made, and one that
+// outlives its graph would take its gradient there for good. A parameter gets a new one with the next forward, and
+// also where it is moved or cast.
 void Synchronizer::before_gradient(size_t index) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (hooks_.empty()) {
+  if (hooked_.empty()) {
     return;  // detached, by another thread
   }
-  auto accumulator = torch::autograd::impl::try_get_grad_accumulator(hooks_[index].parameter);
-  if (accumulator && accumulator != hooks_[index].accumulator) {
-    put_on(index, std::move(accumulator));
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(hooked_[index]);
+  if (!accumulator) {
+    return;  // the hook runs for torch.autograd.grad, too
+  }
+  const auto& hooks = accumulator->post_hooks();
+  const auto is_ours = [&](const auto& hook) { return is_hook_of<AfterGradient>(hook, this); };
+  if (std::none_of(hooks.begin(), hooks.end(), is_ours)) {
+    accumulator->add_post_hook(std::make_unique<AfterGradient>(this, [self = weak_from_this(), index](bool was_given) {
+      if (const auto engine = self.lock()) {
+        engine->on_gradient(index, was_given);
+      }
+    }));
   }
 }
 
@@ -140,25 +170,36 @@ void Synchronizer::take_hooks_off() {
     const std::lock_guard<std::mutex> lock(attached().mutex);
     std::erase_if(attached().engines, [&](const auto& entry) { return entry.engine == this; });
   }
-  for (const Hooks& hooks : hooks_) {
-    std::erase_if(torch::autograd::impl::hooks(hooks.parameter), [&](const auto& hook) {
-      const auto* ours = dynamic_cast<const BeforeGradient*>(hook.get());
-      return ours != nullptr && ours->engine == this;
-    });
-    hooks.accumulator->del_post_hook(hooks.on_accumulator);
+  for (const at::Tensor& parameter : hooked_) {
+    std::erase_if(torch::autograd::impl::hooks(parameter),
+                  [&](const auto& hook) { return is_hook_of<BeforeGradient>(hook, this); });
+    if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter)) {
+      std::erase_if(accumulator->post_hooks(), [&](const auto& hook) { return is_hook_of<AfterGradient>(hook, this); });
+    }
   }
-  hooks_.clear();
+  hooked_.clear();
 }
 
 void Synchronizer::detach() {
   TORCH_CHECK(!inside_backward(), "fastsync: detach() was called inside a backward; call it after");
   if (getpid() == process_id_) {
+    wait_for_backward("detach()");
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!sync_.is_under_way() || is_interrupted(), "fastsync: detach() was called while another thread's ",
-              "backward is under way; call it after");
   take_hooks_off();
+}
+
+// One that has failed may still be let go of by the device's thread when its error has arrived here.
+void Synchronizer::wait_for_backward(const char* caller) const {
+  constexpr std::chrono::seconds kLimit(1);
+  constexpr std::chrono::milliseconds kPause(1);
+  const auto deadline = std::chrono::steady_clock::now() + kLimit;
+  while (sync_.is_under_way() && !is_interrupted()) {
+    TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "fastsync: ", caller,
+                " was called while another thread's ", "backward is under way; call it after");
+    std::this_thread::sleep_for(kPause);
+  }
 }
 
 void Synchronizer::set_enabled(bool enabled) {
@@ -168,12 +209,16 @@ void Synchronizer::set_enabled(bool enabled) {
 
 // ---- backward -----------------------------------------------------------------------------------------------------
 
-void Synchronizer::on_gradient(size_t index) {
+void Synchronizer::on_gradient(size_t index, bool was_given) {
   if (is_interrupted()) {
     check_not_forked();
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_VALUE(!was_given || hooked_.empty() || hooked_[index].grad().defined(), "fastsync: the gradient of ",
+                    sync_.name(index), " was gone as soon as backward had made it, before the ranks could average it. ",
+                    "Does an optimizer step inside backward (register_post_accumulate_grad_hook, ",
+                    "_apply_optimizer_in_backward)? Ranks would drift apart: step after backward");
   const at::NoGradGuard no_grad;
   call_at_the_end_of_backward();  // first, for a sync that nobody owns looks interrupted
   if (is_enabled_ && !sync_.is_under_way()) {
@@ -229,20 +274,38 @@ void Synchronizer::on_backward_end(int graph_task) {
 }
 
 // Engines that take part in one backward end together. None waits before all have sent, or ranks on which they come in
-// different orders would wait for each other.
+// different orders would wait for each other. One that fails keeps neither its own ranks waiting nor those of others.
 void Synchronizer::finish(int graph_task) {
   const auto engines = attached().in_order();
-  for (const auto& engine : engines) {
-    if (engine->ends_with(graph_task)) {
-      const std::lock_guard<std::mutex> lock(engine->mutex_);
-      engine->sync_.send_rest();
+  std::exception_ptr error;
+  std::set<const Synchronizer*> failed;
+  const auto of_each = [&](const auto& call) {
+    for (const auto& engine : engines) {
+      if (engine->ends_with(graph_task)) {
+        const std::lock_guard<std::mutex> lock(engine->mutex_);
+        try {
+          call(*engine);
+        } catch (...) {
+          error = error ? error : std::current_exception();
+          failed.insert(engine.get());
+        }
+      }
     }
-  }
-  for (const auto& engine : engines) {
-    if (engine->ends_with(graph_task)) {
-      const std::lock_guard<std::mutex> lock(engine->mutex_);
-      engine->sync_.receive();
+  };
+  of_each([&](Synchronizer& engine) {
+    try {
+      engine.sync_.send_rest();
+    } catch (...) {
+      error = error ? error : std::current_exception();
+      if (engine.sync_.is_under_way()) {  // else it was refused on all ranks
+        engine.sync_.send_poisoned_rest();
+      }
+      throw;
     }
+  });
+  of_each([&](Synchronizer& engine) { failed.count(&engine) == 0 ? engine.sync_.receive() : engine.sync_.discard(); });
+  if (error) {
+    std::rethrow_exception(error);
   }
 }
 
@@ -273,7 +336,7 @@ bool Synchronizer::may_send_early() const {
   const std::lock_guard<std::mutex> lock(attached().mutex);
   const auto& engines = attached().engines;
   const auto first =
-      std::find_if(engines.begin(), engines.end(), [&](const auto& entry) { return entry.group == group_.get(); });
+      std::find_if(engines.begin(), engines.end(), [&](const auto& entry) { return entry.lane == lane_; });
   return first != engines.end() && first->engine == this;
 }
 
@@ -293,7 +356,7 @@ struct BeforeNode : torch::autograd::FunctionPreHook {
 
 void call_before(torch::autograd::Node& node, std::function<void()> call) {
   auto& hooks = node.pre_hooks();
-  // A node that outlives its graph, as the accumulators here do, must not collect them.
+  // A node that outlives its graph must not collect them.
   std::erase_if(hooks, [](const auto& hook) {
     const auto* mine = dynamic_cast<const BeforeNode*>(hook.get());
     return mine != nullptr && !mine->call;
@@ -340,13 +403,21 @@ bool Synchronizer::outer_backward_will_call() {
 void Synchronizer::synchronize() {
   TORCH_CHECK(!inside_backward(), "fastsync: synchronize() was called inside a backward; call it after");
   check_not_forked();
+  wait_for_backward("synchronize()");
   abandon_interrupted();
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
   const auto token = new_owner(kNoGraphTask);
   begin();
-  sync_.mark_all_ready();
-  sync_.send_rest();
+  try {
+    sync_.mark_all_ready();
+    sync_.send_rest();
+  } catch (...) {
+    if (sync_.is_under_way()) {  // else it was refused on all ranks
+      sync_.abandon();
+    }
+    throw;
+  }
   sync_.receive();
 }
 
@@ -403,6 +474,11 @@ SyncTotals Synchronizer::totals() {
 int64_t Synchronizer::num_steps() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return sync_.num_steps();
+}
+
+bool Synchronizer::is_captured() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return sync_.is_captured();
 }
 
 bool Synchronizer::gradients_are_unchanged() {

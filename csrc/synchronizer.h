@@ -42,34 +42,24 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   std::vector<ParameterResidual> residuals();
   void set_residuals(const std::vector<ParameterResidual>& residuals);
   void agree();
+  void note_update() { sync_.note_update(); }
   void ride(const std::string& name, const at::Tensor& value);
   Riders::Tensors riders();
   at::Tensor grad_stats();
   SyncTotals totals();
   int64_t num_steps();
+  bool is_captured();
   bool gradients_are_unchanged();
   std::vector<ParameterScale> scales();
   void set_scales(const std::vector<ParameterScale>& scales);
 
  private:
-  // What grad_accumulator returns differs between versions of torch.
-  using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-
-  // A parameter holds its accumulator weakly, and gets another when it is moved or cast: the hook on the accumulator
-  // tells that a gradient is there; one on the parameter itself comes before it and sees to it that the other is in
-  // place.
-  struct Hooks {
-    at::Tensor parameter;
-    Accumulator accumulator;
-    uintptr_t on_accumulator = 0;
-  };
-
-  void put_on(size_t index, Accumulator accumulator);
   void before_gradient(size_t index);
   void take_hooks_off();
 
-  void on_gradient(size_t index);
+  void on_gradient(size_t index, bool was_given);
   void check_not_forked() const;
+  void wait_for_backward(const char* caller) const;
   void begin();
   void call_at_the_end_of_backward();
   void on_backward_end(int graph_task);
@@ -82,12 +72,12 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   static void abandon_interrupted();
   static void finish(int graph_task);
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const void* lane_;  // see lane_of
   int process_id_;
 
   std::mutex mutex_;  // guards what follows; held by one engine at a time, also while it waits for other ranks
   ParameterSync sync_;
-  std::vector<Hooks> hooks_;
+  std::vector<at::Tensor> hooked_;  // the parameters, from attach until detach
   bool is_enabled_ = true;
 
   // Other threads ask whose backward is under way. If they had to wait until this one's ranks have met, ranks on which

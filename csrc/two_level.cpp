@@ -32,7 +32,8 @@ void TwoLevelSum::lay_out(int tag, Fp32Buffers& buffers) {
   int64_t place = 0;
   for (int64_t begin = 0; begin < num_values_; begin += piece_values) {
     const int64_t end = std::min(begin + piece_values, num_values_);
-    const int64_t sub_shard = round_up((end - begin + world_size_ - 1) / world_size_, kBlockValues);
+    const int64_t sub_shard =
+        round_up((end - begin + world_size_ - 1) / world_size_, shard_multiple(bucket_.wire_dtype));
     const int64_t extras = end == num_values_ ? extra_bytes() : 0;
     const int64_t local_bytes = bytes_of(num_nodes_ * sub_shard, bucket_.grad_dtype) + extras;
     const int64_t local_stride = round_up(local_bytes, kMessageAlignment);
@@ -101,9 +102,10 @@ void TwoLevelSum::pack(const Piece& piece) {
     const int64_t offset = packing_slot(local) * piece.local_stride / size_of(bucket_.grad_dtype);
     const auto parts = cut(begin, std::min(begin + shard(piece), piece.end), offset);
     all.insert(all.end(), parts.begin(), parts.end());
-    if (is_last(piece)) {
-      put_extras(local_offset(piece, packing_slot(local)) + piece.local_bytes);
-    }
+  }
+  if (is_last(piece)) {  // to this rank's own slot for nothing
+    put_extras(local_offset(piece, 0) + piece.local_bytes, piece.local_stride, ranks_per_node_);
+    put_extras(local_offset(piece, packing_slot(local_)) + piece.local_bytes, piece.local_stride, 1);
   }
   BucketSum::pack(all, bucket_.grad_dtype, address(piece.local), {piece.begin == 0, is_last(piece)}, /*seed=*/0);
 }
@@ -157,9 +159,10 @@ void TwoLevelSum::reduce_in_node(const Piece& piece) {
       args.residual = lost.narrow(0, first, piece.sub_shard).data_ptr();
     }
     encode_node_sum(args);
-    if (is_last(piece)) {
-      put_extras(out + piece.node_bytes);
-    }
+  }
+  if (is_last(piece)) {  // to this node's own slot for nothing
+    put_extras(node_offset(piece, 0) + piece.node_bytes, piece.node_stride, num_nodes_);
+    put_extras(node_offset(piece, num_nodes_ + node_) + piece.node_bytes, piece.node_stride, 1);
   }
   if (lost.defined()) {
     keep_for_next_step(piece, lost);

@@ -84,6 +84,10 @@ FASTSYNC_HOST_DEVICE C magnitude(C value) {
   return value < C(0) ? -value : value;
 }
 
+// Whether a few squares may be added up in float, of values of which this is the largest magnitude, or nan: none is
+// beyond float's largest, nor does any that counts for something vanish below its smallest.
+FASTSYNC_HOST_DEVICE bool has_safe_squares(float largest) { return largest >= 0x1p-40F && largest <= 0x1p60F; }
+
 // ---- decode: a stored value to float or double, always exact --------------------------------------------------------
 
 FASTSYNC_HOST_DEVICE float decode(float value) { return value; }
@@ -189,6 +193,13 @@ FASTSYNC_HOST_DEVICE int32_t round_to_int(float value) {  // of at most 2^22
 constexpr int kFractionBits = 15;
 constexpr int32_t kOneFixed = 1 << kFractionBits;
 constexpr int32_t kLargestFixed = 127 * kOneFixed;
+
+// Where the seed stays what it is, as in a CUDA graph, each step has a seed of its own. The multiplier is one of
+// G. Steele and S. Vigna, Computationally Easy, Spectrally Good Multipliers for Congruential Pseudorandom Number
+// Generators, 2022.
+FASTSYNC_HOST_DEVICE uint64_t seed_of_step(uint64_t seed, int64_t step) {
+  return seed + static_cast<uint64_t>(step) * 0xD1342543DE82EF95ULL;
+}
 
 // The random bits of a block follow from this key of it, of which one seed has one for each block on a wire: the
 // finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).

@@ -26,8 +26,8 @@ def main(device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # every rank draws weights and data of its own
     policy, value = network(4).to(device), network(1).to(device)
-    fastsync.attach(policy)  # in place of policy.broadcast_parameters() here and policy.reduce_parameters() below
-    fastsync.attach(value)
+    # In place of policy.broadcast_parameters() here and policy.reduce_parameters() below.
+    policy_sync, value_sync = fastsync.attach(policy), fastsync.attach(value)
     optimizer = torch.optim.Adam([*policy.parameters(), *value.parameters()], lr=3e-3)
     scaler = torch.amp.GradScaler(device.type)
     teacher = torch.linspace(-1, 1, 12 * 5, device=device).sin().reshape(12, 5)
@@ -46,9 +46,8 @@ def main(device):
         optimizer.zero_grad()
         scaler.scale(loss).backward()  # leaves the mean of the scaled gradients
         scaler.unscale_(optimizer)
-        # torch's own clip: fastsync.clip_grad_norm_ goes by the norm that backward() left, the scaled gradients' one.
-        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        nn.utils.clip_grad_norm_(value.parameters(), 1.0)
+        fastsync.clip_grad_norm_(policy_sync, 1.0, optimizer=optimizer, scaler=scaler)
+        fastsync.clip_grad_norm_(value_sync, 1.0, optimizer=optimizer, scaler=scaler)
         scaler.step(optimizer)
         scale = scaler.get_scale()
         scaler.update()

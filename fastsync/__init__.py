@@ -43,6 +43,7 @@ except ImportError as error:
         )
 
 else:
+    from .all_reduce import all_reduce_gradients
     from .clip import clip_grad_norm_
     from .compression import Auto, Compression, Schedule
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
@@ -50,4 +51,4 @@ else:
     from .group_profile import GroupProfile
     from .measure import measure_group
     from .stats import BucketStats, GradStats, SyncStats
-    from .synchronizer import GradientSynchronizer, all_reduce_gradients, attach
+    from .synchronizer import GradientSynchronizer, attach

@@ -114,3 +114,29 @@ def check_group(group: dist.ProcessGroup, named: Mapping[str, Tensor]) -> None:
                 f"process_group: it serves {', '.join(sorted(have))}, but parameter {name} is on {device}; use a group "
                 "whose backend does (Gloo for cpu, NCCL for cuda)"
             )
+
+
+def check_not_sharded(named: Mapping[str, Tensor], argument: str) -> None:
+    """Raises ValueError for parameters of which this rank holds a part only, or might."""
+    for name, parameter in named.items():
+        if is_sharded_by_fsdp1(parameter):
+            raise ValueError(
+                f"{argument}: parameter {name} is sharded by FullyShardedDataParallel, which gives every rank another "
+                "part of the model and averages gradients itself; use fastsync with a model that every rank holds whole"
+            )
+        if is_wrapper(parameter):
+            raise ValueError(
+                f"{argument}: parameter {name} is a {type(parameter).__name__}, which wraps other tensors, as those "
+                "that fully_shard or tensor parallelism hands out do, and whose gradients PyTorch averages itself; "
+                "fastsync handles plain tensors that every rank holds whole"
+            )
+
+
+def is_sharded_by_fsdp1(parameter: Tensor) -> bool:
+    """Whether it is FullyShardedDataParallel's: a flat parameter, or the view of one that stands for the original."""
+    return bool(getattr(parameter, "_fsdp_flattened", False) or getattr(parameter, "_is_flat_param", False))
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether it is of a subclass that wraps other tensors, such as DTensor, and holds no memory of its own."""
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")

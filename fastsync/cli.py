@@ -39,6 +39,9 @@ def _run(name: str, subcommand: Callable[[Sequence[str]], int], arguments: Seque
     except ValueError as error:
         print(f"fastsync {name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"fastsync {name}: ended by SIGINT", file=sys.stderr)
+        return 130
 
 
 def _train(arguments: Sequence[str]) -> int:

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from .grad_scaler import has_unscaled, scale_of
 from .handle import ClippableHandle, SyncHandle
 
 
@@ -14,43 +16,55 @@ def clip_grad_norm_(
     max_norm: float | Tensor,
     *,
     optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
 ) -> Tensor:
     """Scales the gradients so that their 2-norm is at most ``max_norm``.
 
     Given what ``attach`` or ``register_comm_hook`` returned, the norm is the one its unpack found out, so clipping
     reads the gradients no more than once. It is the norm of what ``backward()`` left: call this once after each
-    backward that was synchronised, before anything else changes the gradients, so not after ``GradScaler.unscale_``.
+    backward that was synchronised, before anything else changes the gradients. Where a GradScaler has scaled them, hand
+    it over: then it makes no difference whether ``unscale_`` was called.
     Given parameters, it is ``torch.nn.utils.clip_grad_norm_``. The gradients are always multiplied by the coefficient,
     clamped to 1, so that the host never waits to find out whether they need be.
 
     Args:
         sync_or_params: what ``attach`` or ``register_comm_hook`` returned, or parameters (one or many).
         max_norm: the largest norm allowed, positive. With a handle it may be a 0-dim tensor on the gradients' device,
-            which is not read on the host: for gradients that a GradScaler has scaled it is the norm allowed times
-            its scale.
+            which is not read on the host.
         optimizer: the one that will step with these gradients and no others. Where it is fused and takes a
             ``grad_scale`` (Adam, AdamW, SGD with ``fused=True``), the coefficient goes into its next step, and clipping
             makes no pass at all: until then the gradients stay as they are. Any other is as good as None.
+        scaler: the one that has scaled the loss; ``max_norm`` is then meant for the gradients without its scale. It
+            goes with the optimizer that it will step, which then may step other gradients, too. One that is not enabled
+            is as good as None.
 
     Returns:
-        The norm before clipping, a 0-dim float32 tensor on the gradients' device. Where it is inf or nan the gradients
-        are of no use afterwards, as with torch's function: an optimizer step must be skipped.
+        The norm before clipping, without the scaler's scale, a 0-dim float32 tensor on the gradients' device. Where it
+        is inf or nan the gradients are of no use afterwards, as with torch's function: an optimizer step must be
+        skipped.
 
     Raises:
         ValueError: ``max_norm`` is not positive, the first argument is neither a handle nor parameters, parameters came
-            with an optimizer, or the optimizer steps other gradients too.
-        RuntimeError: the norm is not known: no backward was synchronised since the gradients were last clipped, or,
-            with ``attach``, their version counters tell that something changed them. What bypasses those counters, such
-            as ``GradScaler.unscale_`` or ``.data``, goes unnoticed, and then they are clipped by a wrong norm.
+            with an optimizer or a scaler, the scaler without an optimizer, or the optimizer without a scaler steps
+            other gradients too.
+        RuntimeError: the norm is not known: no backward was synchronised since the gradients were last clipped; or,
+            with ``attach``, their version counters tell that something changed them (what bypasses those counters, such
+            as ``.data``, goes unnoticed, and then they are clipped by a wrong norm); or ``scaler`` is missing though a
+            GradScaler has unscaled them (one that was there when this handle's gradients were first clipped); or
+            ``unscale_`` was called where ``synchronize()`` was, which leaves open which of them came first.
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
     if isinstance(sync_or_params, ClippableHandle):
-        if optimizer is not None:
-            _check_covered(optimizer, sync_or_params)
-        grad_norm = sync_or_params.claim_norm()
+        others = [] if optimizer is None else _other_gradients(optimizer, sync_or_params)
+        if others and scaler is None:
+            raise ValueError(
+                f"optimizer: it also steps a parameter of shape {list(others[0].shape)} that is not clipped here; "
+                "leave optimizer out, or clip all of its parameters together"
+            )
+        grad_norm = _known_norm(sync_or_params, optimizer, scaler)
         divisor = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0)
-        if optimizer is not None and _takes_grad_scale(optimizer):
+        if optimizer is not None and not others and _takes_grad_scale(optimizer):
             _scale_next_step(optimizer, divisor)
         else:
             _multiply([p.grad for p in sync_or_params.parameters() if p.grad is not None], divisor.reciprocal())
@@ -60,9 +74,29 @@ def clip_grad_norm_(
             "sync_or_params: expected what attach or register_comm_hook returned, or parameters, got "
             f"{type(sync_or_params).__name__}; model.parameters() always works"
         )
-    if optimizer is not None:
-        raise ValueError("optimizer: serves only with what attach or register_comm_hook returned, not with parameters")
+    for name, argument in (("optimizer", optimizer), ("scaler", scaler)):
+        if argument is not None:
+            raise ValueError(
+                f"{name}: serves only with what attach or register_comm_hook returned, not with parameters"
+            )
     return torch.nn.utils.clip_grad_norm_(sync_or_params, float(max_norm), foreach=None)
+
+
+def _known_norm(sync: ClippableHandle, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
+    """The norm of the synchronised gradients, without the scaler's scale."""
+    if scaler is None:
+        sync.check_not_unscaled(optimizer)
+    if scaler is None or not scaler.is_enabled():
+        return sync.claim_norm()
+    if optimizer is None:
+        raise ValueError(
+            "scaler: serves only together with optimizer=, the one that scaler.step() will be called with: for it the "
+            "scaler knows whether the gradients are scaled"
+        )
+    if has_unscaled(scaler, optimizer):
+        sync.check_backward_synchronised()
+    scale = scale_of(scaler, next(iter(sync.parameters())).device)
+    return sync.claim_norm() / scale
 
 
 def _takes_grad_scale(optimizer: Optimizer) -> bool:
@@ -71,15 +105,11 @@ def _takes_grad_scale(optimizer: Optimizer) -> bool:
     return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def _check_covered(optimizer: Optimizer, sync: ClippableHandle) -> None:
+def _other_gradients(optimizer: Optimizer, sync: ClippableHandle) -> list[Tensor]:
+    """Those that it steps, but the handle does not clip."""
     clipped = {id(parameter) for parameter in sync.parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and id(parameter) not in clipped:
-                raise ValueError(
-                    f"optimizer: it also steps a parameter of shape {list(parameter.shape)} that is not clipped here; "
-                    "leave optimizer out, or clip all of its parameters together"
-                )
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter.grad for parameter in stepped if parameter.grad is not None and id(parameter) not in clipped]
 
 
 def _scale_next_step(optimizer: Optimizer, divisor: Tensor) -> None:

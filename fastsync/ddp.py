@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
 from .auto import Candidate
-from .checks import check_dense, check_group, check_parameters, resolve_group, resolve_nodes
+from .checks import check_dense, check_group, check_not_sharded, check_parameters, resolve_group, resolve_nodes
 from .compression import AnyCompression, Compression
 from .engine_schedule import engine_schedule
 from .handle import ClippableHandle, SyncHandle
+from .optimizer_steps import watch
 
 
 class HookState(SyncHandle):
@@ -98,6 +99,8 @@ def register_comm_hook(
             to send some parameters past its hook or to leave some buckets out.
         RuntimeError: DDP runs in the mode compiled with the Python reducer, which would skip a C++ hook silently.
     """
+    if isinstance(ddp_model, nn.Module):
+        check_not_sharded(dict(ddp_model.named_parameters()), "ddp_model")
     if not isinstance(ddp_model, DistributedDataParallel):
         raise ValueError(
             f"ddp_model: expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}; "
@@ -127,6 +130,7 @@ def register_comm_hook(
     check_group(group, named)
     hook = CommHook(ddp_model, compression, group, ranks_per_node)
     _registered[ddp_model] = hook
+    watch(hook)
     return hook
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import numbers
 import os
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -17,11 +19,11 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from .checks import resolve_group
+from .checks import check_not_sharded, is_wrapper, resolve_group
 
 
 @contextmanager
-def process_group(timeout: float) -> Iterator[torch.device]:
+def process_group(timeout: float, *, share_gpus: bool = False) -> Iterator[torch.device]:
     """Opens the default process group for the time of a ``with`` block and yields this rank's device.
 
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
@@ -30,6 +32,8 @@ def process_group(timeout: float) -> Iterator[torch.device]:
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
+        share_gpus: NCCL also where ranks have to share GPUs. They take turns there, and wait for each other: good for
+            tests, and for nothing else.
 
     Raises:
         RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
@@ -47,9 +51,12 @@ def process_group(timeout: float) -> Iterator[torch.device]:
     else:
         store, rank, world_size = HashStore(), 0, 1
     gpu = _candidate_gpu()
-    if _all_differ(store, rank, world_size, gpu):
+    gpus = _gpus_of_ranks(store, rank, world_size, gpu)
+    if _takes_gpus(gpus, share_gpus):
         assert gpu is not None
         device = gpu
+        if len(set(gpus)) < world_size:
+            let_nccl_share_gpus(rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     else:
@@ -60,6 +67,16 @@ def process_group(timeout: float) -> Iterator[torch.device]:
     yield device
     dist.destroy_process_group()
     gc.collect()  # DDP is part of reference cycles and holds the group
+
+
+def let_nccl_share_gpus(rank: int) -> None:
+    """Lets ranks of one host use the same GPU, which NCCL refuses; from 2.30 on it can be told not to.
+
+    Before, all that helps is that they look as if they were on different hosts. Call it before NCCL's first use.
+    """
+    os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # all that is left between "hosts", and always there
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
 
 
 def dist_sum(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -75,17 +92,37 @@ def dist_mean(values: Tensor, process_group: dist.ProcessGroup | None = None) ->
     return dist_sum(values, process_group) / dist.get_world_size(process_group)
 
 
-def check_consistency(module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+def check_consistency(
+    module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None = None, *, buffers: bool = True
+) -> None:
     """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it.
 
-    Only hashes travel. Buffers count: BatchNorm's running statistics, which every rank takes from its own samples,
-    differ after the first forward.
+    Only hashes travel. What else the state dict holds, as ``get_extra_state`` gives it, is compared where it is a
+    tensor, bytes, a number or a string; a warning names what is not compared.
+
+    Args:
+        module: the model.
+        process_group: the group whose ranks are compared; None for the default group.
+        buffers: whether buffers count. BatchNorm's running statistics, and those of normalisers, which every rank takes
+            from its own samples, differ after the first forward.
 
     Raises:
-        RuntimeError: on every rank, naming the first tensor that differs and which ranks agree on it.
+        ValueError: a parameter is sharded, so that ranks are meant to hold different ones.
+        RuntimeError: on every rank, naming the first that differs and which ranks agree on it.
     """
     group = resolve_group(process_group)
-    mine = {name: _digest(tensor) for name, tensor in module.state_dict().items()}
+    check_not_sharded(dict(module.named_parameters()), "module")
+    of_module = type(module).__name__
+    names_of_buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    mine: dict[str, str] = {}
+    for name, value in module.state_dict().items():
+        if not buffers and name in names_of_buffers:
+            continue
+        mine[name] = f"sha256 {_digest(value)}" if _can_be_compared(value) else f"a {type(value).__name__}"
+        if not _can_be_compared(value):
+            warnings.warn(
+                f"check_consistency: {name!r} of {of_module} is {mine[name]}, which it does not compare", stacklevel=2
+            )
     of_rank: list[dict[str, str]] = [{} for _ in range(group.size())]
     dist.all_gather_object(of_rank, mine, group=group)
     names = dict.fromkeys(name for digests in of_rank for name in digests)
@@ -94,11 +131,15 @@ def check_consistency(module: nn.Module, process_group: dist.ProcessGroup | Devi
         for rank, digests in enumerate(of_rank):
             ranks_by_digest[digests.get(name, "missing")].append(rank)
         if len(ranks_by_digest) > 1:
-            camps = "; ".join(
-                f"ranks {ranks}: {'missing' if digest == 'missing' else 'sha256 ' + digest[:12]}"
-                for digest, ranks in ranks_by_digest.items()
-            )
-            raise RuntimeError(f"{name!r} of {type(module).__name__} differs between ranks: {camps}")
+            camps = "; ".join(f"ranks {ranks}: {_in_short(digest)}" for digest, ranks in ranks_by_digest.items())
+            way_out = _ABOUT_BUFFERS if name in names_of_buffers else ""
+            raise RuntimeError(f"{name!r} of {of_module} differs between ranks: {camps}{way_out}")
+
+
+_ABOUT_BUFFERS = (
+    "; it is a buffer: where every rank takes it from its own samples, as BatchNorm and normalisers do, leave buffers "
+    "out with buffers=False, or share the statistics, as torch.nn.SyncBatchNorm does"
+)
 
 
 def _candidate_gpu() -> torch.device | None:
@@ -107,15 +148,33 @@ def _candidate_gpu() -> torch.device | None:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % num_gpus) if num_gpus else None
 
 
-def _all_differ(store: Store, rank: int, world_size: int, mine: torch.device | None) -> bool:
-    """Whether every rank of every node has a GPU, and none the same as another: all ranks need one backend."""
+def _gpus_of_ranks(store: Store, rank: int, world_size: int, mine: torch.device | None) -> list[str]:
+    """The GPU that each rank of every node would take, by its number in the world; empty for one that has none."""
     keys = [f"fastsync/gpu/{rank}" for rank in range(world_size)]
     store.set(keys[rank], str(torch.cuda.get_device_properties(mine).uuid) if mine else "")
-    gpus = store.multi_get(keys)
-    return all(gpus) and len(set(gpus)) == world_size
+    return [gpu.decode() for gpu in store.multi_get(keys)]
 
 
-def _digest(tensor: Tensor) -> str:
-    """A hash of the tensor's bytes, dtype and shape."""
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + raw.tobytes()).hexdigest()
+def _takes_gpus(gpus: Sequence[str], share_gpus: bool) -> bool:
+    """Whether every rank has one, and, unless they may be shared, none the same as another: all need one backend."""
+    return all(gpus) and (share_gpus or len(set(gpus)) == len(gpus))
+
+
+def _can_be_compared(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and not value.is_meta and not is_wrapper(value)
+    return value is None or isinstance(value, bytes | bytearray | str | numbers.Number)
+
+
+def _in_short(digest: str) -> str:
+    return digest[:19] if digest.startswith("sha256 ") else digest
+
+
+def _digest(value: object) -> str:
+    """A hash of a tensor's bytes, dtype and shape, or of what else can be compared."""
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        kind, raw = f"{value.dtype} {tuple(value.shape)}", plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        kind, raw = type(value).__name__, bytes(value) if isinstance(value, bytes | bytearray) else repr(value).encode()
+    return hashlib.sha256(kind.encode() + raw).hexdigest()

@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from . import _C
 from .auto import Explanation
 from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
 from .engine_schedule import engine_schedule
+from .grad_scaler import look_for_scalers, some_scaler_has_unscaled
 from .plan import Plan, make_plan
 from .reference import MAX_SCALE_EXPONENT
 from .stats import GradStats, SyncStats
@@ -159,6 +161,7 @@ class ClippableHandle(CompressionHandle):
     """A handle that knows whose gradients it averages, so that they can be clipped with the norm that is known."""
 
     _claimed_step = -1
+    _has_looked_for_scalers = False
 
     @abstractmethod
     def parameters(self) -> Sequence[Tensor]:
@@ -171,7 +174,7 @@ class ClippableHandle(CompressionHandle):
             RuntimeError: it has been used up, and no backward was synchronised since.
         """
         num_steps = self._engine.num_steps()
-        if num_steps == self._claimed_step:
+        if num_steps == self._claimed_step and not self._engine.is_captured():
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: no backward was synchronised since these gradients were clipped, so their "
                 "norm is not known; clip once after each synchronised backward (the norm before clipping stays in "
@@ -180,6 +183,24 @@ class ClippableHandle(CompressionHandle):
         grad_norm = self.grad_stats.grad_norm
         self._claimed_step = num_steps
         return grad_norm
+
+    def check_not_unscaled(self, optimizer: Optimizer | None) -> None:
+        """Raises RuntimeError where a GradScaler is known to have unscaled the optimizer's gradients; None: anybody's.
+
+        A GradScaler that is made after the first call goes unnoticed.
+        """
+        if not self._has_looked_for_scalers:
+            look_for_scalers()
+            self._has_looked_for_scalers = True
+        if some_scaler_has_unscaled(optimizer):
+            raise RuntimeError(
+                "fastsync.clip_grad_norm_: a GradScaler has unscaled gradients since they were synchronised, so that "
+                "the norm that is known is too large by its scale; pass optimizer= and scaler=, or use "
+                "torch.nn.utils.clip_grad_norm_"
+            )
+
+    def check_backward_synchronised(self) -> None:
+        """Raises RuntimeError where not a backward but the user had the gradients synchronised."""
 
 
 def _is_scale(scale: object) -> bool:

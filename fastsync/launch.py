@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import signal
 import sys
@@ -19,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fastsync.ppo.config import Settings
 from fastsync.ppo.preflight import check_environment, check_run
-from fastsync.ppo.run_folder import default_run_name, run_of
+from fastsync.ppo.run_folder import CHECKPOINTS, default_run_name, run_of
 from fastsync.ppo.settings_file import PRESET_WORLD_SIZE, is_preset, load_settings
 from fastsync.ranks import Nodes, launch_ranks
 from fastsync.train import STOPPED, train_rank
@@ -44,12 +45,16 @@ class Launch:
     config: str | None = None
     """A YAML file of settings, or a preset: Acrobot-v1, Breakout, CartPole-v1, HalfCheetah-v5, Hopper-v5,
     LunarLander-v3, Pendulum-v1, Pong. What else is typed wins over it. Presets are made for two ranks."""
+    stop_timeout: float = 120.0
+    """Seconds that ranks have to finish their update and save once they are told to stop."""
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
         for name, least in (("nproc", 1), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not self.stop_timeout > 0:
+            raise ValueError(f"stop_timeout={self.stop_timeout} must be more than 0 seconds")
         if self.node_rank >= self.nnodes:
             raise ValueError(f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}: they count from 0")
         if self.nnodes > 1 and self.master_addr is None:
@@ -78,7 +83,7 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
 
     Returns:
         The exit status: 0; 1 if a rank failed, after telling which one and why; 143 if the training was stopped by a
-        signal, after telling how to go on; 130 if that was Ctrl-C.
+        signal, after telling how to go on where something was saved; 130 if that was Ctrl-C.
 
     Raises:
         ValueError: settings that cannot work here, or a run that cannot begin or go on. That is tried here, so that the
@@ -91,6 +96,9 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
     note = _preset_note(options)
     if note:
         print(f"fastsync train: {note}", file=sys.stderr)
+    # What it warns of when it is stopped, in words of its own, is told below.
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
     try:
         stopped_by = launch_ranks(
             work,
@@ -98,7 +106,7 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
             settings,
             nodes=options.nodes,
             max_restarts=options.max_restarts,
-            stop_timeout=settings.timeout,
+            stop_timeout=options.stop_timeout,
         )
     except ChildFailedError as error:
         # The launcher has logged the whole traceback already.
@@ -113,14 +121,14 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
         return 1
     except SignalException as error:
         ended_by = signal.Signals(error.sigval)
-        how = f"{_how_to_go_on(settings, arguments)} (nothing was saved after that; SIGTERM saves before it ends)"
-        print(f"fastsync train: ended by {ended_by.name}. {how}", file=sys.stderr)
+        more = " (nothing was saved after that; SIGTERM saves before it ends)"
+        print(f"fastsync train: ended by {ended_by.name}{_how_to_go_on(settings, arguments, more)}", file=sys.stderr)
         return 128 + ended_by
     reasons = [reason for reason in stopped_by if reason]
     if reasons:
         # Ranks that had no signal of their own only know that another one had.
         reason = next((reason for reason in reasons if reason in signal.Signals.__members__), reasons[0])
-        print(f"fastsync train: stopped by {reason}. {_how_to_go_on(settings, arguments)}", file=sys.stderr)
+        print(f"fastsync train: stopped by {reason}{_how_to_go_on(settings, arguments)}", file=sys.stderr)
         return STOPPED
     return 0
 
@@ -147,16 +155,20 @@ def _named(settings: Settings) -> Settings:
     return replace(settings, run_name=default_run_name(settings, time.time()))
 
 
-def _how_to_go_on(settings: Settings, arguments: Sequence[str]) -> str:
-    words = ["fastsync", "train", *arguments]
+def _how_to_go_on(settings: Settings, arguments: Sequence[str], more: str = "") -> str:
+    """The end of a sentence: how, and ``more``; or that there is nothing to go on from."""
     run = None if settings.resume in (None, "auto") else run_of(Path(settings.resume))
+    folder = run or Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, None))
+    if not any((folder / CHECKPOINTS).glob("step-*.pt")):
+        return f" before {folder} had a checkpoint"
+    words = ["fastsync", "train", *arguments]
     if run is None:
         if settings.run_name is not None:
             words = _with_option(words, "--run-name", settings.run_name)
         words = _with_option(words, "--resume", "auto")
     else:
         words = _with_option(words, "--resume", str(run))
-    return f"Go on from the last checkpoint with: {shlex.join(words)}"
+    return f". Go on from the last checkpoint with: {shlex.join(words)}{more}"
 
 
 def _with_option(words: Sequence[str], name: str, value: str) -> list[str]:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a launch. The launcher sets handlers for them and leaves them behind."""
+
+END_SECONDS = 5
+"""How long ranks have that are to end at once, before they are killed: those that still import do not listen."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ def launch_ranks(
     through the environment variables that torchrun sets, as ``fastsync.distributed.process_group`` reads them.
 
     SIGTERM and SIGUSR1 are passed on to the ranks as SIGTERM. They may end their work in order, and what they return
-    is returned; after ``stop_timeout`` seconds, or at a second signal, they are ended.
+    is returned; after ``stop_timeout`` seconds, or at a second signal, they are ended. Ctrl-C ends ranks at once and
+    without a word, wherever they are.
 
     Args:
         fn: what each rank does.
@@ -60,7 +65,7 @@ def launch_ranks(
         *args: what ``fn`` is called with.
         nodes: the machines; by default this one only. Results are those of this machine's ranks.
         max_restarts: how often all ranks are started again when one has failed.
-        stop_timeout: seconds that ranks have to end in order when they are told to, or when one has failed.
+        stop_timeout: seconds that ranks have to end in order when they are told to.
 
     Raises:
         ChildFailedError: a rank raised or died. Its traceback has been logged.
@@ -78,7 +83,7 @@ def launch_ranks(
         }
         run_id, number = "fastsync", nodes.number
     if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # older launchers have 30 s
-        place["shutdown_timeout"] = max(1, round(stop_timeout))
+        place["shutdown_timeout"] = END_SECONDS
     config = LaunchConfig(
         min_nodes=number,
         max_nodes=number,
@@ -89,9 +94,9 @@ def launch_ranks(
         signals_to_handle=",".join(number.name for number in LAUNCHERS),
         **place,
     )
-    with _signals_passed_on(stop_timeout) as received:
+    with _signals_passed_on(stop_timeout) as received, _ctrl_c_kept_from_children():
         try:
-            results = elastic_launch(config, _on_one_thread)(fn, args)
+            results = elastic_launch(config, _as_rank)(fn, args)
         except ChildFailedError as error:
             if received and error.get_first_failure()[1].exitcode == -signal.SIGTERM:
                 # It was told to stop before it could listen.
@@ -133,7 +138,33 @@ def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _on_one_thread(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+@contextmanager
+def _ctrl_c_kept_from_children() -> Iterator[None]:
+    """Lets Ctrl-C, which a terminal sends to all processes, end this process and not, meanwhile, each rank's imports.
+
+    A process that is started inherits which signals wait. They wait for the main thread, which starts ranks; this one
+    here takes them, and Python runs the handler in the main thread as always.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # started later, it would let signals through again
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name="takes Ctrl-C", daemon=True)
+    thread.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+        thread.join()
+
+
+def _as_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    # From here on Ctrl-C ends it, also where it waits for others in C++, and without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does
     return fn(*args)

@@ -39,6 +39,8 @@ def pack(
     stochastic: bool = False,
     seed: int = 0,
     is_first: bool = True,
+    alignment: int = 1,
+    step: Tensor | None = None,
 ) -> None:
     """Gradients to wire: ``wire = (grads * multiplier * bucket_scale)``, one after the other, each in C order.
 
@@ -60,22 +62,28 @@ def pack(
         limit: largest magnitude that may be sent; see ``saturation_limit``. On uint8 no more than ``INT8_LIMIT``.
         stochastic: as in ``encode_int8``, as is ``seed``; for uint8 alone.
         is_first: False adds to ``NUM_SATURATED`` what an earlier call for the same bucket has left there.
+        alignment: each gradient begins at a multiple of so many elements of the wire, which has zeros between them and
+            behind the last one. On uint8 a block is enough.
+        step: of stochastic rounding: one int64 element, each value of which gives the seed other random bits; None
+            means 0. ``unpack`` can count it.
     """
     compute = _compute_dtype(grads[0].dtype)
     factor = torch.tensor(multiplier, dtype=compute, device=wire.device)
     if bucket_scale is not None:
         factor = factor * bucket_scale.to(compute)
-    values = _lay_out(grads, wire.dtype).to(compute)
+    values = _lay_out(grads, wire.dtype, alignment).to(compute)
     if residuals:
-        values = values + _lay_out(residuals, wire.dtype)
+        values = values + _lay_out(residuals, wire.dtype, alignment)
     scaled, num_saturated = _saturate(values, factor, limit, wire.dtype)
     stats[NUM_SATURATED] = num_saturated + (0 if is_first else stats[NUM_SATURATED])
-    wire.copy_(_encode(scaled, wire.dtype, stochastic, seed))
+    if wire.dtype != torch.uint8:  # a negative factor makes −0 of what lies between
+        scaled = _lay_out(tuple(_parts(scaled, grads, wire.dtype, alignment)), wire.dtype, alignment)
+    wire.copy_(_encode(scaled, wire.dtype, stochastic, seed_of_step(seed, step)))
     if residuals:
         sent = _decode(wire).to(compute)
         lost = values - _within_range(sent * (1 / factor), sent)
-        kept = torch.where(sent.isfinite(), lost, _lay_out(residuals, wire.dtype))
-        for residual, part in zip(residuals, _parts(kept, residuals, wire.dtype), strict=True):
+        kept = torch.where(sent.isfinite(), lost, _lay_out(residuals, wire.dtype, alignment))
+        for residual, part in zip(residuals, _parts(kept, residuals, wire.dtype, alignment), strict=True):
             residual.copy_(part)
 
 
@@ -88,6 +96,7 @@ def unpack(
     multiplier: float = 1.0,
     is_first: bool = True,
     is_last: bool = True,
+    step: Tensor | None = None,
 ) -> None:
     """Wires to gradients: ``grads = sum(wires * multiplier) / bucket_scale``, and the statistics of what was written.
 
@@ -102,7 +111,8 @@ def unpack(
         bucket_scale: as in ``pack``. Moved on to the scale for the next step, see ``next_bucket_scale``.
         multiplier: of each wire's values; usually one over the number of wires.
         is_first: False adds to the statistics that earlier calls for the same bucket have left.
-        is_last: False leaves ``bucket_scale`` as it is, for the calls that follow.
+        is_last: False leaves ``bucket_scale`` and ``step`` as they are, for the calls that follow.
+        step: as in ``pack``, of any wire. One is added to it.
     """
     compute = _compute_dtype(grads[0].dtype)
     total = _sum_wires(wire, compute, multiplier)
@@ -118,6 +128,8 @@ def unpack(
         stats[MAX_MAGNITUDE] = torch.maximum(stats[MAX_MAGNITUDE], before[MAX_MAGNITUDE])
     if bucket_scale is not None and is_last:
         bucket_scale.fill_(next_bucket_scale(bucket_scale.item(), stats[MAX_MAGNITUDE].item()))
+    if step is not None and is_last:
+        step += 1
 
 
 def reduce(
@@ -131,6 +143,7 @@ def reduce(
     limit: float | None = None,
     stochastic: bool = False,
     seed: int = 0,
+    step: Tensor | None = None,
 ) -> None:
     """Wires to wire: ``out = sum(wires * multiplier)``, encoded anew.
 
@@ -149,6 +162,7 @@ def reduce(
         multiplier: of each wire's values; usually one over the number of wires.
         limit: as in ``pack``.
         stochastic: as in ``encode_int8``, as is ``seed``; for an ``out`` of uint8 alone.
+        step: as in ``pack``.
     """
     compute = _compute_dtype(grad_dtype)
     total = _sum_wires(wires, compute, multiplier)
@@ -157,7 +171,7 @@ def reduce(
     if residual is not None:
         total = total + residual * scale
     scaled, _ = _saturate(total, one, limit, out.dtype)
-    out.copy_(_encode(scaled, out.dtype, stochastic, seed))
+    out.copy_(_encode(scaled, out.dtype, stochastic, seed_of_step(seed, step)))
     if residual is not None:
         sent = _decode(out).to(compute)
         residual.copy_(torch.where(sent.isfinite(), (total - sent) * (1 / scale), residual))
@@ -214,10 +228,19 @@ def random_fractions(seed: int, num_blocks: int) -> Tensor:
     return (bits ^ (bits >> 16)) >> (32 - FRACTION_BITS)
 
 
-def wire_numel(numels: Sequence[int], wire: torch.dtype) -> int:
+def seed_of_step(seed: int, step: Tensor | None) -> int:
+    """What takes the place of a seed at a step that is counted where the gradients are, modulo 2^64.
+
+    The multiplier is one of G. Steele and S. Vigna, Computationally Easy, Spectrally Good Multipliers for Congruential
+    Pseudorandom Number Generators, Software: Practice and Experience 52, 2022.
+    """
+    return seed if step is None else (seed + int(step) * 0xD1342543DE82EF95) % 2**64
+
+
+def wire_numel(numels: Sequence[int], wire: torch.dtype, alignment: int = 1) -> int:
     """The elements of a wire of this dtype for gradients of so many elements each."""
     if wire != torch.uint8:
-        return sum(numels)
+        return sum(-(-numel // alignment) * alignment for numel in numels)
     return sum(-(-numel // BLOCK_VALUES) * BLOCK_BYTES for numel in numels)
 
 
@@ -366,21 +389,22 @@ def _first_scale(grads: Sequence[Sequence[Tensor]]) -> Tensor:
     return torch.tensor(initial_bucket_scale(largest))
 
 
-def _pad(values: Tensor) -> Tensor:
-    return torch.nn.functional.pad(values, (0, -len(values) % BLOCK_VALUES))
+def _pad(values: Tensor, multiple: int = BLOCK_VALUES) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -len(values) % multiple))
 
 
-def _lay_out(tensors: Sequence[Tensor], wire: torch.dtype) -> Tensor:
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    return torch.cat([_pad(each) for each in flat] if wire == torch.uint8 else flat)
+def _lay_out(tensors: Sequence[Tensor], wire: torch.dtype, alignment: int = 1) -> Tensor:
+    multiple = BLOCK_VALUES if wire == torch.uint8 else alignment
+    return torch.cat([_pad(tensor.reshape(-1), multiple) for tensor in tensors])
 
 
-def _parts(values: Tensor, tensors: Sequence[Tensor], wire: torch.dtype) -> Iterator[Tensor]:
+def _parts(values: Tensor, tensors: Sequence[Tensor], wire: torch.dtype, alignment: int = 1) -> Iterator[Tensor]:
+    multiple = BLOCK_VALUES if wire == torch.uint8 else alignment
     begin = 0
     for tensor in tensors:
         yield values[begin : begin + tensor.numel()].view(tensor.shape)
         begin += tensor.numel()
-        begin += -begin % BLOCK_VALUES if wire == torch.uint8 else 0
+        begin += -begin % multiple
 
 
 def _saturate(values: Tensor, factor: Tensor, limit: float | None, wire: torch.dtype) -> tuple[Tensor, Tensor]:

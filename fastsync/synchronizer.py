@@ -6,21 +6,22 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
-from .checks import check_dense, check_group, resolve_nodes
-from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
+from .checks import check_dense, check_group, check_not_sharded, is_sharded_by_fsdp1, resolve_nodes
+from .compression import AnyCompression
 from .handle import ClippableHandle
-from .stats import GradStats
+from .optimizer_steps import check_no_optimizer_in_backward, forget, watch
 
-_BUCKET_CAP_MB = 25.0
+BUCKET_CAP_MB = 25.0
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
 
 
@@ -47,6 +48,7 @@ class GradientSynchronizer(ClippableHandle):
             list(named.values()), list(named), group, int(bucket_cap_mb * 2**20)
         )
         self._is_enabled = True
+        self._called_step = -1  # the newest that synchronize() was called for
         self.compression = compression
 
     @contextmanager
@@ -70,9 +72,11 @@ class GradientSynchronizer(ClippableHandle):
 
         Raises:
             ValueError: at the first sync, where the ranks differ in parameters or settings.
-            RuntimeError: another rank did not take part in time, or is lost.
+            RuntimeError: another rank did not take part in time, or is lost; or the model was sharded after attach.
         """
+        _check_that_the_model_has(self)
         self._engine.synchronize()
+        self._called_step = self._engine.num_steps()
 
     def ride(self, name: str, tensor: Tensor) -> None:
         """Sends a small tensor along with the next sync, to be averaged over the ranks in float32, at any compression.
@@ -102,7 +106,9 @@ class GradientSynchronizer(ClippableHandle):
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before."""
         self._engine.detach()
         _attached.discard(self)
+        forget(self)
         _owned_by_nobody.discard(self)
+        _unproven.discard(self)
         for owned in _owned_by_module.values():
             if self in owned:
                 owned.remove(self)
@@ -114,15 +120,29 @@ class GradientSynchronizer(ClippableHandle):
     def claim_norm(self) -> Tensor:
         """As ``ClippableHandle.claim_norm``; also refuses where the gradients are not those the sync left.
 
-        Their version counters tell. ``GradScaler.unscale_`` does not count itself as a change, so it goes unnoticed.
+        Their version counters tell. ``GradScaler.unscale_`` does not count itself as a change.
         """
-        if self._engine.num_steps() > 0 and not self._engine.gradients_are_unchanged():
+        _check_that_the_model_has(self)
+        if (
+            self._engine.num_steps() > 0
+            and not self._engine.is_captured()  # a replay of a CUDA graph writes gradients and counts nothing
+            and not self._engine.gradients_are_unchanged()
+        ):
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: the gradients have been changed since they were synchronised (by zero_grad, "
                 "clipping, or a backward under no_sync), so their norm is not known; clip right after the synchronised "
                 "backward, or use torch.nn.utils.clip_grad_norm_"
             )
         return super().claim_norm()
+
+    def check_backward_synchronised(self) -> None:
+        """As ``ClippableHandle.check_backward_synchronised``."""
+        if self._engine.num_steps() == self._called_step:
+            raise RuntimeError(
+                "fastsync.clip_grad_norm_: nothing tells whether unscale_ came before or after synchronize(), so the "
+                "norm is not known; call it before unscale_, which makes no difference to what it does, or use "
+                "torch.nn.utils.clip_grad_norm_"
+            )
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named
@@ -137,11 +157,40 @@ _owned_by_module: weakref.WeakKeyDictionary[nn.Module, list[GradientSynchronizer
 _owned_by_nobody: set[GradientSynchronizer] = set()
 
 
+def _check_that_the_model_has(sync: GradientSynchronizer) -> None:
+    """Raises RuntimeError where none of the attached parameters is the model's any more: none gets a gradient then."""
+    owners = [module for module, syncs in _owned_by_module.items() if sync in syncs]
+    attached = {id(parameter) for parameter in sync._named.values()}
+    present = (p for owner in owners for p in owner.parameters() if id(p) in attached and not is_sharded_by_fsdp1(p))
+    if owners and next(present, None) is None:
+        raise RuntimeError(
+            "fastsync.attach: the model has other parameters by now than those that were attached, as after "
+            "fully_shard or FullyShardedDataParallel, so nothing was averaged; those average gradients themselves: "
+            "call fully_shard first, and attach only to what it leaves whole, or call detach()"
+        )
+
+
+# Attached to modules, and nobody knows yet whether their parameters get gradients. Where they are not used any more,
+# no hook of theirs is called, so it is noticed before an optimizer steps.
+_unproven: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
+
+
+def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    for sync in list(_unproven):
+        _check_that_the_model_has(sync)
+        # The engine, which knows, must not be asked: it may be waiting for its ranks in another thread.
+        if any(parameter.grad is not None for parameter in sync._named.values()):
+            _unproven.discard(sync)
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
 def attach(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor,
     compression: AnyCompression = "none",
     *,
-    bucket_cap_mb: float = _BUCKET_CAP_MB,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     overlap: bool = True,
     broadcast: bool = True,
@@ -168,7 +217,8 @@ def attach(
             ``DeviceMesh`` of two dimensions, ("nodes", "local") if they are named, is the default group as (nodes,
             ranks of a node), in order: only between nodes do gradients travel as ``compression`` says, see
             ``Compression.ranks_per_node``; what an all-reduce would add, the ranks then add in float32. Several
-            attached to one group send one after the other; for each to overlap, give each a group of its own.
+            attached to one group send one after the other, and only the first during backward. On CPUs each overlaps if
+            it has a group of its own. On GPUs that helps nothing: NCCL asks for one order of all groups' calls.
         overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it.
         broadcast: first give every rank the parameters and buffers of the group's rank 0.
 
@@ -179,97 +229,57 @@ def attach(
     """
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
-    named = _named_parameters(module_or_params)
+    given = _named_parameters(module_or_params, "module_or_params")
+    named = _able(given, "module_or_params")
     _check_unattached(named)
+    check_no_optimizer_in_backward(named, "module_or_params")
     group, ranks_per_node = resolve_nodes(process_group)
     check_group(group, named)
     sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb)
     if broadcast:
-        buffers = dict(module_or_params.named_buffers()) if isinstance(module_or_params, nn.Module) else {}
-        _broadcast(sync, named, buffers, group)
+        others = {f"parameter {name}": p for name, p in given.items() if name not in named}
+        if isinstance(module_or_params, nn.Module):
+            others |= {f"buffer {name}": buffer for name, buffer in module_or_params.named_buffers()}
+        _broadcast(sync, named, others, group)
     if overlap:
         sync._engine.attach(list(named.values()))
     _attached.add(sync)
+    watch(sync)
     if isinstance(module_or_params, nn.Module):
         # Each that has parameters, for the module itself may be a container made for this call alone.
         for owner in module_or_params.modules():
             if owner is module_or_params or next(owner.parameters(recurse=False), None) is not None:
                 _owned_by_module.setdefault(owner, []).append(sync)
+        _unproven.add(sync)
     else:
         _owned_by_nobody.add(sync)
     return sync
 
 
-@dataclass(frozen=True)
-class _Reducer:
-    """An engine kept between calls of ``all_reduce_gradients``, for its buffers, its scales, and the agreement."""
-
-    given: tuple[weakref.ref[Tensor], ...]
-    compression: Compression | Auto | Schedule
-    engine: _C.Synchronizer
-
-    def serves(self, parameters: Sequence[Tensor], compression: Compression | Auto | Schedule) -> bool:
-        return (
-            self.compression == compression
-            and len(self.given) == len(parameters)
-            and all(mine() is theirs for mine, theirs in zip(self.given, parameters, strict=True))
-        )
-
-
-_MAX_REDUCERS = 16  # for one group: more than the models of any one trainer
-_reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Reducer]] = weakref.WeakKeyDictionary()
-
-
-def all_reduce_gradients(
-    params: nn.Module | Iterable[Tensor] | Tensor,
-    compression: AnyCompression = "none",
-    *,
-    process_group: dist.ProcessGroup | DeviceMesh | None = None,
-) -> GradStats:
-    """Averages the gradients of the parameters over the ranks, now, without hooks. Every rank must call it.
-
-    What trainers write as concatenate → all_reduce → copy back. A parameter without a gradient here counts as zeros
-    where another rank has one, and keeps ``grad is None`` where none has.
+def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
+    """Those that can have gradients, by name; loose ones are named by their index. Raises ValueError if there are none.
 
     Args:
-        params: the parameters, or their module.
-        compression: as in ``attach``.
-        process_group: as in ``attach``.
-
-    Returns:
-        The statistics of the averaged gradients, among them their norm.
-
-    Raises:
-        ValueError: an argument is not what it should be, none of the parameters requires a gradient, or the ranks
-            differ in parameters or settings.
-        RuntimeError: another rank did not take part in time, or is lost.
+        argument: what the caller calls them, for errors.
     """
-    group, ranks_per_node = resolve_nodes(process_group)
-    chosen = on_nodes(as_compression(compression), ranks_per_node)
-    if not isinstance(params, nn.Module):
-        params = [params] if isinstance(params, Tensor) else list(params)
-    given = list(params.parameters()) if isinstance(params, nn.Module) else params
-    reducers = _reducers.setdefault(group, [])
-    engine = next((reducer.engine for reducer in reducers if reducer.serves(given, chosen)), None)
-    if engine is None:
-        named = _named_parameters(params, argument="params")
-        check_group(group, named)
-        engine = GradientSynchronizer(named, chosen, group, ranks_per_node, _BUCKET_CAP_MB)._engine
-        reducers[:] = [r for r in reducers if all(ref() is not None for ref in r.given)][-_MAX_REDUCERS + 1 :]
-        reducers.append(_Reducer(tuple(weakref.ref(p) for p in given), chosen, engine))
-    engine.synchronize()
-    return GradStats(engine.grad_stats())
+    return _able(_named_parameters(module_or_params, argument), argument)
 
 
-def _named_parameters(
-    module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str = "module_or_params"
-) -> dict[str, Tensor]:
-    """Those that can have gradients, by name; loose ones are named by their index."""
+def _able(named: Mapping[str, Tensor], argument: str) -> dict[str, Tensor]:
+    able: dict[str, Tensor] = {name: p for name, p in named.items() if p.is_floating_point() or p.is_complex()}
+    if not any(parameter.requires_grad for parameter in able.values()):
+        raise ValueError(f"{argument}: none of its {len(named)} parameters requires a gradient; nothing to synchronise")
+    return able
+
+
+def _named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
     if isinstance(module_or_params, nn.Module):
         _check_unwrapped(module_or_params, argument)
         check_dense(module_or_params, argument)
         # torch.compile's wrapper must not show in the names, for checkpoints come from models with and without it.
-        named = {name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters()}
+        named: dict[str, Tensor] = {
+            name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters()
+        }
     else:
         given = [module_or_params] if isinstance(module_or_params, Tensor) else list(module_or_params)
         for index, parameter in enumerate(given):
@@ -283,10 +293,8 @@ def _named_parameters(
         named = dict(reversed(list(unique.values())))
     for name, parameter in named.items():
         _check_parameter(name, parameter, argument)
-    able: dict[str, Tensor] = {name: p for name, p in named.items() if p.is_floating_point() or p.is_complex()}
-    if not any(parameter.requires_grad for parameter in able.values()):
-        raise ValueError(f"{argument}: none of its {len(named)} parameters requires a gradient; nothing to synchronise")
-    return able
+    check_not_sharded(named, argument)
+    return named
 
 
 def _check_unwrapped(module: nn.Module, argument: str) -> None:
@@ -306,11 +314,10 @@ def _check_parameter(name: str, parameter: Tensor, argument: str) -> None:
             f"{argument}: tensor {name} is no leaf of the graph (it came from {parameter.grad_fn}), so it has no "
             ".grad; pass the parameters it was computed from"
         )
-    # Subclasses that wrap others, such as DTensor, hold no memory of their own.
-    if type(parameter) not in (Tensor, nn.Parameter) and hasattr(parameter, "__tensor_flatten__"):
+    if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         raise ValueError(
-            f"{argument}: parameter {name} is a {type(parameter).__name__}, whose gradients are sharded or wrapped; "
-            "fastsync averages plain tensors"
+            f"{argument}: elements of parameter {name} share memory (shape {list(parameter.shape)}, strides "
+            f"{list(parameter.stride())}), so no optimizer can step it; attach what it was expanded from"
         )
 
 
@@ -324,14 +331,42 @@ def _check_unattached(named: Mapping[str, Tensor]) -> None:
             )
 
 
+def _as_vector(tensor: Tensor) -> Tensor:
+    """Its elements as they lie in memory, where they fill a block of it; else the tensor.
+
+    Strides of dimensions of size 1 may be anything, and torch takes some for elements that overlap.
+    """
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor
+
+
 @torch.no_grad()
 def _broadcast(
-    sync: GradientSynchronizer, named: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: dist.ProcessGroup
+    sync: GradientSynchronizer, named: Mapping[str, Tensor], others: Mapping[str, Tensor], group: dist.ProcessGroup
 ) -> None:
-    """Rank 0's values for all, once the ranks know that they have the same tensors."""
+    """Rank 0's values for all, once the ranks know that they have the same tensors.
+
+    Args:
+        others: what has no gradient, by what it is called.
+    """
     sync._engine.agree()
-    if buffers:
-        lines = [f"buffer {name} of shape {list(b.shape)}, {b.dtype}" for name, b in buffers.items()]
+    if others:
+        lines = [f"{name} of shape {list(tensor.shape)}, {tensor.dtype}" for name, tensor in others.items()]
         _C.check_agreement(group, "\n".join(lines), next(iter(named.values())).device)
-    tensors = [tensor.detach() for tensor in (*named.values(), *buffers.values())]
-    dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]  # as DDP does
+    tensors = [tensor.detach() for tensor in (*named.values(), *others.values())]
+    sent = [_as_vector(tensor) if tensor.dtype in _BROADCAST_DTYPES else _as_bytes(tensor) for tensor in tensors]
+    dist._broadcast_coalesced(group, sent, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]  # as DDP does
+    for tensor, values in zip(tensors, sent, strict=True):
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+
+
+# Gloo knows these, but no other integers and no float8: those go as bytes.
+_BROADCAST_DTYPES = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+}
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

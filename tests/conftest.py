@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
 import torch
 
+from tests import emulated
 from tests.ranks import fresh_process_context
 
 
@@ -39,3 +41,16 @@ def why_no_gpu() -> str | None:
     from fastsync import _C
 
     return None if _C.built_with_cuda() else "the CUDA half of the extension is not built"
+
+
+@pytest.fixture(scope="module")
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a test's tensors lie. While it runs on an emulated device, ``emulated.ops`` are the emulated operators."""
+    if not request.param.startswith("emulated"):
+        yield request.param
+        return
+    emulated.load()
+    emulated.ops.namespace = "fastsync_emulated"
+    torch.ops.fastsync_emulated.set_descending(request.param.endswith("descending"))
+    yield "cpu"
+    emulated.ops.namespace = "fastsync"

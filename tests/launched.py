@@ -15,6 +15,7 @@ from fastsync.distributed import process_group
 from fastsync.launch import Launch, launch
 from fastsync.ppo.config import Settings
 from fastsync.ppo.interrupt import StopSignals
+from fastsync.ppo.run_folder import CHECKPOINTS
 
 
 def say(settings: Settings, name: str, text: str) -> None:
@@ -29,6 +30,9 @@ def until_told_to_stop(settings: Settings) -> str | None:
     attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     with process_group(settings.timeout), StopSignals() as signals:
         assert dist.get_rank() == int(rank)
+        checkpoints = Path(settings.runs_dir) / str(settings.run_name) / CHECKPOINTS
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        (checkpoints / "step-000000001.pt").touch()
         say(settings, f"attempt{attempt}-rank{rank}", f"{os.getpid()} {dist.get_world_size()} {settings.run_name}")
         stop = torch.tensor(0.0)
         while not stop:
@@ -52,7 +56,16 @@ def not_listening_yet(settings: Settings) -> None:
     time.sleep(3600)
 
 
-WORK = {work.__name__: work for work in (until_told_to_stop, deaf, not_listening_yet)}
+def in_the_rendezvous(settings: Settings) -> None:
+    """Rank 0 waits for a rank that does not come."""
+    say(settings, f"attempt0-rank{os.environ['RANK']}", f"{os.getpid()}")
+    if os.environ["RANK"] != "0":
+        time.sleep(3600)
+    with process_group(settings.timeout):
+        pass
+
+
+WORK = {work.__name__: work for work in (until_told_to_stop, deaf, not_listening_yet, in_the_rendezvous)}
 
 if __name__ == "__main__":
     arguments = sys.argv[2:]

@@ -18,6 +18,9 @@ from tests.compare import assert_bitwise_equal
 # In MiB, as DDP takes it: 1 KiB, which cuts the models here into several buckets.
 SMALL_BUCKETS = 2.0**-10
 
+# Values of each rank that go along with the gradients and tell whether those of all ranks belong together.
+STAMP = 2
+
 
 class Given(nn.Module):
     """A model whose gradients are the tensors it is called with: exactly, of any value, real or complex.

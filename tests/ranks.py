@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastsync.distributed import let_nccl_share_gpus
+
 # How long the other ranks may go on after one has failed, so that their errors can be reported as well.
 GRACE_SECONDS = 1.0
 # How long a hanging rank gets to write down where it hangs.
@@ -105,7 +107,7 @@ def _rank_main(rank: int, world_size: int, call: bytes, folder_name: str, timeou
         if "nccl" in backend:
             torch.cuda.set_device(rank % torch.cuda.device_count())
             if world_size > torch.cuda.device_count():
-                _let_nccl_share_gpus(rank)
+                let_nccl_share_gpus(rank)
         # DDP and optimizers import it; imported while a group is open, it keeps the group's threads alive until the
         # interpreter shuts down, which may then abort.
         importlib.import_module("torch._dynamo")
@@ -125,13 +127,6 @@ def _rank_main(rank: int, world_size: int, call: bytes, folder_name: str, timeou
         sys.stderr.flush()
         # A process group whose peers are stuck may block in its destructor: leave without running any.
         os._exit(1)
-
-
-def _let_nccl_share_gpus(rank: int) -> None:
-    """NCCL refuses two ranks of one host on one GPU; from 2.30 on it can be told not to."""
-    os.environ["NCCL_HOSTID"] = f"rank-{rank}"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # all that is left between "hosts", and always there
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
 
 
 def _wait_for_all(processes: Sequence[BaseProcess], deadline: float) -> None:

@@ -18,15 +18,20 @@ from torch import Tensor
 
 from fastsync import reference
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# On an emulated one the kernels of CUDA run on tensors of the CPU, threads and blocks in this order or in the opposite.
+DEVICES = ["cpu", "emulated", "emulated-descending", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_each_device = pytest.mark.parametrize("device", DEVICES, indirect=True)  # see conftest.py
+# For tests of single values, in which nobody waits for anybody.
+in_either_order = pytest.mark.parametrize("device", [*DEVICES[:2], DEVICES[-1]], indirect=True)
 OPERATORS = ["pack", "unpack", "reduce", "measure"]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 WIRE_DTYPES = [None, torch.float16, torch.bfloat16, torch.uint8]  # None: the gradients' own; uint8: blocks of int8
 VALUES = ["ordinary", "mostly_ordinary", "wide", "special", "bits", "zeros"]
 FORMS = ["contiguous", "transposed", "channels_last", "strided"]
 
-# What lies in a storage behind the last element of its tensor: nobody may write there.
-_NUM_BEHIND = 3
+# What lies in a storage behind the last element of its tensor: nobody may write there. There is room for a warp that
+# goes on to the end of its block of int8, so that this shows in a comparison and not in a crash.
+NUM_BEHIND = 128 + 3
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -63,6 +68,7 @@ class Bucket:
     stochastic: bool = False
     values: str = "ordinary"
     seed: int = 0
+    step: int | None = None
 
     @property
     def wire(self) -> torch.dtype:
@@ -78,7 +84,7 @@ class Bucket:
 
         def allocate(numel: int, offset: int, dtype: torch.dtype) -> Tensor:
             offset *= 4 if dtype == torch.uint8 else 1  # a block of int8 begins at a multiple of its scale's size
-            storage = random_values(self.values, offset + numel + _NUM_BEHIND, dtype, generator)
+            storage = random_values(self.values, offset + numel + NUM_BEHIND, dtype, generator)
             if dtype == torch.uint8:
                 storage[offset : offset + numel] = random_blocks(self.values, numel, generator)
             built.storages.append(storage.to(device))
@@ -107,6 +113,8 @@ class Bucket:
         built.stats = -torch.arange(1.0, reference.NUM_STATS + 1, dtype=torch.float64, device=device)
         if self.scale_exponent is not None:
             built.bucket_scale = torch.tensor(math.ldexp(1.0, self.scale_exponent), device=device)
+        if self.step is not None:
+            built.step = torch.tensor(self.step, device=device)
         return built
 
     def _rows(self, numel: int, dtype: torch.dtype, allocate: Callable[[int, int, torch.dtype], Tensor]) -> Tensor:
@@ -115,7 +123,7 @@ class Bucket:
 
 @dataclass
 class BuiltBucket:
-    """The tensors of a ``Bucket``; ``storages`` are the whole memory that all but the last two are part of."""
+    """The tensors of a ``Bucket``; ``storages`` are the whole memory that all but the last three are part of."""
 
     bucket: Bucket
     device: str
@@ -128,6 +136,7 @@ class BuiltBucket:
     storages: list[Tensor] = field(default_factory=list)
     stats: Tensor = field(default_factory=lambda: torch.empty(0))
     bucket_scale: Tensor | None = None
+    step: Tensor | None = None
 
     @property
     def wire(self) -> Tensor:
@@ -136,14 +145,14 @@ class BuiltBucket:
     def arguments(self, operator: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the keyword arguments for one of ``OPERATORS``."""
         bucket = self.bucket
-        encoding = {"multiplier": bucket.multiplier, "limit": bucket.limit, "seed": bucket.seed}
+        encoding = {"multiplier": bucket.multiplier, "limit": bucket.limit, "seed": bucket.seed, "step": self.step}
         if operator == "pack":
             encoding["stochastic"] = bucket.stochastic and self.wire.dtype == torch.uint8
             return (self.grads, self.wire, self.stats, self.bucket_scale, self.residuals), encoding
         if operator == "unpack":
             wires = self.wire if bucket.num_wires == 1 else self.wires
             factor = 1.0 if bucket.num_wires == 1 else bucket.multiplier
-            return (wires, self.grads, self.stats, self.bucket_scale), {"multiplier": factor}
+            return (wires, self.grads, self.stats, self.bucket_scale), {"multiplier": factor, "step": self.step}
         if operator == "reduce":
             encoding |= {"grad_dtype": bucket.grad_dtype}
             encoding["stochastic"] = bucket.stochastic and self.out.dtype == torch.uint8
@@ -236,7 +245,7 @@ def sample_inputs(device: str) -> list[BuiltBucket]:
         Bucket(sizes, half, bfloat16, multiplier=0.125),
         Bucket(sizes, bfloat16, scale_exponent=9, values="bits"),
         Bucket(forms, wire_dtype=torch.uint8, wire_offset=1, with_residuals=True, values="mostly_ordinary"),
-        Bucket(sizes, wire_dtype=torch.uint8, num_wires=3, multiplier=1 / 3, stochastic=True, seed=-5),
+        Bucket(sizes, wire_dtype=torch.uint8, num_wires=3, multiplier=1 / 3, stochastic=True, seed=-5, step=3),
         Bucket(sizes, wire_dtype=half, num_wires=2, scale_exponent=5, multiplier=0.5, with_residuals=True),
         Bucket(sizes, torch.float64, bfloat16, num_wires=2, sums="wire to sums", with_residuals=True),
         Bucket((Gradient((256,)),), num_wires=2, sums="sums to blocks", with_residuals=True),
@@ -273,4 +282,5 @@ def random_buckets(draw: st.DrawFn, *, expanded: bool = False) -> Bucket:
         stochastic=draw(st.booleans()),
         values=draw(st.sampled_from(VALUES)),
         seed=draw(st.integers(0, 2**31)),
+        step=draw(st.one_of(st.none(), st.integers(0, 2**40))),
     )

@@ -434,3 +434,49 @@ def _sends_a_small_bucket_first(rank: int, world_size: int) -> None:
 
 def test_the_first_of_several_buckets_is_small() -> None:
     run_ranks(_sends_a_small_bucket_first, 2)
+
+
+# ---- what every rank gets from rank 0 -----------------------------------------------------------------------------
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
+    *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+def _of_every_dtype(rank: int) -> nn.Module:
+    model = nn.Linear(2, 2)
+    for index, dtype in enumerate(DTYPES):
+        values = torch.full((3, 2), (rank + index) % 2 + 1, dtype=torch.uint8).to(torch.float32)
+        frozen = values.t() if index % 2 else values  # contiguous or not
+        model.register_parameter(f"frozen_{index}", nn.Parameter(frozen.to(dtype), requires_grad=False))
+        model.register_buffer(f"buffer_{index}", values.to(dtype))
+        model.register_buffer(f"scalar_{index}", values[0, 0].to(dtype))
+    return model
+
+
+def _bytes(tensor: Tensor) -> list[int]:
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def _rank_0s_are_everybodys(rank: int, world_size: int) -> None:
+    model, expected = _of_every_dtype(rank), _of_every_dtype(0)
+    fastsync.attach(model)
+    for name, tensor in expected.state_dict().items():
+        if name not in ("weight", "bias"):
+            assert _bytes(model.state_dict()[name]) == _bytes(tensor), f"rank {rank}: {name}"
+    fastsync.check_consistency(model)
+
+    loose = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((2,), rank), requires_grad=False)]
+    fastsync.attach(loose)
+    assert loose[1].tolist() == [0, 0]
+
+    model = nn.Linear(2, 2)
+    model.register_parameter("table", nn.Parameter(torch.zeros(2 + rank, dtype=torch.int64), requires_grad=False))
+    with pytest.raises(ValueError, match=r"rank 0: parameter table of shape \[2\], torch.int64; rank 1: .*\[3\]"):
+        fastsync.attach(model)
+
+
+def test_rank_0s_parameters_and_buffers_are_everybodys_whatever_their_dtype() -> None:
+    run_ranks(_rank_0s_are_everybodys, 2)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import fastsync
 from fastsync import reference
+from fastsync.compression import AnyCompression
 from tests.models import SMALL_BUCKETS, Given, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, batch, grads_of
 from tests.ranks import run_ranks
 from tests.test_ddp_cuda import LONG, SHORT, STEPS, WIRE_DTYPES, _grads
@@ -100,7 +101,7 @@ def test_the_host_never_waits_for_the_device(world_size: int) -> None:
 class _Training:
     """A model whose steps can be captured in a CUDA graph."""
 
-    def __init__(self, wire: str) -> None:
+    def __init__(self, wire: AnyCompression) -> None:
         torch.manual_seed(1)
         self.model = Mlp().to("cuda")
         self._sync = fastsync.attach(self.model, wire, bucket_cap_mb=SMALL_BUCKETS)
@@ -113,17 +114,27 @@ class _Training:
         self._optimizer.step()
 
 
-def _replays(rank: int, world_size: int) -> None:
+def _warm_up(*trainings: _Training, inputs: Tensor) -> None:
+    """Steps on a side stream, as torch asks of what is to be captured."""
     side = torch.cuda.Stream()
-    for wire in WIRE_DTYPES:
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for training in trainings:
+            for _ in range(STEPS):
+                training.step(inputs)
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _replays(rank: int, world_size: int) -> None:
+    """What is attached on the default stream, too: the accumulators are those of the captured forward.
+
+    Stochastic rounding follows the replays as it does the eager steps.
+    """
+    int8 = [fastsync.Compression("int8", error_feedback=True), fastsync.Compression("int8", rounding="stochastic")]
+    for wire in (*WIRE_DTYPES, *int8):
         inputs = batch(rank, 0).to("cuda")
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # as torch asks of what is to be captured
-            eager, captured = _Training(wire), _Training(wire)
-            for training in (eager, captured):
-                for _ in range(STEPS):
-                    training.step(inputs)
-        torch.cuda.current_stream().wait_stream(side)
+        eager, captured = _Training(wire), _Training(wire)
+        _warm_up(eager, captured, inputs=inputs)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured.step(inputs)
@@ -139,6 +150,50 @@ def _replays(rank: int, world_size: int) -> None:
 @on_one_and_two_ranks
 def test_a_captured_step_is_the_eager_one(world_size: int) -> None:
     run_ranks(_replays, world_size, backend="nccl")
+
+
+def _clips_what_a_graph_left(rank: int, world_size: int) -> None:
+    model = Mlp().to("cuda")
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    inputs = batch(rank, 0).to("cuda")
+
+    def backward() -> None:
+        model.zero_grad(set_to_none=False)
+        model(inputs).square().mean().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(STEPS):
+            backward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backward()
+    for number in range(1, STEPS):
+        inputs.copy_(batch(rank, number))
+        graph.replay()
+        expected = torch.nn.utils.get_total_norm(grads_of(model))
+        torch.testing.assert_close(fastsync.clip_grad_norm_(sync, 0.01), expected, rtol=1e-6, atol=0.0)
+
+
+def test_every_replay_of_a_captured_step_may_be_clipped() -> None:
+    run_ranks(_clips_what_a_graph_left, 2, backend="nccl")
+
+
+def _schedule(rank: int, world_size: int) -> None:
+    training = _Training({0: "none", 1000: "fp16"})
+    inputs = batch(rank, 0).to("cuda")
+    _warm_up(training, inputs=inputs)
+    with (
+        pytest.raises(ValueError, match="a CUDA graph repeats the step that it has captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        training.step(inputs)
+
+
+def test_a_captured_schedule_is_refused() -> None:
+    run_ranks(_schedule, 1, backend="nccl")
 
 
 def _gloo(rank: int, world_size: int) -> None:

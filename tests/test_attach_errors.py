@@ -49,6 +49,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "nothing": (list, "none of its 0 parameters requires a gradient"),
     "named": (lambda: Mlp().named_parameters(), "number 0 is a tuple; pass them without their names"),
     "optimizer": (lambda: torch.optim.SGD(Mlp().parameters()).param_groups, "number 0 is a dict"),
+    "expanded": (
+        lambda: [nn.Parameter(torch.zeros(1, 6).expand(4, 6))],
+        r"elements of parameter 0 share memory \(shape \[4, 6\], strides \[0, 1\]\).*attach what it was expanded from",
+    ),
     "no leaf": (lambda: [torch.ones(2, requires_grad=True) * 2], "tensor 0 is no leaf of the graph.*MulBackward"),
 }
 
@@ -124,10 +128,96 @@ def test_sparse_gradients_that_show_up_late() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_a_gradient_that_is_used_up_inside_backward() -> None:
+    model = Mlp()
+    fastsync.attach(model)
+    weight = model.layers[0].weight
+
+    def step(_: torch.Tensor) -> None:
+        weight.data.sub_(weight.grad)
+        weight.grad = None
+
+    hook = weight.register_post_accumulate_grad_hook(step)
+    with pytest.raises(ValueError, match=r"gradient of layers\.0\.weight was gone.*optimizer step inside.*step after"):
+        model(torch.ones(1, 32)).sum().backward()
+    hook.remove()
+    model.zero_grad()
+    model(torch.ones(1, 32)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _ends_of_two_engines(rank: int, world_size: int) -> None:
+    used, idle, other = (nn.Parameter(torch.zeros(40)) for _ in range(3))
+    fastsync.attach([used, idle])
+    fastsync.attach([other])
+    if rank == 0:
+        idle.grad = torch.ones(40).to_sparse()
+    loss = ((used + other) * (1.0 + rank)).sum()
+    if rank == 0:
+        with pytest.raises(ValueError, match="parameter 1 got a sparse gradient"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert used.grad is not None
+        assert used.grad.isnan().all()
+    assert other.grad is not None
+    assert other.grad.tolist() == [1.5] * 40
+
+
+def test_an_error_in_one_of_several_engines_keeps_no_rank_waiting() -> None:
+    run_ranks(_ends_of_two_engines, 2)
+
+
+class _GivesDTensors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(grad, init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_without_memory_of_their_own() -> None:
+    parameter = nn.Parameter(torch.zeros(8))
+    fastsync.attach([parameter])
+    with pytest.raises(ValueError, match=r"parameter 0 got a gradient of a tensor subclass.*DTensor.*to_local"):
+        _GivesDTensors.apply(parameter).sum().backward()
+
+
+STRIDES: dict[str, Callable[[], nn.Parameter]] = {
+    "channels_last 1x1": lambda: nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last).weight,
+    "channels_last depthwise": lambda: nn.Conv2d(4, 4, 3, groups=4).to(memory_format=torch.channels_last).weight,
+    "transposed row": lambda: nn.Parameter(torch.ones(1, 7).t()),
+    "every second column": lambda: nn.Parameter(torch.ones(4, 6)[:, ::2]),
+    "gaps": lambda: nn.Parameter(torch.empty_strided((3, 2), (4, 1)).fill_(1.0)),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("what", STRIDES)
+def test_parameters_of_any_strides(what: str) -> None:
+    parameter = STRIDES[what]()
+    fastsync.attach([parameter])
+    (parameter * 2).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.unique().tolist() == [2.0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_more_buckets_than_there_are_tags_for() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4097)]
+    fastsync.attach(parameters, bucket_cap_mb=1e-6)
+    with pytest.raises(ValueError, match=r"gradients in 4097 buckets, but there may be 4096.*larger bucket_cap_mb"):
+        torch.stack(parameters).sum().backward()
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_sharded_parameters_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh))
-    with pytest.raises(ValueError, match="parameter 0 is a DTensor, whose gradients are sharded or wrapped"):
+    with pytest.raises(ValueError, match="parameter 0 is a DTensor, which wraps other tensors"):
         fastsync.attach([weight])
 
 

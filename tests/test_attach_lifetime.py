@@ -113,6 +113,26 @@ def _detached(rank: int) -> None:
         assert_freed([handle])
 
 
+def _mark_of_accumulator(parameter: nn.Parameter) -> object:
+    """What is written on the accumulator that the parameter has now; a new one is written on."""
+    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+    return node.metadata.setdefault("mark", object())
+
+
+def _accumulators_are_not_kept_alive(rank: int) -> None:
+    """One remembers the stream that was current when it was made, so each forward has to make its own."""
+    model = Mlp()
+    attach(model)
+    before = [_mark_of_accumulator(parameter) for parameter in model.parameters()]
+    assert_averages(model, rank)
+    after = [_mark_of_accumulator(parameter) for parameter in model.parameters()]
+    assert not set(map(id, before)) & set(map(id, after))
+    kept = model.layers[0].weight.view_as(model.layers[0].weight)  # its accumulator serves several backwards
+    for number in range(1, 3):
+        assert_averages(model, rank, number)
+    del kept
+
+
 def _handle_is_an_attribute(rank: int) -> None:
     model = Mlp()
     model.sync = attach(model)
@@ -140,6 +160,7 @@ def _models_and_handles(rank: int, world_size: int) -> None:
     _handle_is_dropped(rank)
     _loose_parameters(rank)
     _detached(rank)
+    _accumulators_are_not_kept_alive(rank)
     _handle_is_an_attribute(rank)
 
 

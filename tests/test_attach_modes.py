@@ -387,19 +387,27 @@ class Fails(torch.autograd.Function):
 def _fails_between_checkpoint_and_parameter(rank: int, world_size: int) -> None:
     """The parameter that a reentrant checkpoint takes as its input outlives the graph in which backward failed."""
     direct, last, layer = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(3)), nn.Linear(16, 300, bias=False)
+    nn.init.ones_(layer.weight)  # so that every gradient is a whole number
     parameters = [direct, last, layer.weight]
     sync = fastsync.attach(parameters, bucket_cap_mb=SMALL_BUCKETS)
+
+    def loss_of(run: Callable[..., Tensor]) -> Tensor:
+        return (last * direct[:3]).sum() + Fails.apply(direct).sum() + run(layer, direct).sum()
+
     for step in range(5):
         for parameter in parameters:
             parameter.grad = None
+        Fails.now = False
+        of_one = torch.autograd.grad(loss_of(_plainly), parameters)
         Fails.now = step == 2
-        loss = (last * direct[:3]).sum() + Fails.apply(direct).sum() + _REENTRANT(layer, direct).sum()
+        loss = (1 + 2 * rank) * loss_of(_REENTRANT)  # so that the mean is twice rank 0's
         if Fails.now:
             with pytest.raises(ArithmeticError, match="as told"):
                 loss.backward()
         else:
             loss.backward()
-            assert_same_on_all_ranks(grads_of(layer))
+            expected = [2 * gradient for gradient in of_one]
+            assert_all_bitwise_equal([p.grad for p in parameters], expected, f"step {step}: gradient")  # type: ignore[misc]
     assert sync.stats().num_steps == 5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 import fastsync
+from fastsync.stats import BucketStats
+from tests.compare import assert_bitwise_equal
 from tests.models import (
     SMALL_BUCKETS,
+    STAMP,
     Given,
     Mlp,
     assert_all_bitwise_equal,
@@ -98,11 +102,11 @@ def _stats_add_up(rank: int, world_size: int) -> None:
             model.zero_grad()
             model(batch(rank, step)).square().mean().backward()
             stats = sync.stats()
-            num_flags = len(list(model.parameters()))
+            num_flags = len(list(model.parameters())) + STAMP * world_size
             assert stats.num_steps == step
             assert stats.elements == sum(bucket.elements for bucket in stats.buckets) == 8082
             assert stats.num_syncs == step * len(stats.buckets)
-            assert stats.wire_bytes == step * (8082 + num_flags) * itemsize
+            assert stats.wire_bytes == step * (_num_on_wire(stats.buckets) + num_flags) * itemsize
         for bucket in stats.buckets:
             assert bucket.num_syncs == 3
             assert min(bucket.pack_time, bucket.collective_time, bucket.unpack_time) > 0
@@ -115,7 +119,13 @@ def _stats_add_up(rank: int, world_size: int) -> None:
         model(batch(rank, 4)).square().mean().backward()
         later = sync.stats()
         assert later.elements == 8082 - 64 * 33
-        assert later.wire_bytes == stats.wire_bytes + (later.elements + num_flags - 2) * itemsize
+        num_sent = _num_on_wire(later.buckets) + num_flags - 2
+        assert later.wire_bytes - stats.wire_bytes == num_sent * itemsize
+
+
+def _num_on_wire(buckets: Sequence[BucketStats]) -> int:
+    """Each bucket has at most one gradient whose size is no multiple of 8, and it is not the last."""
+    return sum(-(-bucket.elements // 8) * 8 for bucket in buckets)
 
 
 def test_stats_add_up() -> None:
@@ -168,3 +178,20 @@ def test_a_rank_alone_sends_nothing() -> None:
         counts = _profile_each_part(0, 1)
     assert {part: counts.get(part) for part in PARTS} == dict.fromkeys(PARTS, 2)
     assert "gloo:all_reduce" not in counts
+
+
+def _after_zeros(rank: int, world_size: int, spoil: float) -> None:
+    model = Given([torch.zeros(300), torch.zeros(300)])
+    sync = fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
+    ones = torch.ones(300)
+    for grads in ([ones, ones], *[[ones * spoil, ones]] * 12, [ones, ones]):
+        model.zero_grad()
+        model(grads).backward()
+    for grad in grads_of(model):
+        assert_bitwise_equal(grad, ones)
+    assert sync.grad_stats.num_saturated == 0
+
+
+@pytest.mark.parametrize("spoil", [0.0, float("nan")])
+def test_fp16_finds_its_scale_anew_after_zeros_and_nan(spoil: float) -> None:
+    run_ranks(_after_zeros, 2, spoil)

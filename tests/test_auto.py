@@ -309,11 +309,17 @@ def test_each_bucket_travels_as_was_chosen_for_its_size() -> None:
 
 
 def _averages_at_once(rank: int, world_size: int) -> None:
-    weight = torch.zeros(1000, requires_grad=True)
-    for _ in range(2):
-        weight.grad = torch.full((1000,), 1.0 + rank)
-        fastsync.all_reduce_gradients([weight], "auto")
-        assert weight.grad.tolist() == [1.5] * 1000
+    """What travels shows in the result: 1 + 2**-12 takes more bits than fp16 has."""
+    profile = replace(PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),))))
+    for numel, expected in ((1000, 2.0 + 2.0**-11), (30_000, 2.0)):
+        weight = torch.zeros(numel, requires_grad=True)
+        for _ in range(2):
+            weight.grad = torch.full((numel,), (1.0 + 2.0**-12) * (1 + 2 * rank))
+            fastsync.all_reduce_gradients([weight], fastsync.Auto(profile=profile))
+            assert weight.grad.unique().tolist() == [expected]
+    weight.grad = torch.full((numel,), 1.0 + rank)
+    fastsync.all_reduce_gradients([weight], "auto")  # which measures
+    assert weight.grad.unique().tolist() == [1.5]
 
 
 def test_gradients_are_averaged_at_once_as_was_chosen() -> None:

@@ -32,6 +32,22 @@ def test_places_are_gpus_for_all_ranks_or_cores(monkeypatch: pytest.MonkeyPatch)
         check_places(17, oversubscribe=False)
 
 
+def test_ranks_may_share_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("benchmarks.collect.cores", lambda: 16)
+    monkeypatch.setattr("benchmarks.memory.available", lambda: 0)
+    monkeypatch.setattr("benchmarks.memory.available_on", lambda device: 2**21)
+    assert [places(nproc, share_gpus=True) for nproc in (1, 2, 5)] == [2, 2, 2]
+    check_places(5, oversubscribe=False, share_gpus=True)
+    check_ranks_fit("a size", 2**20, 4, "choose less", share_gpus=True)
+    with pytest.raises(ValueError, match="takes about 3MiB of memory, and 2MiB are free"):
+        check_ranks_fit("a size", 2**20, 5, "choose less", share_gpus=True)
+    for cpu, gpus in ((True, 2), (False, 0)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        with pytest.raises(ValueError, match="share_gpus: torch sees no GPU here, or may not take one: leave it out"):
+            check_places(2, oversubscribe=True, cpu=cpu, share_gpus=True)
+
+
 @pytest.mark.parametrize(
     ("quota", "expected"),
     [

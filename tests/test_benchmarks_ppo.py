@@ -139,14 +139,27 @@ def test_a_training_that_hangs_ends_with_its_ranks(tmp_path: Path, monkeypatch: 
         time.sleep(0.02)
 
 
-def test_trainings_see_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("cuda", "0")])
+def test_trainings_see_gpus_only_if_they_are_to(
+    device: str, visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     seen = tmp_path / "python"
     seen.write_text('#!/bin/sh\necho "{\\"visible\\": \\"$CUDA_VISIBLE_DEVICES\\"}"\n')
     seen.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(seen))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    training = Training(total_steps=1, num_envs=1, num_steps=1, num_minibatches=1, num_epochs=1, seed=1)
-    assert run_alone("fastsync", training, timeout=30) == {"visible": ""}
+    training = Training(total_steps=1, num_envs=1, num_steps=1, num_minibatches=1, num_epochs=1, seed=1, device=device)
+    assert run_alone("fastsync", training, timeout=30) == {"visible": visible}
+
+
+def test_gpus_that_trainings_do_not_see_are_no_places(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("benchmarks.collect.cores", lambda: 1)
+    with pytest.raises(SystemExit):
+        main(["ppo", "--nproc", "2"])
+    assert "nproc=2: this machine has 1 cores" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
@@ -170,6 +183,7 @@ def test_trainings_run_in_processes_of_their_own(trainer: str):
         (("--hyperparameters",), "hyperparameters: choose at least one of cleanrl"),
         (("--timeout", "0"), "timeout=0.0 must be more than 0"),
         (("--hyperparameters", "large", "--nproc", "4"), "nproc=4: this machine has 2 cores"),
+        (("--device", "cuda"), "device=cuda: torch sees 0 GPUs, for 2 ranks"),
     ],
 )
 def test_ppo_refuses_what_cannot_be_measured(

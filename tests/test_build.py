@@ -37,6 +37,7 @@ def built(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[set
     )
     for name in ("FASTSYNC_CUDA", "FASTSYNC_SANITIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")  # or main() would set it for all tests that follow
     return extensions
 
 
@@ -134,6 +135,29 @@ def test_obstacles_to_the_cuda_half(setup_script: ModuleType, tmp_path: Path) ->
     assert mismatch == f"torch 2.13.0 is built with CUDA 12.8, but the toolkit in {toolkit} is 13.0"
 
 
+def test_the_toolkit_is_that_of_the_nvcc_behind_a_wrapper(
+    setup_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper = tmp_path / "bin" / "nvcc"
+    wrapper.parent.mkdir()
+    wrapper.write_text("#!/bin/sh\necho '#$ _SPACE_= ' >&2\necho '#$ TOP=/opt/cuda-13.0/bin/..' >&2\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", str(wrapper.parent), prepend=":")
+    for chosen, expected in ((None, "/opt/cuda-13.0"), ("/opt/mine", "/opt/mine")):
+        monkeypatch.setenv("CUDA_HOME", "")
+        monkeypatch.delenv("CUDA_HOME")
+        monkeypatch.delenv("CUDA_PATH", raising=False)
+        if chosen is not None:
+            monkeypatch.setenv("CUDA_HOME", chosen)
+        setup_script.choose_toolkit()
+        assert os.environ["CUDA_HOME"] == expected
+
+
+def test_an_nvcc_that_does_not_tell_chooses_no_toolkit(setup_script: ModuleType, tmp_path: Path) -> None:
+    assert setup_script.toolkit_of(_fake_toolkit(tmp_path / "cuda", "13.0") + "/bin/nvcc") is None
+    assert setup_script.toolkit_of(str(tmp_path / "nowhere")) is None
+
+
 @pytest.mark.parametrize(
     ("setting", "obstacle", "built"),
     [("", None, True), ("", "no toolkit", False), ("0", None, False), ("0", "no toolkit", False), ("1", None, True)],
@@ -154,18 +178,26 @@ def test_cpu_half_is_always_built(setup_script: ModuleType) -> None:
     assert _sources("csrc/**/*.h") <= set(extension.depends)
 
 
-def test_cuda_half_adds_the_kernels_for_ampere_and_hopper(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("toolkit", "expected"),
+    [
+        ("13.0", "8.0;9.0;10.0;12.0+PTX"),
+        ("12.8", "8.0;9.0;10.0;12.0+PTX"),
+        ("12.6", "8.0;9.0+PTX"),
+        ("11.8", "8.0;9.0+PTX"),
+    ],
+)
+def test_architectures_are_those_that_the_toolkit_knows(setup_script: ModuleType, toolkit: str, expected: str) -> None:
+    assert setup_script.architectures(toolkit) == expected
+
+
+def test_cuda_half_adds_the_kernels(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
     extension = setup_script.make_extension(with_cuda=True)
     assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/ppo/*.cpp", "csrc/cuda/*.cu")
     for compiler in ("cxx", "nvcc"):
         assert "-DFASTSYNC_WITH_CUDA" in extension.extra_compile_args[compiler]
         assert str(Path(torch.__file__).parent / "include") in _system_folders(extension.extra_compile_args[compiler])
-    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"
 
 
 def _system_folders(flags: list[str]) -> list[str]:

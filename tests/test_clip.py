@@ -296,3 +296,127 @@ def test_gradients_that_were_changed_have_no_known_norm() -> None:
         model.zero_grad()
         model([torch.ones(4), None]).backward()
         assert fastsync.clip_grad_norm_(sync, 1.0).item() == 2.0
+
+
+# ---- with a GradScaler ---------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {**FUSED, "SGD, not fused": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
+
+
+@pytest.mark.parametrize("unscales_first", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_scaler_has_scaled_is_clipped_as_torch_does(name: str, unscales_first: bool) -> None:
+    with group_of_one():
+        for way in ("attach", "hook"):
+            like = [torch.ones(4), torch.ones(3)]
+            model, expected = given_ddp(like) if way == "hook" else Given(like), Given(like)
+            sync = fastsync.register_comm_hook(model) if way == "hook" else fastsync.attach(model)
+            optimizer, reference = (OPTIMIZERS[name](each.parameters()) for each in (model, expected))
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+            for step in range(5):
+                grads = random_grads(0, step, [(4,), (3,)], torch.float32)
+                optimizer.zero_grad()
+                reference.zero_grad()
+                scaler.scale(model(grads)).backward()
+                expected(grads).backward()
+                if unscales_first:
+                    scaler.unscale_(optimizer)
+                with patch.object(torch.Tensor, "item", side_effect=AssertionError("the host waited")):
+                    norm = fastsync.clip_grad_norm_(sync, 0.25, optimizer=optimizer, scaler=scaler)
+                torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(expected.parameters(), 0.25))
+                scaler.step(optimizer)
+                scaler.update()
+                reference.step()
+                for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scaler_that_is_not_enabled_changes_nothing() -> None:
+    with group_of_one():
+        model = Given([torch.ones(4)])
+        sync = fastsync.attach(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        model([torch.full((4,), 2.0)]).backward()
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        assert fastsync.clip_grad_norm_(sync, 2.0, optimizer=optimizer, scaler=scaler).item() == 4.0
+        assert grads_of(model)[0].tolist() == pytest.approx([1.0] * 4)
+
+
+@pytest.mark.parametrize("gives_optimizer", [True, False])
+@pytest.mark.parametrize("way", ["attach", "hook"])
+def test_unscaled_gradients_are_not_clipped_by_the_norm_of_scaled_ones(way: str, gives_optimizer: bool) -> None:
+    with group_of_one():
+        model = given_ddp([torch.ones(4)]) if way == "hook" else Given([torch.ones(4)])
+        sync = fastsync.register_comm_hook(model) if way == "hook" else fastsync.attach(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(model([torch.full((4,), 2.0)])).backward()
+        scaler.unscale_(optimizer)
+        given = {"optimizer": optimizer} if gives_optimizer else {}
+        with pytest.raises(RuntimeError, match=r"a GradScaler has unscaled .*; pass optimizer= and scaler="):
+            fastsync.clip_grad_norm_(sync, 1.0, **given)
+        assert grads_of(model)[0].tolist() == [2.0] * 4
+        assert fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler).item() == 4.0
+
+
+def test_what_another_optimizers_scaler_has_unscaled_does_not_count() -> None:
+    with group_of_one():
+        model, other = Given([torch.ones(4)]), nn.Parameter(torch.ones(5))
+        sync = fastsync.attach(model)
+        optimizer, of_other = torch.optim.SGD(model.parameters()), torch.optim.SGD([other])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(other.sum()).backward()
+        scaler.unscale_(of_other)
+        model([torch.full((4,), 2.0)]).backward()
+        assert fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer).item() == 4.0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_handles_that_share_an_optimizer_are_clipped_apart_with_a_scaler(name: str) -> None:
+    with group_of_one():
+        models = Given([torch.ones(4)]), Given([torch.ones(3)])
+        expected = Given([torch.ones(4)]), Given([torch.ones(3)])
+        syncs = [fastsync.attach(model) for model in models]
+        optimizer, reference = (
+            OPTIMIZERS[name]([p for model in each for p in model.parameters()]) for each in (models, expected)
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            grads = random_grads(0, step, [(4,), (3,)], torch.float32)
+            optimizer.zero_grad()
+            reference.zero_grad()
+            scaler.scale(models[0](grads[:1]) + models[1](grads[1:])).backward()
+            (expected[0](grads[:1]) + expected[1](grads[1:])).backward()
+            for model, sync in zip(expected, syncs, strict=True):
+                norm = fastsync.clip_grad_norm_(sync, 0.25, optimizer=optimizer, scaler=scaler)
+                torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(model.parameters(), 0.25))
+            scaler.step(optimizer)
+            scaler.update()
+            reference.step()
+            for pair in zip(models, expected, strict=True):
+                torch.testing.assert_close(*(each.weights[0] for each in pair), rtol=1e-5, atol=1e-6)
+
+
+def test_a_scaler_is_refused_where_it_cannot_tell() -> None:
+    with group_of_one():
+        model = Given([torch.ones(4)])
+        sync = fastsync.attach(model, overlap=False)
+        optimizer = torch.optim.SGD(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model([torch.ones(4)]).backward()
+        sync.synchronize()
+        with pytest.raises(ValueError, match="scaler: serves only together with optimizer="):
+            fastsync.clip_grad_norm_(sync, 1.0, scaler=scaler)
+        with pytest.raises(ValueError, match="scaler: serves only with what attach or register_comm_hook returned"):
+            fastsync.clip_grad_norm_(model.parameters(), 1.0, scaler=scaler)
+        with pytest.raises(RuntimeError, match="it has scaled no loss yet"):
+            fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler)
+        model.zero_grad()
+        scaler.scale(model([torch.ones(4)])).backward()
+        sync.synchronize()
+        scaler.unscale_(optimizer)  # before synchronize() as well, for all that anybody can tell
+        with pytest.raises(RuntimeError, match=r"unscale_ came before or after synchronize\(\)"):
+            fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match="has stepped with these gradients already"):
+            fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync.distributed import check_consistency, dist_mean, dist_sum, process_group
+from fastsync.distributed import _takes_gpus, check_consistency, dist_mean, dist_sum, process_group
 from tests.ranks import run_ranks
 
 WORLD_SIZE = 3
@@ -172,3 +172,19 @@ def test_no_thread_of_the_group_outlives_it():
 def without_ranks() -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if name not in names} | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "alone", "shared"),
+    [
+        (["a", "b"], True, True),
+        (["a", "a"], False, True),
+        (["a", ""], False, False),
+        ([""], False, False),
+        (["a"], True, True),
+    ],
+)
+def test_nccl_is_chosen_where_every_rank_has_a_gpu_which_it_may_have_to_share(
+    gpus: list[str], alone: bool, shared: bool
+) -> None:
+    assert (_takes_gpus(gpus, share_gpus=False), _takes_gpus(gpus, share_gpus=True)) == (alone, shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -84,6 +85,26 @@ def test_residuals_stay_where_no_rank_has_a_new_gradient() -> None:
     run_ranks(_stay_where_nothing_is_new, 2)
 
 
+def _norm_of_what_is_handed_out(rank: int, world_size: int) -> None:
+    for wire, algorithm in (("int8", "two_shot"), ("bf16", "two_shot"), ("int8", "one_shot")):
+        compression = Compression(wire, reduce="fp32", algorithm=algorithm, error_feedback=True)
+        always, once = nn.Parameter(torch.zeros(3000)), nn.Parameter(torch.zeros(3000))
+        sync = fastsync.attach([always, once], compression, overlap=False)
+        for step in range(3):
+            given_gradients(rank, step, always, once)
+            always.grad.mul_(1e-4)
+            once.grad = once.grad.mul_(1e4) if step == 0 else None
+            sync.synchronize()
+            assert (once.grad is None) == (step > 0)
+            expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
+            torch.testing.assert_close(sync.grad_stats.grad_norm.double(), expected, rtol=1e-6, atol=0.0)
+
+
+def test_the_norm_leaves_out_what_no_rank_gets() -> None:
+    """Of a gradient that nobody has any more, a wire still carries what was lost of it before."""
+    run_ranks(_norm_of_what_is_handed_out, 3)
+
+
 def _resume(rank: int, world_size: int) -> None:
     compression = Compression("int8", error_feedback=True, rounding="stochastic")
     first, second = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(1000))
@@ -104,6 +125,77 @@ def _resume(rank: int, world_size: int) -> None:
 
 def test_stochastic_rounding_goes_on_as_it_was_in_another_engine() -> None:
     run_ranks(_resume, 3)
+
+
+def _round(sync: Any, parameter: nn.Parameter, rank: int) -> Tensor:
+    parameter.grad = torch.linspace(-1.0, 1.0, parameter.numel())
+    sync.synchronize()
+    return parameter.grad
+
+
+def _follow_the_step(rank: int, world_size: int, how: dict[str, Any]) -> None:
+    compression = Compression("int8", rounding="stochastic", **how)
+    schedule = {0: compression, 2: "none", 4: compression}
+    first, second = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
+    sync = fastsync.attach([first], schedule, overlap=False)
+    states, results = [], []
+    for _ in range(7):
+        states.append(copy.deepcopy(sync.state_dict()))
+        results.append(_round(sync, first, rank))
+    rounded = [results[step] for step in (0, 1, 4, 5, 6)]
+    assert len({tuple(each.tolist()) for each in rounded}) == len(rounded)
+    resumed = fastsync.attach([second], schedule, overlap=False)
+    # In an engine of its own, and in one that has counted other steps: forth, back, and where it is already.
+    for start in (3, 6, 0, 1):
+        resumed.load_state_dict(states[start])
+        for step in range(start, min(start + 2, 7)):
+            assert_bitwise_equal(_round(resumed, second, rank), results[step], f"step {step} from {start}")
+
+
+@pytest.mark.parametrize("how", [{"algorithm": "one_shot"}, {"algorithm": "two_shot"}, {"ranks_per_node": 2}], ids=str)
+def test_stochastic_rounding_follows_the_step_wherever_a_run_begins(how: dict[str, Any]) -> None:
+    """Also where the schedule rounds to nearest in between, and nothing counts the steps."""
+    run_ranks(_follow_the_step, 4 if "ranks_per_node" in how else 2, how)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("as told")
+
+
+def _follow_the_step_past_failures(rank: int, world_size: int) -> None:
+    compression = Compression("int8", rounding="stochastic")
+    weights = torch.linspace(-1.0, 1.0, 3000)
+
+    def run(steps: range, failing: range) -> list[Tensor]:
+        before, parameter = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(3000))
+        sync = fastsync.attach([before, parameter], compression, bucket_cap_mb=1e-3)
+        sync.load_state_dict({"step": steps.start, "scales": {}, "residuals": {}})
+        results = []
+        for step in steps:
+            parameter.grad = before.grad = None
+            first = _Fails.apply(before) if step in failing and rank == 0 else before
+            loss = (parameter * weights).sum() + (first * 1.0).sum()
+            if step in failing and rank == 0:
+                with pytest.raises(ArithmeticError, match="as told"):
+                    loss.backward()
+            else:
+                loss.backward()
+                assert parameter.grad is not None
+                results.append(parameter.grad)
+        return results
+
+    results = run(range(4), range(1, 2))
+    assert_bitwise_equal(results[-1], run(range(3, 4), range(0))[0])
+
+
+def test_stochastic_rounding_follows_the_step_past_a_backward_that_failed() -> None:
+    run_ranks(_follow_the_step_past_failures, 2)
 
 
 def _rounds_otherwise_elsewhere(rank: int, world_size: int) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,7 @@ class Launched:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     def waits_for(self, name: str) -> list[str]:
@@ -117,7 +118,14 @@ def test_the_way_to_go_on_is_that_of_the_run(
     saved = CheckpointFolder(tmp_path / "runs/x/checkpoints", 1).save(make_checkpoint(1, settings=Settings()), 0.0)
     shutil.copy(saved, "found.pt")
     monkeypatch.setattr("fastsync.launch.default_run_name", lambda settings, started: "NEW")
-    monkeypatch.setattr("fastsync.launch.launch_ranks", lambda *arguments, **options: [None, "SIGTERM"])
+
+    def save_and_stop(work: object, nproc: int, settings: Settings, **options: object) -> list[str | None]:
+        name = settings.run_name or "NEW"
+        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / name / "checkpoints" / "step-000000002.pt").touch()
+        return [None, "SIGTERM"]
+
+    monkeypatch.setattr("fastsync.launch.launch_ranks", save_and_stop)
     assert launch(Launch(settings=Settings(**settings)), ["--seed", "1", *words, "--num-envs", "32"]) == 143
     command = shlex.split(capsys.readouterr().err.partition(" with: ")[2])
     assert command == ["fastsync", "train", "--seed", "1", "--num-envs", "32", *more]
@@ -205,14 +213,37 @@ def test_a_lost_job_comes_back_under_its_name_until_the_rank_that_is_lost_is_nam
     ],
 )
 def test_ranks_that_do_not_stop_are_ended(tmp_path: Path, work: str, number: signal.Signals, expected: int):
-    with launched(tmp_path, "--timeout", "1", work=work) as launcher:
-        pid, *_ = launcher.waits_for("attempt0-rank0")
+    with launched(tmp_path, "--stop-timeout", "1", work=work) as launcher:
+        pid, _, name = launcher.waits_for("attempt0-rank0")
         launcher.process.send_signal(number)
         status, said = launcher.ends()
     assert status == expected
-    assert said.startswith(f"fastsync train: ended by {number.name}. Go on from the last checkpoint with: ")
+    assert said == f"fastsync train: ended by {number.name} before {tmp_path / name} had a checkpoint"
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+
+
+@pytest.mark.parametrize("moment", ["import", "rendezvous"])
+def test_ctrl_c_ends_ranks_that_still_start_in_seconds_and_with_one_line(tmp_path: Path, moment: str):
+    """As a terminal sends it: to all processes. --timeout is no measure for it."""
+    work = "not_listening_yet" if moment == "import" else "in_the_rendezvous"
+    with launched(tmp_path, "--nproc", "2", "--timeout", "3600", work=work) as launcher:
+        if moment == "import":
+            deadline = time.monotonic() + LIMIT
+            while len(children(launcher.process.pid)) < 3:  # one of them is no rank
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            time.sleep(0.5)
+        else:
+            for rank in range(2):
+                launcher.waits_for(f"attempt0-rank{rank}")
+            time.sleep(0.5)
+        os.killpg(launcher.process.pid, signal.SIGINT)
+        _, said = launcher.process.communicate(timeout=LIMIT)
+    assert launcher.process.returncode == 130
+    assert len(said.splitlines()) == 1, said
+    assert said.startswith("fastsync train: ended by SIGINT before ")
+    assert said.endswith(" had a checkpoint\n")
 
 
 def test_two_machines_make_one_job(tmp_path: Path):

@@ -14,10 +14,9 @@ from torch import Tensor
 import fastsync._C  # noqa: F401 registers torch.ops.fastsync
 from fastsync import reference
 from tests.compare import assert_bitwise_equal
-from tests.sample_inputs import DEVICES, GRAD_DTYPES
+from tests.emulated import ops
+from tests.sample_inputs import GRAD_DTYPES, in_either_order, on_each_device
 
-ops = torch.ops.fastsync
-on_each_device = pytest.mark.parametrize("device", DEVICES)
 random_examples = settings(derandomize=True, deadline=None, max_examples=200)
 BLOCK = reference.BLOCK_VALUES
 INF, NAN = math.inf, math.nan
@@ -188,7 +187,7 @@ def test_random_bits_are_those_of_the_published_hashes() -> None:
             assert fractions[block, place] == _murmur_finaliser(key + place) >> 17
 
 
-@on_each_device
+@in_either_order
 def test_stochastic_rounding_is_right_on_average(device: str) -> None:
     grad = torch.cat([torch.linspace(-1, 1, BLOCK - 1), torch.tensor([1.27])]).to(device)
     step = 0.01
@@ -225,6 +224,42 @@ def test_stochastic_rounding_follows_the_seed_and_the_place_on_the_wire(device: 
     assert not torch.equal(sent(5), sent(6))
     blocks = sent(5).view(4, BLOCK)
     assert len({tuple(block.tolist()) for block in blocks}) == 4
+
+
+@in_either_order
+def test_a_repeated_call_rounds_otherwise_each_time_and_right_on_average(device: str) -> None:
+    """As a CUDA graph repeats it: everything that the host says stays the same, and unpacking counts the steps."""
+    grad = torch.cat([torch.linspace(-1, 1, BLOCK - 1), torch.tensor([1.27])]).repeat(2).to(device)
+    wires, out, back = new_wire([grad]).repeat(2).view(2, -1), new_wire([grad]), torch.empty_like(grad)
+    stats, step = new_stats(device), torch.tensor(7, device=device)
+    num_replays = 1000
+    seen: dict[str, set[bytes]] = {"packed": set(), "reduced": set()}
+    total = torch.zeros(2 * BLOCK, dtype=torch.float64)
+    for _ in range(num_replays):
+        for rank, wire in enumerate(wires):
+            ops.pack([grad], wire, stats, stochastic=True, seed=rank, step=step)
+        ops.reduce(wires, out, multiplier=0.5, stochastic=True, seed=2, step=step)
+        ops.unpack(out, [back], stats, step=step)
+        seen["packed"].add(wires[0].cpu().numpy().tobytes())
+        seen["reduced"].add(out.cpu().numpy().tobytes())
+        total += back.cpu().double()
+    assert {name: len(each) for name, each in seen.items()} == {"packed": num_replays, "reduced": num_replays}
+    assert step.item() == 7 + num_replays
+    error = (total / num_replays - grad.cpu().double()) / 0.01
+    # Two ranks' mean and its own rounding: each at most half a step of deviation, the former by the root of two less.
+    assert error.abs().max() < 6 * 0.5 * math.sqrt(1.5 / num_replays) + 2**-12
+
+
+@on_each_device
+def test_a_step_is_counted_by_the_last_call_for_a_bucket(device: str) -> None:
+    step = torch.tensor(5, device=device)
+    wire, grad = torch.ones(300, device=device), torch.empty(300, device=device)
+    ops.unpack(wire, [grad], new_stats(device), step=step, is_last=False)
+    assert step.item() == 5
+    ops.unpack(wire, [grad], new_stats(device), step=step)
+    assert step.item() == 6
+    ops.unpack(wire[:0], [grad[:0]], new_stats(device), step=step)
+    assert step.item() == 7
 
 
 # ---- in pieces ------------------------------------------------------------------------------------------------------

@@ -61,8 +61,13 @@ BAD_INPUTS = [
     _bad(r"residuals\[1\]: expected a contiguous Float tensor of 4 .* got \[3\]", "pack", residuals=_residuals(3)),
     _bad(r"residuals\[1\]: .* got \[4\] Half", "pack", residuals=[torch.ones(2), torch.ones(4).half()]),
     _bad(r"residuals\[1\]: expected a contiguous", "pack", residuals=[torch.ones(2), torch.ones(8)[::2]]),
+    _bad(r"alignment: expected 1 to 128 elements, got 0", "pack", alignment=0),
+    _bad(r"wire: expected a contiguous vector of 16 .* multiple of the alignment", "pack", alignment=8),
     _bad(r"residuals\[1\]: .* on meta", "pack", residuals=[torch.ones(2), torch.ones(4, device="meta")]),
     _bad(r"stochastic: expected False, got True for a wire of Float", "pack", stochastic=True),
+    _bad(r"step: expected one int64 element on cpu, got \[\] Float", step=torch.ones(())),
+    _bad(r"step: expected one int64 element on cpu, got \[2\] Long", step=torch.tensor([1, 2])),
+    _bad(r"step: .* on meta", step=torch.tensor(1, device="meta")),
     _bad(r"grads\[0\]: expected a tensor to write to", "unpack", grads=[torch.ones(1).expand(6)]),
     _bad(r"multiplier: expected a finite number, got nan", multiplier=float("nan")),
     _bad(r"multiplier: expected a finite number, got inf", multiplier=float("inf")),
@@ -84,12 +89,25 @@ def test_bad_input_is_refused_and_nothing_is_written(
         "multiplier": 1.0,
         "limit": 1.0,
         "residuals": None,
+        "alignment": 1,
         "stochastic": False,
+        "step": torch.tensor(5),
     } | changes
     before = {name: _snapshot(value) for name, value in arguments.items()}
     names = {
-        "pack": ["grads", "wire", "stats", "bucket_scale", "residuals", "multiplier", "limit", "stochastic"],
-        "unpack": ["wire", "grads", "stats", "bucket_scale", "multiplier"],
+        "pack": [
+            "grads",
+            "wire",
+            "stats",
+            "bucket_scale",
+            "residuals",
+            "multiplier",
+            "limit",
+            "stochastic",
+            "alignment",
+            "step",
+        ],
+        "unpack": ["wire", "grads", "stats", "bucket_scale", "multiplier", "step"],
         "measure": ["grads", "stats"],
     }
     for operator in operators:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -31,8 +32,12 @@ def make_checkpoint(step: int, **changes: Any) -> Checkpoint:
         "step": step,
         "update": step // 10,
         "seconds": 1.5,
-        "learner": {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()},
-        "environments": [{"lengths": torch.arange(3), "kind": "x", "big": 2**127}, {"lengths": torch.arange(2)}],
+        "learner": {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        | {"scaler": {}, "sync": {}, "schedule": {}, "rewards": {}, "num_draws": 0},
+        "environments": [
+            {"environments": {"lengths": torch.arange(3), "kind": "x", "big": 2**127}, "columns": {}},
+            {"environments": {"lengths": torch.arange(2)}, "columns": {}},
+        ],
         "window": [[0, 1.5, 20]],
     }
     return Checkpoint(**values | changes)
@@ -56,7 +61,7 @@ def test_everything_loads_back(tmp_path: Path):
     )
     assert loaded.learner["optimizer"]["param_groups"] == saved.learner["optimizer"]["param_groups"]
     assert torch.equal(loaded.learner["rng"], saved.learner["rng"])
-    assert loaded.environments[0]["big"] == 2**127
+    assert loaded.environments[0]["environments"]["big"] == 2**127
     found = CheckpointFolder(tmp_path / "checkpoints", keep=3).newest()
     assert found is not None
     assert (found[0], found[1].step) == (path, 50)
@@ -119,6 +124,122 @@ def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str
     assert "step-000000002.pt is damaged" in warnings[0]
 
 
+def _damage_sum(sum_file: Path, how: str) -> None:
+    content = bytearray(sum_file.read_bytes())
+    if how == "one bit":
+        content[5] ^= 1
+    elif how == "one high bit":
+        content[5] ^= 0x80  # no UTF-8 any more
+    elif how == "empty":
+        content = bytearray()
+    sum_file.unlink()
+    if how == "folder":
+        sum_file.mkdir()
+        (sum_file / "something").touch()
+    else:
+        sum_file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["one bit", "one high bit", "empty", "folder"])
+def test_a_damaged_sum_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, how: str):
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step in (1, 2):
+        folder.save(make_checkpoint(step), float(step))
+    _damage_sum(tmp_path / "step-000000002.pt.sha256", how)
+    warnings: list[str] = []
+    found = folder.newest(warnings.append)
+    assert found is not None
+    assert found[1].step == 1
+    assert len(warnings) == 1
+    assert "damaged" in warnings[0]
+    assert "step-000000002.pt.sha256" in warnings[0]
+    # The run goes on from there and comes by the same step again.
+    folder.set_aside(after=1)
+    again = CheckpointFolder(tmp_path, keep=2)
+    for step in (2, 3, 4, 5):
+        again.save(make_checkpoint(step), 9.0)
+    warnings.clear()
+    assert again.newest(warnings.append)[1].step == 5  # type: ignore[index]
+    assert warnings == []
+
+
+@pytest.mark.parametrize("name", ["step-000000001.pt", "step-000000001.pt.sha256", "best-000000001.pt.sha256"])
+def test_a_folder_in_the_place_of_a_file_stops_no_training(tmp_path: Path, name: str):
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step in (1, 2):
+        folder.save(make_checkpoint(step), float(-step))
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    again = CheckpointFolder(tmp_path, keep=2)
+    for step in (3, 4, 5):
+        again.save(make_checkpoint(step), float(step))
+    assert again.newest()[1].step == 5  # type: ignore[index]
+    assert load_checkpoint(again.best()).step == 5  # type: ignore[arg-type]
+
+
+MALFORMED: dict[str, Any] = {
+    "settings": None,
+    "learner": [],
+    "world_size": "2",
+    "step": 2.5,
+    "environments": {},
+    "window": 3,
+    "best_return": "high",
+}
+
+
+def _write_malformed(path: Path, **changes: Any) -> None:
+    values = torch.load(path, weights_only=True) | changes
+    torch.save(values, path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.with_name(path.name + ".sha256").write_text(f"{digest}  {path.name}\n")
+
+
+def test_malformed_content_under_a_good_sum_is_damage(tmp_path: Path):
+    learner = make_checkpoint(1).learner
+    changes: list[tuple[str, Any]] = [
+        *MALFORMED.items(),
+        ("learner", {name: value for name, value in learner.items() if name != "optimizer"}),
+        ("environments", [{"environments": {}}, {"environments": {}, "columns": {}}]),
+        ("environments", [None, None]),
+        ("environments", []),
+    ]
+    for name, value in changes:
+        folder = CheckpointFolder(tmp_path, keep=3)
+        folder.save(make_checkpoint(1), NAN)
+        _write_malformed(folder.save(make_checkpoint(2), NAN), **{name: value})
+        warnings: list[str] = []
+        found = folder.newest(warnings.append)
+        assert found is not None
+        assert found[1].step == 1, (name, value)
+        assert "step-000000002.pt is damaged: " in warnings[0]
+        assert name in warnings[0]
+
+
+def test_content_that_is_no_checkpoint_under_a_good_sum_is_damage(tmp_path: Path):
+    path = CheckpointFolder(tmp_path, keep=3).save(make_checkpoint(1), NAN)
+    whole = path.read_bytes()
+    for content in (b"", b"PK\x03\x04", whole[:-40], b"\x80\x02}q\x00.", bytes(reversed(whole)), b"\xff" * 100):
+        path.write_bytes(content)
+        path.with_name(path.name + ".sha256").write_text(f"{hashlib.sha256(content).hexdigest()}  {path.name}\n")
+        with pytest.raises(RuntimeError, match=r"step-000000001\.pt is (damaged|no checkpoint)"):
+            load_checkpoint(path)
+
+
+def test_a_missing_sum_is_told(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, keep=3)
+    path = folder.save(make_checkpoint(1), 1.0)
+    for file in tmp_path.glob("*.sha256"):
+        file.unlink()
+    assert load_checkpoint(path).notes == (
+        "step-000000001.pt has no step-000000001.pt.sha256 beside it, so damage would go unnoticed",
+    )
+    (tmp_path / "best-000000001.pt").unlink()
+    assert CheckpointFolder(tmp_path, keep=3).set_aside(after=1) == []
+    CheckpointFolder(tmp_path, keep=3).save(make_checkpoint(2), 0.5)  # links the best one anew
+    assert load_checkpoint(tmp_path / "best-000000001.pt").step == 1
+
+
 def test_damage_without_a_sum_is_noticed_where_it_cannot_be_read(tmp_path: Path):
     folder = CheckpointFolder(tmp_path, keep=3)
     path = folder.save(make_checkpoint(1), NAN)
@@ -174,6 +295,7 @@ def test_settings_of_another_version_are_made_up_for_and_told(tmp_path: Path):
     assert loaded.notes == (
         "step-000000007.pt has a setting that this version of fastsync does not: curiosity=0.5",
         "step-000000007.pt was saved without the setting gamma; it counts as 0.98",
+        "step-000000007.pt has no step-000000007.pt.sha256 beside it, so damage would go unnoticed",
     )
     rewrite_settings(path, num_envs=-3)
     with pytest.raises(RuntimeError, match=r"step-000000007\.pt do not suit .* num_envs=-3 must be at least 1"):
@@ -248,7 +370,8 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_one(tmp_path: Path, monkeypa
             raise OSError(28, "No space left on device")
 
         patch.setattr(module.os, "fsync", full)
-        with pytest.raises(OSError, match="No space left"):
+        message = rf"No space left on device: the checkpoint of step 2 is not saved, .*'{tmp_path}'"
+        with pytest.raises(OSError, match=message):
             folder.save(make_checkpoint(2), NAN)
     assert [name for name in names(tmp_path) if not name.endswith(".sha256")] == ["step-000000001.pt"]
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -376,12 +377,37 @@ def test_processes_outlive_signals_to_the_whole_job_and_their_end_is_told():
         assert not second.is_alive()
 
 
-def test_processes_that_nobody_closed_end_with_their_rank():
+@pytest.mark.parametrize("how", ["of itself", "killed"])
+def test_processes_that_nobody_closed_end_with_their_rank(tmp_path: Path, how: str):
     script = (
+        "import os, pathlib, signal, sys\n"
         "from fastsync.ppo.envs import make_environments\n"
-        "from tests.test_ppo_envs import settings\n"
+        "from tests.test_ppo_envs import environment_processes, settings\n"
         "if __name__ == '__main__':\n"
         "    left = make_environments(settings('tests.toy_envs:Countdown', 2, vectorization='async'), rank=0)\n"
         "    left.reset()\n"
+        "    pids = [str(process.pid) for process in environment_processes(left)]\n"
+        "    pathlib.Path(sys.argv[1]).write_text(' '.join(pids))\n"
+        "    if sys.argv[2] == 'killed':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent, timeout=60, check=True)
+    said = tmp_path / "pids"
+    command = [sys.executable, "-c", script, str(said), how]
+    ended = subprocess.run(command, cwd=Path(__file__).parent.parent, timeout=60, check=False)
+    assert ended.returncode == (0 if how == "of itself" else -signal.SIGKILL)
+    pids = [int(pid) for pid in said.read_text().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert alive == []
+
+
+def is_running(pid: int) -> bool:
+    """Not where it has ended and nobody has asked how."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

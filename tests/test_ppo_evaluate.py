@@ -33,8 +33,9 @@ def checkpoint_of(policy: ActorCritic, settings: Settings, step: int = 1000) -> 
         step=step,
         update=1,
         seconds=1.0,
-        learner={"model": policy.state_dict()},
-        environments=[],
+        learner={"model": policy.state_dict(), "optimizer": {}, "scaler": {}, "sync": {}, "schedule": {}}
+        | {"rewards": {}, "num_draws": 0},
+        environments=[{"environments": {}, "columns": {}}],
         window=[],
     )
 

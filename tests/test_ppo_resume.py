@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
 from fastsync.ppo.config import Settings
-from fastsync.ppo.run_folder import open_run
+from fastsync.ppo.run_folder import close_run, open_run
 from fastsync.ppo.trainer import train
 from tests.ranks import fresh_process_context, run_ranks
 
@@ -241,7 +241,7 @@ def train_as_if_started_again(rank: int, world_size: int, settings: Settings) ->
 
 def test_ranks_that_are_started_again_leave_the_run_of_others_alone(tmp_path: Path):
     settings = Settings(total_steps=100, num_envs=2, num_steps=8, runs_dir=str(tmp_path), run_name="theirs")
-    open_run(settings, 1)
+    close_run(open_run(settings, 1)[0])
     (said,) = run_ranks(train_as_if_started_again, 1, settings)
     assert "theirs exists already" in said
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["settings.yaml"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import pytest
 from fastsync.ppo import run_folder
 from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.config import Settings
+from fastsync.ppo.preflight import check_run
 from fastsync.ppo.run_folder import (
     CHECKPOINTS,
     changes,
+    check_room,
     close_run,
     default_run_name,
     find_run,
@@ -149,7 +153,10 @@ def test_a_copied_file_begins_a_run_of_its_own(settings: Settings, tmp_path: Pat
     folder, checkpoint, notes = open_run(replace(settings, resume=str(copy), run_name="new"), 2)
     assert folder == tmp_path / "new"
     assert checkpoint is not None
-    assert notes == [f"going on from step 10 ({copy})"]
+    assert notes == [
+        f"going on from step 10 ({copy})",
+        "copy.pt has no copy.pt.sha256 beside it, so damage would go unnoticed",
+    ]
     assert names(tmp_path / "run") == ["best-000000010.pt", "step-000000010.pt"]
 
 
@@ -314,3 +321,61 @@ def test_changes_are_told():
 def test_another_environment_or_network_is_refused(old: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         changes(checkpoint_of(**old), Settings(), 2)
+
+
+@pytest.mark.parametrize("name", ["../x", "..", ".", "", "/x", "a/../../x"])
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_run_stays_in_its_runs_dir(tmp_path: Path, name: str, resume: str | None):
+    settings = Settings(runs_dir=str(tmp_path / "runs"), run_name=name, resume=resume)
+    if name == "":
+        assert open_run(settings, 1)[0].name.startswith("CartPole-v1")  # as if there were none
+        return
+    for door in (open_run, find_run, check_run):
+        with pytest.raises(ValueError, match=r"run_name='.*' is no folder inside runs_dir='.*/runs'"):
+            door(settings, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_may_lie_deeper_in_its_runs_dir(settings: Settings, tmp_path: Path):
+    assert open_run(replace(settings, run_name="a/b"), 1)[0] == tmp_path / "a" / "b"
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_disk_that_cannot_be_written_is_told_before_ranks_start(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, exists: bool
+):
+    auto = replace(settings, run_name="run", resume="auto")
+    if exists:
+        save(tmp_path / "run", 10)
+    check_run(auto, 1)
+    before = everything(tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match=rf"the run folder {tmp_path}/run cannot be written: {os.strerror(number)}"):
+        check_run(auto, 1)
+    assert everything(tmp_path) == before
+
+
+def test_a_folder_that_nobody_can_make_is_told(settings: Settings):
+    with pytest.raises(ValueError, match="the run folder /proc/runs/run cannot be written: "):
+        check_run(replace(settings, runs_dir="/proc/runs", run_name="run"), 1)
+
+
+def test_room_for_a_checkpoint_is_looked_for(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = tmp_path / "run"
+    save(run, 10)
+    size = (run / CHECKPOINTS / "step-000000010.pt").stat().st_size
+    for free in (size, size - 1):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: shutil._ntuple_diskusage(9, 9, free))
+        if free >= size:
+            check_run(replace(settings, resume=str(run)), 1)
+            check_room(tmp_path / "new", free)
+        else:
+            with pytest.raises(ValueError, match=rf"{run} has no room for a checkpoint: it takes 0\.0 MiB"):
+                check_run(replace(settings, resume=str(run)), 1)
+            with pytest.raises(ValueError, match=r"new has no room for a checkpoint"):
+                check_room(tmp_path / "new", size)

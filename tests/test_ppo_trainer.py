@@ -14,6 +14,7 @@ from fastsync.ppo.checkpoint import CheckpointFolder
 from fastsync.ppo.config import Settings
 from fastsync.ppo.metrics import TrainResult
 from fastsync.ppo.trainer import train
+from tests.models import STAMP
 from tests.ranks import RankError, run_ranks
 
 CPU = torch.device("cpu")
@@ -160,9 +161,12 @@ def test_compression_halves_the_bytes(outcomes: Outcomes):
     (weights, bare) = outcomes[0]["cat"]
     assert bare.sync.wire_bytes is not None
     assert plain.sync.wire_bytes is not None
-    # With the gradients goes, for each parameter, whether it has one.
+    # Each gradient begins at a multiple of 8 values, the last one ends there. With them goes, for each parameter,
+    # whether it has one, and what tells that the ranks average what belongs together.
     num_values = sum(weight.numel() for weight in weights.values())
-    assert plain.sync.wire_bytes == bare.sync.wire_bytes * (num_values + len(weights)) / num_values
+    num_on_wire = sum(-(-weight.numel() // 8) * 8 for weight in weights.values())
+    num_on_wire += len(weights) + STAMP * len(outcomes)
+    assert plain.sync.wire_bytes == bare.sync.wire_bytes * num_on_wire / num_values
     assert compressed.sync.wire_bytes == plain.sync.wire_bytes / 2
 
 

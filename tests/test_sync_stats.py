@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import fastsync
 from tests.models import (
     SMALL_BUCKETS,
+    STAMP,
     Mlp,
     assert_same_on_all_ranks,
     backward_of,
@@ -41,13 +42,15 @@ def _sync_stats_add_up(rank: int, world_size: int) -> None:
             assert stats.num_steps == step
             assert stats.num_syncs == num_syncs
             assert stats.elements == 8082
-            assert stats.wire_bytes == step * 8082 * itemsize
+            # Messages and other dtypes than the gradients' have room for a stamp in every step.
+            assert stats.wire_bytes == step * (8082 + STAMP * world_size) * itemsize
 
         # DDP made other buckets after the first step.
         assert len(stats.buckets) >= 3
         for bucket in stats.buckets:
             assert bucket.num_syncs == 2
-            assert bucket.wire_bytes == 2 * bucket.elements * itemsize
+            stamp = STAMP * world_size if bucket is stats.buckets[-1] else 0
+            assert bucket.wire_bytes == 2 * (bucket.elements + stamp) * itemsize
             assert min(bucket.pack_time, bucket.collective_time, bucket.unpack_time) > 0
         for part in ("pack_time", "collective_time", "unpack_time"):
             assert getattr(stats, part) > sum(getattr(bucket, part) for bucket in stats.buckets)

@@ -18,6 +18,7 @@ from fastsync import Compression, reference
 from fastsync.compression import AnyCompression
 from tests.models import (
     SMALL_BUCKETS,
+    STAMP,
     Given,
     Mlp,
     assert_all_bitwise_equal,
@@ -158,13 +159,14 @@ def test_within_one_node_nothing_is_compressed() -> None:
 
 def _bytes(rank: int, world_size: int, ranks_per_node: int) -> None:
     num_nodes = world_size // ranks_per_node
-    numel = world_size * 128 * 10
+    numel = world_size * 512 * 3  # whole shards
     for wire, size in (("none", 4.0), ("bf16", 2.0), ("int8", 132 / 128)):
         ddp, hook = hooked(Given([torch.ones(numel)]), Compression(wire, ranks_per_node=ranks_per_node))
         ddp([torch.ones(numel)]).backward()
         within = (ranks_per_node - 1) * numel // ranks_per_node * (4 + size)
         between = 2 * (num_nodes - 1) * numel // world_size * size
-        assert hook.stats().wire_bytes == within + between
+        stamps = (ranks_per_node - 1 + num_nodes - 1) * STAMP * world_size * 4
+        assert hook.stats().wire_bytes == within + between + stamps
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 2)])

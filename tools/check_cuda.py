@@ -8,7 +8,6 @@ kept. Where nvcc is not on the PATH it says so and succeeds.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -28,15 +27,6 @@ GENCODE = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code
 # torch's CUDA headers include this file, which only CUDA builds of torch carry. It holds macros about cuDNN.
 MACROS = "c10/cuda/impl/cuda_cmake_macros.h"
 WITH_CUDA = "FASTSYNC_WITH_CUDA"
-
-
-def cuda_include(nvcc: str) -> str:
-    """The include folder of the toolkit that ``nvcc``, which may be a wrapper script, belongs to."""
-    dryrun = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-E", os.devnull], capture_output=True, text=True)
-    top = re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE)
-    if dryrun.returncode or top is None:
-        raise SystemExit(f"check-cuda: {nvcc} --dryrun does not tell where its toolkit is:\n{dryrun.stderr}")
-    return str(Path(top.group(1).strip()) / "include")
 
 
 def kernel_command(nvcc: str, source: Path, output: Path, folders: list[str]) -> list[str]:
@@ -71,9 +61,12 @@ def main() -> int:
     if nvcc is None:
         print("check-cuda: nvcc is not on the PATH: the CUDA half was NOT compiled")
         return 0
+    toolkit = setup.toolkit_of(nvcc)
+    if toolkit is None:
+        raise SystemExit(f"check-cuda: {nvcc} --dryrun does not tell where its toolkit is")
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        folders = [*include_paths(), sysconfig.get_path("include"), cuda_include(nvcc)]
+        folders = [*include_paths(), sysconfig.get_path("include"), f"{toolkit}/include"]
         if not any((Path(folder) / MACROS).exists() for folder in folders):
             (scratch / MACROS).parent.mkdir(parents=True)
             (scratch / MACROS).touch()

@@ -121,7 +121,7 @@ FASTSYNC_AVX2 inline bool encode_block(const float* values, const Scaling<float>
   block.scale = block_scale(amax);
   const float inverse = block_inverse(amax);
   if (rounding.is_stochastic) {
-    const Stochastically to_int{block_key(rounding.seed, place / kBlockValues)};
+    const Stochastically to_int{block_key(rounding, place / kBlockValues)};
     quantize_block(values, scaling.multiplier, inverse, to_int, block.values);
   } else {
     quantize_block(values, scaling.multiplier, inverse, ToNearest{}, block.values);

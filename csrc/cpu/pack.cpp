@@ -69,6 +69,16 @@ int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, const
   return num_saturated;
 }
 
+// What lies behind a segment's last chunk, which on int8 is the rest of its last block.
+template <class W>
+void fill_gap(const Segment& segment, const Chunk& chunk, const PackArgs& args) {
+  if constexpr (!std::is_same_v<W, Int8Block>) {
+    if (chunk.begin + chunk.length == segment.numel) {
+      std::fill_n(element_of<W>(args.wire, segment.offset + segment.numel), gap_behind(segment, args.alignment), W{});
+    }
+  }
+}
+
 template <class G, class W>
 void pack_typed(const PackArgs& args) {
   using C = Compute<G>;
@@ -76,6 +86,7 @@ void pack_typed(const PackArgs& args) {
   const auto scaling = scaling_of<W>(static_cast<C>(args.multiplier) * scale, args.limit);
   const auto counts =
       for_each_chunk<int64_t>(args.segments, args.num_segments, [&](const Segment& segment, const Chunk& chunk) {
+        fill_gap<W>(segment, chunk, args);
         C* residual = segment.residual != nullptr ? static_cast<C*>(segment.residual) + chunk.begin : nullptr;
         return pack_chunk<W>(chunk_data<const G>(segment, chunk), residual, chunk.length, scaling, args.rounding,
                              args.wire, segment.offset + chunk.begin);
@@ -96,7 +107,7 @@ void reduce_typed(const ReduceArgs& args) {
   auto* residual = static_cast<C*>(args.residual);
   const auto reduce_block = [&](int64_t first, int64_t length) {
     Out* const encoded = element_of<Out>(args.out, first);
-    C values[kBlock];
+    C values[kBlock] = {};  // for the compiler, which does not see that there is a wire
     sum_wires<W>(wires, first, length, multiplier, values);
     if (residual != nullptr) {
       add_residual(residual + first, scale, length, values);

@@ -84,7 +84,7 @@ inline void encode_block(const float* values, int64_t numel, Rounding rounding, 
   const float amax = float_from_bits(largest_bits);
   const float inverse = block_inverse(amax);
   block.scale = block_scale(amax);
-  const uint32_t key = block_key(rounding.seed, place / kBlockValues);
+  const uint32_t key = block_key(rounding, place / kBlockValues);
   for (int i = 0; i < numel; ++i) {
     block.values[i] =
         rounding.is_stochastic ? quantize(values[i], inverse, random_fraction(key, i)) : quantize(values[i], inverse);

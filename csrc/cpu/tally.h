@@ -36,13 +36,10 @@ struct Tally {
 
   template <class G>
   void add_block(const BlockSquares& squares, const G* gradient, int64_t numel) {
-    constexpr uint32_t kSmallestSafe = (127U - 40U)
-                                       << 23;              // 2^-40: what its square hides from a float sum is too small
-    constexpr uint32_t kLargestSafe = (127U + 60U) << 23;  // 2^60: sixteen squares stay below float's largest
     if (squares.largest_bits == 0) {
       return;
     }
-    if (squares.largest_bits < kSmallestSafe || squares.largest_bits > kLargestSafe) {
+    if (!has_safe_squares(float_from_bits(squares.largest_bits))) {
       add_values(gradient, numel);
       return;
     }

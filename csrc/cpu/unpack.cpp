@@ -123,8 +123,8 @@ void unpack_typed(const UnpackArgs& args) {
                                static_cast<C>(args.multiplier), C(1) / scale);
       });
   total_of(tallies).write_to(args.stats, args.turn.is_first);
-  if (args.bucket_scale != nullptr && args.turn.is_last) {
-    *args.bucket_scale = next_bucket_scale(*args.bucket_scale, args.stats[kMaxMagnitude]);
+  if (args.turn.is_last) {
+    move_on(args.bucket_scale, args.step, args.stats);
   }
 }
 

@@ -41,6 +41,7 @@ struct Pack {
   Compute<G> multiplier;
   Compute<G> limit;
   double* stats;
+  int64_t alignment;
 
   __device__ Pack with_scale() const {
     Pack scaled = *this;
@@ -51,14 +52,15 @@ struct Pack {
   __device__ const G* input(const Segment& segment) const { return static_cast<const G*>(segment.data); }
   __device__ W* output(const Segment& segment) const { return wire + segment.offset; }
 
-  __device__ W operator()(G gradient, Saturations& total) const {
+  __device__ W operator()(G gradient, Saturations& batch) const {
     bool saturated;
     const Compute<G> scaled = scale_and_clamp<Compute<G>>(decode(gradient), multiplier, limit, saturated);
-    total.count += saturated;
+    batch.count += saturated;
     return encode<W>(static_cast<Compute<W>>(scaled));
   }
 
-  __device__ void finish(bool /*is_last*/) const {}
+  __device__ void end_segment(const Segment& segment) const { fill_gap(wire, segment, alignment); }
+  __device__ void move_on() const {}
 };
 
 template <class G, class W>
@@ -72,6 +74,7 @@ struct Unpack {
 
   const W* wire;
   float* bucket_scale;
+  int64_t* step;
   Compute<G> multiplier;
   double* stats;
 
@@ -84,13 +87,14 @@ struct Unpack {
   __device__ const W* input(const Segment& segment) const { return wire + segment.offset; }
   __device__ G* output(const Segment& segment) const { return static_cast<G*>(segment.data); }
 
-  __device__ G operator()(W value, Total& total) const {
+  __device__ G operator()(W value, Total::Batch& batch) const {
     const G gradient = decode_to<G>(value, multiplier);
-    total.add_value(decode(gradient));
+    batch.add_value(decode(gradient));
     return gradient;
   }
 
-  __device__ void finish(bool is_last) const { move_on(bucket_scale, stats, is_last); }
+  __device__ void end_segment(const Segment& /*segment*/) const {}
+  __device__ void move_on() const { fastsync::move_on(bucket_scale, step, stats); }
 };
 
 template <class G>
@@ -108,12 +112,13 @@ struct Measure {
   __device__ const G* input(const Segment& segment) const { return static_cast<const G*>(segment.data); }
   __device__ G* output(const Segment& segment) const { return static_cast<G*>(segment.data); }
 
-  __device__ G operator()(G gradient, Total& total) const {
-    total.add_value(decode(gradient));
+  __device__ G operator()(G gradient, Total::Batch& batch) const {
+    batch.add_value(decode(gradient));
     return gradient;
   }
 
-  __device__ void finish(bool /*is_last*/) const {}
+  __device__ void end_segment(const Segment& /*segment*/) const {}
+  __device__ void move_on() const {}
 };
 
 // ---- one chunk ------------------------------------------------------------------------------------------------------
@@ -167,19 +172,27 @@ __device__ void convert(const Pass& pass, const typename Pass::In* input, typena
       loaded[b] = first + b * kThreads < num_vectors ? from[first + b * kThreads] : InVector{};
     }
     const Pass scaled = pass.with_scale();  // read here, so that the loads above need not wait for the scale
+    typename Pass::Total::Batch batch{};
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (first + b * kThreads < num_vectors) {
         OutVector converted;
+        typename Pass::Total::Batch of_vector{};  // of its own: fewer roundings follow each other
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          converted.values[i] = scaled(loaded[b].values[i], total);
+          converted.values[i] = scaled(loaded[b].values[i], of_vector);
         }
+        batch.add(of_vector);
         if constexpr (Pass::kWrites) {
           to[first + b * kThreads] = converted;
         }
       }
     }
+    add_batch(batch, total, [&](typename Pass::Total& of_thread) {
+      for (int b = 0; b < kBatch && first + b * kThreads < num_vectors; ++b) {
+        of_thread.add_values(output + (first + b * kThreads) * kWidth, kWidth);
+      }
+    });
   }
 }
 
@@ -199,16 +212,20 @@ __device__ void convert_chunk(const Pass& pass, const typename Pass::In* input, 
   const int thread = static_cast<int>(threadIdx.x);
   const int edge = thread < boundary ? thread : thread + num_vectors * kWidth;
   if (edge < numel) {
-    const auto converted = pass.with_scale()(input[edge], total);
+    typename Pass::Total::Batch batch{};
+    const auto converted = pass.with_scale()(input[edge], batch);
     if constexpr (Pass::kWrites) {
       output[edge] = converted;
     }
+    add_batch(batch, total, [&](typename Pass::Total& of_thread) { of_thread.add_values(output + edge, 1); });
   }
 }
 
 // ---- one launch -----------------------------------------------------------------------------------------------------
 
-// Kernel arguments may take 32,764 bytes; most calls have few segments and need not carry that much.
+// Kernel arguments may take 32,764 bytes; most calls have few segments, the DDP hook's one, and need not carry that
+// much.
+constexpr int kFewestSegments = 8;
 constexpr int kFewSegments = 160;
 constexpr int kManySegments = 812;
 
@@ -255,7 +272,7 @@ __device__ bool is_last_block(const Total& of_block, Workspace<Total>& workspace
 
 template <class Pass, int kCapacity>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
-    run_pass(const __grid_constant__ LaunchTable<kCapacity> table, const Pass pass,
+    run_pass(const LaunchTable<kCapacity> __grid_constant__ table, const Pass pass,
              Workspace<typename Pass::Total>* workspace, Turn turn) {
   using Total = typename Pass::Total;
   Total total{};
@@ -268,6 +285,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
       convert_chunk(pass, pass.input(segment) + chunk.begin, pass.output(segment) + chunk.begin,
                     static_cast<int>(chunk.length), total);
     }
+    if (chunk.begin + chunk.length == segment.numel) {
+      pass.end_segment(segment);
+    }
   }
   if (!is_last_block(add_over_block(total), *workspace)) {
     return;
@@ -279,7 +299,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
   of_all = add_over_block(of_all);
   if (threadIdx.x == 0) {  // every block has read the scale by now
     of_all.add_to(pass.stats, turn.is_first);
-    pass.finish(turn.is_last);
+    if (turn.is_last) {
+      pass.move_on();
+    }
     workspace->num_finished = 0;
   }
 }
@@ -313,7 +335,9 @@ void run(const Segment* segments, int64_t num_segments, Turn turn, const Pass& p
   const auto ranges = split_into_launches(segments, num_segments, kManySegments);
   for (const SegmentRange& range : ranges) {
     const Turn own{turn.is_first && &range == &ranges.front(), turn.is_last && &range == &ranges.back()};
-    if (range.second - range.first <= kFewSegments) {
+    if (range.second - range.first <= kFewestSegments) {
+      launch<kFewestSegments>(segments, range, own, pass, workspace, stream);
+    } else if (range.second - range.first <= kFewSegments) {
       launch<kFewSegments>(segments, range, own, pass, workspace, stream);
     } else {
       launch<kManySegments>(segments, range, own, pass, workspace, stream);
@@ -355,10 +379,12 @@ void pack(const PackArgs& args, void* workspace, void* stream) {
     };
     if constexpr (!std::is_same_v<W, Int8Block>) {
       if (!feeds_back) {
-        return run_with(Pack<G, W>{static_cast<W*>(args.wire), args.bucket_scale, multiplier, limit, args.stats});
+        return run_with(
+            Pack<G, W>{static_cast<W*>(args.wire), args.bucket_scale, multiplier, limit, args.stats, args.alignment});
       }
     }
-    run_with(PackQuads<G, W>{args.wire, args.bucket_scale, multiplier, limit, args.rounding, args.stats});
+    run_with(
+        PackQuads<G, W>{args.wire, args.bucket_scale, multiplier, limit, args.rounding, args.stats, args.alignment});
   });
 }
 
@@ -371,12 +397,13 @@ void unpack(const UnpackArgs& args, void* workspace, void* stream) {
     };
     if constexpr (!std::is_same_v<W, Int8Block>) {
       if (args.num_wires == 1 && args.multiplier == 1.0) {
-        return run_with(Unpack<G, W>{static_cast<const W*>(args.wire), args.bucket_scale, Compute<G>(1), args.stats});
+        return run_with(
+            Unpack<G, W>{static_cast<const W*>(args.wire), args.bucket_scale, args.step, Compute<G>(1), args.stats});
       }
     }
     const Sums<Compute<G>, W> sums{args.wire, args.num_wires, args.stride_bytes,
                                    static_cast<Compute<G>>(args.multiplier)};
-    run_with(UnpackQuads<G, W>{sums, args.bucket_scale, args.stats});
+    run_with(UnpackQuads<G, W>{sums, args.bucket_scale, args.step, args.stats});
   });
 }
 

@@ -104,7 +104,7 @@ __device__ void encode_quad(const C (&scaled)[kQuad], int /*num_valid*/, Roundin
   const float amax = float_from_bits(largest_bits);
   const float scale = is_finite_block ? block_scale(amax) : float_from_bits(0x7FC00000U);
   const float inverse = block_inverse(amax);
-  const uint32_t key = rounding.is_stochastic ? block_key(rounding.seed, index / kBlockValues) : 0;
+  const uint32_t key = rounding.is_stochastic ? block_key(rounding, index / kBlockValues) : 0;
   Quad<int8_t> quantized{};
 #pragma unroll
   for (int i = 0; i < kQuad; ++i) {
@@ -166,6 +166,7 @@ struct Sums {
 
 template <class G, class W>
 struct PackQuads {
+  using Gradient = G;
   using C = Compute<G>;
   using Total = Saturations;
   static constexpr const char* kName = "pack";
@@ -177,6 +178,7 @@ struct PackQuads {
   C limit;
   Rounding rounding;
   double* stats;
+  int64_t alignment;
 
   __device__ void load(const Segment& segment, int64_t index, int num_valid, C (&values)[kQuad]) const {
     load_quad(static_cast<const G*>(segment.data), index, num_valid, values);
@@ -186,14 +188,14 @@ struct PackQuads {
   }
 
   __device__ void store(const Segment& segment, int64_t index, int num_valid, const C (&values)[kQuad],
-                        Total& total) const {
+                        Total::Batch& batch) const {
     const C factor = multiplier * static_cast<C>(*scale_or_unit(bucket_scale));
     C scaled[kQuad];
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
       bool saturated;
       scaled[i] = scale_and_clamp(values[i], factor, limit, saturated);
-      total.count += saturated;
+      batch.count += saturated;
     }
     C sent[kQuad];
     encode_quad(scaled, num_valid, rounding, static_cast<W*>(wire), segment.offset + index, sent);
@@ -202,11 +204,13 @@ struct PackQuads {
     }
   }
 
-  __device__ void finish(bool /*is_last*/) const {}
+  __device__ void end_segment(const Segment& segment) const { fill_gap(static_cast<W*>(wire), segment, alignment); }
+  __device__ void move_on() const {}
 };
 
 template <class G, class W>
 struct UnpackQuads {
+  using Gradient = G;
   using C = Compute<G>;
   using Total = Squares<C>;
   static constexpr const char* kName = "unpack";
@@ -214,6 +218,7 @@ struct UnpackQuads {
 
   Sums<C, W> sums;
   float* bucket_scale;
+  int64_t* step;
   double* stats;
 
   __device__ void load(const Segment& segment, int64_t index, int num_valid, C (&values)[kQuad]) const {
@@ -221,24 +226,26 @@ struct UnpackQuads {
   }
 
   __device__ void store(const Segment& segment, int64_t index, int num_valid, const C (&values)[kQuad],
-                        Total& total) const {
+                        Total::Batch& batch) const {
     const C inverse = C(1) / static_cast<C>(*scale_or_unit(bucket_scale));
     Quad<G> gradients;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
       gradients.values[i] = decode_to<G>(values[i], inverse);
       if (i < num_valid) {
-        total.add_value(decode(gradients.values[i]));
+        batch.add_value(decode(gradients.values[i]));
       }
     }
     store_quad(static_cast<G*>(segment.data), index, num_valid, gradients);
   }
 
-  __device__ void finish(bool is_last) const { move_on(bucket_scale, stats, is_last); }
+  __device__ void end_segment(const Segment& /*segment*/) const {}
+  __device__ void move_on() const { fastsync::move_on(bucket_scale, step, stats); }
 };
 
 template <class T, class W, class Out>
 struct ReduceQuads {
+  using Gradient = T;
   using C = T;
   using Total = Saturations;  // counted by nobody
 
@@ -256,7 +263,7 @@ struct ReduceQuads {
   }
 
   __device__ void store(const Segment& segment, int64_t index, int num_valid, const C (&values)[kQuad],
-                        Total& /*total*/) const {
+                        Total::Batch& /*batch*/) const {
     C within[kQuad];
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
@@ -290,13 +297,20 @@ __device__ void convert_quads(const Pass& pass, const Segment& segment, const Ch
       pass.load(segment, chunk.begin + index, num_valid_at(index), values[q]);
     }
   }
+  typename Pass::Total::Batch batch{};
 #pragma unroll
   for (int q = 0; q < kQuadsPerThread; ++q) {
     const int index = index_of(q);
     if (index / kBlockValues * kBlockValues < chunk.length) {
-      pass.store(segment, chunk.begin + index, num_valid_at(index), values[q], total);
+      pass.store(segment, chunk.begin + index, num_valid_at(index), values[q], batch);
     }
   }
+  add_batch(batch, total, [&](typename Pass::Total& of_thread) {
+    const auto* const gradient = static_cast<const typename Pass::Gradient*>(segment.data) + chunk.begin;
+    for (int q = 0; q < kQuadsPerThread; ++q) {
+      of_thread.add_values(gradient + index_of(q), num_valid_at(index_of(q)));
+    }
+  });
 }
 
 }  // namespace fastsync::cuda

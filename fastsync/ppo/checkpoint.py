@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import math
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +19,7 @@ import torch
 from fastsync.ppo.config import Settings
 
 _NAME = re.compile(r"(?:step|best)-(\d+)\.pt")
+_SUM = re.compile(rb"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,13 @@ class CheckpointFolder:
         Raises:
             OSError: it could not be written. Those saved before are still there.
         """
+        try:
+            return self._save(checkpoint, mean_return)
+        except OSError as error:
+            what = f"{error.strerror}: the checkpoint of step {checkpoint.step} is not saved, those before it are"
+            raise OSError(error.errno, what, str(self.folder)) from error
+
+    def _save(self, checkpoint: Checkpoint, mean_return: float) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._clean_up()
         best_before = self._best_so_far()
@@ -123,11 +131,13 @@ class CheckpointFolder:
             if _step_of(path) <= after:
                 continue
             aside = path.with_name(path.name + ".set-aside")
-            digest = _read_sum(path)
+            digest = _good_sum(path)
             if digest is not None:
                 write_whole(_sum_path(aside), f"{digest}  {aside.name}\n".encode())
+            elif _sum_path(path).exists():
+                os.replace(_sum_path(path), _sum_path(aside))
             os.replace(path, aside)
-            _sum_path(path).unlink(missing_ok=True)
+            _unlink(_sum_path(path))
             renamed.append(aside)
         if renamed:
             self._best_return = None
@@ -137,10 +147,10 @@ class CheckpointFolder:
     def _clean_up(self) -> None:
         """Removes what a crash left: unfinished files, and sums whose files were not written any more."""
         for unfinished in self.folder.glob("*.tmp"):
-            unfinished.unlink(missing_ok=True)
+            _unlink(unfinished)
         for digest in self.folder.glob("*.pt.sha256"):
             if not digest.with_suffix("").exists():
-                digest.unlink(missing_ok=True)
+                _unlink(digest)
 
     def _by_step(self, kind: str) -> list[Path]:
         return sorted((path for path in self.folder.glob(f"{kind}-*.pt") if _NAME.fullmatch(path.name)), key=_step_of)
@@ -182,20 +192,53 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise RuntimeError(f"the checkpoint {path} is damaged: its SHA-256 is not that of {_sum_path(path).name}")
     try:
         values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise RuntimeError(f"the checkpoint {path} is damaged: {error}") from error
+    except Exception as error:  # damage may look like anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RuntimeError(f"the checkpoint {path} is damaged: {reason}") from error
     missing = _REQUIRED - set(values) if isinstance(values, dict) else _REQUIRED
     if missing:
         raise RuntimeError(
             f"{path} is no checkpoint of this version of fastsync: it has no {', '.join(sorted(missing))}"
         )
-    settings, notes = _settings_from(path, values["settings"])
     known = {name: values[name] for name in _WRITTEN & set(values)}
+    _check_content(path, known)
+    settings, notes = _settings_from(path, values["settings"])
+    if expected is None:
+        notes += (f"{path.name} has no {_sum_path(path).name} beside it, so damage would go unnoticed",)
     return Checkpoint(**known | {"settings": settings, "notes": notes})
 
 
 _WRITTEN = {field.name for field in fields(Checkpoint)} - {"notes"}
 _REQUIRED = {field.name for field in fields(Checkpoint) if field.default is MISSING}
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("settings", "learner"), (dict,)),
+    **dict.fromkeys(("world_size", "step", "update"), (int,)),
+    **dict.fromkeys(("environments", "window"), (list,)),
+    **dict.fromkeys(("seconds", "mean_return", "best_return"), (float, int)),
+}
+_OF_LEARNER = {"model", "optimizer", "scaler", "sync", "schedule", "rewards", "num_draws"}
+_OF_RANK = {"environments", "columns"}
+
+
+def _check_content(path: Path, values: dict[str, Any]) -> None:
+    """Raises RuntimeError where a part is missing or is something else: found later, no other could be taken."""
+    for name, value in values.items():
+        if not isinstance(value, _TYPES[name]):
+            expected = " or ".join(each.__name__ for each in _TYPES[name])
+            raise RuntimeError(
+                f"the checkpoint {path} is damaged: {name} has to be {expected}, and is a {type(value).__name__}"
+            )
+    if len(values["environments"]) != values["world_size"]:
+        raise RuntimeError(
+            f"the checkpoint {path} is damaged: it has {len(values['environments'])} environments' parts of "
+            f"{values['world_size']} ranks"
+        )
+    parts = [("learner", values["learner"], _OF_LEARNER)]
+    parts += [(f"environments[{rank}]", part, _OF_RANK) for rank, part in enumerate(values["environments"])]
+    for name, part, expected_keys in parts:
+        if not isinstance(part, dict) or not expected_keys <= set(part):
+            missing = sorted(expected_keys - set(part)) if isinstance(part, dict) else sorted(expected_keys)
+            raise RuntimeError(f"the checkpoint {path} is damaged: {name} has no {', '.join(missing)}")
 
 
 def _mean_return_of(path: Path) -> float:
@@ -232,7 +275,7 @@ def _settings_from(path: Path, values: dict[str, Any]) -> tuple[Settings, tuple[
 
 def _write_with_sum(path: Path, content: bytes) -> None:
     """The sum comes first: a crash in between leaves a sum without a file, never a file without its sum."""
-    path.unlink(missing_ok=True)  # or the sum would be that of another file for a moment
+    _remove(path)  # or the sum would be that of another file for a moment
     digest = hashlib.sha256(content).hexdigest()
     write_whole(_sum_path(path), f"{digest}  {path.name}\n".encode())
     write_whole(path, content)
@@ -256,7 +299,9 @@ def write_whole(path: Path, content: bytes) -> None:
 def _link_with_sum(path: Path, link: Path) -> None:
     """Another name for a file, with a sum of its own."""
     _remove(link)
-    write_whole(_sum_path(link), f"{_read_sum(path)}  {link.name}\n".encode())
+    digest = _good_sum(path)
+    if digest is not None:
+        write_whole(_sum_path(link), f"{digest}  {link.name}\n".encode())
     unfinished = link.with_name(link.name + ".tmp")
     try:
         os.link(path, unfinished)
@@ -266,8 +311,8 @@ def _link_with_sum(path: Path, link: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    _sum_path(path).unlink(missing_ok=True)
+    _unlink(path)
+    _unlink(_sum_path(path))
 
 
 def _sync_folder(folder: Path) -> None:
@@ -284,11 +329,33 @@ def _sum_path(path: Path) -> Path:
 
 
 def _read_sum(path: Path) -> str | None:
+    """The sum beside a checkpoint; None where there is none. Raises RuntimeError where it is none."""
     try:
-        words = _sum_path(path).read_text().split()
+        words = _sum_path(path).read_bytes().split()
     except FileNotFoundError:
         return None
-    return words[0] if words else ""
+    except OSError as error:
+        raise RuntimeError(f"{_sum_path(path)}, the sum of a checkpoint, is damaged: {error.strerror}") from error
+    if not words or not _SUM.fullmatch(words[0]):
+        raise RuntimeError(f"{_sum_path(path)}, the sum of a checkpoint, is damaged: it holds no SHA-256")
+    return words[0].decode()
+
+
+def _good_sum(path: Path) -> str | None:
+    """None where there is none, or what is there is none."""
+    try:
+        return _read_sum(path)
+    except RuntimeError:
+        return None
+
+
+def _unlink(path: Path) -> None:
+    """Removes a file that may be missing. A folder in its place is somebody's: it gets another name."""
+    if path.is_dir():
+        names = (path.with_name(f"{path.name}.folder-{number}") for number in itertools.count())
+        path.rename(next(name for name in names if not name.exists()))
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _step_of(path: Path) -> int:

@@ -95,11 +95,7 @@ class Attached:
         return None if rider is None else self._sync.riders["rider"]
 
     def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
-        if not scaler.is_enabled():
-            return fastsync.clip_grad_norm_(self._sync, max_norm, optimizer=optimizer)
-        # The engine's norm is that of the scaled gradients, and get_scale() would wait for the device.
-        scale = scaler.scale(torch.ones((), device=next(self.model.parameters()).device))
-        return fastsync.clip_grad_norm_(self._sync, max_norm * scale, optimizer=optimizer) / scale
+        return fastsync.clip_grad_norm_(self._sync, max_norm, optimizer=optimizer, scaler=scaler)
 
     def report(self) -> SyncReport:
         stats = self._sync.stats()

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs import make_environments
-from fastsync.ppo.run_folder import find_run
+from fastsync.ppo.run_folder import check_room, find_run
 from fastsync.ppo.spaces import random_actions
 
 
@@ -44,9 +44,10 @@ def check_run(settings: Settings, world_size: int) -> None:
     """Tries whether the run can begin or go on. It is for the machine of rank 0, where the run's folder lies.
 
     Raises:
-        ValueError: the folder is taken, or what is to be resumed is missing, damaged, or of another kind.
+        ValueError: the folder is taken, or cannot be written, or what is to be resumed is missing, damaged, or of
+            another kind.
     """
     try:
-        find_run(settings, world_size)
+        check_room(find_run(settings, world_size).folder)
     except RuntimeError as error:
         raise ValueError(f"resume={settings.resume!r}: {error}") from error

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint, write_whole
 from fastsync.ppo.config import Settings
+from fastsync.ppo.run_lock import RunLock, check_free
 from fastsync.ppo.settings_file import dump_settings, load_settings
 
 CHECKPOINTS = "checkpoints"
@@ -68,7 +71,7 @@ def settings_of_run(resume: str, run_name: str | None, runs_dir: str) -> Setting
     if resume == "auto":
         if run_name is None:
             return None
-        path = Path(runs_dir) / run_name
+        path = _folder_named(run_name, runs_dir)
     file = (run_of(path) or path) / SETTINGS
     try:
         if path.is_file():
@@ -100,10 +103,44 @@ class Found:
 
 def find_run(settings: Settings, world_size: int) -> Found:
     """Finds a run as ``open_run`` does, and raises what it would raise, but writes nothing."""
-    found = _find(settings)
+    return _find_run(settings, world_size, _check_free)
+
+
+def _find_run(settings: Settings, world_size: int, enter: Callable[[Path], None]) -> Found:
+    """Calls ``enter`` with the folder of an earlier run before it reads what lies there."""
+    found = _find(settings, enter)
     if found.checkpoint is None:
         return found
     return replace(found, changes=tuple(changes(found.checkpoint, settings, world_size)))
+
+
+def check_room(folder: Path, num_bytes: int = 0) -> None:
+    """Tries whether a run's folder, which may have to be made yet, can be written, and leaves nothing there.
+
+    Args:
+        folder: of the run.
+        num_bytes: what it is to have room for. That of the newest checkpoint there counts as well, as the next one is
+            written before an old one is removed.
+
+    Raises:
+        ValueError: it cannot be written, or has no room.
+    """
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        raise ValueError(f"the run folder {folder} cannot be written: {error.strerror}") from error
+    sizes = [file.stat().st_size for file in sorted((folder / CHECKPOINTS).glob("step-*.pt"))]
+    needed = max([num_bytes, *sizes[-1:]])
+    if free < needed:
+        raise ValueError(
+            f"the run folder {folder} has no room for a checkpoint: it takes {needed / 2**20:.1f} MiB, and "
+            f"{free / 2**20:.1f} MiB are free"
+        )
 
 
 def open_run(settings: Settings, world_size: int) -> Opened:
@@ -120,32 +157,60 @@ def open_run(settings: Settings, world_size: int) -> Opened:
         The folder, which holds settings.yaml; the checkpoint or None; sentences.
 
     Raises:
-        ValueError: the folder of a new run exists, what is to be resumed does not, or it cannot go on with these
-            settings. Nothing has been changed then.
+        ValueError: the folder of a new run exists, what is to be resumed does not, somebody trains in it, or it cannot
+            go on with these settings. Nothing has been changed then.
         RuntimeError: none of the checkpoints can be read.
     """
     if not _is_restart():
         # Of an earlier launcher that happened to have the same number.
         for file in _launcher_files(settings):
             file.unlink(missing_ok=True)
-    found = find_run(settings, world_size)
-    notes = list(found.notes)
-    if found.begins:
-        _make_folder(found.folder, settings)
-    else:
-        if found.checkpoint:
-            checkpoints = CheckpointFolder(found.folder / CHECKPOINTS, settings.keep_checkpoints)
-            aside = checkpoints.set_aside(after=found.checkpoint.step)
-            if aside:
-                notes.append(f"set aside, as they are of later steps: {', '.join(renamed.name for renamed in aside)}")
-        # Not before: ranks that are lost in between and start again must set aside what is left.
-        _write_settings(found.folder, settings)
+    notes: list[str] = []
+    before = set(_locks)
+    try:
+        found = _find_run(settings, world_size, lambda folder: _lock(folder, notes))
+        notes += found.notes
+        if found.begins:
+            _make_folder(found.folder, settings)
+        else:
+            notes += _set_later_ones_aside(found, settings)
+            # Not before: ranks that are lost in between and start again must set aside what is left.
+            _write_settings(found.folder, settings)
+    except BaseException:
+        for folder in set(_locks) - before:
+            _locks.pop(folder).release()
+        raise
     return found.folder, found.checkpoint, [*notes, *found.changes]
 
 
+def _set_later_ones_aside(found: Found, settings: Settings) -> list[str]:
+    if found.checkpoint is None:
+        return []
+    checkpoints = CheckpointFolder(found.folder / CHECKPOINTS, settings.keep_checkpoints)
+    aside = checkpoints.set_aside(after=found.checkpoint.step)
+    return [f"set aside, as they are of later steps: {', '.join(path.name for path in aside)}"] if aside else []
+
+
 def close_run(folder: Path) -> None:
-    """Takes away what only ranks that are started again need."""
+    """Takes away what only ranks that are started again need, and lets others open the folder."""
     (folder / _LAUNCHER).unlink(missing_ok=True)
+    lock = _locks.pop(folder, None)
+    if lock:
+        lock.release()
+
+
+_locks: dict[Path, RunLock] = {}
+"""Of the runs that this process has opened."""
+
+
+def _lock(folder: Path, notes: list[str]) -> None:
+    if folder.is_dir() and folder not in _locks:
+        _locks[folder] = RunLock(folder, notes.append)
+
+
+def _check_free(folder: Path) -> None:
+    if folder not in _locks:
+        check_free(folder)
 
 
 def changes(checkpoint: Checkpoint, settings: Settings, world_size: int) -> list[str]:
@@ -175,34 +240,46 @@ def changes(checkpoint: Checkpoint, settings: Settings, world_size: int) -> list
     return notes
 
 
-def _find(settings: Settings) -> Found:
+def _find(settings: Settings, enter: Callable[[Path], None]) -> Found:
     folder = _folder_before_restart(settings)
     if folder:
-        return _newest_in(folder, settings)
+        return _newest_in(folder, settings, enter)
     if settings.resume is None:
         return _new_run(settings)
     if settings.resume == "auto":
-        folder = Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, None))
-        return _newest_in(folder, settings) if folder.exists() else Found(folder, begins=True)
+        folder = _folder_named(settings.run_name or default_run_name(settings, None), settings.runs_dir)
+        return _newest_in(folder, settings, enter) if folder.exists() else Found(folder, begins=True)
     path = Path(settings.resume)
     folder = run_of(path)
     if path.is_file():
+        if folder:
+            enter(folder)
         checkpoint = load_checkpoint(path)
         found = Found(folder, begins=False) if folder else _new_run(settings)
         return replace(found, checkpoint=checkpoint, notes=(_goes_on(path, checkpoint),))
     if not folder or not folder.is_dir():
         raise ValueError(f"resume={settings.resume!r} is neither 'auto', nor a run's folder, nor a checkpoint")
-    found = _newest_in(folder, settings)
+    found = _newest_in(folder, settings, enter)
     if found.checkpoint is None:
         raise ValueError(f"resume={settings.resume!r} holds no checkpoints in {folder / CHECKPOINTS}")
     return found
 
 
 def _new_run(settings: Settings) -> Found:
-    folder = Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, time.time()))
+    folder = _folder_named(settings.run_name or default_run_name(settings, time.time()), settings.runs_dir)
     if folder.exists():
         raise _exists(folder)
     return Found(folder, begins=True)
+
+
+def _folder_named(run_name: str, runs_dir: str) -> Path:
+    """Raises ValueError where that is not inside runs_dir."""
+    inside = os.path.normpath(run_name)
+    if os.path.isabs(inside) or inside.split(os.sep)[0] in ("", os.curdir, os.pardir):
+        raise ValueError(
+            f"run_name={run_name!r} is no folder inside runs_dir={runs_dir!r}; to have it elsewhere, set runs_dir"
+        )
+    return Path(runs_dir) / run_name
 
 
 def _exists(folder: Path) -> ValueError:
@@ -211,7 +288,8 @@ def _exists(folder: Path) -> ValueError:
     )
 
 
-def _newest_in(folder: Path, settings: Settings) -> Found:
+def _newest_in(folder: Path, settings: Settings, enter: Callable[[Path], None]) -> Found:
+    enter(folder)
     warnings: list[str] = []
     try:
         newest = CheckpointFolder(folder / CHECKPOINTS, settings.keep_checkpoints).newest(warnings.append)
@@ -230,11 +308,14 @@ def _goes_on(path: Path, checkpoint: Checkpoint) -> str:
 def _make_folder(folder: Path, settings: Settings) -> None:
     """Makes a run's folder. It appears with its content: if ranks are lost, there is none, or one that they find again.
 
+    It is locked by then.
+
     Raises:
         ValueError: it exists already.
     """
     unfinished = folder.with_name(f"{_UNFINISHED}{uuid.uuid4().hex[:8]}")
     unfinished.mkdir(parents=True)
+    lock = RunLock(unfinished)
     try:
         _write_settings(unfinished, settings)
         if folder.exists():  # renaming would take the place of an empty one
@@ -245,6 +326,11 @@ def _make_folder(folder: Path, settings: Settings) -> None:
             if not folder.exists():
                 raise
             raise _exists(folder) from error  # somebody else was faster
+        lock.moved_to(folder)
+        _locks[folder] = lock
+    except BaseException:
+        lock.release()
+        raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -277,8 +363,8 @@ def _launcher_files(settings: Settings) -> list[Path]:
     """Those that name this rank's launcher."""
     runs = Path(settings.runs_dir)
     files = {file for file in runs.glob(f"*/{_LAUNCHER}") if not file.parent.name.startswith(_UNFINISHED)}
-    if settings.run_name is not None:
-        files.add(runs / settings.run_name / _LAUNCHER)
+    if settings.run_name:
+        files.add(_folder_named(settings.run_name, settings.runs_dir) / _LAUNCHER)
     folder = None if settings.resume in (None, "auto") else run_of(Path(settings.resume))
     if folder:
         files.add(folder / _LAUNCHER)

@@ -36,7 +36,7 @@ from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.report import RunReport
 from fastsync.ppo.rollout import RolloutCollector
-from fastsync.ppo.run_folder import CHECKPOINTS, close_run, open_run
+from fastsync.ppo.run_folder import CHECKPOINTS, check_room, close_run, open_run
 from fastsync.ppo.status import Status
 from fastsync.ppo.update import LOSSES, autocast
 
@@ -51,7 +51,8 @@ def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainR
         The policy, the same on every rank, and how the run ended.
 
     Raises:
-        ValueError: an unsupported environment, a run folder that exists already, or a run that cannot be gone on with.
+        ValueError: an unsupported environment, a run folder that exists already or has no room, or a run that cannot be
+            gone on with.
         RuntimeError: a rank was lost, or the ranks' weights differ at the end.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -71,6 +72,8 @@ def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainR
         with ExitStack() as stack:
             report = None
             if rank == 0:
+                # The least that a checkpoint takes: Adam has two moments of each weight.
+                check_room(folder, 3 * sum(parameter.nbytes for parameter in run.policy.parameters()))
                 report = RunReport(
                     folder,
                     settings,

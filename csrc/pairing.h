@@ -1,0 +1,63 @@
+// Do the gradients that meet in a sync belong together? Every rank sends along which of its engines this is and how
+// many updates of the parameters it has seen: gradients of different parameters have no mean.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace fastsync {
+
+// Thread-safe, for what arrives may do so on a thread of the process group.
+class Pairing {
+ public:
+  // What it is of is named in errors.
+  Pairing(const c10d::ProcessGroup& group, std::string what);
+
+  // Before a step. Whether the parameters have been updated since the one before: note_update tells of optimizers'
+  // steps; where it never did, the parameters' version counters do, which are always of the same ones. A rank without
+  // gradients of its own, as one that joins others (DDP's join), says nothing.
+  void begin_step(int64_t step, std::vector<uint32_t> versions, bool has_gradients = true);
+  void note_update();
+
+  // What every rank sends beside its gradients, in the same steps: its engine and the updates since the stamp before,
+  // as whole numbers up to 255, which any wire's dtype holds, in places where the other ranks send zeros. None where
+  // there are no other ranks.
+  // The engine's number is one that the ranks have agreed on.
+  std::vector<float> stamp(int64_t engine);
+
+  // Takes a sum over the ranks of stamps. On a CPU it throws c10::Error, on every rank, where they differ. On another
+  // device, for the host does not wait, the next one that arrives does, or look once the device has passed it.
+  void arrive(const at::Tensor& sum);
+  void look();
+
+ private:
+  static constexpr int64_t kNumbers = 2;  // of a rank: its engine, or 0 from one that says nothing, and its updates
+  static constexpr int64_t kLargest = 255;
+
+  void check(const at::Tensor& sum) const;
+
+  const int64_t world_size_;
+  const int64_t rank_;
+  const std::string what_;
+  const bool is_off_;
+
+  std::mutex mutex_;  // guards what follows
+  int64_t step_ = 0;
+  int64_t num_updates_ = 0;    // since the stamp before
+  bool says_nothing_ = false;  // until the next one
+  std::vector<uint32_t> versions_;
+  bool has_been_told_ = false;
+  bool was_updated_ = false;
+  at::Tensor on_its_way_;  // a copy of a sum, in pinned memory
+  std::optional<c10::Event> has_come_;
+};
+
+}  // namespace fastsync

@@ -1,0 +1,59 @@
+// Who comes after whom on the stand-in device. Its work runs at once, on the host, which is one legal order of many; so
+// each stream has a vector clock, each block of memory a list of who has touched it, and two accesses of which neither
+// comes after the other are a race, although this once all went well.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace standin {
+
+constexpr int kNumDevices = 2;
+
+// By stream: how many of its operations come before.
+using Clock = std::vector<uint64_t>;
+
+struct Event {
+  Clock clock;
+  std::chrono::steady_clock::time_point time;
+  bool is_timed = false;
+};
+
+// So many bytes that an operation reads, or writes and perhaps reads.
+struct Touch {
+  const void* data;
+  int64_t bytes;
+  bool is_written;
+};
+
+// An operation on a stream. The name is for reports.
+void run(const c10::Stream& stream, const std::string& name, const std::vector<Touch>& touches);
+
+void record(Event& event, const c10::Stream& stream);
+void block(const Event& event, const c10::Stream& stream);
+
+// The host waits until the device has come so far; it says what for.
+void wait_on_host(const Clock& clock, const std::string& why);
+void wait_on_host(const c10::Stream& stream, const std::string& why);
+// Whether the host may see that an event has happened. Not while the device is said to be behind.
+bool query(const Event& event);
+void set_behind(bool is_behind);
+
+// Memory of the caching allocator: from the stream's pool, to which it returns. Filled with 0xFF before and after.
+void* allocate(size_t bytes, const c10::Stream& stream);
+void free(void* data) noexcept;
+// Another stream uses the block: it returns to its pool once that is done.
+void record_stream(const void* data, const c10::Stream& stream);
+size_t allocated_bytes();
+
+void report(std::string violation);
+// What was found since the last call: races, memory let go too early, misuse.
+std::vector<std::string> take_violations();
+// What the host waited for since the last call.
+std::vector<std::string> take_host_waits();
+
+}  // namespace standin

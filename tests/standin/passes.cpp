@@ -1,0 +1,126 @@
+#include "passes.h"
+
+#include <vector>
+
+#include "device.h"
+
+namespace standin {
+namespace {
+
+using namespace fastsync;
+
+Passes of_cpu;
+
+int64_t bytes_of(int64_t values, DType dtype) {
+  switch (dtype) {
+    case DType::kInt8:
+      return (values + kBlockValues - 1) / kBlockValues * static_cast<int64_t>(sizeof(Int8Block));
+    case DType::kFloat64:
+      return 8 * values;
+    case DType::kFloat32:
+      return 4 * values;
+    default:
+      return 2 * values;
+  }
+}
+
+DType compute_dtype(DType grad) { return grad == DType::kFloat64 ? grad : DType::kFloat32; }
+
+class Touches {
+ public:
+  void reads(const void* data, int64_t bytes) { add(data, bytes, false); }
+  void writes(const void* data, int64_t bytes) { add(data, bytes, true); }
+
+  // What of the wire lies opposite a segment.
+  void wire(const void* wire, const Segment& segment, DType dtype, bool is_written) {
+    add(static_cast<const char*>(wire) + bytes_of(segment.offset, dtype), bytes_of(segment.numel, dtype), is_written);
+  }
+
+  void run(const char* name) const { standin::run(current_stream(current_device()), name, all_); }
+
+ private:
+  // Neighbours count as one.
+  void add(const void* data, int64_t bytes, bool is_written) {
+    if (data == nullptr) {
+      return;
+    }
+    if (!all_.empty() && all_.back().is_written == is_written &&
+        static_cast<const char*>(all_.back().data) + all_.back().bytes == data) {
+      all_.back().bytes += bytes;
+    } else {
+      all_.push_back({data, bytes, is_written});
+    }
+  }
+
+  std::vector<Touch> all_;
+};
+
+void pack(const PackArgs& args, void* workspace, void* /*stream*/) {
+  Touches touches;
+  for (int64_t i = 0; i < args.num_segments; ++i) {
+    const Segment& segment = args.segments[i];
+    touches.reads(segment.data, bytes_of(segment.numel, args.grad_dtype));
+  }
+  for (int64_t i = 0; i < args.num_segments; ++i) {
+    const Segment& segment = args.segments[i];
+    touches.wire(args.wire, segment, args.wire_dtype, /*is_written=*/true);
+    touches.writes(segment.residual, bytes_of(segment.numel, compute_dtype(args.grad_dtype)));
+  }
+  touches.reads(args.bucket_scale, sizeof(float));
+  touches.writes(args.stats, kNumStats * sizeof(double));
+  touches.writes(workspace, cuda::kWorkspaceBytes);
+  touches.run("pack");
+  of_cpu.pack(args, nullptr, nullptr);
+}
+
+void unpack(const UnpackArgs& args, void* workspace, void* /*stream*/) {
+  Touches touches;
+  for (int64_t wire = 0; wire < args.num_wires; ++wire) {
+    for (int64_t i = 0; i < args.num_segments; ++i) {
+      touches.wire(static_cast<const char*>(args.wire) + wire * args.stride_bytes, args.segments[i], args.wire_dtype,
+                   /*is_written=*/false);
+    }
+  }
+  for (int64_t i = 0; i < args.num_segments; ++i) {
+    touches.writes(args.segments[i].data, bytes_of(args.segments[i].numel, args.grad_dtype));
+  }
+  touches.writes(args.bucket_scale, sizeof(float));
+  touches.writes(args.stats, kNumStats * sizeof(double));
+  touches.writes(workspace, cuda::kWorkspaceBytes);
+  touches.run("unpack");
+  of_cpu.unpack(args, nullptr, nullptr);
+}
+
+void measure(const MeasureArgs& args, void* workspace, void* /*stream*/) {
+  Touches touches;
+  for (int64_t i = 0; i < args.num_segments; ++i) {
+    touches.reads(args.segments[i].data, bytes_of(args.segments[i].numel, args.grad_dtype));
+  }
+  touches.writes(args.stats, kNumStats * sizeof(double));
+  touches.writes(workspace, cuda::kWorkspaceBytes);
+  touches.run("measure");
+  of_cpu.measure(args, nullptr, nullptr);
+}
+
+void reduce(const ReduceArgs& args, void* /*stream*/) {
+  Touches touches;
+  for (int64_t wire = 0; wire < args.num_wires; ++wire) {
+    touches.reads(static_cast<const char*>(args.wire) + wire * args.stride_bytes,
+                  bytes_of(args.numel, args.wire_dtype));
+  }
+  touches.writes(args.out, bytes_of(args.numel, args.out_dtype));
+  touches.reads(args.bucket_scale, sizeof(float));
+  touches.writes(args.residual, bytes_of(args.numel, compute_dtype(args.grad_dtype)));
+  touches.run("reduce");
+  of_cpu.reduce(args, nullptr);
+}
+
+}  // namespace
+
+const Passes& passes_over(const Passes& cpu) {
+  static const Passes passes{&pack, &unpack, &measure, &reduce};
+  of_cpu = cpu;
+  return passes;
+}
+
+}  // namespace standin

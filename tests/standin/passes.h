@@ -1,0 +1,11 @@
+// The engine's passes for the stand-in device.
+#pragma once
+
+#include "backend.h"
+
+namespace standin {
+
+// The CPU's passes on the current stream, which note what they touch.
+const fastsync::Passes& passes_over(const fastsync::Passes& of_cpu);
+
+}  // namespace standin

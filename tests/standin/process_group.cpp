@@ -1,0 +1,244 @@
+#include "process_group.h"
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "device.h"
+
+namespace standin {
+namespace {
+
+using c10::ivalue::Future;
+
+class StreamWork : public c10d::Work {
+ public:
+  StreamWork(const c10::Stream& stream, std::vector<at::Tensor> outputs, Stash stash)
+      : device_(stream.device()), stash_(std::move(stash)) {
+    record(end_, stream);
+    future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()), std::vector{device_});
+    const c10::StreamGuard guard(stream);
+    future_->markCompleted(c10::IValue(std::move(outputs)));
+  }
+
+  bool isCompleted() override { return query(end_); }
+  bool isSuccess() const override { return true; }
+  void synchronize() override { wait(kNoTimeout); }
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    block(end_, current_stream(device_));
+    stash_->clear();
+    return true;
+  }
+  c10::intrusive_ptr<Future> getFuture() override { return future_; }
+
+ private:
+  c10::Device device_;
+  Event end_;
+  Stash stash_;
+  c10::intrusive_ptr<Future> future_;
+};
+
+// What a call inside a group returns: nothing of it has run, so there is nothing to wait for.
+class GroupedWork : public c10d::Work {
+ public:
+  bool isCompleted() override { return false; }
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    report("misuse: wait() for a call inside a group waits for nothing");
+    return true;
+  }
+};
+
+std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> all;
+  std::transform(tensors.begin(), tensors.end(), std::back_inserter(all),
+                 [](const at::Tensor& tensor) { return standin::on_host(tensor); });
+  return all;
+}
+
+int64_t alignment_of(const std::vector<at::Tensor>& tensors) {
+  uintptr_t bits = 512;
+  for (const at::Tensor& tensor : tensors) {
+    bits |= reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  }
+  return static_cast<int64_t>(bits & -bits);
+}
+
+}  // namespace
+
+Group::Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
+    : Backend(rank, size), gloo_(std::move(gloo)) {}
+
+// ---- calls ----------------------------------------------------------------------------------------------------------
+
+c10::Stream Group::stream_of(c10::Device device, std::optional<int> peer) {
+  const std::pair key(static_cast<int>(device.index()), peer.value_or(-1));
+  auto found = streams_.find(key);
+  if (found == streams_.end()) {
+    found = streams_.emplace(key, new_stream(device.index())).first;
+  }
+  return found->second;
+}
+
+void Group::log(const std::string& name, const Tensors& tensors, const c10::Stream& stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Call call{name, 0, toString(tensors.front().scalar_type()), 0, alignment_of(tensors), stream.id(), is_open_};
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK(tensor.device() == stream.device(), name, ": tensors on ", stream.device(), " and ", tensor.device());
+    TORCH_CHECK(tensor.is_non_overlapping_and_dense(), name, ": a tensor with gaps");
+    call.numel += tensor.numel();
+    call.nbytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  calls_.push_back(std::move(call));
+  if (calls_until_failure_ >= 0 && calls_until_failure_-- == 0) {
+    has_failed_ = true;
+    TORCH_CHECK(false, name, " failed, as the stand-in group was told to");
+  }
+}
+
+Group::Work Group::give(const std::string& name, Tensors read, Tensors written, bool is_async,
+                        std::function<Work()> on_gloo, std::optional<int> peer) {
+  const c10::Device device = (read.empty() ? written : read).front().device();
+  const c10::Stream now = current_stream(device);
+  const c10::Stream stream = is_async ? stream_of(device, is_open_ ? std::nullopt : peer) : now;
+  Tensors all = read;
+  all.insert(all.end(), written.begin(), written.end());
+  log(name, all, stream);
+  Event given;
+  record(given, now);
+  block(given, stream);
+  Given call{name, stream, std::move(read), std::move(written), std::move(on_gloo)};
+  if (is_open_) {
+    queued_.push_back(std::move(call));
+    return c10::make_intrusive<GroupedWork>();
+  }
+  return run({std::move(call)});
+}
+
+Group::Work Group::run(std::vector<Given> all) {
+  std::vector<Work> works;
+  for (const Given& call : all) {
+    works.push_back(call.on_gloo());
+  }
+  for (const Work& work : works) {
+    work->wait();
+  }
+  auto stash = std::make_shared<Tensors>();
+  Tensors outputs;
+  for (const Given& call : all) {
+    std::vector<Touch> touches;
+    for (const at::Tensor& tensor : call.read) {
+      add_touches(touches, tensor, /*is_written=*/false);
+      stash->push_back(tensor);
+    }
+    for (const at::Tensor& tensor : call.written) {
+      add_touches(touches, tensor, /*is_written=*/true);
+      stash->push_back(tensor);
+      outputs.push_back(tensor);
+    }
+    standin::run(call.stream, call.name, touches);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(stashes_, [](const Stash& each) { return each->empty(); });
+  stashes_.push_back(stash);
+  return c10::make_intrusive<StreamWork>(all.back().stream, std::move(outputs), std::move(stash));
+}
+
+void Group::startCoalescing() {
+  is_open_ = true;
+  has_failed_ = false;
+}
+
+Group::Work Group::endCoalescing() {
+  is_open_ = false;
+  auto queued = std::exchange(queued_, {});
+  if (has_failed_) {  // what is left of the group may wait for messages that nobody sends: NCCL's stream would, not the
+                      // host
+    return {};
+  }
+  return queued.empty() ? Work() : run(std::move(queued));
+}
+
+// ---- what can be called ---------------------------------------------------------------------------------------------
+
+Group::Work Group::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return give("broadcast", {}, tensors, options.asyncOp, [this, tensors, options] {
+    auto host = on_host(tensors);
+    return gloo_->broadcast(host, options);
+  });
+}
+
+Group::Work Group::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return give("allreduce", {}, tensors, options.asyncOp, [this, tensors, options] {
+    auto host = on_host(tensors);
+    return gloo_->allreduce(host, options);
+  });
+}
+
+Group::Work Group::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  return give("allgather", inputs, outputs.front(), options.asyncOp, [this, outputs, inputs, options] {
+    std::vector<Tensors> to{on_host(outputs.front())};
+    auto from = on_host(inputs);
+    return gloo_->allgather(to, from, options);
+  });
+}
+
+Group::Work Group::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+  return give("_allgather_base", {input}, {output}, options.asyncOp, [this, output, input, options] {
+    auto to = standin::on_host(output);
+    auto from = standin::on_host(input);
+    return gloo_->_allgather_base(to, from, options);
+  });
+}
+
+Group::Work Group::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                                 std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
+  const auto on_gloo = [this, output, input, output_sizes, input_sizes, options]() mutable {
+    auto to = standin::on_host(output);
+    auto from = standin::on_host(input);
+    return gloo_->alltoall_base(to, from, output_sizes, input_sizes, options);
+  };
+  return give("alltoall_base", {input}, {output}, options.asyncOp, on_gloo);
+}
+
+Group::Work Group::send(Tensors& tensors, int to, int tag) {
+  const auto on_gloo = [this, tensors, to, tag] {
+    auto host = on_host(tensors);
+    return gloo_->send(host, to, tag);
+  };
+  return give("send", tensors, {}, /*is_async=*/true, on_gloo, to);
+}
+
+Group::Work Group::recv(Tensors& tensors, int from, int tag) {
+  const auto on_gloo = [this, tensors, from, tag] {
+    auto host = on_host(tensors);
+    return gloo_->recv(host, from, tag);
+  };
+  return give("recv", {}, tensors, /*is_async=*/true, on_gloo, from);
+}
+
+Group::Work Group::barrier(const c10d::BarrierOptions& options) {
+  wait_on_host(current_stream(current_device()), "barrier");
+  return gloo_->barrier(options);
+}
+
+// ---- what a test may ask --------------------------------------------------------------------------------------------
+
+std::vector<Call> Group::take_calls() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(calls_, {});
+}
+
+int64_t Group::kept_bytes() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t bytes = 0;
+  for (const Stash& stash : stashes_) {
+    for (const at::Tensor& tensor : *stash) {
+      bytes += static_cast<int64_t>(tensor.nbytes());
+    }
+  }
+  return bytes;
+}
+
+}  // namespace standin

@@ -1,0 +1,91 @@
+// A process group for the stand-in device that keeps NCCL's rules: what is called runs on a stream of its own, a wait
+// is the current stream's and never the host's, and calls between startCoalescing and endCoalescing run at its end. The
+// data travels through Gloo, at once.
+#pragma once
+
+#include <c10/core/Stream.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace standin {
+
+// What a group was asked for.
+struct Call {
+  std::string name;
+  int64_t numel = 0;
+  std::string dtype;
+  int64_t nbytes = 0;
+  int64_t alignment = 0;  // the largest power of two, up to 512, that all of its addresses are multiples of
+  int64_t stream = 0;
+  bool is_in_group = false;
+};
+
+// Tensors that the group keeps until somebody waits.
+using Stash = std::shared_ptr<std::vector<at::Tensor>>;
+
+class Group : public c10d::Backend {
+ public:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+
+  Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size);
+
+  const std::string getBackendName() const override { return "standin"; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  Work endCoalescing() override;
+
+  Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  Work allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override;
+  Work send(Tensors& tensors, int to, int tag) override;
+  Work recv(Tensors& tensors, int from, int tag) override;
+  Work barrier(const c10d::BarrierOptions& options) override;
+
+  // Since the last call.
+  std::vector<Call> take_calls();
+  // The call after so many more throws, before anything is sent.
+  void fail_after(int64_t calls) { calls_until_failure_ = calls; }
+  bool is_open() const { return is_open_; }
+  // Of tensors that the group still keeps because nobody has waited.
+  int64_t kept_bytes();
+
+ private:
+  // A call that has its place on a stream; on_gloo starts it on the tensors' memory.
+  struct Given {
+    std::string name;
+    c10::Stream stream;
+    Tensors read;
+    Tensors written;
+    std::function<Work()> on_gloo;
+  };
+
+  Work give(const std::string& name, Tensors read, Tensors written, bool is_async, std::function<Work()> on_gloo,
+            std::optional<int> peer = {});
+  void log(const std::string& name, const Tensors& tensors, const c10::Stream& stream);
+  Work run(std::vector<Given> all);
+  c10::Stream stream_of(c10::Device device, std::optional<int> peer);
+
+  c10::intrusive_ptr<c10d::Backend> gloo_;
+  std::map<std::pair<int, int>, c10::Stream> streams_;  // by device, and by peer for messages outside a group
+  bool is_open_ = false;
+  bool has_failed_ = false;
+  std::vector<Given> queued_;
+  std::mutex mutex_;  // guards what follows
+  std::vector<Call> calls_;
+  std::vector<Stash> stashes_;
+  int64_t calls_until_failure_ = -1;
+};
+
+}  // namespace standin

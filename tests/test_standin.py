@@ -1,0 +1,156 @@
+"""The stand-in device itself: it finds what it is there to find, and nothing where all is well."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import standin
+from tests.standin import DEVICE, unwaited, watched
+
+
+def _streams() -> tuple[torch.Stream, torch.Stream]:
+    return torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+
+
+def _finds_races(rank: int, world_size: int) -> None:
+    standin.load()
+    one, other = _streams()
+    with one:
+        shared = torch.ones(100, device=DEVICE)
+    with watched(), other:
+        other.wait_stream(one)
+        shared.add_(1)
+    with (
+        pytest.raises(AssertionError, match=r"race: nothing orders aten::mul \(reads.*after aten::add.* \(writes"),
+        watched(),
+        one,
+    ):
+        shared * 2
+    with watched(), one:
+        one.wait_stream(other)
+        shared.mul_(2)
+    with watched():  # two that read, and two that write to different halves
+        with one:
+            halves = shared[:50], shared[50:]
+            halves[0].mul_(2)
+            event = one.record_event()
+            shared.sum()
+        other.wait_event(event)
+        with other:
+            shared.sum()
+    with watched(), other:
+        halves[1].sum()
+    with pytest.raises(AssertionError, match="race"), watched(), one:
+        shared.zero_()  # the other stream may still be reading
+
+
+def test_accesses_that_nothing_orders_are_found() -> None:
+    standin.run_ranks(_finds_races, 1)
+
+
+def _finds_what_is_let_go(rank: int, world_size: int) -> None:
+    standin.load()
+    one, other = _streams()
+
+    def used_by_other() -> Tensor:
+        with one:
+            tensor = torch.ones(100, device=DEVICE)
+        other.wait_stream(one)
+        with other:
+            tensor.sum()
+        return tensor
+
+    with pytest.raises(AssertionError, match=r"let go too early: 400 bytes.*aten::sum \(reads"), watched():
+        used_by_other()
+    with watched():
+        used_by_other().record_stream(other)
+    with watched():
+        tensor = used_by_other()
+        one.wait_stream(other)
+        del tensor
+    with one:
+        tensor = torch.ones(100, device=DEVICE)
+        del tensor
+        reused = torch.empty(100, device=DEVICE)
+    with pytest.raises(AssertionError, match=r"race.* after allocation"), watched(), other:
+        reused.fill_(1)  # whoever had that memory before may still use it
+    with watched():
+        assert torch.empty(3, device=DEVICE).isnan().all().item()
+
+
+def test_memory_that_is_let_go_too_early_is_found() -> None:
+    standin.run_ranks(_finds_what_is_let_go, 1)
+
+
+def _counts_waits(rank: int, world_size: int) -> None:
+    extension = standin.load()
+    tensor = torch.ones(3, device=DEVICE)
+    pinned = torch.ones(3, pin_memory=True)
+    with unwaited():
+        (tensor + 1).sqrt().mean()
+        tensor.copy_(pinned, non_blocking=True)
+        pinned.copy_(tensor, non_blocking=True)
+        event = torch.Event(device=DEVICE)
+        event.record()
+        assert event.query()
+        extension.set_behind(True)
+        assert not event.query()
+        extension.set_behind(False)
+    for wait in (
+        lambda: tensor.sum().item(),
+        lambda: tensor.cpu(),
+        lambda: torch.ones(3).to(DEVICE, non_blocking=True),  # it is not pinned
+        lambda: tensor.copy_(pinned),
+        lambda: tensor.nonzero(),
+        lambda: tensor.equal(tensor),
+        event.synchronize,
+    ):
+        with pytest.raises(AssertionError, match="the host waited for"), unwaited():
+            wait()
+
+
+def test_what_the_host_waits_for_is_counted() -> None:
+    standin.run_ranks(_counts_waits, 1)
+
+
+def _follows_nccls_rules(rank: int, world_size: int) -> None:
+    group = standin.new_group()
+    backend = standin.backend_of(group)
+    device = torch.device(DEVICE)
+    tensor = torch.full((4,), 1.0 + rank, device=DEVICE)
+    with watched():
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        assert backend.kept_bytes() == 16
+        work.wait()
+        assert backend.kept_bytes() == 0
+        tensor.add_(0)
+    dist.all_reduce(tensor, group=group, async_op=True)
+    with pytest.raises(AssertionError, match=r"race.* after allreduce"), watched():
+        tensor.add_(0)
+    assert [(call.name, call.numel, call.is_in_group) for call in backend.take_calls()] == [("allreduce", 4, False)] * 2
+
+    group._start_coalescing(device)
+    assert group._end_coalescing(device) is None
+    before = tensor.clone()
+    group._start_coalescing(device)
+    grouped = group.allreduce([tensor])
+    with pytest.raises(AssertionError, match="misuse"), watched():
+        grouped.wait()
+    assert tensor.equal(before)  # not yet
+    group._end_coalescing(device).wait()
+    assert tensor.equal(2 * before)
+    assert backend.take_calls()[0].is_in_group
+
+    backend.fail_after(1)
+    dist.all_reduce(tensor, group=group)
+    with pytest.raises(RuntimeError, match="allreduce failed, as the stand-in group was told to"):
+        dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, group=group)
+
+
+def test_the_group_follows_nccls_rules() -> None:
+    standin.run_ranks(_follows_nccls_rules, 2)

@@ -1,0 +1,91 @@
+"""What the engine asks of a process group that groups calls as NCCL does: how often, in what sizes, and what becomes of
+an error in the middle."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import fastsync
+from fastsync import Compression
+from tests import standin
+from tests.models import Given, random_grads
+from tests.standin import DEVICE
+
+SHAPES = [(7, 33), (300,), (2, 3, 4), (513, 7)]
+FP32 = {"reduce": "fp32"}
+
+
+def _model() -> Given:
+    return Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
+
+
+def _step(model: Given, rank: int, step: int) -> None:
+    model.zero_grad()
+    model([grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.float32)]).backward()
+
+
+def _counts(rank: int, world_size: int, compression: Compression, expected: Counter[tuple[str, bool]]) -> None:
+    group = standin.new_group()
+    backend = standin.backend_of(group)
+    model = _model()
+    sync = fastsync.attach(model, compression, process_group=group)  # one bucket
+    for step in range(4):
+        backend.take_calls()
+        sync.ride("kl", torch.ones(1, device=DEVICE))
+        _step(model, rank, step)
+    calls = backend.take_calls()
+    assert Counter((call.name, call.is_in_group) for call in calls) == expected
+    for call in calls:
+        assert call.alignment >= 16, f"{call.name} of {call.nbytes} bytes begins at a multiple of {call.alignment}"
+
+
+@pytest.mark.parametrize(
+    ("compression", "expected"),
+    [
+        (Compression(), {("allreduce", False): 1}),
+        (Compression("bf16"), {("allreduce", True): 2}),  # one group: the riders stay float32
+        (Compression("fp16", **FP32, algorithm="one_shot"), {("send", True): 2, ("recv", True): 2}),
+        (Compression("fp16", **FP32, algorithm="two_shot"), {("send", True): 4, ("recv", True): 4}),
+        (Compression("int8", algorithm="one_shot"), {("send", True): 2, ("recv", True): 2}),
+        (Compression("int8", algorithm="two_shot"), {("send", True): 4, ("recv", True): 4}),
+    ],
+    ids=str,
+)
+def test_calls_of_a_step_and_their_alignment(compression: Compression, expected: dict[tuple[str, bool], int]) -> None:
+    standin.run_ranks(_counts, 3, compression, Counter(expected))
+
+
+def _fails_in_a_group(rank: int, world_size: int) -> None:
+    group = standin.new_group()
+    backend = standin.backend_of(group)
+    for compression in (
+        Compression(),
+        Compression("bf16"),
+        Compression("fp16", **FP32, algorithm="one_shot"),
+        Compression("int8", algorithm="two_shot"),
+    ):
+        num_calls = 1
+        failing = 0
+        while failing < num_calls:
+            model = _model()
+            sync = fastsync.attach(model, compression, process_group=group)
+            for step in range(2):
+                backend.take_calls()
+                sync.ride("kl", torch.ones(1, device=DEVICE))
+                _step(model, rank, step)
+            num_calls = len(backend.take_calls())
+            backend.fail_after(failing)
+            sync.ride("kl", torch.ones(1, device=DEVICE))
+            with pytest.raises(RuntimeError, match=rf"averaging bucket 0 failed on rank {rank} of 2: .*told to"):
+                _step(model, rank, 2)
+            assert not backend.is_open(), f"{compression}: the group is still open after call {failing} failed"
+            sync.detach()
+            failing += 1
+        assert num_calls > 1 or compression == Compression()
+
+
+def test_an_error_in_a_group_leaves_none_open_and_names_the_bucket() -> None:
+    standin.run_ranks(_fails_in_a_group, 2)
