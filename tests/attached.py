@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,9 +75,17 @@ def references_to(model: nn.Module) -> list[weakref.ref[Any]]:
 
 
 def assert_freed(references: list[weakref.ref[Any]]) -> None:
+    assert_soon_none(lambda: [type(alive).__name__ for each in references if (alive := each()) is not None])
+
+
+def assert_soon_none(alive: Callable[[], Any]) -> None:
+    """Waits: autograd's thread of a device says that backward is done before it lets go of the graph."""
+    deadline = time.monotonic() + 30
     gc.collect()
-    alive = [type(reference()).__name__ for reference in references if reference() is not None]
-    assert alive == [], f"still alive: {alive}"
+    while left := alive():
+        assert time.monotonic() < deadline, f"still alive: {left}"
+        time.sleep(0.01)
+        gc.collect()
 
 
 def fail(model: Fallible, rank: int, step: int) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync import Compression
 from tests import standin
-from tests.attached import Fallible, assert_freed, references_to
+from tests.attached import Fallible, assert_freed, assert_soon_none, references_to
 from tests.models import SMALL_BUCKETS, Given, assert_all_bitwise_equal, random_grads
 from tests.standin import DEVICE, unwaited, watched
 
@@ -241,8 +241,8 @@ def test_detach_and_synchronize_right_after_a_failed_backward() -> None:
 def _ends_with_its_model(rank: int, world_size: int) -> None:
     group = standin.new_group()
     extension = standin.load()
+    before = extension.allocated_bytes()
     for compression in COMPRESSIONS[:-1]:
-        before = extension.allocated_bytes()
         model = _model(torch.Stream(device=DEVICE))
         sync = fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
         for step in range(STEPS):
@@ -251,7 +251,7 @@ def _ends_with_its_model(rank: int, world_size: int) -> None:
         references = references_to(model)
         del model, sync
         assert_freed(references)
-        assert extension.allocated_bytes() == before, f"{compression}: memory is kept"
+        assert_soon_none(lambda: extension.allocated_bytes() - before)  # bytes that are kept
 
 
 def test_an_engine_and_its_memory_end_with_the_model() -> None:
