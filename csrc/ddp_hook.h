@@ -37,7 +37,7 @@ class HookState {
   int64_t step();
   void set_step(int64_t step);
 
-  // The parameters were updated in a way that their version counters do not tell. From any thread.
+  // An optimizer has updated the parameters. From any thread.
   void note_update();
 
   // float64 [number of buckets, kNumStats]: a row for each bucket of the newest step.

@@ -29,8 +29,7 @@ class Pairing {
 
   // What every rank sends beside its gradients, in the same steps: its engine and the updates since the stamp before,
   // as whole numbers up to 255, which any wire's dtype holds, in places where the other ranks send zeros. None where
-  // there are no other ranks.
-  // The engine's number is one that the ranks have agreed on.
+  // there are no other ranks. The engine's number is one that the ranks have agreed on.
   std::vector<float> stamp(int64_t engine);
 
   // Takes a sum over the ranks of stamps. On a CPU it throws c10::Error, on every rank, where they differ. On another

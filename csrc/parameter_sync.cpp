@@ -4,6 +4,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <limits>
@@ -24,10 +25,14 @@ at::Tensor as_reals(const at::Tensor& gradient) {
   return gradient.is_complex() ? at::view_as_real(gradient) : gradient;
 }
 
-// Its memory is another stream's, and is written on this one.
-void record_stream(const at::Tensor& tensor) {
-  if (!tensor.is_cpu()) {
-    tensor.record_stream(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
+// Its memory is another stream's, if not this one's, and is written on this one.
+void record_stream(const at::Tensor& tensor, const std::optional<c10::Stream>& of) {
+  if (tensor.is_cpu()) {
+    return;
+  }
+  const auto current = c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+  if (of != current) {
+    tensor.record_stream(current);
   }
 }
 
@@ -68,6 +73,7 @@ void ParameterSync::begin() {
     parameter.tensor = at::Tensor(parameter.id.lock());
     TORCH_CHECK(parameter.tensor.defined(), "fastsync: parameter ", parameter.name, " no longer exists");
     parameter.is_ready = false;
+    parameter.stream.reset();
     parameter.stand_in.reset();
   }
   if (is_laid_out_ && !layout_holds()) {
@@ -189,10 +195,15 @@ void ParameterSync::send_next() {
   }
   send(bucket, std::move(grads), /*with_riders=*/true, stand_in);
   // While backward goes on, or another bucket is waited for, another thread has to see to what follows on the arrival
-  // of messages. To wake it for the only bucket, at the end of backward, would take longer than to do it here. On CUDA
-  // it is done already. Whoever comes late finds nothing, and holds nothing.
-  const bool is_only_one = buckets_.size() == 1;
-  if (!is_only_one && bucket.sync->device().is_cpu() && BucketSync::needs_driving(*bucket.flight)) {
+  // of messages. To wake it for the only bucket, at the end of backward, would take longer than to do it here.
+  if (buckets_.size() > 1) {
+    drive_later(bucket);
+  }
+}
+
+// On CUDA it is done already. Whoever comes late finds nothing, and holds nothing.
+void ParameterSync::drive_later(const Bucket& bucket) {
+  if (bucket.sync->device().is_cpu() && BucketSync::needs_driving(*bucket.flight)) {
     progress_.post([weak = std::weak_ptr(bucket.flight)] {
       if (const auto flight = weak.lock()) {
         BucketSync::drive(*flight);
@@ -244,25 +255,25 @@ at::Tensor ParameterSync::gradient_to_send(Parameter& parameter) {
 }
 
 void ParameterSync::receive() {
-  is_under_way_ = false;  // whatever fails below
+  is_under_way_ = false;
+  const auto whatever_fails = c10::make_scope_exit([this] { end(); });
   for (const Bucket& bucket : buckets_) {
     BucketSync::receive(*bucket.flight);
   }
   hand_out();
-  if (buckets_.empty()) {
-    end();
+  if (!buckets_.empty() && riders_.have_seats()) {
+    riders_.arrive(BucketSync::riders(*buckets_.back().flight), group_->getSize());
+  }
+  check_pairing();
+}
+
+void ParameterSync::check_pairing() {
+  if (buckets_.empty() || !buckets_.back().flight || !has_new_stamp_) {
     return;
   }
-  const auto last = buckets_.back().flight;
-  if (riders_.have_seats()) {
-    riders_.arrive(BucketSync::riders(*last), group_->getSize());
-  }
-  end();
-  if (has_new_stamp_) {
-    const auto size = static_cast<int64_t>(stamp_.size());
-    const at::Tensor flags = BucketSync::flags(*last);
-    pairing_.arrive(flags.narrow(0, flags.numel() - size, size));
-  }
+  const auto size = static_cast<int64_t>(stamp_.size());
+  const at::Tensor flags = BucketSync::flags(*buckets_.back().flight);
+  pairing_.arrive(flags.narrow(0, flags.numel() - size, size));
 }
 
 // Reads the flags on the host only where a gradient is missing here: nothing else tells whether it stays missing.
@@ -277,7 +288,7 @@ void ParameterSync::hand_out() {
     }
     at::Tensor& gradient = parameter.tensor.mutable_grad();
     if (parameter.stand_in.defined()) {
-      record_stream(parameter.stand_in);
+      record_stream(parameter.stand_in, /*of=*/std::nullopt);
       const bool exists = presence_[parameter.place] > 0 || some_rank_has(parameter);
       if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
         gradient.copy_(parameter.stand_in);
@@ -287,9 +298,7 @@ void ParameterSync::hand_out() {
         take_back(parameter);
       }
     } else {
-      if (parameter.stream) {
-        record_stream(gradient);
-      }
+      record_stream(gradient, parameter.stream);
       gradient.unsafeGetTensorImpl()->bump_version();  // the passes write through bare pointers
     }
     parameter.is_new = false;
@@ -381,13 +390,14 @@ void ParameterSync::send_poisoned_rest() {
 }
 
 void ParameterSync::discard() {
-  is_under_way_ = false;  // whatever fails below
+  is_under_way_ = false;
+  const auto whatever_fails = c10::make_scope_exit([this] { end(); });
   for (const Bucket& bucket : buckets_) {
     if (bucket.flight) {
       BucketSync::discard(*bucket.flight);
     }
   }
-  end();
+  check_pairing();
 }
 
 void ParameterSync::abandon() {
@@ -405,6 +415,7 @@ void ParameterSync::send_poisoned() {
     grads.push_back(as_reals(new_stand_in(parameter.tensor).fill_(std::numeric_limits<double>::quiet_NaN())));
   }
   send(bucket, std::move(grads), /*with_riders=*/false);
+  drive_later(bucket);  // nobody waits for it here, perhaps for long
 }
 
 void ParameterSync::end() {

@@ -41,7 +41,8 @@ class ParameterSync {
   bool is_under_way() const { return is_under_way_; }  // from any thread
 
   // Both end a sync that will get no more gradients because backward failed. What is left to send goes as nan, so that
-  // the ranks stay in step, and one that did not fail is not misled. The gradients are left alone.
+  // the ranks stay in step, and one that did not fail is not misled. The gradients are left alone. To send waits for
+  // nobody once the ranks have agreed.
   void send_poisoned_rest();
   void discard();
   void abandon();  // both at once
@@ -51,7 +52,7 @@ class ParameterSync {
   // Every parameter with a gradient takes part in the sync under way.
   void mark_all_ready();
 
-  // The parameters were updated in a way that their version counters do not tell. From any thread.
+  // An optimizer has updated the parameters. From any thread.
   void note_update() { pairing_.note_update(); }
 
   // Between syncs, on all ranks between the same ones. They check anew that they agree.
@@ -131,10 +132,12 @@ class ParameterSync {
   bool may_send_next() const;
   void send_next();
   void send_poisoned();
+  void drive_later(const Bucket& bucket);
   void send(Bucket& bucket, std::vector<at::Tensor> grads, bool with_riders, const std::vector<bool>& stand_in = {});
   at::Tensor gradient_to_send(Parameter& parameter);
   at::Tensor flags();
   void begin_pairing();
+  void check_pairing();
   void renew_stamp(c10::Device device);
   void hand_out();
   void take_back(Parameter& parameter);

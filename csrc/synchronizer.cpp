@@ -11,6 +11,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <map>
 #include <set>
 #include <thread>
 
@@ -241,6 +242,9 @@ void Synchronizer::check_not_forked() const {
 
 void Synchronizer::begin() {
   check_not_forked();
+  if (leftover_error_) {
+    std::rethrow_exception(std::exchange(leftover_error_, nullptr));
+  }
   sync_.begin();
 }
 
@@ -254,14 +258,33 @@ void Synchronizer::call_at_the_end_of_backward() {
   }
 }
 
+// A graph task's, held by what its engines call at its end. One that fails lets go of those calls without making them,
+// when backward raises: then the other ranks get what they wait for, before any other collective of this rank's.
+struct Synchronizer::Backward {
+  ~Backward() { send_leftovers(); }
+
+  static std::shared_ptr<void> of(int graph_task) {
+    static std::mutex mutex;
+    static auto& of_task = *new std::map<int, std::weak_ptr<Backward>>();
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::erase_if(of_task, [](const auto& entry) { return entry.second.expired(); });
+    auto backward = of_task[graph_task].lock();
+    if (!backward) {
+      backward = std::make_shared<Backward>();
+      of_task[graph_task] = backward;
+    }
+    return backward;
+  }
+};
+
 // What the sync belongs to from now on, to be held until it ends; null where it belongs to that graph task already.
-std::shared_ptr<char> Synchronizer::new_owner(int graph_task) {
+std::shared_ptr<void> Synchronizer::new_owner(int graph_task) {
   const std::lock_guard<std::mutex> lock(owner_mutex_);
   if (graph_task == graph_task_ && graph_task != kNoGraphTask && !owner_.expired()) {
     return nullptr;
   }
   graph_task_ = graph_task;
-  auto token = std::make_shared<char>();
+  auto token = graph_task == kNoGraphTask ? std::make_shared<char>() : Backward::of(graph_task);
   owner_ = token;
   return token;
 }
@@ -310,16 +333,34 @@ void Synchronizer::finish(int graph_task) {
 }
 
 // A backward that raised never calls on_backward_end. Of all engines together, because here too the order counts.
-void Synchronizer::abandon_interrupted() {
+template <class Call>
+void Synchronizer::of_each_interrupted(const Call& call) {
   const at::NoGradGuard no_grad;
   for (const auto& engine : attached().in_order()) {
-    if (engine->is_interrupted()) {
+    if (engine->is_interrupted() && getpid() == engine->process_id_) {
       const std::lock_guard<std::mutex> lock(engine->mutex_);
       if (engine->is_interrupted()) {  // and no other thread was here first
-        engine->sync_.abandon();
+        call(*engine);
       }
     }
   }
+}
+
+// Nobody waits here: the error is on its way to the user. What fails is thrown when the engine is used next.
+void Synchronizer::send_leftovers() {
+  of_each_interrupted([](Synchronizer& engine) {
+    try {
+      engine.sync_.send_poisoned_rest();
+    } catch (...) {
+      if (!engine.sync_.is_under_way()) {  // else it is tried again
+        engine.leftover_error_ = std::current_exception();
+      }
+    }
+  });
+}
+
+void Synchronizer::abandon_interrupted() {
+  of_each_interrupted([](Synchronizer& engine) { engine.sync_.abandon(); });
 }
 
 bool Synchronizer::is_interrupted() const {

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -65,10 +66,14 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   void on_backward_end(int graph_task);
   bool outer_backward_will_call();
   bool may_send_early() const;
-  std::shared_ptr<char> new_owner(int graph_task);
+  std::shared_ptr<void> new_owner(int graph_task);
   bool is_interrupted() const;
   bool ends_with(int graph_task) const;
 
+  struct Backward;
+  template <class Call>
+  static void of_each_interrupted(const Call& call);
+  static void send_leftovers();
   static void abandon_interrupted();
   static void finish(int graph_task);
 
@@ -79,11 +84,12 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   ParameterSync sync_;
   std::vector<at::Tensor> hooked_;  // the parameters, from attach until detach
   bool is_enabled_ = true;
+  std::exception_ptr leftover_error_;  // of a sync that has ended, for the next one to throw
 
   // Other threads ask whose backward is under way. If they had to wait until this one's ranks have met, ranks on which
   // threads come in different orders would wait for each other: so this is never held while anything waits.
   mutable std::mutex owner_mutex_;
-  std::weak_ptr<char> owner_;  // expires when the backward under way does, ended or not: whoever will end it holds it
+  std::weak_ptr<void> owner_;  // expires when the backward under way does, ended or not: whoever will end it holds it
   int graph_task_ = -1;        // the newest that will call on_backward_end
 };
 

@@ -413,3 +413,31 @@ def _fails_on_one_rank(rank: int, world_size: int) -> None:
 
 def test_a_backward_that_fails_on_one_rank_is_noticed_on_the_others() -> None:
     run_ranks(_fails_on_one_rank, 2)
+
+
+def _goes_on_with_others_collectives(rank: int, world_size: int) -> None:
+    for wire in (
+        "none",
+        "fp16",
+        fastsync.Compression("bf16", reduce="fp32"),
+        fastsync.Compression("int8", error_feedback=True),
+    ):
+        for failing_step in (0, 2):
+            model, other = Given([torch.zeros(700)] * 3), Given([torch.zeros(2)])
+            for attached in (model, other):
+                fastsync.attach(attached, wire, bucket_cap_mb=SMALL_BUCKETS)
+            for step in range(4):
+                other([torch.ones(2)]).backward()
+                fails = step == failing_step and rank == 1
+                _step(model, [torch.full((700,), 1.0 + rank)] * 3, fails=fails)
+                total = torch.full((5,), float(rank + 1))
+                dist.all_reduce(total)
+                assert total.tolist() == [sum(range(1, world_size + 1))] * 5
+                if step != failing_step:
+                    mean = sum(range(1, world_size + 1)) / world_size
+                    torch.testing.assert_close(grads_of(model), [torch.full((700,), mean)] * 3, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_after_a_failed_backward_the_group_is_free_for_other_collectives(world_size: int) -> None:
+    run_ranks(_goes_on_with_others_collectives, world_size)

@@ -61,9 +61,7 @@ def _asks_for_a_gpu(node: ast.AST) -> bool:
     if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
         own = any(getattr(part, "value", None) == "device" for mark in node.decorator_list for part in ast.walk(mark))
         return not own and any(argument.arg == "device" for argument in node.args.args)
-    if isinstance(node, ast.Attribute):
-        return node.attr == "gpu" and isinstance(node.value, ast.Attribute) and node.value.attr == "mark"
-    return isinstance(node, ast.Name) and node.id == "DEVICES"
+    return isinstance(node, ast.Attribute) and node.attr == "gpu" and getattr(node.value, "attr", None) == "mark"
 
 
 def _captures(node: ast.AST) -> bool:
