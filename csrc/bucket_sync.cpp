@@ -52,6 +52,16 @@ at::ScalarType scalar_type_of(DType dtype) {
 
 }  // namespace
 
+// What is said of a wait that failed: "fastsync: averaging bucket 0 failed on ...", why, and who is missing.
+struct BucketSync::Failure {
+  std::string beginning;
+  std::shared_ptr<Whereabouts> whereabouts;
+
+  [[noreturn]] void raise(const std::string& why) const {
+    TORCH_CHECK(false, beginning, why, whereabouts->roll_call());
+  }
+};
+
 struct BucketSync::Flight {
   std::vector<at::Tensor> grads;
   std::vector<Segment> segments;
@@ -73,16 +83,19 @@ struct BucketSync::Flight {
   at::Tensor stats;
   at::Tensor workspace;
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  std::shared_ptr<const std::string> failure;
+  std::shared_ptr<const Failure> failure;
+  bool ends_step = false;
   std::shared_ptr<Stopwatch> stopwatch;
   std::vector<at::Tensor> residuals;  // what the segments point to
   std::shared_ptr<BucketTotals> totals;
 };
 
-BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device)
+BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
+                       std::shared_ptr<Whereabouts> whereabouts)
     : group_(std::move(group)),
-      failure_(std::make_shared<const std::string>(c10::str("fastsync: averaging ", name, " failed on rank ",
-                                                            group_->getRank(), " of ", group_->getSize(), ": "))),
+      failure_(std::make_shared<const Failure>(c10::str("fastsync: averaging ", name, " failed on rank ",
+                                                        group_->getRank(), " of ", group_->getSize(), ": "),
+                                               std::move(whereabouts))),
       device_(device),
       can_exchange_(device.is_cpu() && group_->getBackend(device.type())->getBackendName() == "gloo"),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
@@ -150,6 +163,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> 
   flight->is_lossless = wire == Wire::kNone;
   flight->algorithm = algorithm_for(sync.compression, grad_dtype, num_elements);
   flight->grads = std::move(grads);
+  failure_->whereabouts->average(sync.step);
   if (waits_to_send(sync.compression)) {
     agree_on_scale(flight->segments, grad_dtype);
   } else if (wire != Wire::kFloat16) {
@@ -161,6 +175,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::prepare(std::vector<at::Tensor> 
   flight->workspace = workspace_;
   flight->totals = totals_;
   flight->failure = failure_;
+  flight->ends_step = sync.ends_step;
   flight->stopwatch = std::move(stopwatch);
   totals_->elements = num_elements;
   totals_->num_syncs += 1;
@@ -271,7 +286,7 @@ void BucketSync::send_to_ranks(Flight& flight, const Sync& sync, const Extras& e
     }
     flight.sum->send();
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, *failure_, error.what());
+    failure_->raise(error.what());
   }
   flight.stopwatch->mark(Mark::kSent);
 }
@@ -348,7 +363,7 @@ void BucketSync::all_reduce(Flight& flight) {
       flight.works = {together->end()};
     }
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, *failure_, error.what());
+    failure_->raise(error.what());
   }
 }
 
@@ -358,7 +373,7 @@ void BucketSync::wait(Flight& flight) {
     try {
       work->wait();
     } catch (const std::exception& error) {
-      TORCH_CHECK(false, *flight.failure, error.what());
+      flight.failure->raise(error.what());
     }
   }
   if (!flight.wire.device().is_cpu()) {
@@ -391,9 +406,12 @@ void BucketSync::receive(Flight& flight) {
       flight.sum->finish(*flight.stopwatch);
       flight.totals->wire_bytes += flight.sum->sent_bytes();
     } catch (const std::exception& error) {
-      TORCH_CHECK(false, *flight.failure, error.what());
+      flight.failure->raise(error.what());
     }
     flight.stopwatch->mark(Mark::kDone);
+  }
+  if (flight.ends_step) {
+    flight.failure->whereabouts->rest();
   }
   if (flight.on_flags && flight.num_flags > 0) {
     flight.on_flags(flags(flight));
@@ -436,8 +454,9 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
   }
   // With the thread's state, for without it a profiler would not see what happens on the group's thread.
   return work->getFuture()->then(at::wrapPropagateTLSState([flight = std::move(flight), buffer](Future& reduced) {
-                                   TORCH_CHECK(!reduced.hasError(), *flight->failure,
-                                               reduced.tryRetrieveErrorMessage());
+                                   if (reduced.hasError()) {
+                                     flight->failure->raise(reduced.tryRetrieveErrorMessage());
+                                   }
                                    // The backend keeps the wire until somebody has waited for the work itself.
                                    receive(*flight);
                                    return c10::IValue(buffer);
@@ -507,7 +526,7 @@ void BucketSync::agree_on_scale(const std::vector<Segment>& segments, DType dtyp
   try {
     group_->allreduce(tensors, options)->wait();
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, *failure_, error.what());
+    failure_->raise(error.what());
   }
   const at::Tensor exponent = kTargetExponent - std::get<1>(at::frexp(largest));
   const at::Tensor bits = exponent.clamp(-kMaxScaleExponent, kMaxScaleExponent).to(at::kInt).add(127).mul(1 << 23);

@@ -18,6 +18,7 @@
 #include "bucket_sum.h"
 #include "compression.h"
 #include "progress_thread.h"
+#include "roll_call.h"
 #include "sync_times.h"
 
 namespace fastsync {
@@ -32,9 +33,10 @@ struct Extras {
 // One sync of a bucket: how, and what it has in common with its counterparts on other ranks.
 struct Sync {
   Compression compression;
-  int64_t step = 0;   // this and the next are what the rounding follows
-  int64_t index = 0;  // of the bucket
-  int tag = 0;        // of its messages; the next kTagsPerBucket - 1 are its as well
+  int64_t step = 0;        // this and the next are what the rounding follows
+  int64_t index = 0;       // of the bucket
+  int tag = 0;             // of its messages; the next kTagsPerBucket - 1 are its as well
+  bool ends_step = false;  // once it has been received
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -59,7 +61,9 @@ struct Residual {
 
 class BucketSync {
  public:
-  BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device);
+  // It notes where the engine stands.
+  BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
+             std::shared_ptr<Whereabouts> whereabouts);
 
   // What is on its way between send and receive. No process group is among it where the group adds up: one of its
   // threads may then be the last to let go of a flight, and a group that ended on its own thread would wait for itself.
@@ -149,7 +153,8 @@ class BucketSync {
   static void unpack(const Flight& flight);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::shared_ptr<const std::string> failure_;  // how an error begins: "fastsync: averaging bucket 0 failed on ..."
+  struct Failure;
+  std::shared_ptr<const Failure> failure_;
   c10::Device device_;
   bool can_exchange_;  // whether ranks may send each other messages at any time: on a CPU, with Gloo
   at::Tensor wire_;    // kept between syncs on a CPU only, where a fresh buffer would cost page faults

@@ -49,7 +49,8 @@ std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compr
 
 }  // namespace
 
-HookState::HookState(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+HookState::HookState(c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : group_(std::move(group)), whereabouts_(Whereabouts::of(*group_, "a DDP hook")) {}
 
 std::shared_ptr<const Schedule> HookState::schedule() {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -59,8 +60,14 @@ std::shared_ptr<const Schedule> HookState::schedule() {
 void HookState::set_schedule(std::shared_ptr<const Schedule> schedule) {
   const std::lock_guard<std::mutex> lock(mutex_);
   schedule_ = std::move(schedule);
+  disagree("its compression was set");
+}
+
+// The ranks check anew that they agree.
+void HookState::disagree(const char* why) {
   for (const auto& [parameter, bucket] : buckets_) {
     bucket->agreed.reset();
+    bucket->why_agree = why;
   }
 }
 
@@ -95,7 +102,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   last_index_ = grad_bucket.getIndex();
   step_buckets_.push_back(bucket);
   const Sync sync{compression_for(*schedule, step_, buffer.numel(), buffer.device()), step_,
-                  static_cast<int64_t>(grad_bucket.getIndex()), first_tag(bucket->number)};
+                  static_cast<int64_t>(grad_bucket.getIndex()), first_tag(bucket->number), grad_bucket.isLast()};
   auto grads = gradients_of(grad_bucket, sync.compression, *bucket->sync);
   Extras extras;
   if (grad_bucket.isLast()) {
@@ -160,7 +167,7 @@ std::shared_ptr<HookState::Bucket> HookState::find_or_add(c10d::GradBucket& grad
   }
   bucket->pairing = std::make_shared<Pairing>(*group_, "DDP's bucket " + std::to_string(grad_bucket.getIndex()));
   bucket->sync = std::make_shared<BucketSync>(group_, "bucket " + std::to_string(grad_bucket.getIndex()),
-                                              grad_bucket.getBuffer().device());
+                                              grad_bucket.getBuffer().device(), whereabouts_);
   bucket->sync->set_scale(saved_scales_.smallest_of(bucket->parameters, grad_bucket.getBuffer().device()));
   bucket->sync->set_residuals(saved_residuals_.take(bucket->parameters, grad_bucket.getBuffer().device()));
   buckets_[key] = bucket;
@@ -195,14 +202,16 @@ void HookState::agree(Bucket& bucket, c10d::GradBucket& grad_bucket, const std::
                       parameter.scalar_type(), " gradients, which cannot travel with ", schedule->description(),
                       "; use compression='none'");
   }
+  whereabouts_->agree(step_, bucket.why_agree);
   try {
     const auto text = describe(grad_bucket, name, *schedule, step_, saved_scales_.description());
     bucket.number = check_agreement(group_, text, grad_bucket.getBuffer().device());
   } catch (const c10::ValueError&) {
+    whereabouts_->rest();
     throw;
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "fastsync: agreement on ", name, " failed on rank ", group_->getRank(), " of ",
-                group_->getSize(), ": ", error.what());
+                group_->getSize(), ": ", error.what(), whereabouts_->roll_call());
   }
   bucket.agreed = schedule;
 }
@@ -265,8 +274,8 @@ void HookState::set_scales(const std::vector<ParameterScale>& scales) {
   saved_scales_ = ParameterScales(scales);
   for (const auto& [key, bucket] : buckets_) {
     bucket->sync->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->sync->device()));
-    bucket->agreed.reset();
   }
+  disagree("a state was loaded");
 }
 
 std::vector<ParameterResidual> HookState::residuals() {

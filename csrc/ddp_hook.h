@@ -61,11 +61,13 @@ class HookState {
     std::vector<ParameterId> parameters;
     std::shared_ptr<BucketSync> sync;
     std::shared_ptr<const Schedule> agreed;
+    const char* why_agree = "it is new";
     int64_t number = 0;  // that the ranks have agreed on
     std::shared_ptr<Pairing> pairing;
     int64_t num_stamps = 0;
   };
 
+  void disagree(const char* why);
   std::shared_ptr<Bucket> find_or_add(c10d::GradBucket& grad_bucket);
   void forget_buckets_of(const std::vector<at::Tensor>& parameters);
   at::Tensor stamp(Bucket& bucket, const std::vector<at::Tensor>& parameters, c10::Device device, bool has_room);
@@ -73,6 +75,7 @@ class HookState {
   void agree(Bucket& bucket, c10d::GradBucket& grad_bucket, const std::shared_ptr<const Schedule>& schedule);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<Whereabouts> whereabouts_;
   std::mutex mutex_;
   std::shared_ptr<const Schedule> schedule_;
   std::unordered_map<const c10::TensorImpl*, std::shared_ptr<Bucket>> buckets_;  // by its first parameter

@@ -59,6 +59,7 @@ at::Tensor new_stand_in(const at::Tensor& parameter) {
 ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                              c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes)
     : group_(std::move(group)),
+      whereabouts_(Whereabouts::of(*group_, "the engine of parameter " + names.front())),
       bucket_cap_bytes_(bucket_cap_bytes),
       pairing_(*group_, "the engine of parameter " + names.front()) {
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -76,8 +77,9 @@ void ParameterSync::begin() {
     parameter.stream.reset();
     parameter.stand_in.reset();
   }
-  if (is_laid_out_ && !layout_holds()) {
+  if (std::string change = is_laid_out_ ? layout_change() : ""; !change.empty()) {
     forget_layout();
+    why_agree_ = std::move(change);
   }
   for (Bucket& bucket : buckets_) {
     bucket.num_waiting = bucket.parameters.size();
@@ -218,8 +220,9 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, bool wit
   const bool is_last = next_bucket_ + 1 == buckets_.size();
   Extras extras;
   if (is_last) {
-    if (riders_.need_agreement()) {
-      riders_.agree(group_, device);
+    if (const auto* name = riders_.need_agreement()) {
+      whereabouts_->agree(step_, c10::str("rider '", *name, "' is new"));
+      wait_for_ranks("agreement on riders", [&] { riders_.agree(group_, device); });
     }
     extras = {flags(), with_riders ? riders_.board(device) : riders_.empty_seats(device)};
   }
@@ -419,6 +422,7 @@ void ParameterSync::send_poisoned() {
 }
 
 void ParameterSync::end() {
+  whereabouts_->rest();
   step_ += 1;
   for (Parameter& parameter : parameters_) {
     parameter.tensor.reset();
@@ -477,15 +481,20 @@ bool ParameterSync::takes_part(const Parameter& parameter) const {
   return parameter.tensor.requires_grad() && parameter.tensor.numel() > 0;
 }
 
-// False once parameters were frozen or unfrozen, or the model was moved or cast.
-bool ParameterSync::layout_holds() const {
-  return std::all_of(parameters_.begin(), parameters_.end(), [&](const Parameter& parameter) {
+// Empty while the layout holds; else which parameter was frozen, unfrozen, moved or cast.
+std::string ParameterSync::layout_change() const {
+  for (const Parameter& parameter : parameters_) {
     const at::Tensor& tensor = parameter.tensor;
-    return takes_part(parameter) == (parameter.bucket != kNone) &&
-           (parameter.bucket == kNone ||
-            (tensor.numel() == parameter.numel && tensor.scalar_type() == parameter.dtype &&
-             tensor.device() == parameter.device));
-  });
+    const bool is_in_bucket = parameter.bucket != kNone;
+    if (takes_part(parameter) != is_in_bucket) {
+      return c10::str("parameter ", parameter.name, is_in_bucket ? " was frozen" : " was unfrozen");
+    }
+    if (is_in_bucket && (tensor.numel() != parameter.numel || tensor.scalar_type() != parameter.dtype ||
+                         tensor.device() != parameter.device)) {
+      return c10::str("parameter ", parameter.name, " became another tensor");
+    }
+  }
+  return "";
 }
 
 // What is refused is refused on every rank: none is left waiting, and the sync is over.
@@ -544,7 +553,8 @@ void ParameterSync::lay_out() {
       bucket.numel += parameter.tensor.is_complex() ? 2 * parameter.numel : parameter.numel;
     }
     const c10::Device device = parameters_[bucket.parameters.front()].device;
-    bucket.sync = std::make_shared<BucketSync>(group_, "bucket " + std::to_string(buckets_.size()), device);
+    bucket.sync =
+        std::make_shared<BucketSync>(group_, "bucket " + std::to_string(buckets_.size()), device, whereabouts_);
     bucket.sync->set_scale(saved_scales_.smallest_of(bucket.ids, device));
     bucket.sync->set_residuals(saved_residuals_.take(bucket.ids, device));
     buckets_.push_back(std::move(bucket));
@@ -554,7 +564,7 @@ void ParameterSync::lay_out() {
 
 // Rank 0's order for all, as places in taking_part: that in which its gradients got ready, then, from the last
 // parameter to the first, those it has no gradient for.
-std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& taking_part) const {
+std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& taking_part) {
   std::vector<size_t> indices = order_;
   for (auto index = taking_part.rbegin(); index != taking_part.rend(); ++index) {
     if (!parameters_[*index].is_ready) {
@@ -571,7 +581,7 @@ std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& t
   const WithoutPythonObjects without_python;
   std::vector<at::Tensor> tensors{
       at::tensor(at::ArrayRef<int64_t>(order)).to(parameters_[taking_part.front()].tensor.device())};
-  group_->broadcast(tensors)->wait();
+  wait_for_ranks("agreement on the order of gradients", [&] { group_->broadcast(tensors)->wait(); });
   const at::Tensor of_rank_0 = tensors.front().cpu();
   return {of_rank_0.data_ptr<int64_t>(), of_rank_0.data_ptr<int64_t>() + of_rank_0.numel()};
 }
@@ -596,7 +606,25 @@ void ParameterSync::forget_layout() {
 
 void ParameterSync::set_schedule(std::shared_ptr<const Schedule> schedule) {
   schedule_ = std::move(schedule);
+  agree_anew("its compression was set");
+}
+
+// Before the next sync.
+void ParameterSync::agree_anew(std::string why) {
+  why_agree_ = std::move(why);
   have_agreed_ = false;
+}
+
+// What fails in the call is no fault of the ranks' settings.
+void ParameterSync::wait_for_ranks(const char* what, const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::ValueError&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "fastsync: ", what, " failed on rank ", group_->getRank(), " of ", group_->getSize(), ": ",
+                error.what(), whereabouts_->roll_call());
+  }
 }
 
 void ParameterSync::agree() {
@@ -614,15 +642,14 @@ void ParameterSync::agree() {
          << tensor.scalar_type() << (tensor.requires_grad() ? "" : ", frozen") << "\n";
     device = tensor.device();
   }
-  try {
+  whereabouts_->agree(step_, why_agree_);
+  wait_for_ranks("agreement", [&] {
     const int64_t number = check_agreement(group_, text.str(), device);
     engine_ = engine_ < 0 ? number : engine_;
     tag_ = first_tag(number);
-  } catch (const c10::ValueError&) {
-    throw;
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "fastsync: agreement failed on rank ", group_->getRank(), " of ", group_->getSize(),
-                " (is compression set, a state loaded, or a parameter frozen on this rank alone?): ", error.what());
+  });
+  if (!is_under_way_) {
+    whereabouts_->rest();
   }
   have_agreed_ = true;
 }
@@ -638,7 +665,7 @@ std::vector<ParameterScale> ParameterSync::scales() {
 
 void ParameterSync::set_scales(const std::vector<ParameterScale>& scales) {
   saved_scales_ = ParameterScales(scales);
-  have_agreed_ = false;
+  agree_anew("a state was loaded");
   for (const Bucket& bucket : buckets_) {
     bucket.sync->set_scale(saved_scales_.smallest_of(bucket.ids, bucket.sync->device()));
   }

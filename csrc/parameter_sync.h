@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,6 +19,7 @@
 #include "parameter_residuals.h"
 #include "parameter_scales.h"
 #include "riders.h"
+#include "roll_call.h"
 #include "sync_times.h"
 
 namespace fastsync {
@@ -121,11 +123,13 @@ class ParameterSync {
   };
 
   bool takes_part(const Parameter& parameter) const;
-  bool layout_holds() const;
+  std::string layout_change() const;
   void prepare();
   void lay_out();
   void forget_layout();
-  std::vector<int64_t> order_of_rank_0(const std::vector<size_t>& taking_part) const;
+  void agree_anew(std::string why);
+  void wait_for_ranks(const char* what, const std::function<void()>& call);
+  std::vector<int64_t> order_of_rank_0(const std::vector<size_t>& taking_part);
 
   void check(const Parameter& parameter) const;
   void wait_for_gradients(const Bucket& bucket) const;
@@ -148,12 +152,14 @@ class ParameterSync {
 
   std::vector<Parameter> parameters_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<Whereabouts> whereabouts_;
   int64_t bucket_cap_bytes_;
   std::shared_ptr<const Schedule> schedule_;
   int tag_ = 0;  // of the first bucket's messages
 
   bool is_laid_out_ = false;
   bool have_agreed_ = false;
+  std::string why_agree_ = "it is new";
   std::vector<Bucket> buckets_;
   ParameterScales saved_scales_;
   ParameterResiduals saved_residuals_;

@@ -15,14 +15,14 @@ void Riders::add(const std::string& name, const at::Tensor& value) {
   waiting_.insert_or_assign(name, value.detach().clone(at::MemoryFormat::Contiguous));
 }
 
-bool Riders::need_agreement() const {
+const std::string* Riders::need_agreement() const {
   for (const auto& [name, value] : waiting_) {
     const auto seat = seats_.find(name);
     if (seat == seats_.end() || seat->second.sizes() != value.sizes()) {
-      return true;
+      return &name;
     }
   }
-  return false;
+  return nullptr;
 }
 
 void Riders::agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device) {

@@ -19,8 +19,8 @@ class Riders {
   // For the next sync, in place of an earlier one of that name.
   void add(const std::string& name, const at::Tensor& value);
 
-  // Whether one is waiting that has no seat, or another shape than its seat.
-  bool need_agreement() const;
+  // The name of one that is waiting and has no seat, or another shape than its seat; null where there is none.
+  const std::string* need_agreement() const;
   // Gives them seats. Raises c10::ValueError where the ranks differ.
   void agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device);
 

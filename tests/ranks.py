@@ -29,8 +29,9 @@ import torch.distributed as dist
 
 from fastsync.distributed import let_nccl_share_gpus
 
-# How long the other ranks may go on after one has failed, so that their errors can be reported as well.
-GRACE_SECONDS = 1.0
+# How long the other ranks may go on after one has failed, so that their errors can be reported as well: longer than
+# they ask each other who is missing.
+GRACE_SECONDS = 5.0
 # How long a hanging rank gets to write down where it hangs.
 STACK_SECONDS = 0.5
 

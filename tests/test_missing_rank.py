@@ -1,0 +1,265 @@
+"""A wait for other ranks that fails says who is missing: which ranks do not answer, and where the others are."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from tests.ranks import run_ranks
+from tests.test_launch_ranks import LIMIT, ROOT, free_port, launched
+
+TIMEOUT = timedelta(seconds=4)
+TWO_SHOT = fastsync.Compression("bf16", reduce="fp32", algorithm="two_shot")
+GOOD_STEPS = 2
+
+NO_ANSWER = "no answer, so it is stopped or gone, or has no engine of this group"
+AVERAGING = "averaging in step 2 of the engine of parameter 0.weight"
+AGREEING = "agreeing before step 2 of the engine of parameter 0.weight, because "
+IN_HOOK = "averaging in step 2 of a DDP hook"
+
+Group = dist.ProcessGroup
+Case = Callable[[Group], str]
+"""What the ranks of a group do. Returns what the error says of where the ranks are, or nothing where there is none."""
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+
+
+def backward(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 30)).sum().backward()
+
+
+def where_ranks_are(step: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError, match=r"^fastsync: .* failed on rank .* of ") as error:
+        step()
+    return str(error.value).partition(". Where the ")[2]
+
+
+def good_steps(way: str | fastsync.Compression, group: Group) -> Callable[[], None]:
+    """What takes one more step."""
+    model = small_model()
+    if way == "hook":
+        model = DistributedDataParallel(model, process_group=group)
+        fastsync.register_comm_hook(model, "bf16")
+    elif way != "all_reduce_gradients":
+        fastsync.attach(model, way, process_group=group)
+
+    def step() -> None:
+        backward(model)
+        if way == "all_reduce_gradients":
+            fastsync.all_reduce_gradients(model.parameters(), process_group=group)
+
+    for _ in range(GOOD_STEPS):
+        step()
+    return step
+
+
+def is_stopped(group: Group, way: str | fastsync.Compression, who: int) -> str:
+    """Until all others have raised."""
+    step = good_steps(way, group)
+    pids = [0] * group.size()
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    if group.rank() == who:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    try:
+        return where_ranks_are(step)
+    finally:
+        store = dist.distributed_c10d._get_default_store()
+        if group.size() == 2 or store.add(f"raised/{pids[who]}", 1) == group.size() - 1:
+            os.kill(pids[who], signal.SIGCONT)
+
+
+def last_has_ended(group: Group) -> str:
+    step = good_steps("none", group)
+    if group.rank() == 0:
+        return where_ranks_are(step)
+    del step
+    gc.collect()
+    time.sleep(TIMEOUT.total_seconds())
+    return ""
+
+
+def last_is_busy(group: Group) -> str:
+    step = good_steps("none", group)
+    if group.rank() == 1:
+        time.sleep(TIMEOUT.total_seconds() + 4)
+        return ""
+    return where_ranks_are(step)
+
+
+def last_does_it_alone(group: Group, what: Callable[[nn.Module, fastsync.GradientSynchronizer], object]) -> str:
+    model = small_model()
+    sync = fastsync.attach(model, process_group=group)
+    for _ in range(GOOD_STEPS):
+        backward(model)
+    if group.rank() == 1:
+        what(model, sync)
+    return where_ranks_are(lambda: backward(model))
+
+
+def last_compresses_hook(group: Group) -> str:
+    model = DistributedDataParallel(small_model(), process_group=group)
+    hook = fastsync.register_comm_hook(model)
+    for _ in range(GOOD_STEPS):
+        backward(model)
+    if group.rank() == 1:
+        hook.compression = "bf16"
+    return where_ranks_are(lambda: backward(model))
+
+
+CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
+    # How many ranks do what, and where each of them is, as those that raise have to say.
+    "attached, stopped": (2, partial(is_stopped, way="none", who=1), {1: NO_ANSWER, 0: AVERAGING}),
+    "two_shot, stopped": (
+        3,
+        partial(is_stopped, way=TWO_SHOT, who=2),
+        {2: NO_ANSWER, 0: AVERAGING, 1: AVERAGING},
+    ),
+    "hook, stopped": (2, partial(is_stopped, way="hook", who=1), {1: NO_ANSWER, 0: IN_HOOK}),
+    "all_reduce_gradients, stopped": (
+        2,
+        partial(is_stopped, way="all_reduce_gradients", who=1),
+        {1: NO_ANSWER, 0: "averaging in step 2 of the engine of parameter 0"},
+    ),
+    "ended": (
+        2,
+        last_has_ended,
+        {1: "no answer any more, and this one before: has let go of its engines", 0: AVERAGING},
+    ),
+    "busy": (2, last_is_busy, {1: "in no sync, after step 1 of the engine of parameter 0.weight", 0: AVERAGING}),
+    "frozen": (
+        2,
+        partial(last_does_it_alone, what=lambda model, sync: model[1].weight.requires_grad_(False)),
+        {1: AGREEING + "parameter 1.weight was frozen", 0: AVERAGING},
+    ),
+    "rider": (
+        2,
+        partial(last_does_it_alone, what=lambda model, sync: sync.ride("loss", torch.tensor(1.0))),
+        {1: AGREEING + "rider 'loss' is new", 0: AVERAGING},
+    ),
+    "compression": (
+        2,
+        partial(last_does_it_alone, what=lambda model, sync: setattr(sync, "compression", "bf16")),
+        {1: AGREEING + "its compression was set", 0: AVERAGING},
+    ),
+    "hook, compression": (
+        2,
+        last_compresses_hook,
+        {
+            1: "agreeing before step 2 of a DDP hook, because its compression was set",
+            0: IN_HOOK,
+        },
+    ),
+}
+
+
+def _all_cases(rank: int, world_size: int) -> str:
+    """Each case has a group of its own, so that all of them wait at the same time."""
+    first = 0
+    mine: tuple[Case, Group] | None = None
+    for size, case, _ in CASES.values():
+        members = list(range(first, first + size))
+        group = dist.new_group(members, timeout=TIMEOUT)
+        if rank in members:
+            mine = case, group
+        first += size
+    assert mine is not None
+    case, group = mine
+    return case(group)
+
+
+def _positions(said: str) -> dict[int, str]:
+    """By rank of the group, from "ranks are: rank 1 (global 3): no answer; rank 0, 2 (global 2, 4): averaging"."""
+    positions = {}
+    for camp in said.removeprefix("ranks are: ").split("; "):
+        ranks, where = re.fullmatch(r"rank ([\d, ]+?)(?: \(global [\d, -]+\))?: (.*)", camp).groups()
+        positions.update(dict.fromkeys(map(int, ranks.split(", ")), where))
+    return positions
+
+
+def test_every_rank_says_who_is_missing_or_did_something_alone() -> None:
+    said = iter(run_ranks(_all_cases, sum(size for size, _, _ in CASES.values())))
+    for name, (size, _, where) in CASES.items():
+        of_ranks = [next(said) for _ in range(size)]
+        for rank, text in enumerate(of_ranks):
+            raises = where[rank].startswith(("averaging", "agreeing"))
+            assert (_positions(text) if text else None) == (where if raises else None), (name, rank, text)
+
+
+def _holder_of_the_store_is_stopped(rank: int, world_size: int, port: int) -> str:
+    dist.destroy_process_group()
+    store = dist.TCPStore("localhost", port, world_size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    return is_stopped(dist.distributed_c10d._get_default_group(), "none", who=0)
+
+
+def test_a_store_that_does_not_answer_is_said() -> None:
+    _, said = run_ranks(_holder_of_the_store_is_stopped, 2, free_port())
+    assert said == (
+        "other ranks are is not known, for the store of their group does not answer: the process that holds it, as a "
+        "rule rank 0's, is stopped or gone"
+    )
+
+
+SCRIPT = """
+import os, sys, time, torch, torch.distributed as dist, fastsync
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(3, 2)
+sync = fastsync.attach(model)
+model(torch.ones(1, 3)).sum().backward()
+if os.environ["RANK"] == "1":
+    if os.fork() == 0:
+        fastsync.attach(torch.nn.Linear(3, 2), broadcast=False)
+        sys.exit()
+    assert os.wait()[1] == 0
+    time.sleep(3)  # rank 0, which holds the store, ends first
+"""
+
+
+def test_ranks_end_without_a_word() -> None:
+    """With engines and a process group that nobody ends, in a fork, and where the store goes first."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "localhost", "WORLD_SIZE": "2"}
+            | {"MASTER_PORT": port, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for port in [str(free_port())]
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        said = rank.communicate(timeout=LIMIT)[1]
+        assert (rank.returncode, said) == (0, "")
+
+
+def test_a_train_job_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
+    with launched(tmp_path, "--nproc", "2", "--timeout", "3") as launcher:
+        launcher.waits_for("attempt0-rank0")
+        pid = launcher.waits_for("attempt0-rank1")[0]
+        os.kill(int(pid), signal.SIGSTOP)
+        status, said = launcher.ends()
+    assert status == 1
+    assert said.startswith(f"fastsync train: rank 1 failed first: its process {pid} was stopped, as by SIGSTOP")
