@@ -86,7 +86,7 @@ prove-gpu:
 	$(PROVE_PYTHON) -m tools.prove_gpu $(if $(PLAN),--plan) $(PART)
 
 clean:
-	rm -rf build dist *.egg-info fastsync/_C*.so $(VENV)/.built
+	rm -rf build dist *.egg-info fastsync/_*.so $(VENV)/.built
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

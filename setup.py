@@ -1,4 +1,5 @@
-"""Builds ``fastsync._C`` against the torch of this environment; everything else is in pyproject.toml.
+"""Builds ``fastsync._C``, the engine, and ``fastsync._ppo``, operators of the trainer, against the torch of this
+environment; everything else is in pyproject.toml.
 
 FASTSYNC_CUDA=1 insists on the CUDA half and fails with the reason, FASTSYNC_CUDA=0 leaves it out; unset, it is built
 where it can be. FASTSYNC_WERROR=1 makes compiler warnings errors, FASTSYNC_SANITIZE=address has AddressSanitizer watch
@@ -144,10 +145,11 @@ def system_includes(folders: list[str]) -> list[str]:
     return [word for folder in folders for word in ("-isystem", folder)]
 
 
-def make_extension(with_cuda: bool, with_sanitizer: bool = False) -> setuptools.Extension:
+def make_extension(
+    name: str, sources: list[str], with_cuda: bool = False, with_sanitizer: bool = False
+) -> setuptools.Extension:
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    sources = files("csrc/*.cpp") + files("csrc/cpu/*.cpp") + files("csrc/ppo/*.cpp")
     cxx, nvcc = list(CXX_FLAGS), list(NVCC_FLAGS)
     if os.environ.get("FASTSYNC_WERROR") == "1":
         cxx.append("-Werror")
@@ -155,11 +157,10 @@ def make_extension(with_cuda: bool, with_sanitizer: bool = False) -> setuptools.
     if with_sanitizer:
         cxx += SANITIZER_FLAGS
     if with_cuda:
-        sources += files("csrc/cuda/*.cu")
         cxx.append("-DFASTSYNC_WITH_CUDA")
         nvcc.append("-DFASTSYNC_WITH_CUDA")
     extension = (CUDAExtension if with_cuda else CppExtension)(
-        "fastsync._C",
+        name,
         sources,
         depends=files("csrc/**/*.h") + files("csrc/**/*.cuh"),
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
@@ -170,6 +171,16 @@ def make_extension(with_cuda: bool, with_sanitizer: bool = False) -> setuptools.
         flags += system_includes(extension.include_dirs)
     extension.include_dirs = [str(HERE / "csrc")]
     return extension
+
+
+def make_extensions(with_cuda: bool, with_sanitizer: bool = False) -> list[setuptools.Extension]:
+    trainer = files("csrc/ppo/*.cpp")
+    engine = [source for source in files("csrc/**/*.cpp") if source not in trainer]
+    kernels = files("csrc/**/*.cu") if with_cuda else []
+    return [
+        make_extension("fastsync._C", engine + kernels, with_cuda, with_sanitizer),
+        make_extension("fastsync._ppo", trainer, with_sanitizer=with_sanitizer),
+    ]
 
 
 def main() -> None:
@@ -197,7 +208,7 @@ def main() -> None:
                 self.build_temp = objects
             super().finalize_options()
 
-    setuptools.setup(ext_modules=[make_extension(with_cuda, with_sanitizer)], cmdclass={"build_ext": BuildInOneFolder})
+    setuptools.setup(ext_modules=make_extensions(with_cuda, with_sanitizer), cmdclass={"build_ext": BuildInOneFolder})
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "agreement.h"
-#include "backend.h"
-#include "bucket_layout.h"
-#include "chunk_table.h"
-#include "ddp_hook.h"
-#include "synchronizer.h"
+#include "engine/bucket_layout.h"
+#include "engine/ddp_hook.h"
+#include "engine/synchronizer.h"
+#include "passes/backend.h"
+#include "passes/chunk_table.h"
+#include "transport/agreement.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-"""The kernels of csrc/cuda compiled for the host, with tests/cuda_shim in place of the CUDA runtime.
+"""The kernels of csrc/passes/cuda compiled for the host, with tests/cuda_shim in place of the CUDA runtime.
 
 They become operators of their own for tensors on the CPU: ``torch.ops.fastsync_emulated``. What this proves is
 arithmetic, indexing and barriers, and nothing about fences between blocks, streams or speed.
@@ -24,10 +24,10 @@ SHIM = "tests/cuda_shim"
 # -O1: compiling takes longer than running. What the sanitizers find, fibers.cpp reports.
 KERNEL_FLAGS = ["-fsanitize=alignment,bounds", "-x", "c++"]
 SOURCES: dict[str, list[str]] = {
-    "csrc/cuda/pack_unpack.cu": KERNEL_FLAGS,
+    "csrc/passes/cuda/pack_unpack.cu": KERNEL_FLAGS,
     f"{SHIM}/ops.cpp": [],
-    "csrc/backend.cpp": [],
-    "csrc/chunk_table.cpp": [],
+    "csrc/passes/backend.cpp": [],
+    "csrc/passes/chunk_table.cpp": [],
     f"{SHIM}/fibers.cpp": ["-O2"],
 }
 

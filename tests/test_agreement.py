@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.models import assert_all_bitwise_equal, backward_of, given_ddp, grads_of, random_grads
+from tests.models import Given, assert_all_bitwise_equal, backward_of, given_ddp, grads_of, random_grads
 from tests.ranks import RankError, run_ranks
 
 SHAPES = [(300,), (200,), (400,)]
@@ -104,6 +104,23 @@ def _ranks_disagree(rank: int, world_size: int) -> None:
 
 def test_ranks_that_differ_all_raise_and_say_which_rank_has_what() -> None:
     run_ranks(_ranks_disagree, 3)
+
+
+def _after_an_engine_alone(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([other]) for other in range(world_size)]
+    alone, model = Given([torch.ones(3)]), Given([torch.ones(3)])
+    if rank == 1:
+        fastsync.attach(alone, process_group=groups[rank])
+        alone([torch.ones(3)]).backward()
+    fastsync.attach(model)
+    for step in range(3):
+        model.zero_grad()
+        model([torch.full((3,), float(step + 2 * rank))]).backward()
+        assert model.weights[0].grad.tolist() == [step + 1.0] * 3
+
+
+def test_ranks_agree_on_a_number_where_one_has_made_more_engines_before() -> None:
+    run_ranks(_after_an_engine_alone, 2, timeout=30.0)
 
 
 def _fails_within_the_timeout(ddp: DistributedDataParallel, grads: list[Tensor], match: str) -> None:

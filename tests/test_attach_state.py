@@ -192,6 +192,15 @@ def _after_zeros(rank: int, world_size: int, spoil: float) -> None:
     assert sync.grad_stats.num_saturated == 0
 
 
+def test_a_scale_that_was_loaded_is_no_longer_saved_after_zeros() -> None:
+    with group_of_one():
+        model = Given([torch.zeros(3)])
+        sync = fastsync.attach(model, "fp16")
+        sync.load_state_dict({"scales": {"weights.0": 4.0}})
+        model([torch.zeros(3)]).backward()
+        assert sync.state_dict()["scales"] == {}
+
+
 @pytest.mark.parametrize("spoil", [0.0, float("nan")])
 def test_fp16_finds_its_scale_anew_after_zeros_and_nan(spoil: float) -> None:
     run_ranks(_after_zeros, 2, spoil)

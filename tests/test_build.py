@@ -120,7 +120,7 @@ def test_leaving_cuda_out_on_request_is_silent(
 ) -> None:
     monkeypatch.setenv("FASTSYNC_CUDA", "0")
     setup_script.main()
-    assert [extension.name for extension in built] == ["fastsync._C"]
+    assert [extension.name for extension in built] == ["fastsync._C", "fastsync._ppo"]
     assert "CPU half only" not in capfd.readouterr().err
 
 
@@ -172,8 +172,9 @@ def test_insisting_without_a_toolkit_fails_with_the_reason(setup_script: ModuleT
 
 
 def test_cpu_half_is_always_built(setup_script: ModuleType) -> None:
-    extension = setup_script.make_extension(with_cuda=False)
-    assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/ppo/*.cpp")
+    extension, trainer = setup_script.make_extensions(with_cuda=False)
+    assert set(trainer.sources) == _sources("csrc/ppo/*.cpp")
+    assert set(extension.sources) == _sources("csrc/**/*.cpp") - set(trainer.sources)
     assert "-DFASTSYNC_WITH_CUDA" not in extension.extra_compile_args["cxx"]
     assert _sources("csrc/**/*.h") <= set(extension.depends)
 
@@ -193,8 +194,9 @@ def test_architectures_are_those_that_the_toolkit_knows(setup_script: ModuleType
 
 def test_cuda_half_adds_the_kernels(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
-    extension = setup_script.make_extension(with_cuda=True)
-    assert set(extension.sources) == _sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/ppo/*.cpp", "csrc/cuda/*.cu")
+    extension, trainer = setup_script.make_extensions(with_cuda=True)
+    assert set(extension.sources) == _sources("csrc/**/*.cpp", "csrc/**/*.cu") - set(trainer.sources)
+    assert "-DFASTSYNC_WITH_CUDA" not in trainer.extra_compile_args["cxx"]
     for compiler in ("cxx", "nvcc"):
         assert "-DFASTSYNC_WITH_CUDA" in extension.extra_compile_args[compiler]
         assert str(Path(torch.__file__).parent / "include") in _system_folders(extension.extra_compile_args[compiler])
@@ -207,14 +209,16 @@ def _system_folders(flags: list[str]) -> list[str]:
 
 def test_warnings_are_errors_only_on_request(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTSYNC_WERROR", raising=False)
-    assert "-Werror" not in setup_script.make_extension(with_cuda=False).extra_compile_args["cxx"]
+    assert "-Werror" not in setup_script.make_extension("one", []).extra_compile_args["cxx"]
     monkeypatch.setenv("FASTSYNC_WERROR", "1")
-    assert "-Werror" in setup_script.make_extension(with_cuda=False).extra_compile_args["cxx"]
+    assert "-Werror" in setup_script.make_extension("one", []).extra_compile_args["cxx"]
 
 
 def test_extension_brings_no_openmp_runtime_of_its_own() -> None:
-    from fastsync import _C
+    from fastsync import _C, _ppo
 
-    libraries = subprocess.run(["readelf", "-d", _C.__file__], capture_output=True, text=True, check=True).stdout
-    assert "libtorch_cpu" in libraries
-    assert "omp" not in libraries
+    for extension in (_C, _ppo):
+        command = ["readelf", "-d", extension.__file__]
+        libraries = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "libtorch_cpu" in libraries
+        assert "omp" not in libraries

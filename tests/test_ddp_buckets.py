@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.models import SMALL_BUCKETS, backward_of, given_ddp, group_of_one
+from tests.compare import assert_bitwise_equal
+from tests.models import SMALL_BUCKETS, Given, backward_of, given_ddp, group_of_one
 
 TINY_BUCKETS = {"bucket_cap_mb": 2.0**-20}  # one for each parameter, once DDP has regrouped them
 
@@ -64,6 +67,41 @@ def test_a_regrouped_bucket_starts_from_its_own_gradients() -> None:
         assert _values(backward_of(resumed, _far_apart())) == [2.0**-20, 2.0**20]
 
 
+class _OtherOrder(Given):
+    """Its gradients get ready in the order 0, 2, 1, while DDP begins with 0, 1, 2."""
+
+    def forward(self, grads: Sequence[Tensor | None]) -> Tensor:
+        loss = {index: (self.weights[index] * grads[index]).sum() for index in (1, 2, 0)}
+        return loss[0] + loss[1] + loss[2]
+
+
+def test_residuals_stay_with_their_parameters_where_a_regrouped_bucket_begins_alike() -> None:
+    grads = [torch.linspace(1.0, 2.0, 300) * 10.0**power for power in (0, 3, 6)]
+    with group_of_one():
+        ddp = DistributedDataParallel(_OtherOrder(grads))
+        hook = fastsync.register_comm_hook(ddp, fastsync.Compression("bf16", reduce="fp32", error_feedback=True))
+        sums = [torch.zeros(300) for _ in grads]
+        for _ in range(3):
+            for total, averaged in zip(sums, backward_of(ddp, grads), strict=True):
+                total.add_(averaged)
+        for index, (total, grad) in enumerate(zip(sums, grads, strict=True)):
+            kept = hook.state_dict()["residuals"][f"weights.{index}"]["own"]
+            torch.testing.assert_close(total + kept, 3 * grad, rtol=1e-6, atol=0.0)
+
+
+def test_residuals_are_sent_where_error_feedback_is_turned_off() -> None:
+    grads = [torch.linspace(1.0, 2.0, numel) for numel in (300, 200)]
+    with group_of_one():
+        ddp = given_ddp(grads)
+        hook = fastsync.register_comm_hook(ddp, fastsync.Compression("bf16", reduce="fp32", error_feedback=True))
+        backward_of(ddp, grads)
+        kept = [residual["own"] for residual in hook.state_dict()["residuals"].values()]
+        hook.compression = "none"
+        for grad, averaged, own in zip(grads, backward_of(ddp, grads), kept, strict=True):
+            assert_bitwise_equal(averaged, grad + own)
+        assert hook.state_dict()["residuals"] == {}
+
+
 def test_a_wire_that_was_left_and_taken_again_starts_anew() -> None:
     with group_of_one():
         ddp = given_ddp([torch.ones(4)])
@@ -95,7 +133,7 @@ def test_norms_are_of_one_backward_each_where_each_uses_other_buckets() -> None:
         ddp.register_comm_hook(state, fastsync.allreduce_hook)
         backward_of(ddp, [torch.ones(4)] * 3)  # after which DDP regroups
         ends, middle = [torch.ones(4), None, torch.ones(4)], [None, torch.full((4,), 2.0), None]
-        for step, (grads, norm) in enumerate([(ends, 8**0.5), (middle, 4.0)] * 2, start=2):
+        for step, (grads, norm) in enumerate([(ends, 8**0.5), (middle, 4.0), (middle, 4.0)] * 2, start=2):
             backward_of(ddp, grads)
             assert state.stats().num_steps == step
             torch.testing.assert_close(state.grad_stats.grad_norm.item(), norm)

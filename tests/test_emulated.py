@@ -1,4 +1,4 @@
-"""The shim that csrc/cuda runs on without a GPU: it gives CUDA's results, and reports what CUDA leaves undefined."""
+"""The shim that the kernels run on without a GPU: it gives CUDA's results, and reports what CUDA leaves undefined."""
 
 from __future__ import annotations
 

@@ -51,6 +51,41 @@ def test_residuals_follow_a_cast() -> None:
     run_ranks(_follow_a_cast, 2)
 
 
+def _resized(rank: int, world_size: int) -> None:
+    parameter = nn.Parameter(torch.zeros(100))
+    sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
+    given_gradients(rank, 0, parameter)
+    sync.synchronize()
+    assert residual_of(sync, "0").count_nonzero() > 0
+    for numel in (150, 50):
+        parameter.grad = None
+        parameter.data = torch.zeros(numel)
+        parameter.grad = torch.ones(numel)
+        sync.synchronize()
+        assert_bitwise_equal(parameter.grad, torch.ones(numel))
+        assert_bitwise_equal(residual_of(sync, "0"), torch.zeros(numel))
+
+
+def test_residuals_of_another_size_are_dropped() -> None:
+    run_ranks(_resized, 2)
+
+
+def _turned_off(rank: int, world_size: int) -> None:
+    parameter = nn.Parameter(torch.zeros(100))
+    sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
+    sync.load_state_dict({"step": 0, "scales": {}, "residuals": {"0": {"own": torch.ones(100), "of_sums": None}}})
+    sync.compression = "none"
+    for expected in (1.0, 0.0):
+        parameter.grad = torch.zeros(100)
+        sync.synchronize()
+        assert_bitwise_equal(parameter.grad, torch.full((100,), expected))
+        assert sync.state_dict()["residuals"] == {}
+
+
+def test_a_residual_that_was_loaded_is_sent_once_where_error_feedback_is_off() -> None:
+    run_ranks(_turned_off, 2)
+
+
 def _of_another_size(rank: int, world_size: int) -> None:
     complex_one = nn.Parameter(torch.zeros(50_000, dtype=torch.complex64))
     real_one = nn.Parameter(torch.zeros(100))

@@ -26,7 +26,7 @@ def _python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def unbuilt(tmp_path: Path) -> Path:
     """A folder that holds the package without its extension."""
-    shutil.copytree(PACKAGE, tmp_path / "fastsync", ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
+    shutil.copytree(PACKAGE, tmp_path / "fastsync", ignore=shutil.ignore_patterns("_*.so", "__pycache__"))
     return tmp_path
 
 

@@ -24,7 +24,7 @@ import fastsync
 from tests.ranks import run_ranks
 from tests.test_launch_ranks import LIMIT, ROOT, free_port, launched
 
-TIMEOUT = timedelta(seconds=4)
+TIMEOUT = timedelta(seconds=6)
 TWO_SHOT = fastsync.Compression("bf16", reduce="fp32", algorithm="two_shot")
 GOOD_STEPS = 2
 
@@ -88,6 +88,13 @@ def is_stopped(group: Group, way: str | fastsync.Compression, who: int) -> str:
             os.kill(pids[who], signal.SIGCONT)
 
 
+def wait_for_the_other(group: Group) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    store.add(f"has raised/{group.group_name}", 1)
+    while store.add(f"has raised/{group.group_name}", 0) < group.size():
+        time.sleep(0.05)
+
+
 def last_has_ended(group: Group) -> str:
     step = good_steps("none", group)
     if group.rank() == 0:
@@ -113,7 +120,9 @@ def last_does_it_alone(group: Group, what: Callable[[nn.Module, fastsync.Gradien
         backward(model)
     if group.rank() == 1:
         what(model, sync)
-    return where_ranks_are(lambda: backward(model))
+    said = where_ranks_are(lambda: backward(model))
+    wait_for_the_other(group)  # with the engine, which answers
+    return said
 
 
 def last_compresses_hook(group: Group) -> str:
@@ -123,7 +132,9 @@ def last_compresses_hook(group: Group) -> str:
         backward(model)
     if group.rank() == 1:
         hook.compression = "bf16"
-    return where_ranks_are(lambda: backward(model))
+    said = where_ranks_are(lambda: backward(model))
+    wait_for_the_other(group)
+    return said
 
 
 CASES: dict[str, tuple[int, Case, dict[int, str]]] = {

@@ -268,10 +268,18 @@ def test_a_step_is_counted_by_the_last_call_for_a_bucket(device: str) -> None:
 @on_each_device
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16, torch.uint8])
-def test_a_bucket_in_pieces_is_the_bucket_at_once(wire_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
-    """Pieces of one gradient that end where a block does; the scale moves on with the last."""
+@pytest.mark.parametrize("odd_one", [10.0, math.nan])
+def test_a_bucket_in_pieces_is_the_bucket_at_once(
+    odd_one: float, wire_dtype: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    """Pieces of one gradient that end where a block does; the scale moves on with the last.
+
+    The first one alone has a value that saturates, and is then the largest, or is not finite.
+    """
     size, per_block = (BLOCK, reference.BLOCK_BYTES) if wire_dtype == torch.uint8 else (1, 1)
-    grad = (adversary("ordinary", 7 * BLOCK + 5) * 3).to(dtype).to(device)
+    values = adversary("ordinary", 7 * BLOCK + 5) / 10
+    values[BLOCK + 1] = odd_one
+    grad = values.to(dtype).to(device)
     numel = reference.wire_numel([len(grad)], wire_dtype)
     whole, parts = (torch.zeros(numel, dtype=wire_dtype, device=device) for _ in range(2))
     scale, part_scale = (torch.tensor(2.0, device=device) for _ in range(2))
@@ -282,12 +290,13 @@ def test_a_bucket_in_pieces_is_the_bucket_at_once(wire_dtype: torch.dtype, dtype
         ops.pack([piece], part, part_stats, part_scale, limit=1.5, is_first=i == 0)
     assert_bitwise_equal(parts, whole)
     assert_bitwise_equal(part_stats, stats)
-    assert stats[reference.NUM_SATURATED] > 0
+    assert stats[reference.NUM_SATURATED] == (odd_one == 10.0)
     ops.unpack(whole, [grad], stats, scale)
+    assert (stats[reference.NUM_NONFINITE] > 0) == math.isnan(odd_one)
     expected = grad.clone()
     grad.zero_()
     for i, (piece, part) in enumerate(pieces):
         ops.unpack(part, [piece], part_stats, part_scale, is_first=i == 0, is_last=i == len(pieces) - 1)
     assert_bitwise_equal(grad, expected)
-    torch.testing.assert_close(part_stats, stats, rtol=1e-6, atol=0)
+    torch.testing.assert_close(part_stats, stats, rtol=1e-6, atol=0, equal_nan=True)
     assert part_scale == scale == 4.0

@@ -151,6 +151,37 @@ def test_a_rider_that_some_ranks_leave_out_is_nan() -> None:
     run_ranks(_left_out_on_one_rank, 2)
 
 
+def _another_shape(rank: int, world_size: int) -> None:
+    model = Given([torch.ones(3)])
+    sync = fastsync.attach(model)
+    for shape in ((3,), (2, 2), (1,)):
+        sync.ride("before", torch.full(shape, float(rank)))
+        sync.ride("last", torch.tensor(2.0 * rank))
+        model([torch.ones(3)]).backward()
+        assert torch.equal(sync.riders["before"], torch.full(shape, 0.5))
+        assert sync.riders["last"].item() == 1.0
+
+
+def test_a_rider_may_come_with_another_shape() -> None:
+    run_ranks(_another_shape, 2)
+
+
+def _new_in_other_orders(rank: int, world_size: int) -> None:
+    """The gradients of two engines, each with a group of its own, get ready in other orders on the ranks."""
+    models = [Given([torch.ones(3)]) for _ in range(2)]
+    syncs = [fastsync.attach(model, process_group=dist.new_group()) for model in models]
+    for step in range(2):
+        for sync in syncs:
+            sync.ride(f"new in step {step}", torch.tensor(float(rank)))
+        losses = [model([torch.ones(3)]) for model in (models if rank == 0 else reversed(models))]
+        torch.stack(losses).sum().backward()
+        assert [sync.riders[f"new in step {step}"].item() for sync in syncs] == [0.5, 0.5]
+
+
+def test_ranks_do_not_wait_for_each_other_inside_backward_where_a_rider_is_new() -> None:
+    run_ranks(_new_in_other_orders, 2, timeout=40.0)
+
+
 def test_ranks_whose_riders_differ_are_told() -> None:
     run_ranks(_different_riders, 2)
 

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fastsync
 from fastsync import Compression
@@ -16,6 +17,9 @@ from tests.standin import DEVICE
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (513, 7)]
 FP32 = {"reduce": "fp32"}
+# One call for each step of the network.
+ONE_STEP = {("_allgather_base", False): 1}
+TWO_STEPS = {("alltoall", False): 1, ("_allgather_base", False): 1}
 
 
 def _model() -> Given:
@@ -28,7 +32,12 @@ def _step(model: Given, rank: int, step: int) -> None:
 
 
 def _counts(rank: int, world_size: int, compression: Compression, expected: Counter[tuple[str, bool]]) -> None:
-    group = standin.new_group()
+    _counts_in(standin.new_group(), rank, compression, expected)
+
+
+def _counts_in(
+    group: dist.ProcessGroup, rank: int, compression: Compression, expected: Counter[tuple[str, bool]]
+) -> None:
     backend = standin.backend_of(group)
     model = _model()
     sync = fastsync.attach(model, compression, process_group=group)  # one bucket
@@ -47,10 +56,10 @@ def _counts(rank: int, world_size: int, compression: Compression, expected: Coun
     [
         (Compression(), {("allreduce", False): 1}),
         (Compression("bf16"), {("allreduce", True): 2}),  # one group: the riders stay float32
-        (Compression("fp16", **FP32, algorithm="one_shot"), {("send", True): 2, ("recv", True): 2}),
-        (Compression("fp16", **FP32, algorithm="two_shot"), {("send", True): 4, ("recv", True): 4}),
-        (Compression("int8", algorithm="one_shot"), {("send", True): 2, ("recv", True): 2}),
-        (Compression("int8", algorithm="two_shot"), {("send", True): 4, ("recv", True): 4}),
+        (Compression("fp16", **FP32, algorithm="one_shot"), ONE_STEP),
+        (Compression("fp16", **FP32, algorithm="two_shot"), TWO_STEPS),
+        (Compression("int8", algorithm="one_shot"), ONE_STEP),
+        (Compression("int8", algorithm="two_shot"), TWO_STEPS),
     ],
     ids=str,
 )
@@ -58,14 +67,35 @@ def test_calls_of_a_step_and_their_alignment(compression: Compression, expected:
     standin.run_ranks(_counts, 3, compression, Counter(expected))
 
 
+def _counts_among_many(rank: int, world_size: int) -> None:
+    for many in (2, 8, 64):
+        group = standin.pretended_group(many)
+        for algorithm, expected in (("one_shot", ONE_STEP), ("two_shot", TWO_STEPS)):
+            _counts_in(group, 0, Compression("int8", algorithm=algorithm), Counter(expected))
+
+
+def test_calls_do_not_grow_with_the_number_of_ranks() -> None:
+    standin.run_ranks(_counts_among_many, 1)
+
+
+def _counts_on_two_levels(rank: int, world_size: int) -> None:
+    # Parts of a group have no collectives of their own: each of the four steps is one launch of messages.
+    expected = {("send", True): 4, ("recv", True): 4}
+    _counts_in(standin.new_group(), rank, Compression("int8", ranks_per_node=2), Counter(expected))
+
+
+def test_calls_on_two_levels() -> None:
+    standin.run_ranks(_counts_on_two_levels, 4)
+
+
 def _fails_in_a_group(rank: int, world_size: int) -> None:
     group = standin.new_group()
     backend = standin.backend_of(group)
-    for compression in (
-        Compression(),
-        Compression("bf16"),
-        Compression("fp16", **FP32, algorithm="one_shot"),
-        Compression("int8", algorithm="two_shot"),
+    for compression, calls in (
+        (Compression(), 1),
+        (Compression("bf16"), 2),
+        (Compression("fp16", **FP32, algorithm="one_shot"), 1),
+        (Compression("int8", algorithm="two_shot"), 2),
     ):
         num_calls = 1
         failing = 0
@@ -84,7 +114,7 @@ def _fails_in_a_group(rank: int, world_size: int) -> None:
             assert not backend.is_open(), f"{compression}: the group is still open after call {failing} failed"
             sync.detach()
             failing += 1
-        assert num_calls > 1 or compression == Compression()
+        assert num_calls == calls
 
 
 def test_an_error_in_a_group_leaves_none_open_and_names_the_bucket() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -119,6 +121,38 @@ def _every_step_is_timed(rank: int, world_size: int) -> None:
 
 def test_the_times_of_buckets_that_are_no_more_count() -> None:
     run_ranks(_every_step_is_timed, 2)
+
+
+def _what_takes_long(rank: int, world_size: int) -> None:
+    """The first bucket is on its way, or another rank is late, for so long that all else counts for nothing."""
+    seconds = 1.0
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+
+    def step(is_late: bool = False) -> dict[str, float]:
+        before = sync.stats()
+        model.zero_grad()
+        loss = model(batch(rank, 0)).square().mean()
+        if is_late:
+            time.sleep(seconds)
+        loss.backward()
+        after = sync.stats()
+        times = ("exposed_time", "collective_time", "unpack_time")
+        return {name: getattr(after, name) - getattr(before, name) for name in times}
+
+    step()  # the ranks agree; from now on buckets are sent during backward
+    late = step(is_late=rank == 1)
+    if rank == 0:
+        assert late["unpack_time"] < seconds / 2 < late["collective_time"]
+        assert late["exposed_time"] > seconds / 2
+    hook = model[0].weight.register_hook(lambda grad: time.sleep(seconds))
+    hidden = step()
+    hook.remove()
+    assert hidden["exposed_time"] < seconds < hidden["collective_time"]
+
+
+def test_times_are_of_what_takes_them() -> None:
+    run_ranks(_what_takes_long, 2)
 
 
 def test_complex_gradients_are_measured_by_their_parts() -> None:

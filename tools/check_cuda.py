@@ -1,8 +1,8 @@
 """Compiles the CUDA half without a GPU and without a CUDA build of torch, so that it cannot rot on machines like that.
 
-Every csrc/cuda/*.cu is compiled by nvcc for sm_80 and sm_90; every csrc/*.cpp that is another one with the CUDA half is
-syntax-checked as setup.py would compile it then. The rest the build itself compiles, CUDA or not. Nothing is linked or
-kept. Where nvcc is not on the PATH it says so and succeeds.
+Every csrc/passes/cuda/*.cu is compiled by nvcc for sm_80 and sm_90; every .cpp of csrc that is another one with the
+CUDA half is syntax-checked as setup.py would compile it then. The rest the build itself compiles, CUDA or not. Nothing
+is linked or kept. Where nvcc is not on the PATH it says so and succeeds.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> int:
             (scratch / MACROS).parent.mkdir(parents=True)
             (scratch / MACROS).touch()
             folders.append(str(scratch))
-        kernels = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+        kernels = sorted((ROOT / "csrc/passes/cuda").glob("*.cu"))
         commands = [kernel_command(nvcc, source, scratch, folders) for source in kernels]
         commands += [glue_command(source, folders) for source in glue_sources()]
         if not commands:

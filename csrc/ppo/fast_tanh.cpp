@@ -1,6 +1,6 @@
 // tanh in single precision, in a form that the compiler turns into vector instructions. Libraries that promise 1 unit
 // in the last place take several times as long.
-#include "fast_tanh.h"
+#include "ppo/fast_tanh.h"
 
 #include <bit>
 #include <cmath>

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "fast_tanh.h"
+#include "ppo/fast_tanh.h"
 
 namespace fastsync {
 namespace {

@@ -14,6 +14,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+import fastsync._ppo  # noqa: F401 registers torch.ops.fastsync.categorical
+
 
 class ActionDistribution(nn.Module, ABC):
     """Actions of one kind of space.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import fastsync._ppo  # noqa: F401 registers torch.ops.fastsync.ppo_objective
+
 FIGURES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 

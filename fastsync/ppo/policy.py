@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+import fastsync._ppo  # noqa: F401 registers torch.ops.fastsync.perceptron
 from fastsync.ppo.actions import make_distribution
 from fastsync.ppo.config import Activation, Settings
 from fastsync.ppo.memory import Memory, MemoryState

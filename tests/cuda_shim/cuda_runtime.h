@@ -1,5 +1,5 @@
-// As much of the CUDA runtime as csrc/cuda uses, on the host: a kernel is a function, its threads are fibers on one
-// thread of the host, and its blocks run one after the other. For arithmetic, indexing and barriers; fences, memory
+// As much of the CUDA runtime as csrc/passes/cuda uses, on the host: a kernel is a function, its threads are fibers on
+// one thread of the host, and its blocks run one after the other. For arithmetic, indexing and barriers; fences, memory
 // models and speed are not emulated.
 #pragma once
 

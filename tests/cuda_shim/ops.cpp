@@ -1,11 +1,11 @@
-// csrc/ops.cpp once more: as torch.ops.fastsync_emulated, for tensors on a CPU, where the passes of csrc/cuda run.
+// passes/ops.cpp once more: as torch.ops.fastsync_emulated, for tensors on a CPU, where the passes of passes/cuda run.
 // Compiled with -Dfastsync=fastsync_emulated, like all that belongs to it.
 #include <torch/library.h>
 #undef TORCH_LIBRARY
 #define TORCH_LIBRARY TORCH_LIBRARY_FRAGMENT  // which takes a name that is a macro
 
-#include "../../csrc/ops.cpp"
 #include "cuda_runtime.h"
+#include "passes/ops.cpp"
 
 namespace fastsync::cpu {
 namespace {

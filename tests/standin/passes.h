@@ -1,7 +1,7 @@
 // The engine's passes for the stand-in device.
 #pragma once
 
-#include "backend.h"
+#include "passes/backend.h"
 
 namespace standin {
 

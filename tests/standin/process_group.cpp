@@ -202,6 +202,33 @@ Group::Work Group::alltoall_base(at::Tensor& output, at::Tensor& input, std::vec
   return give("alltoall_base", {input}, {output}, options.asyncOp, on_gloo);
 }
 
+Group::Work Group::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  TORCH_CHECK(outputs[rank_].is_alias_of(inputs[rank_]) && outputs[rank_].data_ptr() == inputs[rank_].data_ptr(),
+              "alltoall: the stand-in group does not copy a rank's own tensor");
+  Tensors read(inputs), written(outputs);
+  read.erase(read.begin() + rank_);
+  written.erase(written.begin() + rank_);
+  const auto on_gloo = [this, read, written]() -> Work {
+    constexpr int kTag = 1 << 29;
+    std::vector<Work> works;
+    for (int i = 0; i < size_ - 1; ++i) {
+      Tensors to{standin::on_host(written[i])};
+      works.push_back(gloo_->recv(to, i < rank_ ? i : i + 1, kTag));
+    }
+    for (int i = 0; i < size_ - 1; ++i) {
+      Tensors from{standin::on_host(read[i])};
+      works.push_back(gloo_->send(from, i < rank_ ? i : i + 1, kTag));
+    }
+    const Work last = works.back();  // which is waited for once, by who asked
+    works.pop_back();
+    for (const Work& work : works) {
+      work->wait();
+    }
+    return last;
+  };
+  return give("alltoall", read, written, options.asyncOp, on_gloo);
+}
+
 Group::Work Group::send(Tensors& tensors, int to, int tag) {
   const auto on_gloo = [this, tensors, to, tag] {
     auto host = on_host(tensors);

@@ -123,7 +123,7 @@ def _build(folder: Path) -> list[Command]:
     del folder
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     environment = {"FASTSYNC_CUDA": "1", "MAX_JOBS": jobs}
-    before = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "fastsync").glob("_C*.so"))]
+    before = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "fastsync").glob("_*.so"))]
     return [
         # Where the build fails, nothing that follows may run with what an earlier one has made.
         *([Command(("rm", "-f", *before), 10)] if before else []),

@@ -1,0 +1,264 @@
+#include "engine/bucket_sync.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ThreadLocalState.h>
+
+#include <exception>
+#include <utility>
+
+#include "passes/backend.h"
+#include "transport/agreement.h"
+#include "transport/without_python_objects.h"
+
+namespace fastsync {
+
+using c10::ivalue::Future;
+
+const Compression& compression_for(const Schedule& schedule, int64_t step, int64_t numel, c10::Device device) {
+  TORCH_CHECK_VALUE(schedule.is_constant() || !is_capturing(device),
+                    "fastsync: a CUDA graph repeats the step that it has captured, so compression cannot change from "
+                    "step to step in it: set one compression in place of ",
+                    schedule.description(), " before capturing, and capture anew to change it");
+  return schedule.at(step, numel);
+}
+
+namespace {
+
+int64_t numel_of(const std::vector<at::Tensor>& tensors) {
+  int64_t numel = 0;
+  for (const at::Tensor& tensor : tensors) {
+    numel += tensor.numel();
+  }
+  return numel;
+}
+
+}  // namespace
+
+// What goes wrong on the way is the world's doing: said with bucket and rank, why, and who is missing.
+struct BucketSync::Failure {
+  std::string beginning;
+  std::shared_ptr<Whereabouts> whereabouts;
+
+  [[noreturn]] void raise(const std::string& why) const {
+    TORCH_CHECK(false, beginning, why, whereabouts->roll_call());
+  }
+
+  template <class Call>
+  void guard(const Call& call) const {
+    try {
+      call();
+    } catch (const c10::ValueError&) {
+      throw;
+    } catch (const std::exception& error) {
+      raise(error.what());
+    }
+  }
+};
+
+struct BucketSync::Flight {
+  std::unique_ptr<BucketSum> sum;
+  OnFlags on_flags;
+  std::shared_ptr<const Failure> failure;
+  bool ends_step = false;
+  std::shared_ptr<Stopwatch> stopwatch;
+  std::shared_ptr<BucketTotals> totals;
+};
+
+BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
+                       std::shared_ptr<Whereabouts> whereabouts)
+    : team_(make_team(std::move(group), device)),
+      failure_(std::make_shared<const Failure>(
+          c10::str("fastsync: averaging ", name, " failed on rank ", team_->rank(), " of ", team_->size(), ": "),
+          std::move(whereabouts))),
+      device_(device),
+      feedback_(team_->size()),
+      stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
+      workspace_(new_workspace(device)) {}
+
+// ---- send -----------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> grads, const Sync& sync,
+                                                     std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                                     const std::vector<bool>& stand_in) {
+  const WithoutPythonObjects without_python;
+  return start(std::move(grads), sync, std::move(stopwatch), extras, stand_in, /*is_for_future=*/false);
+}
+
+std::shared_ptr<BucketSync::Flight> BucketSync::start(std::vector<at::Tensor> grads, const Sync& sync,
+                                                      std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                                      const std::vector<bool>& stand_in, bool is_for_future) {
+  const Wire wire = sync.compression.wire;
+  const DType wire_type = wire_dtype(wire, dtype_of(grads.front().scalar_type()));
+  Bucket bucket(std::move(grads), wire_type, device_);
+  bucket.is_lossless = wire == Wire::kNone;
+  bucket.extras = extras;
+  bucket.stats = stats_;
+  bucket.workspace = workspace_;
+  failure_->whereabouts->average(sync.step);
+  if (waits_to_send(sync.compression)) {
+    agree_on_scale(bucket);
+  } else if (wire != Wire::kFloat16) {
+    scale_.reset();  // it does not follow the gradients while another wire is in use
+  }
+  stopwatch->mark(Mark::kStart);
+  bucket.scale = scale_;
+  bucket.rounding = rounding_of(sync);
+  bucket.step = bucket.rounding.is_stochastic ? counter_ : at::Tensor();
+  totals_->elements = numel_of(bucket.grads);
+  totals_->num_syncs += 1;
+  const Algorithm algorithm = algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team_);
+  auto flight = std::make_shared<Flight>();
+  failure_->guard([&] {
+    flight->sum = make_sum(std::move(bucket), algorithm, sync, is_for_future);
+    const bool error_feedback = sync.compression.error_feedback;
+    feedback_.lend(flight->sum->bucket(), error_feedback, error_feedback ? flight->sum->owned() : Owned(), stand_in);
+    flight->sum->send();
+  });
+  stopwatch->mark(Mark::kSent);
+  flight->failure = failure_;
+  flight->ends_step = sync.ends_step;
+  flight->stopwatch = std::move(stopwatch);
+  flight->totals = totals_;
+  return flight;
+}
+
+std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, Algorithm algorithm, const Sync& sync,
+                                                bool is_for_future) {
+  switch (algorithm) {
+    case Algorithm::kAllReduce:
+      return all_reduce_sum(team_, std::move(bucket), buffers_, is_for_future);
+    case Algorithm::kOneShot:
+      return one_shot_sum(team_, sync.tag, std::move(bucket), buffers_);
+    case Algorithm::kTwoShot:
+      return two_shot_sum(team_, sync.tag, std::move(bucket), buffers_);
+    case Algorithm::kTwoLevel:
+      return two_level_sum(team_, sync.tag, sync.compression.ranks_per_node, std::move(bucket), buffers_);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const {
+  const DType dtype = dtype_of(grads.front().scalar_type());
+  return algorithm_for(compression, dtype, numel_of(grads), *team_) != Algorithm::kAllReduce ||
+         !is_own_wire(grads, wire_dtype(compression.wire, dtype));
+}
+
+// The step is counted on the device, for a CUDA graph repeats what the host has said: it would round alike in every
+// replay. The host sets it only where the bucket's steps do not follow each other, as after loading a state, and never
+// in a graph, each replay of which would set it anew.
+Rounding BucketSync::rounding_of(const Sync& sync) {
+  if (!sync.compression.is_stochastic) {
+    return {};
+  }
+  if (is_capturing(device_)) {
+    TORCH_CHECK(counter_.defined(), "fastsync: the counter that stochastic rounding follows cannot be made while a ",
+                "CUDA graph is captured: take a step like this one before");
+  } else if (!counter_.defined()) {
+    counter_ = at::full({1}, sync.step, at::TensorOptions().dtype(at::kLong).device(device_));
+  } else if (next_counted_ != sync.step) {
+    counter_.fill_(sync.step);
+  }
+  next_counted_ = sync.step + 1;
+  const uint64_t seed = fingerprint(c10::str(sync.index, " ", team_->rank()));
+  return {/*is_stochastic=*/true, seed, counter_.const_data_ptr<int64_t>()};
+}
+
+// ---- receive --------------------------------------------------------------------------------------------------------
+
+// Whoever comes late finds nothing, and holds nothing.
+void BucketSync::drive_later(const std::shared_ptr<Flight>& flight, Strand& strand) const {
+  if (flight->sum->needs_driving()) {
+    strand.post(device_, [weak = std::weak_ptr(flight)] {
+      if (const auto driven = weak.lock()) {
+        driven->sum->drive();
+      }
+    });
+  }
+}
+
+void BucketSync::receive(Flight& flight) {
+  flight.failure->guard([&] { flight.sum->finish([&] { flight.stopwatch->mark(Mark::kReduced); }); });
+  flight.totals->wire_bytes += flight.sum->sent_bytes();
+  flight.stopwatch->mark(Mark::kDone);
+  if (flight.ends_step) {
+    flight.failure->whereabouts->rest();
+  }
+  if (flight.on_flags && flight.sum->bucket().extras.flags.defined()) {
+    flight.on_flags(flight.sum->extras().flags);
+  }
+}
+
+const Extras& BucketSync::extras(const Flight& flight) { return flight.sum->extras(); }
+
+void BucketSync::discard(Flight& flight) {
+  Bucket& bucket = flight.sum->bucket();
+  const at::Tensor nowhere = at::empty({bucket.num_values}, bucket.grads.front().options());
+  bucket.redirect(nowhere);
+  receive(flight);
+}
+
+// With the thread's state, for without it a profiler would not see what happens on another thread.
+c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vector<at::Tensor> grads, const Sync& sync,
+                                            std::shared_ptr<Stopwatch> stopwatch, Strand& strand, const Extras& extras,
+                                            OnFlags on_flags) {
+  const WithoutPythonObjects without_python;
+  const auto flight = start(std::move(grads), sync, std::move(stopwatch), extras, {}, /*is_for_future=*/true);
+  flight->on_flags = std::move(on_flags);
+  if (const auto over = flight->sum->when_over()) {
+    return over->then(at::wrapPropagateTLSState([flight, buffer](Future& reduced) {
+                        if (reduced.hasError()) {
+                          flight->failure->raise(reduced.tryRetrieveErrorMessage());
+                        }
+                        // The backend keeps the wire until somebody has waited for the work itself.
+                        receive(*flight);
+                        return c10::IValue(buffer);
+                      }),
+                      c10::TensorType::get());
+  }
+  if (flight->sum->needs_driving()) {
+    strand.post(device_, at::wrapPropagateTLSState([flight] { flight->sum->drive(); }), /*is_urgent=*/true);
+  }
+  auto future = make_future(device_);
+  strand.post(device_, at::wrapPropagateTLSState([flight, buffer, future] {
+                try {
+                  receive(*flight);
+                } catch (...) {
+                  future->setError(std::current_exception());
+                  return;
+                }
+                future->markCompleted(c10::IValue(buffer));
+              }));
+  return future;
+}
+
+// ---- the scale and the statistics -----------------------------------------------------------------------------------
+
+// After zeros, or nothing finite, the scale may be anything. Where it takes a wait for the device to know that, it
+// rises step by step instead, see next_bucket_scale.
+bool BucketSync::has_lost_scale() const {
+  const double* stats = readable(stats_);
+  return stats != nullptr && totals_->num_syncs > 0 && stats[kMaxMagnitude] == 0.0;
+}
+
+// The first scale comes from the gradients themselves: the largest magnitude over all ranks. One pass and one number to
+// reduce, once in a bucket's life unless it gets lost; the scales after follow the reduced gradients. All on the
+// device, for no host waits.
+void BucketSync::agree_on_scale(const Bucket& bucket) {
+  bucket.measure();
+  at::Tensor largest = stats_.narrow(0, kMaxMagnitude, 1).clone();
+  failure_->guard([&] { team_->all_reduce({largest}, c10d::ReduceOp::MAX)->wait(); });
+  const at::Tensor exponent = kTargetExponent - std::get<1>(at::frexp(largest));
+  const at::Tensor bits = exponent.clamp(-kMaxScaleExponent, kMaxScaleExponent).to(at::kInt).add(127).mul(1 << 23);
+  const at::Tensor otherwise =
+      scale_.defined() ? scale_ : at::ones({1}, at::TensorOptions().dtype(at::kFloat).device(device_));
+  scale_ = at::where(largest > 0, bits.view(at::kFloat), otherwise);
+}
+
+void BucketSync::measure(const std::vector<at::Tensor>& grads) {
+  const DType dtype = grads.empty() ? DType::kFloat32 : dtype_of(grads.front().scalar_type());
+  const auto segments = lay_out(grads);
+  run_measure({segments.data(), static_cast<int64_t>(segments.size()), dtype, stats_.data_ptr<double>()}, device_,
+              workspace_);
+}
+
+}  // namespace fastsync

@@ -1,0 +1,135 @@
+// One bucket's way: which sum it takes, with the buffers, the scale, the residuals, the statistics and the timing it
+// needs. The DDP hook and every other way in hand their buckets to this class, so numerics and errors are the same
+// code.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/compression.h"
+#include "engine/sync_times.h"
+#include "sums/bucket_sum.h"
+#include "sums/error_feedback.h"
+#include "transport/roll_call.h"
+#include "transport/strand.h"
+#include "transport/team.h"
+
+namespace fastsync {
+
+// One sync of a bucket: how, and what it has in common with its counterparts on other ranks.
+struct Sync {
+  Compression compression;
+  int64_t step = 0;        // this and the next are what the rounding follows
+  int64_t index = 0;       // of the bucket
+  int tag = 0;             // of its messages; the next kTagsPerBucket - 1 are its as well
+  bool ends_step = false;  // once it has been received
+};
+constexpr int kTagsPerBucket = 4;
+
+// What a bucket of so many values travels with. Throws c10::ValueError where that changes from step to step and a CUDA
+// graph is being captured on the device.
+const Compression& compression_for(const Schedule& schedule, int64_t step, int64_t numel, c10::Device device);
+
+// The first tag of an engine's buckets, from a number that its ranks have agreed on. Far from those that people choose,
+// and with room for kMaxBuckets of them before another engine's begin.
+constexpr int64_t kMaxBuckets = (1 << 14) / kTagsPerBucket;
+inline int first_tag(int64_t number) {
+  return static_cast<int>(1 << 30 | (number % (1 << 16)) * kMaxBuckets * kTagsPerBucket);
+}
+
+class BucketSync {
+ public:
+  // It notes where the engine stands.
+  BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
+             std::shared_ptr<Whereabouts> whereabouts);
+
+  // What is on its way between send and receive.
+  struct Flight;
+
+  // Packs the gradients and sends them. They are dense, contiguous, of one supported dtype and on the bucket's device,
+  // the same on every rank. Those that stand in for none take no part in error feedback. One flight at a time. Marks
+  // every moment on the stopwatch.
+  std::shared_ptr<Flight> send(std::vector<at::Tensor> grads, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
+                               const Extras& extras = {}, const std::vector<bool>& stand_in = {});
+
+  // Has the strand do what can be done before receive, if there is anything; else receive does it, whatever comes
+  // first.
+  void drive_later(const std::shared_ptr<Flight>& flight, Strand& strand) const;
+
+  // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
+  static void receive(Flight& flight);
+
+  // The extras' sums, after receive. They may lie in memory that the bucket's next send writes to.
+  static const Extras& extras(const Flight& flight);
+
+  // As receive, except that the averages go nowhere. The scale moves on as it does on other ranks.
+  static void discard(Flight& flight);
+
+  // send, and receive when the group is done, on the thread that says so or on the strand. A single gradient
+  // of the wire's dtype may be its own wire, so nothing else may use its memory meanwhile; extras then take a
+  // collective of their own, elsewhere there is room beside the gradients. What is called with the sums of the flags
+  // may throw. The future's value is the buffer.
+  using OnFlags = std::function<void(const at::Tensor& flags)>;
+  c10::intrusive_ptr<c10::ivalue::Future> sync(const at::Tensor& buffer, std::vector<at::Tensor> grads,
+                                               const Sync& sync, std::shared_ptr<Stopwatch> stopwatch, Strand& strand,
+                                               const Extras& extras = {}, OnFlags on_flags = nullptr);
+  bool has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const;
+
+  // Whether send waits for the other ranks, to agree on the first fp16 scale, or on one after a step that says nothing
+  // of how large gradients are.
+  bool waits_to_send(const Compression& compression) const {
+    return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
+  }
+
+  c10::Device device() const { return device_; }
+
+  // The power of two that fp16 values are multiplied with: one float32 element; undefined where the next fp16 sync
+  // finds it out.
+  at::Tensor scale() const { return has_lost_scale() ? at::Tensor() : scale_; }
+  void set_scale(at::Tensor scale) { scale_ = std::move(scale); }
+
+  ErrorFeedback& feedback() { return feedback_; }
+  const ErrorFeedback& feedback() const { return feedback_; }
+
+  // The statistics are of these gradients alone.
+  void measure(const std::vector<at::Tensor>& grads);
+
+  // float64 [kNumStats] on the device, of the newest sync.
+  const at::Tensor& stats() const { return stats_; }
+
+  // Where the times of the syncs and what they sent add up.
+  const std::shared_ptr<BucketTotals>& totals() const { return totals_; }
+
+ private:
+  std::shared_ptr<Flight> start(std::vector<at::Tensor> grads, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
+                                const Extras& extras, const std::vector<bool>& stand_in, bool is_for_future);
+  std::unique_ptr<BucketSum> make_sum(Bucket bucket, Algorithm algorithm, const Sync& sync, bool is_for_future);
+  Rounding rounding_of(const Sync& sync);
+  bool has_lost_scale() const;
+  void agree_on_scale(const Bucket& bucket);
+
+  struct Failure;
+
+  std::shared_ptr<Team> team_;
+  std::shared_ptr<const Failure> failure_;
+  c10::Device device_;
+  SumBuffers buffers_;
+  ErrorFeedback feedback_;
+  at::Tensor scale_;
+  // int64 [1], the step that stochastic rounding follows. Unpacking adds one, so that after the newest sync it is the
+  // other.
+  at::Tensor counter_;
+  std::optional<int64_t> next_counted_;
+  at::Tensor stats_;
+  at::Tensor workspace_;
+  std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();
+};
+
+}  // namespace fastsync

@@ -1,0 +1,117 @@
+#include "engine/pairing.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <utility>
+
+#include "passes/backend.h"
+
+namespace fastsync {
+
+namespace {
+
+bool is_turned_off() {
+  const char* const setting = std::getenv("FASTSYNC_PAIRING");
+  return setting != nullptr && std::string(setting) == "0";
+}
+
+}  // namespace
+
+Pairing::Pairing(const c10d::ProcessGroup& group, std::string what)
+    : world_size_(group.getSize()), rank_(group.getRank()), what_(std::move(what)), is_off_(is_turned_off()) {}
+
+void Pairing::note_update() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  has_been_told_ = true;
+  was_updated_ = true;
+}
+
+void Pairing::begin_step(int64_t step, std::vector<uint32_t> versions, bool has_gradients) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  step_ = step;
+  says_nothing_ |= !has_gradients;
+  const bool is_first = versions_.empty();
+  const bool was_told = std::exchange(was_updated_, false);
+  const bool was_updated = has_been_told_ ? was_told : versions != versions_;
+  num_updates_ += was_updated && !is_first ? 1 : 0;
+  versions_ = std::move(versions);
+}
+
+std::vector<float> Pairing::stamp(int64_t engine) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (world_size_ == 1) {
+    return {};
+  }
+  const int64_t num_updates = std::exchange(num_updates_, 0);
+  std::vector<float> stamp(static_cast<size_t>(kNumbers * world_size_), 0.0F);
+  if (!std::exchange(says_nothing_, false) && !is_off_) {
+    stamp[kNumbers * rank_] = static_cast<float>(engine % kLargest + 1);
+    stamp[kNumbers * rank_ + 1] = static_cast<float>(std::min(num_updates, kLargest));
+  }
+  return stamp;
+}
+
+void Pairing::arrive(const at::Tensor& sum) {
+  if (sum.numel() == 0) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (sum.is_cpu()) {
+    check(sum);
+    return;
+  }
+  const at::Tensor before = has_come_ ? on_its_way_ : at::Tensor();
+  if (before.defined()) {
+    has_come_->synchronize();  // of many steps ago
+  }
+  const auto device = sum.device();
+  on_its_way_ = at::empty(sum.sizes(), sum.options().device(at::kCPU).pinned_memory(true));
+  on_its_way_.copy_(sum, /*non_blocking=*/true);
+  has_come_.emplace(device.type());
+  has_come_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  if (before.defined()) {
+    check(before);
+  }
+}
+
+// To ask an event anything ends a capture that is under way.
+void Pairing::look() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (has_come_ && !is_capturing(has_come_->device()) && has_come_->query()) {
+    has_come_.reset();
+    check(on_its_way_);
+  }
+}
+
+void Pairing::check(const at::Tensor& sum) const {
+  const at::Tensor numbers = sum.to(at::kFloat);
+  const auto* of_rank = numbers.const_data_ptr<float>();
+  std::map<std::pair<int64_t, int64_t>, std::string> ranks_of;
+  for (int64_t rank = 0; rank < world_size_; ++rank, of_rank += kNumbers) {
+    if (of_rank[0] > 0) {
+      auto& ranks = ranks_of[{static_cast<int64_t>(of_rank[0]) - 1, static_cast<int64_t>(of_rank[1])}];
+      ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(rank);
+    }
+  }
+  if (ranks_of.size() <= 1) {
+    return;
+  }
+  std::ostringstream who;
+  for (const auto& [number, ranks] : ranks_of) {
+    who << (who.tellp() > 0 ? "; " : "") << ranks << ": engine " << number.first << ", " << number.second
+        << (number.second == 1 ? " update" : " updates");
+  }
+  TORCH_CHECK(false, "fastsync: the ranks have averaged gradients that do not belong together, by step ", step_, " of ",
+              what_, ". The engines that met, and how often each had seen its parameters updated since they met ",
+              "before: ", who.str(), ". Has a rank run a backward more than the others, left out an optimizer step, ",
+              "changed parameters alone, or run its backwards, or attach(), in another order? These gradients are no ",
+              "mean: go on from a checkpoint. Where ranks may differ so, FASTSYNC_PAIRING=0 turns this check off");
+}
+
+}  // namespace fastsync

@@ -1,0 +1,72 @@
+#include "engine/riders.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "transport/agreement.h"
+
+namespace fastsync {
+
+void Riders::add(const std::string& name, const at::Tensor& value) {
+  waiting_.insert_or_assign(name, value.detach().clone(at::MemoryFormat::Contiguous));
+}
+
+const std::string* Riders::need_agreement() const {
+  for (const auto& [name, value] : waiting_) {
+    const auto seat = seats_.find(name);
+    if (seat == seats_.end() || seat->second.sizes() != value.sizes()) {
+      return &name;
+    }
+  }
+  return nullptr;
+}
+
+void Riders::agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device) {
+  Tensors seats = seats_;
+  std::ostringstream description;
+  for (const auto& [name, value] : waiting_) {
+    seats.insert_or_assign(name, at::full(value.sizes(), std::numeric_limits<float>::quiet_NaN()));
+  }
+  for (const auto& [name, seat] : seats) {
+    description << "rider " << name << " of shape " << seat.sizes() << "\n";
+  }
+  check_agreement(group, description.str(), device);
+  seats_ = std::move(seats);
+}
+
+at::Tensor Riders::board(c10::Device device) {
+  aboard_ = std::exchange(waiting_, {});
+  std::vector<at::Tensor> values;
+  for (const auto& [name, seat] : seats_) {
+    const auto rider = aboard_.find(name);
+    values.push_back((rider == aboard_.end() ? seat : rider->second).to(device, /*non_blocking=*/true).view({-1}));
+  }
+  return values.empty() ? at::Tensor() : at::cat(values);
+}
+
+at::Tensor Riders::empty_seats(c10::Device device) const {
+  int64_t numel = 0;
+  for (const auto& [name, seat] : seats_) {
+    numel += seat.numel();
+  }
+  return numel == 0 ? at::Tensor()
+                    : at::full({numel}, std::numeric_limits<float>::quiet_NaN(), at::TensorOptions().device(device));
+}
+
+void Riders::arrive(const at::Tensor& sums, int64_t world_size) {
+  means_.clear();
+  const at::Tensor means = sums.div(world_size);
+  int64_t offset = 0;
+  for (const auto& [name, seat] : seats_) {
+    if (aboard_.count(name) != 0) {
+      means_[name] = means.narrow(0, offset, seat.numel()).view(seat.sizes());
+    }
+    offset += seat.numel();
+  }
+}
+
+}  // namespace fastsync

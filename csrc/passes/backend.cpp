@@ -1,0 +1,206 @@
+#include "passes/backend.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#ifdef FASTSYNC_WITH_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace fastsync {
+
+bool is_supported(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+DType dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kByte:
+      return DType::kInt8;
+    default:
+      TORCH_CHECK_VALUE(false, "fastsync handles float32, float64, float16 and bfloat16 gradients, got ", dtype);
+  }
+}
+
+at::ScalarType scalar_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kInt8:
+      return at::kByte;
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+namespace {
+
+constexpr int64_t kWireAlignment = 8;
+
+int64_t end_of(const Segment& segment, int64_t alignment) {
+  return segment.offset + segment.numel + gap_behind(segment, alignment);
+}
+
+}  // namespace
+
+int64_t alignment_of(DType wire, size_t num_gradients) {
+  return wire == DType::kInt8 ? kBlockValues : (num_gradients > 1 ? kWireAlignment : 1);
+}
+
+int64_t wire_length(const std::vector<Segment>& segments, int64_t alignment) {
+  return end_of(segments.back(), alignment);
+}
+
+std::vector<Segment> lay_out(at::TensorList grads, DType wire, at::TensorList residuals, int64_t alignment) {
+  alignment = wire == DType::kInt8 ? kBlockValues : alignment;
+  std::vector<Segment> segments;
+  segments.reserve(grads.size());
+  int64_t offset = 0;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    segments.push_back(
+        {grads[i].data_ptr(), grads[i].numel(), offset, residuals.empty() ? nullptr : residuals[i].data_ptr()});
+    offset = end_of(segments.back(), alignment);
+  }
+  return segments;
+}
+
+float* data_or_null(const at::Tensor& scale) { return scale.defined() ? scale.data_ptr<float>() : nullptr; }
+
+at::Tensor new_workspace(c10::Device device) {
+  if (device.is_cpu()) {
+    return {};
+  }
+  return at::zeros({cuda::kWorkspaceBytes}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+bool is_capturing([[maybe_unused]] c10::Device device) {
+#ifdef FASTSYNC_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
+#endif
+  return false;
+}
+
+at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c10::Device device) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  if (!device.is_cpu()) {
+    kept.reset();
+    return at::empty({numel}, options);
+  }
+  if (!kept.defined() || kept.scalar_type() != dtype || kept.numel() != numel) {
+    kept = at::empty({numel}, options);
+  }
+  return kept;
+}
+
+// On a CPU without copy_, which takes longer than packing the gradients of a small policy.
+void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count) {
+  const bool as_bytes = buffer.scalar_type() == at::kByte;
+  if (!buffer.is_cpu()) {
+    const at::Tensor row = as_bytes ? values.view(at::kByte) : values;
+    buffer.as_strided({count, row.numel()}, {stride, 1}, offset).copy_(row);
+    return;
+  }
+  const auto* from = values.const_data_ptr<float>();
+  for (int64_t i = 0; i < count; ++i) {
+    if (as_bytes) {
+      std::memcpy(static_cast<std::byte*>(buffer.data_ptr()) + offset + i * stride, from, values.nbytes());
+      continue;
+    }
+    dispatch_grad(dtype_of(buffer.scalar_type()), [&](auto zero) {
+      using T = decltype(zero);
+      std::transform(from, from + values.numel(), static_cast<T*>(buffer.data_ptr()) + offset + i * stride,
+                     [](float value) { return encode<T>(value); });
+    });
+  }
+}
+
+const double* readable(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor.const_data_ptr<double>() : nullptr; }
+
+namespace {
+
+// By device type. A pass gets null for the stream of a device that has none.
+std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& all_passes() {
+  static std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> all = [] {
+    decltype(all) built;
+    built[static_cast<size_t>(c10::kCPU)] = {[](const PackArgs& args, void*, void*) { cpu::pack(args); },
+                                             [](const UnpackArgs& args, void*, void*) { cpu::unpack(args); },
+                                             [](const MeasureArgs& args, void*, void*) { cpu::measure(args); },
+                                             [](const ReduceArgs& args, void*) { cpu::reduce(args); }};
+#ifdef FASTSYNC_WITH_CUDA
+    built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::measure, &cuda::reduce};
+#endif
+    return built;
+  }();
+  return all;
+}
+
+void* current_stream([[maybe_unused]] c10::Device device) {
+#ifdef FASTSYNC_WITH_CUDA
+  if (device.is_cuda()) {
+    return c10::cuda::getCurrentCUDAStream(device.index()).stream();
+  }
+#endif
+  return nullptr;
+}
+
+void* data_or_none(const at::Tensor& workspace) { return workspace.defined() ? workspace.data_ptr() : nullptr; }
+
+}  // namespace
+
+void register_passes(c10::DeviceType type, const Passes& passes) { all_passes()[static_cast<size_t>(type)] = passes; }
+
+const Passes& passes_of(c10::Device device) {
+  const auto& passes = all_passes()[static_cast<size_t>(device.type())];
+  TORCH_CHECK_VALUE(passes.has_value(), "fastsync was built without support for gradients on ", device,
+                    "; `fastsync doctor` says what this build can do");
+  return *passes;
+}
+
+void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace) {
+  const c10::DeviceGuard guard(device);
+  passes_of(device).pack(args, data_or_none(workspace), current_stream(device));
+}
+
+void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace) {
+  const c10::DeviceGuard guard(device);
+  passes_of(device).unpack(args, data_or_none(workspace), current_stream(device));
+}
+
+void run_measure(const MeasureArgs& args, c10::Device device, const at::Tensor& workspace) {
+  const c10::DeviceGuard guard(device);
+  passes_of(device).measure(args, data_or_none(workspace), current_stream(device));
+}
+
+void run_reduce(const ReduceArgs& args, c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  passes_of(device).reduce(args, current_stream(device));
+}
+
+}  // namespace fastsync

@@ -1,0 +1,70 @@
+// From tensors and devices to the raw-pointer passes of pack_unpack.h: types, the current stream, scratch memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <vector>
+
+#include "passes/pack_unpack.h"
+
+namespace fastsync {
+
+// True for the dtypes a gradient may have: float32, float64, float16, bfloat16.
+bool is_supported(at::ScalarType dtype);
+// Of a gradient, or of a wire, where uint8 stands for blocks of int8.
+DType dtype_of(at::ScalarType dtype);
+at::ScalarType scalar_type_of(DType dtype);
+
+// Where contiguous gradients lie in a wire buffer: one after the other, each at a multiple of the alignment, on an int8
+// wire at the beginning of a block. residuals: as many, contiguous; or none.
+std::vector<Segment> lay_out(at::TensorList grads, DType wire = DType::kFloat32, at::TensorList residuals = {},
+                             int64_t alignment = 1);
+
+// How many elements those take on the wire, with what lies between and behind them up to the next multiple.
+int64_t wire_length(const std::vector<Segment>& segments, int64_t alignment);
+
+// The alignment of a bucket's gradients: that of the widest vectors in which a GPU goes over any pair of types, so that
+// one odd-sized gradient does not leave those behind it without vectors. A single gradient needs none.
+int64_t alignment_of(DType wire, size_t num_gradients);
+
+// The element of a bucket's scale; null where there is none.
+float* data_or_null(const at::Tensor& scale);
+
+// Scratch memory for the passes over one bucket: zeros on CUDA, undefined on a CPU, which needs none.
+at::Tensor new_workspace(c10::Device device);
+
+// True while a CUDA graph is being captured on the current stream of the device.
+bool is_capturing(c10::Device device);
+
+// A buffer for what is sent. On a CPU the one that was kept, if it fits, for a fresh one would cost page faults;
+// elsewhere the caching allocator's, so that idle buckets hold no memory.
+at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c10::Device device);
+
+// A few float32 values into a buffer, count times: as its elements, or as their bytes if it is uint8. Offset and stride
+// count its elements.
+void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count);
+
+// The elements, where the host can read them without waiting; else null.
+const double* readable(const at::Tensor& tensor);
+
+// The passes of one type of device, as pack_unpack.h declares them; the last argument is the stream's native handle.
+struct Passes {
+  void (*pack)(const PackArgs&, void* workspace, void* stream);
+  void (*unpack)(const UnpackArgs&, void* workspace, void* stream);
+  void (*measure)(const MeasureArgs&, void* workspace, void* stream);
+  void (*reduce)(const ReduceArgs&, void* stream);
+};
+
+// For a device that is neither a CPU nor CUDA.
+void register_passes(c10::DeviceType type, const Passes& passes);
+const Passes& passes_of(c10::Device device);
+
+// Each runs on the current stream of the device.
+void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace);
+void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace);
+void run_measure(const MeasureArgs& args, c10::Device device, const at::Tensor& workspace);
+void run_reduce(const ReduceArgs& args, c10::Device device);
+
+}  // namespace fastsync

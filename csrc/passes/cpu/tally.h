@@ -1,0 +1,80 @@
+// The statistics that the CPU's passes take.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "passes/cpu/rows.h"
+#include "passes/pack_unpack.h"
+
+namespace fastsync::cpu {
+
+// The sum of squares in double, one sum per column, so that the result depends neither on the number of threads nor on
+// the instruction set. Blocks whose squares are safe in float come in summed; the others value by value.
+struct Tally {
+  double columns[kRow] = {};
+  double largest = 0.0;
+  int64_t num_nonfinite = 0;
+
+  template <class C>
+  void add_value(C value, int column) {
+    const auto wide = static_cast<double>(value);
+    columns[column] += wide * wide;
+    if (is_finite(value)) {
+      largest = std::max(largest, magnitude(wide));
+    } else {
+      num_nonfinite += 1;
+    }
+  }
+
+  template <class G>
+  void add_values(const G* gradient, int64_t numel) {
+    for (int64_t i = 0; i < numel; ++i) {
+      add_value(decode(gradient[i]), static_cast<int>(i % kRow));
+    }
+  }
+
+  template <class G>
+  void add_block(const BlockSquares& squares, const G* gradient, int64_t numel) {
+    if (squares.largest_bits == 0) {
+      return;
+    }
+    if (!has_safe_squares(float_from_bits(squares.largest_bits))) {
+      add_values(gradient, numel);
+      return;
+    }
+    for (int j = 0; j < kRow; ++j) {
+      columns[j] += static_cast<double>(squares.columns[j]);
+    }
+    largest = std::max(largest, static_cast<double>(float_from_bits(squares.largest_bits)));
+  }
+
+  void add(const Tally& other) {
+    for (int j = 0; j < kRow; ++j) {
+      columns[j] += other.columns[j];
+    }
+    largest = std::max(largest, other.largest);
+    num_nonfinite += other.num_nonfinite;
+  }
+
+  // Adds to the statistics of the calls before, or begins them.
+  void write_to(double* stats, bool is_first) const {
+    double sum = 0.0;
+    for (const double column : columns) {
+      sum += column;
+    }
+    stats[kSumOfSquares] = (is_first ? 0.0 : stats[kSumOfSquares]) + sum;
+    stats[kNumNonfinite] = (is_first ? 0.0 : stats[kNumNonfinite]) + static_cast<double>(num_nonfinite);
+    stats[kMaxMagnitude] = std::max(is_first ? 0.0 : stats[kMaxMagnitude], largest);
+  }
+};
+
+inline Tally total_of(const std::vector<Tally>& tallies) {
+  Tally total;
+  for (const Tally& tally : tallies) {
+    total.add(tally);
+  }
+  return total;
+}
+
+}  // namespace fastsync::cpu

@@ -1,0 +1,221 @@
+// The passes over memory, as raw-pointer signatures that the CPU and the CUDA backend both implement. No torch here.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "passes/wire_format.h"
+
+namespace fastsync {
+
+// One gradient, or a piece of one, contiguous, and where its first element lies in the wire buffer: in elements, on an
+// int8 wire at the beginning of a block. Its last block may be partly filled; what is left of it is zeros.
+struct Segment {
+  void* data;
+  int64_t numel;
+  int64_t offset;
+  // Compute<G>, one for each element: what the wire has not carried yet. Null where it is lost.
+  void* residual = nullptr;
+};
+
+// What a bucket's passes found out, in one row of doubles so that one tensor holds it (counts are exact up to 2^53).
+enum Stat : int { kSumOfSquares, kNumNonfinite, kNumSaturated, kMaxMagnitude, kNumStats };
+
+// A bucket may pass in several calls: the first one begins the statistics anew, the others add to them, and the last
+// one moves the bucket's scale and the count of steps on for the next step.
+struct Turn {
+  bool is_first = true;
+  bool is_last = true;
+};
+
+// How int8 rounds: to nearest even, or up with a probability of the fraction that is lost, by bits that follow from the
+// seed, the step and the value's place on the wire. The other wires round to nearest even.
+struct Rounding {
+  bool is_stochastic = false;
+  uint64_t seed = 0;
+  const int64_t* step = nullptr;  // on the gradients' device, where unpack counts it; null means 0
+};
+
+FASTSYNC_HOST_DEVICE uint32_t block_key(const Rounding& rounding, int64_t block) {
+  return block_key(seed_of_step(rounding.seed, rounding.step != nullptr ? *rounding.step : 0), block);
+}
+
+// gradients → wire: wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite. The value is
+// gradient[i] + residual[i], and the new residual[i] is the value minus what decoding gives; where the value on the
+// wire, or on int8 one of its block's, is not finite, the residual stays as it was. Writes stats[kNumSaturated]. The
+// wire may be the gradients' own memory where both have one type.
+struct PackArgs {
+  const Segment* segments;
+  int64_t num_segments;
+  DType grad_dtype;
+  DType wire_dtype;
+  void* wire;
+  double multiplier;
+  double limit;               // on int8, whose scales follow the values, no more than kInt8Limit
+  const float* bucket_scale;  // on the gradients' device; null means 1
+  double* stats;              // on the gradients' device
+  Rounding rounding = {};
+  Turn turn = {};
+  int64_t alignment = 1;  // behind each segment the wire is zeros up to the next multiple of so many elements
+};
+
+// How many zeros that makes.
+FASTSYNC_HOST_DEVICE int64_t gap_behind(const Segment& segment, int64_t alignment) {
+  const int64_t past = (segment.offset + segment.numel) % alignment;
+  return past == 0 ? 0 : alignment - past;
+}
+
+// wires → gradients: gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale), and the
+// statistics of what was written: stats[kSumOfSquares], stats[kNumNonfinite] and stats[kMaxMagnitude] (over the finite
+// ones). Products and sums are in Compute<G>, from the first wire to the last. Then moves bucket_scale and step on for
+// the next step.
+struct UnpackArgs {
+  const Segment* segments;
+  int64_t num_segments;
+  DType grad_dtype;
+  DType wire_dtype;
+  const void* wire;
+  float* bucket_scale;
+  double* stats;
+  int64_t num_wires = 1;
+  int64_t stride_bytes = 0;  // from one wire to the next
+  double multiplier = 1.0;   // of each wire's value, before the sum
+  Turn turn = {};
+  int64_t* step = nullptr;  // what Rounding's points to; null where nothing is counted
+};
+
+// What a bucket's last unpacking call does in the end. Either may be null.
+FASTSYNC_HOST_DEVICE void move_on(float* bucket_scale, int64_t* step, const double* stats) {
+  if (bucket_scale != nullptr) {
+    *bucket_scale = next_bucket_scale(*bucket_scale, stats[kMaxMagnitude]);
+  }
+  if (step != nullptr) {
+    *step += 1;
+  }
+}
+
+// The statistics of gradients alone, as unpack takes them; nothing but stats is written.
+struct MeasureArgs {
+  const Segment* segments;
+  int64_t num_segments;
+  DType grad_dtype;
+  double* stats;
+};
+
+// wires → wire: out[i] = encode(value), within ±limit if finite, where value = (sum over r of (wire r)[i] * multiplier)
+// + residual[i] * bucket_scale, in Compute<G> and from the first wire to the last. The new residual[i] is what decoding
+// out[i] misses of the value, divided by bucket_scale; it stays as it was where out[i], or on int8 one of its block's
+// values, is not finite. out may be one of the wires.
+struct ReduceArgs {
+  const void* wire;
+  int64_t num_wires;
+  int64_t stride_bytes;  // from one wire to the next
+  int64_t numel;         // of each; on int8 a multiple of kBlockValues
+  DType grad_dtype;      // of the bucket: what is summed in follows from it
+  DType wire_dtype;      // of the wires
+  void* out;
+  DType out_dtype;  // wire_dtype, or one of both is float32 (float64 for float64 gradients)
+  double multiplier;
+  double limit;               // as in PackArgs
+  const float* bucket_scale;  // what the wires' values have been multiplied with; null means 1
+  void* residual;             // Compute<G> [numel]; null where it is lost
+  Rounding rounding = {};
+};
+
+// Calls call(G{}) with the type of a gradient.
+template <class Call>
+void dispatch_grad(DType grad, const Call& call) {
+  switch (grad) {
+    case DType::kFloat32:
+      return call(float{});
+    case DType::kFloat64:
+      return call(double{});
+    case DType::kFloat16:
+      return call(Float16{});
+    case DType::kBFloat16:
+      return call(BFloat16{});
+    case DType::kInt8:  // no gradient's
+      return;
+  }
+}
+
+// Calls call(W{}) with the type of a wire, which is Own unless it is a narrow one.
+template <class Own, class Call>
+void dispatch_wire_or(DType wire, const Call& call) {
+  switch (wire) {
+    case DType::kFloat16:
+      return call(Float16{});
+    case DType::kBFloat16:
+      return call(BFloat16{});
+    case DType::kInt8:
+      return call(Int8Block{});
+    default:
+      return call(Own{});
+  }
+}
+
+// Calls call(G{}, W{}) with the types of a gradient and of the wire, which is the gradient's own or a narrow one.
+template <class Call>
+void dispatch_wire(DType grad, DType wire, const Call& call) {
+  dispatch_grad(grad, [&](auto g) { dispatch_wire_or<decltype(g)>(wire, [&](auto w) { call(g, w); }); });
+}
+
+// Calls call(C{}, W{}, Out{}) with what is summed in and the types of the wires read and written: the same, or one of
+// them is what is summed in.
+template <class Call>
+void dispatch_reduce(DType grad, DType wire, DType out, const Call& call) {
+  const auto with_compute = [&](auto c) {
+    using C = decltype(c);
+    dispatch_wire_or<C>(wire, [&](auto w) {
+      dispatch_wire_or<C>(out, [&](auto o) {
+        using W = decltype(w);
+        using Out = decltype(o);
+        if constexpr (std::is_same_v<W, Out> || std::is_same_v<W, C> || std::is_same_v<Out, C>) {
+          call(c, w, o);
+        }
+      });
+    });
+  };
+  if (grad == DType::kFloat64) {
+    with_compute(double{});
+  } else {
+    with_compute(float{});
+  }
+}
+
+// The element of a wire, on int8 the block that begins with it.
+template <class W>
+FASTSYNC_HOST_DEVICE W* element_of(void* wire, int64_t index) {
+  return static_cast<W*>(wire) + index;
+}
+template <>
+FASTSYNC_HOST_DEVICE Int8Block* element_of<Int8Block>(void* wire, int64_t index) {
+  return static_cast<Int8Block*>(wire) + index / kBlockValues;
+}
+template <class W>
+FASTSYNC_HOST_DEVICE const W* element_of(const void* wire, int64_t index) {
+  return element_of<W>(const_cast<void*>(wire), index);
+}
+
+namespace cpu {
+void pack(const PackArgs& args);
+void unpack(const UnpackArgs& args);
+void measure(const MeasureArgs& args);
+void reduce(const ReduceArgs& args);
+}  // namespace cpu
+
+namespace cuda {
+
+// Scratch memory of one bucket on the device, all zero before its first use; the kernels leave it ready for the next.
+// Two launches that share it must not overlap.
+constexpr int64_t kMaxBlocks = 512;
+constexpr int64_t kWorkspaceBytes = (1 + 3 * kMaxBlocks) * 8;
+
+// stream is a cudaStream_t. Throw std::runtime_error with CUDA's message when a launch fails.
+void pack(const PackArgs& args, void* workspace, void* stream);
+void unpack(const UnpackArgs& args, void* workspace, void* stream);
+void measure(const MeasureArgs& args, void* workspace, void* stream);
+void reduce(const ReduceArgs& args, void* stream);
+}  // namespace cuda
+
+}  // namespace fastsync

@@ -1,0 +1,120 @@
+#include "sums/bucket.h"
+
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace fastsync {
+
+int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kInt8:
+      return 1;
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+int64_t bytes_of(int64_t values, DType dtype) {
+  return dtype == DType::kInt8 ? values / kBlockValues * static_cast<int64_t>(sizeof(Int8Block))
+                               : values * size_of(dtype);
+}
+
+int64_t values_in(int64_t bytes, DType dtype) {
+  return dtype == DType::kInt8 ? bytes / static_cast<int64_t>(sizeof(Int8Block)) * kBlockValues
+                               : bytes / size_of(dtype);
+}
+
+Bucket::Bucket(std::vector<at::Tensor> of, DType wire, c10::Device where)
+    : device(where),
+      grads(std::move(of)),
+      grad_dtype(dtype_of(grads.front().scalar_type())),
+      wire_dtype(wire),
+      alignment(alignment_of(wire, grads.size())),
+      segments(lay_out(grads, wire, {}, alignment)),
+      num_values(wire_length(segments, alignment)),
+      limit(saturation_limit(wire, /*world_size=*/1)) {}
+
+template <class Call>
+void Bucket::for_each_part(int64_t begin, int64_t end, const Call& call) const {
+  auto segment = std::upper_bound(segments.begin(), segments.end(), begin,
+                                  [](int64_t value, const Segment& other) { return value < other.offset; });
+  if (segment != segments.begin()) {
+    --segment;
+  }
+  for (; segment != segments.end() && segment->offset < end; ++segment) {
+    const int64_t first = std::max(begin, segment->offset);
+    const int64_t numel = std::min(end, segment->offset + segment->numel) - first;
+    if (numel > 0) {
+      call(*segment, first - segment->offset, numel);
+    }
+  }
+}
+
+std::vector<Segment> Bucket::cut(int64_t begin, int64_t end, int64_t offset) const {
+  const int64_t grad_size = size_of(grad_dtype);
+  const int64_t residual_size = grad_dtype == DType::kFloat64 ? 8 : 4;
+  std::vector<Segment> parts;
+  for_each_part(begin, end, [&](const Segment& segment, int64_t skipped, int64_t numel) {
+    parts.push_back({advance(segment.data, skipped * grad_size), numel, segment.offset + skipped - begin + offset,
+                     segment.residual ? advance(segment.residual, skipped * residual_size) : nullptr});
+  });
+  return parts;
+}
+
+void Bucket::own(Owned& owned, int64_t begin, int64_t end, int64_t place) const {
+  for_each_part(begin, end, [&](const Segment& segment, int64_t skipped, int64_t numel) {
+    const auto index = static_cast<size_t>(&segment - segments.data());
+    owned.parts.push_back({index, skipped, numel, place + segment.offset + skipped - begin});
+  });
+}
+
+void Bucket::redirect(const at::Tensor& elsewhere) {
+  for (Segment& segment : segments) {
+    segment.data = advance(elsewhere.data_ptr(), segment.offset * size_of(grad_dtype));
+  }
+}
+
+void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn, uint64_t seed) const {
+  RECORD_FUNCTION("fastsync::pack", {});
+  PackArgs args{from.data(),         static_cast<int64_t>(from.size()), grad_dtype, dtype, wire, multiplier, limit,
+                data_or_null(scale), stats.data_ptr<double>()};
+  args.rounding = rounding;
+  args.rounding.seed += seed;
+  args.turn = turn;
+  args.alignment = dtype == wire_dtype ? alignment : 1;  // the offsets are for the wire alone
+  run_pack(args, device, workspace);
+}
+
+void Bucket::unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride,
+                    Turn turn) const {
+  RECORD_FUNCTION("fastsync::unpack", {});
+  run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
+              stats.data_ptr<double>(), num_wires, stride, 1.0 / static_cast<double>(num_wires), turn,
+              step.defined() ? step.data_ptr<int64_t>() : nullptr},
+             device, workspace);
+}
+
+void Bucket::measure() const {
+  run_measure({segments.data(), static_cast<int64_t>(segments.size()), grad_dtype, stats.data_ptr<double>()}, device,
+              workspace);
+}
+
+ReduceArgs Bucket::mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
+                        uint64_t seed) const {
+  const double share = 1.0 / static_cast<double>(num_rows);
+  ReduceArgs args{rows, num_rows,   stride, numel, grad_dtype,          dtype,
+                  out,  wire_dtype, share,  limit, data_or_null(scale), /*residual=*/nullptr};
+  args.rounding = rounding;
+  args.rounding.seed += seed;
+  return args;
+}
+
+}  // namespace fastsync

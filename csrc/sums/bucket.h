@@ -1,0 +1,91 @@
+// A bucket as it is to be summed: whose values they are, where they go, and the passes that bring them there. Each sum
+// reads and writes gradients through here alone.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "passes/backend.h"
+
+namespace fastsync {
+
+// Small float32 vectors on the bucket's device that travel beside its gradients and are summed over the ranks as they
+// are. Undefined where there are none.
+struct Extras {
+  at::Tensor flags;   // zeros and ones: a sum may be rounded, but is zero only where all are
+  at::Tensor riders;  // summed in float32, whatever the wire
+};
+
+// Which of a bucket's values this rank encodes the sums of. What that loses can be kept in a vector of num_values
+// (Compute<G>), in which they have these places.
+struct Owned {
+  struct Part {
+    size_t segment;
+    int64_t first;  // within the segment
+    int64_t count;
+    int64_t place;
+    bool operator==(const Part&) const = default;
+  };
+  std::vector<Part> parts;
+  int64_t num_values = 0;
+  bool operator==(const Owned&) const = default;
+};
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+inline std::byte* advance(void* data, int64_t bytes) { return static_cast<std::byte*>(data) + bytes; }
+int64_t size_of(DType dtype);
+// Of whole blocks where the dtype is int8.
+int64_t bytes_of(int64_t values, DType dtype);
+int64_t values_in(int64_t bytes, DType dtype);
+
+struct Bucket {
+  // The gradients are dense, contiguous, of one supported dtype and on the device.
+  Bucket(std::vector<at::Tensor> grads, DType wire_dtype, c10::Device device);
+
+  c10::Device device;
+  std::vector<at::Tensor> grads;
+  DType grad_dtype;
+  DType wire_dtype;
+  int64_t alignment;              // of the gradients on the wire
+  std::vector<Segment> segments;  // of the gradients, one after the other
+  int64_t num_values;             // that they take on the wire
+  at::Tensor scale;               // undefined where there is none
+  at::Tensor stats;               // float64 [kNumStats]
+  at::Tensor workspace;           // see new_workspace
+  Extras extras;
+  Rounding rounding;
+  at::Tensor step;           // int64 [1], what the rounding's points to; undefined where it has none
+  bool is_lossless = false;  // nothing saturates where the process group adds
+  double multiplier = 1.0;   // this and the next: of what is packed
+  double limit;
+
+  // Error feedback: what packing loses, one for each gradient, to which the segments point; and, where losses are to be
+  // kept, what this rank loses of the sums it owns, if it owns any.
+  std::vector<at::Tensor> residuals;
+  bool keeps_losses = false;
+  at::Tensor residual_of_sums;
+
+  // The segments' parts among the values [begin, end), of which begin shall lie at the offset.
+  std::vector<Segment> cut(int64_t begin, int64_t end, int64_t offset) const;
+  // Adds what lies there to owned, of which begin has this place.
+  void own(Owned& owned, int64_t begin, int64_t end, int64_t place) const;
+  // Averages go there instead: into a vector of num_values of the gradients' dtype.
+  void redirect(const at::Tensor& elsewhere);
+
+  void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn, uint64_t seed) const;
+  void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn) const;
+  void measure() const;  // gradients that are averaged where they are
+  // The mean of rows that have the bucket's scale, encoded for the wire.
+  ReduceArgs mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
+                  uint64_t seed) const;
+
+ private:
+  // call(segment, how many of its values come before the part, and how many the part has).
+  template <class Call>
+  void for_each_part(int64_t begin, int64_t end, const Call& call) const;
+};
+
+}  // namespace fastsync

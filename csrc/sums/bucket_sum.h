@@ -1,0 +1,84 @@
+// The sum of one bucket over the ranks of a team, whoever adds.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "sums/bucket.h"
+#include "transport/strand.h"
+#include "transport/team.h"
+
+namespace fastsync {
+
+class BucketSum {
+ public:
+  explicit BucketSum(Bucket bucket) : bucket_(std::move(bucket)) {}
+  virtual ~BucketSum() = default;
+  BucketSum(const BucketSum&) = delete;
+  BucketSum& operator=(const BucketSum&) = delete;
+
+  // Before send, for error feedback.
+  Bucket& bucket() { return bucket_; }
+  virtual Owned owned() const { return {}; }
+
+  // Packs piece after piece, each on its way before the next one is packed. Returns at once.
+  virtual void send() = 0;
+
+  // Does what comes between the first messages and the last ones, if anything does. From any thread, the first of which
+  // does it. What goes wrong is thrown by finish.
+  virtual bool needs_driving() const { return false; }
+  void drive();
+
+  // After send: what says that nothing is left to wait for, null where nobody does. See Reduction.
+  virtual Reduction::Future when_over() { return {}; }
+
+  // Waits for the rest, calls on_reduced, and unpacks.
+  void finish(const std::function<void()>& on_reduced);
+
+  // After finish. They may lie in memory that the bucket's next sum writes to.
+  const Extras& extras() const { return sums_of_extras_; }
+  int64_t sent_bytes() const { return sent_bytes_; }
+
+ protected:
+  virtual void drive_all() {}
+  virtual void receive(const std::function<void()>& on_reduced) = 0;
+  // Has memory that was made on another stream stay until the current one is done with it.
+  virtual void use_memory() const = 0;
+
+  Bucket bucket_;
+  Extras sums_of_extras_;
+  int64_t sent_bytes_ = 0;
+
+ private:
+  std::mutex mutex_;  // held while driving
+  bool is_driven_ = false;
+  StreamMark driven_;
+  std::exception_ptr error_;
+};
+
+// What a bucket keeps from sum to sum.
+struct SumBuffers {
+  at::Tensor memory;
+  std::vector<int64_t> layout;  // what memory was cleared for
+};
+
+// By the process group, in the wire's dtype. is_for_future: somebody may ask when it is over, and nobody else uses the
+// gradients until then; so a single one of the wire's dtype is its own wire, and extras take a buffer of their own.
+std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, SumBuffers& buffers,
+                                          bool is_for_future);
+bool is_own_wire(const std::vector<at::Tensor>& grads, DType wire);
+
+// By the ranks, see the files of these names. ranks_per_node divides the number of ranks, and is less.
+std::unique_ptr<BucketSum> one_shot_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers);
+std::unique_ptr<BucketSum> two_shot_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers);
+std::unique_ptr<BucketSum> two_level_sum(std::shared_ptr<Team> team, int tag, int64_t ranks_per_node, Bucket bucket,
+                                         SumBuffers& buffers);
+
+}  // namespace fastsync

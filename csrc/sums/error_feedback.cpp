@@ -1,0 +1,101 @@
+#include "sums/error_feedback.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace fastsync {
+
+namespace {
+
+at::Tensor no_residual(const at::Tensor& grad) {
+  const auto dtype = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::zeros({grad.numel()}, grad.options().dtype(dtype));
+}
+
+}  // namespace
+
+void ErrorFeedback::lend(Bucket& bucket, bool is_on, const Owned& owned, const std::vector<bool>& stand_in) {
+  if (!is_on && residuals_.empty()) {
+    return;
+  }
+  if (residuals_.empty()) {
+    std::transform(bucket.grads.begin(), bucket.grads.end(), std::back_inserter(residuals_), no_residual);
+  }
+  hand_over(owned);
+  for (size_t i = 0; i < bucket.segments.size(); ++i) {
+    // What comes back for a gradient that no rank has goes nowhere.
+    const bool takes_part = i >= stand_in.size() || !stand_in[i];
+    bucket.segments[i].residual = takes_part ? residuals_[i].data_ptr() : nullptr;
+  }
+  bucket.residuals = is_on ? residuals_ : std::exchange(residuals_, {});
+  bucket.keeps_losses = is_on;
+  bucket.residual_of_sums = owned_residual_;
+}
+
+// The residuals of the sums go to what is owned now. What is not goes back to what this rank will pack: num_ranks
+// times, for it is part of a mean over so many.
+void ErrorFeedback::hand_over(const Owned& now_owned) {
+  if (now_owned == owned_ && loaded_residuals_of_sums_.empty()) {
+    return;
+  }
+  auto of_sums = loaded_residuals_of_sums_.empty() ? residuals_of_sums() : std::exchange(loaded_residuals_of_sums_, {});
+  owned_ = now_owned;
+  owned_residual_ = owned_.parts.empty() ? at::Tensor() : at::zeros({owned_.num_values}, residuals_.front().options());
+  if (of_sums.empty()) {
+    return;
+  }
+  for (const auto& part : owned_.parts) {
+    const at::Tensor values = of_sums[part.segment].narrow(0, part.first, part.count);
+    owned_residual_.narrow(0, part.place, part.count).copy_(values);
+    values.zero_();
+  }
+  for (size_t i = 0; i < residuals_.size(); ++i) {
+    residuals_[i].add_(of_sums[i], static_cast<double>(num_ranks_));
+  }
+}
+
+// One for each gradient, with zeros where other ranks own the sums; none where nothing is owned.
+std::vector<at::Tensor> ErrorFeedback::residuals_of_sums() const {
+  std::vector<at::Tensor> of_sums;
+  if (!owned_.parts.empty()) {
+    std::transform(residuals_.begin(), residuals_.end(), std::back_inserter(of_sums),
+                   [](const at::Tensor& residual) { return at::zeros_like(residual); });
+  }
+  for (const auto& part : owned_.parts) {
+    of_sums[part.segment].narrow(0, part.first, part.count).copy_(owned_residual_.narrow(0, part.place, part.count));
+  }
+  return of_sums;
+}
+
+std::vector<Residual> ErrorFeedback::residuals() const {
+  const auto of_sums = loaded_residuals_of_sums_.empty() ? residuals_of_sums() : loaded_residuals_of_sums_;
+  std::vector<Residual> residuals;
+  for (size_t i = 0; i < residuals_.size(); ++i) {
+    residuals.push_back({residuals_[i].clone(), of_sums.empty() ? at::Tensor() : of_sums[i].clone()});
+  }
+  return residuals;
+}
+
+void ErrorFeedback::set_residuals(const std::vector<Residual>& residuals) {
+  *this = ErrorFeedback(num_ranks_);
+  for (const Residual& residual : residuals) {
+    residuals_.push_back(residual.own.clone());
+    loaded_residuals_of_sums_.push_back(residual.of_sums.defined() ? residual.of_sums.clone()
+                                                                   : at::zeros_like(residual.own));
+  }
+}
+
+// Added to every rank's own it is the same part of the next mean.
+bool ErrorFeedback::take_back(size_t index, const at::Tensor& mean) {
+  if (!has_residuals()) {
+    return false;
+  }
+  const at::Tensor flat = mean.as_strided({mean.numel()}, {1});
+  residuals_[index].add_(at::where(flat.isfinite(), flat, 0.0));
+  return true;
+}
+
+}  // namespace fastsync

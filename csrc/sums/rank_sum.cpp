@@ -1,0 +1,138 @@
+#include "sums/rank_sum.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace fastsync {
+
+namespace {
+
+constexpr int64_t kSmallestShardBytes = 1 << 18;
+
+// What parts are multiples of, in values. On int8 so many blocks that rows begin at multiples of 16 bytes.
+constexpr int64_t part_multiple(DType dtype) { return dtype == DType::kInt8 ? 4 * kBlockValues : kBlockValues; }
+static_assert(4 * sizeof(Int8Block) % 16 == 0);
+
+// Flags, then riders, in float32.
+at::Tensor joined(const Extras& extras) {
+  if (!extras.flags.defined() || !extras.riders.defined()) {
+    return extras.flags.defined() ? extras.flags : extras.riders;
+  }
+  return at::cat({extras.flags, extras.riders});
+}
+
+}  // namespace
+
+ReduceScatter::ReduceScatter(std::shared_ptr<Team> of, int message_tag, const Rows& rows)
+    : team(std::move(of)), tag(message_tag), to(rows), from{to.begin(team->size()), rows.length, rows.stride} {}
+
+RankSum::RankSum(std::shared_ptr<Team> team, Bucket bucket)
+    : BucketSum(std::move(bucket)), team_(std::move(team)), extras_(joined(bucket_.extras)) {}
+
+// ---- where everything lies ------------------------------------------------------------------------------------------
+
+void RankSum::for_each_piece(bool in_shards, const std::function<void(const Span&)>& call) const {
+  const int64_t least = in_shards ? team_->size() * kSmallestShardBytes : 0;
+  const int64_t values =
+      values_in(std::max(team_->piece_bytes(), least), bucket_.wire_dtype) / kBlockValues * kBlockValues;
+  for (int64_t begin = 0; begin < bucket_.num_values; begin += values) {
+    const int64_t end = std::min(begin + values, bucket_.num_values);
+    call({begin, end, {begin == 0, end == bucket_.num_values}});
+  }
+}
+
+int64_t RankSum::part_of(const Span& span) const {
+  return round_up((span.end - span.begin + team_->size() - 1) / team_->size(), part_multiple(bucket_.wire_dtype));
+}
+
+Rows RankSum::rows_of(int64_t offset, int64_t values, DType dtype, bool is_last) const {
+  const int64_t bytes = bytes_of(values, dtype);
+  const int64_t length = is_last && extras_.defined() ? round_up(bytes, sizeof(float)) + extra_bytes() : bytes;
+  const int64_t alignment = dtype == DType::kInt8 ? bytes_of(part_multiple(dtype), dtype) : kRowAlignment;
+  return {offset, length, round_up(length, alignment)};
+}
+
+// What lies beyond the last value, and on an int8 wire between gradients, is added like the rest, so it has to be
+// zeros.
+void RankSum::take(SumBuffers& buffers, int64_t num_bytes, int64_t kind) {
+  const std::vector<int64_t> layout{bucket_.num_values, static_cast<int64_t>(bucket_.wire_dtype), extra_bytes(), kind};
+  if (buffers.layout != layout) {
+    buffers = {team_->allocate(num_bytes), layout};
+  }
+  memory_ = buffers.memory;
+}
+
+std::vector<Segment> RankSum::parts(const Span& span, int64_t part, DType dtype, int64_t base,
+                                    const std::function<int64_t(int64_t)>& place_of) const {
+  std::vector<Segment> all;
+  for (int64_t member = 0; span.begin + member * part < span.end; ++member) {
+    const int64_t first = span.begin + member * part;
+    const auto cut = bucket_.cut(first, std::min(first + part, span.end), values_in(place_of(member) - base, dtype));
+    all.insert(all.end(), cut.begin(), cut.end());
+  }
+  return all;
+}
+
+// ---- what is done ---------------------------------------------------------------------------------------------------
+
+void RankSum::pack_parts(const ReduceScatter& scatter, const Span& span, int64_t part, DType dtype,
+                         uint64_t seed) const {
+  const auto place_of = [&](int64_t member) { return scatter.place_of(member); };
+  const int64_t base = scatter.to.offset;
+  bucket_.pack(parts(span, part, dtype, base, place_of), dtype, address(base), span.turn, seed);
+  if (span.turn.is_last) {
+    put_extras(scatter);
+  }
+}
+
+void RankSum::reduce(const Rows& rows, int64_t num_rows, int64_t values, int64_t out, int64_t place,
+                     uint64_t seed) const {
+  RECORD_FUNCTION("fastsync::reduce", {});
+  ReduceArgs args =
+      bucket_.mean(address(rows.offset), bucket_.wire_dtype, num_rows, rows.stride, values, address(out), seed);
+  if (bucket_.residual_of_sums.defined()) {
+    args.residual = bucket_.residual_of_sums.narrow(0, place, values).data_ptr();
+  }
+  run_reduce(args, bucket_.device);
+}
+
+void RankSum::put_extras(const Rows& rows, int64_t first, int64_t count) const {
+  if (extras_.defined()) {
+    put_values(extras_, memory_, rows.begin(first) + rows.length - extra_bytes(), rows.stride, count);
+  }
+}
+
+void RankSum::put_extras(const ReduceScatter& scatter) const {
+  put_extras(scatter.to, 0, scatter.team->size());  // to this rank's own row for nothing
+  put_extras(scatter.from, scatter.team->rank(), 1);
+}
+
+void RankSum::sum_extras(const Rows& rows, int64_t count) {
+  if (!extras_.defined()) {
+    return;
+  }
+  const at::Tensor sums = at::empty_like(extras_);
+  run_reduce({address(rows.offset + rows.length - extra_bytes()), count, rows.stride, sums.numel(), DType::kFloat32,
+              DType::kFloat32, sums.data_ptr(), DType::kFloat32, /*multiplier=*/1.0,
+              /*limit=*/std::numeric_limits<double>::infinity(), /*bucket_scale=*/nullptr, /*residual=*/nullptr},
+             bucket_.device);
+  extras_ = sums;
+  const int64_t num_flags = bucket_.extras.flags.defined() ? bucket_.extras.flags.numel() : 0;
+  sums_of_extras_ = {sums.narrow(0, 0, num_flags), sums.narrow(0, num_flags, sums.numel() - num_flags)};
+}
+
+void RankSum::wait_for(Transfer& transfer) {
+  transfer.wait();
+  sent_bytes_ += transfer.sent_bytes();
+}
+
+// Made on backward's stream or beside it.
+void RankSum::use_memory() const {
+  use_on_current_stream(memory_);
+  use_on_current_stream(extras_);
+}
+
+}  // namespace fastsync

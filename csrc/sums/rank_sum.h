@@ -1,0 +1,79 @@
+// What sums have in common that the ranks take themselves, in float32 (float64 for float64 gradients) and rank order,
+// whatever travels: one rounding on the way in and at most one for each sum that travels on, however many ranks there
+// are. A bucket goes in pieces: while one travels the next is packed, and the one before is added or unpacked.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "sums/bucket_sum.h"
+
+namespace fastsync {
+
+constexpr int64_t kRowAlignment = 64;  // in bytes
+
+// The first half of two_shot: each member of a team gets everybody's part of a piece that it is to add up, as rows of
+// `from` in rank order. Other members' parts are packed into rows of `to`, its own where it is added.
+struct ReduceScatter {
+  ReduceScatter(std::shared_ptr<Team> team, int tag, const Rows& to);
+
+  int64_t end() const { return from.begin(team->size()); }
+  int64_t place_of(int64_t member) const { return (member == team->rank() ? from : to).begin(member); }
+  void expect(const at::Tensor& buffer) { transfer = team->all_to_all(buffer, to, from, tag); }
+
+  std::shared_ptr<Team> team;
+  int tag;
+  Rows to;
+  Rows from;
+  std::unique_ptr<Transfer> transfer;
+};
+
+class RankSum : public BucketSum {
+ protected:
+  // A piece of the bucket's values [begin, end), which is the first to pass, the last, both or neither.
+  struct Span {
+    int64_t begin;
+    int64_t end;
+    Turn turn;
+  };
+
+  RankSum(std::shared_ptr<Team> team, Bucket bucket);
+
+  // ---- where everything lies ----
+
+  // call(span) for each piece; in_shards: pieces of which each rank adds up a part.
+  void for_each_piece(bool in_shards, const std::function<void(const Span&)>& call) const;
+  // How many values of a piece are each rank's.
+  int64_t part_of(const Span& span) const;
+  // Rows of so many values from the offset on, with room for extras behind those of the bucket's last piece.
+  Rows rows_of(int64_t offset, int64_t values, DType dtype, bool is_last) const;
+  // So many bytes, of zeros where they were last used with another layout.
+  void take(SumBuffers& buffers, int64_t num_bytes, int64_t kind);
+  void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
+  // A piece's parts, so many values each, where place_of(member) says in bytes where each lies, on a wire from base on.
+  std::vector<Segment> parts(const Span& span, int64_t part, DType dtype, int64_t base,
+                             const std::function<int64_t(int64_t)>& place_of) const;
+
+  // ---- what is done ----
+
+  // Packs everybody's part of the piece, with the extras if it is the last one.
+  void pack_parts(const ReduceScatter& scatter, const Span& span, int64_t part, DType dtype, uint64_t seed) const;
+  // The mean of rows of the wire, so many values, to an offset; its loss is kept from this place on.
+  void reduce(const Rows& rows, int64_t num_rows, int64_t values, int64_t out, int64_t place, uint64_t seed) const;
+  // Extras lie at the end of rows.
+  void put_extras(const ReduceScatter& scatter) const;
+  void put_extras(const Rows& rows, int64_t first, int64_t count) const;
+  void sum_extras(const Rows& rows, int64_t count);
+  void wait_for(Transfer& transfer);
+  void use_memory() const override;
+
+  std::shared_ptr<Team> team_;
+  at::Tensor memory_;
+
+ private:
+  int64_t extra_bytes() const { return extras_.defined() ? static_cast<int64_t>(extras_.nbytes()) : 0; }
+
+  at::Tensor extras_;  // flags, then riders; undefined where there are none
+};
+
+}  // namespace fastsync

@@ -1,0 +1,91 @@
+// The sum in two steps, over ranks whose links are alike: rank j gets everybody's shard j and adds it, and hands the
+// mean, encoded anew, to everybody.
+#include "sums/rank_sum.h"
+
+namespace fastsync {
+
+namespace {
+
+class TwoShotSum final : public RankSum {
+ public:
+  TwoShotSum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers)
+      : RankSum(std::move(team), std::move(bucket)), tag_(tag) {
+    int64_t offset = 0;
+    int64_t place = 0;
+    for_each_piece(/*in_shards=*/true, [&](const Span& span) {
+      const int64_t shard = part_of(span);
+      const Rows rows = rows_of(offset, shard, bucket_.wire_dtype, span.turn.is_last);
+      const Rows means{offset, bytes_of(shard, bucket_.wire_dtype), rows.stride};  // no extras travel with them
+      pieces_.push_back({span, shard, place, ReduceScatter(team_, tag_, rows), means, nullptr});
+      offset = pieces_.back().scatter.end();
+      place += shard;
+    });
+    take(buffers, offset, /*kind=*/2 * team_->size());
+  }
+
+  Owned owned() const override {
+    Owned owned{{}, pieces_.back().place + pieces_.back().shard};
+    for (const Piece& piece : pieces_) {
+      const int64_t begin = piece.begin + team_->rank() * piece.shard;
+      bucket_.own(owned, begin, std::min(begin + piece.shard, piece.end), piece.place);
+    }
+    return owned;
+  }
+
+  void send() override {
+    for (Piece& piece : pieces_) {
+      piece.scatter.expect(memory_);
+    }
+    for (Piece& piece : pieces_) {
+      pack_parts(piece.scatter, piece, piece.shard, bucket_.wire_dtype, static_cast<uint64_t>(piece.begin));
+      piece.scatter.transfer->send();
+    }
+  }
+
+  bool needs_driving() const override { return true; }
+
+ private:
+  struct Piece : Span {
+    int64_t shard;  // values that each rank adds up
+    int64_t place;  // in values, in the residual
+    ReduceScatter scatter;
+    Rows means;  // by the rank that adds: where its shard went from
+    std::unique_ptr<Transfer> gather;
+  };
+
+  void drive_all() override {
+    for (Piece& piece : pieces_) {
+      wait_for(*piece.scatter.transfer);
+      if (piece.turn.is_last) {
+        sum_extras(piece.scatter.from, team_->size());
+      }
+      reduce(piece.scatter.from, team_->size(), piece.shard, piece.means.begin(team_->rank()), piece.place,
+             static_cast<uint64_t>(piece.begin) + static_cast<uint64_t>(bucket_.num_values));
+      piece.gather = team_->all_gather(memory_, piece.means, tag_ + 1);
+      piece.gather->send();
+    }
+  }
+
+  void receive(const std::function<void()>& on_reduced) override {
+    for (const Piece& piece : pieces_) {
+      wait_for(*piece.gather);
+      if (piece.turn.is_last) {
+        on_reduced();
+      }
+      const auto place_of = [&](int64_t member) { return piece.means.begin(member); };
+      bucket_.unpack(parts(piece, piece.shard, bucket_.wire_dtype, piece.means.offset, place_of),
+                     address(piece.means.offset), /*num_wires=*/1, /*stride=*/0, piece.turn);
+    }
+  }
+
+  int tag_;
+  std::vector<Piece> pieces_;
+};
+
+}  // namespace
+
+std::unique_ptr<BucketSum> two_shot_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers) {
+  return std::make_unique<TwoShotSum>(std::move(team), tag, std::move(bucket), buffers);
+}
+
+}  // namespace fastsync

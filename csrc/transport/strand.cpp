@@ -1,0 +1,122 @@
+#include "transport/strand.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace fastsync {
+
+namespace {
+
+// The engine's own, the same every time: another one of the pool might be the user's, or the process group's.
+c10::Stream side_stream(c10::Device device) {
+  static std::mutex mutex;
+  static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, c10::Stream> streams;
+  const std::pair key(device.type(), device.index());
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = streams.find(key);
+  if (found != streams.end()) {
+    return found->second;
+  }
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return streams.emplace(key, guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true)).first->second;
+}
+
+}  // namespace
+
+struct Strand::Queues {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> urgent;
+  std::deque<std::function<void()>> others;
+  bool has_thread = false;
+  bool is_closed = false;
+
+  // An empty function once there is nothing left to do, and nobody left to say what.
+  std::function<void()> next() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return is_closed || !urgent.empty() || !others.empty(); });
+    auto& queue = urgent.empty() ? others : urgent;
+    if (queue.empty()) {
+      return {};
+    }
+    auto task = std::move(queue.front());
+    queue.pop_front();
+    return task;
+  }
+};
+
+Strand::Strand() : queues_(std::make_shared<Queues>()), process_id_(getpid()) {}
+
+Strand::~Strand() {
+  if (getpid() != process_id_) {
+    return;  // the thread stayed behind in the process that this one was forked from, perhaps with the mutex
+  }
+  {
+    const std::lock_guard<std::mutex> lock(queues_->mutex);
+    queues_->is_closed = true;
+  }
+  queues_->changed.notify_one();
+}
+
+void Strand::post(c10::Device device, std::function<void()> task, bool is_urgent) {
+  if (!device.is_cpu()) {
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    c10::Event given(device.type());
+    given.record(guard.getStream(device));
+    const c10::StreamGuard beside(side_stream(device));
+    given.block(beside.current_stream());
+    task();
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(queues_->mutex);
+    (is_urgent ? queues_->urgent : queues_->others).push_back(std::move(task));
+    if (!std::exchange(queues_->has_thread, true)) {
+      std::thread thread([queues = queues_] {
+        pthread_setname_np(pthread_self(), "fastsync");
+        while (const auto next = queues->next()) {
+          next();
+        }
+      });
+      thread.detach();
+    }
+  }
+  queues_->changed.notify_one();
+}
+
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+void StreamMark::set(c10::Device device) {
+  if (!device.is_cpu()) {
+    event_.emplace(device.type()).record(current_stream(device));
+  }
+}
+
+void StreamMark::wait() const {
+  if (event_) {
+    event_->block(current_stream(event_->device()));
+  }
+}
+
+void use_on_current_stream(const at::Tensor& tensor) {
+  if (tensor.defined() && !tensor.is_cpu()) {
+    tensor.record_stream(current_stream(tensor.device()));
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::Device device) {
+  return c10::make_intrusive<c10::ivalue::Future>(
+      c10::TensorType::get(), device.is_cpu() ? std::vector<c10::Device>() : std::vector<c10::Device>{device});
+}
+
+}  // namespace fastsync

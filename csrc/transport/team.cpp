@@ -1,0 +1,223 @@
+#include "transport/team.h"
+
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <exception>
+#include <functional>
+#include <limits>
+#include <utility>
+
+#include "transport/without_python_objects.h"
+
+namespace fastsync {
+
+namespace {
+
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+// What the call gives the process group, as one launch. Whatever fails in between, the thread's group does not stay
+// open: what came after it would neither be launched nor waited for.
+template <class Call>
+Work coalesced(c10d::ProcessGroup& group, c10::Device device, const Call& call) {
+  const WithoutPythonObjects without_python;
+  const c10::DeviceGuard guard(device);  // the backend asks for the current device where nothing else tells it
+  group.startCoalescing(device.type());
+  try {
+    call();
+  } catch (...) {
+    try {
+      group.endCoalescing(device.type());
+    } catch (const std::exception& error) {
+      TORCH_WARN("fastsync: ending a group of calls after an error: ", error.what());
+    }
+    throw;
+  }
+  return group.endCoalescing(device.type());
+}
+
+using Message = std::pair<at::Tensor, int>;  // the rank is the group's
+
+// A message to each of the others and one from each, beside whatever else the group is used for. On a CPU a message is
+// on its way as soon as both sides have named it; on CUDA all of them are one launch, at send.
+class Messages final : public Transfer {
+ public:
+  Messages(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<Message> sent,
+           std::vector<Message> expected, int tag)
+      : group_(std::move(group)), device_(device), sent_(std::move(sent)), expected_(std::move(expected)), tag_(tag) {
+    for (const Message& message : sent_) {
+      sent_bytes_ += static_cast<int64_t>(message.first.nbytes());
+    }
+    if (device_.is_cpu()) {
+      post(expected_, &c10d::ProcessGroup::recv);
+    }
+  }
+
+  void send() override {
+    if (device_.is_cpu() || sent_.empty()) {
+      post(sent_, &c10d::ProcessGroup::send);
+      return;
+    }
+    works_ = {coalesced(*group_, device_, [&] {
+      post(expected_, &c10d::ProcessGroup::recv);
+      post(sent_, &c10d::ProcessGroup::send);
+    })};
+  }
+
+ private:
+  void post(const std::vector<Message>& messages,
+            Work (c10d::ProcessGroup::*call)(std::vector<at::Tensor>&, int, int)) {
+    const WithoutPythonObjects without_python;
+    for (const Message& message : messages) {
+      std::vector<at::Tensor> tensors{message.first};
+      works_.push_back(((*group_).*call)(tensors, message.second, tag_));
+    }
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::Device device_;
+  std::vector<Message> sent_;
+  std::vector<Message> expected_;
+  int tag_;
+};
+
+// One call of the process group's for all rows.
+class Collective final : public Transfer {
+ public:
+  Collective(std::function<Work()> call, int64_t sent_bytes) : call_(std::move(call)) { sent_bytes_ = sent_bytes; }
+
+  void send() override {
+    const WithoutPythonObjects without_python;
+    works_.push_back(call_());
+  }
+
+ private:
+  std::function<Work()> call_;
+};
+
+}  // namespace
+
+// From and to other addresses NCCL copies byte by byte.
+at::Tensor Rows::of(const at::Tensor& buffer, int64_t row) const {
+  TORCH_INTERNAL_ASSERT(begin(row) % 16 == 0, "row ", row, " of ", length, " bytes begins at no multiple of 16");
+  return buffer.narrow(0, begin(row), length);
+}
+
+void Transfer::wait() {
+  RECORD_FUNCTION("fastsync::wait", {});
+  for (const Work& work : std::exchange(works_, {})) {
+    work->wait();
+  }
+}
+
+Reduction::Reduction(c10d::ProcessGroup& group, c10::Device device, const std::vector<at::Tensor>& buffers,
+                     c10d::ReduceOp::RedOpType op)
+    : device_(device) {
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  const auto post = [&] {
+    for (const at::Tensor& buffer : buffers) {
+      sent_bytes_ += static_cast<int64_t>(buffer.nbytes());
+      std::vector<at::Tensor> tensors{buffer};
+      works_.push_back(group.allreduce(tensors, options));
+    }
+  };
+  if (buffers.size() > 1 && group.getBackend(device.type())->supportsCoalescing()) {
+    works_ = {coalesced(group, device, post)};
+  } else {
+    post();
+  }
+}
+
+Reduction::Future Reduction::when_over() {
+  if (works_.size() != 1) {
+    return {};
+  }
+  auto future = works_.front()->getFuture();
+  if (device_.is_cpu()) {
+    works_.clear();  // they hold the process group
+  }
+  return future;
+}
+
+Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, int64_t first, int64_t step, int64_t size)
+    : group_(std::move(group)),
+      device_(device),
+      first_(first),
+      step_(step),
+      size_(size),
+      rank_((group_->getRank() - first) / step),
+      sends_at_once_(device.is_cpu() && group_->getBackend(device.type())->getBackendName() == "gloo"),
+      has_collectives_(!device.is_cpu() && size > 1 && size == group_->getSize()) {}
+
+std::shared_ptr<Team> Team::part(int64_t first, int64_t step, int64_t size) const {
+  return std::make_shared<Team>(group_, device_, first_ + first * step_, step * step_, size);
+}
+
+at::Tensor Team::allocate(int64_t bytes) const {
+  return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+}
+
+// Large enough on a CPU that the number of messages costs nothing, small enough to overlap. NCCL cuts up by itself.
+int64_t Team::piece_bytes() const { return device_.is_cpu() ? 1 << 20 : std::numeric_limits<int64_t>::max() / 2; }
+
+// From each of the others and to each, beginning with the next one.
+std::unique_ptr<Transfer> Team::messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,
+                                         int tag) const {
+  std::vector<Message> sent;
+  std::vector<Message> expected;
+  for (int64_t step = 1; step < size_; ++step) {
+    const int64_t peer = (rank_ + step) % size_;
+    const auto rank = static_cast<int>(first_ + peer * step_);
+    sent.emplace_back(from.of(buffer, same_to_all ? rank_ : peer), rank);
+    expected.emplace_back(to.of(buffer, peer), rank);
+  }
+  return std::make_unique<Messages>(group_, device_, std::move(sent), std::move(expected), tag);
+}
+
+std::unique_ptr<Transfer> Team::all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) const {
+  if (!has_collectives_) {
+    return messages(buffer, from, to, /*same_to_all=*/false, tag);
+  }
+  // alltoall_base would copy the own row, and take rows without gaps only. NCCL skips what is sent to where it is.
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> outputs;
+  for (int64_t row = 0; row < size_; ++row) {
+    outputs.push_back(to.of(buffer, row));
+    inputs.push_back(row == rank_ ? outputs.back() : from.of(buffer, row));
+  }
+  return std::make_unique<Collective>(
+      [group = group_, inputs, outputs]() mutable { return group->alltoall(outputs, inputs); },
+      (size_ - 1) * from.length);
+}
+
+std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows& rows, int tag) const {
+  if (!has_collectives_) {
+    return messages(buffer, rows, rows, /*same_to_all=*/true, tag);
+  }
+  const Rows whole{rows.offset, rows.stride, rows.stride};  // the call knows no gaps between rows
+  // The backend's own, for torch 2.13 deprecates the group's, whose successor torch 2.11 does not have.
+  return std::make_unique<Collective>(
+      [backend = group_->getBackend(device_.type()), mine = whole.of(buffer, rank_),
+       all = buffer.narrow(0, rows.offset, size_ * rows.stride)]() mutable {
+        return backend->_allgather_base(all, mine);
+      },
+      (size_ - 1) * rows.stride);
+}
+
+std::unique_ptr<Reduction> Team::all_reduce(const std::vector<at::Tensor>& buffers,
+                                            c10d::ReduceOp::RedOpType op) const {
+  return std::make_unique<Reduction>(*group_, device_, buffers, op);
+}
+
+std::shared_ptr<Team> make_team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device) {
+  // Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
+  TORCH_CHECK_VALUE(device.is_cpu() || group->getBackend(device.type())->getBackendName() != "gloo",
+                    "fastsync: the gradients are on ", device, " and the process group is Gloo's, which fastsync ",
+                    "supports on CPUs only; use NCCL");
+  const int64_t size = group->getSize();
+  return std::make_shared<Team>(std::move(group), device, /*first=*/0, /*step=*/1, size);
+}
+
+}  // namespace fastsync

@@ -1,0 +1,112 @@
+// The ranks of a level, this one's place among them, and how rows of bytes get from each to the others.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace fastsync {
+
+// Equal rows of a buffer, one for each member of a team.
+struct Rows {
+  int64_t offset;  // in bytes, of the first
+  int64_t length;  // of what is in a row
+  int64_t stride;  // from one to the next, at least the length
+
+  int64_t begin(int64_t row) const { return offset + row * stride; }
+  at::Tensor of(const at::Tensor& buffer, int64_t row) const;
+};
+
+// Rows on their way. What others send is expected from the beginning, so that it travels without asking.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+
+  // This rank's rows are filled.
+  virtual void send() = 0;
+
+  // Until all rows have come and those sent may be written again, within the group's time limit. On CUDA the current
+  // stream waits.
+  virtual void wait();
+
+  int64_t sent_bytes() const { return sent_bytes_; }
+
+ protected:
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  int64_t sent_bytes_ = 0;
+};
+
+// Buffers that the process group adds up.
+class Reduction final : public Transfer {
+ public:
+  using Future = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  Reduction(c10d::ProcessGroup& group, c10::Device device, const std::vector<at::Tensor>& buffers,
+            c10d::ReduceOp::RedOpType op);
+  void send() override {}  // made for buffers that are filled
+
+  // What says that it is over; null where nothing but wait does. On a CPU it takes wait's place, and what is called
+  // then may not own the process group: one of the group's threads makes the call, and a group that ended on its own
+  // thread would wait for itself.
+  Future when_over();
+
+ private:
+  c10::Device device_;
+};
+
+class Team {
+ public:
+  Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, int64_t first, int64_t step, int64_t size);
+  virtual ~Team() = default;
+
+  int64_t size() const { return size_; }
+  int64_t rank() const { return rank_; }  // the place among its members
+  // Then there is nobody to add to, but Gloo would wake a thread to find that out.
+  bool is_alone() const { return size_ == 1 && device_.is_cpu(); }
+
+  // Some of its ranks: every step-th from the first on, this one among them.
+  std::shared_ptr<Team> part(int64_t first, int64_t step, int64_t size) const;
+
+  // A buffer for rows, of zeros.
+  virtual at::Tensor allocate(int64_t bytes) const;
+
+  // How many bytes are worth a transfer of their own, so that packing, travelling and unpacking of neighbours overlap.
+  virtual int64_t piece_bytes() const;
+
+  // Whether sending to one rank takes less than a collective of all.
+  bool sends_at_once() const { return sends_at_once_; }
+
+  // Row j of `from` goes to member j, and becomes its row rank() of `to`. No row of this rank's own travels: it is to
+  // be put where it is wanted, into `to`. Messages of one tag arrive in the order in which they were sent.
+  virtual std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to,
+                                               int tag) const;
+
+  // Row rank() goes to everybody.
+  virtual std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag) const;
+
+  // Of the whole process group. Several buffers travel together where the backend can do that, else side by side.
+  std::unique_ptr<Reduction> all_reduce(const std::vector<at::Tensor>& buffers,
+                                        c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM) const;
+
+ protected:
+  std::unique_ptr<Transfer> messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,
+                                     int tag) const;
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::Device device_;
+  int64_t first_;
+  int64_t step_;
+  int64_t size_;
+  int64_t rank_;
+  bool sends_at_once_;
+  bool has_collectives_;  // it is a whole group that brings all rows in one call
+};
+
+// All ranks of the group. Throws c10::ValueError where its backend does not serve the device.
+std::shared_ptr<Team> make_team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device);
+
+}  // namespace fastsync
