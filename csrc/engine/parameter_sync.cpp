@@ -153,9 +153,10 @@ bool ParameterSync::waits_to_send(const Bucket& bucket) const {
 }
 
 bool ParameterSync::rest_waits() const {
-  return !is_laid_out_ || !have_agreed_ ||
-         std::any_of(buckets_.begin() + static_cast<std::ptrdiff_t>(next_bucket_), buckets_.end(),
-                     [&](const Bucket& bucket) { return waits_to_send(bucket); });
+  const auto next = buckets_.begin() + static_cast<std::ptrdiff_t>(next_bucket_);
+  return group_->getSize() > 1 &&
+         (!is_laid_out_ || !have_agreed_ ||
+          std::any_of(next, buckets_.end(), [&](const Bucket& bucket) { return waits_to_send(bucket); }));
 }
 
 void ParameterSync::send_rest() {
