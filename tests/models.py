@@ -22,6 +22,18 @@ SMALL_BUCKETS = 2.0**-10
 STAMP = 2
 
 
+class Fails(torch.autograd.Function):
+    """Its input, and an error in place of the input's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("as told")
+
+
 class Given(nn.Module):
     """A model whose gradients are the tensors it is called with: exactly, of any value, real or complex.
 

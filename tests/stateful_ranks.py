@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastsync
-from tests.models import SMALL_BUCKETS, Given
+from tests.models import SMALL_BUCKETS, Fails, Given
 from tests.ranks import run_ranks
 
 SHAPES = [(3,), (300,), (7, 40), (2, 130), (1,)]
@@ -24,23 +24,13 @@ Grads = list[list[float] | None]
 """What each parameter's gradient is: the values that its elements have, or None where there is none."""
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("as told")
-
-
 class _Model(Given):
     """A ``Given`` whose backward may raise where it would come to a parameter's gradient."""
 
     fails_at: int | None = None
 
     def forward(self, grads: Sequence[Tensor | None]) -> Tensor:
-        weights = [_Fails.apply(w) if index == self.fails_at else w for index, w in enumerate(self.weights)]
+        weights = [Fails.apply(w) if index == self.fails_at else w for index, w in enumerate(self.weights)]
         used = [(w * g).sum() for w, g in zip(weights, grads, strict=True) if g is not None]
         return torch.stack(used).sum()
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.models import SMALL_BUCKETS, Given, Mlp, grads_of, group_of_one
+from tests.models import SMALL_BUCKETS, Fails, Given, Mlp, grads_of, group_of_one
 from tests.ranks import run_ranks
 
 
@@ -345,16 +345,6 @@ def _lost_peer(rank: int, world_size: int) -> str:
 def test_a_rank_that_does_not_come_ends_in_an_error_that_says_what_was_waited_for() -> None:
     message, _ = run_ranks(_lost_peer, 2)
     assert "imed out" in message or "closed" in message
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("as told")
 
 
 def _step(model: Given, grads: list[torch.Tensor], *, fails: bool, set_to_none: bool = True) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fastsync
 from fastsync import Compression
 from tests.compare import assert_bitwise_equal
+from tests.models import Fails
 from tests.ranks import run_ranks
 
 FEEDBACK = Compression("bf16", reduce="fp32", error_feedback=True)
@@ -193,16 +194,6 @@ def test_stochastic_rounding_follows_the_step_wherever_a_run_begins(how: dict[st
     run_ranks(_follow_the_step, 4 if "ranks_per_node" in how else 2, how)
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("as told")
-
-
 def _follow_the_step_past_failures(rank: int, world_size: int) -> None:
     compression = Compression("int8", rounding="stochastic")
     weights = torch.linspace(-1.0, 1.0, 3000)
@@ -214,7 +205,7 @@ def _follow_the_step_past_failures(rank: int, world_size: int) -> None:
         results = []
         for step in steps:
             parameter.grad = before.grad = None
-            first = _Fails.apply(before) if step in failing and rank == 0 else before
+            first = Fails.apply(before) if step in failing and rank == 0 else before
             loss = (parameter * weights).sum() + (first * 1.0).sum()
             if step in failing and rank == 0:
                 with pytest.raises(ArithmeticError, match="as told"):
