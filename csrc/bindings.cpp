@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/bucket_layout.h"
+#include "engine/bucket_sync.h"
 #include "engine/ddp_hook.h"
 #include "engine/synchronizer.h"
 #include "passes/backend.h"
@@ -108,6 +109,25 @@ py::capsule passes(const std::string& device_type) {
 void register_passes(const std::string& device_type, const py::capsule& passes) {
   fastsync::register_passes(c10::Device(device_type).type(), *passes.get_pointer<const fastsync::Passes>());
 }
+
+// One bucket of a CPU's by itself.
+class LoneBucket {
+ public:
+  explicit LoneBucket(const Group& group)
+      : sync_(group, "a bucket", c10::kCPU, fastsync::Whereabouts::of(*group, "a bucket")) {}
+
+  void average_differences(std::vector<at::Tensor> minuends, std::vector<at::Tensor> subtrahends,
+                           std::vector<at::Tensor> destinations, const Compression& compression) {
+    const fastsync::Sync sync{compression, step_++, /*index=*/0, fastsync::first_tag(0), /*ends_step=*/true};
+    fastsync::BucketSync::receive(
+        *sync_.send_differences(std::move(minuends), std::move(subtrahends), std::move(destinations), sync,
+                                std::make_shared<fastsync::Stopwatch>(c10::Device(c10::kCPU))));
+  }
+
+ private:
+  fastsync::BucketSync sync_;
+  int64_t step_ = 0;
+};
 
 using ResidualTensors = std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>>;
 
@@ -207,6 +227,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("totals", &Synchronizer::totals, no_gil)
       .def("scales", &Synchronizer::scales, no_gil)
       .def("set_scales", &Synchronizer::set_scales, py::arg("scales"), no_gil);
+
+  py::class_<LoneBucket, std::shared_ptr<LoneBucket>>(m, "LoneBucket")
+      .def(py::init(&make_shared<LoneBucket, Group>), py::arg("process_group"))
+      .def("average_differences", &LoneBucket::average_differences, py::arg("minuends"), py::arg("subtrahends"),
+           py::arg("destinations"), py::arg("compression"), no_gil);
 
   m.def("check_agreement", &fastsync::check_agreement, py::arg("process_group"), py::arg("description"),
         py::arg("device"), no_gil);

@@ -41,6 +41,7 @@ def pack(
     is_first: bool = True,
     alignment: int = 1,
     step: Tensor | None = None,
+    subtrahends: Sequence[Tensor] | None = None,
 ) -> None:
     """Gradients to wire: ``wire = (grads * multiplier * bucket_scale)``, one after the other, each in C order.
 
@@ -66,12 +67,17 @@ def pack(
             behind the last one. On uint8 a block is enough.
         step: of stochastic rounding: one int64 element, each value of which gives the seed other random bits; None
             means 0. ``unpack`` can count it.
+        subtrahends: tensors of the gradients' dtype and shapes, or None. They are taken from the gradients before all
+            else, and ``grads`` stands for the differences above: what these round or overflow to in the dtype that
+            products are taken in.
     """
     compute = _compute_dtype(grads[0].dtype)
     factor = torch.tensor(multiplier, dtype=compute, device=wire.device)
     if bucket_scale is not None:
         factor = factor * bucket_scale.to(compute)
     values = _lay_out(grads, wire.dtype, alignment).to(compute)
+    if subtrahends:
+        values = values - _lay_out(subtrahends, wire.dtype, alignment).to(compute)
     if residuals:
         values = values + _lay_out(residuals, wire.dtype, alignment)
     scaled, num_saturated = _saturate(values, factor, limit, wire.dtype)

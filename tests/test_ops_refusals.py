@@ -61,6 +61,11 @@ BAD_INPUTS = [
     _bad(r"residuals\[1\]: expected a contiguous Float tensor of 4 .* got \[3\]", "pack", residuals=_residuals(3)),
     _bad(r"residuals\[1\]: .* got \[4\] Half", "pack", residuals=[torch.ones(2), torch.ones(4).half()]),
     _bad(r"residuals\[1\]: expected a contiguous", "pack", residuals=[torch.ones(2), torch.ones(8)[::2]]),
+    _bad(r"subtrahends: expected none or as many .* \(2\), got 1", "pack", subtrahends=[torch.ones(2)]),
+    _bad(r"subtrahends\[1\]: .* like grads\[1\] \(\[2, 2\] .* got \[4\] Float", "pack", subtrahends=_residuals(4)),
+    _bad(r"subtrahends\[1\]: .* got \[2, 2\] Half", "pack", subtrahends=[torch.ones(2), torch.ones(2, 2).half()]),
+    _bad(r"subtrahends\[1\]: .* Sparse", "pack", subtrahends=[torch.ones(2), torch.ones(2, 2).to_sparse()]),
+    _bad(r"subtrahends\[0\]: .* on meta", "pack", subtrahends=2 * [torch.ones(2, device="meta")]),
     _bad(r"alignment: expected 1 to 128 elements, got 0", "pack", alignment=0),
     _bad(r"wire: expected a contiguous vector of 16 .* multiple of the alignment", "pack", alignment=8),
     _bad(r"residuals\[1\]: .* on meta", "pack", residuals=[torch.ones(2), torch.ones(4, device="meta")]),
@@ -92,6 +97,7 @@ def test_bad_input_is_refused_and_nothing_is_written(
         "alignment": 1,
         "stochastic": False,
         "step": torch.tensor(5),
+        "subtrahends": None,
     } | changes
     before = {name: _snapshot(value) for name, value in arguments.items()}
     names = {
@@ -106,6 +112,7 @@ def test_bad_input_is_refused_and_nothing_is_written(
             "stochastic",
             "alignment",
             "step",
+            "subtrahends",
         ],
         "unpack": ["wire", "grads", "stats", "bucket_scale", "multiplier", "step"],
         "measure": ["grads", "stats"],

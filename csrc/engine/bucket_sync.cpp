@@ -4,10 +4,13 @@
 #include <ATen/ThreadLocalState.h>
 
 #include <exception>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "passes/backend.h"
 #include "transport/agreement.h"
+#include "transport/single_threaded.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {
@@ -81,23 +84,39 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> gra
                                                      std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
                                                      const std::vector<bool>& stand_in) {
   const WithoutPythonObjects without_python;
-  return start(std::move(grads), sync, std::move(stopwatch), extras, stand_in, /*is_for_future=*/false);
+  return start(bucket_of(std::move(grads), sync), sync, std::move(stopwatch), extras, stand_in,
+               /*is_for_future=*/false);
 }
 
-std::shared_ptr<BucketSync::Flight> BucketSync::start(std::vector<at::Tensor> grads, const Sync& sync,
-                                                      std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
-                                                      const std::vector<bool>& stand_in, bool is_for_future) {
-  const Wire wire = sync.compression.wire;
-  const DType wire_type = wire_dtype(wire, dtype_of(grads.front().scalar_type()));
-  Bucket bucket(std::move(grads), wire_type, device_);
-  bucket.is_lossless = wire == Wire::kNone;
-  bucket.extras = extras;
+std::shared_ptr<BucketSync::Flight> BucketSync::send_differences(std::vector<at::Tensor> minuends,
+                                                                 std::vector<at::Tensor> subtrahends,
+                                                                 std::vector<at::Tensor> destinations, const Sync& sync,
+                                                                 std::shared_ptr<Stopwatch> stopwatch) {
+  const WithoutPythonObjects without_python;
+  Bucket bucket = bucket_of(std::move(minuends), sync);
+  bucket.subtract(std::move(subtrahends));
+  auto flight = start(std::move(bucket), sync, std::move(stopwatch), {}, {}, /*is_for_future=*/false);
+  flight->sum->bucket().redirect(std::move(destinations));
+  return flight;
+}
+
+Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) const {
+  const DType wire = wire_dtype(sync.compression.wire, dtype_of(grads.front().scalar_type()));
+  Bucket bucket(std::move(grads), wire, device_);
+  bucket.is_lossless = sync.compression.wire == Wire::kNone;
   bucket.stats = stats_;
   bucket.workspace = workspace_;
+  return bucket;
+}
+
+std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync& sync,
+                                                      std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                                      const std::vector<bool>& stand_in, bool is_for_future) {
+  bucket.extras = extras;
   failure_->whereabouts->average(sync.step);
   if (waits_to_send(sync.compression)) {
     agree_on_scale(bucket);
-  } else if (wire != Wire::kFloat16) {
+  } else if (sync.compression.wire != Wire::kFloat16) {
     scale_.reset();  // it does not follow the gradients while another wire is in use
   }
   stopwatch->mark(Mark::kStart);
@@ -192,8 +211,11 @@ const Extras& BucketSync::extras(const Flight& flight) { return flight.sum->extr
 
 void BucketSync::discard(Flight& flight) {
   Bucket& bucket = flight.sum->bucket();
-  const at::Tensor nowhere = at::empty({bucket.num_values}, bucket.grads.front().options());
-  bucket.redirect(nowhere);
+  std::vector<at::Tensor> nowhere;
+  for (const at::Tensor& grad : bucket.grads) {
+    nowhere.push_back(at::empty_like(grad));
+  }
+  bucket.redirect(std::move(nowhere));
   receive(flight);
 }
 
@@ -202,12 +224,17 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
                                             std::shared_ptr<Stopwatch> stopwatch, Strand& strand, const Extras& extras,
                                             OnFlags on_flags) {
   const WithoutPythonObjects without_python;
-  const auto flight = start(std::move(grads), sync, std::move(stopwatch), extras, {}, /*is_for_future=*/true);
+  const auto flight =
+      start(bucket_of(std::move(grads), sync), sync, std::move(stopwatch), extras, {}, /*is_for_future=*/true);
   flight->on_flags = std::move(on_flags);
   if (const auto over = flight->sum->when_over()) {
-    return over->then(at::wrapPropagateTLSState([flight, buffer](Future& reduced) {
+    return over->then(at::wrapPropagateTLSState([flight, buffer, sender = std::this_thread::get_id()](Future& reduced) {
                         if (reduced.hasError()) {
                           flight->failure->raise(reduced.tryRetrieveErrorMessage());
+                        }
+                        std::optional<SingleThreaded> beside_backward;
+                        if (std::this_thread::get_id() != sender) {
+                          beside_backward.emplace();
                         }
                         // The backend keeps the wire until somebody has waited for the work itself.
                         receive(*flight);

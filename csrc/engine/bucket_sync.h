@@ -59,6 +59,12 @@ class BucketSync {
   std::shared_ptr<Flight> send(std::vector<at::Tensor> grads, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
                                const Extras& extras = {}, const std::vector<bool>& stand_in = {});
 
+  // As send, of minuends less subtrahends, one for each, of its dtype and shape, contiguous too. The averages go to the
+  // destinations, which are alike, and may be either's own memory.
+  std::shared_ptr<Flight> send_differences(std::vector<at::Tensor> minuends, std::vector<at::Tensor> subtrahends,
+                                           std::vector<at::Tensor> destinations, const Sync& sync,
+                                           std::shared_ptr<Stopwatch> stopwatch);
+
   // Has the strand do what can be done before receive, if there is anything; else receive does it, whatever comes
   // first.
   void drive_later(const std::shared_ptr<Flight>& flight, Strand& strand) const;
@@ -108,7 +114,8 @@ class BucketSync {
   const std::shared_ptr<BucketTotals>& totals() const { return totals_; }
 
  private:
-  std::shared_ptr<Flight> start(std::vector<at::Tensor> grads, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
+  Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync) const;
+  std::shared_ptr<Flight> start(Bucket bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
                                 const Extras& extras, const std::vector<bool>& stand_in, bool is_for_future);
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, Algorithm algorithm, const Sync& sync, bool is_for_future);
   Rounding rounding_of(const Sync& sync);

@@ -129,8 +129,6 @@ void check_writable(at::TensorList grads) {
 // Tells autograd that a tensor it may have saved is another one now.
 void mark_written(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
 
-at::ScalarType compute_dtype(at::ScalarType grad) { return grad == at::kDouble ? at::kDouble : at::kFloat; }
-
 void check_residual(const at::Tensor& residual, const c10::SymInt& numel, at::ScalarType dtype, c10::Device device,
                     const std::string& name) {
   TORCH_CHECK_VALUE(residual.layout() == at::kStrided && residual.scalar_type() == dtype &&
@@ -139,10 +137,10 @@ void check_residual(const at::Tensor& residual, const c10::SymInt& numel, at::Sc
                     residual.sym_sizes(), " ", residual.scalar_type(), " on ", residual.device());
 }
 
-using ResidualList = std::optional<std::vector<at::Tensor>>;
+using OptionalList = std::optional<std::vector<at::Tensor>>;
 
-at::TensorList list_of(const ResidualList& residuals) {
-  return residuals.has_value() ? at::TensorList(*residuals) : at::TensorList();
+at::TensorList list_of(const OptionalList& tensors) {
+  return tensors.has_value() ? at::TensorList(*tensors) : at::TensorList();
 }
 
 void check_residuals(at::TensorList residuals, at::TensorList grads) {
@@ -152,6 +150,21 @@ void check_residuals(at::TensorList residuals, at::TensorList grads) {
   for (size_t i = 0; i < residuals.size(); ++i) {
     check_residual(residuals[i], grads[i].sym_numel(), compute_dtype(grads[i].scalar_type()), grads[i].device(),
                    "residuals[" + std::to_string(i) + "]");
+  }
+}
+
+void check_subtrahends(at::TensorList subtrahends, at::TensorList grads) {
+  TORCH_CHECK_VALUE(subtrahends.empty() || subtrahends.size() == grads.size(),
+                    "subtrahends: expected none or as many as there are gradients (", grads.size(), "), got ",
+                    subtrahends.size());
+  for (size_t i = 0; i < subtrahends.size(); ++i) {
+    const at::Tensor& grad = grads[i];
+    const at::Tensor& subtrahend = subtrahends[i];
+    TORCH_CHECK_VALUE(subtrahend.layout() == at::kStrided && subtrahend.scalar_type() == grad.scalar_type() &&
+                          subtrahend.device() == grad.device() && subtrahend.sym_sizes().equals(grad.sym_sizes()),
+                      "subtrahends[", i, "]: expected a dense tensor like grads[", i, "] (", grad.sym_sizes(), " ",
+                      grad.scalar_type(), " on ", grad.device(), "), got ", subtrahend.sym_sizes(), " ",
+                      subtrahend.scalar_type(), " ", subtrahend.layout(), " on ", subtrahend.device());
   }
 }
 
@@ -189,8 +202,8 @@ double limit_or_none(std::optional<double> limit) { return limit.value_or(std::n
 
 void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
                 const std::optional<at::Tensor>& bucket_scale, at::TensorList residuals, double multiplier,
-                std::optional<double> limit, bool stochastic, int64_t alignment,
-                const std::optional<at::Tensor>& step) {
+                std::optional<double> limit, bool stochastic, int64_t alignment, const std::optional<at::Tensor>& step,
+                at::TensorList subtrahends) {
   check_grads(grads);
   check_gap(alignment);
   check_wire(wire, grads, /*is_matrix=*/false, alignment);
@@ -201,16 +214,19 @@ void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& 
   check_limit(limit);
   check_rounding(stochastic, wire);
   check_step(step, wire.device());
+  check_subtrahends(subtrahends, grads);
 }
 
 void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
-          const ResidualList& residuals, double multiplier, std::optional<double> limit, bool stochastic, int64_t seed,
-          bool is_first, int64_t alignment, const std::optional<at::Tensor>& step) {
+          const OptionalList& residuals, double multiplier, std::optional<double> limit, bool stochastic, int64_t seed,
+          bool is_first, int64_t alignment, const std::optional<at::Tensor>& step, const OptionalList& subtrahends) {
   const at::TensorList kept = list_of(residuals);
-  check_pack(grads, wire, stats, bucket_scale, kept, multiplier, limit, stochastic, alignment, step);
+  check_pack(grads, wire, stats, bucket_scale, kept, multiplier, limit, stochastic, alignment, step,
+             list_of(subtrahends));
   check_alignment(wire, "wire");
   const auto dense = as_contiguous(grads);
-  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()), kept, alignment);
+  const auto taken = as_contiguous(list_of(subtrahends));
+  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()), kept, alignment, taken);
   const PackArgs args{.segments = segments.data(),
                       .num_segments = static_cast<int64_t>(segments.size()),
                       .grad_dtype = dtype_of(dense.front().scalar_type()),
@@ -365,9 +381,11 @@ void measure(at::TensorList grads, at::Tensor stats) {
 }
 
 void pack_meta(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
-               const ResidualList& residuals, double multiplier, std::optional<double> limit, bool stochastic,
-               int64_t /*seed*/, bool /*is_first*/, int64_t alignment, const std::optional<at::Tensor>& step) {
-  check_pack(grads, wire, stats, bucket_scale, list_of(residuals), multiplier, limit, stochastic, alignment, step);
+               const OptionalList& residuals, double multiplier, std::optional<double> limit, bool stochastic,
+               int64_t /*seed*/, bool /*is_first*/, int64_t alignment, const std::optional<at::Tensor>& step,
+               const OptionalList& subtrahends) {
+  check_pack(grads, wire, stats, bucket_scale, list_of(residuals), multiplier, limit, stochastic, alignment, step,
+             list_of(subtrahends));
 }
 
 void unpack_meta(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale,
@@ -407,7 +425,7 @@ TORCH_LIBRARY(fastsync, library) {
       "residuals=None, "
       "*, "
       "float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, bool is_first=True, "
-      "int alignment=1, Tensor? step=None) -> ()");
+      "int alignment=1, Tensor? step=None, Tensor[]? subtrahends=None) -> ()");
   library.def(
       "unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None, *, "
       "float multiplier=1.0, bool is_first=True, bool is_last=True, Tensor(d!)? step=None) -> ()");

@@ -36,6 +36,7 @@ struct Owned {
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline std::byte* advance(void* data, int64_t bytes) { return static_cast<std::byte*>(data) + bytes; }
+inline const std::byte* advance(const void* data, int64_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
 int64_t size_of(DType dtype);
 // Of whole blocks where the dtype is int8.
 int64_t bytes_of(int64_t values, DType dtype);
@@ -47,6 +48,8 @@ struct Bucket {
 
   c10::Device device;
   std::vector<at::Tensor> grads;
+  std::vector<at::Tensor> subtrahends;   // see subtract
+  std::vector<at::Tensor> destinations;  // see redirect
   DType grad_dtype;
   DType wire_dtype;
   int64_t alignment;              // of the gradients on the wire
@@ -72,12 +75,14 @@ struct Bucket {
   std::vector<Segment> cut(int64_t begin, int64_t end, int64_t offset) const;
   // Adds what lies there to owned, of which begin has this place.
   void own(Owned& owned, int64_t begin, int64_t end, int64_t place) const;
-  // Averages go there instead: into a vector of num_values of the gradients' dtype.
-  void redirect(const at::Tensor& elsewhere);
+  // The values are gradients minus these, one for each, whose elements lie in the same order. Before anything is read.
+  void subtract(std::vector<at::Tensor> from_each);
+  // Averages go there instead, one for each gradient, whose elements will lie in the same order. Once all is packed.
+  void redirect(std::vector<at::Tensor> elsewhere);
 
   void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn, uint64_t seed) const;
   void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn) const;
-  void measure() const;  // gradients that are averaged where they are
+  void measure() const;  // gradients that are averaged where they are, or the differences
   // The mean of rows that have the bucket's scale, encoded for the wire.
   ReduceArgs mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
                   uint64_t seed) const;

@@ -11,8 +11,7 @@ namespace fastsync {
 namespace {
 
 at::Tensor no_residual(const at::Tensor& grad) {
-  const auto dtype = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::zeros({grad.numel()}, grad.options().dtype(dtype));
+  return at::zeros({grad.numel()}, grad.options().dtype(compute_dtype(grad.scalar_type())));
 }
 
 }  // namespace

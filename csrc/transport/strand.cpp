@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "transport/single_threaded.h"
+
 namespace fastsync {
 
 namespace {
@@ -84,6 +86,7 @@ void Strand::post(c10::Device device, std::function<void()> task, bool is_urgent
     if (!std::exchange(queues_->has_thread, true)) {
       std::thread thread([queues = queues_] {
         pthread_setname_np(pthread_self(), "fastsync");
+        const SingleThreaded beside_backward;
         while (const auto next = queues->next()) {
           next();
         }

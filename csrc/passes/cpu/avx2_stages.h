@@ -26,6 +26,13 @@ FASTSYNC_AVX2 void convert(const G* gradient, float* values) {
   }
 }
 
+template <class G>
+FASTSYNC_AVX2 void subtract(const G* gradient, const G* subtrahend, float* values) {
+  for (int64_t i = 0; i < kBlock; i += 8) {
+    store(values + i, _mm256_sub_ps(load(gradient + i), load(subtrahend + i)));
+  }
+}
+
 // Sums stay in registers while all wires are gone through; four make finding the next wire cheap.
 template <class W>
 FASTSYNC_AVX2 void sum_wires(const Wires& wires, int64_t first, float multiplier, float* sums) {

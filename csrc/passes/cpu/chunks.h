@@ -42,4 +42,10 @@ G* chunk_data(const Segment& segment, const Chunk& chunk) {
   return static_cast<G*>(segment.data) + chunk.begin;
 }
 
+// Further on in a vector, if there is one.
+template <class T>
+T* from_or_null(T* data, int64_t begin) {
+  return data != nullptr ? data + begin : nullptr;
+}
+
 }  // namespace fastsync::cpu

@@ -30,15 +30,19 @@ Scaling<C> scaling_of(C multiplier, double limit) {
   return {multiplier, static_cast<C>(std::min<double>(limit, std::is_same_v<W, Int8Block> ? kInt8Limit : kNoLimit))};
 }
 
-// The values to be sent: the gradient's own where there is nothing to convert or to add, gathered else.
+// The values to be sent: the gradient's own where there is nothing to convert, to take away or to add, gathered else.
 template <class G, class C>
-const C* gather(const G* gradient, const C* residual, int64_t numel, C* gathered) {
+const C* gather(const G* gradient, const G* subtrahend, const C* residual, int64_t numel, C* gathered) {
   if constexpr (std::is_same_v<G, C>) {
-    if (residual == nullptr) {
+    if (subtrahend == nullptr && residual == nullptr) {
       return gradient;
     }
   }
-  convert(gradient, numel, gathered);
+  if (subtrahend != nullptr) {
+    subtract(gradient, subtrahend, numel, gathered);
+  } else {
+    convert(gradient, numel, gathered);
+  }
   if (residual != nullptr) {
     add_residual(residual, C(1), numel, gathered);
   }
@@ -46,11 +50,11 @@ const C* gather(const G* gradient, const C* residual, int64_t numel, C* gathered
 }
 
 template <class W, class G>
-int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, const Scaling<Compute<G>>& scaling,
-                   Rounding rounding, void* wire, int64_t first) {
+int64_t pack_chunk(const G* gradient, const G* subtrahend, Compute<G>* residual, int64_t numel,
+                   const Scaling<Compute<G>>& scaling, Rounding rounding, void* wire, int64_t first) {
   using C = Compute<G>;
   if constexpr (!std::is_same_v<W, Int8Block>) {
-    if (residual == nullptr) {
+    if (subtrahend == nullptr && residual == nullptr) {
       return pack_rows(gradient, element_of<W>(wire, first), numel, scaling);
     }
   }
@@ -59,8 +63,8 @@ int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, const
     const int64_t length = std::min(kBlock, numel - begin);
     W* const encoded = element_of<W>(wire, first + begin);
     C gathered[kBlock];
-    const C* const values =
-        gather(gradient + begin, residual != nullptr ? residual + begin : nullptr, length, gathered);
+    const C* const values = gather<G, C>(gradient + begin, from_or_null(subtrahend, begin),
+                                         from_or_null(residual, begin), length, gathered);
     num_saturated += encode_values(values, length, scaling, rounding, first + begin, encoded);
     if (residual != nullptr) {
       keep_loss(values, length, encoded, C(1) / scaling.multiplier, C(1), residual + begin);
@@ -87,9 +91,10 @@ void pack_typed(const PackArgs& args) {
   const auto counts =
       for_each_chunk<int64_t>(args.segments, args.num_segments, [&](const Segment& segment, const Chunk& chunk) {
         fill_gap<W>(segment, chunk, args);
-        C* residual = segment.residual != nullptr ? static_cast<C*>(segment.residual) + chunk.begin : nullptr;
-        return pack_chunk<W>(chunk_data<const G>(segment, chunk), residual, chunk.length, scaling, args.rounding,
-                             args.wire, segment.offset + chunk.begin);
+        return pack_chunk<W>(chunk_data<const G>(segment, chunk),
+                             from_or_null(static_cast<const G*>(segment.subtrahend), chunk.begin),
+                             from_or_null(static_cast<C*>(segment.residual), chunk.begin), chunk.length, scaling,
+                             args.rounding, args.wire, segment.offset + chunk.begin);
       });
   double num_saturated = args.turn.is_first ? 0.0 : args.stats[kNumSaturated];
   for (const int64_t count : counts) {

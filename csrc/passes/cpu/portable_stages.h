@@ -49,6 +49,13 @@ void convert(const G* gradient, int64_t numel, C* values) {
   }
 }
 
+template <class G, class C>
+void subtract(const G* gradient, const G* subtrahend, int64_t numel, C* values) {
+  for (int64_t i = 0; i < numel; ++i) {
+    values[i] = decode(gradient[i]) - decode(subtrahend[i]);
+  }
+}
+
 template <class W, class C>
 void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C* sums) {
   const W* wire = wires.at<W>(0, first);

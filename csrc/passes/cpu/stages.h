@@ -41,6 +41,19 @@ void convert(const G* gradient, int64_t numel, C* values) {
   portable::convert(gradient, numel, values);
 }
 
+// values[i] = gradient[i] - subtrahend[i]
+template <class G, class C>
+void subtract(const G* gradient, const G* subtrahend, int64_t numel, C* values) {
+#if FASTSYNC_HAS_AVX2_ROWS
+  if constexpr (std::is_same_v<C, float>) {
+    if (goes_by_vectors<C>(numel)) {
+      return avx2::subtract(gradient, subtrahend, values);
+    }
+  }
+#endif
+  portable::subtract(gradient, subtrahend, numel, values);
+}
+
 // sums[i] = sum over the wires of element first + i, times the multiplier.
 template <class W, class C>
 void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C* sums) {

@@ -227,7 +227,7 @@ __device__ void convert_chunk(const Pass& pass, const typename Pass::In* input, 
 // much.
 constexpr int kFewestSegments = 8;
 constexpr int kFewSegments = 160;
-constexpr int kManySegments = 812;
+constexpr int kManySegments = 676;
 
 template <int kCapacity>
 struct LaunchTable {
@@ -360,15 +360,16 @@ double limit_of(double limit) {
   return std::is_same_v<W, Int8Block> ? std::min<double>(limit, kInt8Limit) : limit;
 }
 
-bool has_residuals(const PackArgs& args) {
-  return std::any_of(args.segments, args.segments + args.num_segments,
-                     [](const Segment& segment) { return segment.residual != nullptr; });
+template <class Has>
+bool any_segment(const PackArgs& args, const Has& has) {
+  return std::any_of(args.segments, args.segments + args.num_segments, has);
 }
 
 }  // namespace
 
 void pack(const PackArgs& args, void* workspace, void* stream) {
-  const bool feeds_back = has_residuals(args);
+  const bool feeds_back = any_segment(args, [](const Segment& segment) { return segment.residual != nullptr; });
+  const bool subtracts = any_segment(args, [](const Segment& segment) { return segment.subtrahend != nullptr; });
   dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto wire) {
     using G = decltype(grad);
     using W = decltype(wire);
@@ -378,13 +379,16 @@ void pack(const PackArgs& args, void* workspace, void* stream) {
       run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
     };
     if constexpr (!std::is_same_v<W, Int8Block>) {
-      if (!feeds_back) {
+      if (!feeds_back && !subtracts) {
         return run_with(
             Pack<G, W>{static_cast<W*>(args.wire), args.bucket_scale, multiplier, limit, args.stats, args.alignment});
       }
     }
-    run_with(
-        PackQuads<G, W>{args.wire, args.bucket_scale, multiplier, limit, args.rounding, args.stats, args.alignment});
+    const auto run_quads = [&](auto subtracting) {
+      run_with(PackQuads<G, W, decltype(subtracting)::value>{args.wire, args.bucket_scale, multiplier, limit,
+                                                             args.rounding, args.stats, args.alignment});
+    };
+    subtracts ? run_quads(std::true_type{}) : run_quads(std::false_type{});
   });
 }
 

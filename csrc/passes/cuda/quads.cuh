@@ -121,6 +121,16 @@ __device__ void encode_quad(const C (&scaled)[kQuad], int /*num_valid*/, Roundin
   }
 }
 
+template <class G, class C>
+__device__ void subtract(const void* subtrahend, int64_t index, int num_valid, C (&values)[kQuad]) {
+  C taken[kQuad];
+  load_quad(static_cast<const G*>(subtrahend), index, num_valid, taken);
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    values[i] -= taken[i];
+  }
+}
+
 template <class C>
 __device__ void add_residual(const void* residual, C scale, int64_t index, int num_valid, C (&values)[kQuad]) {
   C kept[kQuad];
@@ -164,7 +174,8 @@ struct Sums {
   }
 };
 
-template <class G, class W>
+// kSubtracts: without subtrahends, no thread asks for them.
+template <class G, class W, bool kSubtracts>
 struct PackQuads {
   using Gradient = G;
   using C = Compute<G>;
@@ -182,6 +193,11 @@ struct PackQuads {
 
   __device__ void load(const Segment& segment, int64_t index, int num_valid, C (&values)[kQuad]) const {
     load_quad(static_cast<const G*>(segment.data), index, num_valid, values);
+    if constexpr (kSubtracts) {
+      if (segment.subtrahend != nullptr) {
+        subtract<G>(segment.subtrahend, index, num_valid, values);
+      }
+    }
     if (segment.residual != nullptr) {
       add_residual(segment.residual, C(1), index, num_valid, values);
     }
