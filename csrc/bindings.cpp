@@ -1,9 +1,11 @@
 // What Python can call: a table of contents. The operators themselves are torch.ops.fastsync.*, see ops.cpp.
 #include <c10/util/intrusive_ptr.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -12,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/backward.h"
 #include "engine/bucket_layout.h"
 #include "engine/bucket_sync.h"
 #include "engine/ddp_hook.h"
@@ -24,10 +27,13 @@ namespace {
 
 namespace py = pybind11;
 using c10::ivalue::Future;
+using fastsync::Backward;
 using fastsync::BucketTotals;
 using fastsync::Candidate;
 using fastsync::Compression;
+using fastsync::EngineState;
 using fastsync::HookState;
+using fastsync::ParameterSync;
 using fastsync::Schedule;
 using fastsync::Synchronizer;
 using fastsync::SyncTotals;
@@ -135,9 +141,8 @@ using ResidualTensors = std::tuple<at::Tensor, at::Tensor, std::optional<at::Ten
 template <class Engine>
 std::vector<ResidualTensors> residuals(Engine& engine) {
   std::vector<ResidualTensors> all;
-  for (const auto& [parameter, residual] : engine.residuals()) {
-    all.emplace_back(parameter, residual.own,
-                     residual.of_sums.defined() ? std::optional(residual.of_sums) : std::nullopt);
+  for (const auto& [parameter, residual] : engine.locked(&EngineState::residuals)) {
+    all.emplace_back(parameter, residual.own, residual.of_sums);  // None where it is undefined
   }
   return all;
 }
@@ -148,7 +153,31 @@ void set_residuals(Engine& engine, const std::vector<ResidualTensors>& residuals
   for (const auto& [parameter, own, of_sums] : residuals) {
     all.push_back({parameter, {own, of_sums.value_or(at::Tensor())}});
   }
-  engine.set_residuals(all);
+  engine.locked(&EngineState::set_residuals, all);
+}
+
+// A method of what the engine locks.
+template <class Engine, class State, class Result, class... Args>
+auto locked(Result (State::*method)(Args...)) {
+  return [method](Engine& engine, Args... args) { return engine.locked(method, std::forward<Args>(args)...); };
+}
+
+// What an engine has whatever its door.
+template <class Engine>
+void bind_state(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
+  const py::call_guard<py::gil_scoped_release> no_gil;
+  engine.def("set_schedule", locked<Engine>(&EngineState::set_schedule), py::arg("schedule"), no_gil)
+      .def("step", locked<Engine>(&EngineState::step), no_gil)
+      .def("set_step", locked<Engine>(&EngineState::set_step), py::arg("step"), no_gil)
+      .def("residuals", &residuals<Engine>, no_gil)
+      .def("set_residuals", &set_residuals<Engine>, py::arg("residuals"), no_gil)
+      .def("note_update", &Engine::note_update, no_gil)
+      .def("grad_stats", locked<Engine>(&EngineState::grad_stats), no_gil)
+      .def("num_steps", locked<Engine>(&EngineState::num_steps), no_gil)
+      .def("is_captured", locked<Engine>(&EngineState::is_captured), no_gil)
+      .def("totals", locked<Engine>(&EngineState::totals), no_gil)
+      .def("scales", locked<Engine>(&EngineState::scales), no_gil)
+      .def("set_scales", locked<Engine>(&EngineState::set_scales), py::arg("scales"), no_gil);
 }
 
 }  // namespace
@@ -188,45 +217,35 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule").def(py::init(&make_schedule), py::arg("phases"));
 
-  py::class_<HookState, std::shared_ptr<HookState>>(m, "HookState")
-      .def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
-      .def("run", &run, py::arg("bucket"), py::arg("schedule"))
-      .def("set_schedule", &HookState::set_schedule, py::arg("schedule"), no_gil)
-      .def("step", &HookState::step, no_gil)
-      .def("set_step", &HookState::set_step, py::arg("step"), no_gil)
-      .def("residuals", &residuals<HookState>, no_gil)
-      .def("set_residuals", &set_residuals<HookState>, py::arg("residuals"), no_gil)
-      .def("note_update", &HookState::note_update, no_gil)
-      .def("grad_stats", &HookState::grad_stats, no_gil)
-      .def("num_steps", &HookState::num_steps, no_gil)
-      .def("is_captured", &HookState::is_captured, no_gil)
-      .def("totals", &HookState::totals, no_gil)
-      .def("scales", &HookState::scales, no_gil)
-      .def("set_scales", &HookState::set_scales, py::arg("scales"), no_gil);
+  py::class_<HookState, std::shared_ptr<HookState>> hook_state(m, "HookState");
+  hook_state.def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
+      .def("run", &run, py::arg("bucket"), py::arg("schedule"));
+  bind_state(hook_state);
 
-  py::class_<Synchronizer, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
+  py::class_<Synchronizer, std::shared_ptr<Synchronizer>> synchronizer(m, "Synchronizer");
+  synchronizer
       .def(py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t>),
            py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"))
       .def("attach", &Synchronizer::attach, py::arg("parameters"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("set_enabled", &Synchronizer::set_enabled, py::arg("enabled"), no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
-      .def("set_schedule", &Synchronizer::set_schedule, py::arg("schedule"), no_gil)
-      .def("step", &Synchronizer::step, no_gil)
-      .def("set_step", &Synchronizer::set_step, py::arg("step"), no_gil)
-      .def("residuals", &residuals<Synchronizer>, no_gil)
-      .def("set_residuals", &set_residuals<Synchronizer>, py::arg("residuals"), no_gil)
-      .def("agree", &Synchronizer::agree, no_gil)
-      .def("note_update", &Synchronizer::note_update, no_gil)
-      .def("ride", &Synchronizer::ride, py::arg("name"), py::arg("value"), no_gil)
-      .def("riders", &Synchronizer::riders, no_gil)
-      .def("grad_stats", &Synchronizer::grad_stats, no_gil)
-      .def("num_steps", &Synchronizer::num_steps, no_gil)
-      .def("is_captured", &Synchronizer::is_captured, no_gil)
-      .def("gradients_are_unchanged", &Synchronizer::gradients_are_unchanged, no_gil)
-      .def("totals", &Synchronizer::totals, no_gil)
-      .def("scales", &Synchronizer::scales, no_gil)
-      .def("set_scales", &Synchronizer::set_scales, py::arg("scales"), no_gil);
+      .def("agree", locked<Synchronizer>(&ParameterSync::agree), no_gil)
+      .def("ride", locked<Synchronizer>(&ParameterSync::ride), py::arg("name"), py::arg("value"), no_gil)
+      .def("riders", locked<Synchronizer>(&ParameterSync::riders), no_gil)
+      .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil);
+  bind_state(synchronizer);
+
+  py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
+      .def(
+          py::init([](std::function<bool()> is_under_way, std::function<void(int)> end, std::function<void()> give_up) {
+            return std::make_shared<Backward>(
+                Backward::Calls{std::move(is_under_way), std::move(end), std::move(give_up)});
+          }),
+          py::arg("is_under_way"), py::arg("end"), py::arg("give_up"))
+      .def("enter", &Backward::enter, no_gil)
+      .def("is_interrupted", &Backward::is_interrupted, no_gil)
+      .def("ends_with", &Backward::ends_with, py::arg("graph_task"), no_gil);
 
   py::class_<LoneBucket, std::shared_ptr<LoneBucket>>(m, "LoneBucket")
       .def(py::init(&make_shared<LoneBucket, Group>), py::arg("process_group"))

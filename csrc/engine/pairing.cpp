@@ -43,10 +43,15 @@ void Pairing::begin_step(int64_t step, std::vector<uint32_t> versions, bool has_
   versions_ = std::move(versions);
 }
 
-std::vector<float> Pairing::stamp(int64_t engine) {
+std::optional<std::vector<float>> Pairing::stamp(int64_t engine, c10::Device device, bool has_room) {
+  constexpr int64_t kOneOf = 16;
   const std::lock_guard<std::mutex> lock(mutex_);
+  const bool is_cheap = device.is_cpu() && has_room;
+  if ((!is_cheap && num_costly_++ % kOneOf != 0) || is_capturing(device)) {
+    return std::nullopt;
+  }
   if (world_size_ == 1) {
-    return {};
+    return std::vector<float>();
   }
   const int64_t num_updates = std::exchange(num_updates_, 0);
   std::vector<float> stamp(static_cast<size_t>(kNumbers * world_size_), 0.0F);

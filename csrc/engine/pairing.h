@@ -28,9 +28,11 @@ class Pairing {
   void note_update();
 
   // What every rank sends beside its gradients, in the same steps: its engine and the updates since the stamp before,
-  // as whole numbers up to 255, which any wire's dtype holds, in places where the other ranks send zeros. None where
-  // there are no other ranks. The engine's number is one that the ranks have agreed on.
-  std::vector<float> stamp(int64_t engine);
+  // as whole numbers up to 255, which any wire's dtype holds, in places where the other ranks send zeros. Empty where
+  // there are no other ranks. The engine's number is one that the ranks have agreed on. Nothing while a CUDA graph is
+  // captured nor, where a stamp costs a copy from the host or, for lack of room, a collective of its own, in most
+  // steps.
+  std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, bool has_room = true);
 
   // Takes a sum over the ranks of stamps. On a CPU it throws c10::Error, on every rank, where they differ. On another
   // device, for the host does not wait, the next one that arrives does, or look once the device has passed it.
@@ -51,6 +53,7 @@ class Pairing {
   std::mutex mutex_;  // guards what follows
   int64_t step_ = 0;
   int64_t num_updates_ = 0;    // since the stamp before
+  int64_t num_costly_ = 0;     // steps in which one would cost
   bool says_nothing_ = false;  // until the next one
   std::vector<uint32_t> versions_;
   bool has_been_told_ = false;

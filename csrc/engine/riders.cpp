@@ -38,23 +38,14 @@ void Riders::agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Dev
   seats_ = std::move(seats);
 }
 
-at::Tensor Riders::board(c10::Device device) {
-  aboard_ = std::exchange(waiting_, {});
+at::Tensor Riders::board(c10::Device device, bool stay_empty) {
+  aboard_ = stay_empty ? Tensors() : std::exchange(waiting_, {});
   std::vector<at::Tensor> values;
   for (const auto& [name, seat] : seats_) {
     const auto rider = aboard_.find(name);
     values.push_back((rider == aboard_.end() ? seat : rider->second).to(device, /*non_blocking=*/true).view({-1}));
   }
   return values.empty() ? at::Tensor() : at::cat(values);
-}
-
-at::Tensor Riders::empty_seats(c10::Device device) const {
-  int64_t numel = 0;
-  for (const auto& [name, seat] : seats_) {
-    numel += seat.numel();
-  }
-  return numel == 0 ? at::Tensor()
-                    : at::full({numel}, std::numeric_limits<float>::quiet_NaN(), at::TensorOptions().device(device));
 }
 
 void Riders::arrive(const at::Tensor& sums, int64_t world_size) {

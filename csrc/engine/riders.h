@@ -24,10 +24,9 @@ class Riders {
   // Gives them seats. Raises c10::ValueError where the ranks differ.
   void agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device);
 
-  // All seats in one vector on the device; undefined where there are none. Those who wait sit down.
-  at::Tensor board(c10::Device device);
-  // The same with nobody in it.
-  at::Tensor empty_seats(c10::Device device) const;
+  // All seats in one vector on the device; undefined where there are none. Those who wait sit down, unless all stay
+  // empty.
+  at::Tensor board(c10::Device device, bool stay_empty = false);
   // From the sums over the ranks of what board returned.
   void arrive(const at::Tensor& sums, int64_t world_size);
 

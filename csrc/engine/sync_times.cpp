@@ -1,20 +1,26 @@
 #include "engine/sync_times.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "passes/backend.h"
+#include "transport/strand.h"
 
 namespace fastsync {
 
-Stopwatch::Stopwatch(c10::Device device, bool measures) : device_(device), measures_(measures) {
-  if (!device.is_cpu() && measures) {
-    for (auto& event : events_) {
-      event.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-    }
+void Moment::set(c10::Device device) {
+  if (device.is_cpu()) {
+    time_ = std::chrono::steady_clock::now();
+    return;
   }
+  if (!event_) {
+    event_.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+  }
+  event_->record(current_stream(device));
+}
+
+double Moment::seconds_to(const Moment& to) const {
+  return event_ ? event_->elapsedTime(*to.event_) * 1e-3 : std::chrono::duration<double>(to.time_ - time_).count();
 }
 
 void Stopwatch::restart() {
@@ -23,33 +29,16 @@ void Stopwatch::restart() {
 }
 
 void Stopwatch::mark(Mark mark) {
-  const auto index = static_cast<size_t>(mark);
-  if (device_.is_cpu()) {
-    times_[index] = std::chrono::steady_clock::now();
-  } else if (measures_) {
-    events_[index]->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  if (measures_) {
+    moments_[static_cast<size_t>(mark)].set(device_);
   }
   if (mark == Mark::kDone) {
     marked_done_ = measures_;
   }
 }
 
-bool Stopwatch::done() const {
-  if (!marked_done_ || device_.is_cpu()) {
-    return marked_done_;
-  }
-  // To ask an event anything ends a capture that is under way.
-  return !is_capturing(device_) && events_[static_cast<size_t>(Mark::kDone)]->query();
-}
-
-double Stopwatch::seconds(const Stopwatch& from, Mark from_mark, const Stopwatch& to, Mark to_mark) {
-  const auto begin = static_cast<size_t>(from_mark);
-  const auto end = static_cast<size_t>(to_mark);
-  if (from.device_.is_cpu()) {
-    return std::chrono::duration<double>(to.times_[end] - from.times_[begin]).count();
-  }
-  return from.events_[begin]->elapsedTime(*to.events_[end]) * 1e-3;
-}
+// To ask an event anything ends a capture that is under way.
+bool Stopwatch::done() const { return marked_done_ && !is_capturing(device_) && at(Mark::kDone).has_passed(); }
 
 void BucketTotals::add(const BucketTotals& other) {
   wire_bytes += other.wire_bytes;
@@ -61,28 +50,20 @@ void BucketTotals::add(const BucketTotals& other) {
 }
 
 void ForgottenTotals::add(std::shared_ptr<BucketTotals> totals) {
-  add_up_what_is_final();
+  sum();
   open_.push_back(std::move(totals));
 }
 
+// Those that nobody else holds any more are final.
 BucketTotals ForgottenTotals::sum() {
-  add_up_what_is_final();
-  BucketTotals sum = sum_;
-  for (const auto& totals : open_) {
-    sum.add(*totals);
-  }
-  return sum;
-}
-
-// Those that nobody else holds any more.
-void ForgottenTotals::add_up_what_is_final() {
+  BucketTotals sum;
   std::erase_if(open_, [&](const auto& totals) {
     const bool is_final = totals.use_count() == 1;
-    if (is_final) {
-      sum_.add(*totals);
-    }
+    (is_final ? final_ : sum).add(*totals);
     return is_final;
   });
+  sum.add(final_);
+  return sum;
 }
 
 void SyncTimes::begin_step() {
@@ -98,27 +79,21 @@ void SyncTimes::begin_step() {
   num_steps_ += 1;
 }
 
-bool SyncTimes::times_this_step(c10::Device device) const {
-  constexpr int64_t kAllUntil = 32;
-  constexpr int64_t kOneOf = 16;
-  return device.is_cpu() || num_steps_ <= kAllUntil || num_steps_ % kOneOf == 0;
-}
-
 void SyncTimes::end_step() { steps_.back().ended = true; }
 
 std::shared_ptr<Stopwatch> SyncTimes::start_bucket(std::shared_ptr<BucketTotals> totals, c10::Device device) {
-  if (!times_this_step(device)) {
+  constexpr int64_t kAllUntil = 32;
+  constexpr int64_t kOneOf = 16;
+  if (!device.is_cpu() && num_steps_ > kAllUntil && num_steps_ % kOneOf != 0) {
     return std::make_shared<Stopwatch>(device, /*measures=*/false);
   }
   const auto fits = [&](const auto& stopwatch) { return stopwatch->device() == device; };
-  const auto found = std::find_if(unused_.begin(), unused_.end(), fits);
-  std::shared_ptr<Stopwatch> stopwatch;
-  if (found != unused_.end()) {
-    stopwatch = std::move(*found);
-    unused_.erase(found);
-  } else {
-    stopwatch = std::make_shared<Stopwatch>(device);
+  auto found = std::find_if(unused_.begin(), unused_.end(), fits);
+  if (found == unused_.end()) {
+    found = unused_.insert(found, std::make_shared<Stopwatch>(device));
   }
+  const std::shared_ptr<Stopwatch> stopwatch = std::move(*found);
+  unused_.erase(found);
   stopwatch->restart();
   steps_.back().laps.push_back({std::move(totals), stopwatch});
   return stopwatch;
@@ -134,22 +109,19 @@ SyncTotals SyncTimes::totals() {
 
 // Adds up the steps that the device is done with.
 void SyncTimes::collect() {
-  const auto is_done = [](const Lap& lap) { return lap.stopwatch->done(); };
-  for (auto step = steps_.begin(); step != steps_.end();) {
-    if (step->ended && step->laps.empty()) {
-      step = steps_.erase(step);
-      continue;
+  std::erase_if(steps_, [&](Step& step) {
+    const auto is_done = [](const Lap& lap) { return lap.stopwatch->done(); };
+    if (!step.ended || !std::all_of(step.laps.begin(), step.laps.end(), is_done)) {
+      return false;
     }
-    if (!step->ended || !std::all_of(step->laps.begin(), step->laps.end(), is_done)) {
-      ++step;
-      continue;
+    if (!step.laps.empty()) {
+      add_up(step);
     }
-    add_up(*step);
-    for (Lap& lap : step->laps) {
+    for (Lap& lap : step.laps) {
       unused_.push_back(std::move(lap.stopwatch));
     }
-    step = steps_.erase(step);
-  }
+    return true;
+  });
 }
 
 void SyncTimes::add_up(const Step& step) {
@@ -157,12 +129,12 @@ void SyncTimes::add_up(const Step& step) {
   for (const Lap& lap : step.laps) {
     const Stopwatch& watch = *lap.stopwatch;
     lap.totals->num_timed += 1;
-    lap.totals->pack_time += Stopwatch::seconds(watch, Mark::kStart, watch, Mark::kSent);
-    lap.totals->collective_time += Stopwatch::seconds(watch, Mark::kSent, watch, Mark::kReduced);
-    lap.totals->unpack_time += Stopwatch::seconds(watch, Mark::kReduced, watch, Mark::kDone);
+    lap.totals->pack_time += watch.at(Mark::kStart).seconds_to(watch.at(Mark::kSent));
+    lap.totals->collective_time += watch.at(Mark::kSent).seconds_to(watch.at(Mark::kReduced));
+    lap.totals->unpack_time += watch.at(Mark::kReduced).seconds_to(watch.at(Mark::kDone));
     const Stopwatch& last = *step.laps.back().stopwatch;
     if (last.device() == watch.device()) {
-      exposed = std::max(exposed, Stopwatch::seconds(last, Mark::kSent, watch, Mark::kDone));
+      exposed = std::max(exposed, last.at(Mark::kSent).seconds_to(watch.at(Mark::kDone)));
     }
   }
   num_timed_steps_ += 1;

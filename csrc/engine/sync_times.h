@@ -17,10 +17,23 @@ namespace fastsync {
 
 enum class Mark : int8_t { kStart, kSent, kReduced, kDone };
 
-// The moments of one bucket's sync: the clock's on a CPU, places on the current stream on CUDA.
+// A moment on the device's own clock: on a CPU the host's, elsewhere a place on the current stream.
+class Moment {
+ public:
+  void set(c10::Device device);
+  bool has_passed() const { return !event_ || event_->query(); }
+  // From this one, of the same device, both of which have passed.
+  double seconds_to(const Moment& to) const;
+
+ private:
+  std::chrono::steady_clock::time_point time_;
+  std::optional<c10::Event> event_;  // takes the place of the time where there is one
+};
+
+// The moments of one bucket's sync.
 class Stopwatch {
  public:
-  explicit Stopwatch(c10::Device device, bool measures = true);
+  explicit Stopwatch(c10::Device device, bool measures = true) : device_(device), measures_(measures) {}
 
   void restart();
   void mark(Mark mark);
@@ -28,19 +41,14 @@ class Stopwatch {
   // of what was: its events belong to the graph.
   bool done() const;
 
-  // Seconds between marks of two stopwatches of one device, both done.
-  static double seconds(const Stopwatch& from, Mark from_mark, const Stopwatch& to, Mark to_mark);
-
+  const Moment& at(Mark mark) const { return moments_[static_cast<size_t>(mark)]; }
   c10::Device device() const { return device_; }
 
  private:
-  static constexpr int kNumMarks = 4;
-
   c10::Device device_;
-  bool measures_ = true;
+  bool measures_;
   std::atomic<bool> marked_done_{false};
-  std::array<std::chrono::steady_clock::time_point, kNumMarks> times_;
-  std::array<std::optional<c10::Event>, kNumMarks> events_;
+  std::array<Moment, 4> moments_;  // by mark
 };
 
 // Sums over the syncs of one bucket. The times, in seconds, are over num_timed of them: those of which the device was
@@ -64,9 +72,7 @@ class ForgottenTotals {
   BucketTotals sum();
 
  private:
-  void add_up_what_is_final();
-
-  BucketTotals sum_;
+  BucketTotals final_;
   std::vector<std::shared_ptr<BucketTotals>> open_;
 };
 
@@ -103,7 +109,6 @@ class SyncTimes {
     bool ended = false;
   };
 
-  bool times_this_step(c10::Device device) const;
   void collect();
   void add_up(const Step& step);
 

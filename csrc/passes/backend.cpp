@@ -145,6 +145,13 @@ void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offs
   }
 }
 
+at::Tensor to_device(const std::vector<float>& values, c10::Device device) {
+  const at::Tensor on_host =
+      at::empty({static_cast<int64_t>(values.size())}, at::TensorOptions().pinned_memory(!device.is_cpu()));
+  std::copy(values.begin(), values.end(), on_host.data_ptr<float>());
+  return on_host.to(device, /*non_blocking=*/true);
+}
+
 const double* readable(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor.const_data_ptr<double>() : nullptr; }
 
 namespace {

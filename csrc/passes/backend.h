@@ -48,6 +48,9 @@ at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c1
 // count its elements.
 void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count);
 
+// A new tensor of them, for which the host does not wait.
+at::Tensor to_device(const std::vector<float>& values, c10::Device device);
+
 // The elements, where the host can read them without waiting; else null.
 const double* readable(const at::Tensor& tensor);
 

@@ -1,0 +1,160 @@
+#include "engine/engine_state.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "passes/backend.h"
+#include "transport/agreement.h"
+
+namespace fastsync {
+
+EngineState::EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name)
+    : group_(std::move(group)), whereabouts_(Whereabouts::of(*group_, std::move(name))) {}
+
+// ---- settings and agreement -------------------------------------------------------------------------------------
+
+void EngineState::set_schedule(std::shared_ptr<const Schedule> schedule) {
+  schedule_ = std::move(schedule);
+  agree_anew("its compression was set");
+}
+
+void EngineState::agree_anew(std::string why) {
+  version_ += 1;
+  why_agree_ = std::move(why);
+}
+
+bool EngineState::have_agreed(const Agreement& agreement, const std::shared_ptr<const Schedule>& schedule) const {
+  return agreement.schedule == schedule && agreement.version == version_;
+}
+
+std::string EngineState::settings(const Schedule& schedule, int64_t step, const std::string& lines) const {
+  return c10::str(schedule.description(), "\n", lines, "step ", step, "\n", saved_scales_.description(), "\n");
+}
+
+void EngineState::agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const Schedule>& schedule,
+                        int64_t step, const std::string& text, c10::Device device) {
+  whereabouts_->agree(step, agreement.number < 0 ? "it is new" : why_agree_);
+  wait_for_ranks(what, [&] { agreement.number = check_agreement(group_, text, device); });
+  agreement.schedule = schedule;
+  agreement.version = version_;
+}
+
+void EngineState::wait_for_ranks(const std::string& what, const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::ValueError&) {
+    whereabouts_->rest();
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "fastsync: ", what, " failed on rank ", group_->getRank(), " of ", group_->getSize(), ": ",
+                error.what(), whereabouts_->roll_call());
+  }
+}
+
+// ---- buckets, and what is saved of them -------------------------------------------------------------------------
+
+std::shared_ptr<EngineBucket> EngineState::add_bucket(std::vector<ParameterId> parameters,
+                                                      std::shared_ptr<Agreement> agreement, const std::string& name,
+                                                      c10::Device device) {
+  auto sync = std::make_shared<BucketSync>(group_, name, device, whereabouts_);
+  sync->set_scale(saved_scales_.smallest_of(parameters, device));
+  sync->feedback().set_residuals(saved_residuals_.take(parameters, device));
+  auto bucket =
+      std::make_shared<EngineBucket>(EngineBucket{std::move(parameters), std::move(agreement), std::move(sync)});
+  known_buckets_.push_back(bucket);
+  return bucket;
+}
+
+void EngineState::forget_buckets(const std::function<bool(const EngineBucket&)>& which) {
+  const auto is_forgotten = [&](const auto& bucket) { return which(*bucket); };
+  std::erase_if(newest_buckets_, is_forgotten);
+  saved_scales_.forget_dead_parameters();
+  std::erase_if(known_buckets_, [&](const auto& bucket) {
+    const bool forgotten = is_forgotten(bucket);
+    if (forgotten) {
+      saved_residuals_.record(bucket->parameters, bucket->sync->feedback().residuals());
+      forgotten_totals_.add(bucket->sync->totals());
+    }
+    return forgotten;
+  });
+}
+
+std::vector<ParameterScale> EngineState::scales() {
+  look_at_pairings();
+  SavedScales newest = saved_scales_;  // which hold until their parameters have been synchronised
+  for (const auto& bucket : known_buckets_) {
+    newest.record(bucket->parameters, bucket->sync->scale());
+  }
+  return newest.list();
+}
+
+void EngineState::set_scales(const std::vector<ParameterScale>& scales) {
+  saved_scales_ = SavedScales(scales);
+  agree_anew("a state was loaded");
+  for (const auto& bucket : known_buckets_) {
+    bucket->sync->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->sync->device()));
+  }
+}
+
+std::vector<ParameterResidual> EngineState::residuals() {
+  SavedResiduals newest = saved_residuals_;
+  for (const auto& bucket : known_buckets_) {
+    newest.record(bucket->parameters, bucket->sync->feedback().residuals());
+  }
+  return newest.list();
+}
+
+void EngineState::set_residuals(const std::vector<ParameterResidual>& residuals) {
+  saved_residuals_ = SavedResiduals(residuals);
+  for (const auto& bucket : known_buckets_) {
+    bucket->sync->feedback().set_residuals(saved_residuals_.take(bucket->parameters, bucket->sync->device()));
+  }
+}
+
+// ---- steps, and what they have cost -----------------------------------------------------------------------------
+
+void EngineState::begin_step() {
+  times_.begin_step();
+  num_steps_ += 1;
+}
+
+std::shared_ptr<Stopwatch> EngineState::start_bucket(const EngineBucket& bucket) {
+  const c10::Device device = bucket.sync->device();
+  is_captured_ = is_capturing(device);
+  return times_.start_bucket(bucket.sync->totals(), device);
+}
+
+void EngineState::look_at_pairings() {
+  for (const auto& bucket : known_buckets_) {
+    bucket->agreement->pairing.look();
+  }
+}
+
+at::Tensor EngineState::grad_stats() {
+  look_at_pairings();
+  TORCH_CHECK(!newest_buckets_.empty(),
+              "fastsync: no gradients have been synchronised yet; statistics come with a backward()");
+  std::vector<at::Tensor> rows;
+  for (const auto& bucket : newest_buckets_) {
+    rows.push_back(bucket->sync->stats().to(newest_buckets_.front()->sync->device(), /*non_blocking=*/true));
+  }
+  return at::stack(rows);
+}
+
+SyncTotals EngineState::totals() {
+  look_at_pairings();
+  SyncTotals totals = times_.totals();
+  for (const auto& bucket : newest_buckets_) {
+    totals.buckets.push_back(*bucket->sync->totals());
+  }
+  totals.all = forgotten_totals_.sum();
+  for (const auto& bucket : known_buckets_) {
+    totals.all.add(*bucket->sync->totals());
+  }
+  totals.num_steps = num_steps_;
+  return totals;
+}
+
+}  // namespace fastsync

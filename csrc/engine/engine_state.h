@@ -1,0 +1,113 @@
+// What every door keeps: its settings, what the ranks have agreed on, its buckets with what is saved of them, and what
+// its steps have cost.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/bucket_sync.h"
+#include "engine/pairing.h"
+#include "engine/saved_state.h"
+#include "engine/sync_times.h"
+#include "transport/roll_call.h"
+#include "transport/strand.h"
+
+namespace fastsync {
+
+// What the ranks have agreed on, of a whole engine or of one bucket, and whether what meets since belongs together.
+struct Agreement {
+  Agreement(const c10d::ProcessGroup& group, std::string what) : pairing(group, std::move(what)) {}
+
+  Pairing pairing;
+  std::shared_ptr<const Schedule> schedule;  // null until they have
+  int64_t version = 0;                       // of the settings
+  int64_t number = -1;                       // from check_agreement
+};
+
+struct EngineBucket {
+  std::vector<ParameterId> parameters;
+  std::shared_ptr<Agreement> agreement;
+  std::shared_ptr<BucketSync> sync;
+};
+
+// Not thread-safe.
+class EngineState {
+ public:
+  // The name is for other ranks' errors.
+  EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name);
+
+  // May be set between steps, on all ranks between the same ones. The ranks check anew that they agree, even where it
+  // stays what it was: others may have set another.
+  std::shared_ptr<const Schedule> schedule() { return schedule_; }
+  void set_schedule(std::shared_ptr<const Schedule> schedule);
+
+  // The number of the next step: what the schedule and the rounding go by.
+  int64_t step() { return step_; }
+  void set_step(int64_t step) { step_ = step; }
+
+  // float64 [number of buckets, kNumStats]: a row for each bucket of the newest step.
+  at::Tensor grad_stats();
+  SyncTotals totals();
+  int64_t num_steps() { return num_steps_; }
+  // Whether the newest sync is part of a CUDA graph, whose replays nobody counts here.
+  bool is_captured() { return is_captured_; }
+
+  // The fp16 scale of each parameter's bucket, for checkpoints. Waits for the device.
+  std::vector<ParameterScale> scales();
+  void set_scales(const std::vector<ParameterScale>& scales);
+
+  // What error feedback has not sent yet. Every rank has others.
+  std::vector<ParameterResidual> residuals();
+  void set_residuals(const std::vector<ParameterResidual>& residuals);
+
+ protected:
+  void agree_anew(std::string why);
+  bool have_agreed(const Agreement& agreement, const std::shared_ptr<const Schedule>& schedule) const;
+  // A text for agree, of this and the lines given. What it is of goes behind it.
+  std::string settings(const Schedule& schedule, int64_t step, const std::string& lines = "") const;
+  // Raises c10::ValueError where the ranks' texts differ. What they agree on is named in other errors.
+  void agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const Schedule>& schedule,
+             int64_t step, const std::string& text, c10::Device device);
+  // What fails in the call, but for a c10::ValueError, is no fault of the ranks' settings.
+  void wait_for_ranks(const std::string& what, const std::function<void()>& call);
+
+  // It begins with what is saved of its parameters.
+  std::shared_ptr<EngineBucket> add_bucket(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
+                                           const std::string& name, c10::Device device);
+  // Their residuals and totals are kept.
+  void forget_buckets(const std::function<bool(const EngineBucket&)>& which);
+
+  // A step is the buckets between begin_step and end_step, or the next begin_step.
+  void begin_step();
+  std::shared_ptr<Stopwatch> start_bucket(const EngineBucket& bucket);
+  void end_step() { times_.end_step(); }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<Whereabouts> whereabouts_;
+  std::shared_ptr<const Schedule> schedule_;
+  int64_t step_ = 0;
+  std::vector<std::shared_ptr<EngineBucket>> known_buckets_;
+  std::vector<std::shared_ptr<EngineBucket>> newest_buckets_;  // of the newest step so far: the door says which
+  SavedScales saved_scales_;
+  Strand strand_;
+
+ private:
+  void look_at_pairings();
+
+  int64_t version_ = 0;  // of the settings
+  std::string why_agree_ = "its compression is another";
+  SavedResiduals saved_residuals_;
+  ForgottenTotals forgotten_totals_;
+  int64_t num_steps_ = 0;
+  bool is_captured_ = false;
+  SyncTimes times_;
+};
+
+}  // namespace fastsync

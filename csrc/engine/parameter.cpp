@@ -1,0 +1,129 @@
+#include "engine/parameter.h"
+
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+
+#include "transport/strand.h"
+
+namespace fastsync {
+
+namespace {
+
+at::Tensor as_reals(const at::Tensor& gradient) {
+  return gradient.is_complex() ? at::view_as_real(gradient) : gradient;
+}
+
+// A tensor that only wraps others has none.
+bool has_memory(const at::Tensor& tensor) {
+  return !tensor.unsafeGetTensorImpl()->is_python_dispatch() || tensor.numel() == 0 ||
+         (tensor.has_storage() && tensor.storage().data() != nullptr);
+}
+
+// The same elements at the same places of a dense block of memory.
+bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
+  return gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense() &&
+         gradient.scalar_type() == parameter.scalar_type() && gradient.device() == parameter.device() &&
+         !gradient.is_conj() && !gradient.is_neg();
+}
+
+// Dense, whatever the gradient is, with the strides that every rank's parameter has.
+at::Tensor new_stand_in(const at::Tensor& parameter) {
+  return at::empty_like(parameter, at::TensorOptions(), at::MemoryFormat::Preserve);
+}
+
+}  // namespace
+
+at::Tensor Parameter::lock() const {
+  at::Tensor locked(id.lock());
+  TORCH_CHECK(locked.defined(), "fastsync: parameter ", name, " no longer exists");
+  return locked;
+}
+
+void Parameter::lay_out(size_t in_bucket, size_t at_place) {
+  bucket = in_bucket;
+  place = at_place;
+  numel = tensor.numel();
+  dtype = tensor.scalar_type();
+  device = tensor.device();
+}
+
+std::string Parameter::change() const {
+  const bool is_in_bucket = bucket != kNone;
+  if (takes_part() != is_in_bucket) {
+    return c10::str("parameter ", name, is_in_bucket ? " was frozen" : " was unfrozen");
+  }
+  if (is_in_bucket && (tensor.numel() != numel || tensor.scalar_type() != dtype || tensor.device() != device)) {
+    return c10::str("parameter ", name, " became another tensor");
+  }
+  return "";
+}
+
+void Parameter::check_gradient() const {
+  const at::Tensor& gradient = tensor.grad();
+  TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided, "fastsync: parameter ", name,
+                    " got a sparse gradient, which fastsync does not handle; use sparse=False in the embedding");
+  TORCH_CHECK_VALUE(!gradient.defined() || has_memory(gradient), "fastsync: parameter ", name,
+                    " got a gradient of a tensor subclass that has no memory of its own, such as a DTensor; give it a ",
+                    "plain one (DTensor.to_local(), full_tensor())");
+}
+
+at::Tensor Parameter::gradient_to_send() {
+  const at::Tensor& gradient = tensor.grad();
+  if (has_new_gradient() && lies_like(gradient, tensor)) {
+    return as_reals(gradient);
+  }
+  stand_in = new_stand_in(tensor);
+  if (gradient.defined()) {
+    check_gradient();
+    stand_in.copy_(gradient);
+  } else {
+    stand_in.zero_();
+  }
+  return as_reals(stand_in);
+}
+
+at::Tensor Parameter::poison() const {
+  return as_reals(new_stand_in(tensor).fill_(std::numeric_limits<double>::quiet_NaN()));
+}
+
+at::Tensor Parameter::average() const {
+  const at::Tensor& average = stand_in.defined() ? stand_in : tensor.grad();
+  return average.defined() ? as_reals(average) : average;
+}
+
+void Parameter::take_average(bool exists) {
+  at::Tensor& gradient = tensor.mutable_grad();
+  if (stand_in.defined()) {
+    use_on_current_stream(stand_in);
+    if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
+      gradient.copy_(stand_in);
+    } else if (exists) {
+      gradient = stand_in;
+    }
+  } else {
+    if (stream != current_stream(gradient.device())) {
+      use_on_current_stream(gradient);
+    }
+    gradient.unsafeGetTensorImpl()->bump_version();  // the passes write through bare pointers
+  }
+  is_new = false;
+  averaged.reset();
+  if (gradient.defined()) {
+    averaged.emplace(gradient.getIntrusivePtr());
+    averaged_version = gradient._version();
+  }
+}
+
+bool Parameter::is_unchanged() const {
+  const at::Tensor tensor(id.lock());
+  if (bucket == kNone || !tensor.defined()) {
+    return true;
+  }
+  const at::Tensor& gradient = tensor.grad();
+  if (!gradient.defined() || !averaged) {
+    return gradient.defined() == averaged.has_value();
+  }
+  return averaged->_unsafe_get_target() == gradient.unsafeGetTensorImpl() && averaged_version == gradient._version();
+}
+
+}  // namespace fastsync

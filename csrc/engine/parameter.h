@@ -1,0 +1,73 @@
+// A parameter of an engine: what travels for its gradient, and what becomes of it when the average has come.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "engine/saved_state.h"
+
+namespace fastsync {
+
+struct Parameter {
+  static constexpr size_t kNone = std::numeric_limits<size_t>::max();
+
+  Parameter(const at::Tensor& tensor, std::string name) : id(tensor.getIntrusivePtr()), name(std::move(name)) {}
+
+  // Throws c10::Error where it no longer exists.
+  at::Tensor lock() const;
+  // Whether its gradient is still what the newest sync left.
+  bool is_unchanged() const;
+
+  // What follows is for while a sync is under way, and the tensor is here.
+
+  bool takes_part() const { return tensor.requires_grad() && tensor.numel() > 0; }
+  // Complex gradients travel as the pairs of reals that they are.
+  at::ScalarType real_dtype() const { return c10::toRealValueType(tensor.scalar_type()); }
+  // Of parameters of different ones no bucket is made.
+  int64_t kind() const {
+    return static_cast<int64_t>(real_dtype()) << 16 | static_cast<int64_t>(tensor.device().type()) << 8 |
+           static_cast<uint8_t>(tensor.device().index());
+  }
+  int64_t num_reals() const { return tensor.is_complex() ? 2 * tensor.numel() : tensor.numel(); }
+  void lay_out(size_t in_bucket, size_t at_place);
+  // Which parameter was frozen, unfrozen, moved or cast since the layout was made; empty where none of that was.
+  std::string change() const;
+
+  // Throws c10::ValueError where it has a gradient that cannot travel.
+  void check_gradient() const;
+  // One that no sync has averaged.
+  bool has_new_gradient() const { return is_new && tensor.grad().defined(); }
+  // What travels, dense and as reals. Without a new gradient it is what the gradient is, so that the mean is right
+  // where another rank has a new one: zeros where there is none.
+  at::Tensor gradient_to_send();
+  // The same for a backward that failed.
+  at::Tensor poison() const;
+  // Where the average has come to, as reals; undefined where there is no gradient.
+  at::Tensor average() const;
+  // What traveled holds the average. The gradient takes it where some rank has a new one.
+  void take_average(bool exists);
+
+  ParameterId id;
+  std::string name;
+  at::Tensor tensor;  // while a sync is under way
+  size_t bucket = kNone;
+  size_t place = 0;  // among all that take part: in their own order, and once they are laid out, in that of the buckets
+  bool is_new = false;
+  bool is_ready = false;
+  std::optional<c10::Stream> stream;  // on which its gradient got ready
+  bool repeats = false;               // gets more than one gradient in a backward: final only at its end
+  at::Tensor stand_in;                // what travels where the gradient is missing or lies otherwise than the parameter
+  int64_t numel = 0;                  // this and the next two: what the layout was made for
+  at::ScalarType dtype = at::kFloat;
+  c10::Device device = c10::kCPU;
+  std::optional<ParameterId> averaged;  // the newest sync's gradient and its version
+  uint32_t averaged_version = 0;
+};
+
+}  // namespace fastsync
