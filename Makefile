@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-slow test-gpu test-asan lint format bench check-cuda prove-gpu clean
+.PHONY: help venv build train test test-slow test-gpu test-asan test-ubsan lint format bench check-cuda prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-slow   run the tests that take minutes: trainings that must reach published returns'
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
+	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
 	@echo 'make venv        create $(VENV), install torch and the package, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make lint        ruff, mypy and clang-format'
@@ -49,18 +50,27 @@ test-slow: venv
 test-gpu: venv
 	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-# The interpreter is not built with AddressSanitizer, so its runtime has to be loaded first, and with it the libstdc++
-# whose exceptions it watches. What Python and torch never free is no concern of ours. That build comes before the
-# package in this folder on the import path, in the tests and in what they start.
-ASAN_FOLDER := build/asan
-ASAN_TESTS  ?= tests/test_agreement.py $(wildcard tests/test_ops*.py tests/test_ddp*.py tests/test_attach*.py)
+# The interpreter is not built with a sanitizer, so its runtime has to be loaded first, and with it the libstdc++ whose
+# exceptions it watches. That build comes before the package in this folder on the import path, in the tests and in what
+# they start.
+SANITIZED_TESTS ?= tests/test_agreement.py tests/test_fp32_sums.py tests/test_two_level.py \
+	$(wildcard tests/test_ops*.py tests/test_ddp*.py tests/test_attach*.py)
+# sanitizer, its runtime, its options
+define test_sanitized
+	mkdir -p build/$(1)
+	FASTSYNC_SANITIZE=$(1) FASTSYNC_CUDA=0 $(BIN)/python setup.py --quiet \
+		egg_info --egg-base build/$(1) build --build-lib build/$(1)
+	LD_PRELOAD="$(shell $(CXX) -print-file-name=$(2)) $(shell $(CXX) -print-file-name=libstdc++.so)" \
+	$(3) PYTHONPATH=$(abspath build/$(1)):$(CURDIR) PYTHONSAFEPATH=1 \
+	$(BIN)/pytest --import-mode=append $(SANITIZED_TESTS) $(PYTEST_ARGS)
+endef
+
+# What Python and torch never free is no concern of ours.
 test-asan: venv
-	mkdir -p $(ASAN_FOLDER)
-	FASTSYNC_SANITIZE=address FASTSYNC_CUDA=0 $(BIN)/python setup.py --quiet \
-		egg_info --egg-base $(ASAN_FOLDER) build --build-lib $(ASAN_FOLDER)
-	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(abspath $(ASAN_FOLDER)) PYTHONSAFEPATH=1 \
-	$(BIN)/pytest --import-mode=append $(ASAN_TESTS) $(PYTEST_ARGS)
+	$(call test_sanitized,address,libasan.so,ASAN_OPTIONS=detect_leaks=0)
+
+test-ubsan: venv
+	$(call test_sanitized,undefined,libubsan.so,UBSAN_OPTIONS=print_stacktrace=1)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -2,8 +2,9 @@
 environment; everything else is in pyproject.toml.
 
 FASTSYNC_CUDA=1 insists on the CUDA half and fails with the reason, FASTSYNC_CUDA=0 leaves it out; unset, it is built
-where it can be. FASTSYNC_WERROR=1 makes compiler warnings errors, FASTSYNC_SANITIZE=address has AddressSanitizer watch
-the C++ half. TORCH_CUDA_ARCH_LIST chooses the GPU architectures, MAX_JOBS the number of parallel compilations.
+where it can be. FASTSYNC_WERROR=1 makes compiler warnings errors, FASTSYNC_SANITIZE=address, undefined or thread
+has that sanitizer watch the C++ half. TORCH_CUDA_ARCH_LIST chooses the GPU architectures, MAX_JOBS the number of
+parallel compilations.
 """
 
 from __future__ import annotations
@@ -40,8 +41,15 @@ CXX_FLAGS = [
     "-Wall",
     "-Wextra",
 ]
-# After the others, for the last -O counts. The sanitizer has gcc warn of what is uninitialised where nothing is.
-SANITIZER_FLAGS = ["-fsanitize=address", "-fno-omit-frame-pointer", "-O1", "-g1", "-Wno-maybe-uninitialized"]
+# After the others, for the last -O counts. The sanitizers have gcc warn of what is uninitialised where nothing is.
+SANITIZER_FLAGS = ["-fno-omit-frame-pointer", "-O1", "-g1", "-Wno-maybe-uninitialized"]
+SANITIZERS = {
+    "address": ["-fsanitize=address"],
+    # It ends the process, as the others do. Not of vptrs: torch hides what tells the types of some of its classes.
+    "undefined": ["-fsanitize=undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"],
+    # It does not see the fences in torch's reference counts, which gcc warns of.
+    "thread": ["-fsanitize=thread", "-Wno-tsan"],
+}
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
 
 
@@ -130,10 +138,9 @@ def wants_cuda(setting: str, obstacle: str | None) -> bool:
     return setting != "0" and obstacle is None
 
 
-def wants_sanitizer(setting: str) -> bool:
-    if setting not in ("", "address"):
-        raise fail(f"FASTSYNC_SANITIZE={setting!r} means nothing: address builds with AddressSanitizer")
-    return setting == "address"
+def check_sanitizer(setting: str) -> None:
+    if setting not in ("", *SANITIZERS):
+        raise fail(f"FASTSYNC_SANITIZE={setting!r} means nothing: {', '.join(SANITIZERS)} build with that sanitizer")
 
 
 def files(pattern: str) -> list[str]:
@@ -145,17 +152,15 @@ def system_includes(folders: list[str]) -> list[str]:
     return [word for folder in folders for word in ("-isystem", folder)]
 
 
-def make_extension(
-    name: str, sources: list[str], with_cuda: bool = False, with_sanitizer: bool = False
-) -> setuptools.Extension:
+def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanitizer: str = "") -> setuptools.Extension:
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
     cxx, nvcc = list(CXX_FLAGS), list(NVCC_FLAGS)
     if os.environ.get("FASTSYNC_WERROR") == "1":
         cxx.append("-Werror")
         nvcc.append("-Werror=all-warnings")
-    if with_sanitizer:
-        cxx += SANITIZER_FLAGS
+    if sanitizer:
+        cxx += SANITIZERS[sanitizer] + SANITIZER_FLAGS
     if with_cuda:
         cxx.append("-DFASTSYNC_WITH_CUDA")
         nvcc.append("-DFASTSYNC_WITH_CUDA")
@@ -164,7 +169,7 @@ def make_extension(
         sources,
         depends=files("csrc/**/*.h") + files("csrc/**/*.cuh"),
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
-        extra_link_args=["-fsanitize=address"] if with_sanitizer else [],
+        extra_link_args=SANITIZERS.get(sanitizer, []),
     )
     # torch's headers become system headers: the warnings are for our own code.
     for flags in (cxx, nvcc):
@@ -173,13 +178,13 @@ def make_extension(
     return extension
 
 
-def make_extensions(with_cuda: bool, with_sanitizer: bool = False) -> list[setuptools.Extension]:
+def make_extensions(with_cuda: bool, sanitizer: str = "") -> list[setuptools.Extension]:
     trainer = files("csrc/ppo/*.cpp")
     engine = [source for source in files("csrc/**/*.cpp") if source not in trainer]
     kernels = files("csrc/**/*.cu") if with_cuda else []
     return [
-        make_extension("fastsync._C", engine + kernels, with_cuda, with_sanitizer),
-        make_extension("fastsync._ppo", trainer, with_sanitizer=with_sanitizer),
+        make_extension("fastsync._C", engine + kernels, with_cuda, sanitizer),
+        make_extension("fastsync._ppo", trainer, sanitizer=sanitizer),
     ]
 
 
@@ -193,8 +198,9 @@ def main() -> None:
     with_cuda = wants_cuda(os.environ.get("FASTSYNC_CUDA", ""), obstacle)
     if with_cuda and (toolkit := toolkit_version(CUDA_HOME)) is not None:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(toolkit))
-    with_sanitizer = wants_sanitizer(os.environ.get("FASTSYNC_SANITIZE", ""))
-    objects = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}{'-asan' if with_sanitizer else ''}"
+    sanitizer = os.environ.get("FASTSYNC_SANITIZE", "")
+    check_sanitizer(sanitizer)
+    objects = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}{f'-{sanitizer}' if sanitizer else ''}"
 
     class BuildInOneFolder(BuildExtension):
         """Keeps the objects of one torch and one Python in one folder under build/.
@@ -208,7 +214,7 @@ def main() -> None:
                 self.build_temp = objects
             super().finalize_options()
 
-    setuptools.setup(ext_modules=make_extensions(with_cuda, with_sanitizer), cmdclass={"build_ext": BuildInOneFolder})
+    setuptools.setup(ext_modules=make_extensions(with_cuda, sanitizer), cmdclass={"build_ext": BuildInOneFolder})
 
 
 if __name__ == "__main__":

@@ -11,18 +11,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastsync import GradientSynchronizer
+from fastsync import Compression, GradientSynchronizer
 from tests.attached import (
     Fallible,
     assert_averages,
     assert_averages_nothing,
     assert_freed,
+    assert_soon_none,
     attach,
     backward,
     fail,
@@ -198,6 +201,27 @@ def _all_about_threads(rank: int, world_size: int) -> None:
 
 def test_threads() -> None:
     run_ranks(_all_about_threads, 2)
+
+
+def _engine_threads() -> list[str]:
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name == "fastsync"]
+
+
+def _one_thread_an_engine(rank: int, world_size: int) -> None:
+    model = Mlp()
+    sync = attach(model, compression=Compression("int8", algorithm="two_shot"))
+    for step in range(3):  # of several buckets each, whose means the thread takes
+        backward(model, rank, step)
+    assert _engine_threads() == ["fastsync"]
+    sync.detach()
+    del sync, model
+    assert_soon_none(_engine_threads)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads in /proc")
+def test_an_engine_has_one_thread_which_ends_with_it() -> None:
+    run_ranks(_one_thread_an_engine, 2)
 
 
 def _train_one(

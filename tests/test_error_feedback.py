@@ -72,15 +72,17 @@ def test_residuals_of_another_size_are_dropped() -> None:
 
 
 def _turned_off(rank: int, world_size: int) -> None:
-    parameter = nn.Parameter(torch.zeros(100))
-    sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
-    sync.load_state_dict({"step": 0, "scales": {}, "residuals": {"0": {"own": torch.ones(100), "of_sums": None}}})
-    sync.compression = "none"
-    for expected in (1.0, 0.0):
-        parameter.grad = torch.zeros(100)
-        sync.synchronize()
-        assert_bitwise_equal(parameter.grad, torch.full((100,), expected))
-        assert sync.state_dict()["residuals"] == {}
+    for of_sums, first in ((None, 1.0), (torch.full((100,), 2.0 * rank), 3.0)):
+        parameter = nn.Parameter(torch.zeros(100))
+        sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
+        residual = {"own": torch.ones(100), "of_sums": of_sums}
+        sync.load_state_dict({"step": 0, "scales": {}, "residuals": {"0": residual}})
+        sync.compression = "none"
+        for expected in (first, 0.0):
+            parameter.grad = torch.zeros(100)
+            sync.synchronize()
+            assert_bitwise_equal(parameter.grad, torch.full((100,), expected))
+            assert sync.state_dict()["residuals"] == {}
 
 
 def test_a_residual_that_was_loaded_is_sent_once_where_error_feedback_is_off() -> None:

@@ -70,11 +70,12 @@ def _as_the_reference(rank: int, world_size: int, device: str) -> None:
             ddp = given_ddp(mine)
             fastsync.register_comm_hook(ddp, compression)
             assert_all_bitwise_equal(backward_of(ddp, mine), expected, "hook: " + what)
-        if world_size == 3:
-            grads = of_all_ranks(world_size, SEVERAL_PIECES, torch.float32)
+        one_more_than_shards_hold = [(512 * world_size + 1,)]
+        for shapes in [one_more_than_shards_hold] + [SEVERAL_PIECES] * (world_size == 3):
+            grads = of_all_ranks(world_size, shapes, torch.float32)
             expected = mean_by_reference(grads, wire, algorithm)
             mine = [grad.to(device) for grad in grads[rank]]
-            assert_all_bitwise_equal(averaged(mine, compression), expected, f"{wire}, {algorithm}, pieces")
+            assert_all_bitwise_equal(averaged(mine, compression), expected, f"{wire}, {algorithm}, {shapes}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -307,6 +308,25 @@ def test_what_is_applied_and_what_is_kept_are_all_there_was(name: str) -> None:
     run_ranks(_nothing_is_lost, 3, name)
 
 
+def _nothing_is_lost_of_pieces(rank: int, world_size: int, how: dict[str, Any]) -> None:
+    model = Given([torch.zeros(shape) for shape in SEVERAL_PIECES])
+    sync = fastsync.attach(model, Compression("int8", error_feedback=True, **how))
+    owed = [torch.zeros(shape, dtype=torch.float64) for shape in SEVERAL_PIECES]
+    for step in range(3):
+        of_ranks = [random_grads(other, step, SEVERAL_PIECES, torch.float32) for other in range(world_size)]
+        model.zero_grad()
+        model(of_ranks[rank]).backward()
+        for index, mean in enumerate(grads_of(model)):
+            owed[index] += torch.stack([grads[index] for grads in of_ranks]).double().mean(0) - mean.double()
+        for one, other in zip(owed, unsent(sync, model), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=lambda m: f"step {step}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("how", [{"algorithm": "one_shot"}, {"algorithm": "two_shot"}, {"ranks_per_node": 2}], ids=str)
+def test_nothing_is_lost_of_buckets_that_go_in_pieces(how: dict[str, Any]) -> None:
+    run_ranks(_nothing_is_lost_of_pieces, 4, how)
+
+
 def _frozen_and_unused(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Mlp()
@@ -355,6 +375,27 @@ def test_a_parameter_without_gradient_keeps_its_residual() -> None:
     run_ranks(_without_gradient, 2)
 
 
+def _kept_as_it_lies_in_memory(rank: int, world_size: int) -> None:
+    """A gradient that is gone in the second step, when what was lost of its sums comes back."""
+    grad = random_grads(rank, 0, [(4, 3, 5, 5)], torch.float32)[0].to(memory_format=torch.channels_last)
+    model = Given([torch.zeros(7), torch.zeros_like(grad)])
+    sync = fastsync.attach(model, Compression("int8", algorithm="two_shot", error_feedback=True))
+    model([torch.ones(7), grad]).backward()
+    total = grad.double()
+    dist.all_reduce(total)
+    lost = total / world_size - model.weights[1].grad.double()
+    model.zero_grad()
+    model([torch.ones(7), None]).backward()
+    assert model.weights[1].grad is None
+    kept = unsent(sync, model)[1].flatten()
+    assert kept.count_nonzero() > 0
+    torch.testing.assert_close(kept, lost.permute(0, 2, 3, 1).flatten(), rtol=0, atol=1e-6)
+
+
+def test_residuals_lie_as_their_gradients_do() -> None:
+    run_ranks(_kept_as_it_lies_in_memory, 2)
+
+
 # ---- stochastic rounding --------------------------------------------------------------------------------------------
 
 
@@ -383,6 +424,45 @@ def _unbiased(rank: int, world_size: int) -> None:
 
 def test_stochastic_rounding_is_right_on_average_and_never_the_same() -> None:
     run_ranks(_unbiased, 2)
+
+
+def _by_a_chance_of_its_own(rank: int, world_size: int, how: dict[str, Any]) -> None:
+    """What rounding loses of blocks that are all alike, in a bucket of several pieces."""
+    parameter = nn.Parameter(torch.zeros(128 * 8700))
+    compression = Compression("int8", error_feedback=True, rounding="stochastic", **how)
+    sync = fastsync.attach([parameter], compression, overlap=False)
+    parameter.grad = torch.linspace(-1.0, 1.0, 128).sin().repeat(8700)
+    sync.synchronize()
+    own = sync.state_dict()["residuals"]["0"]["own"].view(-1, 128)
+    lost = own[own.count_nonzero(dim=1) > 0]
+    assert len(lost) >= len(own) / world_size
+    assert len(lost.unique(dim=0)) == len(lost)
+
+
+@pytest.mark.parametrize("how", [{"algorithm": "one_shot"}, {"algorithm": "two_shot"}, {"ranks_per_node": 2}], ids=str)
+def test_every_block_rounds_by_a_chance_of_its_own(how: dict[str, Any]) -> None:
+    run_ranks(_by_a_chance_of_its_own, 4 if "ranks_per_node" in how else 2, how)
+
+
+def _sums_by_another_chance(rank: int, world_size: int) -> None:
+    """All lies halfway between two of the wire's values, and so do the means of one and the other, rounded anew."""
+    parameter = nn.Parameter(torch.zeros(128 * 200))
+    compression = Compression("int8", error_feedback=True, rounding="stochastic", algorithm="two_shot")
+    sync = fastsync.attach([parameter], compression, overlap=False)
+    parameter.grad = torch.full((128 * 200,), 10.5)
+    parameter.grad[::128] = 127.0
+    sync.synchronize()
+    residual = sync.state_dict()["residuals"]["0"]
+    of_sums = residual["of_sums"].view(world_size, -1)[rank]
+    is_rounded = of_sums != 0
+    assert is_rounded.sum() > 1000
+    for own in residual["own"].view(world_size, -1):
+        went_alike = own.sign() == of_sums.sign()
+        assert 0.4 < went_alike[is_rounded].float().mean() < 0.6
+
+
+def test_sums_round_by_another_chance_than_what_they_are_of() -> None:
+    run_ranks(_sums_by_another_chance, 2)
 
 
 # ---- while backward goes on -----------------------------------------------------------------------------------------

@@ -96,10 +96,10 @@ def test_riders_go_with_the_next_sync() -> None:
 
 
 def _in_the_same_collective(rank: int, world_size: int) -> None:
-    # At full width two ranks send each other one message, which holds all; 16 bits are added by all_reduce.
+    # At full width two ranks send each other one message, which holds all; else all_reduce adds.
     for wire, name, number in (
-        ("none", "gloo:send", 1),
-        ("none", "gloo:all_reduce", 0),
+        ("none", "gloo:send", 1 if world_size == 2 else 0),
+        ("none", "gloo:all_reduce", 0 if world_size == 2 else 1),
         ("fp16", "gloo:all_reduce", 2),
     ):
         model = Given([torch.ones(3)])
@@ -112,8 +112,26 @@ def _in_the_same_collective(rank: int, world_size: int) -> None:
         assert len([event for event in profiler.events() if event.name == name]) == number
 
 
-def test_riders_share_the_collective_where_the_wire_is_float32() -> None:
-    run_ranks(_in_the_same_collective, 2)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_riders_share_the_collective_where_the_wire_is_float32(world_size: int) -> None:
+    run_ranks(_in_the_same_collective, world_size)
+
+
+def _bytes_of_a_rider(rank: int, world_size: int) -> None:
+    for wire in ("none", "fp16"):
+        model = Given([torch.ones(3)])
+        sync = fastsync.attach(model, wire)
+        sent = []
+        for step in range(3):
+            if step == 2:
+                sync.ride("value", torch.ones(5))
+            model([torch.ones(3)]).backward()
+            sent.append(sync.stats().wire_bytes)
+        assert sent[2] - sent[1] == sent[1] - sent[0] + 5 * 4
+
+
+def test_riders_count_as_sent_in_the_wires_collective_and_in_one_of_their_own() -> None:
+    run_ranks(_bytes_of_a_rider, 2)
 
 
 def _different_riders(rank: int, world_size: int) -> None:
