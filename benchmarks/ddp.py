@@ -38,8 +38,8 @@ from benchmarks.records import Record, RowFile, environment, quantiles
 from benchmarks.table import Columns, console, measured_on, milliseconds, number, progress_bars, spread, table
 from benchmarks.timing import slowest_rank
 from benchmarks.ways import (
+    BARE,
     BY_DEFAULT,
-    LIMITS,
     MIN_WARMUP,
     WAYS,
     Step,
@@ -195,8 +195,7 @@ def whole_steps(names: Sequence[str], training: Training) -> dict[str, Way]:
     def whole(way: Way) -> Way:
         return replace(way, build=lambda gradients, group: WholeStep(way.build(gradients, group), training))
 
-    limits = LIMITS.values()
-    return {name: PARTS[name] if name in limits else whole(PARTS[name]) for name in (NO_DDP, *names)}
+    return {name: PARTS[name] if name in BARE else whole(PARTS[name]) for name in (NO_DDP, *names)}
 
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
@@ -271,7 +270,7 @@ def breakdown(name: str, way: Way, medians: Mapping[str, float], num_samples: in
     samples_per_second: of all ranks together.
     """
     figures: dict[str, float | None] = dict.fromkeys(("over_no_ddp", "exposed", "hidden", "samples_per_second"))
-    if name not in medians or name in LIMITS.values():
+    if name not in medians or name in BARE:
         return figures
     figures["samples_per_second"] = num_samples / medians[name]
     if NO_DDP in medians:

@@ -21,7 +21,7 @@ from benchmarks.compressions import held_bytes
 from benchmarks.gradients import Gradients
 from benchmarks.records import Record, environment, quantiles
 from benchmarks.timing import Rival, rounds, slowest_rank, time_turns
-from benchmarks.ways import LIMITS, WAYS, Way, is_right
+from benchmarks.ways import BARE, SHARED_SUM, WAYS, Way, is_right
 from benchmarks.workloads import Size, Workload, size_of
 from fastsync import SyncStats
 
@@ -214,10 +214,13 @@ def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
 
     The bare all_reduce has no backward in it: what it adds is all of it. A way's own share is the part of the bare
     all_reduce's time that comes on top of it; it is negative where a way hides communication behind backward. Neither
-    that nor the multiple is given where something else travels than the gradients.
+    that nor the multiple is given where something else travels than the gradients. What it adds is given as a multiple
+    of what DDP adds, too, and of the bare sum in memory that the ranks share.
     """
-    figures: dict[str, float | None] = dict.fromkeys(("over_no_sync", "over_all_reduce", "own_share"))
-    is_bare = name in LIMITS.values()
+    figures: dict[str, float | None] = dict.fromkeys(
+        ("over_no_sync", "over_all_reduce", "own_share", "over_ddp", "over_shared_sum")
+    )
+    is_bare = name in BARE
     if not WAYS[name].averages or name not in medians or not (is_bare or "no_sync" in medians):
         return figures
     over_no_sync = medians[name] - (0.0 if is_bare else medians["no_sync"])
@@ -225,6 +228,10 @@ def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
     if (limit := WAYS[name].limit) in medians:
         multiple = over_no_sync / medians[limit]
         figures |= {"over_all_reduce": multiple, "own_share": multiple - 1}
+    if {"ddp", "no_sync"} <= medians.keys():
+        figures["over_ddp"] = over_no_sync / (medians["ddp"] - medians["no_sync"])
+    if SHARED_SUM in medians:
+        figures["over_shared_sum"] = over_no_sync / medians[SHARED_SUM]
     return figures
 
 

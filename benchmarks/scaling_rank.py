@@ -18,12 +18,12 @@ from benchmarks.measure import TIMEOUT, Schedule, all_gather, bandwidths, measur
 from benchmarks.models import TRAININGS, ModelGradients, Scale
 from benchmarks.records import Record, environment
 from benchmarks.timing import slowest_rank, time_turns
-from benchmarks.ways import LIMITS, WAYS, BareAllReduce
+from benchmarks.ways import BARE, LIMITS, WAYS, BareAllReduce
 from fastsync.distributed import process_group
 
 COMPUTE = NO_DDP
 """The step without communication."""
-SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *LIMITS.values()})
+SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *BARE})
 SWEPT = LIMITS[torch.float32]
 SWEEP_WARMUP = 3
 

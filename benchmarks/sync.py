@@ -54,8 +54,8 @@ class Options:
     """Let ranks share GPUs where there are fewer, rather than compute on the CPU. They take turns there: it shows that
     everything works, and nothing of how it scales."""
     ways: tuple[WayName, ...] = BY_DEFAULT
-    """Ways to synchronise; by default all that neither fix an algorithm nor choose by measurement. no_sync and the bare
-    all_reduce of what they send are always measured as well."""
+    """Ways to synchronise; by default all that neither fix an algorithm nor choose by measurement. no_sync, the bare
+    all_reduce of what they send and, of ranks on CPUs, a bare sum in shared memory are always measured as well."""
     repetitions: int | None = None
     """Samples of each way; by default 300, 100 and 20 for the three models, and for bytes as many as make 1 GiB of
     gradients, between 5 and 300."""
@@ -160,7 +160,8 @@ FIGURES: Columns = {
     "algbw, GB/s": lambda record: _gigabytes(record.figures["algbw"]),
     "busbw, GB/s": lambda record: _gigabytes(record.figures["busbw"]),
     "× all_reduce": lambda record: number(record.figures["over_all_reduce"], ".2f"),
-    "own share": lambda record: number(record.figures["own_share"], "+.0%"),
+    "× ddp": lambda record: number(record.figures["over_ddp"], ".2f"),
+    "× shared sum": lambda record: number(record.figures["over_shared_sum"], ".2f"),
     "exposed, ms": lambda record: milliseconds(record.figures["exposed_time"]),
     "pack, ms": lambda record: milliseconds(record.figures["pack_time"]),
     "unpack, ms": lambda record: milliseconds(record.figures["unpack_time"]),
@@ -172,8 +173,9 @@ COLUMNS_OF_A_WAY: Columns = {"size": lambda record: record.settings["size"]} | F
 LEGEND = (
     "step: median [p10, p90] of the slowest rank. over no_sync: what the median adds to no_sync's; of the bare "
     "all_reduce, which has no backward, all of it. algbw: bytes of float32 gradients, compressed or not, by over "
-    "no_sync; busbw: algbw · 2(n − 1)/n. × all_reduce: over no_sync, over the bare all_reduce of the same dtype; own "
-    "share: what it is more. exposed, pack, unpack, wire bytes: per "
+    "no_sync; busbw: algbw · 2(n − 1)/n. × all_reduce: over no_sync, over the bare all_reduce of the same dtype; "
+    "× ddp: over what DDP adds; × shared sum: over a bare sum in memory that the ranks share. exposed, pack, unpack, "
+    "wire bytes: per "
     "step and rank, as the engine counts them. error: relative, in the 2-norm, of the last step alone; PowerSGD "
     "catches up in later steps with what it leaves out of one, and random gradients are its worst case. It sends "
     "something else than the gradients, in one bucket, as it would mix up two on Gloo, so that backward hides nothing."

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from benchmarks.shared import meeting
 from fastsync.stopwatch import Stopwatch
 
 
@@ -32,14 +32,14 @@ def rounds(names: Iterable[str], num_rounds: int, seed: int) -> Iterator[list[st
 def time_turns(rivals: Mapping[str, Rival], turns: Iterable[str], device: torch.device) -> dict[str, list[float]]:
     """Each rival's seconds, one sample a turn, as this rank sees them. A collective call.
 
-    Only ``run`` is timed, on a GPU by events. Before it the ranks meet in a barrier of the default group, so that none
-    waits for another's ``prepare``.
+    Only ``run`` is timed, on a GPU by events. Before it the ranks meet, so that none waits for another's ``prepare``.
     """
+    meet = meeting()
     samples: dict[str, list[float]] = {name: [] for name in rivals}
     for name in turns:
         rivals[name].prepare()
         stopwatch = Stopwatch(device)
-        dist.barrier()
+        meet()
         with stopwatch:
             rivals[name].run()
         samples[name].append(stopwatch.seconds())

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from benchmarks import compressions
 from benchmarks.gradients import Gradients, Rounding
+from benchmarks.shared import BareSum
 from fastsync import SyncStats
 
 MIN_WARMUP = 2
@@ -207,6 +208,7 @@ class Way:
     approximate: bool = False
     """Whether the result is something else than the mean, rounded. Its error is reported and not judged."""
     nccl_only: bool = False
+    cpu_only: bool = False
     in_ddp: bool = False
     """Whether the model is wrapped in DDP, whose own overhead is then a part of the step."""
 
@@ -231,7 +233,11 @@ fp16, bf16 = torch.float16, torch.bfloat16
 DTYPES = {"none": torch.float32, "fp16": fp16, "bf16": bf16, "int8": torch.int8}
 DOORS = {"fastsync.register_comm_hook": _register_comm_hook, "fastsync.attach": _attach}
 
+SHARED_SUM = "shared_memory_sum"
+"""The limit of CPU ranks that share a host."""
 LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_reduce/bf16"}
+BARE = {SHARED_SUM, *LIMITS.values()}
+"""Ways without a backward."""
 
 
 def _rounding(compression: str) -> Rounding:
@@ -249,6 +255,7 @@ def _through(door: str, compression: str) -> Way:
 
 WAYS = {
     "no_sync": Way(_no_sync, wire=None),
+    SHARED_SUM: Way(BareSum, cpu_only=True),
     **{name: Way(_bare(wire), wire) for wire, name in LIMITS.items()},
     "ddp": Way(_ddp, in_ddp=True),
     "ddp/bucket_view": Way(_ddp_bucket_view, in_ddp=True),
@@ -280,11 +287,12 @@ def is_right(way: Way, step: Step, workload: Gradients) -> bool:
 
 def with_their_limits(names: tuple[str, ...]) -> list[str]:
     """These ways, with those that they are compared to, in the order of the table."""
-    needed = {*names, "no_sync", *(WAYS[name].limit for name in names)}
+    needed = {*names, "no_sync", SHARED_SUM, *(WAYS[name].limit for name in names)}
     return [name for name in WAYS if name in needed]
 
 
 def left_out(names: list[str], backend: str) -> dict[str, str]:
     """Which of these ways cannot run on this backend, and why."""
-    reason = f"PyTorch refuses it on {backend}: it takes NCCL"
-    return {name: reason for name in names if WAYS[name].nccl_only and backend != "nccl"}
+    if backend == "nccl":
+        return {name: "it is for ranks on the CPU" for name in names if WAYS[name].cpu_only}
+    return {name: f"PyTorch refuses it on {backend}: it takes NCCL" for name in names if WAYS[name].nccl_only}

@@ -22,6 +22,7 @@
 #include "passes/backend.h"
 #include "passes/chunk_table.h"
 #include "transport/agreement.h"
+#include "transport/host.h"
 
 namespace {
 
@@ -188,9 +189,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("built_with_cuda", &built_with_cuda);
   m.def("build_info", &build_info);
+  m.def("shared_memory_obstacle", &fastsync::Host::obstacle);
 
   py::class_<BucketTotals>(m, "BucketTotals")
       .def_readonly("elements", &BucketTotals::elements)
+      .def_readonly("shares_memory", &BucketTotals::shares_memory)
+      .def_readonly("why_not_shared", &BucketTotals::why_not_shared)
       .def_readonly("wire_bytes", &BucketTotals::wire_bytes)
       .def_readonly("num_syncs", &BucketTotals::num_syncs)
       .def_readonly("num_timed", &BucketTotals::num_timed)

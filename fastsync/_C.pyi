@@ -5,6 +5,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket, ProcessGroup, Reducer
 
 def built_with_cuda() -> bool: ...
+def shared_memory_obstacle() -> str: ...
 def build_info() -> dict[str, str]: ...
 def lay_out_buckets(sizes: list[tuple[int, int]], order: list[int], cap_bytes: int) -> list[list[int]]: ...
 def chunk_table(numels: list[int], chunk_size: int) -> list[tuple[int, int, int]]: ...
@@ -12,6 +13,8 @@ def launch_ranges(numels: list[int], capacity: int) -> list[tuple[int, int]]: ..
 
 class BucketTotals:
     elements: int
+    shares_memory: bool
+    why_not_shared: str
     wire_bytes: int
     num_syncs: int
     num_timed: int

@@ -133,8 +133,10 @@ class Row:
 class Explanation:
     """A table of buckets, candidates, and why one was chosen: to be printed. ``rich.print`` makes it prettier."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], transport: str) -> None:
         self.rows = tuple(rows)
+        self.transport = transport
+        """See ``SyncStats``."""
 
     def cells(self) -> list[tuple[str, str, str, str, str]]:
         """What is printed, a header first."""
@@ -157,7 +159,7 @@ class Explanation:
     def __str__(self) -> str:
         cells = self.cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join(
+        return f"through: {self.transport}\n" + "\n".join(
             "  ".join(
                 cell.rjust(width) if heading in _RIGHT else cell.ljust(width)
                 for cell, width, heading in zip(line, widths, cells[0], strict=True)
@@ -171,7 +173,7 @@ class Explanation:
         from rich.table import Table
 
         header, *lines = self.cells()
-        table = Table()
+        table = Table(title=f"through: {self.transport}", title_justify="left")
         for heading in header:
             table.add_column(heading, justify="right" if heading in _RIGHT else "left")
         for line in lines:
@@ -182,7 +184,7 @@ class Explanation:
 _RIGHT = ("values", "predicted ms")
 
 
-def explain(candidates: Sequence[Candidate], numels: Sequence[int]) -> Explanation:
+def explain(candidates: Sequence[Candidate], numels: Sequence[int], transport: str) -> Explanation:
     """What each bucket travels with and why, given how many values the buckets have, in the order they are sent."""
     rows: list[Row] = []
     for numel, same in groupby(enumerate(numels), key=lambda item: item[1]):
@@ -193,4 +195,4 @@ def explain(candidates: Sequence[Candidate], numels: Sequence[int]) -> Explanati
             seconds = candidate.predict(numel) if candidate.points else None
             why = reason(candidates, numel) if index == chosen else ""
             rows.append(Row(buckets, numel, candidate.compression, seconds, why))
-    return Explanation(rows)
+    return Explanation(rows, transport)

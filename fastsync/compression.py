@@ -35,7 +35,8 @@ class Compression:
     reduce: Reduce | None = None
     """``"wire"``: the process group's all-reduce adds, in the wire's dtype. ``"fp32"``: ranks send each other what they
     have and add in float32, so that the error does not grow with their number. By default ``"fp32"`` for int8, which
-    cannot be added on the wire, and for two levels; else ``"wire"``."""
+    cannot be added on the wire, and for two levels; else ``"wire"``. Ranks on CPUs that share memory add in float32
+    either way."""
     error_feedback: bool = False
     """Keep what rounding lost, and add it to the next step's gradients. Needs ``reduce="fp32"``."""
     rounding: Rounding = "nearest"

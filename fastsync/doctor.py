@@ -42,7 +42,7 @@ def main() -> int:
     obstacles = _engine_obstacles(extension, error)
     _print_section("versions", _versions())
     _print_section("engine", _engine(extension))
-    _print_section("process groups", _backends())
+    _print_section("process groups", [*_backends(), *_shared_memory(extension)])
     _print_section("devices", _devices())
     print("will not work here")
     for line in [*obstacles, *_gpu_limits(extension), *_training_limits()] or ["nothing that doctor looks for"]:
@@ -91,6 +91,13 @@ def _backends() -> Facts:
         ("gloo", _yes_no(_has_gloo(), "available", "not available")),
         ("nccl", ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl() else "not available"),
     ]
+
+
+def _shared_memory(extension: ModuleType | None) -> Facts:
+    if extension is None:
+        return []
+    obstacle = extension.shared_memory_obstacle()
+    return [("shared memory", f"not between CPU ranks: {obstacle}" if obstacle else "between CPU ranks of this host")]
 
 
 def _devices() -> Facts:

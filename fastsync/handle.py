@@ -122,18 +122,19 @@ class CompressionHandle(SyncHandle):
         self._compression = chosen
 
     def explain(self) -> Explanation:
-        """What each bucket of the next step travels with, and why: to be printed.
+        """What each bucket of the next step travels with, how it gets to other ranks, and why: to be printed.
 
         Raises:
             RuntimeError: no step was synchronised yet, which is when buckets are made.
         """
-        buckets = self.stats().buckets
-        if not buckets:
+        stats = self.stats()
+        if not stats.buckets:
             raise RuntimeError(
                 "explain: buckets are made when the first backward is synchronised; before it, "
                 "fastsync.measure_group().choose(numel) tells what a bucket of so many values travels with"
             )
-        return self._plan.explain(self._engine.step(), [bucket.elements for bucket in buckets])
+        numels = [bucket.elements for bucket in stats.buckets]
+        return self._plan.explain(self._engine.step(), numels, stats.transport)
 
     def remeasure(self) -> None:
         """Measures the process group again where ``compression`` is chosen by measurement: now that links are others.

@@ -27,10 +27,10 @@ class Plan:
     phases: tuple[tuple[int, tuple[Candidate, ...]], ...]
     """(first step, candidates), steps ascending from 0."""
 
-    def explain(self, step: int, numels: Sequence[int]) -> Explanation:
+    def explain(self, step: int, numels: Sequence[int], transport: str) -> Explanation:
         """What buckets of so many values travel with in a step, and why."""
         candidates = next(candidates for first, candidates in reversed(self.phases) if first <= step)
-        return explain(candidates, numels)
+        return explain(candidates, numels, transport)
 
 
 def make_plan(

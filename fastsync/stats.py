@@ -50,6 +50,8 @@ class BucketStats:
     pack_time: float
     collective_time: float
     unpack_time: float
+    transport: str
+    """How the newest sync's gradients got to other ranks, see ``SyncStats``."""
 
     @classmethod
     def _from_totals(cls, totals: "_C.BucketTotals") -> "BucketStats":
@@ -62,7 +64,14 @@ class BucketStats:
             pack_time=totals.pack_time * scale,
             collective_time=totals.collective_time * scale,
             unpack_time=totals.unpack_time * scale,
+            transport=_transport(totals),
         )
+
+
+def _transport(totals: "_C.BucketTotals") -> str:
+    if totals.shares_memory:
+        return "shared memory"
+    return "process group" + (f" (no shared memory: {totals.why_not_shared})" if totals.why_not_shared else "")
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class SyncStats:
     wire_bytes: int
     """Bytes this rank handed to the process group: values times their size on the wire. ``attach`` adds riders, and one
     element a parameter that tells whether there is a gradient. With two levels it is what it sent inside its node and
-    to other nodes in all. Alone on a CPU it hands over nothing."""
+    to other nodes in all. In shared memory it is what it wrote for others. Alone on a CPU it hands over nothing."""
     pack_time: float
     """In the pass before the collective: scale, cast, gather."""
     collective_time: float
@@ -90,6 +99,9 @@ class SyncStats:
     """From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide."""
     buckets: tuple[BucketStats, ...]
     """The buckets of the newest step, in the order they are sent."""
+    transport: str = ""
+    """How gradients get to other ranks: "shared memory", or "process group", with the reason where ranks on a CPU tried
+    to share memory and could not."""
 
     @classmethod
     def from_totals(cls, totals: "_C.SyncTotals") -> "SyncStats":
@@ -107,4 +119,5 @@ class SyncStats:
             unpack_time=everything.unpack_time,
             exposed_time=totals.exposed_time / timed_share if timed_share else 0.0,
             buckets=buckets,
+            transport=buckets[-1].transport if buckets else "",
         )

@@ -49,13 +49,19 @@ class RankTimeoutError(TimeoutError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    shared_memory: bool = True,
 ) -> list[Any]:
     """Calls ``fn(rank, world_size, *args)`` on ``world_size`` fresh ranks and returns their results in rank order.
 
     ``fn`` is a function at the top level of a module. ``args`` and results travel by pickle, tensors as copies. In each
     rank the default process group (``backend``) is initialised and torch runs on one thread. With NCCL in ``backend``
-    rank r uses CUDA device r modulo the number of devices; ranks may share one.
+    rank r uses CUDA device r modulo the number of devices; ranks may share one. Without ``shared_memory`` ranks on the
+    CPU send each other messages, as those of several hosts do.
 
     Raises:
         RankError: a rank raised (its traceback is in the message) or its process died.
@@ -70,7 +76,9 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 process = context.Process(
-                    target=_rank_main, args=(rank, world_size, call, str(folder), timeout, backend), name=f"rank {rank}"
+                    target=_rank_main,
+                    args=(rank, world_size, call, str(folder), timeout, backend, shared_memory),
+                    name=f"rank {rank}",
                 )
                 process.start()
                 processes.append(process)
@@ -98,8 +106,11 @@ def fresh_process_context() -> BaseContext:
     return context
 
 
-def _rank_main(rank: int, world_size: int, call: bytes, folder_name: str, timeout: float, backend: str) -> None:
+def _rank_main(
+    rank: int, world_size: int, call: bytes, folder_name: str, timeout: float, backend: str, shared_memory: bool
+) -> None:
     folder = Path(folder_name)
+    os.environ["FASTSYNC_SHARED_MEMORY"] = str(int(shared_memory))
     with open(os.devnull, "w") as nowhere:  # what ranks print is no output of the tests
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     faulthandler.register(signal.SIGUSR1, file=_stack_file(folder, rank).open("w"), all_threads=True)

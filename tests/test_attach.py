@@ -179,7 +179,7 @@ def _like_the_reference(rank: int, world_size: int) -> None:
 
 
 def test_bitwise_the_reference() -> None:
-    run_ranks(_like_the_reference, 2)
+    run_ranks(_like_the_reference, 2, shared_memory=False)
 
 
 def _fp16_example(rank: int, world_size: int) -> None:

@@ -129,7 +129,7 @@ def _num_on_wire(buckets: Sequence[BucketStats]) -> int:
 
 
 def test_stats_add_up() -> None:
-    run_ranks(_stats_add_up, 2)
+    run_ranks(_stats_add_up, 2, shared_memory=False)
 
 
 def _norm_of_all_gradients(rank: int, world_size: int) -> None:

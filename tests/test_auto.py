@@ -107,12 +107,13 @@ def test_candidates_come_from_the_least_lossy_to_the_lossiest() -> None:
 
 
 def test_the_table_says_what_each_bucket_travels_with_and_why() -> None:
-    table = explain(PROFILE.candidates, [250_000, 250_000, 1000])
+    table = explain(PROFILE.candidates, [250_000, 250_000, 1000], "shared memory")
     assert [row.buckets for row in table.rows] == ["0-1"] * 3 + ["2"] * 3
     assert [(row.buckets, row.compression) for row in table.rows if row.reason] == [("0-1", INT8), ("2", NONE)]
     assert (
         str(table)
         == """\
+through: shared memory
 buckets   values  candidate                       predicted ms  chosen
 0-1      250,000  none, all_reduce                      11.000
                   fp16, all_reduce                       6.100
@@ -121,13 +122,13 @@ buckets   values  candidate                       predicted ms  chosen
                   fp16, all_reduce                       1.120
                   int8, error feedback, two_shot         3.010"""
     )
-    (given,) = explain([Candidate(FP16)], [7]).rows
+    (given,) = explain([Candidate(FP16)], [7], "process group").rows
     assert (given.seconds, given.reason) == (None, "given")
 
 
 def test_rich_prints_the_same_table() -> None:
     rich = pytest.importorskip("rich.console")
-    table = explain(PROFILE.candidates, [250_000])
+    table = explain(PROFILE.candidates, [250_000], "process group")
     console = rich.Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115  closed with the test
     console.print(table)
     text = console.export_text()

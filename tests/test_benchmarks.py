@@ -84,7 +84,7 @@ def test_a_sweep_goes_through_bytes(tmp_path: Path, capfd: pytest.CaptureFixture
     sweep = ("--sweep", "1KiB", "16KiB", "--ways", "fastsync.attach/fp16", "--repetitions", "2", "--warmup", "2")
     assert main(["sync", *sweep, "--json", str(tmp_path / "rows.json")]) == 0
     rows = {(row["way"], row["settings"]["size"]): row for row in json.loads((tmp_path / "rows.json").read_text())}
-    ways = ("no_sync", "all_reduce/fp16", "fastsync.attach/fp16")
+    ways = ("no_sync", "shared_memory_sum", "all_reduce/fp16", "fastsync.attach/fp16")
     assert set(rows) == {(way, size) for way in ways for size in ("1KiB", "4KiB", "16KiB")}
     for (way, _), row in rows.items():
         figures, numel = row["figures"], row["settings"]["numel"]
@@ -156,8 +156,8 @@ def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, ca
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["sync", "--sizes", "64MiB", "--ways", "ddp"])
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    # Two ranks with three ways of 3 times the size, and 14 times that for the workload and its check.
-    assert "size 64MiB takes about 2944MiB of memory, and 1GiB are free: choose fewer --ways or smaller sizes" in said
+    # Two ranks with four ways of 3 times the size, and 14 times that for the workload and its check.
+    assert "size 64MiB takes about 3328MiB of memory, and 1GiB are free: choose fewer --ways or smaller sizes" in said
 
 
 def test_free_memory_is_the_machines_and_the_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -206,6 +206,7 @@ def test_what_is_wrong_is_not_timed():
     rows = {record.way: record for record in first}
     assert {way: len(row.samples) for way, row in rows.items()} == {
         "no_sync": 4,
+        "shared_memory_sum": 4,
         "all_reduce/fp32": 4,
         "cat": 4,
         "wrong": 0,
@@ -314,13 +315,30 @@ def test_records_survive_json(tmp_path: Path):
 
 
 def test_ratios():
-    medians = {"no_sync": 1.0, "all_reduce/fp32": 4.0, "all_reduce/bf16": 2.0, "ddp": 6.0, "fastsync.attach/bf16": 4.0}
-    assert ratios("ddp", medians) == {"over_no_sync": 5.0, "over_all_reduce": 1.25, "own_share": 0.25}
-    assert ratios("fastsync.attach/bf16", medians) == {"over_no_sync": 3.0, "over_all_reduce": 1.5, "own_share": 0.5}
-    assert ratios("all_reduce/fp32", medians) == {"over_no_sync": 4.0, "over_all_reduce": 1.0, "own_share": 0.0}
-    unknown = {"over_no_sync": None, "over_all_reduce": None, "own_share": None}
+    medians = {"no_sync": 1.0, "all_reduce/fp32": 4.0, "all_reduce/bf16": 2.0, "fastsync.attach/bf16": 4.0}
+    unknown = dict.fromkeys(("over_no_sync", "over_all_reduce", "own_share", "over_ddp", "over_shared_sum"))
+    attached = unknown | {"over_no_sync": 3.0, "over_all_reduce": 1.5, "own_share": 0.5}
+    assert ratios("fastsync.attach/bf16", medians) == attached
+    medians |= {"shared_memory_sum": 2.0}
+    assert ratios("fastsync.attach/bf16", medians) == attached | {"over_shared_sum": 1.5}
+    assert ratios("fastsync.attach/bf16", medians | {"ddp": 5.0})["over_ddp"] == 0.75
+    del medians["shared_memory_sum"]
+    medians |= {"ddp": 6.0}
+    assert ratios("ddp", medians) == unknown | {
+        "over_no_sync": 5.0,
+        "over_all_reduce": 1.25,
+        "own_share": 0.25,
+        "over_ddp": 1.0,
+    }
+    assert ratios("all_reduce/fp32", medians) == unknown | {
+        "over_no_sync": 4.0,
+        "over_all_reduce": 1.0,
+        "own_share": 0.0,
+        "over_ddp": 0.8,
+    }
     # It sends something else than any of the bare all_reduces.
-    assert ratios("ddp/powerSGD_hook", medians | {"ddp/powerSGD_hook": 6.0}) == unknown | {"over_no_sync": 5.0}
+    power_sgd = ratios("ddp/powerSGD_hook", medians | {"ddp/powerSGD_hook": 6.0})
+    assert power_sgd == unknown | {"over_no_sync": 5.0, "over_ddp": 1.0}
     assert ratios("no_sync", medians) == unknown
     assert ratios("ddp/fp16_compress_hook", medians) == unknown
 
@@ -334,16 +352,17 @@ def test_cost_per_step():
 
 
 def test_ways_come_with_what_they_are_compared_to():
-    assert with_their_limits(("fastsync.attach/fp16",)) == ["no_sync", "all_reduce/fp16", "fastsync.attach/fp16"]
+    always = ["no_sync", "shared_memory_sum"]
+    assert with_their_limits(("fastsync.attach/fp16",)) == [*always, "all_reduce/fp16", "fastsync.attach/fp16"]
     assert with_their_limits(tuple(WAYS)) == list(WAYS)
     assert all(WAYS[name].limit == name for name in LIMITS.values())
     # No all_reduce adds blocks of int8.
-    assert with_their_limits(("fastsync.attach/int8",)) == ["no_sync", "fastsync.attach/int8"]
+    assert with_their_limits(("fastsync.attach/int8",)) == [*always, "fastsync.attach/int8"]
 
 
 def test_only_ways_that_the_backend_refuses_are_left_out():
     assert list(left_out(list(WAYS), "gloo")) == ["ddp/bf16_compress_hook"]
-    assert left_out(list(WAYS), "nccl") == {}
+    assert list(left_out(list(WAYS), "nccl")) == ["shared_memory_sum"]
 
 
 @pytest.mark.parametrize(

@@ -137,4 +137,4 @@ def _swaps(rank: int, world_size: int) -> None:
 
 
 def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there() -> None:
-    run_ranks(_swaps, 2)
+    run_ranks(_swaps, 2, shared_memory=False)

@@ -70,7 +70,7 @@ def _trains_like_ddp(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_none_is_bitwise_ddp_without_a_hook(world_size: int) -> None:
-    run_ranks(_trains_like_ddp, world_size)
+    run_ranks(_trains_like_ddp, world_size, shared_memory=world_size == 2)
 
 
 def _three_ranks_within_a_rounding(rank: int, world_size: int) -> None:
@@ -113,7 +113,7 @@ def _is_the_reference(rank: int, world_size: int) -> None:
 
 
 def test_two_ranks_are_bitwise_the_reference() -> None:
-    run_ranks(_is_the_reference, 2)
+    run_ranks(_is_the_reference, 2, shared_memory=False)
 
 
 def _all_ranks_agree(rank: int, world_size: int) -> None:
@@ -211,7 +211,7 @@ def _fp16_fits_every_magnitude(rank: int, world_size: int) -> None:
 
 
 def test_fp16_keeps_large_and_small_gradients_and_saturates_where_it_cannot() -> None:
-    run_ranks(_fp16_fits_every_magnitude, 2)
+    run_ranks(_fp16_fits_every_magnitude, 2, shared_memory=False)
 
 
 def _nonfinite_is_seen_by_all(rank: int, world_size: int) -> None:

@@ -281,7 +281,7 @@ def _states_and_wrappers(rank: int, world_size: int) -> None:
 
 
 def test_shared_states_wrapped_hooks_and_join() -> None:
-    run_ranks(_states_and_wrappers, 2)
+    run_ranks(_states_and_wrappers, 2, shared_memory=False)
 
 
 def _a_new_default_group(rank: int, world_size: int, folder: str) -> None:

@@ -98,7 +98,7 @@ def test_a_backward_more_on_one_rank(
     ],
 )
 def test_a_backward_more_on_one_rank_with_the_hook(world_size: int, compression: str, within: int) -> None:
-    errors = run_ranks(_hooked, world_size, 1, compression, within)
+    errors = run_ranks(_hooked, world_size, 1, compression, within, shared_memory=False)
     if within == 1:
         _assert_names(errors, 1)
     for error in errors:  # the stamp of the first step came before any update
@@ -116,7 +116,7 @@ def _twins(rank: int, world_size: int) -> str:
 
 
 def test_twins_whose_backwards_come_in_another_order() -> None:
-    for error in run_ranks(_twins, 2):
+    for error in run_ranks(_twins, 2, shared_memory=False):
         first, second = re.search(r"rank 0: engine (\d+), 1 update; rank 1: engine (\d+), 1 update", error).groups()
         assert first != second
 
@@ -212,4 +212,4 @@ def _legitimate(rank: int, world_size: int) -> None:
 
 
 def test_what_ranks_may_do_alone() -> None:
-    run_ranks(_legitimate, 2)
+    run_ranks(_legitimate, 2, shared_memory=False)

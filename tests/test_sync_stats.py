@@ -106,7 +106,7 @@ def _all_stats(rank: int, world_size: int) -> None:
 
 
 def test_stats_are_exact_and_those_of_the_averaged_gradients() -> None:
-    run_ranks(_all_stats, 2)
+    run_ranks(_all_stats, 2, shared_memory=False)
 
 
 def _every_step_is_timed(rank: int, world_size: int) -> None:

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "passes/backend.h"
+#include "sums/rank_sum.h"
 #include "transport/agreement.h"
 #include "transport/single_threaded.h"
 #include "transport/without_python_objects.h"
@@ -52,6 +53,8 @@ struct BucketSync::Failure {
       call();
     } catch (const c10::ValueError&) {
       throw;
+    } catch (const c10::Error& error) {
+      raise(error.what_without_backtrace());
     } catch (const std::exception& error) {
       raise(error.what());
     }
@@ -70,6 +73,7 @@ struct BucketSync::Flight {
 BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
                        std::shared_ptr<Whereabouts> whereabouts)
     : team_(make_team(std::move(group), device)),
+      may_share_(team_->sends_at_once() && team_->size() > 1),
       failure_(std::make_shared<const Failure>(
           c10::str("fastsync: averaging ", name, " failed on rank ", team_->rank(), " of ", team_->size(), ": "),
           std::move(whereabouts))),
@@ -114,21 +118,21 @@ std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync&
                                                       const std::vector<bool>& stand_in, bool is_for_future) {
   bucket.extras = extras;
   failure_->whereabouts->average(sync.step);
-  if (waits_to_send(sync.compression)) {
+  if (needs_scale(sync.compression)) {
     agree_on_scale(bucket);
   } else if (sync.compression.wire != Wire::kFloat16) {
     scale_.reset();  // it does not follow the gradients while another wire is in use
   }
+  failure_->guard([&] { share_memory(bucket); });
   stopwatch->mark(Mark::kStart);
   bucket.scale = scale_;
   bucket.rounding = rounding_of(sync);
   bucket.step = bucket.rounding.is_stochastic ? counter_ : at::Tensor();
   totals_->elements = numel_of(bucket.grads);
   totals_->num_syncs += 1;
-  const Algorithm algorithm = algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team_);
   auto flight = std::make_shared<Flight>();
   failure_->guard([&] {
-    flight->sum = make_sum(std::move(bucket), algorithm, sync, is_for_future);
+    flight->sum = make_sum(std::move(bucket), sync, is_for_future);
     const bool error_feedback = sync.compression.error_feedback;
     feedback_.lend(flight->sum->bucket(), error_feedback, error_feedback ? flight->sum->owned() : Owned(), stand_in);
     flight->sum->send();
@@ -141,24 +145,49 @@ std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync&
   return flight;
 }
 
-std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, Algorithm algorithm, const Sync& sync,
-                                                bool is_for_future) {
-  switch (algorithm) {
+// Once, for whatever the bucket travels as, or anew where more rides along: all ranks do so in the same sync.
+void BucketSync::share_memory(const Bucket& bucket) {
+  if (!may_share_) {
+    return;
+  }
+  const int64_t stamp = 2 * team_->size() * static_cast<int64_t>(sizeof(float));  // which not every sync has room for
+  const int64_t row_bytes = RankSum::most_row_bytes(bucket, team_->size()) + stamp;
+  if (shared_ && row_bytes - stamp <= shared_->row_bytes()) {
+    return;
+  }
+  shared_buffers_ = {};
+  shared_.reset();
+  host_ = host_ ? host_ : Host::of(team_->group());
+  shared_ = SharedTeam::make(team_->group(), host_, row_bytes, totals_->why_not_shared);
+  may_share_ = shared_ != nullptr;
+}
+
+// Whoever names all_reduce or nodes means the process group.
+std::shared_ptr<Team> BucketSync::team_for(const Compression& compression) const {
+  return shared_ && compression.ranks_per_node == 1 && compression.algorithm != Algorithm::kAllReduce ? shared_ : team_;
+}
+
+std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync, bool is_for_future) {
+  const auto team = team_for(sync.compression);
+  SumBuffers& buffers = team == team_ ? buffers_ : shared_buffers_;
+  totals_->shares_memory = team->shares_memory();
+  team->begin(sync.attempt);
+  switch (algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team)) {
     case Algorithm::kAllReduce:
-      return all_reduce_sum(team_, std::move(bucket), buffers_, is_for_future);
+      return all_reduce_sum(team, std::move(bucket), buffers, is_for_future);
     case Algorithm::kOneShot:
-      return one_shot_sum(team_, sync.tag, std::move(bucket), buffers_);
+      return one_shot_sum(team, sync.tag, std::move(bucket), buffers);
     case Algorithm::kTwoShot:
-      return two_shot_sum(team_, sync.tag, std::move(bucket), buffers_);
+      return two_shot_sum(team, sync.tag, std::move(bucket), buffers);
     case Algorithm::kTwoLevel:
-      return two_level_sum(team_, sync.tag, sync.compression.ranks_per_node, std::move(bucket), buffers_);
+      return two_level_sum(team, sync.tag, sync.compression.ranks_per_node, std::move(bucket), buffers);
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
 bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const {
   const DType dtype = dtype_of(grads.front().scalar_type());
-  return algorithm_for(compression, dtype, numel_of(grads), *team_) != Algorithm::kAllReduce ||
+  return algorithm_for(compression, dtype, numel_of(grads), *team_for(compression)) != Algorithm::kAllReduce ||
          !is_own_wire(grads, wire_dtype(compression.wire, dtype));
 }
 
@@ -222,7 +251,7 @@ void BucketSync::discard(Flight& flight) {
 // With the thread's state, for without it a profiler would not see what happens on another thread.
 c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vector<at::Tensor> grads, const Sync& sync,
                                             std::shared_ptr<Stopwatch> stopwatch, Strand& strand, const Extras& extras,
-                                            OnFlags on_flags) {
+                                            OnFlags on_flags, std::function<void()>* rest) {
   const WithoutPythonObjects without_python;
   const auto flight =
       start(bucket_of(std::move(grads), sync), sync, std::move(stopwatch), extras, {}, /*is_for_future=*/true);
@@ -242,19 +271,24 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
                       }),
                       c10::TensorType::get());
   }
+  auto future = make_future(device_);
+  auto complete = [flight, buffer, future] {
+    try {
+      receive(*flight);
+    } catch (...) {
+      future->setError(std::current_exception());
+      return;
+    }
+    future->markCompleted(c10::IValue(buffer));
+  };
+  if (rest != nullptr && totals_->shares_memory) {
+    *rest = std::move(complete);
+    return future;
+  }
   if (flight->sum->needs_driving()) {
     strand.post(device_, at::wrapPropagateTLSState([flight] { flight->sum->drive(); }), /*is_urgent=*/true);
   }
-  auto future = make_future(device_);
-  strand.post(device_, at::wrapPropagateTLSState([flight, buffer, future] {
-                try {
-                  receive(*flight);
-                } catch (...) {
-                  future->setError(std::current_exception());
-                  return;
-                }
-                future->markCompleted(c10::IValue(buffer));
-              }));
+  strand.post(device_, at::wrapPropagateTLSState(std::move(complete)));
   return future;
 }
 

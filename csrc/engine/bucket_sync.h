@@ -18,6 +18,7 @@
 #include "sums/bucket_sum.h"
 #include "sums/error_feedback.h"
 #include "transport/roll_call.h"
+#include "transport/shared_team.h"
 #include "transport/strand.h"
 #include "transport/team.h"
 
@@ -30,6 +31,7 @@ struct Sync {
   int64_t index = 0;       // of the bucket
   int tag = 0;             // of its messages; the next kTagsPerBucket - 1 are its as well
   bool ends_step = false;  // once it has been received
+  int64_t attempt = 0;     // the same where one step is sent twice, because it failed; 0: each is another
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -81,17 +83,19 @@ class BucketSync {
   // send, and receive when the group is done, on the thread that says so or on the strand. A single gradient
   // of the wire's dtype may be its own wire, so nothing else may use its memory meanwhile; extras then take a
   // collective of their own, elsewhere there is room beside the gradients. What is called with the sums of the flags
-  // may throw. The future's value is the buffer.
+  // may throw. The future's value is the buffer. Of a bucket that is a whole step, which backward hides nothing of, the
+  // caller may be given what is left to do: to be called without a lock, on this thread.
   using OnFlags = std::function<void(const at::Tensor& flags)>;
   c10::intrusive_ptr<c10::ivalue::Future> sync(const at::Tensor& buffer, std::vector<at::Tensor> grads,
                                                const Sync& sync, std::shared_ptr<Stopwatch> stopwatch, Strand& strand,
-                                               const Extras& extras = {}, OnFlags on_flags = nullptr);
+                                               const Extras& extras = {}, OnFlags on_flags = nullptr,
+                                               std::function<void()>* rest = nullptr);
   bool has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const;
 
-  // Whether send waits for the other ranks, to agree on the first fp16 scale, or on one after a step that says nothing
-  // of how large gradients are.
+  // Whether send waits for the other ranks, to share memory with them, or to agree on the first fp16 scale, or on one
+  // after a step that says nothing of how large gradients are.
   bool waits_to_send(const Compression& compression) const {
-    return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
+    return (may_share_ && !shared_) || needs_scale(compression);
   }
 
   c10::Device device() const { return device_; }
@@ -117,7 +121,12 @@ class BucketSync {
   Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync) const;
   std::shared_ptr<Flight> start(Bucket bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
                                 const Extras& extras, const std::vector<bool>& stand_in, bool is_for_future);
-  std::unique_ptr<BucketSum> make_sum(Bucket bucket, Algorithm algorithm, const Sync& sync, bool is_for_future);
+  bool needs_scale(const Compression& compression) const {
+    return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
+  }
+  void share_memory(const Bucket& bucket);
+  std::shared_ptr<Team> team_for(const Compression& compression) const;
+  std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync, bool is_for_future);
   Rounding rounding_of(const Sync& sync);
   bool has_lost_scale() const;
   void agree_on_scale(const Bucket& bucket);
@@ -125,9 +134,13 @@ class BucketSync {
   struct Failure;
 
   std::shared_ptr<Team> team_;
+  std::shared_ptr<Host> host_;
+  std::shared_ptr<SharedTeam> shared_;  // the same ranks, where they share memory
+  bool may_share_;                      // until a try has failed
   std::shared_ptr<const Failure> failure_;
   c10::Device device_;
-  SumBuffers buffers_;
+  SumBuffers buffers_;  // this and the next: of the one team, and of the other
+  SumBuffers shared_buffers_;
   ErrorFeedback feedback_;
   at::Tensor scale_;
   // int64 [1], the step that stochastic rounding follows. Unpacking adds one, so that after the newest sync it is the

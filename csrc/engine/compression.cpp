@@ -17,6 +17,8 @@ namespace {
 constexpr double kIndistinguishable = 1.03;
 // Below so many bytes that each rank sends more than two_shot would, one step of the network costs less than two.
 constexpr int64_t kOneShotBytes = 1 << 16;
+// In memory that ranks share, where two ranks never move less in two steps.
+constexpr int64_t kOneShotBytesInMemory = 1 << 17;
 // Between two ranks both send as much, and full width may go either way: see algorithm_for.
 constexpr int64_t kOneShotBytesOfTwo = 1 << 22;
 
@@ -96,6 +98,11 @@ Algorithm algorithm_for(const Compression& compression, DType grad, int64_t nume
   const int64_t world_size = team.size();
   if (compression.ranks_per_node > 1) {
     return Algorithm::kTwoLevel;
+  }
+  if (team.shares_memory()) {
+    const int64_t bytes = numel * size_of(wire_dtype(compression.wire, grad));
+    const bool is_fast_at_once = world_size == 2 || bytes <= kOneShotBytesInMemory;
+    return compression.algorithm.value_or(is_fast_at_once ? Algorithm::kOneShot : Algorithm::kTwoShot);
   }
   if (!compression.sums_in_float32) {
     const bool is_exact = compression.wire == Wire::kNone && (grad == DType::kFloat32 || grad == DType::kFloat64);

@@ -54,7 +54,8 @@ std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compr
 c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::shared_ptr<const Schedule> schedule) {
   const at::Tensor buffer = grad_bucket.getBuffer();
   check_buffer(buffer, name_of(grad_bucket));
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::function<void()> rest;
+  std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<EngineBucket> bucket = find_or_add(grad_bucket);
   // DDP sends its buckets in order. A backward that failed leaves the rest out.
   const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
@@ -81,9 +82,14 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   }
   auto future = bucket->sync->sync(
       buffer, std::move(grads), sync, stopwatch, strand_, extras,
-      [agreement = bucket->agreement](const at::Tensor& flags) { agreement->pairing.arrive(flags); });
+      [agreement = bucket->agreement](const at::Tensor& flags) { agreement->pairing.arrive(flags); },
+      is_first && grad_bucket.isLast() ? &rest : nullptr);
   if (grad_bucket.isLast()) {
     end_step();
+  }
+  lock.unlock();
+  if (rest) {
+    rest();
   }
   return future;
 }

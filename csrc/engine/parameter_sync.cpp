@@ -166,8 +166,12 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
               riders_.board(device, is_poisoned)};
   }
   const auto index = static_cast<int>(next_bucket_);
-  const Sync sync{compression_for(*schedule_, step_, bucket.numel, device), step_, index,
-                  first_tag(agreement_->number) + index * kTagsPerBucket};
+  const Sync sync{compression_for(*schedule_, step_, bucket.numel, device),
+                  step_,
+                  index,
+                  first_tag(agreement_->number) + index * kTagsPerBucket,
+                  /*ends_step=*/false,
+                  num_steps()};
   bucket.flight = bucket.sync().send(std::move(grads), sync, start_bucket(*bucket.in_engine), extras, stand_in);
   next_bucket_ += 1;
   if (is_last) {

@@ -11,6 +11,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace fastsync {
@@ -55,6 +56,8 @@ class Stopwatch {
 // done in time to be read.
 struct BucketTotals {
   int64_t elements = 0;
+  bool shares_memory = false;  // with all other ranks, in the newest sync
+  std::string why_not_shared;  // where that was tried
   int64_t wire_bytes = 0;
   int64_t num_syncs = 0;
   int64_t num_timed = 0;
@@ -62,7 +65,7 @@ struct BucketTotals {
   double collective_time = 0.0;
   double unpack_time = 0.0;
 
-  void add(const BucketTotals& other);  // all but elements, which is one bucket's
+  void add(const BucketTotals& other);  // all but the first three, which are one bucket's
 };
 
 // The totals of buckets that are no more, to which a step under way may still add its times.

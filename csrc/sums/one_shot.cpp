@@ -9,13 +9,15 @@ class OneShotSum final : public RankSum {
  public:
   OneShotSum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers)
       : RankSum(std::move(team), std::move(bucket)), tag_(tag) {
-    int64_t offset = 0;
+    int64_t row = 0;  // of all pieces together, so that each rank's memory can lie near it
     for_each_piece(/*in_shards=*/false, [&](const Span& span) {
-      const Rows rows = rows_of(offset, span.end - span.begin, bucket_.wire_dtype, span.turn.is_last);
-      pieces_.push_back({span, rows, nullptr});
-      offset = rows.begin(team_->size());
+      pieces_.push_back({span, rows_of(row, span.end - span.begin, bucket_.wire_dtype, span.turn.is_last), nullptr});
+      row += pieces_.back().rows.stride;
     });
-    take(buffers, offset, /*kind=*/team_->size());
+    for (Piece& piece : pieces_) {
+      piece.rows.stride = row;
+    }
+    take(buffers, team_->size() * row, /*kind=*/team_->size());
   }
 
   void send() override {
@@ -48,6 +50,7 @@ class OneShotSum final : public RankSum {
       bucket_.unpack(bucket_.cut(piece.begin, piece.end, 0), address(piece.rows.offset), team_->size(),
                      piece.rows.stride, piece.turn);
     }
+    release();
   }
 
   int tag_;

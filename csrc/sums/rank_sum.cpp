@@ -26,9 +26,6 @@ at::Tensor joined(const Extras& extras) {
 
 }  // namespace
 
-ReduceScatter::ReduceScatter(std::shared_ptr<Team> of, int message_tag, const Rows& rows)
-    : team(std::move(of)), tag(message_tag), to(rows), from{to.begin(team->size()), rows.length, rows.stride} {}
-
 RankSum::RankSum(std::shared_ptr<Team> team, Bucket bucket)
     : BucketSum(std::move(bucket)), team_(std::move(team)), extras_(joined(bucket_.extras)) {}
 
@@ -58,11 +55,27 @@ Rows RankSum::rows_of(int64_t offset, int64_t values, DType dtype, bool is_last)
 // What lies beyond the last value, and on an int8 wire between gradients, is added like the rest, so it has to be
 // zeros.
 void RankSum::take(SumBuffers& buffers, int64_t num_bytes, int64_t kind) {
+  use_ = team_->use_rows();
   const std::vector<int64_t> layout{bucket_.num_values, static_cast<int64_t>(bucket_.wire_dtype), extra_bytes(), kind};
   if (buffers.layout != layout) {
     buffers = {team_->allocate(num_bytes), layout};
   }
   memory_ = buffers.memory;
+}
+
+// At full width, with every gradient in blocks of its own, and each rank's part of each piece rounded up.
+int64_t RankSum::most_row_bytes(const Bucket& bucket, int64_t num_ranks) {
+  const int64_t width = size_of(bucket.grad_dtype);
+  int64_t bytes = 0;
+  for (const at::Tensor& grad : bucket.grads) {
+    bytes += round_up(grad.numel(), kBlockValues) * width;
+  }
+  const int64_t most_pieces = bytes / (kPieceBytes / 2) + 1;
+  const int64_t most_rounding =
+      part_multiple(DType::kInt8) * width + bytes_of(part_multiple(DType::kInt8), DType::kInt8);
+  const at::Tensor extras = joined(bucket.extras);
+  const int64_t extra_bytes = extras.defined() ? static_cast<int64_t>(extras.nbytes()) : 0;
+  return bytes + num_ranks * (most_pieces * most_rounding + round_up(extra_bytes, kRowAlignment));
 }
 
 std::vector<Segment> RankSum::parts(const Span& span, int64_t part, DType dtype, int64_t base,

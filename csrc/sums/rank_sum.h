@@ -15,9 +15,6 @@ constexpr int64_t kRowAlignment = 64;  // in bytes
 // The first half of two_shot: each member of a team gets everybody's part of a piece that it is to add up, as rows of
 // `from` in rank order. Other members' parts are packed into rows of `to`, its own where it is added.
 struct ReduceScatter {
-  ReduceScatter(std::shared_ptr<Team> team, int tag, const Rows& to);
-
-  int64_t end() const { return from.begin(team->size()); }
   int64_t place_of(int64_t member) const { return (member == team->rank() ? from : to).begin(member); }
   void expect(const at::Tensor& buffer) { transfer = team->all_to_all(buffer, to, from, tag); }
 
@@ -29,6 +26,10 @@ struct ReduceScatter {
 };
 
 class RankSum : public BucketSum {
+ public:
+  // As many bytes of each rank's rows as no sum of such a bucket needs more of, whatever it travels as.
+  static int64_t most_row_bytes(const Bucket& bucket, int64_t num_ranks);
+
  protected:
   // A piece of the bucket's values [begin, end), which is the first to pass, the last, both or neither.
   struct Span {
@@ -47,8 +48,12 @@ class RankSum : public BucketSum {
   int64_t part_of(const Span& span) const;
   // Rows of so many values from the offset on, with room for extras behind those of the bucket's last piece.
   Rows rows_of(int64_t offset, int64_t values, DType dtype, bool is_last) const;
-  // So many bytes, of zeros where they were last used with another layout.
+  // So many bytes, of zeros where they were last used with another layout; this sum's until release, when all is read.
   void take(SumBuffers& buffers, int64_t num_bytes, int64_t kind);
+  void release() {
+    use_.reset();
+    team_->have_read();
+  }
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
   // A piece's parts, so many values each, where place_of(member) says in bytes where each lies, on a wire from base on.
   std::vector<Segment> parts(const Span& span, int64_t part, DType dtype, int64_t base,
@@ -71,6 +76,8 @@ class RankSum : public BucketSum {
   at::Tensor memory_;
 
  private:
+  std::shared_ptr<void> use_;  // of the memory
+
   int64_t extra_bytes() const { return extras_.defined() ? static_cast<int64_t>(extras_.nbytes()) : 0; }
 
   at::Tensor extras_;  // flags, then riders; undefined where there are none

@@ -30,9 +30,14 @@ class TwoLevelSum final : public RankSum {
     for_each_piece(/*in_shards=*/true, [&](const Span& span) {
       const int64_t sub_shard = part_of(span);
       const int64_t shard = peers_->size() * sub_shard;
-      ReduceScatter in_node(node_, tag_, rows_of(offset, shard, bucket_.grad_dtype, span.turn.is_last));
-      ReduceScatter between(peers_, tag_ + 1, rows_of(in_node.end(), sub_shard, wire, span.turn.is_last));
-      const Rows means{between.end(), bytes_of(shard, wire), bytes_of(shard, wire)};
+      const auto scatter = [&](const std::shared_ptr<Team>& level, int level_tag, const Rows& to) {
+        const Rows from{to.begin(level->size()), to.length, to.stride};
+        offset = from.begin(level->size());
+        return ReduceScatter{level, level_tag, to, from, nullptr};
+      };
+      auto in_node = scatter(node_, tag_, rows_of(offset, shard, bucket_.grad_dtype, span.turn.is_last));
+      auto between = scatter(peers_, tag_ + 1, rows_of(offset, sub_shard, wire, span.turn.is_last));
+      const Rows means{offset, bytes_of(shard, wire), bytes_of(shard, wire)};
       const Rows nodes_means{means.begin(node_->rank()), bytes_of(sub_shard, wire), bytes_of(sub_shard, wire)};
       offset = round_up(means.begin(node_->size()), kRowAlignment);
       pieces_.push_back({span, shard, sub_shard, place, std::move(in_node), std::move(between), nodes_means, means,

@@ -10,17 +10,23 @@ class TwoShotSum final : public RankSum {
  public:
   TwoShotSum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers)
       : RankSum(std::move(team), std::move(bucket)), tag_(tag) {
-    int64_t offset = 0;
+    const DType wire = bucket_.wire_dtype;
+    int64_t all = 0;
+    for_each_piece(/*in_shards=*/true, [&](const Span& span) {
+      all += team_->size() * rows_of(0, part_of(span), wire, span.turn.is_last).stride;
+    });
+    int64_t begin = 0;
     int64_t place = 0;
     for_each_piece(/*in_shards=*/true, [&](const Span& span) {
       const int64_t shard = part_of(span);
-      const Rows rows = rows_of(offset, shard, bucket_.wire_dtype, span.turn.is_last);
-      const Rows means{offset, bytes_of(shard, bucket_.wire_dtype), rows.stride};  // no extras travel with them
-      pieces_.push_back({span, shard, place, ReduceScatter(team_, tag_, rows), means, nullptr});
-      offset = pieces_.back().scatter.end();
+      const Rows rows = rows_of(0, shard, wire, span.turn.is_last);
+      auto [to, from, means] = team_->exchange(rows.length, rows.stride, begin, all);
+      means.length = bytes_of(shard, wire);  // no extras travel with them
+      pieces_.push_back({span, shard, place, ReduceScatter{team_, tag_, to, from, nullptr}, means, nullptr});
+      begin += team_->size() * rows.stride;
       place += shard;
     });
-    take(buffers, offset, /*kind=*/2 * team_->size());
+    take(buffers, team_->exchange_bytes(all), /*kind=*/2 * team_->size());
   }
 
   Owned owned() const override {
@@ -76,6 +82,7 @@ class TwoShotSum final : public RankSum {
       bucket_.unpack(parts(piece, piece.shard, bucket_.wire_dtype, piece.means.offset, place_of),
                      address(piece.means.offset), /*num_wires=*/1, /*stride=*/0, piece.turn);
     }
+    release();
   }
 
   int tag_;

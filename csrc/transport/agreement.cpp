@@ -31,17 +31,6 @@ std::vector<at::Tensor> all_gather(const Group& group, const at::Tensor& mine, c
   return on_cpu;
 }
 
-std::vector<std::string> gather_texts(const Group& group, const std::string& text, int64_t longest,
-                                      c10::Device device) {
-  at::Tensor padded = at::zeros({longest}, at::kByte);
-  std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
-  std::vector<std::string> texts;
-  for (const at::Tensor& row : all_gather(group, padded, device)) {
-    texts.emplace_back(reinterpret_cast<const char*>(row.data_ptr<uint8_t>()));
-  }
-  return texts;
-}
-
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
   std::istringstream stream(text);
@@ -96,6 +85,16 @@ uint64_t fingerprint(const std::string& text) {
     hash = (hash ^ byte) * 0x100000001B3ULL;
   }
   return hash;
+}
+
+std::vector<std::string> gather_texts(const Group& group, const std::string& text, int64_t size, c10::Device device) {
+  at::Tensor padded = at::zeros({size}, at::kByte);
+  std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
+  std::vector<std::string> texts;
+  for (const at::Tensor& row : all_gather(group, padded, device)) {
+    texts.emplace_back(reinterpret_cast<const char*>(row.data_ptr<uint8_t>()));
+  }
+  return texts;
 }
 
 int64_t check_agreement(const Group& group, const std::string& description, c10::Device device) {

@@ -7,11 +7,16 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace fastsync {
 
 // A hash of the text that is the same on every machine.
 uint64_t fingerprint(const std::string& text);
+
+// Every rank's text, in rank order: less than `size` bytes each, through tensors on the device.
+std::vector<std::string> gather_texts(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& text,
+                                      int64_t size, c10::Device device);
 
 // Compares a description (lines of text) over all ranks of the group, through tensors on the device. Where they differ,
 // every rank throws c10::ValueError with the first line that differs and which ranks have which version of it. Only a

@@ -155,12 +155,18 @@ std::shared_ptr<Team> Team::part(int64_t first, int64_t step, int64_t size) cons
   return std::make_shared<Team>(group_, device_, first_ + first * step_, step * step_, size);
 }
 
-at::Tensor Team::allocate(int64_t bytes) const {
+Exchange Team::exchange(int64_t length, int64_t stride, int64_t begin, int64_t all) const {
+  (void)all;
+  const Rows to{2 * begin, length, stride};
+  return {to, {to.begin(size_), length, stride}, to};
+}
+
+at::Tensor Team::allocate(int64_t bytes) {
   return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
 // Large enough on a CPU that the number of messages costs nothing, small enough to overlap. NCCL cuts up by itself.
-int64_t Team::piece_bytes() const { return device_.is_cpu() ? 1 << 20 : std::numeric_limits<int64_t>::max() / 2; }
+int64_t Team::piece_bytes() const { return device_.is_cpu() ? kPieceBytes : std::numeric_limits<int64_t>::max() / 2; }
 
 // From each of the others and to each, beginning with the next one.
 std::unique_ptr<Transfer> Team::messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,
@@ -176,7 +182,7 @@ std::unique_ptr<Transfer> Team::messages(const at::Tensor& buffer, const Rows& f
   return std::make_unique<Messages>(group_, device_, std::move(sent), std::move(expected), tag);
 }
 
-std::unique_ptr<Transfer> Team::all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) const {
+std::unique_ptr<Transfer> Team::all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) {
   if (!has_collectives_) {
     return messages(buffer, from, to, /*same_to_all=*/false, tag);
   }
@@ -192,7 +198,7 @@ std::unique_ptr<Transfer> Team::all_to_all(const at::Tensor& buffer, const Rows&
       (size_ - 1) * from.length);
 }
 
-std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows& rows, int tag) const {
+std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows& rows, int tag) {
   if (!has_collectives_) {
     return messages(buffer, rows, rows, /*same_to_all=*/true, tag);
   }

@@ -21,6 +21,14 @@ struct Rows {
   at::Tensor of(const at::Tensor& buffer, int64_t row) const;
 };
 
+// Where the rows of an all_to_all lie: those that leave, those that come, and those of an all_gather that may take the
+// place of what has left, or of what has been read.
+struct Exchange {
+  Rows to;
+  Rows from;
+  Rows gathered;
+};
+
 // Rows on their way. What others send is expected from the beginning, so that it travels without asking.
 class Transfer {
  public:
@@ -58,6 +66,9 @@ class Reduction final : public Transfer {
   c10::Device device_;
 };
 
+// On a CPU: see piece_bytes.
+constexpr int64_t kPieceBytes = 1 << 20;
+
 class Team {
  public:
   Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, int64_t first, int64_t step, int64_t size);
@@ -71,22 +82,37 @@ class Team {
   // Some of its ranks: every step-th from the first on, this one among them.
   std::shared_ptr<Team> part(int64_t first, int64_t step, int64_t size) const;
 
-  // A buffer for rows, of zeros.
-  virtual at::Tensor allocate(int64_t bytes) const;
+  // A buffer for rows, as many for each member. Those that this rank fills are zeros.
+  virtual at::Tensor allocate(int64_t bytes);
+
+  // Before a sum. The attempt, where it is not 0, is the same for those of one step, and more for those of later ones.
+  virtual void begin(int64_t attempt) { (void)attempt; }
+  // Before a sum fills its rows: waits until nobody reads what was in them. What it returns is held as long as the sum.
+  virtual std::shared_ptr<void> use_rows() { return nullptr; }
+  // This rank has read all that it wants to read.
+  virtual void have_read() {}
+
+  // For an all_to_all whose rows begin behind `begin` of `all` bytes of such rows.
+  virtual Exchange exchange(int64_t length, int64_t stride, int64_t begin, int64_t all) const;
+  virtual int64_t exchange_bytes(int64_t all) const { return 2 * all; }
+
+  // Whether rows need not travel, because all members have the buffer.
+  virtual bool shares_memory() const { return false; }
 
   // How many bytes are worth a transfer of their own, so that packing, travelling and unpacking of neighbours overlap.
   virtual int64_t piece_bytes() const;
+
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
   // Whether sending to one rank takes less than a collective of all.
   bool sends_at_once() const { return sends_at_once_; }
 
   // Row j of `from` goes to member j, and becomes its row rank() of `to`. No row of this rank's own travels: it is to
   // be put where it is wanted, into `to`. Messages of one tag arrive in the order in which they were sent.
-  virtual std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to,
-                                               int tag) const;
+  virtual std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag);
 
   // Row rank() goes to everybody.
-  virtual std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag) const;
+  virtual std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag);
 
   // Of the whole process group. Several buffers travel together where the backend can do that, else side by side.
   std::unique_ptr<Reduction> all_reduce(const std::vector<at::Tensor>& buffers,

@@ -1,0 +1,45 @@
+// The ranks of a group as processes of one host, if they are: found out by trying, agreed on by all.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/shared_memory.h"
+#include "transport/unix_socket.h"
+
+namespace fastsync {
+
+// One for each group in a process, while anybody uses it. Thread-safe between its ranks' common calls.
+class Host {
+ public:
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+  // What keeps this process from sharing memory with any other; empty where nothing does.
+  static std::string obstacle();
+
+  // This and the next are for all ranks together, at the same place between their collectives.
+  static std::shared_ptr<Host> of(const Group& group);
+  // Memory of so many bytes, each rank's part of which lies near it. Null where not every rank could get it; `why_not`
+  // says why, on every rank.
+  std::shared_ptr<SharedMemory> share(const Group& group, int64_t bytes, std::string& why_not);
+
+  // Empty where memory can be shared; else which rank cannot, and why. The same on all ranks.
+  const std::string& why_not() const { return why_not_; }
+  // Whether the rank's process has ended, or has let go of all that used its group.
+  bool has_left(int64_t rank) const { return connections_[static_cast<size_t>(rank)].has_ended(); }
+
+ private:
+  explicit Host(const Group& group);
+
+  std::string id_;
+  std::string why_not_;
+  int64_t num_shared_ = 0;
+  std::vector<Connection> connections_;  // by rank, not open to this one itself
+};
+
+}  // namespace fastsync

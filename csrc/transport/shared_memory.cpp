@@ -1,0 +1,107 @@
+#include "transport/shared_memory.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <string>
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+
+namespace fastsync {
+
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+[[noreturn]] void raise(const char* call, int64_t bytes) {
+  TORCH_CHECK(false, call, " of ", bytes, " bytes: ", std::strerror(errno));
+}
+
+// Some systems ask for the flag, and old ones do not know it.
+int new_memory() {
+  const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  const int made = memfd_create("fastsync", flags | MFD_NOEXEC_SEAL);
+  return made >= 0 || errno != EINVAL ? made : memfd_create("fastsync", flags);
+}
+
+int64_t value_in(const std::string& path, const std::string& key) {
+  std::ifstream file(path);
+  std::string word;
+  int64_t value = 0;
+  while (key.empty() ? static_cast<bool>(file >> value) : static_cast<bool>(file >> word >> value)) {
+    if (word == key) {
+      return value;
+    }
+  }
+  return -1;
+}
+
+// What the process's cgroup may still use, as far as it is told; a system that runs out of it kills.
+int64_t left_in_cgroup() {
+  const std::string folder = "/sys/fs/cgroup/";
+  const int64_t most = value_in(folder + "memory.max", "");
+  const int64_t used = value_in(folder + "memory.current", "");
+  const int64_t files = value_in(folder + "memory.stat", "inactive_file");
+  return most < 0 || used < 0 ? INT64_MAX : most - used + (files > 0 ? files : 0);
+}
+
+}  // namespace
+
+Descriptor SharedMemory::make(int64_t bytes) {
+  Descriptor memory(new_memory());
+  if (!memory.is_open()) {
+    raise("memfd_create", bytes);
+  }
+  if (ftruncate(memory.number(), bytes) != 0) {
+    raise("ftruncate", bytes);
+  }
+  if (fcntl(memory.number(), F_ADD_SEALS, kSeals) != 0) {
+    raise("fcntl(F_ADD_SEALS)", bytes);
+  }
+  return memory;
+}
+
+SharedMemory::SharedMemory(const Descriptor& memory, int64_t bytes) : bytes_(bytes), process_id_(getpid()) {
+  struct stat status{};
+  TORCH_CHECK(fstat(memory.number(), &status) == 0 && status.st_size == bytes &&
+                  (fcntl(memory.number(), F_GET_SEALS) & kSeals) == kSeals,
+              "another process handed over something else than ", bytes, " bytes of memory");
+  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.number(), 0);
+  if (mapped == MAP_FAILED) {
+    raise("mmap", bytes);
+  }
+  madvise(mapped, bytes, MADV_DONTFORK);
+  data_ = static_cast<std::byte*>(mapped);
+}
+
+// A child that was forked does not have it.
+SharedMemory::~SharedMemory() {
+  if (getpid() == process_id_) {
+    munmap(data_, bytes_);
+  }
+}
+
+void SharedMemory::claim(const Descriptor& memory, int64_t begin, int64_t end) const {
+  if (begin >= end) {
+    return;
+  }
+  const int64_t left = left_in_cgroup();
+  TORCH_CHECK(bytes_ <= left, "the memory cgroup has ", left, " bytes left, and ", bytes_, " are needed");
+  int failed = 0;
+  do {
+    failed = fallocate(memory.number(), 0, begin, end - begin);
+  } while (failed != 0 && errno == EINTR);
+  if (failed != 0) {
+    raise("fallocate", end - begin);
+  }
+}
+
+}  // namespace fastsync

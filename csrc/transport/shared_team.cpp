@@ -1,0 +1,174 @@
+#include "transport/shared_team.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
+
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <utility>
+
+namespace fastsync {
+
+namespace {
+
+// A piece's number is that of its sum and its own.
+constexpr int64_t kPiecesOfASum = 1 << 20;
+
+int64_t control_bytes(int64_t size, size_t bytes_of_a_rank) {
+  constexpr int64_t kPage = 4096;
+  return (size * static_cast<int64_t>(bytes_of_a_rank) + kPage - 1) / kPage * kPage;
+}
+
+}  // namespace
+
+// The rows of all ranks' next piece.
+class SharedTeam::Arrival final : public Transfer {
+ public:
+  Arrival(std::shared_ptr<SharedTeam> team, size_t phase, int64_t number, int64_t bytes)
+      : team_(std::move(team)), phase_(phase), number_(number) {
+    sent_bytes_ = bytes;
+  }
+
+  void send() override { team_->numbers_of(team_->rank())[phase_].raise_to(number_); }
+
+  void wait() override {
+    RECORD_FUNCTION("fastsync::wait", {});
+    team_->wait_for_all(phase_, number_);
+  }
+
+ private:
+  std::shared_ptr<SharedTeam> team_;
+  size_t phase_;
+  int64_t number_;
+};
+
+std::shared_ptr<SharedTeam> SharedTeam::make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                             std::shared_ptr<Host> host, int64_t bytes, std::string& why_not) {
+  why_not = host->why_not();
+  if (!why_not.empty()) {
+    return nullptr;
+  }
+  const int64_t size = group->getSize();
+  auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * bytes, why_not);
+  if (!shared) {
+    return nullptr;
+  }
+  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), bytes));
+}
+
+SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
+                       std::shared_ptr<SharedMemory> shared, int64_t row_bytes)
+    : Team(group, c10::kCPU, /*first=*/0, /*step=*/1, group->getSize()),
+      host_(std::move(host)),
+      shared_(std::move(shared)),
+      row_bytes_(row_bytes),
+      has_cores_(size() <= num_usable_cores()) {}
+
+SharedTeam::Numbers& SharedTeam::numbers_of(int64_t rank) const {
+  return reinterpret_cast<Numbers*>(shared_->data())[rank];
+}
+
+// Each rank's rows of all pieces together, so that its memory can lie near it. What is sent is where it is received.
+Exchange SharedTeam::exchange(int64_t length, int64_t stride, int64_t begin, int64_t all) const {
+  return {
+      {rank() * all + begin, length, stride}, {begin + rank() * stride, length, all}, {begin, length, all + stride}};
+}
+
+at::Tensor SharedTeam::allocate(int64_t bytes) {
+  TORCH_INTERNAL_ASSERT(bytes <= size() * row_bytes_, "rows of ", bytes, " bytes do not fit into ", row_bytes_,
+                        " each");
+  std::byte* data = shared_->data() + control_bytes(size(), sizeof(Numbers));
+  const int64_t own = bytes / size();
+  std::memset(data + rank() * own, 0, own);
+  return at::from_blob(data, {bytes}, [shared = shared_](void*) {}, at::kByte);
+}
+
+// A step that failed and is sent again has the same number: others may still wait for it.
+void SharedTeam::begin(int64_t attempt) {
+  const int64_t sum = attempt == 0 ? sum_ + 1 : attempt;
+  if (sum != sum_) {
+    sum_before_ = std::exchange(sum_, sum);
+  }
+}
+
+// What this rank has not read of the sum before, because that failed, it reads no more.
+std::shared_ptr<void> SharedTeam::use_rows() {
+  wait_for_own();
+  numbers_of(rank())[kRead].raise_to(sum_before_);
+  wait_for_all(kRead, sum_before_);
+  num_pieces_.fill(0);
+  auto use = std::make_shared<char>();
+  use_ = use;
+  return use;
+}
+
+// A sum that failed may still be driven.
+void SharedTeam::wait_for_own() {
+  const auto deadline = Waiting::Clock::now() + limit();
+  while (!use_.expired()) {
+    TORCH_CHECK(Waiting::Clock::now() < deadline, "a sum that has failed did not end");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+std::unique_ptr<Transfer> SharedTeam::next(int tag, int64_t bytes) {
+  const size_t phase = static_cast<size_t>(tag) % kPhases;
+  const int64_t piece = ++num_pieces_[phase];
+  TORCH_INTERNAL_ASSERT(piece < kPiecesOfASum);
+  return std::make_unique<Arrival>(shared_from_this(), phase, sum_ * kPiecesOfASum + piece, bytes);
+}
+
+std::unique_ptr<Transfer> SharedTeam::all_to_all(const at::Tensor& /*buffer*/, const Rows& from, const Rows& /*to*/,
+                                                 int tag) {
+  return next(tag, (size() - 1) * from.length);
+}
+
+// Written once, however many read it.
+std::unique_ptr<Transfer> SharedTeam::all_gather(const at::Tensor& /*buffer*/, const Rows& rows, int tag) {
+  return next(tag, rows.length);
+}
+
+// A backend around another one may not tell.
+std::chrono::milliseconds SharedTeam::limit() const {
+  try {
+    return group_->getBackend(device_.type())->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return kBackendDefaultTimeout;
+  }
+}
+
+// Once others have been waited for in vain, they are waited for no more.
+void SharedTeam::wait_for_all(size_t which, int64_t number) {
+  const char* const what = which == kRead ? " to have read the gradients of the step before" : "'s gradients";
+  std::optional<Waiting::Clock::time_point> deadline;
+  for (int64_t step = 1; step < size(); ++step) {
+    const int64_t peer = (rank() + step) % size();
+    SharedNumber& theirs = numbers_of(peer)[which];
+    if (theirs.has_reached(number)) {
+      continue;
+    }
+    TORCH_CHECK(!has_failed_, "an earlier wait for ranks of this host has failed");
+    deadline = deadline ? deadline : Waiting::Clock::now() + limit();
+    try {
+      const bool is_there = waiting_[which].until(theirs, number, has_cores_, *deadline, [&] { look(which, number); });
+      TORCH_CHECK(is_there, "waited for rank ", peer, what, " until the process group's time-out, ",
+                  std::chrono::duration<double>(limit()).count(), " s");
+    } catch (...) {
+      has_failed_ = true;
+      throw;
+    }
+  }
+}
+
+void SharedTeam::look(size_t which, int64_t number) const {
+  for (int64_t peer = 0; peer < size(); ++peer) {
+    const SharedNumber& theirs = numbers_of(peer)[which];
+    const bool is_missing = peer != rank() && !theirs.has_reached(number) && host_->has_left(peer);
+    TORCH_CHECK(!is_missing || theirs.has_reached(number), "rank ", peer,
+                " has ended, or has left the process group, and this rank waits for it");
+  }
+}
+
+}  // namespace fastsync

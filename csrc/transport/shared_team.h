@@ -1,0 +1,68 @@
+// Ranks of one host whose rows lie in memory that they share. What one has written where it belongs the others read
+// there: a row travels by a number that its rank raises.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/host.h"
+#include "transport/team.h"
+#include "transport/waiting.h"
+
+namespace fastsync {
+
+// For the sums of one bucket, one after the other. As one thread sums and another may drive, each phase of a sum has a
+// number of its own.
+class SharedTeam final : public Team, public std::enable_shared_from_this<SharedTeam> {
+ public:
+  // On all ranks together, for rows of so many bytes each in all. Null where not all of them are on one host, or have
+  // the memory: why_not says why.
+  static std::shared_ptr<SharedTeam> make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                          std::shared_ptr<Host> host, int64_t bytes, std::string& why_not);
+
+  int64_t row_bytes() const { return row_bytes_; }
+
+  Exchange exchange(int64_t length, int64_t stride, int64_t begin, int64_t all) const override;
+  int64_t exchange_bytes(int64_t all) const override { return size() * all; }
+  at::Tensor allocate(int64_t bytes) override;
+  void begin(int64_t attempt) override;
+  std::shared_ptr<void> use_rows() override;
+  void have_read() override { numbers_of(rank())[kRead].raise_to(sum_); }
+  std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) override;
+  std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag) override;
+  bool shares_memory() const override { return true; }
+
+ private:
+  static constexpr size_t kPhases = 4;
+  static constexpr size_t kRead = kPhases;  // the sums whose rows this rank has read
+  using Numbers = std::array<SharedNumber, kPhases + 1>;
+
+  class Arrival;
+
+  SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
+             std::shared_ptr<SharedMemory> shared, int64_t row_bytes);
+  std::unique_ptr<Transfer> next(int tag, int64_t bytes);
+  Numbers& numbers_of(int64_t rank) const;
+  void wait_for_own();
+  void look(size_t which, int64_t number) const;
+  std::chrono::milliseconds limit() const;
+  void wait_for_all(size_t which, int64_t number);
+
+  std::shared_ptr<Host> host_;
+  std::shared_ptr<SharedMemory> shared_;
+  int64_t row_bytes_;
+  bool has_cores_;  // for all ranks
+  std::array<Waiting, kPhases + 1> waiting_;
+  int64_t sum_ = 0;  // the newest, as every rank counts them
+  int64_t sum_before_ = 0;
+  std::array<int64_t, kPhases> num_pieces_{};  // of the newest
+  std::weak_ptr<void> use_;                    // of the rows, by a sum of this rank's
+  std::atomic<bool> has_failed_ = false;
+};
+
+}  // namespace fastsync

@@ -1,0 +1,111 @@
+#include "transport/waiting.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <ctime>
+#include <fstream>
+#include <string>
+#include <thread>
+
+namespace fastsync {
+
+namespace {
+
+using Clock = Waiting::Clock;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr microseconds kSpin(50);
+constexpr microseconds kYield(100);  // after which it sleeps
+constexpr microseconds kSoon(50);    // asleep for less than this, it might as well have stayed awake
+constexpr milliseconds kLookEvery(100);
+
+long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* limit) {
+  return syscall(SYS_futex, &word, operation, value, limit, nullptr, 0);
+}
+
+timespec to_timespec(std::chrono::nanoseconds duration) {
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(duration);
+  return {static_cast<time_t>(seconds.count()), static_cast<long>((duration - seconds).count())};
+}
+
+// Rounded up; none where there is no quota.
+int64_t cgroup_quota() {
+  std::ifstream file("/sys/fs/cgroup/cpu.max");
+  int64_t quota = 0;
+  int64_t period = 0;
+  return file >> quota >> period && quota > 0 && period > 0 ? (quota + period - 1) / period : INT64_MAX;
+}
+
+bool is_reached_awake(const SharedNumber& number, int64_t reached, bool has_cores) {
+  const auto began = Clock::now();
+  while (!number.has_reached(reached)) {
+    const auto passed = Clock::now() - began;
+    if (passed > kSpin + kYield) {
+      return false;
+    }
+    if (!has_cores || passed > kSpin) {
+      sched_yield();
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+// Whoever falls asleep says so, notes the changes so far and looks at the value; this does it the other way round. So
+// one of the two sees the other's.
+void SharedNumber::raise_to(int64_t number) {
+  if (has_reached(number)) {
+    return;
+  }
+  value.store(number, std::memory_order_seq_cst);
+  num_changes.fetch_add(1, std::memory_order_seq_cst);
+  if (num_asleep.load(std::memory_order_seq_cst) > 0) {
+    futex(num_changes, FUTEX_WAKE, INT_MAX, nullptr);
+  }
+}
+
+int64_t num_usable_cores() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  const bool is_known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
+  const int64_t cores = is_known ? CPU_COUNT(&allowed) : std::thread::hardware_concurrency();
+  return std::max<int64_t>(1, std::min(cores, cgroup_quota()));
+}
+
+bool Waiting::until(SharedNumber& number, int64_t reached, bool has_cores, Clock::time_point deadline,
+                    c10::function_ref<void()> look) {
+  if (number.has_reached(reached)) {
+    was_late_ = false;
+    return true;
+  }
+  if (!was_late_ && is_reached_awake(number, reached, has_cores)) {
+    return true;
+  }
+  const auto began = Clock::now();
+  auto now = began;
+  while (!number.has_reached(reached) && now < deadline) {
+    number.num_asleep.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = number.num_changes.load(std::memory_order_seq_cst);
+    if (number.value.load(std::memory_order_seq_cst) < reached) {
+      const timespec pause = to_timespec(std::min<std::chrono::nanoseconds>(kLookEvery, deadline - now));
+      futex(number.num_changes, FUTEX_WAIT, seen, &pause);
+    }
+    number.num_asleep.fetch_sub(1, std::memory_order_seq_cst);
+    now = Clock::now();
+    if (!number.has_reached(reached) && now - began >= kLookEvery) {
+      look();
+    }
+  }
+  was_late_ = now - began > kSoon;
+  return number.has_reached(reached);
+}
+
+}  // namespace fastsync

@@ -1,0 +1,499 @@
+"""CPU ranks of one host add gradients in memory that they share: the right bits, at any pace, whatever ends."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import itertools
+import os
+import random
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync import Compression, reference
+from fastsync.compression import Wire
+from tests.models import assert_all_bitwise_equal, assert_same_on_all_ranks, random_grads
+from tests.ranks import RankError, run_ranks
+
+DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
+TIMEOUT = timedelta(seconds=6)
+
+
+def parameters_of(sizes: list[int]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size)) for size in sizes]
+
+
+def engine_of(
+    sizes: list[int], compression: Compression | str = "none", group: dist.ProcessGroup | None = None
+) -> tuple[list[nn.Parameter], fastsync.GradientSynchronizer]:
+    parameters = parameters_of(sizes)
+    return parameters, fastsync.attach(parameters, compression, overlap=False, process_group=group)
+
+
+def set_grads(parameters: list[nn.Parameter], value: float) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def assert_shared(sync: fastsync.GradientSynchronizer | fastsync.CommHook) -> None:
+    assert sync.stats().transport == "shared memory"
+
+
+def assert_mean(parameters: list[nn.Parameter], value: float) -> None:
+    for parameter in parameters:
+        assert torch.equal(parameter.grad, torch.full_like(parameter, value))
+
+
+# ---- the right bits -------------------------------------------------------------------------------------------------
+
+
+def random_sizes(chance: random.Random) -> list[int]:
+    most = chance.choice([3, 300, 40_000, 700_000])
+    return [chance.choice([0, 1, chance.randrange(most)]) for _ in range(chance.randrange(1, 6))] + [1]
+
+
+def expected_mean(grads: list[list[Tensor]], wire: Wire) -> list[list[Tensor]]:
+    """What may come, by how the engine adds: one of the two."""
+    return [
+        reference.all_reduce_mean(grads, DTYPE_OF[wire], reduce="fp32", algorithm=algorithm)
+        for algorithm in ("one_shot", "two_shot")
+    ]
+
+
+def _random_layouts(rank: int, world_size: int, seed: int) -> None:
+    chance = random.Random(seed)
+    for case in range(6):
+        sizes = random_sizes(chance)
+        wire = chance.choice(WIRES)
+        grads = [random_grads(peer, case, [(size,) for size in sizes], torch.float32) for peer in range(world_size)]
+        parameters, sync = engine_of(sizes, Compression(wire, reduce="fp32"))
+        for parameter, grad in zip(parameters, grads[rank], strict=True):
+            parameter.grad = grad.clone()
+        sync.synchronize()
+        mean = [parameter.grad for parameter in parameters]
+        assert_same_on_all_ranks(mean)
+        means = expected_mean(grads, wire)
+        assert any(all(map(torch.equal, mean, each)) for each in means), f"{wire}, {sizes}"
+        assert_shared(sync)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_random_layouts_give_what_the_reference_gives(world_size: int) -> None:
+    run_ranks(_random_layouts, world_size, world_size)
+
+
+def _the_mean_in_rank_order(rank: int, world_size: int, size: int) -> None:
+    grads = [random_grads(peer, 0, [(size,)], torch.float32)[0] for peer in range(world_size)]
+    share = torch.tensor(1 / world_size)
+    total = grads[0] * share
+    for grad in grads[1:]:
+        total += grad * share
+    for compression in ("none", Compression("none", reduce="fp32")):
+        parameters, sync = engine_of([size], compression)
+        parameters[0].grad = grads[rank].clone()
+        sync.synchronize()
+        assert_all_bitwise_equal([parameters[0].grad], [total], f"{compression}")
+        assert_shared(sync)
+
+
+@pytest.mark.parametrize(("world_size", "size"), [(2, 5_000), (2, 1_000_000), (3, 5_000), (3, 1_000_000), (5, 999_999)])
+def test_full_width_is_the_mean_in_rank_order(world_size: int, size: int) -> None:
+    run_ranks(_the_mean_in_rank_order, world_size, size)
+
+
+def _as_ddp(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 3_000))
+    plain = DistributedDataParallel(model)
+    inputs = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
+    plain(inputs).square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    hooked = DistributedDataParallel(model)
+    hook = fastsync.register_comm_hook(hooked)
+    hooked(inputs).square().mean().backward()
+    assert_all_bitwise_equal([parameter.grad for parameter in model.parameters()], expected, "hook")
+    assert_shared(hook)
+    model.zero_grad()
+    sync = fastsync.attach(model)
+    model(inputs).square().mean().backward()
+    assert_all_bitwise_equal([parameter.grad for parameter in model.parameters()], expected, "attach")
+    assert_shared(sync)
+
+
+def test_two_ranks_get_what_ddp_gives() -> None:
+    run_ranks(_as_ddp, 2)
+
+
+# ---- at any pace ----------------------------------------------------------------------------------------------------
+
+
+def _many_steps(rank: int, world_size: int, sizes: list[int], wire: Wire, num_steps: int) -> None:
+    chance = random.Random(rank)
+    parameters, sync = engine_of(sizes, Compression(wire, reduce="fp32"))
+    for step in range(num_steps):
+        set_grads(parameters, float((rank + 1) * (step % 7 + 1)))
+        if chance.random() < 0.05:
+            time.sleep(chance.random() * 2e-3)
+        sync.synchronize()
+        assert_mean(parameters, (step % 7 + 1) * (world_size + 1) / 2)
+    assert_shared(sync)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "wire", "num_steps"),
+    [(2, [3, 5_000], "none", 4_000), (3, [77], "bf16", 2_000), (3, [300_000], "none", 300), (4, [40_000], "none", 300)],
+)
+def test_no_row_is_read_too_early_or_written_too_soon(
+    world_size: int, sizes: list[int], wire: Wire, num_steps: int
+) -> None:
+    run_ranks(_many_steps, world_size, sizes, wire, num_steps)
+
+
+def _in_threads(rank: int, world_size: int) -> None:
+    groups = [dist.new_group() for _ in range(3)]
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            chance = random.Random(10 * rank + index)
+            engines = [engine_of([1_000 * (index + 1), 3], group=groups[index]) for _ in range(2)]
+            for step in range(200):
+                for which, (parameters, sync) in enumerate(engines):
+                    set_grads(parameters, float(rank + step + index + which))
+                    if chance.random() < 0.05:
+                        time.sleep(chance.random() * 1e-3)
+                    sync.synchronize()
+                    assert_mean(parameters, step + index + which + (world_size - 1) / 2)
+            assert_shared(engines[0][1])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_engines_and_groups_side_by_side_from_several_threads() -> None:
+    run_ranks(_in_threads, 4)
+
+
+def _some_ranks(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    parameters, sync = engine_of([5_000], group=groups[rank % 2])
+    set_grads(parameters, float(rank))
+    sync.synchronize()
+    assert_mean(parameters, 1.0 + rank % 2)
+    assert_shared(sync)
+
+
+def test_groups_of_some_ranks() -> None:
+    run_ranks(_some_ranks, 4)
+
+
+def _compression_changes(rank: int, world_size: int) -> None:
+    parameters, sync = engine_of([70_000, 3])
+    two_levels = Compression("bf16", ranks_per_node=2)  # of which the second is empty, by messages
+    schedule = ["none", Compression("int8", error_feedback=True), "fp16", two_levels, "bf16"]
+    for step, compression in enumerate([*schedule, *reversed(schedule)]):
+        sync.compression = compression
+        set_grads(parameters, float(rank + 1))
+        sync.ride(f"rider {step}", torch.full((1_000 * step + 1,), float(rank)))
+        sync.synchronize()
+        assert_mean(parameters, 1.5)
+        assert torch.equal(sync.riders[f"rider {step}"], torch.full((1_000 * step + 1,), 0.5))
+
+
+def test_wires_and_riders_come_and_go() -> None:
+    run_ranks(_compression_changes, 2)
+
+
+# ---- nothing is left ------------------------------------------------------------------------------------------------
+
+
+def what_is_open() -> tuple[int, int, int]:
+    """Descriptors, mappings of shared memory, threads."""
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:fastsync"), len(os.listdir("/proc/self/task"))
+
+
+def _again_and_again(rank: int, world_size: int) -> None:
+    files = os.listdir("/dev/shm")
+    counts = []
+    group = None
+    for again in range(200):
+        if again % 5 == 0:
+            if group is not None:
+                dist.destroy_process_group(group)
+            group = dist.new_group()
+        parameters, sync = engine_of([5_000], group=group)
+        set_grads(parameters, float(rank))
+        sync.synchronize()
+        assert_shared(sync)
+        sync.detach()
+        del parameters, sync
+        if again % 20 == 19:
+            gc.collect()
+            counts.append(what_is_open())
+    descriptors, mappings, threads = counts[-1]
+    assert mappings == 0
+    assert descriptors <= counts[1][0]
+    assert threads <= counts[1][2]
+    assert os.listdir("/dev/shm") == files
+
+
+def test_groups_that_come_and_go_leave_nothing() -> None:
+    run_ranks(_again_and_again, 2)
+
+
+# ---- the system says no ---------------------------------------------------------------------------------------------
+
+SYSCALLS = {
+    "x86_64": (0xC000003E, {"memfd_create": 319, "fallocate": 285, "accept4": 288}),
+    "aarch64": (0xC00000B7, {"memfd_create": 279, "fallocate": 47, "accept4": 242}),
+}
+KILLS = 0x80000000
+
+
+def refuse(syscall: str, how: int) -> None:
+    """Has the system answer with this error from now on, or with ``KILLS``: a filter as containers have them."""
+    architecture, numbers = SYSCALLS[os.uname().machine]
+    allow, error = 0x7FFF0000, KILLS if how == KILLS else 0x00050000 | how
+    program = [
+        (0x20, 0, 0, 4),  # which architecture's call
+        (0x15, 0, 3, architecture),
+        (0x20, 0, 0, 0),  # which call
+        (0x15, 0, 1, numbers[syscall]),
+        (0x06, 0, 0, error),
+        (0x06, 0, 0, allow),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, filters = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(set_seccomp, filters, ctypes.c_char_p(header), 0, 0) == 0, os.strerror(ctypes.get_errno())
+
+
+def averages(sync: fastsync.GradientSynchronizer, parameters: list[nn.Parameter], rank: int) -> str:
+    """How they got to the other rank of two."""
+    set_grads(parameters, float(rank))
+    sync.synchronize()
+    assert_mean(parameters, 0.5)
+    return sync.stats().transport
+
+
+def _memfd_is_forbidden(rank: int, world_size: int, where: int) -> None:
+    if rank == where:
+        refuse("memfd_create", errno.EPERM)
+    parameters, sync = engine_of([5_000])
+    for _ in range(3):
+        transport = averages(sync, parameters, rank)
+        assert transport == (
+            f"process group (no shared memory: rank {where}: memfd_create of 1 bytes: Operation not permitted)"
+        )
+    assert transport in str(sync.explain())
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_where_a_rank_cannot_share_memory_all_send_messages(where: int) -> None:
+    run_ranks(_memfd_is_forbidden, 2, where)
+
+
+def _memory_is_full(rank: int, world_size: int, where: int) -> None:
+    before = engine_of([5_000])
+    averages(before[1], before[0], rank)
+    if rank == where:
+        refuse("fallocate", errno.ENOSPC)
+    parameters, sync = engine_of([100_000])
+    for _ in range(3):
+        transport = averages(sync, parameters, rank)
+        assert transport.startswith(f"process group (no shared memory: rank {where}: fallocate of ")
+        assert transport.endswith("bytes: No space left on device)")
+        assert averages(before[1], before[0], rank) == "shared memory"
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_where_memory_is_full_all_send_messages(where: int) -> None:
+    run_ranks(_memory_is_full, 2, where)
+
+
+def _turned_off(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.environ["FASTSYNC_SHARED_MEMORY"] = "0"
+    parameters, sync = engine_of([5_000])
+    transport = averages(sync, parameters, rank)
+    assert transport == "process group (no shared memory: rank 1: FASTSYNC_SHARED_MEMORY=0)"
+
+
+def test_one_rank_can_turn_it_off() -> None:
+    run_ranks(_turned_off, 2)
+
+
+INTRUDER = """
+import os, re, socket
+os.setuid(65534)
+while True:
+    for name in set(re.findall("@(fastsync-[0-9a-f]+)", open("/proc/net/unix").read())):
+        other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            other.connect("\\0" + name)
+            other.send(b"rank 1")
+        except OSError:
+            continue
+        print(name, flush=True)
+"""
+
+
+def _another_user_comes_in_between(rank: int, world_size: int) -> None:
+    intruder = subprocess.Popen([sys.executable, "-c", INTRUDER], stdout=subprocess.PIPE) if rank == 1 else None
+    try:
+        for _ in range(1_000):
+            parameters, sync = engine_of([5_000])
+            assert averages(sync, parameters, rank) == "shared memory"
+            sync.detach()
+            del parameters, sync
+            gc.collect()
+            came = torch.tensor(float(intruder is not None and bool(select.select([intruder.stdout], [], [], 0)[0])))
+            dist.all_reduce(came)
+            if came > 0:
+                return
+        raise AssertionError("no other user has tried to come in")
+    finally:
+        if intruder is not None:
+            intruder.kill()
+            intruder.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_other_users_are_not_let_in() -> None:
+    run_ranks(_another_user_comes_in_between, 2)
+
+
+# ---- a rank ends ----------------------------------------------------------------------------------------------------
+
+
+def _dies_in_set_up(rank: int, world_size: int, where: int, syscall: str) -> None:
+    parameters, sync = engine_of([5_000])
+    if rank == where:
+        refuse(syscall, KILLS)
+    averages(sync, parameters, rank)
+
+
+@pytest.mark.parametrize(
+    ("where", "syscall"), [(0, "memfd_create"), (1, "memfd_create"), (0, "accept4"), (1, "fallocate")]
+)
+def test_a_rank_that_dies_in_set_up_is_an_error(where: int, syscall: str) -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(_dies_in_set_up, 2, where, syscall)
+    assert "fastsync: averaging bucket 0 failed on rank" in str(error.value)
+
+
+def _dies(rank: int, world_size: int, where: int, after: float, size: int) -> None:
+    parameters, sync = engine_of([size])
+    for step in itertools.count():
+        set_grads(parameters, float(rank))
+        sync.synchronize()
+        if rank == where and step == 3:
+            if after == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Timer(after, os.kill, [os.getpid(), signal.SIGKILL]).start()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "where", "after", "size"),
+    [(2, 1, 0.0, 5_000), (2, 0, 0.01, 5_000), (3, 2, 0.02, 5_000), (2, 1, 0.05, 2_000_000), (3, 0, 0.1, 500_000)],
+)
+def test_a_rank_that_is_killed_is_named(world_size: int, where: int, after: float, size: int) -> None:
+    """Long before the process group's time-out, which is that of ``run_ranks``."""
+    with pytest.raises(RankError) as error:
+        run_ranks(_dies, world_size, where, after, size)
+    assert f"rank {where} has ended, or has left the process group, and this rank waits for it" in str(error.value)
+
+
+def _dies_with_a_child(rank: int, world_size: int) -> None:
+    parameters, sync = engine_of([5_000])
+    averages(sync, parameters, rank)
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    averages(sync, parameters, rank)
+
+
+def test_a_child_does_not_keep_its_rank_alive() -> None:
+    with pytest.raises(RankError, match="rank 1 has ended"):
+        run_ranks(_dies_with_a_child, 2)
+
+
+def _works_after_a_fork(rank: int, world_size: int) -> None:
+    parameters, sync = engine_of([5_000])
+    averages(sync, parameters, rank)
+    child = os.fork()
+    if child == 0:
+        sync.detach()
+        del sync
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert averages(sync, parameters, rank) == "shared memory"
+
+
+def test_goes_on_after_a_fork() -> None:
+    run_ranks(_works_after_a_fork, 2)
+
+
+def _leaves(rank: int, world_size: int) -> None:
+    group = dist.new_group()
+    parameters, sync = engine_of([5_000], group=group)
+    averages(sync, parameters, rank)
+    if rank == 1:
+        sync.detach()
+        del parameters, sync
+        gc.collect()
+        dist.barrier()
+        return
+    with pytest.raises(RuntimeError, match="rank 1 has ended, or has left the process group, and this rank waits"):
+        averages(sync, parameters, rank)
+    dist.barrier()
+
+
+def test_a_rank_that_leaves_is_named() -> None:
+    run_ranks(_leaves, 2)
+
+
+def _comes_too_late(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=TIMEOUT)
+    parameters, sync = engine_of([5_000], group=group)
+    averages(sync, parameters, rank)
+    if rank == 1:
+        dist.barrier()
+        return
+    with pytest.raises(RuntimeError, match="waited for rank 1's gradients until the process group's time-out, 6 s"):
+        averages(sync, parameters, rank)
+    dist.barrier()
+
+
+def test_a_rank_that_comes_too_late_is_named() -> None:
+    run_ranks(_comes_too_late, 2)
