@@ -54,8 +54,8 @@ class Options:
     """Let ranks share GPUs where there are fewer, rather than compute on the CPU. They take turns there: it shows that
     everything works, and nothing of how it scales."""
     ways: tuple[WayName, ...] = BY_DEFAULT
-    """Ways to synchronise; by default all that neither fix an algorithm nor choose by measurement. no_sync, the bare
-    all_reduce of what they send and, of ranks on CPUs, a bare sum in shared memory are always measured as well."""
+    """Ways to synchronise; by default all that neither fix an algorithm nor choose by measurement. no_sync and the bare
+    all_reduce of what they send are always measured as well."""
     repetitions: int | None = None
     """Samples of each way; by default 300, 100 and 20 for the three models, and for bytes as many as make 1 GiB of
     gradients, between 5 and 300."""

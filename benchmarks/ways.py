@@ -215,7 +215,7 @@ class Way:
     @property
     def limit(self) -> str | None:
         """The bare all_reduce of what travels; None where there is none."""
-        return LIMITS.get(self.wire)
+        return None if self.cpu_only else LIMITS.get(self.wire)
 
     @property
     def averages(self) -> bool:
@@ -287,7 +287,7 @@ def is_right(way: Way, step: Step, workload: Gradients) -> bool:
 
 def with_their_limits(names: tuple[str, ...]) -> list[str]:
     """These ways, with those that they are compared to, in the order of the table."""
-    needed = {*names, "no_sync", SHARED_SUM, *(WAYS[name].limit for name in names)}
+    needed = {*names, "no_sync", *(WAYS[name].limit for name in names)}
     return [name for name in WAYS if name in needed]
 
 

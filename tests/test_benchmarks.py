@@ -84,7 +84,7 @@ def test_a_sweep_goes_through_bytes(tmp_path: Path, capfd: pytest.CaptureFixture
     sweep = ("--sweep", "1KiB", "16KiB", "--ways", "fastsync.attach/fp16", "--repetitions", "2", "--warmup", "2")
     assert main(["sync", *sweep, "--json", str(tmp_path / "rows.json")]) == 0
     rows = {(row["way"], row["settings"]["size"]): row for row in json.loads((tmp_path / "rows.json").read_text())}
-    ways = ("no_sync", "shared_memory_sum", "all_reduce/fp16", "fastsync.attach/fp16")
+    ways = ("no_sync", "all_reduce/fp16", "fastsync.attach/fp16")
     assert set(rows) == {(way, size) for way in ways for size in ("1KiB", "4KiB", "16KiB")}
     for (way, _), row in rows.items():
         figures, numel = row["figures"], row["settings"]["numel"]
@@ -156,8 +156,8 @@ def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, ca
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["sync", "--sizes", "64MiB", "--ways", "ddp"])
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    # Two ranks with four ways of 3 times the size, and 14 times that for the workload and its check.
-    assert "size 64MiB takes about 3328MiB of memory, and 1GiB are free: choose fewer --ways or smaller sizes" in said
+    # Two ranks with three ways of 3 times the size, and 14 times that for the workload and its check.
+    assert "size 64MiB takes about 2944MiB of memory, and 1GiB are free: choose fewer --ways or smaller sizes" in said
 
 
 def test_free_memory_is_the_machines_and_the_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -206,7 +206,6 @@ def test_what_is_wrong_is_not_timed():
     rows = {record.way: record for record in first}
     assert {way: len(row.samples) for way, row in rows.items()} == {
         "no_sync": 4,
-        "shared_memory_sum": 4,
         "all_reduce/fp32": 4,
         "cat": 4,
         "wrong": 0,
@@ -352,12 +351,11 @@ def test_cost_per_step():
 
 
 def test_ways_come_with_what_they_are_compared_to():
-    always = ["no_sync", "shared_memory_sum"]
-    assert with_their_limits(("fastsync.attach/fp16",)) == [*always, "all_reduce/fp16", "fastsync.attach/fp16"]
+    assert with_their_limits(("fastsync.attach/fp16",)) == ["no_sync", "all_reduce/fp16", "fastsync.attach/fp16"]
     assert with_their_limits(tuple(WAYS)) == list(WAYS)
     assert all(WAYS[name].limit == name for name in LIMITS.values())
     # No all_reduce adds blocks of int8.
-    assert with_their_limits(("fastsync.attach/int8",)) == [*always, "fastsync.attach/int8"]
+    assert with_their_limits(("fastsync.attach/int8",)) == ["no_sync", "fastsync.attach/int8"]
 
 
 def test_only_ways_that_the_backend_refuses_are_left_out():

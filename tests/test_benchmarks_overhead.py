@@ -14,7 +14,10 @@ from tests.benchmark_rows import WHERE
 HOOK, ATTACH = "fastsync.register_comm_hook/none", "fastsync.attach/fp16"
 
 
-def test_overhead_counts_launches_and_group_calls(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_overhead_counts_launches_and_group_calls(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FASTSYNC_SHARED_MEMORY", "0")  # where no call of the group is needed
     path = tmp_path / "rows.json"
     options = ("--cpu", "--sizes", "5k", "--repetitions", "3", "--warmup", "2", "--ways", HOOK, ATTACH)
     assert main(["overhead", *options, "--json", str(path)]) == 0

@@ -114,7 +114,8 @@ def test_ddp_hooks_learn_with_two_bytes_a_gradient(name: str):
     # 4 epochs of 4096 rows in batches of 64 on each of 2 ranks, through a network with one hidden layer.
     assert num_steps == 4 * 4096 / (2 * 64)
     assert num_elements == (16 + 1) * 64 + (64 + 1)
-    assert num_bytes == 2 * num_steps * (num_elements + STAMP * 2)
+    # Beside them goes a stamp, at the width of its transport.
+    assert 0 < num_bytes / num_steps - 2 * num_elements <= 4 * STAMP * 2 + 2
 
 
 # What each example is run with alone, and says then.

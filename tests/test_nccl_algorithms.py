@@ -37,7 +37,7 @@ on_1_2_and_4_ranks = pytest.mark.parametrize("world_size", [1, 2, 4])
 
 def start(function: Callable[..., Any], world_size: int, device: str, *args: Any) -> list[Any]:
     backend = "gloo" if device == "cpu" else "nccl"
-    return run_ranks(function, world_size, device, *args, backend=backend, timeout=140)
+    return run_ranks(function, world_size, device, *args, backend=backend, timeout=140, shared_memory=False)
 
 
 # ---- doors ----------------------------------------------------------------------------------------------------------

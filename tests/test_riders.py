@@ -114,7 +114,7 @@ def _in_the_same_collective(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_riders_share_the_collective_where_the_wire_is_float32(world_size: int) -> None:
-    run_ranks(_in_the_same_collective, world_size)
+    run_ranks(_in_the_same_collective, world_size, shared_memory=False)
 
 
 def _bytes_of_a_rider(rank: int, world_size: int) -> None:

@@ -83,7 +83,7 @@ def _changes(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", DOORS)
 def test_it_changes_by_itself_as_if_it_were_set_by_hand(name: str) -> None:
-    run_ranks(_changes, 2, name)
+    run_ranks(_changes, 2, name, shared_memory=False)
 
 
 def _interrupted(rank: int, world_size: int, name: str) -> dict[int, tuple[Any, list[list[Tensor]]]]:

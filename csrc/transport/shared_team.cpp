@@ -149,17 +149,23 @@ void SharedTeam::wait_for_all(size_t which, int64_t number) {
     if (theirs.has_reached(number)) {
       continue;
     }
-    TORCH_CHECK(!has_failed_, "an earlier wait for ranks of this host has failed");
+    check_not_failed();
     deadline = deadline ? deadline : Waiting::Clock::now() + limit();
     try {
       const bool is_there = waiting_[which].until(theirs, number, has_cores_, *deadline, [&] { look(which, number); });
       TORCH_CHECK(is_there, "waited for rank ", peer, what, " until the process group's time-out, ",
                   std::chrono::duration<double>(limit()).count(), " s");
-    } catch (...) {
-      has_failed_ = true;
+    } catch (const c10::Error& error) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      failure_ = error.what_without_backtrace();
       throw;
     }
   }
+}
+
+void SharedTeam::check_not_failed() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(failure_.empty(), failure_);
 }
 
 void SharedTeam::look(size_t which, int64_t number) const {

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -49,6 +49,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   std::unique_ptr<Transfer> next(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
   void wait_for_own();
+  void check_not_failed();
   void look(size_t which, int64_t number) const;
   std::chrono::milliseconds limit() const;
   void wait_for_all(size_t which, int64_t number);
@@ -62,7 +63,8 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   int64_t sum_before_ = 0;
   std::array<int64_t, kPhases> num_pieces_{};  // of the newest
   std::weak_ptr<void> use_;                    // of the rows, by a sum of this rank's
-  std::atomic<bool> has_failed_ = false;
+  std::mutex mutex_;                           // guards the next
+  std::string failure_;                        // of the first wait that failed
 };
 
 }  // namespace fastsync

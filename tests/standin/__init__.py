@@ -53,7 +53,7 @@ def build() -> None:
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """As ``tests.ranks.run_ranks``, with the extension ready to be loaded."""
     build()
-    return ranks.run_ranks(fn, world_size, *args)
+    return ranks.run_ranks(fn, world_size, *args, shared_memory=False)  # as on a device
 
 
 @cache
