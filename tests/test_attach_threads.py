@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,10 @@ def test_threads() -> None:
 
 
 def _engine_threads() -> list[str]:
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            names.append((task / "comm").read_text().strip())
     return [name for name in names if name == "fastsync"]
 
 
