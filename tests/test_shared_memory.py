@@ -213,19 +213,20 @@ def test_groups_of_some_ranks() -> None:
 
 def _compression_changes(rank: int, world_size: int) -> None:
     parameters, sync = engine_of([70_000, 3])
-    two_levels = Compression("bf16", ranks_per_node=2)  # of which the second is empty, by messages
+    two_levels = Compression("bf16", ranks_per_node=2)  # by messages
     schedule = ["none", Compression("int8", error_feedback=True), "fp16", two_levels, "bf16"]
     for step, compression in enumerate([*schedule, *reversed(schedule)]):
         sync.compression = compression
         set_grads(parameters, float(rank + 1))
         sync.ride(f"rider {step}", torch.full((1_000 * step + 1,), float(rank)))
         sync.synchronize()
-        assert_mean(parameters, 1.5)
-        assert torch.equal(sync.riders[f"rider {step}"], torch.full((1_000 * step + 1,), 0.5))
+        assert_mean(parameters, 2.5)
+        assert torch.equal(sync.riders[f"rider {step}"], torch.full((1_000 * step + 1,), 1.5))
+        assert (sync.stats().transport == "shared memory") == (compression is not two_levels)
 
 
 def test_wires_and_riders_come_and_go() -> None:
-    run_ranks(_compression_changes, 2)
+    run_ranks(_compression_changes, 4)
 
 
 # ---- nothing is left ------------------------------------------------------------------------------------------------
