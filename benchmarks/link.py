@@ -1,8 +1,8 @@
-"""``python -m benchmarks link``: the other benchmarks between ranks whose network has a known rate.
+"""``python -m benchmarks link``: the other benchmarks between hosts whose network has a known rate.
 
-Every rank has a network namespace of its own and real TCP to the others, over links that carry no more than the rate
-each way. So a network that is slower than loopback can be measured on one machine, and each time be compared with what
-the link itself needs. Needs Linux, root, and iproute2.
+Every host, of one rank or several, is a network namespace with real TCP to the others, over links that carry no more
+than the rate each way. So a network that is slower than loopback can be measured on one machine, and each time be
+compared with what the link itself needs. Needs Linux, root, and iproute2.
 """
 
 import faulthandler
@@ -65,9 +65,11 @@ class Options:
     """Measure over links of a known rate, between network namespaces on this machine. Linux, as root."""
 
     rate: tuple[str, ...] = ("1gbit",)
-    """Of each rank's link, each way, as tc writes it: 100mbit, 1gbit, 10gbit. One after the other."""
+    """Of each host's link, each way, as tc writes it: 100mbit, 1gbit, 10gbit. One after the other."""
     ranks: int = 4
-    """Number of ranks, from 2 to 16: each a process in a namespace of its own."""
+    """Number of ranks, from 2 to 16: each a process."""
+    ranks_per_host: int = 1
+    """How many of them share a host, which is a namespace of its own, and its link. Divides their number."""
     benchmark: Literal["sync", "ddp"] = "sync"
     """What is measured: a step's synchronisation alone, or whole training steps."""
     sizes: tuple[str, ...] | None = None
@@ -98,6 +100,10 @@ class Options:
             parse_rate(rate)
         if not MIN_RANKS <= self.ranks <= MAX_RANKS:
             raise ValueError(f"ranks={self.ranks} must be from {MIN_RANKS} to {MAX_RANKS}")
+        if not 1 <= self.ranks_per_host < self.ranks or self.ranks % self.ranks_per_host:
+            raise ValueError(
+                f"ranks_per_host={self.ranks_per_host} must divide ranks={self.ranks}, and leave two hosts at least"
+            )
         for benchmark, names in OF_BENCHMARK.items():
             for name in names:
                 if benchmark != self.benchmark and getattr(self, name) is not None:
@@ -135,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = tyro.cli(Options, prog="python -m benchmarks link", args=arguments)
     measure_all = sync.measure_all if options.benchmark == "sync" else ddp.measure_all
-    launch = partial(_launch, [parse_rate(rate) for rate in dict.fromkeys(options.rate)])
+    launch = partial(_launch, [parse_rate(rate) for rate in dict.fromkeys(options.rate)], options.ranks_per_host)
     try:
         with termination_raises():
             if reason := why_not():
@@ -153,49 +159,69 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(
-    rates: Sequence[int], measure_all: Callable[..., list[str]], nproc: int, options: Any, rows: RowFile
+    rates: Sequence[int],
+    ranks_per_host: int,
+    measure_all: Callable[..., list[str]],
+    nproc: int,
+    options: Any,
+    rows: RowFile,
 ) -> list[list[str]]:
     """Runs the benchmark at each rate, on new ranks. Returns rank 0's notes of the last."""
     notes: list[list[str]] = []
     for rate in rates:
-        with Network(nproc, rate) as network:
+        with Network(nproc // ranks_per_host, rate) as network:
+            links = Links(tuple(network.addresses), rate, ranks_per_host)
             try:
-                notes = run_in_namespaces(network, measure_rank, measure_all, options, rows, network.addresses, rate)
+                notes = run_in_namespaces(network, ranks_per_host, measure_rank, measure_all, options, rows, links)
             finally:
                 rows.reload()
     return notes
 
 
-def measure_rank(
-    measure_all: Callable[..., list[str]], options: Any, rows: RowFile, addresses: Sequence[str], rate: int
-) -> list[str]:
-    """What one rank does in its namespace: it checks the links, and takes part in the benchmark."""
-    places = [(address, CHECK_PORT) for address in addresses]
+@dataclass(frozen=True)
+class Links:
+    """What hosts are joined by."""
+
+    addresses: tuple[str, ...]
+    """Of the hosts."""
+    rate: int
+    """Of each host's link, each way, in bit/s."""
+    ranks_per_host: int
+
+
+def measure_rank(measure_all: Callable[..., list[str]], options: Any, rows: RowFile, links: Links) -> list[str]:
+    """What one rank does in its namespace: it takes part in the benchmark, after the first of its host has checked."""
+    host, place = divmod(int(os.environ["RANK"]), links.ranks_per_host)
+    if place > 0:
+        return measure_all(options, rows)  # rank 0 alone has rows to add
+    places = [(address, CHECK_PORT) for address in links.addresses]
     # Each phase has a time limit of its own: waiting for the other ranks and then for the transfers; building what is
     # measured, until the benchmark watches over each step.
     faulthandler.dump_traceback_later(2 * CHECK_TIMEOUT, exit=True)
-    raw = check_links(int(os.environ["RANK"]), places, rate, CHECK_SECONDS, CHECK_TIMEOUT)
+    raw = check_links(host, places, links.rate, CHECK_SECONDS, CHECK_TIMEOUT)
     faulthandler.dump_traceback_later(options.timeout, exit=True)
-    return measure_all(options, LinkRows(rows, rate, raw))
+    return measure_all(options, LinkRows(rows, links, raw))
 
 
 class LinkRows:
     """Adds rows to a file, with what there is to say of the link."""
 
-    def __init__(self, rows: RowFile, rate: int, raw: RawTcp) -> None:
-        self._rows, self._rate, self._raw = rows, rate, raw
+    def __init__(self, rows: RowFile, links: Links, raw: RawTcp) -> None:
+        self._rows, self._links, self._raw = rows, links, raw
 
     def add(self, records: Iterable[Record]) -> None:
-        self._rows.add(with_link(list(records), self._rate, self._raw))
+        self._rows.add(with_link(list(records), self._links.rate, self._raw, self._links.ranks_per_host))
 
 
-def with_link(records: Sequence[Record], rate: int, raw: RawTcp) -> Iterator[Record]:
+def with_link(records: Sequence[Record], rate: int, raw: RawTcp, ranks_per_host: int = 1) -> Iterator[Record]:
     """Rows of ways that ran in turns, with the link's rate as a setting, and in the figures what follows from it."""
     medians = {record.way: quantiles(record.samples)["median"] for record in records if record.samples}
     for record in records:
-        num_bytes = sent_bytes(record)
+        num_bytes = sent_bytes(record, ranks_per_host)
         synchronises = record.way not in (ddp.NO_DDP, ddp.NO_SYNC)
         settings = {**record.settings, "link": rate, "link_burst": burst(rate)}
+        if ranks_per_host > 1:
+            settings["ranks_per_host"] = ranks_per_host
         if record.settings["world_size"] > record.environment["cores"]:
             settings["oversubscribed"] = True
         figures = {
@@ -208,18 +234,21 @@ def with_link(records: Sequence[Record], rate: int, raw: RawTcp) -> Iterator[Rec
         yield replace(record, settings=settings, figures=figures, environment=environment)
 
 
-def sent_bytes(record: Record) -> float | None:
-    """What each of n ranks has to send of the gradients, at the wire's width.
+def sent_bytes(record: Record, ranks_per_host: int = 1) -> float | None:
+    """What each host has to send of the gradients, at the wire's width.
 
-    2(n − 1)/n of them in a ring all_reduce and in two_shot, n − 1 times all of them in one_shot. None where nothing
-    travels, for ways that send something else than the gradients, and where the wire is chosen by measurement.
+    2(n − 1)/n of them in a ring all_reduce and in two_shot, n − 1 times all of them in one_shot: n are the ranks, or
+    the hosts, as fastsync adds in memory inside them. None where nothing travels, for ways that send something else
+    than the gradients, and where the wire is chosen by measurement.
     """
-    wire, world_size = record.settings["wire"], record.settings["world_size"]
+    wire, members = record.settings["wire"], record.settings["world_size"]
     if wire is None or WAYS[record.way].approximate:
         return None
     compression = WAYS[record.way].compression
-    one_shot = compression is not None and algorithm(compression, world_size) == "one_shot"
-    volume = world_size - 1 if one_shot else 2 * (world_size - 1) / world_size
+    if compression is not None:
+        members //= ranks_per_host
+    one_shot = compression is not None and algorithm(compression, members) == "one_shot"
+    volume = members - 1 if one_shot else 2 * (members - 1) / members
     return volume * record.settings["numel"] * _WIDTHS[wire]
 
 
@@ -281,7 +310,7 @@ COLUMNS: Columns = {
 _EXPOSED = {"sync": "over_no_sync", "ddp": "exposed"}
 LEGEND = (
     "step: median [p10, p90] of the slowest rank. exposed: what it adds to the step without communication. sent: what "
-    "a rank has to send at least, at the wire's width: 2(n − 1)/n of the gradients, in one_shot all of them to each "
+    "a host has to send at least, at the wire's width: 2(n − 1)/n of the gradients, in one_shot all of them to each "
     "of the n − 1 others. link's limit: that, by the link's rate; TCP cannot do better than 1.05 of it one way and "
     "1.07 both ways at once, for headers and acknowledgements, and an idle link lets 1 ms of its rate through at once, "
     "so that a step may save that. plain TCP: the same bytes at the rate that sockets alone reached between the same "
@@ -302,9 +331,11 @@ def _title(record: Record) -> str:
     crowded = f", OVERSUBSCRIBED: {where['cores']} cores" if settings.get("oversubscribed") else ""
     work = f"{settings['numel']:,} gradients in {settings['num_tensors']} tensors"
     subject = work if record.benchmark == "sync" else f"{settings['model']} ({settings['scale']}), {work}"
+    shared = settings.get("ranks_per_host", 1)
+    ranks = f"{settings['backend']} ranks" + (f", {shared} on a host," if shared > 1 else "")
     raw = {name: format_rate(round(figures[f"raw_{name}"])) for name in ("rate_alone", "rate_ring")}
     return (
-        f"{subject}, {settings['world_size']} {settings['backend']} ranks on links of {format_rate(settings['link'])}"
+        f"{subject}, {settings['world_size']} {ranks} on links of {format_rate(settings['link'])}"
         f"{crowded}, {settings['repetitions']} repetitions\n"
         f"plain TCP: {raw['rate_alone']} on one link, {raw['rate_ring']} on the slowest with all busy, "
         f"{figures['raw_latency'] * 1e6:.0f} µs one way\n"

@@ -27,13 +27,16 @@ MAX_LINES = 30
 Processes = Sequence["subprocess.Popen[str]"]
 
 
-def run_in_namespaces(network: Network, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls a function on one rank a namespace and returns the results in rank order. Leaves no process.
+def run_in_namespaces(
+    network: Network, ranks_per_host: int, function: Callable[..., Any], *arguments: Any
+) -> list[Any]:
+    """Calls a function on the ranks of each namespace and returns the results in rank order. Leaves no process.
 
     Each rank watches over the time it takes by itself; this waits until all have ended, or one has failed.
 
     Args:
         network: the namespaces.
+        ranks_per_host: how many ranks each has. They follow each other.
         function: at the top level of a module; it and its arguments travel by pickle.
         *arguments: for the function.
 
@@ -47,13 +50,13 @@ def run_in_namespaces(network: Network, function: Callable[..., Any], *arguments
         (folder / "call").write_bytes(pickle.dumps((function, arguments)))
         processes: list[subprocess.Popen[str]] = []
         stack.callback(_end, processes)
-        for rank in range(len(network.addresses)):
+        for rank in range(len(network.addresses) * ranks_per_host):
             log = None if rank == 0 else stack.enter_context(_log(folder, rank).open("w"))
             processes.append(
                 network.start(
-                    rank,
+                    rank // ranks_per_host,
                     [sys.executable, "-m", "benchmarks.link_rank", str(folder), str(os.getpid())],
-                    env=_environment(network, rank),
+                    env=_environment(network, rank, ranks_per_host),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=log,  # rank 0 shows the progress
@@ -64,13 +67,12 @@ def run_in_namespaces(network: Network, function: Callable[..., Any], *arguments
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(len(processes))]
 
 
-def _environment(network: Network, rank: int) -> dict[str, str]:
+def _environment(network: Network, rank: int, ranks_per_host: int) -> dict[str, str]:
     return os.environ | {
         "RANK": str(rank),
-        "WORLD_SIZE": str(len(network.addresses)),
-        # A namespace is a node of one rank.
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(len(network.addresses) * ranks_per_host),
+        "LOCAL_RANK": str(rank % ranks_per_host),
+        "LOCAL_WORLD_SIZE": str(ranks_per_host),
         "MASTER_ADDR": network.addresses[0],
         "MASTER_PORT": str(MASTER_PORT),
         "GLOO_SOCKET_IFNAME": "eth0",

@@ -14,6 +14,7 @@ def launch_ranges(numels: list[int], capacity: int) -> list[tuple[int, int]]: ..
 class BucketTotals:
     elements: int
     shares_memory: bool
+    num_hosts: int
     why_not_shared: str
     wire_bytes: int
     num_syncs: int

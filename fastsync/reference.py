@@ -338,18 +338,25 @@ def all_reduce_mean(
 
 
 def two_level_mean(
-    grads: Sequence[Sequence[Tensor]], ranks_per_node: int, wire: torch.dtype | None = None
+    grads: Sequence[Sequence[Tensor]],
+    nodes: int | Sequence[Sequence[int]],
+    wire: torch.dtype | None = None,
+    *,
+    algorithm: Literal["one_shot", "two_shot"] = "two_shot",
 ) -> list[Tensor]:
     """As ``all_reduce_mean`` with sums in float32, for ranks that share nodes.
 
-    Each node takes the mean of its ranks' gradients, which get there at their own width; of these means, encoded, the
-    mean is taken, and encoded anew.
+    Each node adds its ranks' gradients, which get there at their own width. These sums, as shares of which the mean
+    over the nodes is that of all ranks, are encoded and sent between nodes.
 
     Args:
-        grads: for each rank its gradients. Ranks of a node follow each other.
-        ranks_per_node: of the ranks there are, a divisor that is less than their number.
+        grads: for each rank its gradients.
+        nodes: the ranks of each node, or how many a node has that follow each other.
         wire: as in ``all_reduce_mean``; between nodes, and for the sums.
+        algorithm: as in ``all_reduce_mean``, between nodes.
     """
+    if isinstance(nodes, int):
+        nodes = [range(first, first + nodes) for first in range(0, len(grads), nodes)]
     own = grads[0][0].dtype
     dtype = wire or own
     stats = torch.zeros(NUM_STATS, dtype=torch.float64)
@@ -359,11 +366,15 @@ def two_level_mean(
     full = torch.stack([torch.empty_like(values) for values in laid_out])
     for values, packed in zip(laid_out, full, strict=True):
         pack([values], packed, stats, scale, limit=limit)
-    nodes = torch.empty(len(grads) // ranks_per_node, wire_numel([full.shape[1]], dtype), dtype=dtype)
-    for members, encoded in zip(full.split(ranks_per_node), nodes, strict=True):
-        encoded.copy_(_mean_of(members, own, scale, None, limit, dtype))
+    sums = torch.empty(len(nodes), wire_numel([full.shape[1]], dtype), dtype=dtype)
+    share = len(nodes) / len(grads)
+    for members, encoded in zip(nodes, sums, strict=True):
+        encoded.copy_(_mean_of(full[list(members)], own, scale, None, limit, dtype, share))
     result = [torch.empty_like(grad) for grad in grads[0]]
-    unpack(_mean_of(nodes, own, scale, None, limit), result, stats, scale)
+    if algorithm == "one_shot":
+        unpack(sums, result, stats, scale, multiplier=1 / len(nodes))
+    else:
+        unpack(_mean_of(sums, own, scale, None, limit), result, stats, scale)
     return result
 
 
@@ -378,11 +389,12 @@ def _mean_of(
     residual: Tensor | None,
     limit: float | None,
     dtype: torch.dtype | None = None,
+    share: float | None = None,
 ) -> Tensor:
     out = torch.empty_like(wires[0])
     if dtype is not None:
         out = torch.empty(wire_numel([len(out)], dtype), dtype=dtype)
-    reduce(wires, out, scale, residual, grad_dtype=grad_dtype, multiplier=1 / len(wires), limit=limit)
+    reduce(wires, out, scale, residual, grad_dtype=grad_dtype, multiplier=share or 1 / len(wires), limit=limit)
     return out
 
 

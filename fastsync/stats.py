@@ -70,7 +70,8 @@ class BucketStats:
 
 def _transport(totals: "_C.BucketTotals") -> str:
     if totals.shares_memory:
-        return "shared memory"
+        between = f", process group between {totals.num_hosts} hosts" if totals.num_hosts > 1 else ""
+        return f"shared memory{between}"
     return "process group" + (f" (no shared memory: {totals.why_not_shared})" if totals.why_not_shared else "")
 
 
@@ -87,7 +88,8 @@ class SyncStats:
     wire_bytes: int
     """Bytes this rank handed to the process group: values times their size on the wire. ``attach`` adds riders, and one
     element a parameter that tells whether there is a gradient. With two levels it is what it sent inside its node and
-    to other nodes in all. In shared memory it is what it wrote for others. Alone on a CPU it hands over nothing."""
+    to other nodes in all. In shared memory it is what it wrote for others; where that spans several hosts, what it sent
+    to the others. Alone on a CPU it hands over nothing."""
     pack_time: float
     """In the pass before the collective: scale, cast, gather."""
     collective_time: float
@@ -101,7 +103,7 @@ class SyncStats:
     """The buckets of the newest step, in the order they are sent."""
     transport: str = ""
     """How gradients get to other ranks: "shared memory", or "process group", with the reason where ranks on a CPU tried
-    to share memory and could not."""
+    to share memory and could not; "shared memory, process group between 2 hosts" where there are several."""
 
     @classmethod
     def from_totals(cls, totals: "_C.SyncTotals") -> "SyncStats":

@@ -17,7 +17,7 @@ import pytest
 from benchmarks import link, netns
 from benchmarks.__main__ import main
 from benchmarks.collect import RankError
-from benchmarks.link import link_figures, sent_bytes, slow_links, with_link
+from benchmarks.link import Links, link_figures, sent_bytes, slow_links, with_link
 from benchmarks.link_ranks import run_in_namespaces
 from benchmarks.netns import Network, burst, remove_stale, why_not
 from benchmarks.raw_tcp import RawTcp, check_links
@@ -90,6 +90,25 @@ def test_ddp_runs_over_links(tmp_path: Path):
     assert rows["fastsync.attach/bf16"].figures["sent_bytes"] == 2 * numel
     assert rows["no_ddp"].figures["sent_bytes"] is None
     assert rows["ddp"].settings.get("oversubscribed", False) == (rows["ddp"].environment["cores"] < 2)
+
+
+@needs_namespaces
+def test_hosts_of_several_ranks_send_one_sum(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    options = ("--rate", "1gbit", "--ranks", "4", "--ranks-per-host", "2", "--sizes", "5k", "--repetitions", "2")
+    rest = ("--ways", "ddp", "fastsync.attach/none", "--json", str(tmp_path / "rows.json"))
+    assert main(["link", *options, *rest]) == 0
+    rows = {row.way: row for row in read_json(tmp_path / "rows.json")}
+    numel = rows["ddp"].settings["numel"]
+    assert all(row.correct and row.settings["ranks_per_host"] == 2 for row in rows.values())
+    assert rows["ddp"].figures["sent_bytes"] == 1.5 * 4 * numel
+    assert rows["fastsync.attach/none"].figures["sent_bytes"] == 4 * numel
+    assert rows["fastsync.attach/none"].figures["wire_bytes"] < 4 * numel  # half of it, and extras
+    assert "2 on a host" in capfd.readouterr().out
+
+
+def test_ranks_divide_into_hosts():
+    with pytest.raises(ValueError, match="ranks_per_host=3 must divide ranks=4"):
+        link.Options(ranks_per_host=3)
 
 
 @dataclass(frozen=True)
@@ -215,9 +234,9 @@ def test_a_network_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.Monkey
 @needs_namespaces
 def test_ranks_return_and_raise(capfd: pytest.CaptureFixture[str]):
     with Network(3, 100 * MBIT) as network:
-        assert run_in_namespaces(network, rank_that, "returns") == ["0 of 3", "1 of 3", "2 of 3"]
+        assert run_in_namespaces(network, 1, rank_that, "returns") == ["0 of 3", "1 of 3", "2 of 3"]
         with pytest.raises(RankError, match="rank 1 failed first"):
-            run_in_namespaces(network, rank_that, "raises")
+            run_in_namespaces(network, 1, rank_that, "raises")
         assert [processes_in(name) for name in namespaces_of(os.getpid())] == [[]] * 4
     assert "RuntimeError: this rank has had enough" in capfd.readouterr().err
 
@@ -450,7 +469,7 @@ def test_each_phase_of_a_rank_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, 
         events.append("measure")
         return []
 
-    link.measure_rank(measure_all, options, RowFile(tmp_path / "rows.json"), ["10.0.0.1"], MBIT)
+    link.measure_rank(measure_all, options, RowFile(tmp_path / "rows.json"), Links(("10.0.0.1",), MBIT, 1))
     assert events == [2 * link.CHECK_TIMEOUT, "check", 777.0, "measure"]
 
 

@@ -123,7 +123,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync&
   } else if (sync.compression.wire != Wire::kFloat16) {
     scale_.reset();  // it does not follow the gradients while another wire is in use
   }
-  failure_->guard([&] { share_memory(bucket); });
+  failure_->guard([&] { share_memory(bucket, sync.compression); });
   stopwatch->mark(Mark::kStart);
   bucket.scale = scale_;
   bucket.rounding = rounding_of(sync);
@@ -145,33 +145,54 @@ std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync&
   return flight;
 }
 
-// Once, for whatever the bucket travels as, or anew where more rides along: all ranks do so in the same sync.
-void BucketSync::share_memory(const Bucket& bucket) {
+// Once, for whatever the bucket travels as, or anew where it takes more: all ranks do so in the same sync.
+void BucketSync::share_memory(const Bucket& bucket, const Compression& compression) {
   if (!may_share_) {
     return;
   }
+  if (!host_) {
+    host_ = Host::of(team_->group());
+    hosts_ = host_->hosts().empty() ? Levels() : levels_of(*team_, host_->hosts());
+  }
   const int64_t stamp = 2 * team_->size() * static_cast<int64_t>(sizeof(float));  // which not every sync has room for
-  const int64_t row_bytes = RankSum::most_row_bytes(bucket, team_->size()) + stamp;
-  if (shared_ && row_bytes - stamp <= shared_->row_bytes()) {
+  const int64_t bytes =
+      stamp + (hosts_.num_nodes > 1 ? most_bytes_on_two_levels(bucket, hosts_, adds_hosts_at_once(bucket, compression))
+                                    : RankSum::most_bytes(bucket, team_->size()));
+  if (shared_ && bytes - stamp <= shared_->most_bytes()) {
     return;
   }
   shared_buffers_ = {};
+  hosts_.node.reset();
   shared_.reset();
-  host_ = host_ ? host_ : Host::of(team_->group());
-  shared_ = SharedTeam::make(team_->group(), host_, row_bytes, totals_->why_not_shared);
+  shared_ = SharedTeam::make(team_->group(), host_, bytes, totals_->why_not_shared);
+  hosts_.node = shared_;
   may_share_ = shared_ != nullptr;
 }
 
-// Whoever names all_reduce or nodes means the process group.
+// Between hosts.
+bool BucketSync::adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const {
+  const int64_t numel = numel_of(bucket.grads);
+  return rank_sum_for(compression, bucket.grad_dtype, numel, hosts_.num_nodes) == Algorithm::kOneShot;
+}
+
+// Whoever names all_reduce means the process group, and whoever names nodes those, which may be the hosts.
 std::shared_ptr<Team> BucketSync::team_for(const Compression& compression) const {
-  return shared_ && compression.ranks_per_node == 1 && compression.algorithm != Algorithm::kAllReduce ? shared_ : team_;
+  if (!shared_ || compression.algorithm == Algorithm::kAllReduce) {
+    return team_;
+  }
+  const int64_t ranks_per_node = compression.ranks_per_node;
+  return ranks_per_node == 1 || host_->hosts() == nodes_of(ranks_per_node, team_->size()) ? shared_ : team_;
 }
 
 std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync, bool is_for_future) {
   const auto team = team_for(sync.compression);
   SumBuffers& buffers = team == team_ ? buffers_ : shared_buffers_;
   totals_->shares_memory = team->shares_memory();
+  totals_->num_hosts = hosts_.num_nodes;
   team->begin(sync.attempt);
+  if (team->size() < team_->size()) {
+    return two_level_sum(hosts_, sync.tag, adds_hosts_at_once(bucket, sync.compression), std::move(bucket), buffers);
+  }
   switch (algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team)) {
     case Algorithm::kAllReduce:
       return all_reduce_sum(team, std::move(bucket), buffers, is_for_future);
@@ -180,7 +201,8 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync,
     case Algorithm::kTwoShot:
       return two_shot_sum(team, sync.tag, std::move(bucket), buffers);
     case Algorithm::kTwoLevel:
-      return two_level_sum(team, sync.tag, sync.compression.ranks_per_node, std::move(bucket), buffers);
+      return two_level_sum(levels_of(*team, nodes_of(sync.compression.ranks_per_node, team->size())), sync.tag,
+                           /*at_once=*/false, std::move(bucket), buffers);
   }
   TORCH_INTERNAL_ASSERT(false);
 }

@@ -17,6 +17,7 @@
 #include "engine/sync_times.h"
 #include "sums/bucket_sum.h"
 #include "sums/error_feedback.h"
+#include "transport/levels.h"
 #include "transport/roll_call.h"
 #include "transport/shared_team.h"
 #include "transport/strand.h"
@@ -124,7 +125,8 @@ class BucketSync {
   bool needs_scale(const Compression& compression) const {
     return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
   }
-  void share_memory(const Bucket& bucket);
+  void share_memory(const Bucket& bucket, const Compression& compression);
+  bool adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const;
   std::shared_ptr<Team> team_for(const Compression& compression) const;
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync, bool is_for_future);
   Rounding rounding_of(const Sync& sync);
@@ -135,7 +137,8 @@ class BucketSync {
 
   std::shared_ptr<Team> team_;
   std::shared_ptr<Host> host_;
-  std::shared_ptr<SharedTeam> shared_;  // the same ranks, where they share memory
+  std::shared_ptr<SharedTeam> shared_;  // those of this rank's host, where they share memory
+  Levels hosts_;                        // those, and their counterparts on other hosts
   bool may_share_;                      // until a try has failed
   std::shared_ptr<const Failure> failure_;
   c10::Device device_;

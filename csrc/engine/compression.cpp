@@ -110,12 +110,13 @@ Algorithm algorithm_for(const Compression& compression, DType grad, int64_t nume
     return is_exact && is_small && world_size == 2 && team.sends_at_once() ? Algorithm::kOneShot
                                                                            : Algorithm::kAllReduce;
   }
-  if (compression.algorithm) {
-    return *compression.algorithm;
-  }
+  return rank_sum_for(compression, grad, numel, world_size);
+}
+
+Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members) {
   const int64_t bytes = numel * size_of(wire_dtype(compression.wire, grad));
-  return (world_size - 1) * (world_size - 2) * bytes <= kOneShotBytes * world_size ? Algorithm::kOneShot
-                                                                                   : Algorithm::kTwoShot;
+  const bool is_fast_at_once = (num_members - 1) * (num_members - 2) * bytes <= kOneShotBytes * num_members;
+  return compression.algorithm.value_or(is_fast_at_once ? Algorithm::kOneShot : Algorithm::kTwoShot);
 }
 
 double predict(const Candidate& candidate, int64_t numel) {

@@ -43,6 +43,8 @@ DType wire_dtype(Wire wire, DType grad);
 
 // Who adds up a bucket of so many values.
 Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& team);
+// The same where ranks have to, or nodes.
+Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members);
 
 // A compression and what whole syncs of so many values took with it: (values, seconds), values rising.
 struct Candidate {

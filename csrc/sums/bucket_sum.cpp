@@ -13,6 +13,7 @@ void BucketSum::drive() {
     driven_.set(bucket_.device);
   } catch (...) {
     error_ = std::current_exception();
+    give_up();
   }
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "sums/bucket.h"
+#include "transport/levels.h"
 #include "transport/strand.h"
 #include "transport/team.h"
 
@@ -48,6 +49,8 @@ class BucketSum {
 
  protected:
   virtual void drive_all() {}
+  // After a failure, so that nobody waits for this rank.
+  virtual void give_up() {}
   virtual void receive(const std::function<void()>& on_reduced) = 0;
   // Has memory that was made on another stream stay until the current one is done with it.
   virtual void use_memory() const = 0;
@@ -75,10 +78,13 @@ std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket buc
                                           bool is_for_future);
 bool is_own_wire(const std::vector<at::Tensor>& grads, DType wire);
 
-// By the ranks, see the files of these names. ranks_per_node divides the number of ranks, and is less.
+// By the ranks, see the files of these names.
 std::unique_ptr<BucketSum> one_shot_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers);
 std::unique_ptr<BucketSum> two_shot_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers);
-std::unique_ptr<BucketSum> two_level_sum(std::shared_ptr<Team> team, int tag, int64_t ranks_per_node, Bucket bucket,
+// at_once: between nodes by one_shot, else by two_shot.
+std::unique_ptr<BucketSum> two_level_sum(const Levels& levels, int tag, bool at_once, Bucket bucket,
                                          SumBuffers& buffers);
+// As many bytes of each rank's as no such sum needs more of, whatever it travels as.
+int64_t most_bytes_on_two_levels(const Bucket& bucket, const Levels& levels, bool at_once);
 
 }  // namespace fastsync

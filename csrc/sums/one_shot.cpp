@@ -8,16 +8,14 @@ namespace {
 class OneShotSum final : public RankSum {
  public:
   OneShotSum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers)
-      : RankSum(std::move(team), std::move(bucket)), tag_(tag) {
-    int64_t row = 0;  // of all pieces together, so that each rank's memory can lie near it
-    for_each_piece(/*in_shards=*/false, [&](const Span& span) {
-      pieces_.push_back({span, rows_of(row, span.end - span.begin, bucket_.wire_dtype, span.turn.is_last), nullptr});
-      row += pieces_.back().rows.stride;
+      : RankSum(std::move(team), /*num_parts=*/1, std::move(bucket)), tag_(tag) {
+    place(buffers, /*kind=*/team_->size(), [this](Regions& regions) {
+      pieces_.clear();
+      for_each_piece(/*in_shards=*/false, [&](const Span& span) {
+        const Rows row = row_of(span.end - span.begin, bucket_.wire_dtype, span.turn.is_last);
+        pieces_.push_back({span, regions.gather(row.length, row.stride), nullptr});
+      });
     });
-    for (Piece& piece : pieces_) {
-      piece.rows.stride = row;
-    }
-    take(buffers, team_->size() * row, /*kind=*/team_->size());
   }
 
   void send() override {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 namespace fastsync {
 
@@ -16,6 +17,10 @@ constexpr int64_t kSmallestShardBytes = 1 << 18;
 constexpr int64_t part_multiple(DType dtype) { return dtype == DType::kInt8 ? 4 * kBlockValues : kBlockValues; }
 static_assert(4 * sizeof(Int8Block) % 16 == 0);
 
+constexpr int64_t kRowAlignment = 64;  // in bytes
+// Blocks are counted from region to region.
+constexpr int64_t kRegionAlignment = std::lcm(kRowAlignment, 4 * static_cast<int64_t>(sizeof(Int8Block)));
+
 // Flags, then riders, in float32.
 at::Tensor joined(const Extras& extras) {
   if (!extras.flags.defined() || !extras.riders.defined()) {
@@ -26,13 +31,13 @@ at::Tensor joined(const Extras& extras) {
 
 }  // namespace
 
-RankSum::RankSum(std::shared_ptr<Team> team, Bucket bucket)
-    : BucketSum(std::move(bucket)), team_(std::move(team)), extras_(joined(bucket_.extras)) {}
+RankSum::RankSum(std::shared_ptr<Team> team, int64_t num_parts, Bucket bucket)
+    : BucketSum(std::move(bucket)), team_(std::move(team)), num_parts_(num_parts), extras_(joined(bucket_.extras)) {}
 
 // ---- where everything lies ------------------------------------------------------------------------------------------
 
 void RankSum::for_each_piece(bool in_shards, const std::function<void(const Span&)>& call) const {
-  const int64_t least = in_shards ? team_->size() * kSmallestShardBytes : 0;
+  const int64_t least = in_shards ? num_parts_ * kSmallestShardBytes : 0;
   const int64_t values =
       values_in(std::max(team_->piece_bytes(), least), bucket_.wire_dtype) / kBlockValues * kBlockValues;
   for (int64_t begin = 0; begin < bucket_.num_values; begin += values) {
@@ -42,29 +47,34 @@ void RankSum::for_each_piece(bool in_shards, const std::function<void(const Span
 }
 
 int64_t RankSum::part_of(const Span& span) const {
-  return round_up((span.end - span.begin + team_->size() - 1) / team_->size(), part_multiple(bucket_.wire_dtype));
+  return round_up((span.end - span.begin + num_parts_ - 1) / num_parts_, part_multiple(bucket_.wire_dtype));
 }
 
-Rows RankSum::rows_of(int64_t offset, int64_t values, DType dtype, bool is_last) const {
+Rows RankSum::row_of(int64_t values, DType dtype, bool is_last) const {
   const int64_t bytes = bytes_of(values, dtype);
   const int64_t length = is_last && extras_.defined() ? round_up(bytes, sizeof(float)) + extra_bytes() : bytes;
   const int64_t alignment = dtype == DType::kInt8 ? bytes_of(part_multiple(dtype), dtype) : kRowAlignment;
-  return {offset, length, round_up(length, alignment)};
+  return {0, length, round_up(length, alignment)};
 }
 
 // What lies beyond the last value, and on an int8 wire between gradients, is added like the rest, so it has to be
 // zeros.
-void RankSum::take(SumBuffers& buffers, int64_t num_bytes, int64_t kind) {
+void RankSum::place(SumBuffers& buffers, int64_t kind, const std::function<void(Regions&)>& lay_out) {
+  Regions unsized(*team_, 0);
+  lay_out(unsized);
+  const int64_t region = round_up(unsized.used(), kRegionAlignment);
+  Regions regions(*team_, region);
+  lay_out(regions);
   use_ = team_->use_rows();
   const std::vector<int64_t> layout{bucket_.num_values, static_cast<int64_t>(bucket_.wire_dtype), extra_bytes(), kind};
   if (buffers.layout != layout) {
-    buffers = {team_->allocate(num_bytes), layout};
+    buffers = {team_->allocate(region), layout};
   }
   memory_ = buffers.memory;
 }
 
-// At full width, with every gradient in blocks of its own, and each rank's part of each piece rounded up.
-int64_t RankSum::most_row_bytes(const Bucket& bucket, int64_t num_ranks) {
+// At full width, with every gradient in blocks of its own, and each part of each piece rounded up.
+int64_t RankSum::most_bytes(const Bucket& bucket, int64_t num_parts) {
   const int64_t width = size_of(bucket.grad_dtype);
   int64_t bytes = 0;
   for (const at::Tensor& grad : bucket.grads) {
@@ -72,10 +82,10 @@ int64_t RankSum::most_row_bytes(const Bucket& bucket, int64_t num_ranks) {
   }
   const int64_t most_pieces = bytes / (kPieceBytes / 2) + 1;
   const int64_t most_rounding =
-      part_multiple(DType::kInt8) * width + bytes_of(part_multiple(DType::kInt8), DType::kInt8);
+      part_multiple(DType::kInt8) * width + bytes_of(part_multiple(DType::kInt8), DType::kInt8) + 4 * kRowAlignment;
   const at::Tensor extras = joined(bucket.extras);
   const int64_t extra_bytes = extras.defined() ? static_cast<int64_t>(extras.nbytes()) : 0;
-  return bytes + num_ranks * (most_pieces * most_rounding + round_up(extra_bytes, kRowAlignment));
+  return bytes + num_parts * (most_pieces * most_rounding + round_up(extra_bytes, kRowAlignment)) + kRegionAlignment;
 }
 
 std::vector<Segment> RankSum::parts(const Span& span, int64_t part, DType dtype, int64_t base,
@@ -119,8 +129,10 @@ void RankSum::put_extras(const Rows& rows, int64_t first, int64_t count) const {
 }
 
 void RankSum::put_extras(const ReduceScatter& scatter) const {
-  put_extras(scatter.to, 0, scatter.team->size());  // to this rank's own row for nothing
-  put_extras(scatter.from, scatter.team->rank(), 1);
+  put_extras(scatter.to, 0, scatter.num_parts);  // to this rank's own row for nothing
+  if (scatter.team->rank() < scatter.num_parts) {
+    put_extras(scatter.from, scatter.team->rank(), 1);
+  }
 }
 
 void RankSum::sum_extras(const Rows& rows, int64_t count) {

@@ -7,18 +7,18 @@
 #include <vector>
 
 #include "sums/bucket_sum.h"
+#include "transport/regions.h"
 
 namespace fastsync {
 
-constexpr int64_t kRowAlignment = 64;  // in bytes
-
-// The first half of two_shot: each member of a team gets everybody's part of a piece that it is to add up, as rows of
-// `from` in rank order. Other members' parts are packed into rows of `to`, its own where it is added.
+// The first half of two_shot: each of a team's first members gets everybody's part of a piece that it is to add up, as
+// rows of `from` in rank order. Other members' parts are packed into rows of `to`, its own where it is added.
 struct ReduceScatter {
   int64_t place_of(int64_t member) const { return (member == team->rank() ? from : to).begin(member); }
   void expect(const at::Tensor& buffer) { transfer = team->all_to_all(buffer, to, from, tag); }
 
   std::shared_ptr<Team> team;
+  int64_t num_parts;
   int tag;
   Rows to;
   Rows from;
@@ -27,8 +27,8 @@ struct ReduceScatter {
 
 class RankSum : public BucketSum {
  public:
-  // As many bytes of each rank's rows as no sum of such a bucket needs more of, whatever it travels as.
-  static int64_t most_row_bytes(const Bucket& bucket, int64_t num_ranks);
+  // As many bytes of one rank's values as no sum of such a bucket needs more of, whatever it travels as.
+  static int64_t most_bytes(const Bucket& bucket, int64_t num_parts);
 
  protected:
   // A piece of the bucket's values [begin, end), which is the first to pass, the last, both or neither.
@@ -38,18 +38,20 @@ class RankSum : public BucketSum {
     Turn turn;
   };
 
-  RankSum(std::shared_ptr<Team> team, Bucket bucket);
+  // Those who add up a part of a piece each are num_parts.
+  RankSum(std::shared_ptr<Team> team, int64_t num_parts, Bucket bucket);
 
   // ---- where everything lies ----
 
   // call(span) for each piece; in_shards: pieces of which each rank adds up a part.
   void for_each_piece(bool in_shards, const std::function<void(const Span&)>& call) const;
-  // How many values of a piece are each rank's.
+  // How many values of a piece are each part.
   int64_t part_of(const Span& span) const;
-  // Rows of so many values from the offset on, with room for extras behind those of the bucket's last piece.
-  Rows rows_of(int64_t offset, int64_t values, DType dtype, bool is_last) const;
-  // So many bytes, of zeros where they were last used with another layout; this sum's until release, when all is read.
-  void take(SumBuffers& buffers, int64_t num_bytes, int64_t kind);
+  // A row of so many values, with room for extras behind those of the bucket's last piece.
+  Rows row_of(int64_t values, DType dtype, bool is_last) const;
+  // Takes memory for what lay_out(regions) places, of zeros where it was last used with another layout; this sum's
+  // until release, when all is read. Called twice, for only then it is known how large a region is.
+  void place(SumBuffers& buffers, int64_t kind, const std::function<void(Regions&)>& lay_out);
   void release() {
     use_.reset();
     team_->have_read();
@@ -71,11 +73,13 @@ class RankSum : public BucketSum {
   void sum_extras(const Rows& rows, int64_t count);
   void wait_for(Transfer& transfer);
   void use_memory() const override;
+  void give_up() override { team_->give_up(); }
 
   std::shared_ptr<Team> team_;
   at::Tensor memory_;
 
  private:
+  int64_t num_parts_;
   std::shared_ptr<void> use_;  // of the memory
 
   int64_t extra_bytes() const { return extras_.defined() ? static_cast<int64_t>(extras_.nbytes()) : 0; }

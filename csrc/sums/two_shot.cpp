@@ -8,25 +8,20 @@ namespace {
 
 class TwoShotSum final : public RankSum {
  public:
-  TwoShotSum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers)
-      : RankSum(std::move(team), std::move(bucket)), tag_(tag) {
-    const DType wire = bucket_.wire_dtype;
-    int64_t all = 0;
-    for_each_piece(/*in_shards=*/true, [&](const Span& span) {
-      all += team_->size() * rows_of(0, part_of(span), wire, span.turn.is_last).stride;
+  TwoShotSum(const std::shared_ptr<Team>& team, int tag, Bucket bucket, SumBuffers& buffers)
+      : RankSum(team, /*num_parts=*/team->size(), std::move(bucket)), tag_(tag) {
+    place(buffers, /*kind=*/2 * team->size(), [&](Regions& regions) {
+      pieces_.clear();
+      int64_t place = 0;
+      for_each_piece(/*in_shards=*/true, [&](const Span& span) {
+        const int64_t shard = part_of(span);
+        const Rows row = row_of(shard, bucket_.wire_dtype, span.turn.is_last);
+        auto [to, from, means] = regions.exchange(team->size(), row.length, row.stride);
+        means.length = bytes_of(shard, bucket_.wire_dtype);  // no extras travel with them
+        pieces_.push_back({span, shard, place, {team, team->size(), tag, to, from, nullptr}, means, nullptr});
+        place += shard;
+      });
     });
-    int64_t begin = 0;
-    int64_t place = 0;
-    for_each_piece(/*in_shards=*/true, [&](const Span& span) {
-      const int64_t shard = part_of(span);
-      const Rows rows = rows_of(0, shard, wire, span.turn.is_last);
-      auto [to, from, means] = team_->exchange(rows.length, rows.stride, begin, all);
-      means.length = bytes_of(shard, wire);  // no extras travel with them
-      pieces_.push_back({span, shard, place, ReduceScatter{team_, tag_, to, from, nullptr}, means, nullptr});
-      begin += team_->size() * rows.stride;
-      place += shard;
-    });
-    take(buffers, team_->exchange_bytes(all), /*kind=*/2 * team_->size());
   }
 
   Owned owned() const override {
@@ -92,7 +87,7 @@ class TwoShotSum final : public RankSum {
 }  // namespace
 
 std::unique_ptr<BucketSum> two_shot_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers) {
-  return std::make_unique<TwoShotSum>(std::move(team), tag, std::move(bucket), buffers);
+  return std::make_unique<TwoShotSum>(team, tag, std::move(bucket), buffers);
 }
 
 }  // namespace fastsync

@@ -39,15 +39,30 @@ std::string failure_of(const std::function<void()>& call) {
   }
 }
 
-// Every rank tries, and every rank comes to hear how it went. The first that failed, and why, is what all return.
-std::string vote(const Group& group, const std::function<void()>& attempt) {
-  const auto failures = gather(group, failure_of(attempt));
-  for (size_t rank = 0; rank < failures.size(); ++rank) {
-    if (!failures[rank].empty()) {
-      return c10::str("rank ", rank, ": ", failures[rank]);
+// Every rank tries, and every rank comes to hear how it went. The first that failed, and why, is what all return; else
+// `found` is what each rank's attempt has returned.
+std::string vote(const Group& group, const std::function<std::string()>& attempt, std::vector<std::string>& found) {
+  std::string text;
+  const std::string failure = failure_of([&] { text = attempt(); });
+  found = gather(group, failure.empty() ? "+" + text : "-" + failure);
+  for (size_t rank = 0; rank < found.size(); ++rank) {
+    if (found[rank].front() == '-') {
+      return c10::str("rank ", rank, ": ", found[rank].substr(1));
     }
+    found[rank].erase(0, 1);
   }
   return "";
+}
+
+std::string vote(const Group& group, const std::function<void()>& attempt) {
+  std::vector<std::string> nothing;
+  return vote(
+      group,
+      [&] {
+        attempt();
+        return std::string();
+      },
+      nothing);
 }
 
 // Where other ranks come in.
@@ -63,11 +78,9 @@ struct Invitation {
   std::string secret = random_text();
 };
 
-bool is_open(const Connection& connection) { return connection.is_open(); }
-
-int64_t first_byte_of(int64_t rank, int64_t size, int64_t bytes) {
+int64_t first_byte_of(int64_t place, int64_t size, int64_t bytes) {
   const int64_t page = sysconf(_SC_PAGESIZE);
-  return rank == size ? bytes : bytes / size * rank / page * page;
+  return place == size ? bytes : bytes / size * place / page * page;
 }
 
 }  // namespace
@@ -110,17 +123,28 @@ Host::Host(const Group& group) : connections_(static_cast<size_t>(group->getSize
   const std::string failure = failure_of([&] { invitation.emplace(); });
   const auto invitations = gather(group, failure.empty() ? invitation->listener.address() + invitation->secret : "");
   id_ = std::to_string(fingerprint(std::accumulate(invitations.begin(), invitations.end(), std::string())));
-  why_not_ = vote(group, [&] {
+  std::vector<std::string> reached;
+  const auto reach = [&] {
     TORCH_CHECK(failure.empty(), failure);
-    for (size_t peer = 0; peer < rank && !invitations[peer].empty(); ++peer) {  // an empty one's rank says why
+    std::vector<size_t> peers{rank};
+    for (size_t peer = rank; peer-- > 0 && !invitations[peer].empty();) {  // an empty one's rank says why
       connections_[peer] = Connection::to(invitations[peer].substr(0, kRandomLength));
-      connections_[peer].send(invitations[peer].substr(kRandomLength) + std::to_string(rank));
+      if (connections_[peer].is_open()) {
+        connections_[peer].send(invitations[peer].substr(kRandomLength) + std::to_string(rank));
+        peers.push_back(peer);
+      }
     }
-  });
+    return c10::str(peers.back(), " ", peers.size());
+  };
+  why_not_ = vote(group, reach, reached);
+  if (why_not_.empty()) {
+    find_hosts(reached, rank);
+  }
   if (why_not_.empty()) {
     why_not_ = vote(group, [&] {
       const Deadline deadline = patience();
-      while (!std::all_of(connections_.begin() + rank + 1, connections_.end(), is_open)) {
+      const auto is_here = [&](int64_t peer) { return peer <= group->getRank() || connections_[peer].is_open(); };
+      while (!std::all_of(ranks().begin(), ranks().end(), is_here)) {
         Connection connection = invitation->listener.accept(deadline);
         const std::string text = connection.is_same_user() ? connection.receive(deadline).text : "";
         for (size_t peer = rank + 1; peer < connections_.size(); ++peer) {
@@ -137,13 +161,38 @@ Host::Host(const Group& group) : connections_(static_cast<size_t>(group->getSize
   }
 }
 
+// Each rank says which is the first that it reaches, itself if there is none before it, and how many it reaches up to
+// itself. Those of one host reach all of it.
+void Host::find_hosts(const std::vector<std::string>& reached, size_t rank) {
+  std::map<size_t, Ranks> by_first;
+  for (size_t other = 0; other < reached.size(); ++other) {
+    const size_t first = std::stoul(reached[other]);
+    Ranks& ranks = by_first[first];
+    ranks.push_back(static_cast<int64_t>(other));
+    if (reached[other] != c10::str(first, " ", ranks.size())) {
+      why_not_ = c10::str("rank ", other, " reaches some processes that others on its host do not, or not all");
+      return;
+    }
+  }
+  if (by_first.size() == reached.size()) {
+    why_not_ = "no two ranks are on one host, in one network namespace";
+    return;
+  }
+  for (auto& [first, ranks] : by_first) {
+    if (std::find(ranks.begin(), ranks.end(), static_cast<int64_t>(rank)) != ranks.end()) {
+      place_ = hosts_.size();
+    }
+    hosts_.push_back(std::move(ranks));
+  }
+}
+
 std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std::string& why_not) {
   std::shared_ptr<SharedMemory> shared;
   why_not = vote(group, [&] {
     const std::string number = std::to_string(++num_shared_);
     const std::string none = number + ": none";
     Descriptor memory;
-    if (group->getRank() == 0) {
+    if (group->getRank() == ranks().front()) {
       const std::string failure = failure_of([&] { memory = SharedMemory::make(bytes); });
       for (const Connection& connection : connections_) {
         if (connection.is_open()) {
@@ -153,19 +202,20 @@ std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std
       TORCH_CHECK(failure.empty(), failure);
     } else {
       const Deadline deadline = patience();
-      auto message = connections_.front().receive(deadline);
+      const Connection& first = connections_[ranks().front()];
+      auto message = first.receive(deadline);
       while (message.text != number && message.text != none) {  // of a try that failed here
-        message = connections_.front().receive(deadline);
+        message = first.receive(deadline);
       }
       if (message.text == none) {
-        return;  // rank 0 says why
+        return;  // the first rank says why
       }
       memory = std::move(message.descriptor);
     }
     shared = std::make_shared<SharedMemory>(memory, bytes);
-    const int64_t size = group->getSize();
-    const int64_t rank = group->getRank();
-    shared->claim(memory, first_byte_of(rank, size, bytes), first_byte_of(rank + 1, size, bytes));
+    const auto size = static_cast<int64_t>(ranks().size());
+    const int64_t place = std::find(ranks().begin(), ranks().end(), group->getRank()) - ranks().begin();
+    shared->claim(memory, first_byte_of(place, size, bytes), first_byte_of(place + 1, size, bytes));
   });
   return why_not.empty() ? shared : nullptr;
 }

@@ -1,4 +1,4 @@
-// The ranks of a group as processes of one host, if they are: found out by trying, agreed on by all.
+// Which ranks of a group are processes of one host: found out by trying, agreed on by all.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -24,22 +24,31 @@ class Host {
 
   // This and the next are for all ranks together, at the same place between their collectives.
   static std::shared_ptr<Host> of(const Group& group);
-  // Memory of so many bytes, each rank's part of which lies near it. Null where not every rank could get it; `why_not`
-  // says why, on every rank.
+  // Memory of so many bytes for each host's ranks, each rank's part of which lies near it. Null where not every rank
+  // could get it; `why_not` says why, on every rank.
   std::shared_ptr<SharedMemory> share(const Group& group, int64_t bytes, std::string& why_not);
 
   // Empty where memory can be shared; else which rank cannot, and why. The same on all ranks.
   const std::string& why_not() const { return why_not_; }
+
+  // Ranks ascend. Hosts are in the order of their first ranks, and the same on all ranks.
+  using Ranks = std::vector<int64_t>;
+  const Ranks& ranks() const { return hosts_[place_]; }  // of this one's host
+  const std::vector<Ranks>& hosts() const { return hosts_; }
+
   // Whether the rank's process has ended, or has let go of all that used its group.
   bool has_left(int64_t rank) const { return connections_[static_cast<size_t>(rank)].has_ended(); }
 
  private:
   explicit Host(const Group& group);
+  void find_hosts(const std::vector<std::string>& reached, size_t rank);
 
   std::string id_;
   std::string why_not_;
+  std::vector<Ranks> hosts_;
+  size_t place_ = 0;
   int64_t num_shared_ = 0;
-  std::vector<Connection> connections_;  // by rank, not open to this one itself
+  std::vector<Connection> connections_;  // by rank, open to those of this host
 };
 
 }  // namespace fastsync

@@ -45,44 +45,36 @@ class SharedTeam::Arrival final : public Transfer {
 };
 
 std::shared_ptr<SharedTeam> SharedTeam::make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                             std::shared_ptr<Host> host, int64_t bytes, std::string& why_not) {
+                                             std::shared_ptr<Host> host, int64_t most_bytes, std::string& why_not) {
   why_not = host->why_not();
   if (!why_not.empty()) {
     return nullptr;
   }
-  const int64_t size = group->getSize();
-  auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * bytes, why_not);
+  const auto size = static_cast<int64_t>(host->ranks().size());
+  auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * most_bytes, why_not);
   if (!shared) {
     return nullptr;
   }
-  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), bytes));
+  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), most_bytes));
 }
 
 SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
-                       std::shared_ptr<SharedMemory> shared, int64_t row_bytes)
-    : Team(group, c10::kCPU, /*first=*/0, /*step=*/1, group->getSize()),
+                       std::shared_ptr<SharedMemory> shared, int64_t most_bytes)
+    : Team(group, c10::kCPU, host->ranks()),
       host_(std::move(host)),
       shared_(std::move(shared)),
-      row_bytes_(row_bytes),
+      most_bytes_(most_bytes),
       has_cores_(size() <= num_usable_cores()) {}
 
 SharedTeam::Numbers& SharedTeam::numbers_of(int64_t rank) const {
   return reinterpret_cast<Numbers*>(shared_->data())[rank];
 }
 
-// Each rank's rows of all pieces together, so that its memory can lie near it. What is sent is where it is received.
-Exchange SharedTeam::exchange(int64_t length, int64_t stride, int64_t begin, int64_t all) const {
-  return {
-      {rank() * all + begin, length, stride}, {begin + rank() * stride, length, all}, {begin, length, all + stride}};
-}
-
-at::Tensor SharedTeam::allocate(int64_t bytes) {
-  TORCH_INTERNAL_ASSERT(bytes <= size() * row_bytes_, "rows of ", bytes, " bytes do not fit into ", row_bytes_,
-                        " each");
+at::Tensor SharedTeam::allocate(int64_t region) {
+  TORCH_INTERNAL_ASSERT(region <= most_bytes_, "a region of ", region, " bytes does not fit into ", most_bytes_);
   std::byte* data = shared_->data() + control_bytes(size(), sizeof(Numbers));
-  const int64_t own = bytes / size();
-  std::memset(data + rank() * own, 0, own);
-  return at::from_blob(data, {bytes}, [shared = shared_](void*) {}, at::kByte);
+  std::memset(data + rank() * region, 0, region);
+  return at::from_blob(data, {size() * region}, [shared = shared_](void*) {}, at::kByte);
 }
 
 // A step that failed and is sent again has the same number: others may still wait for it.
@@ -153,11 +145,12 @@ void SharedTeam::wait_for_all(size_t which, int64_t number) {
     deadline = deadline ? deadline : Waiting::Clock::now() + limit();
     try {
       const bool is_there = waiting_[which].until(theirs, number, has_cores_, *deadline, [&] { look(which, number); });
-      TORCH_CHECK(is_there, "waited for rank ", peer, what, " until the process group's time-out, ",
+      TORCH_CHECK(is_there, "waited for rank ", ranks_[peer], what, " until the process group's time-out, ",
                   std::chrono::duration<double>(limit()).count(), " s");
     } catch (const c10::Error& error) {
       const std::lock_guard<std::mutex> lock(mutex_);
       failure_ = error.what_without_backtrace();
+      give_up();
       throw;
     }
   }
@@ -171,9 +164,14 @@ void SharedTeam::check_not_failed() {
 void SharedTeam::look(size_t which, int64_t number) const {
   for (int64_t peer = 0; peer < size(); ++peer) {
     const SharedNumber& theirs = numbers_of(peer)[which];
-    const bool is_missing = peer != rank() && !theirs.has_reached(number) && host_->has_left(peer);
-    TORCH_CHECK(!is_missing || theirs.has_reached(number), "rank ", peer,
-                " has ended, or has left the process group, and this rank waits for it");
+    if (peer == rank() || theirs.has_reached(number)) {
+      continue;
+    }
+    const bool has_given_up = numbers_of(peer)[kGivenUp].has_reached(1);
+    const bool has_left = host_->has_left(ranks_[peer]);
+    TORCH_CHECK(theirs.has_reached(number) || !(has_given_up || has_left), "rank ", ranks_[peer],
+                has_left ? " has ended, or has left the process group," : " has failed,",
+                " and this rank waits for it");
   }
 }
 

@@ -20,19 +20,18 @@ namespace fastsync {
 // number of its own.
 class SharedTeam final : public Team, public std::enable_shared_from_this<SharedTeam> {
  public:
-  // On all ranks together, for rows of so many bytes each in all. Null where not all of them are on one host, or have
-  // the memory: why_not says why.
+  // Of this rank's host, with regions of at most so many bytes; on all ranks of the group together. Null where ranks
+  // cannot share memory: why_not says why.
   static std::shared_ptr<SharedTeam> make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                          std::shared_ptr<Host> host, int64_t bytes, std::string& why_not);
+                                          std::shared_ptr<Host> host, int64_t most_bytes, std::string& why_not);
 
-  int64_t row_bytes() const { return row_bytes_; }
+  int64_t most_bytes() const { return most_bytes_; }
 
-  Exchange exchange(int64_t length, int64_t stride, int64_t begin, int64_t all) const override;
-  int64_t exchange_bytes(int64_t all) const override { return size() * all; }
-  at::Tensor allocate(int64_t bytes) override;
+  at::Tensor allocate(int64_t region) override;
   void begin(int64_t attempt) override;
   std::shared_ptr<void> use_rows() override;
   void have_read() override { numbers_of(rank())[kRead].raise_to(sum_); }
+  void give_up() override { numbers_of(rank())[kGivenUp].raise_to(1); }
   std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) override;
   std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag) override;
   bool shares_memory() const override { return true; }
@@ -40,12 +39,13 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
  private:
   static constexpr size_t kPhases = 4;
   static constexpr size_t kRead = kPhases;  // the sums whose rows this rank has read
-  using Numbers = std::array<SharedNumber, kPhases + 1>;
+  static constexpr size_t kGivenUp = kRead + 1;
+  using Numbers = std::array<SharedNumber, kGivenUp + 1>;
 
   class Arrival;
 
   SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
-             std::shared_ptr<SharedMemory> shared, int64_t row_bytes);
+             std::shared_ptr<SharedMemory> shared, int64_t most_bytes);
   std::unique_ptr<Transfer> next(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
   void wait_for_own();
@@ -56,8 +56,8 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
 
   std::shared_ptr<Host> host_;
   std::shared_ptr<SharedMemory> shared_;
-  int64_t row_bytes_;
-  bool has_cores_;  // for all ranks
+  int64_t most_bytes_;  // of a region
+  bool has_cores_;      // for all ranks
   std::array<Waiting, kPhases + 1> waiting_;
   int64_t sum_ = 0;  // the newest, as every rank counts them
   int64_t sum_before_ = 0;

@@ -4,9 +4,11 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "transport/without_python_objects.h"
@@ -141,28 +143,18 @@ Reduction::Future Reduction::when_over() {
   return future;
 }
 
-Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, int64_t first, int64_t step, int64_t size)
+Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<int64_t> ranks)
     : group_(std::move(group)),
       device_(device),
-      first_(first),
-      step_(step),
-      size_(size),
-      rank_((group_->getRank() - first) / step),
+      ranks_(std::move(ranks)),
+      rank_(std::find(ranks_.begin(), ranks_.end(), group_->getRank()) - ranks_.begin()),
       sends_at_once_(device.is_cpu() && group_->getBackend(device.type())->getBackendName() == "gloo"),
-      has_collectives_(!device.is_cpu() && size > 1 && size == group_->getSize()) {}
-
-std::shared_ptr<Team> Team::part(int64_t first, int64_t step, int64_t size) const {
-  return std::make_shared<Team>(group_, device_, first_ + first * step_, step * step_, size);
+      has_collectives_(!device.is_cpu() && size() > 1 && size() == group_->getSize()) {
+  TORCH_INTERNAL_ASSERT(rank_ < size(), "rank ", group_->getRank(), " is no member of its team");
 }
 
-Exchange Team::exchange(int64_t length, int64_t stride, int64_t begin, int64_t all) const {
-  (void)all;
-  const Rows to{2 * begin, length, stride};
-  return {to, {to.begin(size_), length, stride}, to};
-}
-
-at::Tensor Team::allocate(int64_t bytes) {
-  return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+at::Tensor Team::allocate(int64_t region) {
+  return at::zeros({region}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
 // Large enough on a CPU that the number of messages costs nothing, small enough to overlap. NCCL cuts up by itself.
@@ -173,9 +165,9 @@ std::unique_ptr<Transfer> Team::messages(const at::Tensor& buffer, const Rows& f
                                          int tag) const {
   std::vector<Message> sent;
   std::vector<Message> expected;
-  for (int64_t step = 1; step < size_; ++step) {
-    const int64_t peer = (rank_ + step) % size_;
-    const auto rank = static_cast<int>(first_ + peer * step_);
+  for (int64_t step = 1; step < size(); ++step) {
+    const int64_t peer = (rank_ + step) % size();
+    const auto rank = static_cast<int>(ranks_[peer]);
     sent.emplace_back(from.of(buffer, same_to_all ? rank_ : peer), rank);
     expected.emplace_back(to.of(buffer, peer), rank);
   }
@@ -189,13 +181,13 @@ std::unique_ptr<Transfer> Team::all_to_all(const at::Tensor& buffer, const Rows&
   // alltoall_base would copy the own row, and take rows without gaps only. NCCL skips what is sent to where it is.
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
-  for (int64_t row = 0; row < size_; ++row) {
+  for (int64_t row = 0; row < size(); ++row) {
     outputs.push_back(to.of(buffer, row));
     inputs.push_back(row == rank_ ? outputs.back() : from.of(buffer, row));
   }
   return std::make_unique<Collective>(
       [group = group_, inputs, outputs]() mutable { return group->alltoall(outputs, inputs); },
-      (size_ - 1) * from.length);
+      (size() - 1) * from.length);
 }
 
 std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows& rows, int tag) {
@@ -206,10 +198,10 @@ std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows&
   // The backend's own, for torch 2.13 deprecates the group's, whose successor torch 2.11 does not have.
   return std::make_unique<Collective>(
       [backend = group_->getBackend(device_.type()), mine = whole.of(buffer, rank_),
-       all = buffer.narrow(0, rows.offset, size_ * rows.stride)]() mutable {
+       all = buffer.narrow(0, rows.offset, size() * rows.stride)]() mutable {
         return backend->_allgather_base(all, mine);
       },
-      (size_ - 1) * rows.stride);
+      (size() - 1) * rows.stride);
 }
 
 std::unique_ptr<Reduction> Team::all_reduce(const std::vector<at::Tensor>& buffers,
@@ -222,8 +214,9 @@ std::shared_ptr<Team> make_team(c10::intrusive_ptr<c10d::ProcessGroup> group, c1
   TORCH_CHECK_VALUE(device.is_cpu() || group->getBackend(device.type())->getBackendName() != "gloo",
                     "fastsync: the gradients are on ", device, " and the process group is Gloo's, which fastsync ",
                     "supports on CPUs only; use NCCL");
-  const int64_t size = group->getSize();
-  return std::make_shared<Team>(std::move(group), device, /*first=*/0, /*step=*/1, size);
+  std::vector<int64_t> ranks(group->getSize());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return std::make_shared<Team>(std::move(group), device, std::move(ranks));
 }
 
 }  // namespace fastsync

@@ -21,14 +21,6 @@ struct Rows {
   at::Tensor of(const at::Tensor& buffer, int64_t row) const;
 };
 
-// Where the rows of an all_to_all lie: those that leave, those that come, and those of an all_gather that may take the
-// place of what has left, or of what has been read.
-struct Exchange {
-  Rows to;
-  Rows from;
-  Rows gathered;
-};
-
 // Rows on their way. What others send is expected from the beginning, so that it travels without asking.
 class Transfer {
  public:
@@ -71,19 +63,17 @@ constexpr int64_t kPieceBytes = 1 << 20;
 
 class Team {
  public:
-  Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, int64_t first, int64_t step, int64_t size);
+  // Of these ranks of the group, ascending, this one among them.
+  Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<int64_t> ranks);
   virtual ~Team() = default;
 
-  int64_t size() const { return size_; }
+  int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
   int64_t rank() const { return rank_; }  // the place among its members
   // Then there is nobody to add to, but Gloo would wake a thread to find that out.
-  bool is_alone() const { return size_ == 1 && device_.is_cpu(); }
+  bool is_alone() const { return size() == 1 && device_.is_cpu(); }
 
-  // Some of its ranks: every step-th from the first on, this one among them.
-  std::shared_ptr<Team> part(int64_t first, int64_t step, int64_t size) const;
-
-  // A buffer for rows, as many for each member. Those that this rank fills are zeros.
-  virtual at::Tensor allocate(int64_t bytes);
+  // A buffer in which each member has a region of so many bytes, see Regions. What this rank fills is zeros.
+  virtual at::Tensor allocate(int64_t region);
 
   // Before a sum. The attempt, where it is not 0, is the same for those of one step, and more for those of later ones.
   virtual void begin(int64_t attempt) { (void)attempt; }
@@ -91,10 +81,8 @@ class Team {
   virtual std::shared_ptr<void> use_rows() { return nullptr; }
   // This rank has read all that it wants to read.
   virtual void have_read() {}
-
-  // For an all_to_all whose rows begin behind `begin` of `all` bytes of such rows.
-  virtual Exchange exchange(int64_t length, int64_t stride, int64_t begin, int64_t all) const;
-  virtual int64_t exchange_bytes(int64_t all) const { return 2 * all; }
+  // This rank sends no more: who waits for it need not do so until the time-out.
+  virtual void give_up() {}
 
   // Whether rows need not travel, because all members have the buffer.
   virtual bool shares_memory() const { return false; }
@@ -103,6 +91,7 @@ class Team {
   virtual int64_t piece_bytes() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+  c10::Device device() const { return device_; }
 
   // Whether sending to one rank takes less than a collective of all.
   bool sends_at_once() const { return sends_at_once_; }
@@ -124,9 +113,7 @@ class Team {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
-  int64_t first_;
-  int64_t step_;
-  int64_t size_;
+  std::vector<int64_t> ranks_;  // the group's
   int64_t rank_;
   bool sends_at_once_;
   bool has_collectives_;  // it is a whole group that brings all rows in one call

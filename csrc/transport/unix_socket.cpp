@@ -105,6 +105,9 @@ Connection Connection::to(const std::string& address) {
   Descriptor made = new_socket();
   const auto [name, length] = socket_address(address);
   if (connect(made.number(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
+    if (errno == ECONNREFUSED) {
+      return Connection();
+    }
     raise("no connection on this host");
   }
   Connection connection(std::move(made));

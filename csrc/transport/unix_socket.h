@@ -39,7 +39,7 @@ class Connection {
   Connection() = default;
   explicit Connection(Descriptor socket) : socket_(std::move(socket)) {}
 
-  // To a listener, of the same user's, which need not have accepted it yet.
+  // To a listener, of the same user's, which need not have accepted it yet. Not open where there is none.
   static Connection to(const std::string& address);
 
   bool is_open() const { return socket_.is_open(); }

@@ -1,0 +1,209 @@
+"""Ranks of several hosts: they add in memory inside each, and one sum a host travels."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync import Compression, reference
+from fastsync.compression import Wire
+from tests.hosts import entered, host_of, hosts
+from tests.models import assert_same_on_all_ranks, random_grads
+from tests.ranks import RankError, RankTimeoutError, run_ranks
+
+DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
+Nodes = Sequence[Sequence[int]]
+PAIRS: Nodes = [[0, 1], [2, 3]]
+ALTERNATING: Nodes = [[0, 2], [1, 3]]
+UNEQUAL: Nodes = [[0], [1, 2, 3]]
+THREE: Nodes = [[0, 4], [1, 2], [3]]
+LAYOUTS = {"pairs": PAIRS, "alternating": ALTERNATING, "unequal": UNEQUAL, "three": THREE}
+TIMEOUT = timedelta(seconds=6)
+
+
+def run_on_hosts(fn: object, nodes: Nodes, *args: object) -> list[object]:
+    with hosts(len(nodes)) as names:
+        return run_ranks(_on_host, sum(map(len, nodes)), fn, nodes, names, args)
+
+
+def _on_host(rank: int, world_size: int, fn: object, nodes: Nodes, names: list[str], args: Sequence[object]) -> object:
+    with entered(names[host_of(nodes, rank)]):
+        return fn(rank, world_size, nodes, *args)
+
+
+def _random_layouts(rank: int, world_size: int, nodes: Nodes, algorithm: str | None) -> None:
+    chance = random.Random(world_size)
+    for case in range(8):
+        wire = WIRES[case % 4]
+        most = chance.choice([3, 300, 40_000, 900_000])
+        sizes = [chance.choice([0, 1, chance.randrange(most)]) for _ in range(chance.randrange(1, 6))] + [1]
+        grads = [random_grads(peer, case, [(size,) for size in sizes], torch.float32) for peer in range(world_size)]
+        parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+        sync = fastsync.attach(parameters, Compression(wire, reduce="fp32", algorithm=algorithm), overlap=False)
+        for parameter, grad in zip(parameters, grads[rank], strict=True):
+            parameter.grad = grad.clone()
+        sync.synchronize()
+        mean = [parameter.grad for parameter in parameters]
+        assert_same_on_all_ranks(mean)
+        means = [
+            reference.two_level_mean(grads, nodes, DTYPE_OF[wire], algorithm=each)
+            for each in (["one_shot", "two_shot"] if algorithm is None else [algorithm])
+        ]
+        assert any(all(map(torch.equal, mean, each)) for each in means), f"{wire}, {sizes}"
+        assert sync.stats().transport == f"shared memory, process group between {len(nodes)} hosts"
+
+
+@pytest.mark.parametrize("algorithm", [None, "one_shot", "two_shot"])
+@pytest.mark.parametrize(
+    "nodes", [PAIRS, ALTERNATING, UNEQUAL, THREE], ids=["pairs", "alternating", "unequal", "three"]
+)
+def test_random_layouts_give_what_the_reference_gives(nodes: Nodes, algorithm: str | None) -> None:
+    run_on_hosts(_random_layouts, nodes, algorithm)
+
+
+def _hook_and_feedback(rank: int, world_size: int, nodes: Nodes) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 3_000)))
+    hook = fastsync.register_comm_hook(model, Compression("int8", error_feedback=True))
+    inputs = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
+    total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    steps = 30
+    for _ in range(steps):
+        model.zero_grad()
+        model(inputs).square().mean().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        assert_same_on_all_ranks(grads)
+        for sum_, grad in zip(total, grads, strict=True):
+            sum_ += grad / steps
+    assert "2 hosts" in hook.stats().transport
+    model.zero_grad()
+    model.module(inputs).square().mean().backward()
+    # What rounding loses is sent later, so that the mean over the steps comes near the gradient.
+    for sum_, parameter in zip(total, model.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size
+        step = parameter.grad.abs().max() / 127
+        assert (sum_ - parameter.grad).abs().max() <= 0.25 * step
+
+
+@pytest.mark.parametrize("nodes", [PAIRS, UNEQUAL], ids=["pairs", "unequal"])
+def test_error_feedback_makes_up_for_what_is_lost_between_hosts(nodes: Nodes) -> None:
+    run_on_hosts(_hook_and_feedback, nodes)
+
+
+def _riders_presence_and_doors(rank: int, world_size: int, nodes: Nodes) -> None:
+    model = nn.ModuleDict({"all": nn.Linear(40, 30), "some": nn.Linear(40, 30), "none": nn.Linear(4, 3)})
+    sync = fastsync.attach(model, "fp16")
+    for step in range(3):
+        model.zero_grad()
+        sync.ride("loss", torch.tensor([float(rank + step)]))
+        x = torch.full((2, 40), float(rank + 1))
+        used = model["all"](x).sum() + (model["some"](x).sum() if rank == world_size - 1 else 0.0)
+        used.backward()
+        mean = sum(range(1, world_size + 1)) / world_size
+        everywhere, somewhere = model.get_parameter("all.weight").grad, model.get_parameter("some.weight").grad
+        assert everywhere is not None
+        assert somewhere is not None
+        assert torch.allclose(everywhere, torch.full((30, 40), 2 * mean), rtol=1e-3)
+        assert torch.allclose(somewhere, torch.full((30, 40), 2.0), rtol=1e-3)
+        assert model.get_parameter("none.weight").grad is None
+        assert sync.riders["loss"].item() == (world_size - 1) / 2 + step
+    assert f"{len(nodes)} hosts" in sync.stats().transport
+    assert f"{len(nodes)} hosts" in str(sync.explain())
+    grads = [nn.Parameter(torch.zeros(70_001))]
+    grads[0].grad = torch.full((70_001,), float(rank))
+    fastsync.all_reduce_gradients(grads)
+    assert torch.allclose(grads[0].grad, torch.full((70_001,), (world_size - 1) / 2))
+
+
+@pytest.mark.parametrize("nodes", [ALTERNATING, THREE], ids=["alternating", "three"])
+def test_riders_presence_and_one_call(nodes: Nodes) -> None:
+    run_on_hosts(_riders_presence_and_doors, nodes)
+
+
+def test_groups_of_some_ranks_take_what_their_own_ranks_have() -> None:
+    with hosts(2) as names:
+        # New groups connect through the network, so these ranks enter their hosts once they have them.
+        found = run_ranks(_on_a_mesh, 4, names)
+    for inside, between in found:
+        assert inside == "shared memory"
+        assert "no two ranks are on one host" in between
+
+
+def _on_a_mesh(rank: int, world_size: int, names: list[str]) -> list[str]:
+    found = []
+    for groups in (PAIRS, ALTERNATING):
+        mine = next(ranks for ranks in groups if rank in ranks)
+        group = [dist.new_group(list(ranks)) for ranks in groups][groups.index(mine)]
+        parameter = nn.Parameter(torch.zeros(1000))
+        sync = fastsync.attach([parameter], process_group=group, overlap=False)
+        parameter.grad = torch.full((1000,), float(rank))
+        with entered(names[host_of(PAIRS, rank)]):
+            sync.synchronize()
+        assert torch.equal(parameter.grad, torch.full((1000,), sum(mine) / 2))
+        found.append(sync.stats().transport)
+    return found
+
+
+def _nodes_that_are_named(rank: int, world_size: int, nodes: Nodes) -> str:
+    parameter = nn.Parameter(torch.zeros(1000))
+    sync = fastsync.attach([parameter], Compression("bf16", ranks_per_node=2), overlap=False)
+    parameter.grad = torch.full((1000,), float(rank))
+    sync.synchronize()
+    assert torch.equal(parameter.grad, torch.full((1000,), 1.5))
+    return sync.stats().transport
+
+
+def test_nodes_that_are_named_share_memory_where_they_are_the_hosts() -> None:
+    assert set(run_on_hosts(_nodes_that_are_named, PAIRS)) == {"shared memory, process group between 2 hosts"}
+    assert set(run_on_hosts(_nodes_that_are_named, ALTERNATING)) == {"process group"}
+
+
+# ---- a rank that is lost --------------------------------------------------------------------------------------------
+
+
+def _some_are_lost(rank: int, world_size: int, nodes: Nodes, names: list[str], lost: Sequence[int], how: int) -> None:
+    group = dist.new_group(timeout=TIMEOUT)
+    parameter = nn.Parameter(torch.zeros(200_000))
+    sync = fastsync.attach([parameter], overlap=False, process_group=group)
+    for step in range(12):
+        parameter.grad = torch.full((200_000,), float(rank))
+        if step == 10 and rank in lost:
+            os.kill(os.getpid(), how)
+        with entered(names[host_of(nodes, rank)]) if step == 0 else nullcontext():
+            sync.synchronize()
+        assert torch.equal(parameter.grad, torch.full((200_000,), (world_size - 1) / 2))
+
+
+CUT_OFF = (PAIRS, [2, 3], signal.SIGSTOP)
+LOST = {
+    "first": (PAIRS, [0], signal.SIGKILL),
+    "last": (PAIRS, [3], signal.SIGKILL),
+    "alone": (UNEQUAL, [0], signal.SIGKILL),
+    "one of three": (UNEQUAL, [3], signal.SIGKILL),
+    "stopped": (PAIRS, [1], signal.SIGSTOP),
+    "a host": CUT_OFF,
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_ranks_that_are_lost_are_noticed_on_all_hosts(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Some notice only when those end who have noticed first, and these ask the others where they are before that.
+    monkeypatch.setattr("tests.ranks.GRACE_SECONDS", 12.0)
+    nodes, lost, how = LOST[case]
+    with hosts(len(nodes)) as names, pytest.raises((RankError, RankTimeoutError)) as caught:
+        run_ranks(_some_are_lost, 4, nodes, names, lost, int(how), timeout=90.0)
+    for rank in set(range(4)) - set(lost):
+        assert f"failed on rank {rank} of 4" in str(caught.value)
