@@ -12,11 +12,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import tyro
 
+from benchmarks.busy import busy_processes
 from benchmarks.choices import against_the_best
 from benchmarks.collect import Collected, check_places, collect, places
 from benchmarks.measure import TIMEOUT, Schedule, measure, memory_needed
@@ -53,6 +54,8 @@ class Options:
     share_gpus: bool = False
     """Let ranks share GPUs where there are fewer, rather than compute on the CPU. They take turns there: it shows that
     everything works, and nothing of how it scales."""
+    busy: int = 0
+    """Processes that never sleep, beside the ranks, as environment workers and data loaders may be."""
     ways: tuple[WayName, ...] = BY_DEFAULT
     """Ways to synchronise; by default all that neither fix an algorithm nor choose by measurement. no_sync and the bare
     all_reduce of what they send are always measured as well."""
@@ -78,6 +81,8 @@ class Options:
         if self.nproc < 1:
             raise ValueError(f"nproc={self.nproc} must be at least 1")
         check_places(self.nproc, self.oversubscribe, self.cpu, self.share_gpus)
+        if self.busy < 0:
+            raise ValueError(f"busy={self.busy} must be at least 0")
         if self.repetitions is not None and self.repetitions < 1:
             raise ValueError(f"repetitions={self.repetitions} must be at least 1")
         if self.warmup < MIN_WARMUP:
@@ -107,7 +112,8 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(Options, prog="python -m benchmarks sync", args=arguments)
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
-    collected = collect(measure_all, options.nproc, options, options.json)
+    with busy_processes(options.busy):
+        collected = collect(measure_all, options.nproc, options, options.json)
     report(collected, by_way=options.sweep is not None)
     return collected.status
 
@@ -124,7 +130,9 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
                 schedule = Schedule(options.warmup, repetitions, options.seed, options.timeout)
                 records = measure(name, ways, schedule, device, progress)
                 if options.nproc > places(options.nproc, options.cpu, options.share_gpus):
-                    records = [_oversubscribed(record) for record in records]
+                    records = [_with_settings(record, oversubscribed=True) for record in records]
+                if options.busy > 0:
+                    records = [_with_settings(record, busy=options.busy) for record in records]
                 if dist.get_rank() == 0:
                     rows.add(records)
     return [f"{way} is left out: {reason}" for way, reason in excluded.items()]
@@ -145,8 +153,8 @@ def report(collected: Collected, by_way: bool = False) -> None:
         out.print(line, markup=False)
 
 
-def _oversubscribed(record: Record) -> Record:
-    return replace(record, settings={**record.settings, "oversubscribed": True})
+def _with_settings(record: Record, **settings: Any) -> Record:
+    return replace(record, settings={**record.settings, **settings})
 
 
 def _groups(records: Sequence[Record], key: Callable[[Record], str]) -> Iterator[tuple[str, list[Record]]]:
@@ -193,6 +201,7 @@ def _title(record: Record) -> str:
 def _where(record: Record) -> str:
     settings = record.settings
     crowded = ", OVERSUBSCRIBED" if settings.get("oversubscribed") else ""
+    crowded += f", {settings['busy']} busy processes beside them" if "busy" in settings else ""
     return f"{settings['world_size']} {settings['backend']} ranks{crowded}\n{measured_on(record)}"
 
 

@@ -399,3 +399,10 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
     with pytest.raises(SystemExit, match=r"^benchmarks need tyro, .*: pip install -e '.\[bench\]'$"):
         main(["sync"])
+
+
+def test_sync_beside_processes_that_never_sleep(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    few = ("--sizes", "1KiB", "--ways", "fastsync.attach/none", "--repetitions", "2", "--warmup", "2", "--cpu")
+    assert main(["sync", *few, "--busy", "1", "--json", str(tmp_path / "rows.json")]) == 0
+    assert {row.settings["busy"] for row in read_json(tmp_path / "rows.json")} == {1}
+    assert "1 busy processes beside them" in capfd.readouterr().out

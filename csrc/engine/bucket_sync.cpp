@@ -303,7 +303,7 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
     }
     future->markCompleted(c10::IValue(buffer));
   };
-  if (rest != nullptr && totals_->shares_memory) {
+  if (rest != nullptr && device_.is_cpu()) {
     *rest = std::move(complete);
     return future;
   }

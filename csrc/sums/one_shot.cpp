@@ -40,13 +40,16 @@ class OneShotSum final : public RankSum {
 
   void receive(const std::function<void()>& on_reduced) override {
     for (const Piece& piece : pieces_) {
-      wait_for(*piece.transfer);
+      wait_for_rows(*piece.transfer);
       if (piece.turn.is_last) {
         sum_extras(piece.rows, team_->size());
         on_reduced();
       }
       bucket_.unpack(bucket_.cut(piece.begin, piece.end, 0), address(piece.rows.offset), team_->size(),
                      piece.rows.stride, piece.turn);
+    }
+    for (const Piece& piece : pieces_) {
+      piece.transfer->wait();
     }
     release();
   }

@@ -149,8 +149,8 @@ void RankSum::sum_extras(const Rows& rows, int64_t count) {
   sums_of_extras_ = {sums.narrow(0, 0, num_flags), sums.narrow(0, num_flags, sums.numel() - num_flags)};
 }
 
-void RankSum::wait_for(Transfer& transfer) {
-  transfer.wait();
+void RankSum::wait_for_rows(Transfer& transfer) {
+  transfer.wait_for_rows();
   sent_bytes_ += transfer.sent_bytes();
 }
 

@@ -71,7 +71,9 @@ class RankSum : public BucketSum {
   void put_extras(const ReduceScatter& scatter) const;
   void put_extras(const Rows& rows, int64_t first, int64_t count) const;
   void sum_extras(const Rows& rows, int64_t count);
-  void wait_for(Transfer& transfer);
+  // Those of a CPU that sends may be written again once it has been waited for itself: who waits for that last, when it
+  // has long happened, need not sleep for it.
+  void wait_for_rows(Transfer& transfer);
   void use_memory() const override;
   void give_up() override { team_->give_up(); }
 

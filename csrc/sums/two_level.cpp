@@ -134,7 +134,7 @@ class TwoLevelSum final : public RankSum {
     }
     for (Piece& piece : pieces_) {
       if (levels_.peers) {
-        wait_for(*piece.to_nodes);
+        wait_for_rows(*piece.to_nodes);
       }
       piece.spread = levels_.node->all_gather(memory_, piece.blocks, tag_ + 3);
       piece.spread->send();
@@ -155,7 +155,7 @@ class TwoLevelSum final : public RankSum {
 
   void add_nodes() {
     for (Piece& piece : pieces_) {
-      wait_for(*piece.between_nodes.transfer);
+      wait_for_rows(*piece.between_nodes.transfer);
       reduce(piece.between_nodes.from, levels_.num_nodes, piece.sub_shard, own_row(piece), piece.place,
              2 * static_cast<uint64_t>(piece.begin) + 1);
       piece.to_nodes = levels_.peers->all_gather(memory_, piece.of_nodes, tag_ + 2);
@@ -165,7 +165,7 @@ class TwoLevelSum final : public RankSum {
 
   // What stays in memory is not sent.
   void wait_in_node(Transfer& transfer) {
-    transfer.wait();
+    transfer.wait_for_rows();
     sent_bytes_ += levels_.node->shares_memory() ? 0 : transfer.sent_bytes();
   }
 
@@ -242,6 +242,14 @@ class TwoLevelSum final : public RankSum {
       const auto place_of = [&](int64_t lane) { return piece.blocks.begin(lane); };
       bucket_.unpack(parts(piece, piece.shard, bucket_.wire_dtype, piece.blocks.offset, place_of),
                      address(piece.blocks.offset), at_once_ ? levels_.num_nodes : 1, piece.of_nodes.stride, piece.turn);
+    }
+    for (const Piece& piece : pieces_) {
+      for (Transfer* sent : {piece.in_node.transfer.get(), piece.between_nodes.transfer.get(), piece.to_nodes.get()}) {
+        if (sent != nullptr) {
+          sent->wait();
+        }
+      }
+      piece.spread->wait();
     }
     release();
   }

@@ -56,7 +56,8 @@ class TwoShotSum final : public RankSum {
 
   void drive_all() override {
     for (Piece& piece : pieces_) {
-      wait_for(*piece.scatter.transfer);
+      wait_for_rows(*piece.scatter.transfer);
+      piece.scatter.transfer->wait();  // for means take the place of what is sent
       if (piece.turn.is_last) {
         sum_extras(piece.scatter.from, team_->size());
       }
@@ -69,13 +70,16 @@ class TwoShotSum final : public RankSum {
 
   void receive(const std::function<void()>& on_reduced) override {
     for (const Piece& piece : pieces_) {
-      wait_for(*piece.gather);
+      wait_for_rows(*piece.gather);
       if (piece.turn.is_last) {
         on_reduced();
       }
       const auto place_of = [&](int64_t member) { return piece.means.begin(member); };
       bucket_.unpack(parts(piece, piece.shard, bucket_.wire_dtype, piece.means.offset, place_of),
                      address(piece.means.offset), /*num_wires=*/1, /*stride=*/0, piece.turn);
+    }
+    for (const Piece& piece : pieces_) {
+      piece.gather->wait();
     }
     release();
   }

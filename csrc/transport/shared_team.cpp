@@ -33,7 +33,7 @@ class SharedTeam::Arrival final : public Transfer {
 
   void send() override { team_->numbers_of(team_->rank())[phase_].raise_to(number_); }
 
-  void wait() override {
+  void wait_for_rows() override {
     RECORD_FUNCTION("fastsync::wait", {});
     team_->wait_for_all(phase_, number_);
   }

@@ -52,28 +52,28 @@ class Messages final : public Transfer {
       sent_bytes_ += static_cast<int64_t>(message.first.nbytes());
     }
     if (device_.is_cpu()) {
-      post(expected_, &c10d::ProcessGroup::recv);
+      post(expected_, &c10d::ProcessGroup::recv, arrivals_);
     }
   }
 
   void send() override {
     if (device_.is_cpu() || sent_.empty()) {
-      post(sent_, &c10d::ProcessGroup::send);
+      post(sent_, &c10d::ProcessGroup::send, departures_);
       return;
     }
-    works_ = {coalesced(*group_, device_, [&] {
-      post(expected_, &c10d::ProcessGroup::recv);
-      post(sent_, &c10d::ProcessGroup::send);
+    arrivals_ = {coalesced(*group_, device_, [&] {
+      post(expected_, &c10d::ProcessGroup::recv, arrivals_);
+      post(sent_, &c10d::ProcessGroup::send, arrivals_);
     })};
   }
 
  private:
-  void post(const std::vector<Message>& messages,
-            Work (c10d::ProcessGroup::*call)(std::vector<at::Tensor>&, int, int)) {
+  void post(const std::vector<Message>& messages, Work (c10d::ProcessGroup::*call)(std::vector<at::Tensor>&, int, int),
+            std::vector<Work>& works) {
     const WithoutPythonObjects without_python;
     for (const Message& message : messages) {
       std::vector<at::Tensor> tensors{message.first};
-      works_.push_back(((*group_).*call)(tensors, message.second, tag_));
+      works.push_back(((*group_).*call)(tensors, message.second, tag_));
     }
   }
 
@@ -91,7 +91,7 @@ class Collective final : public Transfer {
 
   void send() override {
     const WithoutPythonObjects without_python;
-    works_.push_back(call_());
+    arrivals_.push_back(call_());
   }
 
  private:
@@ -106,9 +106,16 @@ at::Tensor Rows::of(const at::Tensor& buffer, int64_t row) const {
   return buffer.narrow(0, begin(row), length);
 }
 
-void Transfer::wait() {
+void Transfer::wait_for_rows() {
   RECORD_FUNCTION("fastsync::wait", {});
-  for (const Work& work : std::exchange(works_, {})) {
+  for (const Work& work : std::exchange(arrivals_, {})) {
+    work->wait();
+  }
+}
+
+void Transfer::wait() {
+  wait_for_rows();
+  for (const Work& work : std::exchange(departures_, {})) {
     work->wait();
   }
 }
@@ -122,23 +129,23 @@ Reduction::Reduction(c10d::ProcessGroup& group, c10::Device device, const std::v
     for (const at::Tensor& buffer : buffers) {
       sent_bytes_ += static_cast<int64_t>(buffer.nbytes());
       std::vector<at::Tensor> tensors{buffer};
-      works_.push_back(group.allreduce(tensors, options));
+      arrivals_.push_back(group.allreduce(tensors, options));
     }
   };
   if (buffers.size() > 1 && group.getBackend(device.type())->supportsCoalescing()) {
-    works_ = {coalesced(group, device, post)};
+    arrivals_ = {coalesced(group, device, post)};
   } else {
     post();
   }
 }
 
 Reduction::Future Reduction::when_over() {
-  if (works_.size() != 1) {
+  if (arrivals_.size() != 1) {
     return {};
   }
-  auto future = works_.front()->getFuture();
+  auto future = arrivals_.front()->getFuture();
   if (device_.is_cpu()) {
-    works_.clear();  // they hold the process group
+    arrivals_.clear();  // they hold the process group
   }
   return future;
 }

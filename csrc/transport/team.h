@@ -29,14 +29,17 @@ class Transfer {
   // This rank's rows are filled.
   virtual void send() = 0;
 
-  // Until all rows have come and those sent may be written again, within the group's time limit. On CUDA the current
-  // stream waits.
-  virtual void wait();
+  // Until all rows have come, within the group's time limit. On CUDA the current stream waits.
+  virtual void wait_for_rows();
+
+  // That, and until those sent may be written again.
+  void wait();
 
   int64_t sent_bytes() const { return sent_bytes_; }
 
  protected:
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> arrivals_;    // of what comes, or of both
+  std::vector<c10::intrusive_ptr<c10d::Work>> departures_;  // of what leaves
   int64_t sent_bytes_ = 0;
 };
 

@@ -21,8 +21,7 @@ using Clock = Waiting::Clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-constexpr microseconds kSpin(50);
-constexpr microseconds kYield(100);  // after which it sleeps
+constexpr microseconds kAwake(150);  // after which it sleeps
 constexpr microseconds kSoon(50);    // asleep for less than this, it might as well have stayed awake
 constexpr milliseconds kLookEvery(100);
 
@@ -43,14 +42,14 @@ int64_t cgroup_quota() {
   return file >> quota >> period && quota > 0 && period > 0 ? (quota + period - 1) / period : INT64_MAX;
 }
 
+// Where there are cores for all ranks it gives none away, for somebody else who took it would keep it for milliseconds.
 bool is_reached_awake(const SharedNumber& number, int64_t reached, bool has_cores) {
-  const auto began = Clock::now();
+  const auto deadline = Clock::now() + kAwake;
   while (!number.has_reached(reached)) {
-    const auto passed = Clock::now() - began;
-    if (passed > kSpin + kYield) {
+    if (Clock::now() > deadline) {
       return false;
     }
-    if (!has_cores || passed > kSpin) {
+    if (!has_cores) {
       sched_yield();
     }
   }
