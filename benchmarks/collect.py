@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from benchmarks.cores import cores
 from benchmarks.records import Record, RowFile
-from fastsync.ranks import launch_ranks
+from fastsync.launch.torchrun import launch_ranks
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit status after Ctrl-C, as a shell has it: 128 and the signal's number."""

@@ -38,7 +38,7 @@ from benchmarks.report.scaling import scaling_document
 from benchmarks.scaling_rank import SYNCHRONISED, Launch, measure_rank
 from benchmarks.table import console, progress_bars
 from benchmarks.ways import MIN_WARMUP, left_out
-from fastsync.ranks import Nodes, launch_ranks
+from fastsync.launch.torchrun import Nodes, launch_ranks
 
 if TYPE_CHECKING:
     ModelName = str

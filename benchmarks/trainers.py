@@ -47,7 +47,7 @@ LEARNING_RATE, GAMMA, GAE_LAMBDA, CLIP, ENTROPY = 2.5e-4, 0.99, 0.95, 0.2, 0.01
 
 
 def train_fastsync(training: Training) -> Outcome:
-    from fastsync.ranks import launch_ranks
+    from fastsync.launch.torchrun import launch_ranks
 
     with tempfile.TemporaryDirectory() as folder:
         return launch_ranks(fastsync_rank, training.nproc, _settings(training, folder))[0]
@@ -55,7 +55,7 @@ def train_fastsync(training: Training) -> Outcome:
 
 def train_fastsync_apart(training: Training) -> Outcome:
     """Each rank trains a policy of its own, all at the same time: what the machine gives where nobody communicates."""
-    from fastsync.ranks import launch_ranks
+    from fastsync.launch.torchrun import launch_ranks
 
     each = replace(training, total_steps=training.total_steps // training.nproc)
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@
 #include "passes/chunk_table.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
+#include "transport/waiting.h"
 
 namespace {
 
@@ -190,6 +191,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("built_with_cuda", &built_with_cuda);
   m.def("build_info", &build_info);
   m.def("shared_memory_obstacle", &fastsync::Host::obstacle);
+  m.def("num_usable_cores", &fastsync::num_usable_cores);
 
   py::class_<BucketTotals>(m, "BucketTotals")
       .def_readonly("elements", &BucketTotals::elements)
@@ -218,6 +220,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Candidate>(m, "Candidate")
       .def(py::init<Compression, std::vector<std::pair<int64_t, double>>>(), py::arg("compression"),
            py::arg("times") = std::vector<std::pair<int64_t, double>>());
+  m.def("predict", &fastsync::predict, py::arg("candidate"), py::arg("numel"));
   m.def("choose", &fastsync::choose, py::arg("candidates"), py::arg("numel"));
 
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule").def(py::init(&make_schedule), py::arg("phases"));

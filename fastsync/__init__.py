@@ -44,11 +44,12 @@ except ImportError as error:
 
 else:
     from .all_reduce import all_reduce_gradients
+    from .autotune.measure import measure_group
+    from .autotune.profile import GroupProfile
+    from .autotune.request import Auto, Schedule
     from .clip import clip_grad_norm_
-    from .compression import Auto, Compression, Schedule
+    from .compression import Compression
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
-    from .group_profile import GroupProfile
-    from .measure import measure_group
     from .stats import BucketStats, GradStats, SyncStats
     from .synchronizer import GradientSynchronizer, attach

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _C
+from .autotune.request import AnyCompression, Auto, Schedule, as_compression, on_nodes
 from .checks import check_group, resolve_nodes
-from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
+from .compression import Compression
 from .stats import GradStats
 from .synchronizer import BUCKET_CAP_MB, GradientSynchronizer, trainable_parameters
 
@@ -96,7 +97,7 @@ class _Reducer:
             self.engine = None
 
     def give_residuals(self, parameters: Sequence[Tensor]) -> list[_Residual]:
-        """Those of the parameters, which are no longer here then."""
+        """Hands over those of the parameters, which are no longer here then."""
         theirs: list[_Residual] = []
         rest: list[_Residual] = []
         wanted = {id(parameter) for parameter in parameters}
@@ -121,7 +122,7 @@ class _Reducer:
 
 
 class _Reducers:
-    """Those of one process group.
+    """The engines of one process group.
 
     Which engine a call gets, and which one is forgotten, follows from the calls alone, for these are alike on all
     ranks: a new engine makes the ranks agree, and a rank must not be alone with that. What still lives is not alike, as

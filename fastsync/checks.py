@@ -1,4 +1,4 @@
-"""What is refused before anything is sent: groups, models and parameters that the engine cannot serve."""
+"""Checks before anything is sent: groups, models and parameters that the engine cannot serve."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ NODE_MESH = ("nodes", "local")
 
 
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group itself, that of a one-dimensional mesh, or for None the default group.
+    """Returns the process group itself, that of a one-dimensional mesh, or for None the default group.
 
     Raises:
         ValueError: it is none of these, there is no default group, or the mesh has several dimensions.
@@ -133,10 +133,10 @@ def check_not_sharded(named: Mapping[str, Tensor], argument: str) -> None:
 
 
 def is_sharded_by_fsdp1(parameter: Tensor) -> bool:
-    """Whether it is FullyShardedDataParallel's: a flat parameter, or the view of one that stands for the original."""
+    """Tells whether it is FullyShardedDataParallel's: a flat parameter, or a view of one in the original's place."""
     return bool(getattr(parameter, "_fsdp_flattened", False) or getattr(parameter, "_is_flat_param", False))
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether it is of a subclass that wraps other tensors, such as DTensor, and holds no memory of its own."""
+    """Tells whether it is of a subclass that wraps other tensors, such as DTensor, and has no memory of its own."""
     return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")

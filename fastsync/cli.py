@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,47 +20,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What follows the subcommand is its own, also where it looks like an option of this parser.
     options, rest = parser.parse_known_args(words[:1])
     rest += words[1:]
-    subcommands = {"train": _train, "slurm": _slurm, "eval": _eval}
-    if options.command in subcommands:
-        return _run(options.command, subcommands[options.command], rest)
+    if options.command != "doctor":
+        return _run(options.command, rest)
     commands.choices["doctor"].parse_args(rest)
     from fastsync import doctor
 
     return doctor.main()
 
 
-def _run(name: str, subcommand: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+def _run(command: str, arguments: Sequence[str]) -> int:
     """Runs what needs the extra "train". What the user got wrong is told in one sentence."""
     from fastsync.train import require_extra
 
     require_extra()
+    from fastsync.ppo import cli, evaluate
+
     try:
-        return subcommand(arguments)
+        if command == "train":
+            return cli.launch(cli.parse(cli.Launch, "fastsync train", arguments), arguments)
+        return {"slurm": cli.slurm, "eval": evaluate.main}[command](arguments)
     except ValueError as error:
-        print(f"fastsync {name}: {error}", file=sys.stderr)
+        print(f"fastsync {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"fastsync {name}: ended by SIGINT", file=sys.stderr)
+        print(f"fastsync {command}: ended by SIGINT", file=sys.stderr)
         return 130
-
-
-def _train(arguments: Sequence[str]) -> int:
-    from fastsync.command_line import parse
-    from fastsync.launch import Launch, launch
-
-    return launch(parse(Launch, "fastsync train", arguments), arguments)
-
-
-def _slurm(arguments: Sequence[str]) -> int:
-    from fastsync.slurm import main
-
-    return main(arguments)
-
-
-def _eval(arguments: Sequence[str]) -> int:
-    from fastsync.ppo.evaluate import main
-
-    return main(arguments)
 
 
 if __name__ == "__main__":

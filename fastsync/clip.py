@@ -8,11 +8,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .grad_scaler import has_unscaled, scale_of
-from .handle import ClippableHandle, SyncHandle
+from .handle import GradientHandle, SyncHandle
 
 
 def clip_grad_norm_(
-    sync_or_params: ClippableHandle | Iterable[Tensor] | Tensor,
+    sync_or_params: GradientHandle | Iterable[Tensor] | Tensor,
     max_norm: float | Tensor,
     *,
     optimizer: Optimizer | None = None,
@@ -55,7 +55,7 @@ def clip_grad_norm_(
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
-    if isinstance(sync_or_params, ClippableHandle):
+    if isinstance(sync_or_params, GradientHandle):
         others = [] if optimizer is None else _other_gradients(optimizer, sync_or_params)
         if others and scaler is None:
             raise ValueError(
@@ -82,7 +82,7 @@ def clip_grad_norm_(
     return torch.nn.utils.clip_grad_norm_(sync_or_params, float(max_norm), foreach=None)
 
 
-def _known_norm(sync: ClippableHandle, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
+def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
     """The norm of the synchronised gradients, without the scaler's scale."""
     if scaler is None:
         sync.check_not_unscaled(optimizer)
@@ -100,13 +100,13 @@ def _known_norm(sync: ClippableHandle, optimizer: Optimizer | None, scaler: Grad
 
 
 def _takes_grad_scale(optimizer: Optimizer) -> bool:
-    """Whether its step divides the gradients by ``optimizer.grad_scale``, as GradScaler makes use of."""
+    """Tells whether its step divides the gradients by ``optimizer.grad_scale``, as GradScaler makes use of."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def _other_gradients(optimizer: Optimizer, sync: ClippableHandle) -> list[Tensor]:
-    """Those that it steps, but the handle does not clip."""
+def _other_gradients(optimizer: Optimizer, sync: GradientHandle) -> list[Tensor]:
+    """Finds those that it steps, but the handle does not clip."""
     clipped = {id(parameter) for parameter in sync.parameters()}
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [parameter.grad for parameter in stepped if parameter.grad is not None and id(parameter) not in clipped]

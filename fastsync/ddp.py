@@ -1,4 +1,4 @@
-"""The way in for models wrapped in DistributedDataParallel: communication hooks."""
+"""Communication hooks for models wrapped in DistributedDataParallel."""
 
 import weakref
 
@@ -10,16 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
-from .auto import Candidate
+from .autotune.candidates import Candidate, engine_schedule
+from .autotune.request import AnyCompression
 from .checks import check_dense, check_group, check_not_sharded, check_parameters, resolve_group, resolve_nodes
-from .compression import AnyCompression, Compression
-from .engine_schedule import engine_schedule
-from .handle import ClippableHandle, SyncHandle
+from .compression import Compression
+from .handle import GradientHandle, SyncHandle
 from .optimizer_steps import watch
 
 
 class HookState(SyncHandle):
-    """What the engine keeps between steps for ``allreduce_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook``.
+    """Keeps the engine between steps for ``allreduce_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook``.
 
     Pass one as the ``state`` of DDP's ``register_comm_hook`` to read the statistics of those hooks; passing None or a
     process group makes them keep a state of their own. One model, one state: statistics are of one backward at a time.
@@ -39,7 +39,7 @@ class HookState(SyncHandle):
         return dict(self._module.named_parameters())
 
 
-class CommHook(HookState, ClippableHandle):
+class CommHook(HookState, GradientHandle):
     """The handle of a hook that ``register_comm_hook`` put into a DDP model."""
 
     _argument = "ddp_model"

@@ -80,7 +80,7 @@ def let_nccl_share_gpus(rank: int) -> None:
 
 
 def dist_sum(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of ``values`` over the ranks, in a new tensor. Every rank must call it, with the same shape and dtype."""
+    """Adds ``values`` over the ranks, into a new tensor. Every rank must call it, with the same shape and dtype."""
     total = values.detach().clone()
     if dist.get_world_size(process_group) > 1:  # alone it would only wake a thread
         dist.all_reduce(total, group=process_group)
@@ -88,7 +88,7 @@ def dist_sum(values: Tensor, process_group: dist.ProcessGroup | None = None) -> 
 
 
 def dist_mean(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
-    """The mean of ``values`` over the ranks, in a new tensor. Every rank must call it, as ``dist_sum``."""
+    """Averages ``values`` over the ranks, into a new tensor. Every rank must call it, as ``dist_sum``."""
     return dist_sum(values, process_group) / dist.get_world_size(process_group)
 
 
@@ -156,7 +156,7 @@ def _gpus_of_ranks(store: Store, rank: int, world_size: int, mine: torch.device 
 
 
 def _takes_gpus(gpus: Sequence[str], share_gpus: bool) -> bool:
-    """Whether every rank has one, and, unless they may be shared, none the same as another: all need one backend."""
+    """Tells whether every rank has one, and, unless they may be shared, its own: all need one backend."""
     return all(gpus) and (share_gpus or len(set(gpus)) == len(gpus))
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do with fastsync, and what will not work here: ``fastsync doctor``.
+"""Diagnosis: what this machine can do with fastsync, and what will not work here. ``fastsync doctor`` prints it.
 
 It runs where the extension is missing or does not load, because that is when it is needed most.
 """
@@ -43,7 +43,7 @@ def main() -> int:
     _print_section("versions", _versions())
     _print_section("engine", _engine(extension))
     _print_section("process groups", [*_backends(), *_shared_memory(extension)])
-    _print_section("devices", _devices())
+    _print_section("devices", _devices(extension))
     print("will not work here")
     for line in [*obstacles, *_gpu_limits(extension), *_training_limits()] or ["nothing that doctor looks for"]:
         print(f"  {line}")
@@ -100,8 +100,9 @@ def _shared_memory(extension: ModuleType | None) -> Facts:
     return [("shared memory", f"not between CPU ranks: {obstacle}" if obstacle else "between CPU ranks of this host")]
 
 
-def _devices() -> Facts:
-    cpu = f"{available_cores()} cores for this process, {torch.get_num_threads()} torch threads"
+def _devices(extension: ModuleType | None) -> Facts:
+    cores = extension.num_usable_cores() if extension else len(os.sched_getaffinity(0))
+    cpu = f"{cores} cores for this process, {torch.get_num_threads()} torch threads"
     return [("cpu", cpu), *((f"cuda:{index}", _describe_gpu(index)) for index in range(torch.cuda.device_count()))]
 
 
@@ -111,7 +112,7 @@ def _describe_gpu(index: int) -> str:
 
 
 def _engine_obstacles(extension: ModuleType | None, error: str) -> list[str]:
-    """What keeps the engine from working at all."""
+    """Lists what keeps the engine from working at all."""
     obstacles = []
     if extension is None:
         obstacles.append(f"the engine: the extension does not load ({error}); build it: {REBUILD}")
@@ -147,13 +148,8 @@ def _training_limits() -> list[str]:
 
 
 def missing_train_packages() -> list[str]:
-    """What training needs and this Python lacks."""
+    """Lists what training needs and this Python lacks."""
     return [package for package, module in TRAIN_MODULES.items() if importlib.util.find_spec(module) is None]
-
-
-def available_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _has_gloo() -> bool:
@@ -165,7 +161,7 @@ def _has_nccl() -> bool:
 
 
 def _same_release(version: str, other: str) -> bool:
-    """Whether two versions of torch are equal up to their build, such as "+cpu"."""
+    """Tells whether two versions of torch are equal up to their build, such as "+cpu"."""
     return version.split("+")[0] == other.split("+")[0]
 
 

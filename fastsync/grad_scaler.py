@@ -1,4 +1,4 @@
-"""What a GradScaler tells of the gradients that it has scaled, without waiting for the device."""
+"""Asks a GradScaler about the gradients that it has scaled, without waiting for the device."""
 
 import gc
 import weakref
@@ -27,7 +27,7 @@ def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
 
 
 def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Whether ``unscale_`` has divided the optimizer's gradients by the scale.
+    """Tells whether ``unscale_`` has divided the optimizer's gradients by the scale.
 
     Raises:
         RuntimeError: the optimizer has stepped since the scaler's last ``update()``.
@@ -41,7 +41,7 @@ def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
 
 
 def some_scaler_has_unscaled(optimizer: Optimizer | None) -> bool:
-    """Whether a GradScaler known from ``look_for_scalers`` has unscaled the optimizer's gradients; None for anybody's.
+    """Tells whether a GradScaler that ``look_for_scalers`` found has unscaled the optimizer's gradients; None: any.
 
     Unscaling leaves no trace in the gradients: their version counters do not count it.
     """

@@ -1,4 +1,4 @@
-"""What both ways into the engine, hook and attach, hand to the user: statistics, state for checkpoints, the norm."""
+"""The handles that hook and attach return: statistics, state for checkpoints, compression, the norm for clipping."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _C
-from .auto import Explanation
-from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
-from .engine_schedule import engine_schedule
+from .autotune.candidates import Explanation, engine_schedule
+from .autotune.plan import Plan, make_plan
+from .autotune.request import AnyCompression, Auto, Schedule, as_compression, on_nodes
+from .compression import Compression
 from .grad_scaler import look_for_scalers, some_scaler_has_unscaled
-from .plan import Plan, make_plan
 from .reference import MAX_SCALE_EXPONENT
 from .stats import GradStats, SyncStats
 
@@ -35,11 +35,11 @@ class SyncHandle(ABC):
         return GradStats(self._engine.grad_stats())
 
     def stats(self) -> SyncStats:
-        """What synchronisation has cost so far. On a GPU, steps the device has not finished yet are estimated."""
+        """Returns what synchronisation has cost so far; on a GPU with an estimate for steps that are under way."""
         return SyncStats.from_totals(self._engine.totals())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on as if it had not stopped.
+        """Returns what a resumed run needs to go on as if it had not stopped.
 
         The step and each parameter's fp16 scale are equal on all ranks. What error feedback has not sent yet is each
         rank's own: with it, save the states of all ranks. Waits for the device.
@@ -89,40 +89,43 @@ class SyncHandle(ABC):
                     "precision; is it another model's state?"
                 )
         self._engine.set_step(step)
-        self._engine.set_scales([(parameter, scales[name]) for name, parameter in named.items() if name in scales])
-        self._engine.set_residuals(
-            [
-                (parameter, residuals[name]["own"], residuals[name]["of_sums"])
-                for name, parameter in named.items()
-                if name in residuals
-            ]
-        )
+        self._engine.set_scales([(named[name], scale) for name, scale in scales.items()])
+        parts = [(named[name], residual["own"], residual["of_sums"]) for name, residual in residuals.items()]
+        self._engine.set_residuals(parts)
 
 
-class CompressionHandle(SyncHandle):
-    """A handle that says what gradients travel with, and why."""
+class GradientHandle(SyncHandle):
+    """A handle that knows whose gradients it averages: what they travel with, why, and their norm for clipping."""
 
     _argument: ClassVar[str]
-    """The name of the door's argument that the parameters come from, for errors."""
+    """The argument of the public function that the parameters come from, for errors."""
     _group: dist.ProcessGroup
     _ranks_per_node: int | None = None
-    """Of the nodes that the door was told of; None where all links are alike."""
+    """As the caller's DeviceMesh says; None where all links are alike."""
     _compression: Compression | Auto | Schedule
     _plan: Plan
+    _claimed_step = -1
+    _has_looked_for_scalers = False
+
+    def __repr__(self) -> str:
+        # Asks nothing of the engine, which may be waiting for other ranks in another thread.
+        numels = [parameter.numel() for parameter in self.parameters()]
+        return (
+            f"{type(self).__name__}({len(numels)} parameters with {sum(numels):,} values, "
+            f"compression: {self._compression}, {self._group.size()} ranks)"
+        )
 
     @property
     def compression(self) -> Compression | Auto | Schedule:
-        """What travels. May be set, also to a shorthand, between steps: on all ranks at the same."""
+        """The compression. May be set, also to a shorthand, between steps: at the same one on all ranks."""
         return self._compression
 
     @compression.setter
     def compression(self, compression: AnyCompression) -> None:
-        chosen = on_nodes(as_compression(compression), self._ranks_per_node)
-        self._follow(make_plan(chosen, self._group, self._named_parameters(), self._argument))
-        self._compression = chosen
+        self._follow(on_nodes(as_compression(compression), self._ranks_per_node))
 
     def explain(self) -> Explanation:
-        """What each bucket of the next step travels with, how it gets to other ranks, and why: to be printed.
+        """Tells what each bucket of the next step travels with, how it gets to other ranks, and why: to be printed.
 
         Raises:
             RuntimeError: no step was synchronised yet, which is when buckets are made.
@@ -141,35 +144,20 @@ class CompressionHandle(SyncHandle):
 
         Every rank must call it, between steps. Profiles that were loaded are not used any more.
         """
-        chosen = self._compression
-        if isinstance(chosen, Schedule):
-            chosen = Schedule(tuple((step, _without_profile(each)) for step, each in chosen.phases))
-        else:
-            chosen = _without_profile(chosen)
-        self._follow(make_plan(chosen, self._group, self._named_parameters(), self._argument, remeasure=True))
-        self._compression = chosen
+        self._follow(_without_profiles(self._compression), remeasure=True)
 
-    def _follow(self, plan: Plan) -> None:
+    def _follow(self, compression: Compression | Auto | Schedule, *, remeasure: bool = False) -> None:
+        named = self._named_parameters()
+        plan = make_plan(compression, self._group, named, self._argument, remeasure=remeasure)
         self._engine.set_schedule(engine_schedule(plan.phases))
-        self._plan = plan
-
-
-def _without_profile(compression: Compression | Auto) -> Compression | Auto:
-    return replace(compression, profile=None) if isinstance(compression, Auto) else compression
-
-
-class ClippableHandle(CompressionHandle):
-    """A handle that knows whose gradients it averages, so that they can be clipped with the norm that is known."""
-
-    _claimed_step = -1
-    _has_looked_for_scalers = False
+        self._plan, self._compression = plan, compression
 
     @abstractmethod
     def parameters(self) -> Sequence[Tensor]:
-        """The parameters whose gradients are averaged."""
+        """Returns the parameters whose gradients are averaged."""
 
     def claim_norm(self) -> Tensor:
-        """The newest norm, as ``GradStats.grad_norm``, for clipping; marked as used up, because then it changes.
+        """Returns the newest ``GradStats.grad_norm`` for clipping, once: clipping changes it.
 
         Raises:
             RuntimeError: it has been used up, and no backward was synchronised since.
@@ -202,6 +190,13 @@ class ClippableHandle(CompressionHandle):
 
     def check_backward_synchronised(self) -> None:
         """Raises RuntimeError where not a backward but the user had the gradients synchronised."""
+
+
+def _without_profiles(compression: Compression | Auto | Schedule) -> Compression | Auto | Schedule:
+    if isinstance(compression, Schedule):
+        phases = tuple((step, _without_profiles(each)) for step, each in compression.phases)
+        return Schedule(phases)  # type: ignore[arg-type]  # no Schedule in a Schedule
+    return replace(compression, profile=None) if isinstance(compression, Auto) else compression
 
 
 def _is_scale(scale: object) -> bool:

@@ -1,4 +1,4 @@
-"""What optimizers do with the parameters of an engine.
+"""Watches what optimizers do with the parameters of an engine.
 
 One that steps inside backward, with gradients that nobody has averaged yet, is refused, or ranks would drift apart. Of
 each step the engine is told, for version counters are left as they are by a fused one and by what writes to ``.data``.
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .handle import ClippableHandle
+from .handle import GradientHandle
 
 _WAY_OUT = (
     "so it would use this rank's own gradients and ranks would drift apart; let one optimizer step after backward() "
@@ -30,15 +30,15 @@ def check_no_optimizer_in_backward(named: Mapping[str, Tensor], argument: str) -
             )
 
 
-_watched: "weakref.WeakSet[ClippableHandle]" = weakref.WeakSet()
+_watched: "weakref.WeakSet[GradientHandle]" = weakref.WeakSet()
 
 
-def watch(handle: ClippableHandle) -> None:
+def watch(handle: GradientHandle) -> None:
     """From now on the handle's engine hears of optimizer steps; one inside backward raises RuntimeError instead."""
     _watched.add(handle)
 
 
-def forget(handle: ClippableHandle) -> None:
+def forget(handle: GradientHandle) -> None:
     """Ends ``watch``."""
     _watched.discard(handle)
 

@@ -218,7 +218,7 @@ def decode_int8(wire: Tensor) -> Tensor:
 
 
 def random_fractions(seed: int, num_blocks: int) -> Tensor:
-    """What stochastic rounding adds to each of a wire's values: int64 in [0, 2^15), of shape [blocks, values].
+    """Draws what stochastic rounding adds to each of a wire's values: int64 in [0, 2^15), of shape [blocks, values].
 
     A block's key is the upper half of the SplitMix64 finaliser (G. Steele, D. Lea, C. Flood, Fast Splittable
     Pseudorandom Number Generators, OOPSLA 2014) of the seed and the block's number; a value's bits are the upper ones
@@ -235,7 +235,7 @@ def random_fractions(seed: int, num_blocks: int) -> Tensor:
 
 
 def seed_of_step(seed: int, step: Tensor | None) -> int:
-    """What takes the place of a seed at a step that is counted where the gradients are, modulo 2^64.
+    """Computes what takes the place of a seed at a step that is counted where the gradients are, modulo 2^64.
 
     The multiplier is one of G. Steele and S. Vigna, Computationally Easy, Spectrally Good Multipliers for Congruential
     Pseudorandom Number Generators, Software: Practice and Experience 52, 2022.

@@ -1,4 +1,4 @@
-"""What a sync tells about the gradients and about itself."""
+"""Statistics of a sync: of the gradients that it averaged, and of what it cost."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .reference import NUM_NONFINITE, NUM_SATURATED, SUM_OF_SQUARES
+from .wording import format_bytes
 
 if TYPE_CHECKING:
     from . import _C
@@ -24,6 +25,12 @@ class GradStats:
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
 
+    def __repr__(self) -> str:
+        return (
+            f"GradStats(grad_norm={self.grad_norm.item():.6g}, num_nonfinite={self.num_nonfinite.item()}, "
+            f"num_saturated={self.num_saturated.item()})"
+        )
+
     @property
     def grad_norm(self) -> Tensor:
         """2-norm over all synchronised gradients, float32; inf or nan if a gradient is."""
@@ -31,12 +38,12 @@ class GradStats:
 
     @property
     def num_nonfinite(self) -> Tensor:
-        """How many averaged values are inf or nan, int64. The same on all ranks."""
+        """Number of averaged values that are inf or nan, int64. The same on all ranks."""
         return self._rows[:, NUM_NONFINITE].sum().long()
 
     @property
     def num_saturated(self) -> Tensor:
-        """How many values of this rank did not fit the wire and were sent as the largest that does, int64."""
+        """Number of values of this rank that did not fit the wire and were sent as the largest that does, int64."""
         return self._rows[:, NUM_SATURATED].sum().long()
 
 
@@ -75,9 +82,9 @@ def _transport(totals: "_C.BucketTotals") -> str:
     return "process group" + (f" (no shared memory: {totals.why_not_shared})" if totals.why_not_shared else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SyncStats:
-    """What synchronisation has cost this rank so far. Sums since the beginning; times in seconds, bytes of payload."""
+    """The cost of synchronisation on this rank so far. Sums since the beginning; times in seconds, bytes of payload."""
 
     num_steps: int
     """Backward passes that were synchronised."""
@@ -104,6 +111,15 @@ class SyncStats:
     transport: str = ""
     """How gradients get to other ranks: "shared memory", or "process group", with the reason where ranks on a CPU tried
     to share memory and could not; "shared memory, process group between 2 hosts" where there are several."""
+
+    def __repr__(self) -> str:
+        steps = max(self.num_steps, 1)
+        parts = ("pack", "collective", "unpack", "exposed")
+        times = ", ".join(f"{part} {getattr(self, f'{part}_time') / steps * 1e3:.3g} ms" for part in parts)
+        return (
+            f"SyncStats({self.num_steps} steps through {self.transport or 'nothing yet'}; in each {len(self.buckets)} "
+            f"buckets of {self.elements:,} values, {format_bytes(self.wire_bytes / steps)} sent, {times})"
+        )
 
     @classmethod
     def from_totals(cls, totals: "_C.SyncTotals") -> "SyncStats":

@@ -1,4 +1,4 @@
-"""How long work takes on the device that does it."""
+"""A stopwatch for work on the device that does it."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The way in for trainers without DistributedDataParallel: one line, and every backward averages its gradients."""
+"""``attach``, for trainers without DistributedDataParallel: one line, and every backward averages its gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
+from .autotune.request import AnyCompression
 from .checks import check_dense, check_group, check_not_sharded, is_sharded_by_fsdp1, resolve_nodes
-from .compression import AnyCompression
-from .handle import ClippableHandle
+from .handle import GradientHandle
 from .optimizer_steps import check_no_optimizer_in_backward, forget, watch
 
 BUCKET_CAP_MB = 25.0
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
 
 
-class GradientSynchronizer(ClippableHandle):
-    """What ``attach`` returns: averages the gradients of some parameters whenever a backward ends.
+class GradientSynchronizer(GradientHandle):
+    """Averages the gradients of some parameters whenever a backward ends: what ``attach`` returns.
 
     A copy or a pickle of it is None: a copied model is a plain one.
     """
@@ -118,7 +118,7 @@ class GradientSynchronizer(ClippableHandle):
         return [parameter for parameter in self._named.values() if parameter.requires_grad]
 
     def claim_norm(self) -> Tensor:
-        """As ``ClippableHandle.claim_norm``; also refuses where the gradients are not those the sync left.
+        """As ``GradientHandle.claim_norm``; also refuses where the gradients are not those the sync left.
 
         Their version counters tell. ``GradScaler.unscale_`` does not count itself as a change.
         """
@@ -136,7 +136,7 @@ class GradientSynchronizer(ClippableHandle):
         return super().claim_norm()
 
     def check_backward_synchronised(self) -> None:
-        """As ``ClippableHandle.check_backward_synchronised``."""
+        """As ``GradientHandle.check_backward_synchronised``."""
         if self._engine.num_steps() == self._called_step:
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: nothing tells whether unscale_ came before or after synchronize(), so the "
@@ -257,7 +257,7 @@ def attach(
 
 
 def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
-    """Those that can have gradients, by name; loose ones are named by their index. Raises ValueError if there are none.
+    """Picks those that can have gradients, by name, loose ones by index. Raises ValueError if there are none.
 
     Args:
         argument: what the caller calls them, for errors.

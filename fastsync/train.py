@@ -5,23 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from torch.distributed.elastic.multiprocessing.errors import record
-
-from fastsync.ppo.config import Settings
-
-STOPPED = 128 + 15
-"""Exit status of a training that was asked to stop, and did in order: what shells have for SIGTERM."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Train a policy with PPO, as the only rank or as one of those that torchrun starts."""
-
-    config: str | None = None
-    """A YAML file of settings, or the name of a preset, such as CartPole-v1. What else is typed wins over it."""
-    settings: Settings = field(default_factory=Settings)
 
 
 def require_extra() -> None:
@@ -35,30 +20,6 @@ def require_extra() -> None:
         )
 
 
-def train_rank(settings: Settings) -> str | None:
-    """Trains as the rank that the environment variables of torchrun name, or as the only one.
-
-    Returns:
-        The name of the signal that stopped it before its end, if one did.
-    """
-    import torch
-
-    from fastsync.distributed import process_group
-    from fastsync.ppo.trainer import train
-
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        # As torchrun does: more threads gain nothing on networks this small, and cost much where a core is busy.
-        torch.set_num_threads(1)
-
-    with process_group(settings.timeout) as device:
-        # Those of rank 0 count: it alone has to see the folder of a run, whose settings may come from there.
-        of_rank_0 = [settings]
-        torch.distributed.broadcast_object_list(of_rank_0)
-        return train(of_rank_0[0], device)[1].stopped_by
-
-
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the settings from the command line and trains.
@@ -68,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cannot work end rank 0 with one sentence and status 2.
     """
     require_extra()
-    from fastsync.command_line import parse
+    from fastsync.ppo.cli import STOPPED, Arguments, parse, train_rank
     from fastsync.ppo.preflight import check_environment, check_run
 
     prog = "python -m fastsync.train"

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fastsync.command_line import parse
 from fastsync.distributed import process_group
-from fastsync.launch import Launch, launch
+from fastsync.launch.signals import StopSignals
+from fastsync.ppo.cli import Launch, launch, parse
 from fastsync.ppo.config import Settings
-from fastsync.ppo.interrupt import StopSignals
-from fastsync.ppo.run_folder import CHECKPOINTS
+from fastsync.ppo.runs.folder import CHECKPOINTS
 
 
 def say(settings: Settings, name: str, text: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 
 # In MiB, as DDP takes it: 1 KiB, which cuts the models here into several buckets.
 SMALL_BUCKETS = 2.0**-10

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fastsync
 from fastsync.all_reduce import _MAX_REDUCERS
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 from tests.ranks import run_ranks
 
 

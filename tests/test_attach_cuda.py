@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fastsync
 from fastsync import reference
-from fastsync.compression import AnyCompression
+from fastsync.autotune.request import AnyCompression
 from tests.models import SMALL_BUCKETS, Given, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, batch, grads_of
 from tests.ranks import run_ranks
 from tests.test_ddp_cuda import LONG, SHORT, STEPS, WIRE_DTYPES, _grads

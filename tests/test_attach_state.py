@@ -13,7 +13,7 @@ from torch.profiler import profile
 
 import fastsync
 from fastsync.stats import BucketStats
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 from tests.models import (
     SMALL_BUCKETS,
     STAMP,

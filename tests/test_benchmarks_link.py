@@ -25,7 +25,7 @@ from benchmarks.records import Record, RowFile, read_json
 from benchmarks.units import format_rate, parse_rate
 from tests.namespaced import rank_that
 from tests.test_benchmarks import ROOT
-from tests.test_launch_ranks import free_port
+from tests.test_launch_torchrun import free_port
 
 MBIT = 10**6
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import meeting as module
 from benchmarks.hosts import Host
 from benchmarks.meeting import Meeting, MeetingError
-from tests.test_launch_ranks import free_port
+from tests.test_launch_torchrun import free_port
 
 HOSTS = [Host("localhost", 1), Host("localhost", 1)]
 

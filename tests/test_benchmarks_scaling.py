@@ -26,10 +26,10 @@ from benchmarks.meeting import Meeting
 from benchmarks.records import Record, read_json
 from benchmarks.scaling_rank import Launch, _sweep, _train, compute_figures
 from benchmarks.ways import TrainingStep, Way
-from fastsync.ranks import Nodes
+from fastsync.launch.torchrun import Nodes
 from tests.benchmark_rows import all_reduce_row, step_row
 from tests.ranks import run_ranks
-from tests.test_launch_ranks import free_port
+from tests.test_launch_torchrun import free_port
 
 ROOT = Path(__file__).parent.parent
 TINY = ("--ways", "fastsync.attach/none", "--model", "mlp", "--batch-size", "2", "--steps", "2", "--warmup", "2")

@@ -183,7 +183,7 @@ def test_bad_arguments_are_refused_before_ranks_are_launched(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "damaged.pt").touch()
-    monkeypatch.setattr("fastsync.launch.launch_ranks", lambda *arguments, **options: pytest.fail("launched"))
+    monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", lambda *arguments, **options: pytest.fail("launched"))
     try:
         status: object = main(["train", *arguments])
     except SystemExit as error:

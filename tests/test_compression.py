@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.compression import as_compression
+from fastsync.autotune.request import as_compression
 from tests.models import (
     SMALL_BUCKETS,
     STAMP,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 from tests.models import SMALL_BUCKETS, Given, backward_of, given_ddp, group_of_one
 
 TINY_BUCKETS = {"bucket_cap_mb": 2.0**-20}  # one for each parameter, once DDP has regrouped them

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastsync import _C, reference
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 from tests.ranks import run_ranks
 
 SHAPES = [(3, 5), (128,), (1,), (70_001,), (0,), (300, 300)]

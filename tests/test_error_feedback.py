@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastsync
 from fastsync import Compression
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 from tests.models import Fails
 from tests.ranks import run_ranks
 

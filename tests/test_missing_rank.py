@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.ranks import run_ranks
-from tests.test_launch_ranks import LIMIT, ROOT, free_port, launched
+from tests.test_launch_torchrun import LIMIT, ROOT, free_port, launched
 
 TIMEOUT = timedelta(seconds=6)
 TWO_SHOT = fastsync.Compression("bf16", reduce="fp32", algorithm="two_shot")

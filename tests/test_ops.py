@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastsync._C  # noqa: F401 registers torch.ops.fastsync
 from fastsync import reference
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 from tests.emulated import ops
 from tests.sample_inputs import (
     GRAD_DTYPES,

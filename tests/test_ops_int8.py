@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fastsync._C  # noqa: F401 registers torch.ops.fastsync
 from fastsync import reference
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 from tests.emulated import ops
 from tests.sample_inputs import GRAD_DTYPES, in_either_order, on_each_device
 

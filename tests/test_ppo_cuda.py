@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsync.ppo.config import Settings
-from fastsync.ppo.envs import make_environments
+from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.minibatches import Batch
 from fastsync.ppo.policy import make_policy

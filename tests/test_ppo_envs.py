@@ -17,11 +17,11 @@ import pytest
 from gymnasium.vector import AutoresetMode
 
 from fastsync.ppo.config import Settings
-from fastsync.ppo.envs import Environments, FinishedEpisode, make_environments
-from fastsync.ppo.episodes import seed_from
+from fastsync.ppo.envs.make import Environments, FinishedEpisode, make_environments
+from fastsync.ppo.envs.replay import seed_from
+from fastsync.ppo.envs.spaces import random_actions
+from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
 from fastsync.ppo.preflight import check_environment
-from fastsync.ppo.spaces import random_actions
-from fastsync.ppo.vector_envs import RecordedEnvironments, VectorizedEnvironments
 from tests.toy_envs import Countdown, OwnVector
 
 
@@ -381,7 +381,7 @@ def test_processes_outlive_signals_to_the_whole_job_and_their_end_is_told():
 def test_processes_that_nobody_closed_end_with_their_rank(tmp_path: Path, how: str):
     script = (
         "import os, pathlib, signal, sys\n"
-        "from fastsync.ppo.envs import make_environments\n"
+        "from fastsync.ppo.envs.make import make_environments\n"
         "from tests.test_ppo_envs import environment_processes, settings\n"
         "if __name__ == '__main__':\n"
         "    left = make_environments(settings('tests.toy_envs:Countdown', 2, vectorization='async'), rank=0)\n"

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fastsync.cli import main
-from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
 from fastsync.ppo.config import Settings
-from fastsync.ppo.env_source import find_env
+from fastsync.ppo.envs.lookup import find_env
 from fastsync.ppo.evaluate import Evaluation, find_checkpoint, load_policy, make_environment, play
 from fastsync.ppo.policy import ActorCritic, make_policy
-from fastsync.ppo.run_folder import CHECKPOINTS
+from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
+from fastsync.ppo.runs.folder import CHECKPOINTS
 from tests.played_envs import LENGTH
 
 DISCRETE = Settings(env="tests.played_envs:discrete")

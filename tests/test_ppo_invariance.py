@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsync.ppo.config import Settings
-from fastsync.ppo.metrics import TrainResult
+from fastsync.ppo.runs.metrics import TrainResult
 from fastsync.ppo.trainer import train
 from tests.ranks import run_ranks
 

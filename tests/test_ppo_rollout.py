@@ -13,12 +13,12 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from fastsync.ppo.config import Autoreset, Settings
-from fastsync.ppo.episodes import EpisodeRecorder
-from fastsync.ppo.metrics import Episode
+from fastsync.ppo.envs.replay import EpisodeRecorder
+from fastsync.ppo.envs.vector import RecordedEnvironments
 from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.rollout import Rollout, RolloutCollector
-from fastsync.ppo.vector_envs import RecordedEnvironments
+from fastsync.ppo.runs.metrics import Episode
 
 SETTINGS = Settings(hidden_sizes=(8, 8))
 RECURRENT = replace(SETTINGS, lstm_size=4, num_minibatches=1)

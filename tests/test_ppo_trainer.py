@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastsync.ppo.checkpoint import CheckpointFolder
 from fastsync.ppo.config import Settings
-from fastsync.ppo.metrics import TrainResult
+from fastsync.ppo.runs.checkpoints import CheckpointFolder
+from fastsync.ppo.runs.metrics import TrainResult
 from fastsync.ppo.trainer import train
 from tests.models import STAMP
 from tests.ranks import RankError, run_ranks

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from fastsync.ppo.config import Settings
-from fastsync.ppo.envs import make_environments
+from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.minibatches import Batch, Shuffler
 from fastsync.ppo.policy import ActorCritic, make_policy

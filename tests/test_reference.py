@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsync import reference
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 from tests.sample_inputs import GRAD_DTYPES
 
 HALVES = [torch.float16, torch.bfloat16]

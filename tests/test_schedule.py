@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
-from fastsync.compression import AnyCompression, as_compression
+from fastsync.autotune.request import AnyCompression, as_compression
 from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, batch, grads_of
 from tests.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync import Compression
 from tests import standin
-from tests.compare import assert_bitwise_equal
+from tests.bitwise import assert_bitwise_equal
 from tests.models import SMALL_BUCKETS, Given, random_grads
 from tests.standin import DEVICE, unwaited, watched
 

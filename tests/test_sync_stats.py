@@ -190,3 +190,13 @@ def _both_passes_are_profiled(rank: int, world_size: int) -> None:
 
 def test_the_profiler_shows_pack_and_unpack_of_every_bucket() -> None:
     run_ranks(_both_passes_are_profiled, 2)
+
+
+def test_handles_and_statistics_can_be_read() -> None:
+    with group_of_one():
+        model = nn.Linear(3, 2)
+        sync = fastsync.attach(model, "fp16")
+        assert repr(sync) == "GradientSynchronizer(2 parameters with 8 values, compression: fp16, all_reduce, 1 ranks)"
+        model(torch.ones(1, 3)).sum().backward()
+        assert repr(sync.grad_stats) == "GradStats(grad_norm=2.82843, num_nonfinite=0, num_saturated=0)"
+        assert repr(sync.stats()).startswith("SyncStats(1 steps through process group; in each 1 buckets of 8 values, ")

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression, reference
-from fastsync.compression import AnyCompression
+from fastsync.autotune.request import AnyCompression
 from tests.models import (
     SMALL_BUCKETS,
     STAMP,

@@ -1,4 +1,4 @@
-"""What a policy's last layer means: distributions over discrete, multi-discrete and continuous actions.
+"""The meaning of a policy's last layer: distributions over discrete, multi-discrete and continuous actions.
 
 Each has ``sample``, ``mode``, ``log_prob`` and ``log_prob_and_entropy`` of the last layer's outputs. Randomness comes
 from outside, as noise that is drawn for a whole rollout at once.
@@ -32,7 +32,7 @@ class ActionDistribution(nn.Module, ABC):
 
     @abstractmethod
     def noise(self, uniform: Tensor) -> Tensor:
-        """What ``sample`` needs, from numbers between 0 and 1, both [..., num_outputs]."""
+        """Makes what ``sample`` needs, from numbers between 0 and 1, both [..., num_outputs]."""
 
     @abstractmethod
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:

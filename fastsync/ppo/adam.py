@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class _Columns(NamedTuple):
-    """What the kernel is given, a tensor for each parameter."""
+    """The arguments of the kernel, a tensor for each parameter."""
 
     params: list[Tensor]
     exp_avgs: list[Tensor]

@@ -1,4 +1,4 @@
-"""How much better an action was than expected: generalised advantage estimation, and its scale over all ranks."""
+"""Advantages, how much better actions were than expected: generalised estimation, and their scale over all ranks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LrScaling = Literal["none", "sqrt", "linear"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train, how, and where the results go. Counts of environments and steps per rollout are per rank."""
+    """A training: what, how, and where the results go. Counts of environments and steps per rollout are per rank."""
 
     env: str = "CartPole-v1"
     """Gymnasium environment, or "module:function" that makes one. "module:id" imports module first."""
@@ -144,7 +144,7 @@ class Settings:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the policy remembers."""
+        """True where the policy remembers."""
         return self.lstm_size > 0
 
     def _check(self, name: str, holds: bool, demand: str) -> None:

@@ -17,16 +17,16 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordVideo
 
-from fastsync.ppo.atari import wrap_atari
-from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.config import Settings
-from fastsync.ppo.env_source import EnvSource, find_env
-from fastsync.ppo.environments import Environments
-from fastsync.ppo.episodes import EpisodeRecorder
+from fastsync.ppo.envs.atari import wrap_atari
+from fastsync.ppo.envs.interface import Environments
+from fastsync.ppo.envs.lookup import EnvSource, find_env
+from fastsync.ppo.envs.replay import EpisodeRecorder
+from fastsync.ppo.envs.vector import RecordedEnvironments
 from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams
-from fastsync.ppo.run_folder import CHECKPOINTS, run_of
-from fastsync.ppo.vector_envs import RecordedEnvironments
+from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
+from fastsync.ppo.runs.folder import CHECKPOINTS, run_of
 
 UNSEEN = 2**31
 """Number of the environment that episodes are played in: none that trained has it, so its episodes are new."""
@@ -56,7 +56,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How the episodes went, in their order."""
+    """The outcome of episodes, in their order."""
 
     returns: list[float]
     """The sums of their rewards."""
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """That of a file, or the newest good one in the folder of a run or of its checkpoints.
+    """Reads that of a file, or the newest good one in the folder of a run or of its checkpoints.
 
     Raises:
         ValueError: there is none.
@@ -166,7 +166,8 @@ def play(
     lengths: list[int] = []
     while len(returns) < episodes:
         seen = torch.from_numpy(observations).to(policy.observation_dtype)
-        outputs, _, memory = _outputs(policy, seen, memory, starts)
+        features, memory = policy.features_of_row(seen, memory, starts)
+        outputs = policy.outputs(features)
         if stochastic:
             noise = distribution.noise(streams.uniform(1, distribution.num_outputs, policy.dtype))
             actions = distribution.sample(outputs, noise[0])
@@ -177,14 +178,6 @@ def play(
         returns += [episode.episode_return for episode in step.episodes]
         lengths += [episode.length for episode in step.episodes]
     return Evaluation(returns, lengths)
-
-
-def _outputs(policy: ActorCritic, observations: torch.Tensor, memory: Any, starts: torch.Tensor) -> Any:
-    """What the policy says of one row [N, ...]."""
-    if memory is None:
-        return policy(observations)
-    outputs, values, memory = policy(observations.unsqueeze(0), memory, starts.unsqueeze(0))
-    return outputs.squeeze(0), values.squeeze(0), memory
 
 
 def _find_env(settings: Settings) -> EnvSource:

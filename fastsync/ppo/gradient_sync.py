@@ -1,10 +1,12 @@
-"""Who averages the gradients over ranks: fastsync, plain DDP, or concatenate, all-reduce and copy back."""
+"""Averaging the trainer's gradients over ranks: by fastsync, plain DDP, or concatenate, all-reduce and copy back."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from fastsync.stopwatch import Stopwatch
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What synchronisation cost this rank since the start. None stands for what this way of syncing cannot tell."""
+    """The cost of synchronisation on this rank since the start. None stands for what is not known."""
 
     seconds: float | None
     """Time in synchronisation: packing, collective and unpacking."""
@@ -31,16 +33,21 @@ class SyncReport:
     """Bytes handed to collectives."""
 
 
-class GradientSync(Protocol):
-    """One way to average gradients. Between the forward pass and the optimizer: ``backward``, then ``clip``."""
+class GradientSync(ABC):
+    """One way to average gradients. Between the forward pass and the optimizer: ``backward``, then ``clip``.
 
-    @property
-    def model(self) -> nn.Module:
-        """The module to call in the forward pass of the loss."""
+    Args:
+        model: the module to call in the forward pass of the loss.
+    """
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, forward and backward passes only add to this rank's gradients."""
 
+    @abstractmethod
     def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
         """Backward, then the gradients are means over ranks.
 
@@ -58,19 +65,23 @@ class GradientSync(Protocol):
         Returns:
             Their norm before, without the scaler's scale, 0-dim; nothing waits for it.
         """
+        scaler.unscale_(optimizer)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def report(self) -> SyncReport:
-        """What it cost so far."""
+        """Tells what it cost so far."""
+        return SyncReport(seconds=None, exposed_seconds=None, wire_bytes=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it keeps from step to step, for a checkpoint."""
+        """Returns what it keeps from step to step, for a checkpoint."""
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 nothing is kept, unless said otherwise
         """Goes on from ``state_dict()``."""
 
 
 def make_gradient_sync(settings: Settings, policy: nn.Module) -> GradientSync:
-    """The way of averaging that ``settings.sync`` names. Afterwards all ranks hold the weights of rank 0."""
+    """Makes the way of averaging that ``settings.sync`` names. Afterwards all ranks hold the weights of rank 0."""
     if settings.sync == "fastsync":
         return Attached(policy, settings.compression)
     if settings.sync == "ddp":
@@ -78,11 +89,11 @@ def make_gradient_sync(settings: Settings, policy: nn.Module) -> GradientSync:
     return ConcatenatedAllReduce(policy)
 
 
-class Attached:
+class Attached(GradientSync):
     """fastsync.attach. What else ranks have to agree on travels with the gradients."""
 
     def __init__(self, policy: nn.Module, compression: str) -> None:
-        self.model = policy
+        super().__init__(policy)
         self._sync = fastsync.attach(policy, compression)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -99,11 +110,8 @@ class Attached:
 
     def report(self) -> SyncReport:
         stats = self._sync.stats()
-        return SyncReport(
-            seconds=stats.pack_time + stats.collective_time + stats.unpack_time,
-            exposed_seconds=stats.exposed_time,
-            wire_bytes=stats.wire_bytes,
-        )
+        seconds = stats.pack_time + stats.collective_time + stats.unpack_time
+        return SyncReport(seconds, exposed_seconds=stats.exposed_time, wire_bytes=stats.wire_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         return self._sync.state_dict()
@@ -112,11 +120,13 @@ class Attached:
         self._sync.load_state_dict(state)
 
 
-class PlainDDP:
+class PlainDDP(GradientSync):
     """DDP as it comes. It does not tell what its synchronisation cost."""
 
+    model: DistributedDataParallel
+
     def __init__(self, policy: nn.Module) -> None:
-        self.model = DistributedDataParallel(policy)
+        super().__init__(DistributedDataParallel(policy))
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.model.no_sync()
@@ -125,25 +135,12 @@ class PlainDDP:
         loss.backward()
         return None if rider is None else dist_mean(rider)
 
-    def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
-        scaler.unscale_(optimizer)
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def report(self) -> SyncReport:
-        return SyncReport(seconds=None, exposed_seconds=None, wire_bytes=None)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class ConcatenatedAllReduce:
+class ConcatenatedAllReduce(GradientSync):
     """No DDP: after backward the gradients are concatenated, summed over ranks, divided and copied back."""
 
     def __init__(self, policy: nn.Module) -> None:
-        self.model = policy
+        super().__init__(policy)
         self._parameters = list(policy.parameters())
         for parameter in self._parameters:
             dist.broadcast(parameter.data, src=0)
@@ -155,30 +152,22 @@ class ConcatenatedAllReduce:
 
     def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
         loss.backward()
-        self._reduce()
+        with self._stopwatch:
+            self._wire_bytes += all_reduce_concatenated(self._parameters)
         return None if rider is None else dist_mean(rider)
-
-    def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
-        scaler.unscale_(optimizer)
-        return nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
     def report(self) -> SyncReport:
         seconds = self._stopwatch.seconds()
         # Backward is over when it starts, so nothing hides it.
-        return SyncReport(seconds=seconds, exposed_seconds=seconds, wire_bytes=self._wire_bytes)
+        return SyncReport(seconds, exposed_seconds=seconds, wire_bytes=self._wire_bytes)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def _reduce(self) -> None:
-        with self._stopwatch:
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
-        self._wire_bytes += flat.nbytes
+def all_reduce_concatenated(parameters: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> int:
+    """Averages gradients as trainers without DDP write it. Returns the bytes that were all-reduced."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+    return flat.nbytes

@@ -1,4 +1,4 @@
-"""What learns: policy, optimizer and all that decides how rollouts become better weights."""
+"""The learner: policy, optimizer and all that decides how rollouts become better weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastsync.ppo.normalize import RewardNormalizer, moments
 from fastsync.ppo.policy import ActorCritic
 from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.rollout import Rollout
-from fastsync.ppo.schedule import Schedule
+from fastsync.ppo.step_sizes import StepSizes
 from fastsync.ppo.update import Updater, row_weights
 from fastsync.stopwatch import Stopwatch
 
@@ -42,17 +42,17 @@ class Learner:
         self.sync = make_gradient_sync(settings, policy)
         self._optimizer = Adam(policy.parameters(), lr=torch.tensor(settings.learning_rate, device=device), eps=1e-5)
         self._scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
-        self._schedule = Schedule(settings, world_size, device)
+        self._step_sizes = StepSizes(settings, world_size, device)
         self._rewards = RewardNormalizer(settings.gamma).to(device) if settings.norm_rewards else None
         self._discounted_return = torch.zeros(settings.num_envs, dtype=policy.dtype, device=device)
         self._stopwatch = Stopwatch(device)
         self._updater = Updater(
-            settings,
+            settings=settings,
             sync=self.sync,
             distribution=policy.distribution,
             optimizer=self._optimizer,
             scaler=self._scaler,
-            schedule=self._schedule,
+            step_sizes=self._step_sizes,
             shuffler=Shuffler(settings.num_minibatches, streams),
             device=device,
         )
@@ -95,7 +95,7 @@ class Learner:
             starts=rollout.starts if settings.is_recurrent else None,
             memory=rollout.memory,
         )
-        self._schedule.start_update(self._optimizer, step=step, update=update)
+        self._step_sizes.start_update(self._optimizer, step=step, update=update)
         metrics = self._updater.update(batch)
         metrics["learning_rate"] = float(self._optimizer.param_groups[0]["lr"])
         if self.policy.normalizer is not None and observation_moments is not None:
@@ -104,13 +104,13 @@ class Learner:
         return int(num_valid), metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on as if it had not stopped; the same on every rank."""
+        """Returns what a resumed run needs to go on as if it had not stopped; the same on every rank."""
         return {
             "model": self.policy.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
             "sync": self.sync.state_dict(),
-            "schedule": self._schedule.state_dict(),
+            "schedule": self._step_sizes.state_dict(),
             "rewards": self._rewards.state_dict() if self._rewards is not None else {},
             "num_draws": self._streams.num_draws,
         }
@@ -125,7 +125,7 @@ class Learner:
             self._scaler.load_state_dict(state["scaler"])
         if state["sync"]:
             self.sync.load_state_dict(state["sync"])
-        self._schedule.load_state_dict(state["schedule"])
+        self._step_sizes.load_state_dict(state["schedule"])
         if self._rewards is not None and state["rewards"]:
             self._rewards.load_state_dict(state["rewards"])
         self._streams.num_draws = state["num_draws"]
@@ -135,7 +135,7 @@ class Learner:
         return self._stopwatch.seconds()
 
     def environment_state(self) -> dict[str, Tensor]:
-        """What it keeps for each of this rank's environments, one row each, on the CPU."""
+        """Returns what it keeps for each of this rank's environments, one row each, on the CPU."""
         return {"discounted_return": self._discounted_return.cpu()}
 
     def load_environment_state(self, columns: dict[str, Tensor]) -> None:

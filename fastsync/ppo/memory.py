@@ -1,4 +1,4 @@
-"""What a recurrent policy carries from step to step."""
+"""The memory that a recurrent policy carries from step to step."""
 
 from __future__ import annotations
 

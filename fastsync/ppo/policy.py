@@ -76,7 +76,7 @@ class ActorCritic(nn.Module):
     def forward(
         self, observations: Tensor, state: MemoryState | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, MemoryState | None]:
-        """What actor and critic say.
+        """Asks actor and critic.
 
         Args:
             observations: [..., *observation_shape]; with a memory [T, N, ...], in the order of time.
@@ -93,7 +93,7 @@ class ActorCritic(nn.Module):
     def features(
         self, observations: Tensor, state: MemoryState | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, MemoryState | None]:
-        """What actor and critic are given; arguments as in ``forward``."""
+        """Computes what actor and critic are given; arguments as in ``forward``."""
         if self.normalizer is not None:
             observations = self.normalizer(observations)
         features = self.trunk(observations)
@@ -102,6 +102,15 @@ class ActorCritic(nn.Module):
         assert state is not None
         assert starts is not None
         return self.memory(features, state, starts)  # type: ignore[no-any-return]
+
+    def features_of_row(
+        self, observations: Tensor, state: MemoryState | None, starts: Tensor
+    ) -> tuple[Tensor, MemoryState | None]:
+        """Computes ``features`` of a single row [N, ...], and the memory after it."""
+        if state is None:
+            return self.features(observations)
+        features, state = self.features(observations.unsqueeze(0), state, starts.unsqueeze(0))
+        return features.squeeze(0), state
 
     def outputs(self, features: Tensor) -> Tensor:
         """The distribution's outputs [..., num_outputs]. In full precision also under autocast."""
@@ -143,7 +152,7 @@ def initialized(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
 
 
 def _in_full_precision(outputs: Tensor) -> Tensor:
-    """What autocast has made 16 bits wide as float32."""
+    """Converts what autocast has made 16 bits wide to float32."""
     return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 

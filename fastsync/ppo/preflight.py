@@ -1,4 +1,4 @@
-"""What can be found wrong with a training before its ranks start."""
+"""Checks of a training before its ranks start."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from fastsync.ppo.config import Settings
-from fastsync.ppo.envs import make_environments
-from fastsync.ppo.run_folder import check_room, find_run
-from fastsync.ppo.spaces import random_actions
+from fastsync.ppo.envs.make import make_environments
+from fastsync.ppo.envs.spaces import random_actions
+from fastsync.ppo.runs.folder import check_room, find_run
 
 
 def check_environment(settings: Settings) -> None:

@@ -12,16 +12,16 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from fastsync.ppo.envs import Environments, Step
+from fastsync.ppo.envs.make import Environments, Step
 from fastsync.ppo.memory import MemoryState
-from fastsync.ppo.metrics import Episode
 from fastsync.ppo.policy import ActorCritic
 from fastsync.ppo.random_streams import RandomStreams
+from fastsync.ppo.runs.metrics import Episode
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What T steps of N environments gave. All tensors lie on the policy's device; the next collection overwrites them.
+    """The outcome of T steps of N environments. All tensors lie on the policy's device; the next one overwrites them.
 
     Where episodes restart with a step of its own (gymnasium's AutoresetMode.NEXT_STEP), that step ignores the action,
     gives reward 0 and leads to the first observation of the new episode: its row is not valid.
@@ -143,7 +143,7 @@ class RolloutCollector:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """What goes on from one rollout into the next besides the environments: one row an environment, on the CPU."""
+        """Returns what goes on into the next rollout besides the environments: one row an environment, on the CPU."""
         columns = {"starts": torch.from_numpy(self._next_starts.copy())}
         if self._memory is not None:
             columns["hidden"], columns["cell"] = (part.cpu() for part in self._memory)
@@ -174,12 +174,9 @@ class RolloutCollector:
     def _features(
         self, observations: Tensor, memory: MemoryState | None, starts: np.ndarray[Any, Any]
     ) -> tuple[Tensor, MemoryState | None]:
-        """Of one row [N, ...]."""
         if memory is None:
             return self.policy.features(observations)
-        first = torch.from_numpy(starts).to(self.device)
-        features, memory = self.policy.features(observations.unsqueeze(0), memory, first.unsqueeze(0))
-        return features.squeeze(0), memory
+        return self.policy.features_of_row(observations, memory, torch.from_numpy(starts).to(self.device))
 
     def _record(self, row: int, step: Step, episodes: list[Episode], finals: list[_Final]) -> None:
         done = step.terminated | step.truncated
@@ -195,7 +192,7 @@ class RolloutCollector:
                 finals.append(_Final(row, index, observation, memory))
 
     def _complete_values(self) -> None:
-        """Those of all rows at once where the actor does without them, else that of the last row."""
+        """Fills in those of all rows at once where the actor does without them, else that of the last row."""
         self._observe(self.num_steps)
         if self.policy.is_shared:
             features, _ = self._features(self._observations[-1], self._memory, self._next_starts)

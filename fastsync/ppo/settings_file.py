@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 from fastsync.ppo.config import Settings
+from fastsync.wording import did_you_mean
 
 PRESETS = Path(__file__).parent / "presets"
 PRESET_WORLD_SIZE = 2
@@ -19,12 +19,12 @@ PRESET_WORLD_SIZE = 2
 
 
 def preset_names() -> list[str]:
-    """What ``--config`` finds by name."""
+    """Lists what ``--config`` finds by name."""
     return sorted(file.stem for file in PRESETS.glob("*.yaml"))
 
 
 def is_preset(source: str) -> bool:
-    """Whether ``load_settings`` takes a preset."""
+    """Tells whether ``load_settings`` takes a preset."""
     return _find(source).parent == PRESETS
 
 
@@ -60,7 +60,7 @@ def settings_from(values: Mapping[str, Any]) -> Settings:
     hints = get_type_hints(Settings)
     for name in values:
         if name not in hints:
-            raise ValueError(f"{name!r} is no setting{_near(str(name), hints)}")
+            raise ValueError(f"{name!r} is no setting{did_you_mean(str(name), hints)}")
     return Settings(**{name: _convert(name, value, hints[name]) for name, value in values.items()})
 
 
@@ -79,53 +79,34 @@ def _find(source: str) -> Path:
         return preset
     names = preset_names()
     raise ValueError(
-        f"config={source!r} is neither a file nor a preset{_near(source, names)}; presets: {', '.join(names)}"
+        f"config={source!r} is neither a file nor a preset{did_you_mean(source, names)}; presets: {', '.join(names)}"
     )
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    """A question that ends in the names most like this one, if any are."""
-    known = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), known) or difflib.get_close_matches(
-        name.lower(), known, cutoff=0.5
-    )
-    return f"; did you mean {' or '.join(known[found] for found in near)}?" if near else ""
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:
-    """The value as the setting's type wants it."""
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if value is None and type(None) in options:
+    """Makes the value what the setting's type wants."""
+    is_optional = type(None) in get_args(hint)
+    if value is None and is_optional:
         return None
-    (kind,) = (option for option in options if option is not type(None))
+    kind = get_args(hint)[0] if is_optional else hint
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         if value not in choices:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}{_near(str(value), choices)}")
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
         return value
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{name}={value!r} must be a list, such as [64, 64]")
         return tuple(_convert(name, item, get_args(kind)[0]) for item in value)
-    converted = _convert_scalar(value, kind)
-    if converted is None:
-        wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text; put it in quotes"}[kind]
-        raise ValueError(f"{name}={value!r} must be {wanted}{' or null' if type(None) in options else ''}")
-    return converted
-
-
-def _convert_scalar(value: Any, kind: type) -> Any:
-    """The value in that type, or None if it does not fit."""
+    number = value
+    if isinstance(value, str) and kind not in (bool, str):
+        with suppress(ValueError):
+            number = float(value)  # YAML 1.1 takes 1e-3 for text: it wants 1.0e-3
     if kind in (bool, str):
-        return value if isinstance(value, kind) else None
-    if isinstance(value, str):
-        # YAML 1.1 takes 1e-3 for text: it wants 1.0e-3.
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    if kind is float:
-        return float(value)
-    return int(value) if value == value // 1 and abs(value) != float("inf") else None
+        fits = isinstance(value, kind)
+    else:
+        fits = type(number) in (int, float) and (kind is float or number % 1 == 0)
+    if not fits:
+        wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text; put it in quotes"}[kind]
+        raise ValueError(f"{name}={value!r} must be {wanted}{' or null' if is_optional else ''}")
+    return kind(number)

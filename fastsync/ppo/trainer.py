@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,29 +15,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastsync.distributed import check_consistency
-from fastsync.ppo.checkpoint import Checkpoint, CheckpointFolder
+from fastsync.launch.signals import StopSignals
 from fastsync.ppo.config import Settings
-from fastsync.ppo.env_states import Trial, begun_anew, redistribute, what_goes_on
-from fastsync.ppo.envs import TRIAL_SECONDS, Environments, make_environments, try_environments
-from fastsync.ppo.interrupt import StopSignals
+from fastsync.ppo.envs.make import TRIAL_SECONDS, Environments, make_environments, try_environments
+from fastsync.ppo.envs.resume import begun_anew, redistribute, what_goes_on
 from fastsync.ppo.learner import Learner
-from fastsync.ppo.metrics import (
+from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.random_streams import RandomStreams
+from fastsync.ppo.rollout import RolloutCollector
+from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
+from fastsync.ppo.runs.folder import CHECKPOINTS, check_room, close_run, open_run
+from fastsync.ppo.runs.metrics import (
     EpisodeWindow,
     PhaseTimes,
     RankReport,
+    Status,
     TrainResult,
     gather_reports,
     gpu_use,
     mean,
     mean_sync_report,
 )
-from fastsync.ppo.policy import ActorCritic, make_policy
-from fastsync.ppo.random_streams import RandomStreams
-from fastsync.ppo.report import RunReport
-from fastsync.ppo.rollout import RolloutCollector
-from fastsync.ppo.run_folder import CHECKPOINTS, check_room, close_run, open_run
-from fastsync.ppo.status import Status
+from fastsync.ppo.runs.report import RunReport
 from fastsync.ppo.update import LOSSES, autocast
+
+Found = TypeVar("Found")
 
 
 def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainResult]:
@@ -56,9 +57,10 @@ def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainR
         RuntimeError: a rank was lost, or the ranks' weights differ at the end.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    folder, checkpoint, notes = _open_run(settings, rank, world_size)
+    folder, checkpoint, notes = _by_rank_0(lambda: open_run(settings, world_size))
     resumed_step = checkpoint.step if checkpoint else 0
-    trial = _try_environments(settings, rank)
+    # One rank tries, before the others give up: if each did, not all might come to the same answer.
+    trial = _by_rank_0(lambda: try_environments(settings, min(TRIAL_SECONDS, settings.timeout / 4)))
     with (
         make_environments(settings, rank=rank, restart=resumed_step, is_restorable=trial.is_restorable) as environments,
         StopSignals() as signals,
@@ -219,9 +221,9 @@ class Run:
         )
 
     def _tell(self, mine: RankReport) -> list[RankReport]:
-        """The reports of all ranks."""
+        """Exchanges the reports of all ranks."""
         began = time.perf_counter()
-        reports = gather_reports(mine, self._device)
+        reports = gather_reports(mine)
         self._telling_seconds = time.perf_counter() - began  # of the next update, for this one's are told
         self._window.extend(reports)
         return reports
@@ -246,28 +248,20 @@ class Run:
         checkpoints.save(checkpoint, mean(self._window.returns))
 
     def _columns(self) -> dict[str, Tensor]:
-        """What policy and learner keep for each environment of this rank, one row each."""
+        """Returns what policy and learner keep for each environment of this rank, one row each."""
         return self._collector.state() | self._learner.environment_state()
 
 
-def _open_run(settings: Settings, rank: int, world_size: int) -> tuple[Path, Checkpoint | None, list[str]]:
-    """The run's folder, the checkpoint to go on from, and what to say about it: found by rank 0, known to all."""
-    opened = [open_run(settings, world_size) if rank == 0 else None]
-    dist.broadcast_object_list(opened)
-    assert opened[0] is not None
-    return opened[0]
-
-
-def _try_environments(settings: Settings, rank: int) -> Trial:
-    """Whether environments can be saved exactly: tried by rank 0, before the others give up, and known to all."""
-    tried = [try_environments(settings, min(TRIAL_SECONDS, settings.timeout / 4)) if rank == 0 else None]
-    dist.broadcast_object_list(tried)
-    assert tried[0] is not None
-    return tried[0]
+def _by_rank_0(find: Callable[[], Found]) -> Found:
+    """Has rank 0 find something out, and tells all ranks."""
+    found = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return found[0]
 
 
 def _columns_for(saved: Sequence[dict[str, Tensor]], first: int, restored: Tensor) -> dict[str, Tensor]:
-    """The rows of this rank's environments out of those of all ranks; where a new episode begins, those of a start.
+    """Picks the rows of this rank's environments out of those of all ranks; where an episode begins, those of a start.
 
     Args:
         saved: of each rank of the run before, in rank order.
@@ -286,7 +280,7 @@ def _columns_for(saved: Sequence[dict[str, Tensor]], first: int, restored: Tenso
 
 
 def _check_finite(reports: Sequence[RankReport], update: int) -> None:
-    """What learns from nan is lost, so it must not be saved over what was good.
+    """Refuses nan: what learns from it is lost, and must not be saved over what was good.
 
     Raises:
         RuntimeError: on every rank alike.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fastsync.ppo.config import Precision, Settings
 from fastsync.ppo.gradient_sync import GradientSync
 from fastsync.ppo.minibatches import Batch, Shuffler
 from fastsync.ppo.objective import FIGURES, ppo_objective
-from fastsync.ppo.schedule import Schedule
+from fastsync.ppo.step_sizes import StepSizes
 
 LOSSES = FIGURES
 _KL = LOSSES.index("approx_kl")
@@ -92,41 +93,27 @@ class StepGate:
             del optimizer.found_inf
 
 
+@dataclass(kw_only=True, eq=False)
 class Updater:
-    """Takes optimizer steps on batches: the same number on every rank, and on a GPU without waiting for any.
+    """Takes optimizer steps on batches: the same number on every rank, and on a GPU without waiting for any."""
 
-    Args:
-        settings: of the run.
-        sync: averages the gradients of the policy.
-        distribution: of the policy's actions.
-        optimizer: a fused one, with its learning rate as a tensor.
-        scaler: of the loss; disabled where the precision does without.
-        schedule: of the step sizes.
-        shuffler: cuts batches into minibatches.
-        device: of the policy.
-    """
+    settings: Settings
+    sync: GradientSync
+    """Averages the gradients of the policy."""
+    distribution: ActionDistribution
+    """Of the policy's actions."""
+    optimizer: Optimizer
+    """A fused one, with its learning rate as a tensor."""
+    scaler: GradScaler
+    """Of the loss; disabled where the precision does without."""
+    step_sizes: StepSizes
+    shuffler: Shuffler
+    """Cuts batches into minibatches."""
+    device: torch.device
+    """Of the policy."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        sync: GradientSync,
-        distribution: ActionDistribution,
-        optimizer: Optimizer,
-        scaler: GradScaler,
-        schedule: Schedule,
-        shuffler: Shuffler,
-        device: torch.device,
-    ) -> None:
-        self._settings = settings
-        self._sync = sync
-        self._distribution = distribution
-        self._optimizer = optimizer
-        self._scaler = scaler
-        self._schedule = schedule
-        self._shuffler = shuffler
-        self._device = device
-        self._gate = StepGate(optimizer, device)
+    def __post_init__(self) -> None:
+        self._gate = StepGate(self.optimizer, self.device)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a rollout whose columns are [T, N, ...].
@@ -148,48 +135,48 @@ class Updater:
         return dict(zip(names, [*mean.tolist(), num_taken.item()], strict=True))
 
     def _minibatches(self, batch: Batch) -> Iterator[Batch]:
-        """Those of all epochs; on the CPU, where looking costs nothing, only until a step was refused."""
-        for minibatch in self._shuffler.minibatches(batch, self._settings.num_epochs):
-            if self._device.type == "cpu" and self._gate.closed:
+        """Yields those of all epochs; on the CPU, where looking costs nothing, only until a step was refused."""
+        for minibatch in self.shuffler.minibatches(batch, self.settings.num_epochs):
+            if self.device.type == "cpu" and self._gate.closed:
                 return
             yield minibatch
 
     def _step(self, minibatch: Batch) -> Tensor:
         """One optimizer step; LOSSES and the norm of the gradient, float32."""
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         losses, kl = self._backward(minibatch)
         if kl is not None:
             self._decide(kl)
-        grad_norm = self._sync.clip(self._settings.max_grad_norm, self._optimizer, self._scaler)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+        grad_norm = self.sync.clip(self.settings.max_grad_norm, self.optimizer, self.scaler)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         return torch.cat([losses, grad_norm.reshape(1)]).float()
 
     def _backward(self, minibatch: Batch) -> tuple[Tensor, Tensor | None]:
         """LOSSES of the minibatch on this rank, and where the settings ask for it the KL divergence over all ranks."""
-        *first, last = Shuffler.cut(minibatch, self._settings.num_micro_batches)
-        losses = torch.zeros(len(LOSSES), device=self._device)
+        *first, last = Shuffler.cut(minibatch, self.settings.num_micro_batches)
+        losses = torch.zeros(len(LOSSES), device=self.device)
         for part in first:
-            with self._sync.no_sync():
+            with self.sync.no_sync():
                 loss, part_losses = self._loss(part)
-                self._scaler.scale(loss).backward()
+                self.scaler.scale(loss).backward()
             losses = losses + part_losses
         loss, part_losses = self._loss(last)
         losses = losses + part_losses
-        rider = losses[_KL].float() if self._settings.target_kl is not None else None
-        return losses, self._sync.backward(self._scaler.scale(loss), rider)
+        rider = losses[_KL].float() if self.settings.target_kl is not None else None
+        return losses, self.sync.backward(self.scaler.scale(loss), rider)
 
     def _loss(self, part: Batch) -> tuple[Tensor, Tensor]:
-        return ppo_loss(self._sync.model, self._distribution, part, self._settings, self._schedule.clip_coef)
+        return ppo_loss(self.sync.model, self.distribution, part, self.settings, self.step_sizes.clip_coef)
 
     def _decide(self, kl: Tensor) -> None:
         """Adapts the learning rate, or refuses this and all further steps: on every rank alike, for ``kl`` is alike."""
-        if self._settings.lr_schedule == "adaptive":
-            self._schedule.adapt(self._optimizer, kl)
+        if self.settings.lr_schedule == "adaptive":
+            self.step_sizes.adapt(self.optimizer, kl)
         else:
-            assert self._settings.target_kl is not None
+            assert self.settings.target_kl is not None
             self._gate.closed.copy_(
-                torch.maximum(self._gate.closed, (kl > KL_TOLERANCE * self._settings.target_kl).float())
+                torch.maximum(self._gate.closed, (kl > KL_TOLERANCE * self.settings.target_kl).float())
             )
 
 

@@ -1,0 +1,1 @@
+"""Choosing what gradients travel with by measuring the process group."""

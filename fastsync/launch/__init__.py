@@ -1,0 +1,1 @@
+"""From a command to running ranks: torchrun's launcher and Slurm."""

@@ -1,0 +1,82 @@
+"""Signals: handlers for the time of a ``with`` block, and a training that notes that it is told to stop."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What tells a job to stop in order."""
+
+
+@contextmanager
+def handling(
+    handler: Callable[[int, FrameType | None], Any], numbers: Iterable[int], restored: Iterable[int] = ()
+) -> Iterator[None]:
+    """Handles signals in the time of a ``with`` block. Afterwards the handlers from before are back.
+
+    Python delivers signals to the main thread only: in any other thread it does nothing.
+
+    Args:
+        handler: of these signals.
+        numbers: the signals.
+        restored: further signals, whose handlers something within the block may leave behind.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = list(numbers)
+    before = {number: signal.getsignal(number) for number in (*numbers, *restored)}
+    for number in numbers:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            # None: the handler was not set by Python, and cannot be by it.
+            signal.signal(number, signal.SIG_DFL if handler_before is None else handler_before)
+
+
+class StopSignals:
+    """While its ``with`` block runs, SIGTERM and SIGUSR1 are only noted; a second one ends the process at once.
+
+    In any but the main thread it listens to nothing, see ``handling``.
+
+    Args:
+        same_within: seconds within which another signal is taken for the same request. Who stops a job may signal its
+            launcher and its ranks, and the launcher then signals the ranks again.
+    """
+
+    def __init__(self, same_within: float = 3.0) -> None:
+        self.received: signal.Signals | None = None
+        """The first signal that came, or None."""
+        self._same_within = same_within
+        self._received_at = math.inf
+        self._handling = handling(self._note, STOP_SIGNALS)
+
+    def __enter__(self) -> StopSignals:
+        self._handling.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handling.__exit__(None, None, None)
+
+    @property
+    def requested(self) -> bool:
+        """True once a signal has come."""
+        return self.received is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number)
+            self._received_at = time.monotonic()
+        elif time.monotonic() - self._received_at >= self._same_within:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -1,0 +1,307 @@
+"""The trainer's command line: ``fastsync train``, ``fastsync slurm``, and ``python -m fastsync.train`` on one rank.
+
+Settings come from a YAML file, a preset or the run that goes on, and over them from what is typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import tyro
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from fastsync.distributed import process_group
+from fastsync.launch.slurm import BatchJob, batch_script
+from fastsync.launch.torchrun import Nodes, launch_ranks
+from fastsync.ppo.config import Settings
+from fastsync.ppo.preflight import check_environment, check_run
+from fastsync.ppo.runs.folder import CHECKPOINTS, default_run_name, run_of, settings_of_run
+from fastsync.ppo.settings_file import PRESET_WORLD_SIZE, is_preset, load_settings
+from fastsync.ppo.trainer import train
+
+STOPPED = 128 + 15
+"""Exit status of a training that was asked to stop, and did in order: what shells have for SIGTERM."""
+
+Command = TypeVar("Command")
+
+
+def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) -> Command:
+    """Reads a command line. Errors end the process with status 2 and one message.
+
+    Args:
+        command: the dataclass to fill; its ``settings`` are Settings, and its ``config`` names a file or preset.
+        prog: the name of the command, for messages.
+        arguments: the words behind it; by default those that this process was started with.
+    """
+    make: Callable[..., Command] = command
+    try:
+        settings = _settings_before(prog, arguments)
+        default = make() if settings is None else make(settings=settings)
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        sys.exit(2)
+    return tyro.cli(command, prog=prog, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _settings_before(prog: str, arguments: Sequence[str] | None) -> Settings | None:
+    """Finds the settings that the command line changes, if they are other than the defaults."""
+    finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    finder.add_argument("--resume")
+    finder.add_argument("--run-name", "--run_name")
+    finder.add_argument("--runs-dir", "--runs_dir", default=Settings().runs_dir)
+    found = finder.parse_known_args(arguments)[0]
+    if found.config is not None:
+        return load_settings(found.config)
+    if found.resume is not None:
+        return settings_of_run(found.resume, found.run_name, found.runs_dir)
+    return None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train a policy with PPO, as the only rank or as one of those that torchrun starts."""
+
+    config: str | None = None
+    """A YAML file of settings, or the name of a preset, such as CartPole-v1. What else is typed wins over it."""
+    settings: Settings = field(default_factory=Settings)
+
+
+def train_rank(settings: Settings) -> str | None:
+    """Trains as the rank that the environment variables of torchrun name, or as the only one.
+
+    Returns:
+        The name of the signal that stopped it before its end, if one did.
+    """
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        # As torchrun does: more threads gain nothing on networks this small, and cost much where a core is busy.
+        torch.set_num_threads(1)
+
+    with process_group(settings.timeout) as device:
+        # Those of rank 0 count: it alone has to see the folder of a run, whose settings may come from there.
+        of_rank_0 = [settings]
+        torch.distributed.broadcast_object_list(of_rank_0)
+        return train(of_rank_0[0], device)[1].stopped_by
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Train a policy with PPO on several ranks, each a process of its own."""
+
+    nproc: int = 1
+    """Ranks on each machine."""
+    nnodes: int = 1
+    """Machines. The same command is started on each, with a node-rank of its own."""
+    node_rank: int = 0
+    """Number of this machine, from 0 on."""
+    master_addr: str | None = None
+    """Name or address of machine 0, which the others reach it by."""
+    master_port: int = 29500
+    """A port that is free on machine 0."""
+    max_restarts: int = 0
+    """How often the job comes back from its last checkpoint when a rank is lost."""
+    config: str | None = None
+    """A YAML file of settings, or a preset: Acrobot-v1, Breakout, CartPole-v1, HalfCheetah-v5, Hopper-v5,
+    LunarLander-v3, Pendulum-v1, Pong. What else is typed wins over it. Presets are made for two ranks."""
+    stop_timeout: float = 120.0
+    """Seconds that ranks have to finish their update and save once they are told to stop."""
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        for name, least in (("nproc", 1), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not self.stop_timeout > 0:
+            raise ValueError(f"stop_timeout={self.stop_timeout} must be more than 0 seconds")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}: they count from 0")
+        if self.nnodes > 1 and self.master_addr is None:
+            raise ValueError(f"nnodes={self.nnodes} needs master_addr, by which the machines find each other")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines."""
+        return self.nproc * self.nnodes
+
+    @property
+    def nodes(self) -> Nodes:
+        """The machines."""
+        return Nodes(
+            self.nnodes, self.node_rank, self.master_addr or "localhost", self.master_port, self.settings.timeout
+        )
+
+
+def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Settings], str | None] = train_rank) -> int:
+    """Trains on all ranks.
+
+    Args:
+        options: what to do.
+        arguments: the command line that said so, to tell how to go on.
+        work: what each rank does with the settings, and returns, as ``train_rank``.
+
+    Returns:
+        The exit status: 0; 1 if a rank failed, after telling which one and why; 143 if the training was stopped by a
+        signal, after telling how to go on where something was saved; 130 if that was Ctrl-C.
+
+    Raises:
+        ValueError: settings that cannot work here, or a run that cannot begin or go on. That is tried here, so that the
+            error comes once and not from each rank.
+    """
+    settings = _named(options.settings)
+    check_environment(settings)
+    if options.node_rank == 0:
+        check_run(settings, options.world_size)
+    note = _preset_note(options)
+    if note:
+        print(f"fastsync train: {note}", file=sys.stderr)
+    # What it warns of when it is stopped, in words of its own, is told below.
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+    try:
+        stopped_by = launch_ranks(
+            work,
+            options.nproc,
+            settings,
+            nodes=options.nodes,
+            max_restarts=options.max_restarts,
+            stop_timeout=options.stop_timeout,
+        )
+    except ChildFailedError as error:
+        # The launcher has logged the whole traceback already.
+        rank, failure = error.get_first_failure()
+        message: Any = failure.message  # a dict where the rank has raised, a string where its process has died
+        reason = message["message"] if isinstance(message, dict) else message
+        print(f"fastsync train: rank {rank} failed first: {reason}", file=sys.stderr)
+        return 1
+    except (DistError, RendezvousError) as error:
+        # Machines did not find each other, or lost the first one, which holds what they agree on.
+        print(f"fastsync train: machine {options.node_rank} of {options.nnodes}: {error}", file=sys.stderr)
+        return 1
+    except SignalException as error:
+        ended_by = signal.Signals(error.sigval)
+        more = " (nothing was saved after that; SIGTERM saves before it ends)"
+        print(f"fastsync train: ended by {ended_by.name}{_how_to_go_on(settings, arguments, more)}", file=sys.stderr)
+        return 128 + ended_by
+    reasons = [reason for reason in stopped_by if reason]
+    if reasons:
+        # Ranks that had no signal of their own only know that another one had.
+        reason = next((reason for reason in reasons if reason in signal.Signals.__members__), reasons[0])
+        print(f"fastsync train: stopped by {reason}{_how_to_go_on(settings, arguments)}", file=sys.stderr)
+        return STOPPED
+    return 0
+
+
+def _preset_note(options: Launch) -> str | None:
+    """Says where ranks and environments give another batch than the preset was made for."""
+    if options.config is None or not is_preset(options.config):
+        return None
+    meant = load_settings(options.config).num_envs * PRESET_WORLD_SIZE
+    number = options.settings.num_envs * options.world_size
+    if number == meant:
+        return None
+    return (
+        f"the preset {options.config} is made for {meant} environments on {PRESET_WORLD_SIZE} ranks; "
+        f"nproc={options.nproc}, nnodes={options.nnodes} and num_envs={options.settings.num_envs} make it {number}"
+    )
+
+
+def _named(settings: Settings) -> Settings:
+    """With a name for a run that begins, which ranks that are started again can find."""
+    begins = settings.resume is None or run_of(Path(settings.resume)) is None
+    if settings.run_name is not None or settings.resume == "auto" or not begins:
+        return settings
+    return replace(settings, run_name=default_run_name(settings, time.time()))
+
+
+def _how_to_go_on(settings: Settings, arguments: Sequence[str], more: str = "") -> str:
+    """The end of a sentence: how, and ``more``; or that there is nothing to go on from."""
+    run = None if settings.resume in (None, "auto") else run_of(Path(settings.resume))
+    folder = run or Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, None))
+    if not any((folder / CHECKPOINTS).glob("step-*.pt")):
+        return f" before {folder} had a checkpoint"
+    words = ["fastsync", "train", *arguments]
+    if run is None:
+        if settings.run_name is not None:
+            words = _with_option(words, "--run-name", settings.run_name)
+        words = _with_option(words, "--resume", "auto")
+    else:
+        words = _with_option(words, "--resume", str(run))
+    return f". Go on from the last checkpoint with: {shlex.join(words)}{more}"
+
+
+def _with_option(words: Sequence[str], name: str, value: str) -> list[str]:
+    """The command line with that option, and without what it says of it now."""
+    others = [word for word in words if not word.startswith(f"{name}=")]
+    return [*(word for before, word in pairwise(["", *others]) if name not in (before, word)), name, value]
+
+
+@dataclass(frozen=True)
+class Slurm(BatchJob):
+    """Write a batch script that trains under Slurm. Before its time is up the job saves, and queues itself again."""
+
+    config: str | None = None
+    """A YAML file of settings, or the name of a preset. What else is typed wins over it. It is read now, so later
+    changes do not count."""
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.settings.resume not in (None, "auto"):
+            raise ValueError(f"resume={self.settings.resume!r}: the job always goes on with resume=auto; set run_name")
+
+
+def slurm(arguments: Sequence[str]) -> int:
+    """Writes the script that a command line asks for, and returns the exit status.
+
+    Raises:
+        ValueError: the file exists already.
+    """
+    job = parse(Slurm, "fastsync slurm", arguments)
+    try:
+        with Path(job.script).open("x") as file:
+            file.write(slurm_script(job))
+    except FileExistsError:
+        raise ValueError(f"script={job.script!r} exists already; remove it or choose another name") from None
+    print(f"{job.script} is written. Submit it with: sbatch {shlex.quote(job.script)}")
+    return 0
+
+
+def slurm_script(job: Slurm) -> str:
+    """Makes the script. Each machine gets one launcher, which starts the ranks there."""
+    # The number of a job stays when it is queued again, so that it finds its run.
+    named = [] if job.settings.run_name else ["--run-name", "$SLURM_JOB_NAME-$SLURM_JOB_ID"]
+    words = ["fastsync", "train", *settings_words(job.settings), *named, "--resume", "auto"]
+    words += ["--nproc", str(job.nproc), "--nnodes", str(job.nodes), "--node-rank", "$SLURM_NODEID"]
+    words += ["--master-addr", "$master_addr", "--master-port", "$master_port"]
+    return batch_script(job, [*words, "--max-restarts", str(job.max_restarts)])
+
+
+def settings_words(settings: Settings) -> list[str]:
+    """Words of a command line that gives these settings, without what a batch script decides."""
+    words = []
+    for setting in fields(Settings):
+        name, value = setting.name.replace("_", "-"), getattr(settings, setting.name)
+        if value == setting.default or setting.name == "resume":
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return words

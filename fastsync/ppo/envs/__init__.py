@@ -1,0 +1,1 @@
+"""The environments of a rank: made by the settings, stepped together, saved and gone back to."""

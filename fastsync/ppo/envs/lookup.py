@@ -1,0 +1,115 @@
+"""From the name of an environment to the environment."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+
+from fastsync.ppo.envs.atari import wrap_atari
+
+# Which extra brings what an environment needs, by a part of its entry point or of its name.
+EXTRAS = {"ale": "atari", "atari": "atari", "box2d": "box2d", "mujoco": "mujoco"}
+
+
+@dataclass(frozen=True)
+class EnvSource:
+    """Makes single environments. It can be sent to other processes."""
+
+    name: str
+    """What the user calls the environment."""
+    maker: Callable[[], gymnasium.Env[Any, Any]] | None = None
+    """The user's own function, or None."""
+    spec: EnvSpec | None = None
+    """What gymnasium has registered, or None."""
+
+    @property
+    def is_atari(self) -> bool:
+        """True for a game of the Arcade Learning Environment, seen on its screen."""
+        return (
+            self.spec is not None
+            and str(self.spec.entry_point).startswith("ale_py")
+            and self.spec.kwargs.get("obs_type", "rgb") != "ram"
+        )
+
+    @property
+    def reward_threshold(self) -> float | None:
+        """The mean return at which the environment counts as solved, if that is defined."""
+        return self.spec.reward_threshold if self.spec else None
+
+    def make(self) -> gymnasium.Env[Any, Any]:
+        """One environment; games in the wrappers of ``wrap_atari``.
+
+        Raises:
+            ValueError: it cannot be made here.
+        """
+        if self.maker is not None:
+            try:
+                env = self.maker()
+            except Exception as error:  # whatever is wrong with the user's function
+                raise cannot_be_made(self.name, error) from error
+            if not isinstance(env, gymnasium.Env):
+                raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
+            return env
+        assert self.spec is not None
+        try:
+            if self.is_atari:
+                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1))
+            return gymnasium.make(self.spec, disable_env_checker=True)
+        except (gymnasium.error.Error, ImportError) as error:
+            raise cannot_be_made(self.name, error, needed_for=str(self.spec.entry_point)) from error
+
+
+def find_env(name: str) -> EnvSource:
+    """Looks up a gymnasium id, "module:id" or "module:function".
+
+    Raises:
+        ValueError: there is none of that name here.
+    """
+    module_name, colon, attribute = name.rpartition(":")
+    if colon:
+        if os.getcwd() not in sys.path:
+            # As where Python is started with -m: a command would not find what lies in the folder it was called in.
+            sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:  # whatever is wrong with the user's module
+            raise cannot_be_made(name, error) from error
+        maker = getattr(module, attribute, None)
+        if callable(maker):
+            return EnvSource(name, maker=maker)
+    if attribute.startswith("ALE/"):
+        _register_atari(name)
+    try:
+        spec = gymnasium.spec(attribute)
+    except gymnasium.error.Error as error:
+        if colon:
+            hint = f"the module {module_name} has no function {attribute!r}, and after its import: {error}"
+            raise ValueError(f"env={name!r} cannot be made: {hint}") from error
+        raise cannot_be_made(name, error) from error
+    return EnvSource(name, spec=replace(spec))
+
+
+def cannot_be_made(name: str, error: Exception, needed_for: str = "") -> ValueError:
+    """The error for an environment that cannot be made, with what to install where that is why."""
+    kind = "" if isinstance(error, (ImportError, gymnasium.error.Error)) else f"{type(error).__name__}: "
+    message = f"env={name!r} cannot be made: {kind}{error}"
+    missing = isinstance(error, (ImportError, gymnasium.error.DependencyNotInstalled))
+    extra = next((extra for part, extra in EXTRAS.items() if part in f"{needed_for} {error}".lower()), None)
+    if missing and extra:
+        message += f'; install what it needs with: pip install "fastsync[{extra}]"'
+    return ValueError(message)
+
+
+def _register_atari(name: str) -> None:
+    try:
+        import ale_py
+    except ImportError as error:
+        raise cannot_be_made(name, error, needed_for="ale_py") from error
+    gymnasium.register_envs(ale_py)

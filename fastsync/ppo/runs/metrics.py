@@ -1,0 +1,223 @@
+"""Figures about the whole job: each rank brings its own, every rank gets those of all."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fastsync.distributed import dist_mean
+from fastsync.ppo.gradient_sync import SyncReport
+
+WINDOW = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One finished episode."""
+
+    row: int
+    """The row of the rollout in which it ended."""
+    episode_return: float
+    """Sum of its rewards."""
+    length: int
+    """Number of its steps."""
+    environment: int = 0
+    """Number of the environment it was in, among those of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Seconds that a rank spent in each part of an update, or of a run. They do not overlap."""
+
+    environment: float = 0.0
+    """Stepping the environments."""
+    policy: float = 0.0
+    """Choosing actions, and the rest of the rollout."""
+    learning: float = 0.0
+    """Losses, backward and optimizer, without what they waited for communication."""
+    communication: float = 0.0
+    """Waiting for collectives: for the network, and for ranks that came later. NaN where it is not measured."""
+    reporting: float = 0.0
+    """Display, logs and checkpoints, since the update before."""
+
+    def __add__(self, other: PhaseTimes) -> PhaseTimes:
+        return PhaseTimes(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def total(self) -> float:
+        """All phases that were measured."""
+        return sum((seconds for seconds in astuple(self) if not math.isnan(seconds)), start=0.0)
+
+
+PHASES = tuple(phase.name for phase in fields(PhaseTimes))
+"""The names of the phases, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """The load of a rank's GPU. NaN where there is none, or where it does not tell."""
+
+    memory: float = math.nan
+    """Bytes that this rank's process has taken from the device."""
+    utilisation: float = math.nan
+    """Share of the time in which a kernel ran, from 0 to 1, of all processes on the device."""
+
+
+def gpu_use(device: torch.device) -> GpuUse:
+    """Asks what the device does at the moment, without waiting for it. Utilisation comes from NVML (nvidia-ml-py)."""
+    if device.type != "cuda":
+        return GpuUse()
+    try:
+        utilisation = torch.cuda.utilization(device) / 100
+    except Exception:  # NVML is missing, or does not tell on this device, such as a part of one: no reason to stop
+        utilisation = math.nan
+    return GpuUse(torch.cuda.memory_reserved(device), utilisation)
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """A rank's report to the others after an update."""
+
+    times: PhaseTimes
+    """Of this update."""
+    wire_bytes: float = 0.0
+    """Bytes that it handed to collectives in this update; NaN where the way of syncing does not tell."""
+    gpu: GpuUse = field(default_factory=GpuUse)
+    episodes: Sequence[Episode] = ()
+    """Those that ended in this update's rollout. Of each rank the last 100 are sent."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures of the update. Every rank must bring the same names in the same order."""
+    stop_requested: bool = False
+    """Whether this rank was told to stop."""
+    checkpoint_due: bool = False
+    """Whether this rank says that it is time for a checkpoint."""
+
+
+def gather_reports(mine: RankReport) -> list[RankReport]:
+    """Gives every rank the reports of all, in rank order. Every rank must call it.
+
+    Raises:
+        RuntimeError: on every rank, if ranks brought metrics of different names.
+    """
+    reports = [replace(mine, episodes=list(mine.episodes[-WINDOW:]))]
+    if dist.get_world_size() > 1:
+        of_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_rank, reports[0])
+        reports = of_rank
+    others = [rank for rank, report in enumerate(reports) if list(report.metrics) != list(reports[0].metrics)]
+    if others:
+        raise RuntimeError(f"ranks {others} report other metrics than rank 0; this rank reports {list(mine.metrics)}")
+    return reports
+
+
+def mean_metrics(reports: Sequence[RankReport]) -> dict[str, float]:
+    """Takes the mean of each metric over ranks."""
+    return {name: mean([report.metrics[name] for report in reports]) for name in reports[0].metrics}
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The end of a run. All figures but ``seconds`` are the same on every rank."""
+
+    step: int
+    """Environment steps done, over all ranks."""
+    seconds: float
+    """Wall time of the learning loop, with what came before where the run was resumed."""
+    returns: list[float]
+    """Returns of the last 100 episodes of all ranks, oldest first."""
+    sync: SyncReport
+    """What synchronisation cost since the start or the resumption: the mean over ranks."""
+    stopped_by: str | None = None
+    """The signal that ended the run before its time, such as "SIGTERM"; None for a run that went to its end."""
+
+    @property
+    def mean_return(self) -> float:
+        """NaN if no episode has ended."""
+        return mean(self.returns)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Takes the mean; NaN if there are none."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def mean_sync_report(report: SyncReport, device: torch.device) -> SyncReport:
+    """Takes the mean of the ranks' reports. All ranks must sync in the same way, to bring the same figures."""
+    measured = {name: float(value) for name, value in vars(report).items() if value is not None}
+    means = dist_mean(torch.tensor(list(measured.values()), dtype=torch.float64, device=device))
+    return replace(report, **dict(zip(measured, means.tolist(), strict=True)))
+
+
+class EpisodeWindow:
+    """The last 100 episodes that ended, over all ranks."""
+
+    def __init__(self) -> None:
+        self._last: deque[Episode] = deque(maxlen=WINDOW)
+
+    def extend(self, reports: Sequence[RankReport]) -> None:
+        """Adds the episodes that ended on each rank during one rollout.
+
+        They count as ended in the order of their rows, and within a row in that of their environments: it matters
+        neither which rank an environment lives on, nor what the return was.
+        """
+        ended = (episode for report in reports for episode in report.episodes)
+        self._last.extend(sorted(ended, key=lambda episode: (episode.row, episode.environment)))
+
+    @property
+    def returns(self) -> list[float]:
+        """Their returns, oldest first."""
+        return [episode.episode_return for episode in self._last]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Their numbers of steps, oldest first."""
+        return [episode.length for episode in self._last]
+
+    def to_list(self) -> list[list[float]]:
+        """Plain data for a checkpoint."""
+        return [list(astuple(episode)) for episode in self._last]
+
+    @classmethod
+    def from_list(cls, episodes: Iterable[Sequence[float]]) -> EpisodeWindow:
+        """The window that ``to_list`` described."""
+        window = cls()
+        window._last.extend(Episode(int(row), value, int(n), int(env)) for row, value, n, env in episodes)
+        return window
+
+
+@dataclass(frozen=True)
+class Status:
+    """The status of a run after an update, as it is shown and logged."""
+
+    step: int
+    """Environment steps done, over all ranks."""
+    seconds: float
+    """Wall time of the learning loop so far, with what came before where the run was resumed."""
+    update: int
+    """Updates done."""
+    window: EpisodeWindow
+    """The last episodes of all ranks."""
+    reports: Sequence[RankReport]
+    """What each rank has told about this update."""
+
+    @cached_property
+    def learning(self) -> dict[str, float]:
+        """The figures of the update: the means of the ranks'."""
+        return mean_metrics(self.reports)
+
+    @cached_property
+    def returns(self) -> tuple[float, float, float] | None:
+        """Mean, 10th and 90th percentile of the last returns; None if no episode has ended."""
+        returns = self.window.returns
+        if not returns:
+            return None
+        low, high = np.percentile(returns, [10, 90])
+        return mean(returns), float(low), float(high)

@@ -1,0 +1,165 @@
+"""The survey of a group: over in time on any link, and right about what it did not measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from fastsync.autotune.candidates import choose, compressions, volume
+from fastsync.autotune.survey import BUDGET, FACTOR, GROWTH, LARGEST, MAX_TURNS, MIN_TURNS, SMALLEST, survey
+from fastsync.compression import Compression
+
+EVERYTHING = compressions(["none", "fp16", "bf16", "int8"], world_size=4)
+BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 132 / 128}
+BUCKET = 6_553_600
+"""Values of a bucket of 25 MiB."""
+
+
+@dataclass
+class Link:
+    """Ranks that are as fast as they are said to be, and a record of what they were asked to do."""
+
+    rate: float
+    """Bytes per second."""
+    latency: float
+    world_size: int = 2
+    per_value: float = 2e-9
+    """Seconds of local work."""
+    disturbance: Callable[[int], float] = lambda turn: 1.0
+    log: list[tuple[int, tuple[Compression, ...]]] = field(default_factory=list)
+    spent: float = 0.0
+
+    def seconds(self, compression: Compression, numel: int) -> float:
+        n = self.world_size
+        steps, volume = 2 * (n - 1), 2 * (n - 1) / n
+        if compression.algorithm is not None:
+            steps, volume = (1, n - 1) if compression.algorithm == "one_shot" else (2, volume)
+        return steps * self.latency + numel * (volume * BYTES[compression.wire] / self.rate + self.per_value)
+
+    @property
+    def volumes(self) -> dict[Compression, float]:
+        return {compression: volume(compression, self.world_size) for compression in EVERYTHING}
+
+    def take_turns(self, active: Sequence[Compression], numel: int) -> tuple[list[float], float]:
+        self.log.append((numel, tuple(active)))
+        seconds = [self.seconds(compression, numel) * self.disturbance(len(self.log)) for compression in active]
+        self.spent += sum(seconds)
+        return seconds, self.spent
+
+
+LINKS = {
+    "100 Mbit/s": (1.25e7, 2e-4),
+    "1 Gbit/s": (1.25e8, 1e-4),
+    "10 Gbit/s": (1.25e9, 5e-5),
+    "NVLink": (3e11, 1e-5),
+    "1 Gbit/s, other rooms": (1.25e8, 2e-3),
+    "1 Gbit/s, other houses": (1.25e8, 5e-3),
+    "another continent": (1e7, 5e-2),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+@pytest.mark.parametrize("name", LINKS)
+def test_it_is_over_in_time(name: str, world_size: int) -> None:
+    link = Link(*LINKS[name], world_size=world_size)
+    survey(link.volumes, link.take_turns)
+    smallest = [turn for turn in link.log if turn[0] == SMALLEST]
+    # What the smallest size takes, nobody knows before.
+    assert link.spent <= max(BUDGET, sum(link.seconds(each, SMALLEST) for each in EVERYTHING))
+    assert smallest[0][1] == tuple(EVERYTHING)
+    assert max(numel for numel, _ in link.log) <= LARGEST
+
+
+def test_it_is_over_in_time_where_times_grow_as_fast_as_they_may() -> None:
+    link = Link(1e8, 1e-4)
+    link.seconds = lambda compression, numel: (
+        1e-3
+        * (GROWTH / FACTOR) ** ((numel // SMALLEST).bit_length() // 3)
+        * (  # type: ignore[method-assign]
+            numel / SMALLEST
+        )
+    )
+    survey(link.volumes, link.take_turns)
+    assert link.spent <= BUDGET
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", [name for name in LINKS if name != "another continent"])
+def test_its_choice_is_as_good_as_the_best_at_any_size(name: str, world_size: int) -> None:
+    link = Link(*LINKS[name], world_size=world_size)
+    candidates = survey(link.volumes, link.take_turns)
+    for numel in (1, 5_000, 50_000, 500_000, BUCKET):
+        chosen = EVERYTHING[choose(candidates, numel)]
+        best = min(link.seconds(compression, max(numel, SMALLEST)) for compression in EVERYTHING)
+        assert link.seconds(chosen, max(numel, SMALLEST)) <= 1.05 * best, f"{chosen} for {numel} values"
+
+
+def test_a_second_size_is_measured_where_a_turn_of_it_fits() -> None:
+    # 52 ms a turn: three turns of ten times that would not fit, and of what is expected one does.
+    link = Link(1.25e7, 3e-3, world_size=2)
+    candidates = survey(link.volumes, link.take_turns)
+    assert min(len(candidate.points) for candidate in candidates) >= 2
+    assert EVERYTHING[choose(candidates, BUCKET)].wire == "int8"
+
+
+def test_every_size_gets_several_turns_and_small_ones_leave_time_for_large_ones() -> None:
+    link = Link(1.25e9, 5e-5)
+    survey(link.volumes, link.take_turns)
+    turns = [sum(numel == size for numel, _ in link.log) for size in dict.fromkeys(numel for numel, _ in link.log)]
+    assert len(turns) == 4
+    assert min(turns) >= MIN_TURNS
+    assert max(turns) <= MAX_TURNS
+    assert turns[0] == MAX_TURNS
+
+
+def test_a_turn_that_was_disturbed_counts_for_nothing() -> None:
+    def disturbed(turn: int) -> float:
+        return 7.0 if turn % 3 == 1 else 1.0
+
+    link = Link(1.25e8, 1e-4, disturbance=disturbed)
+    for candidate in survey(link.volumes, link.take_turns):
+        for numel, seconds in candidate.points:
+            if numel <= 2**16:  # beyond, there may have been one turn
+                assert seconds == link.seconds(candidate.compression, numel)
+
+
+@pytest.mark.parametrize("costs", [(1.0, 1.2, 1.5, 3.0), (1.0, 1.1, 2.0, 3.0), (1.0, 1.2, 3.0, 3.0)])
+def test_full_width_is_chosen_where_only_the_cores_count(costs: tuple[float, ...]) -> None:
+    between_two = compressions(["none", "fp16", "bf16", "int8"], world_size=2)
+    cost = dict(zip(["none", "fp16, one_shot", "all_reduce", "int8"], costs, strict=True))
+
+    def seconds(compression: Compression) -> float:
+        return next(value for name, value in cost.items() if name in str(compression))
+
+    link = Link(1.0, 0.0)
+    link.seconds = lambda compression, numel: 1e-9 * numel * seconds(compression)  # type: ignore[method-assign]
+    volumes = {compression: volume(compression, 2) for compression in between_two}
+    assert between_two[choose(survey(volumes, link.take_turns), BUCKET)] == between_two[0]
+
+
+def test_times_that_hide_what_values_cost_are_not_taken_for_free_values() -> None:
+    link = Link(1.25e9, 5e-5, world_size=4)
+    undisturbed = link.seconds
+    lucky = EVERYTHING[3]
+
+    def seconds(compression: Compression, numel: int) -> float:
+        disturbed = compression == lucky and numel < LARGEST
+        return undisturbed(compression, LARGEST if disturbed else numel)
+
+    link.seconds = seconds  # type: ignore[method-assign]
+    found = {candidate.compression: candidate for candidate in survey(link.volumes, link.take_turns)}
+    assert found[lucky].predict(BUCKET) > 0.5 * undisturbed(lucky, BUCKET)
+
+
+def test_who_has_fallen_behind_for_good_is_left_out_and_stays_behind() -> None:
+    link = Link(4e7, 1e-4, world_size=8)
+    candidates = survey(link.volumes, link.take_turns)
+    hopeless = Compression("none", reduce="fp32", algorithm="one_shot")
+    largest_of = {compression: max(n for n, active in link.log if compression in active) for compression in EVERYTHING}
+    assert largest_of[hopeless] < max(largest_of.values()), "28 bytes a value, against less than 2"
+    (left_out,) = (candidate for candidate in candidates if candidate.compression == hopeless)
+    best = min(candidates, key=lambda candidate: candidate.points[-1][1])
+    assert len(left_out.points) == len(best.points)
+    assert left_out.predict(BUCKET) > 1.5 * best.predict(BUCKET)

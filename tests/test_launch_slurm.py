@@ -1,0 +1,172 @@
+"""The batch script: what it holds, and what it does with a srun and a scontrol that are not the real ones."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fastsync.cli import main
+from fastsync.ppo.cli import Launch, Slurm, parse, settings_words, slurm_script
+from fastsync.ppo.config import Settings
+from fastsync.ppo.settings_file import load_settings, preset_names
+
+ODD = Settings(
+    env="it's:mine", hidden_sizes=(8, 4), anneal_clip=True, norm_advantages=False, target_kl=0.01, learning_rate=1e-5,
+    run_name="a run", num_threads=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [Settings(), ODD, *map(load_settings, preset_names())])
+def test_the_command_line_gives_the_settings_back(settings: Settings):
+    assert parse(Launch, "test", settings_words(settings)).settings == settings
+
+
+def test_the_script_is_written_once_and_asks_for_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        "slurm", "--nodes", "3", "--nproc", "4", "--gpus-per-node", "4", "--time", "1-00:00:00", "--partition", "long",
+        "--config", "CartPole-v1", "--seed", "7",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "train.sbatch is written. Submit it with: sbatch train.sbatch\n"
+    lines = (tmp_path / "train.sbatch").read_text().splitlines()
+    directives = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")]
+    assert lines[0] == "#!/bin/bash"
+    # Slurm stops to read them at the first command.
+    assert lines[1 : 1 + len(directives)] == [f"#SBATCH --{directive}" for directive in directives]
+    assert directives == [
+        "job-name=fastsync", "output=%x-%j.out", "open-mode=append", "time=1-00:00:00", "signal=B:USR1@120",
+        "partition=long", "nodes=3", "ntasks-per-node=1", "gpus-per-node=4", "requeue",
+    ]  # fmt: skip
+    assert main(arguments) == 2
+    assert "fastsync slurm: script='train.sbatch' exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"nodes": 0}, "nodes=0 must be at least 1"),
+        ({"gpus_per_node": 0}, "gpus_per_node=0 must be at least 1"),
+        ({"time": "soon"}, "time='soon' is no time limit"),
+        ({"job_name": "my job"}, "job_name='my job' may hold letters"),
+        ({"partition": "a; rm"}, "partition='a; rm' may hold letters"),
+        ({"settings": Settings(resume="runs/x")}, "resume='runs/x': the job always goes on with resume=auto"),
+    ],
+)
+def test_what_slurm_would_not_take_is_refused(bad: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(Slurm(), **bad)
+
+
+# Two machines, one after the other, as srun would start a task on each; then a task waits, as ranks do. To srun itself
+# SIGTERM means to kill its tasks; it passes SIGUSR1 on to them.
+SRUN = """#!/bin/bash
+shift  # its own option
+for SLURM_NODEID in 0 1; do
+    SLURM_NODEID=$SLURM_NODEID "$@"
+done
+trap 'signalled=1; kill -USR1 %1' USR1
+trap 'signalled=1; kill -KILL %1' TERM
+(
+    trap 'echo told to save >> "$LOG"; exit $ENDS_WITH' USR1
+    echo started >> "$LOG"
+    while [ "$WAITS" = 1 ]; do sleep 0.05; done
+    exit "$ENDS_WITH"
+) &
+wait %1
+status=$?
+if [ "$signalled" ]; then
+    wait %1
+    status=$?
+fi
+exit "$status"
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then printf '%s\\n' first second; else echo "scontrol $*" >> "$LOG"; fi
+"""
+FASTSYNC = """#!/bin/bash
+printf '%q ' "$@" >> "$LOG"; echo >> "$LOG"
+"""
+
+
+class Job:
+    """The script, running among programs that are not the real ones."""
+
+    def __init__(self, folder: Path, options: Slurm, *, ends_with: int, waits: bool = True) -> None:
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("fastsync", FASTSYNC)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        (folder / "job.sbatch").write_text(slurm_script(options))
+        self._log = folder / "log"
+        self.process = subprocess.Popen(
+            ["bash", str(folder / "job.sbatch")],
+            env={
+                "PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(self._log), "ENDS_WITH": str(ends_with),
+                "WAITS": str(int(waits)), "SLURM_JOB_ID": "41234", "SLURM_JOB_NAME": "fastsync",
+                "SLURM_JOB_NODELIST": "[first,second]",
+            },
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def log(self) -> list[str]:
+        return self._log.read_text().splitlines() if self._log.exists() else []
+
+    def signalled(self, number: signal.Signals) -> int:
+        """Its exit status, when it gets a signal once the ranks are there."""
+        deadline = time.monotonic() + 30
+        while "started" not in self.log():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+def test_each_machine_gets_its_launcher(tmp_path: Path):
+    options = Slurm(nodes=2, nproc=4, max_restarts=2, settings=replace(ODD, run_name=None), setup="export SEEN=1")
+    job = Job(tmp_path, options, ends_with=0, waits=False)
+    assert job.process.wait(30) == 0
+    *commands, last = map(shlex.split, job.log())
+    assert ([command[0] for command in commands], last) == (["train", "train"], ["started"])
+    for node, command in enumerate(commands):
+        launch = parse(Launch, "test", command[1:])
+        assert launch.settings == replace(ODD, run_name="fastsync-41234", resume="auto")
+        assert (launch.nproc, launch.nnodes, launch.node_rank, launch.max_restarts) == (4, 2, node, 2)
+        assert (launch.master_addr, launch.master_port) == ("first", 21234)
+
+
+def test_before_its_time_is_up_the_job_saves_and_queues_again(tmp_path: Path):
+    job = Job(tmp_path, Slurm(), ends_with=143)
+    assert job.signalled(signal.SIGUSR1) == 143
+    assert job.log()[-2:] == ["told to save", "scontrol requeue 41234"]
+
+
+def test_a_job_that_ends_meanwhile_is_not_queued_again(tmp_path: Path):
+    job = Job(tmp_path, Slurm(), ends_with=0)
+    assert job.signalled(signal.SIGUSR1) == 0
+    assert job.log()[-1] == "told to save"
+
+
+def test_a_job_that_is_ended_saves_and_stays_away(tmp_path: Path):
+    job = Job(tmp_path, Slurm(), ends_with=143)
+    assert job.signalled(signal.SIGTERM) == 143
+    assert job.log()[-1] == "told to save"
+
+
+def test_the_status_is_that_of_the_ranks(tmp_path: Path):
+    assert Job(tmp_path, Slurm(), ends_with=1, waits=False).process.wait(30) == 1
+
+
+@pytest.mark.parametrize("settings", [Settings(), ODD])
+def test_bash_can_read_it(settings: Settings, tmp_path: Path):
+    file = tmp_path / "job.sbatch"
+    file.write_text(slurm_script(Slurm(settings=settings, setup="source 'my venv/bin/activate'")))
+    subprocess.run(["bash", "-n", str(file)], check=True)

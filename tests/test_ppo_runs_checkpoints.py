@@ -1,0 +1,435 @@
+"""Checkpoints load back, survive crashes, show damage, and make way for newer ones."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastsync.ppo.config import Settings
+from fastsync.ppo.runs import checkpoints as module
+from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
+
+NAN = float("nan")
+
+
+def make_checkpoint(step: int, **changes: Any) -> Checkpoint:
+    torch.manual_seed(step)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    values: dict[str, Any] = {
+        "settings": Settings(seed=step, run_name="a run", hidden_sizes=(8, 4)),
+        "world_size": 2,
+        "step": step,
+        "update": step // 10,
+        "seconds": 1.5,
+        "learner": {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        | {"scaler": {}, "sync": {}, "schedule": {}, "rewards": {}, "num_draws": 0},
+        "environments": [
+            {"environments": {"lengths": torch.arange(3), "kind": "x", "big": 2**127}, "columns": {}},
+            {"environments": {"lengths": torch.arange(2)}, "columns": {}},
+        ],
+        "window": [[0, 1.5, 20]],
+    }
+    return Checkpoint(**values | changes)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_everything_loads_back(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=3)
+    saved = make_checkpoint(50)
+    path = folder.save(saved, mean_return=12.5)
+    assert path == tmp_path / "checkpoints" / "step-000000050.pt"
+    loaded = load_checkpoint(path)
+    expected = replace(saved, learner={}, environments=[], mean_return=12.5, best_return=12.5)
+    assert replace(loaded, learner={}, environments=[]) == expected
+    torch.testing.assert_close(loaded.learner["model"], saved.learner["model"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        loaded.learner["optimizer"]["state"], saved.learner["optimizer"]["state"], rtol=0, atol=0
+    )
+    assert loaded.learner["optimizer"]["param_groups"] == saved.learner["optimizer"]["param_groups"]
+    assert torch.equal(loaded.learner["rng"], saved.learner["rng"])
+    assert loaded.environments[0]["environments"]["big"] == 2**127
+    found = CheckpointFolder(tmp_path / "checkpoints", keep=3).newest()
+    assert found is not None
+    assert (found[0], found[1].step) == (path, 50)
+
+
+def test_an_empty_folder_has_none(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path / "nothing", keep=1)
+    assert folder.newest() is None
+    assert folder.best() is None
+
+
+def test_sha256sum_agrees(tmp_path: Path):
+    CheckpointFolder(tmp_path, keep=2).save(make_checkpoint(1), mean_return=1.0)
+    sums = [name for name in names(tmp_path) if name.endswith(".sha256")]
+    assert sums == ["best-000000001.pt.sha256", "step-000000001.pt.sha256"]
+    if shutil.which("sha256sum"):
+        subprocess.run(["sha256sum", "--check", "--strict", *sums], cwd=tmp_path, check=True, stdout=subprocess.PIPE)
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path):
+    returns = {10: NAN, 20: 5.0, 30: 9.0, 40: 7.0, 50: 9.0, 60: 8.0}
+    for step, mean_return in returns.items():
+        # As if the run were resumed before each save: the best is remembered.
+        CheckpointFolder(tmp_path, keep=2).save(make_checkpoint(step), mean_return)
+    assert [name for name in names(tmp_path) if name.endswith(".pt")] == [
+        "best-000000030.pt",
+        "step-000000050.pt",
+        "step-000000060.pt",
+    ]
+    assert len(names(tmp_path)) == 6
+    best = CheckpointFolder(tmp_path, keep=2).best()
+    assert best is not None
+    assert load_checkpoint(best).step == 30
+    assert load_checkpoint(tmp_path / "step-000000060.pt").best_return == 9.0
+
+
+def test_without_an_episode_there_is_no_best(tmp_path: Path):
+    CheckpointFolder(tmp_path, keep=2).save(make_checkpoint(1), NAN)
+    assert names(tmp_path) == ["step-000000001.pt", "step-000000001.pt.sha256"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str):
+    folder = CheckpointFolder(tmp_path, keep=3)
+    folder.save(make_checkpoint(1), NAN)
+    newest = folder.save(make_checkpoint(2), NAN)
+    content = bytearray(newest.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1  # one bit
+    newest.write_bytes({"cut": content[: len(content) // 2], "flipped": content, "empty": b""}[damage])
+    with pytest.raises(
+        RuntimeError, match=rf"{newest} is damaged: its SHA-256 is not that of step-000000002.pt.sha256"
+    ):
+        load_checkpoint(newest)
+    warnings: list[str] = []
+    found = folder.newest(warnings.append)
+    assert found is not None
+    assert found[1].step == 1
+    assert len(warnings) == 1
+    assert "step-000000002.pt is damaged" in warnings[0]
+
+
+def _damage_sum(sum_file: Path, how: str) -> None:
+    content = bytearray(sum_file.read_bytes())
+    if how == "one bit":
+        content[5] ^= 1
+    elif how == "one high bit":
+        content[5] ^= 0x80  # no UTF-8 any more
+    elif how == "empty":
+        content = bytearray()
+    sum_file.unlink()
+    if how == "folder":
+        sum_file.mkdir()
+        (sum_file / "something").touch()
+    else:
+        sum_file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["one bit", "one high bit", "empty", "folder"])
+def test_a_damaged_sum_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, how: str):
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step in (1, 2):
+        folder.save(make_checkpoint(step), float(step))
+    _damage_sum(tmp_path / "step-000000002.pt.sha256", how)
+    warnings: list[str] = []
+    found = folder.newest(warnings.append)
+    assert found is not None
+    assert found[1].step == 1
+    assert len(warnings) == 1
+    assert "damaged" in warnings[0]
+    assert "step-000000002.pt.sha256" in warnings[0]
+    # The run goes on from there and comes by the same step again.
+    folder.set_aside(after=1)
+    again = CheckpointFolder(tmp_path, keep=2)
+    for step in (2, 3, 4, 5):
+        again.save(make_checkpoint(step), 9.0)
+    warnings.clear()
+    assert again.newest(warnings.append)[1].step == 5  # type: ignore[index]
+    assert warnings == []
+
+
+@pytest.mark.parametrize("name", ["step-000000001.pt", "step-000000001.pt.sha256", "best-000000001.pt.sha256"])
+def test_a_folder_in_the_place_of_a_file_stops_no_training(tmp_path: Path, name: str):
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step in (1, 2):
+        folder.save(make_checkpoint(step), float(-step))
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    again = CheckpointFolder(tmp_path, keep=2)
+    for step in (3, 4, 5):
+        again.save(make_checkpoint(step), float(step))
+    assert again.newest()[1].step == 5  # type: ignore[index]
+    assert load_checkpoint(again.best()).step == 5  # type: ignore[arg-type]
+
+
+MALFORMED: dict[str, Any] = {
+    "settings": None,
+    "learner": [],
+    "world_size": "2",
+    "step": 2.5,
+    "environments": {},
+    "window": 3,
+    "best_return": "high",
+}
+
+
+def _write_malformed(path: Path, **changes: Any) -> None:
+    values = torch.load(path, weights_only=True) | changes
+    torch.save(values, path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.with_name(path.name + ".sha256").write_text(f"{digest}  {path.name}\n")
+
+
+def test_malformed_content_under_a_good_sum_is_damage(tmp_path: Path):
+    learner = make_checkpoint(1).learner
+    changes: list[tuple[str, Any]] = [
+        *MALFORMED.items(),
+        ("learner", {name: value for name, value in learner.items() if name != "optimizer"}),
+        ("environments", [{"environments": {}}, {"environments": {}, "columns": {}}]),
+        ("environments", [None, None]),
+        ("environments", []),
+    ]
+    for name, value in changes:
+        folder = CheckpointFolder(tmp_path, keep=3)
+        folder.save(make_checkpoint(1), NAN)
+        _write_malformed(folder.save(make_checkpoint(2), NAN), **{name: value})
+        warnings: list[str] = []
+        found = folder.newest(warnings.append)
+        assert found is not None
+        assert found[1].step == 1, (name, value)
+        assert "step-000000002.pt is damaged: " in warnings[0]
+        assert name in warnings[0]
+
+
+def test_content_that_is_no_checkpoint_under_a_good_sum_is_damage(tmp_path: Path):
+    path = CheckpointFolder(tmp_path, keep=3).save(make_checkpoint(1), NAN)
+    whole = path.read_bytes()
+    for content in (b"", b"PK\x03\x04", whole[:-40], b"\x80\x02}q\x00.", bytes(reversed(whole)), b"\xff" * 100):
+        path.write_bytes(content)
+        path.with_name(path.name + ".sha256").write_text(f"{hashlib.sha256(content).hexdigest()}  {path.name}\n")
+        with pytest.raises(RuntimeError, match=r"step-000000001\.pt is (damaged|no checkpoint)"):
+            load_checkpoint(path)
+
+
+def test_a_missing_sum_is_told(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, keep=3)
+    path = folder.save(make_checkpoint(1), 1.0)
+    for file in tmp_path.glob("*.sha256"):
+        file.unlink()
+    assert load_checkpoint(path).notes == (
+        "step-000000001.pt has no step-000000001.pt.sha256 beside it, so damage would go unnoticed",
+    )
+    (tmp_path / "best-000000001.pt").unlink()
+    assert CheckpointFolder(tmp_path, keep=3).set_aside(after=1) == []
+    CheckpointFolder(tmp_path, keep=3).save(make_checkpoint(2), 0.5)  # links the best one anew
+    assert load_checkpoint(tmp_path / "best-000000001.pt").step == 1
+
+
+def test_damage_without_a_sum_is_noticed_where_it_cannot_be_read(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, keep=3)
+    path = folder.save(make_checkpoint(1), NAN)
+    (tmp_path / "step-000000001.pt.sha256").unlink()
+    assert load_checkpoint(path).step == 1
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(RuntimeError, match=r"step-000000001\.pt is damaged"):
+        load_checkpoint(path)
+    with pytest.raises(RuntimeError, match="none of the 1 checkpoints in"):
+        folder.newest()
+
+
+def test_a_missing_file_and_another_version_are_named(tmp_path: Path):
+    with pytest.raises(RuntimeError, match=r"nowhere\.pt cannot be read: No such file"):
+        load_checkpoint(tmp_path / "nowhere.pt")
+    torch.save({"model": {}, "config": {}}, tmp_path / "old.pt")
+    with pytest.raises(
+        RuntimeError, match=r"old\.pt is no checkpoint of this version of fastsync: it has no .*settings"
+    ):
+        load_checkpoint(tmp_path / "old.pt")
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(RuntimeError, match="is no checkpoint of this version"):
+        load_checkpoint(tmp_path / "list.pt")
+
+
+def test_nothing_in_a_file_is_executed(tmp_path: Path):
+    class Trap:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "trapped"),)
+
+    torch.save({"settings": Trap()}, tmp_path / "trap.pt")
+    with pytest.raises(RuntimeError, match=r"trap\.pt is damaged"):
+        load_checkpoint(tmp_path / "trap.pt")
+    assert not (tmp_path / "trapped").exists()
+
+
+def rewrite_settings(path: Path, **changes: Any) -> None:
+    values = torch.load(path, weights_only=True)
+    for name, value in changes.items():
+        if value is None:
+            del values["settings"][name]
+        else:
+            values["settings"][name] = value
+    torch.save(values, path)
+    path.with_name(path.name + ".sha256").unlink(missing_ok=True)
+
+
+def test_settings_of_another_version_are_made_up_for_and_told(tmp_path: Path):
+    path = CheckpointFolder(tmp_path, keep=1).save(make_checkpoint(7), NAN)
+    rewrite_settings(path, curiosity=0.5, gamma=None)
+    loaded = load_checkpoint(path)
+    assert loaded.settings == replace(make_checkpoint(7).settings, gamma=Settings().gamma)
+    assert loaded.notes == (
+        "step-000000007.pt has a setting that this version of fastsync does not: curiosity=0.5",
+        "step-000000007.pt was saved without the setting gamma; it counts as 0.98",
+        "step-000000007.pt has no step-000000007.pt.sha256 beside it, so damage would go unnoticed",
+    )
+    rewrite_settings(path, num_envs=-3)
+    with pytest.raises(RuntimeError, match=r"step-000000007\.pt do not suit .* num_envs=-3 must be at least 1"):
+        load_checkpoint(path)
+
+
+class Crash(BaseException):
+    """What no handler of the code under test catches, as if the process were gone."""
+
+
+def save_until_crash(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, num_calls: int) -> bool:
+    """Saves, but after so many calls that change files the next one raises. Returns whether it came to that."""
+    left = num_calls
+
+    def counted(call: Any) -> Any:
+        def crash_or_call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Crash
+            return call(*args, **kwargs)
+
+        return crash_or_call
+
+    with monkeypatch.context() as patch:
+        for name in ("replace", "fsync", "link"):
+            patch.setattr(module.os, name, counted(getattr(os, name)))
+        patch.setattr(Path, "unlink", counted(Path.unlink))
+        patch.setattr(Path, "open", counted(Path.open))
+        try:
+            folder.save(make_checkpoint(2), 4.0)
+        except Crash:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+def test_a_crash_at_any_moment_leaves_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_step: bool):
+    """Also where a checkpoint of other content takes the place of one of the same step."""
+    for num_calls in range(100):
+        folder = CheckpointFolder(tmp_path / str(num_calls), keep=2)
+        folder.save(make_checkpoint(1), 3.0)
+        if same_step:
+            folder.save(make_checkpoint(2, seconds=9.0), NAN)
+        (folder.folder / "left.tmp").touch()
+        crashed = save_until_crash(CheckpointFolder(folder.folder, keep=2), monkeypatch, num_calls)
+        warnings: list[str] = []
+        again = CheckpointFolder(folder.folder, keep=1)
+        found, best = again.newest(warnings.append), again.best()
+        assert warnings == []
+        assert found is not None
+        assert best is not None
+        assert load_checkpoint(best).best_return == (3.0 if load_checkpoint(best).step == 1 else 4.0)
+        if not crashed:
+            assert found[1].step == load_checkpoint(best).step == 2
+            assert found[1].seconds == 1.5
+        # The next save leaves nothing behind of what was half done.
+        again.save(make_checkpoint(3), 5.0)
+        kept = ["best-000000003.pt", "step-000000003.pt"]
+        assert names(folder.folder) == sorted(kept + [f"{name}.sha256" for name in kept])
+        if not crashed:
+            break
+    assert 15 < num_calls < 99
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(make_checkpoint(1), NAN)
+    with monkeypatch.context() as patch:
+
+        def full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(module.os, "fsync", full)
+        message = rf"No space left on device: the checkpoint of step 2 is not saved, .*'{tmp_path}'"
+        with pytest.raises(OSError, match=message):
+            folder.save(make_checkpoint(2), NAN)
+    assert [name for name in names(tmp_path) if not name.endswith(".sha256")] == ["step-000000001.pt"]
+
+
+def test_later_ones_are_set_aside(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, keep=9)
+    for step, mean_return in {1: 1.0, 2: 2.0, 3: NAN}.items():
+        folder.save(make_checkpoint(step), mean_return)
+    renamed = folder.set_aside(after=1)
+    assert [path.name for path in renamed] == [
+        "step-000000002.pt.set-aside",
+        "step-000000003.pt.set-aside",
+        "best-000000002.pt.set-aside",
+    ]
+    found = folder.newest()
+    assert found is not None
+    assert found[1].step == 1
+    # The best is that of what is left, at once and for those to come.
+    best = folder.best()
+    assert best is not None
+    assert best.name == "best-000000001.pt"
+    folder.save(make_checkpoint(2), 0.5)
+    assert folder.best() == best
+    folder.save(make_checkpoint(3), 1.5)
+    assert [name for name in names(tmp_path) if name.startswith("best")] == [
+        "best-000000002.pt.set-aside",
+        "best-000000002.pt.set-aside.sha256",
+        "best-000000003.pt",
+        "best-000000003.pt.sha256",
+    ]
+    assert folder.set_aside(after=3) == []
+
+
+def test_the_best_of_what_is_left_is_found_by_its_own_return(tmp_path: Path):
+    """All that is left knows of a best one that is gone: rotation took its file, and a better one its link."""
+    folder = CheckpointFolder(tmp_path, keep=3)
+    for step, mean_return in {1: 9.0, 2: 3.0, 3: 5.0, 4: 10.0}.items():
+        folder.save(make_checkpoint(step), mean_return)
+    folder.set_aside(after=3)
+    best = folder.best()
+    assert best is not None
+    assert best.name == "best-000000003.pt"
+
+
+def test_a_crash_before_the_best_got_its_link_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(make_checkpoint(1), 3.0)
+
+    def crash(path: Path, link: Path) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_link_with_sum", crash)
+        with pytest.raises(Crash):
+            folder.save(make_checkpoint(2), 5.0)
+    again = CheckpointFolder(tmp_path, keep=1)
+    again.save(make_checkpoint(3), 4.0)
+    best = again.best()
+    assert best is not None
+    assert load_checkpoint(best).step == 2
+    assert load_checkpoint(tmp_path / "step-000000003.pt").best_return == 5.0

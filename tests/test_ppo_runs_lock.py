@@ -1,0 +1,159 @@
+"""A run is one training's: another is told who trains there, changes nothing, and comes in when that is dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fastsync.ppo.config import Settings
+from fastsync.ppo.preflight import check_run
+from fastsync.ppo.runs import lock as run_lock
+from fastsync.ppo.runs.folder import CHECKPOINTS, close_run, find_run, open_run
+from fastsync.ppo.runs.lock import LOCK
+from tests.test_ppo_runs_folder import everything, save
+
+HOLDER = """
+import os, sys, time
+from fastsync.ppo.config import Settings
+from fastsync.ppo.runs.folder import open_run
+open_run(Settings(runs_dir=sys.argv[1], run_name="run", resume="auto"), 1)
+if os.fork() == 0:  # as environments in processes, which may outlive their rank for a moment
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def a_run_that_is_alive(runs_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """``open_run`` by another process, in a group of its own."""
+    command = [sys.executable, "-c", HOLDER, str(runs_dir)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "open\n"
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return Settings(runs_dir=str(tmp_path), run_name="run", resume="auto")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_run_that_is_alive_is_left_alone(settings: Settings, tmp_path: Path, exists: bool):
+    run = tmp_path / "run"
+    if exists:
+        save(run, 10)
+    with a_run_that_is_alive(tmp_path) as process:
+        save(run, 10, 20)
+        (run / CHECKPOINTS / "step-000000030.pt.tmp").write_bytes(b"being written")
+        before = everything(tmp_path)
+        message = rf"run is in use: process {process.pid} on {socket.gethostname()}, which began at 20.*trains there"
+        file = str(run / CHECKPOINTS / "step-000000010.pt")
+        for resume in ("auto", str(run), file):
+            resumed = replace(settings, resume=resume, learning_rate=0.5)
+            for door in (open_run, find_run, check_run):
+                with pytest.raises(ValueError, match=message):
+                    door(resumed, 1)
+        assert everything(tmp_path) == before
+        process.kill()
+        process.wait()
+        # The process that it started is still there.
+        _, checkpoint, _ = open_run(settings, 1)
+        assert checkpoint is not None
+        assert checkpoint.step == 20
+        close_run(run)
+    assert not (run / LOCK).exists()
+
+
+def test_who_is_refused_keeps_nobody_out(settings: Settings, tmp_path: Path):
+    save(tmp_path / "run", 10)
+    with pytest.raises(ValueError, match="cannot be resumed"):
+        open_run(replace(settings, hidden_sizes=(8,)), 1)
+    assert not (tmp_path / "run" / LOCK).exists()
+    with a_run_that_is_alive(tmp_path):
+        pass
+
+
+def _left_behind(run: Path, host: str) -> None:
+    save(run, 10)
+    (run / LOCK).write_text(f"{host} 123 {time.time():.0f}\n")
+
+
+def test_another_machines_run_is_alive_while_its_lock_is_renewed(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a file system whose locks do not reach other machines."""
+    monkeypatch.setattr(run_lock, "WATCH_SECONDS", 20.0)
+    _left_behind(tmp_path / "run", "elsewhere")
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.1):
+            os.utime(tmp_path / "run" / LOCK)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(ValueError, match="run is in use: process 123 on elsewhere"):
+            open_run(settings, 1)
+    finally:
+        ended.set()
+        thread.join()
+    assert (tmp_path / "run" / LOCK).read_text().startswith("elsewhere 123 ")
+
+
+def test_another_machines_run_is_dead_when_its_lock_is_not_renewed(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_lock, "WATCH_SECONDS", 1.0)
+    _left_behind(tmp_path / "run", "elsewhere")
+    _, checkpoint, notes = open_run(settings, 1)
+    assert checkpoint is not None
+    assert (
+        notes[0] == f"{tmp_path / 'run'} was left behind by a training on elsewhere; it showed no sign of life for 1 s"
+    )
+    close_run(tmp_path / "run")
+
+
+def test_a_run_shows_that_it_lives(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)
+    folder, _, _ = open_run(settings, 1)  # new, so that it had another name while it was made
+    before = (folder / LOCK).stat().st_mtime_ns
+    deadline = time.monotonic() + 30
+    while (folder / LOCK).stat().st_mtime_ns == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (folder / LOCK).stat().st_mtime_ns > before
+    close_run(folder)
+
+
+def test_a_file_system_without_locks_is_named(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def lockf(file: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    save(tmp_path / "run", 10)
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    _, _, notes = open_run(settings, 1)
+    assert notes[0] == (
+        f"{tmp_path / 'run'} cannot be locked (Function not implemented): see to it that nobody else trains there"
+    )
+    close_run(tmp_path / "run")

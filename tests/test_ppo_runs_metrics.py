@@ -1,0 +1,129 @@
+"""Figures are those of all ranks, on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastsync.ppo.gradient_sync import SyncReport
+from fastsync.ppo.runs.metrics import (
+    Episode,
+    EpisodeWindow,
+    GpuUse,
+    PhaseTimes,
+    RankReport,
+    gather_reports,
+    gpu_use,
+    mean,
+    mean_metrics,
+    mean_sync_report,
+)
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+# All that a report can hold, with figures that 32 bits could not carry.
+FULL = [
+    RankReport(
+        times=PhaseTimes(0.1, 0.2, 0.3, math.nan),
+        wire_bytes=2.0**40 + 1,
+        gpu=GpuUse(3.0, 0.25),
+        episodes=[Episode(0, -1.1, 10), Episode(5, math.inf, 20, environment=70_000)],
+        metrics={"loss": 1.0, "entropy": -0.1},
+        stop_requested=True,
+    ),
+    RankReport(
+        times=PhaseTimes(1.0, 2.0, 3.0, 4.0, 5.0),
+        gpu=GpuUse(3.0, 0.5),
+        episodes=[Episode(row, 100.0 + row, 1) for row in range(150)],
+        metrics={"loss": 2.0, "entropy": math.nan},
+        checkpoint_due=True,
+    ),
+]
+
+
+def gather(rank: int, world_size: int) -> tuple[list[RankReport], SyncReport, str]:
+    reports = gather_reports(FULL[rank])
+    sync = mean_sync_report(SyncReport(seconds=1.0 + rank, exposed_seconds=None, wire_bytes=4), CPU)
+    try:
+        # Not even as many: nobody hangs, and everybody is told.
+        gather_reports(RankReport(PhaseTimes(), metrics={"loss": 0.0} if rank else {"kl": 0.0, "loss": 0.0}))
+    except RuntimeError as error:
+        return reports, sync, str(error)
+    return reports, sync, "no error"
+
+
+def test_every_rank_gets_the_reports_of_all():
+    first, second = run_ranks(gather, 2, timeout=120)
+    # By their text, in which NaN is NaN.
+    assert repr(first[:2]) == repr(second[:2])
+    assert repr(first[0]) == repr([FULL[0], replace(FULL[1], episodes=FULL[1].episodes[-100:])])
+    assert first[1] == SyncReport(seconds=1.5, exposed_seconds=None, wire_bytes=4.0)
+    assert first[2] == "ranks [1] report other metrics than rank 0; this rank reports ['kl', 'loss']"
+    assert second[2] == "ranks [1] report other metrics than rank 0; this rank reports ['loss']"
+
+
+def reports_of(*ranks: list[Episode]) -> list[RankReport]:
+    return [RankReport(PhaseTimes(), episodes=episodes) for episodes in ranks]
+
+
+def test_the_window_holds_the_last_episodes_of_all_ranks():
+    window = EpisodeWindow()
+    window.extend(reports_of([], []))
+    assert window.returns == []
+    window.extend(reports_of([Episode(0, 1.0, 10), Episode(5, 2.0, 20)], [Episode(3, 3.0, 30)]))
+    assert window.returns == [1.0, 3.0, 2.0]
+    assert window.lengths == [10, 30, 20]
+    one_more = [Episode(140, -1.0, 2, environment=1)]
+    window.extend(reports_of([Episode(row, 100.0 + row, 1) for row in range(150)], one_more))
+    # The last 100 of 151 episodes: rows 51 to 149 of rank 0, and in row 140 the one of rank 1.
+    assert window.returns == [*range(151, 241), -1.0, *range(241, 250)]
+    restored = EpisodeWindow.from_list(window.to_list())
+    assert (restored.returns, restored.lengths) == (window.returns, window.lengths)
+    assert restored.to_list() == window.to_list()
+
+
+def test_the_window_does_not_depend_on_who_has_which_environment():
+    episodes = [Episode(2, 5.0, 7, 3), Episode(2, 9.0, 6, 1), Episode(1, 9.0, 1, 5), Episode(2, -5.0, 9, 4)]
+    windows = []
+    for ranks in ([episodes], [episodes[:2], episodes[2:]], [episodes[1:], episodes[:1]], [episodes[::-1], []]):
+        window = EpisodeWindow()
+        window.extend(reports_of(*ranks))
+        windows.append((window.returns, window.lengths))
+    assert windows == [([9.0, 9.0, 5.0, -5.0], [1, 6, 7, 9])] * 4
+
+
+def test_the_window_does_not_choose_by_returns():
+    """Where more episodes end at once than it holds: the highest 100 of 400 would have a mean of 1.2."""
+    returns = torch.randn(400, generator=torch.Generator().manual_seed(0)).tolist()
+    window = EpisodeWindow()
+    window.extend(reports_of([Episode(7, value, 1, environment) for environment, value in enumerate(returns)]))
+    assert window.returns == returns[-100:]
+
+
+def test_means_are_taken_over_ranks():
+    reports = [RankReport(PhaseTimes(), metrics=metrics) for metrics in ({"a": 1.0, "b": 0.0}, {"a": 4.0, "b": 1.0})]
+    assert mean_metrics(reports) == {"a": 2.5, "b": 0.5}
+    assert math.isnan(mean([]))
+
+
+def test_times_add_up():
+    total = PhaseTimes(1.0, 2.0, 3.0, 4.0, 5.0) + PhaseTimes(0.5, 0.5, 0.5, math.nan, 0.5)
+    assert (total.environment, total.policy, total.learning, total.reporting) == (1.5, 2.5, 3.5, 5.5)
+    assert math.isnan(total.communication)
+    assert total.total == 13.0
+
+
+def test_a_cpu_has_no_gpu():
+    assert all(math.isnan(value) for value in (gpu_use(CPU).memory, gpu_use(CPU).utilisation))
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_what_it_does():
+    device = torch.device("cuda", 0)
+    kept = torch.empty(2**26, device=device)
+    use = gpu_use(device)
+    assert use.memory >= kept.nbytes
+    assert math.isnan(use.utilisation) or 0 <= use.utilisation <= 1

@@ -1,0 +1,182 @@
+"""Settings from YAML files and presets, and over them from the command line."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastsync.ppo.cli import Arguments, Launch, parse
+from fastsync.ppo.config import Settings
+from fastsync.ppo.runs.folder import open_run
+from fastsync.ppo.settings_file import PRESETS, dump_settings, load_settings, preset_names
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "run.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
+    # No value is the default, so that none can be lost without notice.
+    settings = Settings(
+        env="a:b", seed=2, total_steps=7, num_envs=6, num_steps=4, vectorization="async", autoreset="same_step",
+        network="shared", hidden_sizes=(3, 2, 1), activation="elu", lstm_size=5, log_std_init=-1.5,
+        learning_rate=1e-5, lr_schedule="adaptive", lr_scaling="sqrt", warmup_updates=3, num_epochs=2,
+        num_minibatches=3, num_micro_batches=2, gamma=0.5, gae_lambda=0.25, clip_coef=1e-10, anneal_clip=True,
+        clip_value_loss=True, norm_advantages=False, norm_observations=True, norm_rewards=True, ent_coef=0.0,
+        vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, sync="fastsync", compression="fp16",
+        precision="bf16", num_threads=2, timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
+        keep_checkpoints=1, resume="null", wandb_project="on",
+    )  # fmt: skip
+    same = [
+        field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)
+    ]
+    assert same == ["sync"]
+    assert load_settings(write(tmp_path, dump_settings(settings))) == settings
+    ddp = Settings(sync="ddp")
+    assert load_settings(write(tmp_path, dump_settings(ddp))) == ddp
+
+
+def test_what_a_file_leaves_out_has_its_default(tmp_path: Path):
+    assert load_settings(write(tmp_path, "seed: 3\n")) == Settings(seed=3)
+    assert load_settings(write(tmp_path, "# nothing\n")) == Settings()
+
+
+def test_numbers_may_be_written_as_people_do(tmp_path: Path):
+    text = "learning_rate: 1e-4\ntotal_steps: 1e6\ngamma: 1\nnum_envs: 1_024\nhidden_sizes: [128]\ntarget_kl: ~\n"
+    settings = load_settings(write(tmp_path, text))
+    assert settings == Settings(learning_rate=1e-4, total_steps=10**6, gamma=1.0, num_envs=1024, hidden_sizes=(128,))
+    assert type(settings.total_steps) is int
+    assert type(settings.gamma) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1", "'learning_rat' is no setting; did you mean learning_rate"),
+        ("num-envs: 1", "'num-envs' is no setting; did you mean num_envs"),
+        ("nproc: 2", "'nproc' is no setting"),
+        ("5: 2", "5 is no setting"),
+        ("num_envs: many", "num_envs='many' must be a whole number"),
+        ("num_envs: 1.5", "num_envs=1.5 must be a whole number"),
+        ("num_envs: .inf", "num_envs=inf must be a whole number"),
+        ("num_envs: .nan", "num_envs=nan must be a whole number"),
+        ("num_envs: true", "num_envs=True must be a whole number"),
+        ("num_envs:", "num_envs=None must be a whole number"),
+        ("gamma: high", "gamma='high' must be a number"),
+        ("target_kl: low", "target_kl='low' must be a number or null"),
+        ("norm_rewards: 1", "norm_rewards=1 must be true or false"),
+        ("run_name: 7", "run_name=7 must be text; put it in quotes or null"),
+        ("hidden_sizes: 64", "hidden_sizes=64 must be a list, such as [64, 64]"),
+        ("hidden_sizes: [64, wide]", "hidden_sizes='wide' must be a whole number"),
+        ("sync: dpp", "sync='dpp' must be one of fastsync, ddp, cat; did you mean ddp"),
+        ("compression: off", "compression=False must be one of none, bf16, fp16"),
+        ("num_envs: 0", "num_envs=0 must be at least 1"),
+        ("- seed", "must hold lines such as 'total_steps: 100000', not a list"),
+        ("seed: [", "is not YAML: "),
+        ("seed: !!python/object/apply:os.getcwd []", "is not YAML: "),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_file_and_the_name(tmp_path: Path, text: str, message: str):
+    source = write(tmp_path, text)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        load_settings(source)
+    assert str(error.value).startswith(source)
+    assert message in str(error.value)
+
+
+def test_what_is_neither_file_nor_preset_is_refused():
+    said = (
+        r"config='cartpole' is neither a file nor a preset; did you mean CartPole-v1\?; presets: Acrobot-v1, Breakout, "
+    )
+    with pytest.raises(ValueError, match=said):
+        load_settings("cartpole")
+    with pytest.raises(ValueError, match=r"config='../presets/Pong' is neither a file nor a preset"):
+        load_settings("../presets/Pong")
+
+
+ENVIRONMENTS = {
+    "Acrobot-v1": "Acrobot-v1",
+    "Breakout": "ALE/Breakout-v5",
+    "CartPole-v1": "CartPole-v1",
+    "HalfCheetah-v5": "HalfCheetah-v5",
+    "Hopper-v5": "Hopper-v5",
+    "LunarLander-v3": "LunarLander-v3",
+    "Pendulum-v1": "Pendulum-v1",
+    "Pong": "ALE/Pong-v5",
+}
+
+
+def test_presets_are_whole_and_say_where_they_are_from():
+    assert preset_names() == sorted(ENVIRONMENTS)
+    for name, env in ENVIRONMENTS.items():
+        assert load_settings(name).env == env
+        assert (PRESETS / f"{name}.yaml").read_text().startswith("# ")
+
+
+def test_help_names_the_presets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        parse(Launch, "fastsync train", ["--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert ", ".join(preset_names()) in said
+
+
+@pytest.mark.parametrize("command", [Launch, Arguments])
+@pytest.mark.parametrize("option", [("--config", "{}"), ("--config={}",)])
+def test_the_command_line_wins_over_the_file(tmp_path: Path, command: Any, option: tuple[str, ...]):
+    source = write(tmp_path, "seed: 5\nnum_envs: 8\nhidden_sizes: [32]\n")
+    words = [word.format(source) for word in option]
+    expected = Settings(seed=5, num_envs=8, hidden_sizes=(32,))
+    assert parse(command, "test", words).settings == expected
+    assert parse(command, "test", ["--seed", "6", *words, "--hidden-sizes", "16", "16"]).settings == replace(
+        expected, seed=6, hidden_sizes=(16, 16)
+    )
+
+
+@pytest.mark.parametrize("command", [Launch, Arguments])
+def test_a_run_that_goes_on_has_its_own_settings(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    own = Settings(seed=5, num_envs=8, hidden_sizes=(32,), run_name="mine")
+    folder, _, _ = open_run(own, 1)
+    by_name = ["--run-name", "mine", "--resume", "auto"]
+    assert parse(command, "test", by_name).settings == replace(own, resume="auto")
+    assert parse(command, "test", ["--run_name=mine", "--resume=auto", "--seed=6"]).settings == replace(
+        own, resume="auto", seed=6
+    )
+    for resume in (str(folder), f"{folder}/checkpoints"):
+        assert parse(command, "test", ["--resume", resume]).settings == replace(own, resume=resume, run_name=None)
+    # A file or a preset says what settings are; a run that is none yet has none.
+    source = write(tmp_path, "seed: 7\n")
+    assert parse(command, "test", [*by_name, "--config", source]).settings == Settings(
+        seed=7, resume="auto", run_name="mine"
+    )
+    assert parse(command, "test", ["--run-name", "new", "--resume", "auto"]).settings == Settings(
+        resume="auto", run_name="new"
+    )
+    assert parse(command, "test", ["--resume", "nowhere"]).settings == Settings(resume="nowhere")
+
+
+def test_a_file_in_the_folder_comes_before_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Pong").write_text("seed: 9\n")
+    assert load_settings("Pong") == Settings(seed=9)
+
+
+def test_a_bad_file_ends_the_command_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = write(tmp_path, "sed: 5\n")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parse(Arguments, "test", ["--config", source])
+    assert capsys.readouterr().err == f"test: {source}: 'sed' is no setting; did you mean seed?\n"
+
+
+def test_what_the_command_line_makes_of_a_file_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = write(tmp_path, "num_envs: 8\nnum_steps: 5\nnum_minibatches: 5\n")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parse(Arguments, "test", ["--config", source, "--num-steps", "4"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "num_minibatches=5 does not divide the 32 rows" in said

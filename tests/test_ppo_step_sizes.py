@@ -1,0 +1,74 @@
+"""The learning rate and the clipping range over a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fastsync.ppo.config import Settings
+from fastsync.ppo.step_sizes import StepSizes
+
+CPU = torch.device("cpu")
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5), fused=True)
+
+
+def rates(settings: Settings, moments: list[tuple[int, int]], world_size: int = 1) -> list[float]:
+    """The learning rate at each (step, update)."""
+    schedule, stepper = StepSizes(settings, world_size, CPU), optimizer()
+    found = []
+    for step, update in moments:
+        schedule.start_update(stepper, step=step, update=update)
+        found.append(float(stepper.param_groups[0]["lr"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"lr_schedule": "constant"}, [1e-3, 1e-3, 1e-3]),
+        ({}, [1e-3, 0.75e-3, 0.0]),
+        ({"lr_scaling": "linear"}, [4e-3, 3e-3, 0.0]),
+        ({"lr_scaling": "sqrt"}, [2e-3, 1.5e-3, 0.0]),
+        ({"warmup_updates": 3, "lr_schedule": "constant"}, [0.25e-3, 0.75e-3, 1e-3]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(changes: dict[str, Any], expected: list[float]):
+    settings = Settings(total_steps=1000, learning_rate=1e-3, **changes)
+    assert rates(settings, [(0, 0), (250, 2), (1100, 9)], world_size=4) == pytest.approx(expected)
+
+
+def test_the_clipping_range_may_shrink():
+    schedule = StepSizes(Settings(total_steps=1000, clip_coef=0.2, anneal_clip=True), 1, CPU)
+    schedule.start_update(optimizer(), step=250, update=1)
+    assert schedule.clip_coef == pytest.approx(0.15)
+
+
+def test_the_learning_rate_follows_the_kl_divergence():
+    schedule = StepSizes(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
+    stepper = optimizer()
+    schedule.start_update(stepper, step=0, update=0)
+    expected = 1e-3
+    for kl, factor in ((0.021, 1 / 1.5), (0.019, 1), (0.006, 1), (0.004, 1.5), (0.0, 1), (math.nan, 1)):
+        schedule.adapt(stepper, torch.tensor(kl))
+        expected *= factor
+        assert float(stepper.param_groups[0]["lr"]) == pytest.approx(expected)
+    for kl, limit in ((1.0, 1e-5), (1e-4, 1e-2)):
+        for _ in range(30):
+            schedule.adapt(stepper, torch.tensor(kl))
+        assert float(stepper.param_groups[0]["lr"]) == pytest.approx(limit)
+    # What was decided holds for the next update, and after a resumption.
+    resumed = StepSizes(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
+    resumed.load_state_dict(schedule.state_dict())
+    resumed.start_update(stepper, step=50, update=1)
+    assert float(stepper.param_groups[0]["lr"]) == pytest.approx(1e-2)
+    # But not where another learning rate is asked for.
+    changed = StepSizes(Settings(learning_rate=2e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
+    changed.load_state_dict(schedule.state_dict())
+    changed.start_update(stepper, step=50, update=1)
+    assert float(stepper.param_groups[0]["lr"]) == pytest.approx(2e-3)
