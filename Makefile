@@ -2,12 +2,10 @@
 # again: stamp files in .venv remember what is installed and built.
 
 PYTHON   ?= $(shell command -v python3.11 || command -v python3)
-MAX_JOBS ?= 2
 VENV     := .venv
 BIN      := $(VENV)/bin
 # torch looks for ninja on the PATH; pip puts it into the environment.
 export PATH := $(abspath $(BIN)):$(PATH)
-export MAX_JOBS
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 # Formatted too, but not part of the extension: CUDA's runtime for the host and the stand-in device, which tests build by
@@ -26,7 +24,7 @@ help:
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
-	@echo 'make venv        create $(VENV), install torch and the package, build the extension'
+	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make lint        ruff, mypy and clang-format'
 	@echo 'make format      let ruff and clang-format rewrite the sources'
@@ -35,10 +33,10 @@ help:
 	@echo 'make prove-gpu   all that only a GPU can prove, part by part; PART="build tests" for some, PLAN=1 shows the commands'
 	@echo 'make clean       remove what was built; $(VENV) stays'
 
-venv: $(VENV)/.installed $(VENV)/.built
+venv: $(VENV)/.dev build
 build: $(VENV)/.built
 
-train: venv
+train: $(VENV)/.train build
 	$(BIN)/fastsync train --env CartPole-v1 --nproc 2
 
 test: venv
@@ -89,28 +87,27 @@ bench: venv
 check-cuda: venv
 	$(BIN)/python tools/check_cuda.py
 
-# On a machine that has torch already, maybe without a network: no environment is made. It compiles with every core.
+# On a machine that has torch already, maybe without a network: no environment is made.
 PROVE_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
-prove-gpu: export MAX_JOBS := $(if $(filter file,$(origin MAX_JOBS)),$(shell nproc),$(MAX_JOBS))
 prove-gpu:
 	$(PROVE_PYTHON) -m tools.prove_gpu $(if $(PLAN),--plan) $(PART)
 
 clean:
-	rm -rf build dist *.egg-info fastsync/_*.so $(VENV)/.built
+	rm -rf build dist *.egg-info fastsync/_*.so fastsync/_*.torch $(VENV)/.built
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch comes before the package, because the extension is built against it.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	$(PIP) install -c constraints.txt torch numpy ninja 'setuptools>=77.0.3' wheel
+	$(PIP) install -c constraints.txt torch ninja 'setuptools>=77.0.3'
 	touch $@
 
 $(VENV)/.built: $(CSRC) setup.py $(VENV)/.torch
 	$(BIN)/python setup.py build_ext --inplace
 	touch $@
 
-# pip builds the extension too, but finds its objects made.
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(VENV)/.torch | $(VENV)/.built
-	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev]'
+# What training takes, and what development takes beyond that. pip builds the extension too, but finds its objects made.
+$(VENV)/.train $(VENV)/.dev: pyproject.toml setup.py constraints.txt $(VENV)/.torch | $(VENV)/.built
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$(subst .,,$(@F))]'
 	touch $@

@@ -9,20 +9,25 @@ parallel compilations.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import setuptools
+from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
 
 HERE = Path(__file__).resolve().parent
 SETUPTOOLS_NEEDED = (77, 0, 3)
+HOW_TO_BUILD = "pip install torch ninja 'setuptools>=77.0.3', then the same command with --no-build-isolation"
 # Those that a toolkit knows, from which release on; the last one's PTX serves what comes after it.
 CUDA_ARCHITECTURES = {"8.0": (11, 0), "9.0": (11, 8), "10.0": (12, 8), "12.0": (12, 8)}
+# More compile faster in all, and slower after a change of one.
+FILES_A_UNIT = 6
 
 # -fopenmp belongs to compiling only. at::parallel_for is a template, so its parallel region is compiled into the
 # extension, but the OpenMP runtime has to be the one that torch has loaded: linking another would give the process a
@@ -57,25 +62,22 @@ def fail(message: str) -> SystemExit:
     return SystemExit(f"fastsync: {message}")
 
 
-def import_torch() -> Any:
-    try:
-        import torch
-    except ImportError as error:
+def without_torch(error: ImportError) -> dict[str, type[setuptools.Command]]:
+    """The commands that need torch, and say so. A source distribution needs none."""
+
+    def run(self: setuptools.Command) -> None:
         raise fail(
-            f"the extension is built against the installed torch, which cannot be imported here ({error}): "
-            "pip install torch, then pip install --no-build-isolation ."
-        ) from None
-    return torch
+            f"the extension is built for your torch, which cannot be imported here ({error}); pip's build isolation "
+            f"hides it: {HOW_TO_BUILD}"
+        )
+
+    return {command.__name__: type(command.__name__, (command,), {"run": run}) for command in (build_ext, dist_info)}
 
 
 def check_setuptools() -> None:
     version = tuple(int(part) for part in re.findall(r"\d+", setuptools.__version__)[:3])
     if version < SETUPTOOLS_NEEDED:
-        needed = ".".join(map(str, SETUPTOOLS_NEEDED))
-        raise fail(
-            f"setuptools {setuptools.__version__} is too old to build with: pip install 'setuptools>={needed}', then "
-            "pip install --no-build-isolation ."
-        )
+        raise fail(f"setuptools {setuptools.__version__} is too old to build with: {HOW_TO_BUILD}")
 
 
 def toolkit_of(nvcc: str) -> str | None:
@@ -119,7 +121,19 @@ def cuda_obstacle(torch_version: str, torch_cuda: str | None, cuda_home: str | N
         return f"{cuda_home}/bin/nvcc does not run: point CUDA_HOME at a CUDA toolkit"
     if toolkit.split(".")[0] != torch_cuda.split(".")[0]:
         return f"torch {torch_version} is built with CUDA {torch_cuda}, but the toolkit in {cuda_home} is {toolkit}"
+    if not has_headers(cuda_home):
+        return f"{cuda_home} has nvcc, but no cuda_runtime_api.h: point CUDA_HOME at a toolkit that has both"
     return None
+
+
+def has_headers(cuda_home: str) -> bool:
+    """Tells whether the C++ compiler finds the runtime's headers, in the toolkit or where the system has them.
+
+    torch's own packages do not suffice: they bring cuda_runtime_api.h, but not crt/host_defines.h, which it includes.
+    """
+    header = ["-include", "cuda_runtime_api.h", "-I", f"{cuda_home}/include"]
+    command = [os.environ.get("CXX", "c++"), "-E", *header, "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def architectures(toolkit: str) -> str:
@@ -167,7 +181,7 @@ def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanit
     extension = (CUDAExtension if with_cuda else CppExtension)(
         name,
         sources,
-        depends=files("csrc/**/*.h") + files("csrc/**/*.cuh"),
+        depends=[path for path in files("csrc/**/*") if os.path.isfile(path)],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         extra_link_args=SANITIZERS.get(sanitizer, []),
     )
@@ -188,9 +202,35 @@ def make_extensions(with_cuda: bool, sanitizer: str = "") -> list[setuptools.Ext
     ]
 
 
+def units(sources: list[str], folder: Path) -> list[str]:
+    """Writes sources of C++ that include up to FILES_A_UNIT of ``sources`` each, all of one folder.
+
+    Most of a file's time goes into torch's headers, which a unit reads once.
+    """
+    others = [source for source in sources if not source.endswith(".cpp")]
+    written = []
+    for name, group in itertools.groupby(sorted(set(sources) - set(others), key=os.path.split), os.path.dirname):
+        members = list(group)
+        for index in range(0, len(members), FILES_A_UNIT):
+            unit = folder / f"{name.replace('/', '_')}_{index // FILES_A_UNIT}.cpp"
+            included = (os.path.relpath(member, "csrc") for member in members[index : index + FILES_A_UNIT])
+            text = "".join(f'#include "{member}"\n' for member in included)
+            if not unit.exists() or unit.read_text() != text:
+                unit.parent.mkdir(parents=True, exist_ok=True)
+                unit.write_text(text)
+            written.append(str(unit))
+    return written + others
+
+
 def main() -> None:
     check_setuptools()
-    torch = import_torch()
+    try:
+        import torch
+    except ImportError as error:
+        setuptools.setup(ext_modules=[setuptools.Extension("fastsync._C", [])], cmdclass=without_torch(error))
+        return
+    # torch looks there for ninja, which pip puts beside this Python.
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     choose_toolkit()
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension
 
@@ -213,6 +253,13 @@ def main() -> None:
             if self.build_temp is None:
                 self.build_temp = objects
             super().finalize_options()
+
+        def run(self) -> None:
+            for extension in self.extensions:
+                extension.sources = units(extension.sources, Path("build/units"))
+            super().run()
+            # Another torch may load the extension, and crash. fastsync/installation.py reads this first.
+            Path(self.get_ext_fullpath("fastsync._C")).with_suffix(".torch").write_text(torch.__version__)
 
     setuptools.setup(ext_modules=make_extensions(with_cuda, sanitizer), cmdclass={"build_ext": BuildInOneFolder})
 

@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from fastsync.installation import install_command
+
 COMMANDS = {
     "ops": "pack and unpack over sizes and numbers of tensors, against a copy of as many bytes and torch's operations",
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=description, add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
-        sys.exit(f"benchmarks need {', '.join(missing)}, which the extra 'bench' installs: pip install -e '.[bench]'")
+        sys.exit(f"benchmarks need {', '.join(missing)}: {install_command('bench')}")
     return importlib.import_module(f"benchmarks.{options.command}").main(rest)
 
 

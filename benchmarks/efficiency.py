@@ -13,10 +13,11 @@ PARTS = ("compute", "contention", "stragglers", "exposed")
 DEFINITIONS = {
     "step": "Time of a training step (forward, backward, synchronisation, optimizer) from a barrier until the slowest "
     "rank is done: the median over a launch's steps, and of that the median over the launches.",
-    "weak efficiency": "E(n) = T(m) / T(n): the step's time on the smallest world size m over that on n ranks, each "
-    "rank with as many samples as before. 100 % is a job that more ranks do not slow down.",
-    "strong efficiency": "E(n) = m · T(m) / (n · T(n)): all ranks together have as many samples as before. 100 % is a "
-    "job that n / m times the ranks finish in m / n of the time.",
+    "weak efficiency": "E(n) = T(m) / T(n): the step's time on the smallest world size m, by the way that is fastest "
+    "there, over that on n ranks, each rank with as many samples as before. 100 % is a job that more ranks do not slow "
+    "down. All ways have that one baseline: against its own, a way would gain by being slow on m ranks.",
+    "strong efficiency": "E(n) = m · T(m) / (n · T(n)), with the same baseline T(m): all ranks together have as many "
+    "samples as before. 100 % is a job that n / m times the ranks finish in m / n of the time.",
     "interval": "Between which values the truth lies, judged by how launches differ, or steps where there was one "
     f"launch. Of a step and of busbw: {CONFIDENCE:.0%} or more, by order statistics; fewer than {SURE_FROM} launches "
     "cannot hold that, and of n the interval is the whole range, which holds the median with a probability of "
@@ -72,8 +73,18 @@ def points(records: Sequence[Record]) -> list[Point]:
     jobs = dict.fromkeys(_job(record) for record in rows if "model" in record.settings)
     if len(jobs) > 1:
         raise ValueError(f"the rows are of several jobs, {'; '.join(jobs)}: choose files of one job")
-    ways = dict.fromkeys(record.way for record in rows if record.way in SYNCHRONISED)
-    return [point for way in ways for point in _points_of_way([record for record in rows if record.way == way])]
+    groups: dict[str, dict[int, list[Record]]] = {}
+    for record in rows:
+        if record.way in SYNCHRONISED:
+            groups.setdefault(record.way, {}).setdefault(record.settings["world_size"], []).append(record)
+    of_size = [(size, rows) for sizes in groups.values() for size, rows in sizes.items()]
+    _, base = min(of_size, key=lambda group: (group[0], median(_replicates(group[1]))), default=(0, []))
+    return [_point(base, sizes.get(1), sizes[size]) for sizes in groups.values() for size in sorted(sizes)]
+
+
+def baseline(found: Sequence[Point]) -> Point:
+    """The point that all efficiencies are relative to: the fastest way on the smallest world size."""
+    return min(found, key=lambda point: (point.world_size, point.step))
 
 
 def _job(record: Record) -> str:
@@ -86,14 +97,6 @@ def _job(record: Record) -> str:
         f"{settings['scaling']} scaling of {model} with {settings['numel']:,} parameters and {batch_size} samples "
         f"{'in all' if strong else 'a rank'} over {settings['backend']}"
     )
-
-
-def _points_of_way(rows: Sequence[Record]) -> list[Point]:
-    of_size: dict[int, list[Record]] = {}
-    for record in rows:
-        of_size.setdefault(record.settings["world_size"], []).append(record)
-    base = min(of_size)
-    return [_point(of_size[base], of_size.get(1), of_size[size]) for size in sorted(of_size)]
 
 
 def _point(base: Sequence[Record], alone: Sequence[Record] | None, rows: Sequence[Record]) -> Point:

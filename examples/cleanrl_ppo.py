@@ -22,7 +22,7 @@ try:
     import gymnasium
     import tyro
 except ImportError:
-    raise SystemExit("this example needs gymnasium and tyro: pip install 'fastsync[train]'") from None
+    raise SystemExit("this example needs gymnasium and tyro: pip install 'gymnasium>=1.4' tyro") from None
 
 
 @dataclass

@@ -4,6 +4,8 @@ from typing import NoReturn
 
 import torch  # noqa: F401  the extension links against its libraries, which must be loaded first
 
+from .installation import load
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -29,18 +31,15 @@ __all__ = [
 ]
 
 try:
-    from . import _C as _C  # also registers torch.ops.fastsync
+    load("_C")  # also registers torch.ops.fastsync
 except ImportError as error:
     # The package stays importable so that `fastsync doctor` can tell what is wrong; any use of the engine says it too.
-    _reason = str(error)
+    _obstacle = str(error)
 
     def __getattr__(name: str) -> NoReturn:
         if name not in __all__:
             raise AttributeError(f"module 'fastsync' has no attribute {name!r}")
-        raise ImportError(
-            f"fastsync's extension is not built for this torch and Python ({_reason}): run "
-            "`pip install --no-build-isolation .` in fastsync's source tree, in an environment that has torch"
-        )
+        raise ImportError(_obstacle)
 
 else:
     from .all_reduce import all_reduce_gradients

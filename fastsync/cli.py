@@ -30,8 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: str, arguments: Sequence[str]) -> int:
     """Runs what needs the extra "train". What the user got wrong is told in one sentence."""
-    from fastsync.train import require_extra
-
+    try:
+        from fastsync.train import require_extra
+    except ImportError as error:  # the extension is not built
+        sys.exit(f"fastsync {name}: {error}")
     require_extra()
     from fastsync.ppo import cli, evaluate
 

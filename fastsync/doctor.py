@@ -5,7 +5,6 @@ It runs where the extension is missing or does not load, because that is when it
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -17,7 +16,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
+from fastsync.installation import DISTRIBUTION, install_command, load, rebuild_command
+
 TRAIN_MODULES = {
     "gymnasium": "gymnasium",
     "matplotlib": "matplotlib",
@@ -53,7 +53,7 @@ def main() -> int:
 def _load_extension() -> tuple[ModuleType | None, str]:
     """The extension, or None and the reason why it does not load."""
     try:
-        return importlib.import_module("fastsync._C"), ""
+        return load("_C"), ""
     except ImportError as error:
         return None, str(error)
 
@@ -70,7 +70,7 @@ def _versions() -> Facts:
 
 def _package_version() -> str:
     try:
-        return importlib.metadata.version("fastsync")
+        return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return "not installed, only on the import path"
 
@@ -115,11 +115,7 @@ def _engine_obstacles(extension: ModuleType | None, error: str) -> list[str]:
     """Lists what keeps the engine from working at all."""
     obstacles = []
     if extension is None:
-        obstacles.append(f"the engine: the extension does not load ({error}); build it: {REBUILD}")
-    elif not _same_release(built_for := extension.build_info()["torch"], torch.__version__):
-        obstacles.append(
-            f"the engine: built for torch {built_for}, but this is {torch.__version__}; rebuild: {REBUILD}"
-        )
+        obstacles.append(f"the engine: {error}")
     if not _has_gloo():
         obstacles.append("several ranks on the CPU: this torch has no Gloo; install a torch that has")
     return obstacles
@@ -136,7 +132,7 @@ def _gpu_limits(extension: ModuleType | None) -> list[str]:
             way_out = "install a torch with CUDA, then rebuild"
         else:
             way_out = "rebuild with FASTSYNC_CUDA=1, which fails with the reason where it cannot be built"
-        limits.append(f"gradients on a GPU: the CUDA half is not built; {way_out}: {REBUILD}")
+        limits.append(f"gradients on a GPU: the CUDA half is not built; {way_out}: {rebuild_command()}")
     return limits
 
 
@@ -144,7 +140,7 @@ def _training_limits() -> list[str]:
     missing = missing_train_packages()
     if not missing:
         return []
-    return [f"fastsync train: {', '.join(missing)} missing; install them: pip install 'fastsync[train]'"]
+    return [f"fastsync train: {', '.join(missing)} missing; install them: {install_command('train')}"]
 
 
 def missing_train_packages() -> list[str]:
@@ -158,11 +154,6 @@ def _has_gloo() -> bool:
 
 def _has_nccl() -> bool:
     return dist.is_available() and dist.is_nccl_available()
-
-
-def _same_release(version: str, other: str) -> bool:
-    """Tells whether two versions of torch are equal up to their build, such as "+cpu"."""
-    return version.split("+")[0] == other.split("+")[0]
 
 
 def _yes_no(condition: bool, yes: str, no: str) -> str:

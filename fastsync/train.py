@@ -12,12 +12,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 def require_extra() -> None:
     """Ends the process with one sentence if something that training needs is not installed."""
     from fastsync.doctor import missing_train_packages
+    from fastsync.installation import install_command
 
     missing = missing_train_packages()
     if missing:
-        sys.exit(
-            f"training needs {', '.join(missing)}, which the extra 'train' installs: pip install 'fastsync[train]'"
-        )
+        sys.exit(f"training needs {', '.join(missing)}: {install_command('train')}")
 
 
 @record

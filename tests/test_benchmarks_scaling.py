@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from benchmarks import scaling
 from benchmarks.__main__ import main
 from benchmarks.ddp import PARTS
-from benchmarks.efficiency import overhead, points, sweep
+from benchmarks.efficiency import baseline, overhead, points, sweep
 from benchmarks.hosts import Capacity, Host, check_capacity, own_capacity, own_index, place, read_hostfile
 from benchmarks.meeting import Meeting
 from benchmarks.records import Record, read_json
@@ -59,6 +59,22 @@ def test_efficiency_is_relative_to_the_smallest_world_size():
     assert [point.contention for point in points(strong)] == [None, None]
     weak = [step_row(n, [step] * 3) for n, step in ((8, 1.25), (2, 1.0))]
     assert [(point.world_size, point.efficiency) for point in points(weak)] == [(2, 1.0), (8, 0.8)]
+
+
+def test_all_ways_are_relative_to_the_fastest():
+    rows = [
+        step_row(n, [step] * 3, way=way)
+        for way, steps in (("ddp", (1.25, 2.0)), ("fastsync.attach/none", (1.0, 1.6)))
+        for n, step in zip((1, 2), steps, strict=True)
+    ]
+    found = points(rows)
+    assert [(point.way, point.efficiency) for point in found] == [
+        ("ddp", 0.8),
+        ("ddp", 0.5),
+        ("fastsync.attach/none", 1.0),
+        ("fastsync.attach/none", 0.625),
+    ]
+    assert baseline(found) is found[2]
 
 
 def test_intervals_are_over_launches():

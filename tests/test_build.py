@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tarfile
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -41,13 +42,18 @@ def built(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[set
     return extensions
 
 
-def _run_setup(*, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs setup.py far enough to decide what to build; ``path`` comes first on the import path."""
+def _run_setup(*words: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs setup.py, by default far enough to decide what to build; ``path`` comes first on the import path."""
     variables = {**os.environ, **environment}
     if path is not None:
         variables["PYTHONPATH"] = str(path)
     return subprocess.run(
-        [sys.executable, "setup.py", "--name"], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120
+        [sys.executable, "setup.py", *(words or ["--name"])],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -63,18 +69,35 @@ def _fake_toolkit(folder: Path, release: str) -> str:
     return str(folder)
 
 
-def test_without_torch_one_sentence_says_what_to_do(tmp_path: Path) -> None:
+@pytest.fixture
+def no_torch(tmp_path: Path) -> Path:
+    """A folder whose torch cannot be imported, as in pip's build isolation."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
-    result = _run_setup(path=tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["build_ext", "dist_info"])
+def test_without_torch_one_sentence_says_what_to_do(no_torch: Path, command: str) -> None:
+    result = _run_setup("--quiet", command, path=no_torch)
     assert result.returncode == 1
     assert result.stderr.strip().count("\n") == 0
     assert "No module named 'torch'" in result.stderr
-    assert "pip install torch, then pip install --no-build-isolation ." in result.stderr
+    assert (
+        "pip install torch ninja 'setuptools>=77.0.3', then the same command with --no-build-isolation" in result.stderr
+    )
+
+
+def test_a_source_distribution_needs_no_torch(no_torch: Path) -> None:
+    result = _run_setup("--quiet", "egg_info", "-e", str(no_torch), "sdist", "-d", str(no_torch), path=no_torch)
+    assert result.returncode == 0, result.stderr
+    (archive,) = no_torch.glob("fastsync_torch-*.tar.gz")
+    with tarfile.open(archive) as files:
+        assert any(name.endswith("/csrc/bindings.cpp") for name in files.getnames())
 
 
 def test_too_old_setuptools_is_refused(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_script.setuptools, "__version__", "65.5.0")
-    with pytest.raises(SystemExit, match=r"setuptools 65\.5\.0 is too old to build with: pip install 'setuptools>=77"):
+    with pytest.raises(SystemExit, match=r"setuptools 65\.5\.0 is too old .*: pip install .* 'setuptools>=77"):
         setup_script.check_setuptools()
 
 
@@ -127,6 +150,9 @@ def test_leaving_cuda_out_on_request_is_silent(
 def test_obstacles_to_the_cuda_half(setup_script: ModuleType, tmp_path: Path) -> None:
     toolkit = _fake_toolkit(tmp_path / "cuda", "13.0")
     obstacle = setup_script.cuda_obstacle
+    assert "no cuda_runtime_api.h: point CUDA_HOME" in obstacle("2.13.0", "13.2", toolkit)
+    (tmp_path / "cuda/include").mkdir()
+    (tmp_path / "cuda/include/cuda_runtime_api.h").touch()
     assert obstacle("2.13.0", "13.2", toolkit) is None
     assert "torch.version.cuda is None" in obstacle("2.13.0+cpu", None, toolkit)
     assert "set CUDA_HOME or put nvcc on the PATH" in obstacle("2.13.0", "13.0", None)

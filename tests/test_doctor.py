@@ -14,13 +14,13 @@ import torch.distributed as dist
 from fastsync import doctor
 
 
-def _extension(torch_version: str = torch.__version__, with_cuda: bool = False) -> SimpleNamespace:
+def _extension(with_cuda: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
         num_usable_cores=lambda: 2,
         shared_memory_obstacle=lambda: "",
         __file__="/somewhere/_C.so",
         built_with_cuda=lambda: with_cuda,
-        build_info=lambda: {"torch": torch_version, "compiler": "g++ 12.2.0"},
+        build_info=lambda: {"torch": torch.__version__, "compiler": "g++ 12.2.0"},
     )
 
 
@@ -37,7 +37,7 @@ def test_this_installation_is_usable(capsys: pytest.CaptureFixture[str]) -> None
     output = capsys.readouterr().out
     assert platform.python_version() in output
     assert torch.__version__ in output
-    assert importlib.metadata.version("fastsync") in output
+    assert importlib.metadata.version("fastsync-torch") in output
     assert "extension              loads from" in output
     assert "the engine:" not in _limits(output)
 
@@ -45,27 +45,12 @@ def test_this_installation_is_usable(capsys: pytest.CaptureFixture[str]) -> None
 def test_extension_that_does_not_load_is_an_error_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail_to_import(name: str) -> None:
+    def fail_to_load(name: str) -> None:
         raise ImportError("undefined symbol: _ZN3c10")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", fail_to_import)
+    monkeypatch.setattr(doctor, "load", fail_to_load)
     assert doctor.main() == 1
-    limits = _limits(capsys.readouterr().out)
-    assert "the engine: the extension does not load (undefined symbol: _ZN3c10)" in limits
-    assert "pip install --no-build-isolation" in limits
-
-
-def test_extension_of_another_torch_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _use(monkeypatch, _extension(torch_version="2.10.0"))
-    assert doctor.main() == 1
-    assert f"built for torch 2.10.0, but this is {torch.__version__}" in _limits(capsys.readouterr().out)
-
-
-def test_the_build_of_a_torch_version_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    _use(monkeypatch, _extension(torch_version=torch.__version__.split("+")[0]))
-    assert doctor.main() == 0
+    assert "the engine: undefined symbol: _ZN3c10" in _limits(capsys.readouterr().out)
 
 
 def test_what_the_extension_was_built_with_is_printed(
@@ -105,13 +90,12 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     _use(monkeypatch, _extension())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tyro", "gymnasium") else object())
     assert doctor.main() == 0
-    assert "fastsync train: gymnasium, tyro missing; install them: pip install 'fastsync[train]'" in _limits(
-        capsys.readouterr().out
-    )
+    limits = _limits(capsys.readouterr().out)
+    assert "fastsync train: gymnasium, tyro missing; install them: pip install 'gymnasium>=1.4' matplotlib" in limits
 
 
 def test_the_list_of_training_modules_is_the_extra() -> None:
-    requirements = importlib.metadata.requires("fastsync") or []
+    requirements = importlib.metadata.requires("fastsync-torch") or []
     extra = [line for line in requirements if line.endswith('extra == "train"')]
     # Without it only the utilisation of GPUs is unknown.
     extra = [line for line in extra if not line.startswith("nvidia-ml-py")]

@@ -53,6 +53,13 @@ def run_on_two_ranks(name: str, *arguments: str) -> str:
     return run(*TORCHRUN, f"examples/{name}.py", *arguments)
 
 
+def test_the_script_of_the_readme_learns(tmp_path: Path):
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    line = run(*TORCHRUN, str(tmp_path / "train.py"))
+    assert float(line.split()[1].rstrip(",")) < 0.01, line  # 0.3 before the first step
+
+
 def run_in_a_group(name: str, **settings: int) -> str:
     """Returns the line that an example's main prints, called on two ranks whose group is there already.
 
@@ -200,7 +207,7 @@ def test_without_their_line_the_ranks_part():
 @pytest.mark.parametrize(
     ("name", "package", "message"),
     [
-        ("cleanrl_ppo", "tyro", r"pip install 'fastsync\[train\]'"),
+        ("cleanrl_ppo", "tyro", "pip install 'gymnasium>=1.4' tyro"),
         ("sb3_ppo", "stable_baselines3", "pip install stable-baselines3 tyro"),
         ("lightning_ddp", "lightning", "pip install lightning"),
         ("accelerate_ddp", "accelerate", "pip install accelerate"),

@@ -50,12 +50,39 @@ def test_unbuilt_package_says_what_to_do_in_one_sentence(unbuilt: Path) -> None:
     assert result.returncode == 1
     sentence = result.stderr.strip().splitlines()[-1]
     assert sentence.startswith("ImportError: ")
-    assert "not built" in sentence
-    assert "pip install --no-build-isolation" in sentence
+    assert f"fastsync in {unbuilt}/fastsync has no extension" in sentence
+    assert "No module named 'fastsync._C'" in sentence
+    assert "run `pip install --no-build-isolation" in sentence
+
+
+def test_unbuilt_package_says_it_in_the_trainer(unbuilt: Path) -> None:
+    result = _python("import sys; from fastsync.cli import main; sys.exit(main(['train']))", unbuilt)
+    assert result.returncode == 1
+    (sentence,) = result.stderr.strip().splitlines()
+    assert sentence.startswith(f"fastsync train: fastsync in {unbuilt}/fastsync has no extension")
+
+
+def test_unbuilt_package_names_a_copy_that_is_built(unbuilt: Path) -> None:
+    other = unbuilt / "elsewhere"
+    (other / "fastsync").mkdir(parents=True)
+    (other / "fastsync/_C.abi3.so").touch()
+    (other / "fastsync_torch-0.1.0.dist-info").mkdir()
+    (other / "fastsync_torch-0.1.0.dist-info/METADATA").write_text("Name: fastsync-torch\nVersion: 0.1.0\n")
+    result = _python(f"import sys; sys.path.insert(2, '{other}'); from fastsync import attach", unbuilt)
+    sentence = result.stderr.strip().splitlines()[-1]
+    assert f"there is one in {other}/fastsync, but Python looks into {unbuilt} first" in sentence
+
+
+def test_extension_for_another_torch_is_not_loaded(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "fastsync", ignore=shutil.ignore_patterns("__pycache__"))
+    for note in (tmp_path / "fastsync").glob("*.torch"):
+        note.write_text("1.2.3+cpu")
+    result = _python("from fastsync import attach", tmp_path)
+    assert "it was built for torch 1.2.3+cpu" in result.stderr.strip().splitlines()[-1]
 
 
 def test_doctor_runs_on_the_unbuilt_package(unbuilt: Path) -> None:
     result = _python("import sys; from fastsync import doctor; sys.exit(doctor.main())", unbuilt)
     assert result.returncode == 1, result.stderr
-    assert "the engine: the extension does not load" in result.stdout
+    assert "the engine: fastsync in" in result.stdout
     assert "No module named 'fastsync._C'" in result.stdout

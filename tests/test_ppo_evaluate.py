@@ -179,5 +179,5 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "is neither a checkpoint nor the folder of a run that has one" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "moviepy" else object())
     checkpoint = checkpoint_of(leaning_to_1(0.0), DISCRETE)
-    with pytest.raises(ValueError, match=r"video needs moviepy, .* pip install 'fastsync\[video\]'"):
+    with pytest.raises(ValueError, match=r"video needs moviepy: pip install .* moviepy"):
         make_environment(checkpoint, seed=0, videos=tmp_path)

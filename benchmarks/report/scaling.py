@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.efficiency import DEFINITIONS, Bandwidth, Point, overhead, points, sweep
+from benchmarks.efficiency import DEFINITIONS, Bandwidth, Point, baseline, overhead, points, sweep
 from benchmarks.records import Record
 from benchmarks.report.document import Document, Section, Table
 from benchmarks.report.pictures import bandwidth_picture, breakdown_picture, efficiency_picture, ranks
@@ -54,30 +54,25 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
 
 
 def efficiency_table(found: Sequence[Point]) -> Table:
-    """A row for each way and world size. The smallest world size is what the others are measured by."""
-    base = _base(found)
+    """A row for each way and world size."""
+    base = baseline(found)
     rows = [
         (
             point.way,
             _ranks(point),
-            f"{point.efficiency:.1%}",
-            _sureness(point, base),
             milliseconds(point.step),
             interval(point.step_low, point.step_high, 1e3),
+            f"{point.efficiency:.1%}",
+            _sureness(point, base),
             str(point.launches),
         )
         for point in found
     ]
-    return Table(("way", "ranks", "efficiency", "interval", "step, ms", "interval, ms", "launches"), rows)
+    return Table(("way", "ranks", "step, ms", "interval, ms", "efficiency", "interval", "launches"), rows)
 
 
-def _base(found: Sequence[Point]) -> dict[str, int]:
-    """Each way's smallest world size, which the others are measured by."""
-    return {point.way: point.world_size for point in reversed(found)}
-
-
-def _sureness(point: Point, base: Mapping[str, int]) -> str:
-    if point.world_size == base[point.way]:
+def _sureness(point: Point, base: Point) -> str:
+    if point is base:
         return "reference"
     return interval(point.efficiency_low, point.efficiency_high, 100, "%")
 
@@ -135,12 +130,11 @@ def _title(settings: Mapping[str, Any], scaling: str) -> str:
 
 
 def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) -> Iterator[str]:
-    base = _base(found)
     for way in dict.fromkeys(point.way for point in found):
         last = [point for point in found if point.way == way][-1]
         yield (
-            f"{way} on {_ranks(last)}: {last.efficiency:.1%} {scaling} efficiency "
-            f"({_sureness(last, base)}); {last.exposed / last.step:.0%} of a step is exposed communication."
+            f"{way} on {_ranks(last)}: {last.step * 1e3:.1f} ms a step, {last.exposed * 1e3:.1f} of them exposed "
+            f"communication; {last.efficiency:.1%} {scaling} efficiency ({_sureness(last, baseline(found))})."
         )
     cost = overhead(records)
     if cost is not None:
@@ -148,8 +142,8 @@ def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) ->
 
 
 def _relative(found: Sequence[Point], scaling: str) -> str:
-    base = min(found, key=lambda point: point.world_size)
-    return f"{scaling.capitalize()} efficiency, relative to {_ranks(base)}, with intervals."
+    base = baseline(found)
+    return f"{scaling.capitalize()} efficiency, relative to {base.way} on {_ranks(base)}, with intervals."
 
 
 def _ranks(point: Point) -> str:

@@ -18,10 +18,10 @@ namespace {
 
 using Group = Host::Group;
 
-constexpr std::chrono::seconds kPatience(20);  // with a rank that has said that it is about to answer
 constexpr int64_t kLongestText = Connection::kLongest;
 
-Deadline patience() { return std::chrono::steady_clock::now() + kPatience; }
+// With a rank that has said that it is about to answer.
+Deadline patience() { return std::chrono::steady_clock::now() + std::chrono::seconds(20); }
 
 std::vector<std::string> gather(const Group& group, const std::string& text) {
   return gather_texts(group, text.substr(0, kLongestText - 1), kLongestText, c10::kCPU);

@@ -17,6 +17,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordVideo
 
+from fastsync.installation import install_command
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.atari import wrap_atari
 from fastsync.ppo.envs.interface import Environments
@@ -195,7 +196,7 @@ def _find_env(settings: Settings) -> EnvSource:
 def _make_recorded(source: EnvSource, folder: Path) -> gymnasium.Env[Any, Any]:
     """An environment that films itself. Games are filmed as they are, not as the policy sees them."""
     if importlib.util.find_spec("moviepy") is None:
-        raise ValueError("video needs moviepy, which the extra 'video' installs: pip install 'fastsync[video]'")
+        raise ValueError(f"video needs moviepy: {install_command('video')}")
     if source.spec is not None:
         spec = copy.deepcopy(source.spec)
         spec.kwargs["render_mode"] = "rgb_array"

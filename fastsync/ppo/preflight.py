@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fastsync.installation import install_command
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.envs.spaces import random_actions
@@ -20,10 +21,7 @@ def check_environment(settings: Settings) -> None:
         ValueError: the environment, or an extra that the settings ask for, is not there or does not suit.
     """
     if settings.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            f"wandb_project={settings.wandb_project!r} needs wandb, which the extra 'wandb' installs: "
-            "pip install 'fastsync[wandb]'"
-        )
+        raise ValueError(f"wandb_project={settings.wandb_project!r} needs wandb: {install_command('wandb')}")
     # One environment, and none in processes: what can go wrong goes wrong there as well.
     kind = "sync" if settings.vectorization == "async" else settings.vectorization
     one = replace(settings, num_envs=1, num_minibatches=1, num_micro_batches=1, vectorization=kind)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastsync import _C
+from fastsync.installation import install_command
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.interface import Array, Bools, Environments, FinishedEpisode, Transition
 from fastsync.ppo.envs.replay import seed_from
@@ -91,7 +92,7 @@ def make_envpool(settings: Settings, *, rank: int, restart: int) -> EnvPoolEnvir
         import envpool
     except ImportError as error:
         raise ValueError(
-            f"vectorization='envpool' needs EnvPool ({error}); install it with: pip install \"fastsync[envpool]\""
+            f"vectorization='envpool' needs EnvPool ({error}); install it with: {install_command('envpool')}"
         ) from error
     name = settings.env.removeprefix("ALE/")
     known = envpool.list_all_envs()

@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
+from fastsync.installation import install_command
 from fastsync.ppo.envs.atari import wrap_atari
 
 # Which extra brings what an environment needs, by a part of its entry point or of its name.
@@ -103,7 +104,7 @@ def cannot_be_made(name: str, error: Exception, needed_for: str = "") -> ValueEr
     missing = isinstance(error, (ImportError, gymnasium.error.DependencyNotInstalled))
     extra = next((extra for part, extra in EXTRAS.items() if part in f"{needed_for} {error}".lower()), None)
     if missing and extra:
-        message += f'; install what it needs with: pip install "fastsync[{extra}]"'
+        message += f"; install what it needs with: {install_command(extra)}"
     return ValueError(message)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastsync.files import replacing
+from fastsync.installation import install_command
 
 
 class Logger(Protocol):
@@ -103,10 +104,7 @@ class WandbLog:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError:
-            raise ValueError(
-                f"wandb_project={project!r} needs wandb, which the extra 'wandb' installs: "
-                "pip install 'fastsync[wandb]'"
-            ) from None
+            raise ValueError(f"wandb_project={project!r} needs wandb: {install_command('wandb')}") from None
         id_file = folder / "wandb_id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
