@@ -2,6 +2,8 @@
 # again: stamp files in .venv remember what is installed and built.
 
 PYTHON   ?= $(shell command -v python3.11 || command -v python3)
+# Processes that run tests. Many tests wait, so a core may have more than one.
+TEST_JOBS ?= $(shell nproc)
 VENV     := .venv
 BIN      := $(VENV)/bin
 # torch looks for ninja on the PATH; pip puts it into the environment.
@@ -19,7 +21,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
-	@echo 'make test        set up, then run the tests'
+	@echo 'make test        set up, then run the tests; SUITE=engine, ppo or benchmarks for some'
 	@echo 'make test-slow   run the tests that take minutes: trainings that must reach published returns'
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
@@ -39,8 +41,9 @@ build: $(VENV)/.built
 train: $(VENV)/.train build
 	$(BIN)/fastsync train --env CartPole-v1 --nproc 2
 
+# A file's tests stay together: they share what is dear to make.
 test: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(if $(SUITE),--suite $(SUITE)) $(PYTEST_ARGS)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -33,7 +33,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     try:
         from fastsync.train import require_extra
     except ImportError as error:  # the extension is not built
-        sys.exit(f"fastsync {name}: {error}")
+        sys.exit(f"fastsync {command}: {error}")
     require_extra()
     from fastsync.ppo import cli, evaluate
 

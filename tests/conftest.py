@@ -5,12 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests import emulated
 from tests.ranks import fresh_process_context
+
+# A file belongs to the suite that its name begins with, test_ppo_envs.py to ppo; any other to the first.
+SUITES = ("engine", "ppo", "benchmarks")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--suite", choices=SUITES, help="run the tests of this suite only")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """True leaves out a file of another suite than was asked for."""
+    suite = config.getoption("--suite")
+    if suite is None or collection_path.is_dir():
+        return None
+    own = next((each for each in SUITES if collection_path.name.startswith(f"test_{each}")), SUITES[0])
+    return own != suite or None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -20,7 +37,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     TESTS_WITHOUT_RANKS=1 is for sessions that start no rank: the server takes seconds to import, and to end.
     """
     torch.set_num_threads(1)
-    starts_ranks = os.environ.get("TESTS_WITHOUT_RANKS") != "1"
+    only_hands_out_tests = session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput")
+    starts_ranks = os.environ.get("TESTS_WITHOUT_RANKS") != "1" and not only_hands_out_tests
     if starts_ranks and fresh_process_context().get_start_method() == "forkserver":
         forkserver.ensure_running()
 

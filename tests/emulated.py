@@ -17,6 +17,7 @@ import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 import setup
+from tests.locked import locked
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build/emulated"
@@ -87,12 +88,12 @@ def compile_library(name: Path, sources: dict[str, list[str]]) -> Path:
 def build() -> Path:
     """The library, compiled unless it is there already, in place of older ones."""
     library = FOLDER / f"{key()}.so"
-    if not library.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        old = list(FOLDER.glob("*.so"))
-        os.replace(compile_library(FOLDER / f"unfinished-{os.getpid()}", SOURCES), library)
-        for each in old:
-            each.unlink(missing_ok=True)
+    with locked(FOLDER / "lock"):
+        if not library.exists():
+            old = list(FOLDER.glob("*.so"))
+            os.replace(compile_library(FOLDER / f"unfinished-{os.getpid()}", SOURCES), library)
+            for each in old:
+                each.unlink(missing_ok=True)
     return library
 
 

@@ -95,14 +95,13 @@ def run_ranks(
 def fresh_process_context() -> BaseContext:
     """Starts processes that know nothing of this one.
 
-    Importing torch takes seconds, and so does what trainings log with. So where there is no GPU, whose driver must not
-    be carried over a fork, they are forked from a server that has imported both, and has done nothing else.
+    Importing torch takes seconds. So where there is no GPU, whose driver must not be carried over a fork, they are
+    forked from a server that has imported all that ``tests.preload`` names, and has done nothing else.
     """
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    loggers = ["torch.utils.tensorboard", "matplotlib.backends.backend_agg", "matplotlib.figure"]
-    context.set_forkserver_preload(["torch._dynamo", "fastsync.ppo.trainer", *loggers, "tests.ranks"])
+    context.set_forkserver_preload(["tests.preload"])
     return context
 
 
@@ -126,6 +125,9 @@ def _rank_main(
         store = dist.FileStore(str(folder / "store"), world_size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        # One that ended at once would break off connections that others still wait for.
+        store.set(f"connected {rank}", "")
+        store.wait([f"connected {other}" for other in range(world_size)], limit)
         fn, args = pickle.loads(call)
         result = pickle.dumps(fn(rank, world_size, *args))
         dist.destroy_process_group()

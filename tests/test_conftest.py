@@ -1,4 +1,4 @@
-"""The rule of the gpu marker: skipped without a GPU, failed where FAIL_WITHOUT_CUDA=1 asks for one."""
+"""The rule of the gpu marker: skipped without a GPU, failed where FAIL_WITHOUT_CUDA=1 asks for one. And the suites."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+
+from tests.conftest import SUITES, pytest_ignore_collect
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,3 +44,15 @@ def test_gpu_marker_without_a_gpu(tmp_path: Path) -> None:
     skipped, failed = (next(line for line in result.stdout.splitlines() if line.startswith(word)) for word in WORDS)
     assert skipped.endswith(": torch sees no CUDA device")
     assert "::test_that_fails - Failed: FAIL_WITHOUT_CUDA=1, but torch sees no CUDA device" in failed
+
+
+def test_every_file_is_in_one_suite() -> None:
+    chosen = {suite: Mock(**{"getoption.return_value": suite}) for suite in SUITES}
+    for name, expected in {
+        "ranks": "engine",
+        "ppo_envs": "ppo",
+        "benchmarks_ddp": "benchmarks",
+        "ops": "engine",
+    }.items():
+        path = Path(__file__).with_name(f"test_{name}.py")
+        assert [suite for suite in SUITES if not pytest_ignore_collect(path, chosen[suite])] == [expected]

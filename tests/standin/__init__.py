@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from fastsync import _C as fastsync_C
 from tests import ranks
+from tests.locked import locked
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -41,13 +42,14 @@ TIME_LIMIT = 600.0  # seconds; it takes some 30 of two cores that have nothing e
 def build() -> None:
     """Compiles what has changed."""
     sources = [*HERE.glob("*.cpp"), *HERE.glob("*.h"), *(ROOT / "csrc").rglob("*.h")]
-    if LIBRARY.exists() and LIBRARY.stat().st_mtime > max(source.stat().st_mtime for source in sources):
-        return
-    command = [sys.executable, str(HERE / "setup.py"), "--quiet", "build_ext"]
-    command += ["--build-lib", str(BUILD), "--build-temp", str(BUILD)]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where pip has put ninja
-    subprocess.run(command, cwd=BUILD.parent, env={**os.environ, "PATH": path}, check=True, timeout=TIME_LIMIT)
-    LIBRARY.touch()
+    with locked(BUILD / "lock"):
+        if LIBRARY.exists() and LIBRARY.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+            return
+        command = [sys.executable, str(HERE / "setup.py"), "--quiet", "build_ext"]
+        command += ["--build-lib", str(BUILD), "--build-temp", str(BUILD)]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where pip has put ninja
+        subprocess.run(command, cwd=BUILD.parent, env={**os.environ, "PATH": path}, check=True, timeout=TIME_LIMIT)
+        LIBRARY.touch()
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
