@@ -1,4 +1,4 @@
-"""``python -m benchmarks COMMAND``: what can be measured, one command a module of this package."""
+"""Runs ``python -m benchmarks COMMAND``; each command is a module of ``benchmarks.commands``."""
 
 import argparse
 import importlib
@@ -20,7 +20,7 @@ COMMANDS = {
     "report": "a report of rows that were measured before: tables, pictures, one page of HTML",
     "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }
-REQUIRED = ("matplotlib", "numpy", "rich", "scipy", "tyro")
+REQUIRED = ("jinja2", "matplotlib", "numpy", "rich", "scipy", "tyro")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
         sys.exit(f"benchmarks need {', '.join(missing)}: {install_command('bench')}")
-    return importlib.import_module(f"benchmarks.{options.command}").main(rest)
+    return importlib.import_module(f"benchmarks.commands.{options.command}").main(rest)
 
 
 if __name__ == "__main__":

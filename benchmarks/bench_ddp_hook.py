@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.ways import WAYS, Step, is_right
-from benchmarks.workloads import SIZES, Workload
+from benchmarks.rivals.ways import WAYS, Step, is_right
+from benchmarks.rivals.workloads import SIZES, Workload
 
 WARMUP = 10
 TIMEOUT = timedelta(seconds=120)
@@ -50,7 +50,7 @@ def _build(size: str, way: str) -> Step:
 
 
 def _prepare(step: Step) -> None:
-    """What is not timed, and a barrier, so that no rank waits for the other's start."""
+    """Prepares a step and meets the other rank, so that neither waits for the other's start."""
     step.prepare()
     dist.barrier()
 

@@ -9,7 +9,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from benchmarks.passes import COPY, PACKS, UNPACKS, WIRES, Buffers, Pass, is_right
+from benchmarks.rivals.passes import COPY, PACKS, UNPACKS, WIRES, Buffers, Pass, is_right
 
 NUM_TENSORS = 160
 NUM_INPUT_SETS = 4

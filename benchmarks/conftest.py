@@ -1,4 +1,4 @@
-"""What the suites share: the table at the end, with rates and ratios beside pytest-benchmark's times."""
+"""Prints the suites' table at the end, with rates and ratios beside pytest-benchmark's times."""
 
 from typing import Any
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.records import Record
+from benchmarks.harness.records import Record
 
 WHERE = {"time": "2026-01-01T00:00:00+00:00", "torch": "2.13.0", "cpu": "a CPU", "cores": 2, "gpu": None}
 

@@ -17,17 +17,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.__main__ import COMMANDS, main
-from benchmarks.collect import RankError, collect
-from benchmarks.gradients import Rounding
-from benchmarks.measure import COSTS, Schedule, bandwidths, cost_per_step, measure, ratios
-from benchmarks.memory import available
-from benchmarks.records import Record, RowFile, quantiles, read_json
-from benchmarks.timing import rounds, slowest_rank, time_turns
+from benchmarks.harness.collect import collect
+from benchmarks.harness.measure import COSTS, bandwidths, cost_per_step, measure, ratios
+from benchmarks.harness.memory import available
+from benchmarks.harness.records import Record, RowFile, quantiles, read_json
+from benchmarks.harness.timing import Schedule, rounds, slowest_rank, time_turns
+from benchmarks.rivals.gradients import Rounding
+from benchmarks.rivals.ways import (
+    BY_DEFAULT,
+    LIMITS,
+    WAYS,
+    BareAllReduce,
+    TrainingStep,
+    Way,
+    left_out,
+    with_their_limits,
+)
+from benchmarks.rivals.workloads import SIZES, Workload, size_of, sweep
 from benchmarks.units import format_bytes, format_seconds, parse_bytes, parse_seconds
-from benchmarks.ways import BY_DEFAULT, LIMITS, WAYS, BareAllReduce, TrainingStep, Way, left_out, with_their_limits
-from benchmarks.workloads import SIZES, Workload, size_of, sweep
 from fastsync import SyncStats
 from tests.models import group_of_one
 from tests.ranks import run_ranks
@@ -151,7 +161,7 @@ def test_bandwidths_are_those_of_nccl_tests():
 
 
 def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("benchmarks.memory.available", lambda: 2**30)
+    monkeypatch.setattr("benchmarks.harness.memory.available", lambda: 2**30)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["sync", "--sizes", "64MiB", "--ways", "ddp"])
@@ -161,8 +171,8 @@ def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_free_memory_is_the_machines_and_the_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.memory.MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr("benchmarks.memory.CGROUP", tmp_path)
+    monkeypatch.setattr("benchmarks.harness.memory.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("benchmarks.harness.memory.CGROUP", tmp_path)
     assert available() is None
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    1000 kB\n")
     assert available() == 1_024_000
@@ -246,7 +256,7 @@ def test_rows_are_kept_whatever_ends_the_ranks(tmp_path: Path, ending: str, stat
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("ending", [KeyboardInterrupt(), RankError(1)])
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), SignalException("", signal.SIGTERM)])
 def test_rows_of_an_earlier_run_are_not_shown(tmp_path: Path, ending: BaseException):
     """This one ends before it has any."""
     RowFile(tmp_path / "rows.json").add([row("ddp")])

@@ -5,34 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.cleanrl_loop import Hyperparameters, Rollout, _policy_loss, _value_loss, train
+from benchmarks.rivals.cleanrl_loop import Rollout, _policy_loss, _value_loss, train
+from benchmarks.rivals.trainers import Training
 
-CHOSEN = Hyperparameters(
-    total_steps=600,
-    num_envs=4,
-    num_steps=32,
-    num_minibatches=2,
-    num_epochs=2,
-    seed=1,
-    hidden_size=64,
-    learning_rate=2.5e-4,
-    gamma=0.99,
-    gae_lambda=0.95,
-    clip_coef=0.2,
-    ent_coef=0.01,
-)
+CHOSEN = Training(total_steps=600, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=2, seed=1)
 
 
 def test_it_trains_whole_iterations():
     result = train(CHOSEN)
-    assert result.steps == 4 * 128
-    assert result.seconds > 0
-    assert result.mean_return is not None
-    assert 9 < result.mean_return < 100
+    assert result["steps"] == 4 * 128
+    assert result["seconds"] > 0
+    assert result["mean_return"] is not None
+    assert 9 < result["mean_return"] < 100
 
 
 def test_a_seed_repeats_its_run():
-    assert train(CHOSEN).mean_return == train(CHOSEN).mean_return
+    assert train(CHOSEN)["mean_return"] == train(CHOSEN)["mean_return"]
 
 
 def test_advantages_are_discounted_sums_of_surprises_up_to_the_end_of_an_episode():

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.compare import Comparison, compare, differences, grouped
-from benchmarks.records import Record, RowFile
-from benchmarks.table import told_apart
+from benchmarks.commands.compare import Comparison, compare, differences, grouped
+from benchmarks.harness.records import Record, RowFile
+from benchmarks.report.table import told_apart
 from tests.benchmark_rows import WHERE, step_row
 
 LAUNCHES = 6

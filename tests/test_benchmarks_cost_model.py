@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.cost_fit import Fit, HeldBack, Point, crowding, fit, fit_model, points_of
-from benchmarks.cost_model import (
+from benchmarks.cost.fit import Fit, HeldBack, Point, crowding, fit, fit_model, points_of
+from benchmarks.cost.model import (
     CostModel,
     Host,
     Job,
@@ -22,7 +22,7 @@ from benchmarks.cost_model import (
     split_way,
     tree,
 )
-from benchmarks.records import Record
+from benchmarks.harness.records import Record
 
 LINK = Link(latency=50e-6, bandwidth=1e9)
 NONE, FP16 = "fastsync.attach/none", "fastsync.attach/fp16"

@@ -12,11 +12,13 @@ from rich.progress import Progress
 from torch import nn
 
 from benchmarks.__main__ import main
-from benchmarks.ddp import NO_DDP, NO_SYNC, PARTS, Options, breakdown, memory_needed, whole_steps
-from benchmarks.gradients import Rounding
-from benchmarks.measure import EMPTY, Measurement, Schedule, measure_ways
-from benchmarks.models import TRAININGS, ModelGradients, ResNet50
-from benchmarks.ways import LIMITS, WAYS, Way
+from benchmarks.commands.ddp import Options, breakdown, memory_needed
+from benchmarks.harness.measure import EMPTY, Measurement, measure_ways
+from benchmarks.harness.timing import Schedule
+from benchmarks.rivals.gradients import Rounding
+from benchmarks.rivals.models import TRAININGS, ModelGradients, ResNet50
+from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC, PARTS, whole_steps
+from benchmarks.rivals.ways import LIMITS, WAYS, Way
 from tests.models import group_of_one
 from tests.ranks import run_ranks
 
@@ -83,7 +85,7 @@ def test_models_are_as_large_as_those_of_the_papers():
 
 def test_what_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("benchmarks.memory.available", lambda: 2**30)
+    monkeypatch.setattr("benchmarks.harness.memory.available", lambda: 2**30)
     ways = ("ddp", "fastsync.attach/fp16")
     assert memory_needed(TRAININGS["gpt2"]["small"], 6) == 4 * 5_273_088 * 56
     Options(models=("mlp",), ways=ways)

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.compressions import DEFAULT, ON_REQUEST, half_steps, split
-from benchmarks.gradients import Rounding
-from benchmarks.ways import LIMITS, WAYS
-from benchmarks.workloads import Size, Workload
+from benchmarks.rivals.compressions import DEFAULT, ON_REQUEST, half_steps, split
+from benchmarks.rivals.gradients import Rounding
+from benchmarks.rivals.ways import LIMITS, WAYS
+from benchmarks.rivals.workloads import Size, Workload
 from fastsync import reference
 from tests.models import group_of_one
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.overhead import DDP, Overhead, to_records
+from benchmarks.commands.overhead import DDP, Overhead, to_records
 from tests.benchmark_rows import WHERE
 
 HOOK, ATTACH = "fastsync.register_comm_hook/none", "fastsync.attach/fp16"

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collect import check_places, places
-from benchmarks.cores import cores
-from benchmarks.memory import check_ranks_fit
+from benchmarks.harness.cores import cores
+from benchmarks.harness.memory import check_ranks_fit
+from benchmarks.harness.options import check_places, places
 
 
 def test_ranks_on_cpus_need_main_memory_where_there_are_gpus_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("benchmarks.memory.available", lambda: 2**20)
-    monkeypatch.setattr("benchmarks.memory.available_on", lambda device: 2**40)
+    monkeypatch.setattr("benchmarks.harness.memory.available", lambda: 2**20)
+    monkeypatch.setattr("benchmarks.harness.memory.available_on", lambda device: 2**40)
     check_ranks_fit("a size", 2**20, 4, "choose less")
     for cpu, nproc in ((True, 4), (False, 5)):
         with pytest.raises(ValueError, match=f"takes about {nproc}MiB of memory, and 1MiB are free"):
@@ -23,7 +23,7 @@ def test_ranks_on_cpus_need_main_memory_where_there_are_gpus_too(monkeypatch: py
 
 def test_places_are_gpus_for_all_ranks_or_cores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("benchmarks.collect.cores", lambda: 16)
+    monkeypatch.setattr("benchmarks.harness.options.cores", lambda: 16)
     assert [places(nproc) for nproc in (1, 2, 17)] == [1, 16, 16]
     assert places(1, cpu=True) == 16
     check_places(16, oversubscribe=False)
@@ -34,9 +34,9 @@ def test_places_are_gpus_for_all_ranks_or_cores(monkeypatch: pytest.MonkeyPatch)
 
 def test_ranks_may_share_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("benchmarks.collect.cores", lambda: 16)
-    monkeypatch.setattr("benchmarks.memory.available", lambda: 0)
-    monkeypatch.setattr("benchmarks.memory.available_on", lambda device: 2**21)
+    monkeypatch.setattr("benchmarks.harness.options.cores", lambda: 16)
+    monkeypatch.setattr("benchmarks.harness.memory.available", lambda: 0)
+    monkeypatch.setattr("benchmarks.harness.memory.available_on", lambda device: 2**21)
     assert [places(nproc, share_gpus=True) for nproc in (1, 2, 5)] == [2, 2, 2]
     check_places(5, oversubscribe=False, share_gpus=True)
     check_ranks_fit("a size", 2**20, 4, "choose less", share_gpus=True)
@@ -63,7 +63,7 @@ def test_cores_are_no_more_than_the_containers_share(
     quota: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    monkeypatch.setattr("benchmarks.cores.CPU_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr("benchmarks.harness.cores.CPU_MAX", tmp_path / "cpu.max")
     if quota is not None:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert cores() == expected

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.records import Record, RowFile, read_json
-from benchmarks.trainers import Training, run_alone
+from benchmarks.harness.records import Record, RowFile, read_json
+from benchmarks.rivals.trainers import Training, run_alone
 
 
 def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -27,7 +27,7 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         returned = {"environment alone": None, "cleanrl": 22.0}.get(trainer, 100.0 + training.seed)
         return {"steps": training.total_steps, "seconds": training.total_steps / speed, "mean_return": returned}
 
-    monkeypatch.setattr("benchmarks.ppo.run_alone", made_up)
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
     script = tmp_path / "ppo.py"
     script.touch()
     status = main(["ppo", "--hyperparameters", "zoo", "--cleanrl", str(script), "--json", str(tmp_path / "rows.json")])
@@ -83,7 +83,7 @@ def test_ppo_keeps_what_was_measured_whatever_ends_it(
         seconds = 1.0 if len(trained) < 3 else ends_training(ending)
         return {"steps": training.total_steps, "seconds": seconds, "mean_return": 100.0}
 
-    monkeypatch.setattr("benchmarks.ppo.run_alone", made_up)
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
     rows = RowFile(tmp_path / "rows.json")
     rows.add([Record("ppo", "of an earlier run", {}, {}, True, [1.0], {})])
     assert main(["ppo", "--hyperparameters", "zoo", "--repetitions", "1", "--json", str(rows.path)]) == status
@@ -108,7 +108,7 @@ def test_ppo_keeps_the_repetitions_of_a_set_and_the_sets_before(tmp_path: Path, 
             raise KeyboardInterrupt
         return {"steps": training.total_steps, "seconds": 1.0, "mean_return": 100.0}
 
-    monkeypatch.setattr("benchmarks.ppo.run_alone", made_up)
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
     options = ("--hyperparameters", "zoo", "fastsync", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
     assert main(["ppo", *options]) == 130
     samples = {"zoo": 2, "fastsync": 1}
@@ -156,7 +156,7 @@ def test_gpus_that_trainings_do_not_see_are_no_places(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("benchmarks.collect.cores", lambda: 1)
+    monkeypatch.setattr("benchmarks.harness.options.cores", lambda: 1)
     with pytest.raises(SystemExit):
         main(["ppo", "--nproc", "2"])
     assert "nproc=2: this machine has 1 cores" in " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -190,7 +190,7 @@ def test_ppo_refuses_what_cannot_be_measured(
     options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("benchmarks.collect.cores", lambda: 2)
+    monkeypatch.setattr("benchmarks.harness.options.cores", lambda: 2)
     with pytest.raises(SystemExit):
         main(["ppo", *options])
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import benchmarks.predict
+import benchmarks.commands.predict
 from benchmarks.__main__ import main
-from benchmarks.cost_model import CostModel, Host, Job, Link, Topology, efficiency
-from benchmarks.predict import Options, crossover_range, slower
-from benchmarks.records import Record, RowFile
+from benchmarks.commands.predict import Options, crossover_range, slower
+from benchmarks.cost.model import CostModel, Host, Job, Link, Topology, efficiency
+from benchmarks.harness.records import Record, RowFile
 
 NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
 WAYS = ("fastsync.attach/none", "fastsync.attach/fp16")
@@ -170,9 +170,9 @@ def test_a_link_without_cost_is_valid_json(capsys: pytest.CaptureFixture[str]):
     given = {"bandwidth": "1gbit", "latency": "1us", "overhead": "1us", "local_bandwidth": 1.0}
     options = Options(compression=("none",), world_sizes=(2, 4), **given)
     model = CostModel(Topology("ring", Link(latency=1e-3, bandwidth=math.inf)), {WAYS[0]: Host(1e-6, math.inf)})
-    predictions = list(benchmarks.predict.predict(options, model, None))
+    predictions = list(benchmarks.commands.predict.predict(options, model, None))
     json.dumps([asdict(record) for record in predictions], allow_nan=False)
-    benchmarks.predict.report(options, model, None, [], predictions)
+    benchmarks.commands.predict.report(options, model, None, [], predictions)
     assert "1 ms a step, no measurable cost a byte" in capsys.readouterr().out
 
 
@@ -220,7 +220,7 @@ def test_what_was_not_measured_is_named(rows: Path, capsys: pytest.CaptureFixtur
         (["--latency", "10"], "'10' is not a time"),
         (["--world-sizes", "2048"], "2048 must be from 1 to 1024"),
         (["--hold-back", "8"], "give --bandwidth"),
-        (["--bucket-mb", "0"], "bucket_mb=0.0 must be above 0"),
+        (["--bucket-mb", "0"], "bucket_mb=0.0 must be more than 0"),
     ],
 )
 def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -14,12 +14,11 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from benchmarks.__main__ import main
-from benchmarks.efficiency import DEFINITIONS, points, sweep
-from benchmarks.records import Record, RowFile, read_json
-from benchmarks.report import Document, Section, Table, check_folder, write_report
+from benchmarks.harness.records import Record, RowFile, read_json
 from benchmarks.report import pictures as drawn
-from benchmarks.report.markdown import to_markdown
-from benchmarks.report.page import to_html
+from benchmarks.report.document import Document, Section, Table
+from benchmarks.report.efficiency import DEFINITIONS, points, sweep
+from benchmarks.report.folder import check_folder, to_html, to_markdown, write_report
 from benchmarks.report.rows import environment_of, rows_document
 from benchmarks.report.scaling import interval, scaling_document
 from tests.benchmark_rows import WHERE, all_reduce_row, scaling_rows, step_row

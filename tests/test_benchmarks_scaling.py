@@ -17,15 +17,15 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from benchmarks import scaling
 from benchmarks.__main__ import main
-from benchmarks.ddp import PARTS
-from benchmarks.efficiency import baseline, overhead, points, sweep
-from benchmarks.hosts import Capacity, Host, check_capacity, own_capacity, own_index, place, read_hostfile
-from benchmarks.meeting import Meeting
-from benchmarks.records import Record, read_json
-from benchmarks.scaling_rank import Launch, _sweep, _train, compute_figures
-from benchmarks.ways import TrainingStep, Way
+from benchmarks.commands import scaling
+from benchmarks.commands.ddp import PARTS
+from benchmarks.harness.records import Record, read_json
+from benchmarks.harness.scaling_launch import Launch, _sweep, _train, compute_figures
+from benchmarks.network.coordination import Coordinator
+from benchmarks.network.hosts import Capacity, Host, check_capacity, own_capacity, own_index, place, read_hostfile
+from benchmarks.report.efficiency import baseline, overhead, points, sweep
+from benchmarks.rivals.ways import TrainingStep, Way
 from fastsync.launch.torchrun import Nodes
 from tests.benchmark_rows import all_reduce_row, step_row
 from tests.ranks import run_ranks
@@ -339,7 +339,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     capfd: pytest.CaptureFixture[str],
 ):
     launched = launcher([])
-    monkeypatch.setattr("benchmarks.memory.available", lambda: 2**26)
+    monkeypatch.setattr("benchmarks.harness.memory.available", lambda: 2**26)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.chdir(tmp_path)
     Path("HOSTS").write_text("a slots=4\nb slots=4\n")
@@ -362,7 +362,7 @@ def test_samples_of_a_rank():
     assert [by_default.samples(size) for size in (2, 3)] == [256 * 3, 256 * 2]
 
 
-class OtherMachine(Meeting):
+class OtherMachine(Coordinator):
     """Machine 0 of two, the other of which says what it is told to."""
 
     def __init__(self, **other: object) -> None:
@@ -503,7 +503,7 @@ def measure_with_a_wrong_way(rank: int, world_size: int) -> list[Record]:
     del rank, world_size
     PARTS["wrong"] = Way(lambda gradients, group: TrainingStep(gradients.model()))
     launch = Launch("mlp", "small", ("wrong", "cat"), 2, 2, 2, sweep=(), sweep_repetitions=2, seed=0)
-    return list(_train(launch, torch.device("cpu"), {}))
+    return list(_train(launch, torch.device("cpu")))
 
 
 def test_a_wrong_way_is_not_timed():

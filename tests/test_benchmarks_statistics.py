@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.statistics import (
+from benchmarks.harness.statistics import (
     RATIO_HOLDS,
     SURE_FROM,
     median_interval,
@@ -85,7 +85,7 @@ def test_a_wider_confidence_gives_a_wider_interval():
 
 def test_intervals_hold_what_they_promise(monkeypatch: pytest.MonkeyPatch):
     """Of 200 seeded runs 95 % are to hold the truth. Fewer than 180 have a probability of 1 in 1000 if that is so."""
-    monkeypatch.setattr("benchmarks.statistics.RESAMPLES", 1999)  # a fifth, for a quick test
+    monkeypatch.setattr("benchmarks.harness.statistics.RESAMPLES", 1999)  # a fifth, for a quick test
     generator = np.random.default_rng(7)
     medians = ratios = bands = 0
     for _ in range(200):
@@ -103,7 +103,7 @@ def test_how_often_the_ratio_of_few_samples_is_held_is_what_the_reports_say(
     number: int, monkeypatch: pytest.MonkeyPatch
 ):
     """600 seeded runs, whose share is off by four standard errors in 1 of 16,000 cases."""
-    monkeypatch.setattr("benchmarks.statistics.RESAMPLES", 999)
+    monkeypatch.setattr("benchmarks.harness.statistics.RESAMPLES", 999)
     generator, runs = np.random.default_rng(3), 600
     held = 0
     for above, below in generator.lognormal(0.0, 0.05, size=(runs, 2, number)):

@@ -1,4 +1,4 @@
-"""What a report says, whatever it is written as."""
+"""The contents of a report, whatever it is written as."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,20 +1,22 @@
 """The folder of a report: rows.json, rows.csv, report.md, a file for each picture, index.html."""
 
+import base64
 import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.records import QUANTILES, Record
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from benchmarks.harness.records import QUANTILES, Record
 from benchmarks.report.document import Document
-from benchmarks.report.markdown import to_markdown
-from benchmarks.report.page import to_html
+from benchmarks.report.table import OVERSUBSCRIBED
 
 ROWS = "rows.json"
 
 
 def check_folder(folder: Path) -> None:
-    """Whether a report may go there.
+    """Checks that a report may go there.
 
     Raises:
         ValueError: it holds the rows of another, or is no folder.
@@ -34,6 +36,35 @@ def write_report(folder: Path, document: Document, records: Sequence[Record]) ->
     (folder / "rows.csv").write_text(to_csv(records))
     (folder / "report.md").write_text(to_markdown(document))
     (folder / "index.html").write_text(to_html(document))
+
+
+def to_html(document: Document) -> str:
+    """One page that loads nothing: pictures and style are part of it, and there are no scripts."""
+    return _render("index.html.jinja", document)
+
+
+def to_markdown(document: Document) -> str:
+    """The same for people who read it where Markdown is shown; pictures are files beside it."""
+    return _render("report.md.jinja", document)
+
+
+def _render(template: str, document: Document) -> str:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=".html" in template,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {"base64": lambda text: base64.b64encode(text.encode()).decode(), "plain": _plain}
+    return templates.get_template(template).render(document=document, oversubscribed=OVERSUBSCRIBED)
+
+
+def _plain(text: str) -> str:
+    """Text in which Markdown finds nothing of its own."""
+    for character in "\\`*_|<>":
+        text = text.replace(character, f"\\{character}")
+    return " ".join(text.split())
 
 
 def to_csv(records: Sequence[Record]) -> str:

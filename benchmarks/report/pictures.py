@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
-from benchmarks.efficiency import PARTS, Bandwidth, Point
 from benchmarks.report.document import Picture
-from benchmarks.table import OVERSUBSCRIBED
+from benchmarks.report.efficiency import PARTS, Bandwidth, Point
+from benchmarks.report.table import OVERSUBSCRIBED
 from benchmarks.units import format_bytes
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -77,7 +77,7 @@ def efficiency_picture(points: Sequence[Point], scaling: str) -> Picture:
 
 
 def breakdown_picture(points: Sequence[Point]) -> Picture:
-    """Where a step's time goes: a panel for each way, a stack for each world size."""
+    """Draws where a step's time goes: a panel for each way, a stack for each world size."""
     with mpl.rc_context(STYLE):
         ways = list(dict.fromkeys(point.way for point in points))
         columns = min(3, len(ways))
@@ -169,7 +169,7 @@ def _known(point: Point) -> list[str]:
 
 
 def _stack(axes: Axes, place: int, point: Point) -> None:
-    """What is negative goes down from zero."""
+    """Draws a stack; what is negative goes down from zero."""
     above = below = 0.0
     for part in _known(point):
         value = getattr(point, part) * 1e3

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from benchmarks.records import Record
+from benchmarks.harness.records import Record
+from benchmarks.harness.statistics import CONFIDENCE, SAMPLES_ARE_LAUNCHES, noise_band
 from benchmarks.report.document import Document, Section, Table
-from benchmarks.statistics import CONFIDENCE, SAMPLES_ARE_LAUNCHES, noise_band
-from benchmarks.table import share, spread, told_apart
+from benchmarks.report.table import share, spread, told_apart
 
 DEFINITIONS = {
     "median [p10, p90]": "Of a row's samples, in milliseconds: half of them are below the median, a tenth below p10, "
@@ -35,7 +35,7 @@ def rows_document(records: Sequence[Record], title: str, command: str) -> Docume
 
 
 def environment_of(records: Sequence[Record]) -> dict[str, str]:
-    """Where they were measured: what is not the same for all is given as a list."""
+    """Describes where they were measured: what is not the same for all is given as a list."""
     names = dict.fromkeys(name for record in records for name in record.environment)
     found = {name: dict.fromkeys(record.environment.get(name) for record in records) for name in names}
     return {

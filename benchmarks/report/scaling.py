@@ -1,16 +1,16 @@
-"""What a scaling run found, as a document."""
+"""Makes a document of what a scaling run found."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.efficiency import DEFINITIONS, Bandwidth, Point, baseline, overhead, points, sweep
-from benchmarks.records import Record
+from benchmarks.harness.records import Record
+from benchmarks.harness.statistics import RATIO_HOLDS, SURE_FROM, range_holds_median
 from benchmarks.report.document import Document, Section, Table
+from benchmarks.report.efficiency import DEFINITIONS, Bandwidth, Point, baseline, overhead, points, sweep
 from benchmarks.report.pictures import bandwidth_picture, breakdown_picture, efficiency_picture, ranks
 from benchmarks.report.rows import environment_of
-from benchmarks.statistics import RATIO_HOLDS, SURE_FROM, range_holds_median
-from benchmarks.table import milliseconds
+from benchmarks.report.table import milliseconds
 from benchmarks.units import format_bytes
 
 

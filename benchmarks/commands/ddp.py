@@ -1,0 +1,170 @@
+"""``python -m benchmarks ddp``: whole training steps of real models, taken apart into overhead and communication.
+
+A sample is the time of a step, from a barrier until the slowest rank is through it: forward, backward with everything
+that makes its gradients the mean over the ranks, and the optimizer's step. Beside the ways to synchronise run the plain
+model, without DDP, and DDP under ``no_sync``: what is between those two is DDP's own overhead. What a way adds to the
+second, or to the first if it has no DDP, is communication that backward did not hide, and what the way itself costs.
+How long communication takes when nothing hides it, the bare all_reduce tells. Data are synthetic. All ways run in the
+same processes and take turns.
+"""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import tyro
+from rich.progress import Progress
+
+from benchmarks.harness.collect import Collected
+from benchmarks.harness.measure import Measurement, measure_each, measure_training, measured_figures
+from benchmarks.harness.memory import check_ranks_fit
+from benchmarks.harness.options import RankOptions, check_at_least, run_on_ranks
+from benchmarks.harness.records import Record, RowFile
+from benchmarks.report.table import Columns, grouped_by, milliseconds, number, print_tables, ranks_on, spread
+from benchmarks.rivals.models import TRAININGS, Scale, Training
+from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC, PARTS
+from benchmarks.rivals.ways import BARE, BY_DEFAULT, WAYS, Way, with_their_limits
+
+if TYPE_CHECKING:
+    ModelName = str
+    WayName = str
+else:
+    ModelName = tyro.extras.literal_type_from_choices(TRAININGS)
+    WayName = tyro.extras.literal_type_from_choices(name for name in WAYS if name != "no_sync")
+
+POLICIES = ("mlp", "atari")
+DEFAULT_WAYS = tuple(
+    name for name in BY_DEFAULT if name.startswith(("ddp", "fastsync.register_comm_hook/", "fastsync.attach/"))
+)
+
+
+@dataclass(frozen=True)
+class Options(RankOptions):
+    """Measure training steps of real models: DDP's own overhead, communication, and how much of it backward hides."""
+
+    models: tuple[ModelName, ...] = tuple(TRAININGS)
+    """What is trained: PPO's policies for vectors (mlp) and images (atari), ResNet-50, a GPT."""
+    scale: Scale = "small"
+    """small: narrow models, short sequences, small images, for a CPU. full: as in the papers, for GPUs."""
+    batch_size: int | None = None
+    """Samples in each rank's batch; by default as many as suit the model and the scale."""
+    ways: tuple[WayName, ...] = DEFAULT_WAYS
+    """Ways to synchronise. The plain model, DDP under no_sync, and the bare all_reduce of what they send are always
+    measured as well."""
+    repetitions: int | None = None
+    """Samples of each way; by default between 200 for the smallest model and 10 for the largest."""
+    warmup: int = 3
+    """Steps of each way that are not timed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.models:
+            raise ValueError(f"models: choose at least one of {', '.join(TRAININGS)}")
+        check_at_least(self, batch_size=1)
+        check_installed(self.models)
+        for name in self.models:
+            needed = memory_needed(TRAININGS[name][self.scale], 1 + len(with_their_limits(self.ways)))
+            way_out = "choose fewer --ways, other models, or --scale small"
+            check_ranks_fit(f"model {name}", needed, self.nproc, way_out, self.cpu, self.share_gpus)
+
+
+def check_installed(models: Sequence[str]) -> None:
+    """Refuses policies where gymnasium is missing."""
+    if any(name in POLICIES for name in models) and importlib.util.find_spec("gymnasium") is None:
+        raise ValueError(f"models {', '.join(POLICIES)} need gymnasium, which the extra 'train' installs")
+
+
+def memory_needed(training: Training, num_ways: int) -> int:
+    """Bytes that one rank allocates to measure so many ways: at most, as measured in main memory, without activations.
+
+    The weights, own gradients, their mean and its bound; one result at a time is compared in float64. A way holds
+    weights, gradients, the optimizer's state, its buffer, and DDP's buckets where it has them.
+    """
+    return 4 * training.numel * (14 + 7 * num_ways)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and reports. Returns the exit status."""
+    return run_on_ranks("ddp", Options, measure_all, report, arguments)
+
+
+def measure_all(options: Options, rows: RowFile) -> list[str]:
+    """Measures all models as one rank, of which rank 0 keeps the rows. Returns notes."""
+
+    def measure_model(model: str, names: Sequence[str], device: torch.device, progress: Progress) -> list[Record]:
+        training = TRAININGS[model][options.scale]
+        batch_size, schedule = options.batch_size or training.batch_size, options.schedule(training.repetitions)
+
+        def figures(
+            of_rank: Sequence[Mapping[str, Measurement]], name: str, medians: Mapping[str, float]
+        ) -> dict[str, float | None]:
+            num_samples = batch_size * len(of_rank)
+            return {**breakdown(name, PARTS[name], medians, num_samples), **measured_figures(name, of_rank)}
+
+        return measure_training("ddp", model, options.scale, batch_size, names, schedule, device, progress, figures)
+
+    return measure_each(dict.fromkeys(options.models), with_their_limits(options.ways), options, rows, measure_model)
+
+
+def breakdown(name: str, way: Way, medians: Mapping[str, float], num_samples: int) -> dict[str, float | None]:
+    """Takes a way's step apart by the medians of all. Seconds, and None where something was not measured or is none.
+
+    over_no_ddp: what it adds to the step of the plain model; of no_sync that is DDP's own overhead.
+    exposed: what it adds to the step that is the same but for synchronisation: under no_sync where it is in DDP, of the
+    plain model where it is not. Communication that backward did not hide, and what the way itself costs.
+    hidden: the share of the bare all_reduce's time that it does not add, where the gradients travel.
+    samples_per_second: of all ranks together.
+    """
+    figures: dict[str, float | None] = dict.fromkeys(("over_no_ddp", "exposed", "hidden", "samples_per_second"))
+    if name not in medians or name in BARE:
+        return figures
+    figures["samples_per_second"] = num_samples / medians[name]
+    if NO_DDP in medians:
+        figures["over_no_ddp"] = medians[name] - medians[NO_DDP]
+    without = NO_SYNC if way.in_ddp else NO_DDP
+    if way.averages and without in medians:
+        exposed = figures["exposed"] = medians[name] - medians[without]
+        if way.limit in medians:
+            figures["hidden"] = 1 - exposed / medians[way.limit]
+    return figures
+
+
+def report(options: Options, collected: Collected) -> None:
+    """Prints a table for each model."""
+    by_model = grouped_by(collected.records, lambda record: record.settings["model"])
+    print_tables(by_model, _title, COLUMNS, (LEGEND, *collected.notes))
+
+
+COLUMNS: Columns = {
+    "way": lambda record: record.way,
+    "step, ms": lambda record: spread(record.quantiles),
+    "samples/s": lambda record: number(record.figures["samples_per_second"], ",.1f"),
+    "over no_ddp, ms": lambda record: milliseconds(record.figures["over_no_ddp"]),
+    "exposed, ms": lambda record: milliseconds(record.figures["exposed"]),
+    "hidden": lambda record: number(record.figures["hidden"], ".0%"),
+    "engine's exposed, ms": lambda record: milliseconds(record.figures["exposed_time"]),
+    "wire bytes": lambda record: number(record.figures["wire_bytes"], ",.0f"),
+    "error": lambda record: number(record.figures["error"], ".1e"),
+}
+LEGEND = (
+    "step: forward, backward, synchronisation and the optimizer's step, median [p10, p90] of the slowest rank; of "
+    "all_reduce that alone. samples/s: of all ranks. over no_ddp: what the median adds to the plain model's; of "
+    "no_sync it is DDP's own overhead. exposed: what it adds to no_sync's, or to no_ddp's where it is not in DDP: "
+    "communication that backward did not hide, and its own work. hidden: the share of the bare all_reduce of the same "
+    "dtype that is not exposed; powerSGD_hook sends something else, in one bucket, as it would mix up two on Gloo, and "
+    "so hides nothing. engine's exposed, wire bytes: per step and rank, as the engine counts them. error: of the "
+    "gradients, relative, in the 2-norm. The learning rate is 0: the optimizer works, the weights stay."
+)
+
+
+def _title(record: Record) -> str:
+    settings = record.settings
+    training = TRAININGS[settings["model"]][settings["scale"]]
+    dimensions = ", ".join(f"{name} {settings[name]}" for name in training.dimensions)
+    return (
+        f"{settings['model']}, scale {settings['scale']} ({dimensions}), {settings['batch_size']} samples a rank, "
+        f"{settings['numel']:,} parameters in {settings['num_tensors']} tensors\n"
+        f"{settings['repetitions']} repetitions, {ranks_on(record)}"
+    )

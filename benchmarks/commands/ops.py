@@ -1,0 +1,233 @@
+"""``python -m benchmarks ops``: pack and unpack against a copy of as many bytes, cat + mul + to, and torch._foreach.
+
+A sample is the time of one call, as the mean over all input sets, each of them used once. Sets of larger sizes do not
+fit into the cache together; those of the smallest do, as the newest gradients do in training. All ways of a pass use
+the same sets and take turns in an order that changes; "nothing" is what the loop itself costs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import tyro
+from rich.progress import Progress
+
+from benchmarks.harness.collect import Collected, collect
+from benchmarks.harness.launches import LAUNCHES, count
+from benchmarks.harness.memory import available_on, check_fits
+from benchmarks.harness.options import check_at_least, check_json
+from benchmarks.harness.progress import progress_bars
+from benchmarks.harness.records import Record, RowFile, environment, quantiles
+from benchmarks.harness.timing import rounds
+from benchmarks.report.table import Columns, grouped_by, number, print_tables
+from benchmarks.rivals.passes import COPY, PASSES, WIRES, Buffers, is_right
+from benchmarks.units import format_bytes, parse_bytes
+from fastsync.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    WireName = str
+else:
+    WireName = tyro.extras.literal_type_from_choices(WIRES)
+
+NOTHING = "nothing"
+"""The way that does nothing: what is measured of it is the harness."""
+BYTES_IN_SETS = 256 << 20
+MIN_SETS, MAX_SETS = 2, 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure pack and unpack: GB/s against a copy of as many bytes in the same run, and what is launched."""
+
+    sizes: tuple[str, ...] = ("18KiB", "1MiB", "4MiB", "25MiB", "256MiB")
+    """Bytes of float32 gradients, such as 18KiB, 25MiB or 1GiB."""
+    tensors: tuple[int, ...] = (1, 6, 160, 500)
+    """Numbers of tensors that they are divided into, unevenly."""
+    wires: tuple[WireName, ...] = tuple(WIRES)
+    """What they are packed to; none is float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where; auto takes the GPU if there is one."""
+    threads: int = 1
+    """Threads to compute with on a CPU; torchrun gives each rank one."""
+    repetitions: int = 10
+    """Samples of each way, each of them the mean over all input sets."""
+    warmup: int = 2
+    """Samples of each way that do not count."""
+    json: Path | None = None
+    """File to write all rows to, with every sample, the settings, versions and hardware."""
+    seed: int = 0
+    """Seeds the order of the ways, the gradients and where they are divided."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, repetitions=1, warmup=0, threads=1)
+        for name in ("sizes", "tensors", "wires"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: choose at least one")
+        check_json(self.json)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device=cuda: there is no GPU that torch can use; choose cpu")
+        for size in self.sizes:
+            nbytes = parse_bytes(size)
+            if nbytes % 4 or not 1 <= max(self.tensors) <= nbytes // 4 or min(self.tensors) < 1:
+                raise ValueError(f"sizes: {size} are not whole float32 values for {max(self.tensors)} tensors")
+            check_fits(f"size {size}", memory_needed(nbytes), available_on(self.torch_device), "choose smaller sizes")
+
+    @property
+    def torch_device(self) -> torch.device:
+        on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        return torch.device("cuda" if on_gpu else "cpu")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and reports.
+
+    Returns:
+        The exit status: 0, 1 if a way gave a wrong result, 130 after Ctrl-C.
+    """
+    options = tyro.cli(Options, prog="python -m benchmarks ops", args=arguments)
+    collected = collect(measure_all, 1, options, options.json)
+    report(collected)
+    return collected.status
+
+
+def num_sets(nbytes: int) -> int:
+    """Input sets: as many as make 256 MiB of gradients, between 2 and 64."""
+    return max(MIN_SETS, min(MAX_SETS, BYTES_IN_SETS // nbytes))
+
+
+def memory_needed(nbytes: int) -> int:
+    """Bytes allocated at most for so many bytes of gradients: each set, with a float32 wire, and what a way makes."""
+    return nbytes * (4 * num_sets(nbytes) + 6)
+
+
+def measure_all(options: Options, rows: RowFile) -> list[str]:
+    """Measures all combinations in this process. Returns notes."""
+    torch.set_num_threads(options.threads)
+    device = options.torch_device
+    cases = [(size, n, wire) for size in options.sizes for n in options.tensors for wire in options.wires]
+    with progress_bars(shown=True) as progress:
+        for size, num_tensors, wire in _each(cases, progress):
+            sets = _input_sets(parse_bytes(size), num_tensors, wire, device, options.seed)
+            for name in PASSES:
+                rows.add(measure(name, sets, _settings(size, num_tensors, wire, len(sets), options), device))
+    return [LAUNCHES[device.type]]
+
+
+def measure(name: str, sets: list[Buffers], settings: Mapping[str, Any], device: torch.device) -> list[Record]:
+    """Checks, counts and times all ways of the pass ``name``, one row for each."""
+    ways = PASSES[name]
+    right = {way: is_right(name, ways[way], sets[0]) for way in ways}
+    launches = {way: count(partial(ways[way].run, sets[0]), device).launches for way in ways}
+    timed: dict[str, Callable[[Buffers], None]] = {way: ways[way].run for way in ways if right[way]}
+    samples: dict[str, list[float]] = {way: [] for way in (NOTHING, *timed)}
+    order = rounds(samples, settings["warmup"] + settings["repetitions"], settings["seed"])
+    for turn, names in enumerate(order):
+        for way in names:
+            seconds = _time(timed.get(way, _do_nothing), sets, device)
+            if turn >= settings["warmup"]:
+                samples[way].append(seconds)
+    right = {way: right[way] and is_right(name, ways[way], sets[-1]) for way in ways}
+    medians = {way: quantiles(values)["median"] for way, values in samples.items()}
+    where = environment(device)
+    return [
+        Record(
+            benchmark="ops",
+            way=way,
+            settings={**settings, "pass": name},
+            figures={**figures(way, medians, sets[0].nbytes), "launches": launches[way]},
+            correct=right[way],
+            samples=samples.get(way, []),
+            environment=where,
+        )
+        for way in ways
+    ]
+
+
+def figures(way: str, medians: Mapping[str, float], nbytes: int) -> dict[str, float | None]:
+    """Bytes per second, that by the copy's, and the seconds of a call that are the loop's own, which stay in."""
+    rate = nbytes / medians[way] if way in medians else None
+    over_copy = medians[COPY] / medians[way] if {way, COPY} <= medians.keys() else None
+    return {"bytes": nbytes, "rate": rate, "of_copy": over_copy, "harness": medians[NOTHING]}
+
+
+def report(collected: Collected) -> None:
+    """Prints a table for each size and direction."""
+    of_pass = [record for name in PASSES for record in collected.records if record.settings["pass"] == name]
+    groups = grouped_by(of_pass, lambda record: (record.settings["pass"], record.settings["size"]))
+    print_tables(groups, _title, COLUMNS, (LEGEND, *collected.notes))
+
+
+LEGEND = (
+    "µs: median [p10, p90] of a call. GB/s: bytes that the pass must read and write, by the median; of copy: that by "
+    "the rate of a plain copy of as many bytes. harness: the loop's own time for each call, which is part of every "
+    "other figure."
+)
+COLUMNS: Columns = {
+    "way": lambda record: record.way,
+    "tensors": lambda record: str(record.settings["num_tensors"]),
+    "wire": lambda record: record.settings["wire"],
+    "µs": lambda record: _microseconds(record.quantiles),
+    "GB/s": lambda record: number(record.figures["rate"], "#.3g", 1e9),
+    "of copy": lambda record: number(record.figures["of_copy"], ".0%"),
+    "launches": lambda record: str(record.figures["launches"]),
+    "harness, µs": lambda record: number(record.figures["harness"], ".2f", 1e-6),
+}
+
+
+def _settings(size: str, num_tensors: int, wire: str, sets: int, options: Options) -> dict[str, Any]:
+    chosen = asdict(options)
+    return {
+        "size": format_bytes(parse_bytes(size)),
+        "numel": parse_bytes(size) // 4,
+        "num_tensors": num_tensors,
+        "wire": wire,
+        "input_sets": sets,
+        "device": options.torch_device.type,
+        **{name: chosen[name] for name in ("threads", "repetitions", "warmup", "seed")},
+    }
+
+
+def _input_sets(nbytes: int, num_tensors: int, wire: str, device: torch.device, seed: int) -> list[Buffers]:
+    sets = [Buffers(nbytes // 4, num_tensors, WIRES[wire], device, seed + index) for index in range(num_sets(nbytes))]
+    for buffers in sets:
+        buffers.pack()  # something to unpack
+    return sets
+
+
+def _time(run: Callable[[Buffers], None], sets: list[Buffers], device: torch.device) -> float:
+    stopwatch = Stopwatch(device)
+    with stopwatch:
+        for buffers in sets:
+            run(buffers)
+    return stopwatch.seconds() / len(sets)
+
+
+def _do_nothing(buffers: Buffers) -> None:
+    del buffers
+
+
+def _each(cases: list[tuple[str, int, str]], progress: Progress) -> Iterator[tuple[str, int, str]]:
+    task = progress.add_task("pack and unpack", total=len(cases))
+    for size, num_tensors, wire in cases:
+        progress.update(task, description=f"{size}, {num_tensors} tensors, {wire}", refresh=True)
+        yield size, num_tensors, wire
+        progress.update(task, advance=1, refresh=True)
+
+
+def _title(record: Record) -> str:
+    settings, where = record.settings, record.environment
+    return (
+        f"{settings['pass']} {settings['size']} of float32 gradients, {settings['repetitions']} samples over "
+        f"{settings['input_sets']} input sets\n"
+        f"{where['gpu'] or where['cpu']}, {where['threads_per_rank']} thread, torch {where['torch']}, "
+        f"fastsync {where['commit']}"
+    )
+
+
+def _microseconds(quantiles: Mapping[str, float]) -> str:
+    if not quantiles:
+        return ""
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(quantiles[name] * 1e6 for name in ("median", "p10", "p90")))

@@ -1,0 +1,261 @@
+"""``python -m benchmarks ppo``: environment steps per second of whole trainings, ours and the rivals', in turns.
+
+All train CartPole-v1 with the same hyperparameters and the same network, on the same cores, one thread a process. A
+sample is the time of a training's loop: collecting and learning, without start-up.
+"""
+
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import tyro
+from rich.progress import TaskID
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from benchmarks.harness.collect import ending, termination_raises
+from benchmarks.harness.options import check_at_least, check_json, check_places, check_positive, places
+from benchmarks.harness.progress import progress_bars
+from benchmarks.harness.records import Record, RowFile, environment
+from benchmarks.report.table import Columns, grouped_by, measured_on, number, print_tables
+from benchmarks.rivals.trainers import Outcome, Training, run_alone
+
+HYPERPARAMETERS = {
+    "cleanrl": Training(total_steps=0, num_envs=4, num_steps=128, num_minibatches=4, num_epochs=4, seed=1),
+    "zoo": Training(total_steps=0, num_envs=8, num_steps=32, num_minibatches=1, num_epochs=20, seed=1),
+    "fastsync": Training(total_steps=0, num_envs=32, num_steps=32, num_minibatches=4, num_epochs=10, seed=1),
+    "large": Training(
+        total_steps=0, num_envs=64, num_steps=128, num_minibatches=4, num_epochs=4, seed=1, hidden_size=256
+    ),
+}
+"""CleanRL's defaults, those of RL Baselines3 Zoo for CartPole-v1, ours, and a network that there is something to do for
+between two syncs."""
+CLEANRL_HIDDEN_SIZE = 64
+LEARNT = 40.0
+"""A random policy has a mean return of 22: what has learnt nothing has not done the work."""
+if TYPE_CHECKING:
+    Name = str
+else:
+    Name = tyro.extras.literal_type_from_choices(HYPERPARAMETERS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure whole trainings of CartPole-v1: fastsync on one rank and on several, and its rivals."""
+
+    hyperparameters: tuple[Name, ...] = tuple(HYPERPARAMETERS)
+    """Whose: they differ in how much is learnt from each step."""
+    cleanrl: Path | None = None
+    """CleanRL's ppo.py (https://github.com/vwxyzjn/cleanrl), to be measured beside its loop written anew."""
+    nproc: int = 2
+    """Ranks of fastsync's runs on several, and trainings at once of the one without communication."""
+    oversubscribe: bool = False
+    """Allow more ranks than there are cores or GPUs; every table says so."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What policies compute on. For networks as small as these CPUs are faster."""
+    total_steps: int = 60_000
+    """Environment steps of each training."""
+    repetitions: int = 3
+    """Trainings of each kind, with other seeds. The kinds take turns."""
+    timeout: float = 600.0
+    """Seconds after which a training counts as hanging."""
+    json: Path | None = None
+    """File to write all rows to, with every sample, the settings, versions and hardware."""
+
+    def __post_init__(self) -> None:
+        if not self.hyperparameters:
+            raise ValueError(f"hyperparameters: choose at least one of {', '.join(HYPERPARAMETERS)}")
+        check_positive(self, "timeout")
+        check_at_least(self, nproc=1, total_steps=1, repetitions=1)
+        if self.cleanrl is not None and not self.cleanrl.is_file():
+            raise ValueError(f"cleanrl={self.cleanrl}: there is no such file")
+        check_json(self.json)
+        for name in self.hyperparameters:
+            if HYPERPARAMETERS[name].num_envs % self.nproc:
+                raise ValueError(
+                    f"nproc={self.nproc} does not divide the {HYPERPARAMETERS[name].num_envs} environments of {name}"
+                )
+        if self.device == "cuda" and self.nproc > torch.cuda.device_count():
+            raise ValueError(f"device=cuda: torch sees {torch.cuda.device_count()} GPUs, for {self.nproc} ranks")
+        check_places(self.nproc, self.oversubscribe, cpu=self.device == "cpu")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and reports.
+
+    Returns:
+        The exit status: 0; 1 if a training has learnt nothing, failed or hangs; 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    options = tyro.cli(Options, prog="python -m benchmarks ppo", args=arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = RowFile(options.json or Path(folder) / "rows.json")
+        rows.add([])  # or those of an earlier run would be shown where this one ends before it has any
+        note, status = "", 0
+        try:
+            with termination_raises():
+                measure_all(options, rows)
+        except (KeyboardInterrupt, SignalException) as error:
+            status, note = ending(error)
+        except RuntimeError as error:
+            note, status = str(error), 1
+        records = rows.read()
+    learnt_nothing = report(records)
+    if note:
+        print(f"{note}; what was measured before is shown", file=sys.stderr)
+    return status or learnt_nothing
+
+
+def measure_all(options: Options, rows: RowFile) -> None:
+    """Runs all trainings, one after the other. After each the rows have it in."""
+    done: list[Record] = []
+    where = environment(torch.device(options.device))
+    with progress_bars(shown=True) as progress:
+        for name in dict.fromkeys(options.hyperparameters):
+            ways = dict(ways_of(HYPERPARAMETERS[name], options))
+            task = progress.add_task(f"hyperparameters of {name}", total=len(ways) * options.repetitions)
+            outcomes: dict[str, list[Outcome]] = {}
+            for repetition in range(options.repetitions):
+                for way, (trainer, training) in ways.items():
+                    seeded = replace(training, seed=1 + repetition)
+                    outcomes.setdefault(way, []).append(run_alone(trainer, seeded, timeout=options.timeout))
+                    rows.replace([*done, *records_of(name, ways, outcomes, where)])
+                    progress.update(TaskID(task), advance=1, refresh=True)
+            done += records_of(name, ways, outcomes, where)
+
+
+def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:
+    """Lists what is compared: a name, who trains, and with what."""
+    training = replace(base, total_steps=options.total_steps, device=options.device)
+    n = options.nproc
+    yield "environment alone", ("environment alone", training)
+    if importlib.util.find_spec("stable_baselines3"):
+        yield SB3, ("stable-baselines3", training)
+    yield CLEANRL_LOOP, ("cleanrl loop", training)
+    if options.cleanrl and training.hidden_size == CLEANRL_HIDDEN_SIZE:  # it has no other
+        yield CLEANRL, ("cleanrl", replace(training, cleanrl=str(options.cleanrl)))
+    yield ALONE, ("fastsync", training)
+    yield "fastsync, 1 rank, SyncVectorEnv", ("fastsync", replace(training, vectorization="sync"))
+    if n > 1:
+        yield f"fastsync, {n} ranks, same batch", ("fastsync", replace(training, nproc=n))
+        wide = replace(training, nproc=n, num_envs=n * training.num_envs, total_steps=n * training.total_steps)
+        yield f"fastsync, {n} ranks, {n} × the batch", ("fastsync", wide)
+        yield apart(n), ("fastsync apart", wide)
+
+
+def apart(nproc: int) -> str:
+    """The way that shows what the machine gives: as many trainings at once, each on its own."""
+    return f"fastsync, {nproc} × 1 rank, no communication"
+
+
+SB3, CLEANRL_LOOP, CLEANRL, ALONE = "stable-baselines3", "CleanRL's loop", "cleanrl", "fastsync, 1 rank"
+
+
+def records_of(
+    name: str,
+    ways: Mapping[str, tuple[str, Training]],
+    outcomes: Mapping[str, Sequence[Outcome]],
+    where: Mapping[str, Any],
+) -> Iterator[Record]:
+    """A row for each way with an outcome, its speed also as a ratio to the rivals' and, for more ranks, to one's.
+
+    A ratio to something that has no outcome yet is None.
+    """
+    speeds = {way: median(_speed(outcome) for outcome in of_way) for way, of_way in outcomes.items()}
+
+    def ratio(way: str, other: str, times: int = 1) -> float | None:
+        return speeds[way] / speeds[other] / times if other in speeds else None
+
+    for way, (_, training) in ways.items():
+        if way not in outcomes:
+            continue
+        returns = [outcome["mean_return"] for outcome in outcomes[way]]
+        known = [value for value in returns if value is not None]
+        ratios = {
+            f"over_{rival}": speeds[way] / speeds[rival] for rival in (SB3, CLEANRL_LOOP, CLEANRL) if rival in speeds
+        }
+        is_wide = training.num_envs > ways[ALONE][1].num_envs
+        yield Record(
+            benchmark="ppo",
+            way=way,
+            settings={
+                "hyperparameters": name,
+                **{key: value for key, value in vars(training).items() if (key, value) != ("device", "cpu")},
+                **({"oversubscribed": True} if training.nproc > _places(training) else {}),
+            },
+            figures={
+                "steps_per_second": speeds[way],
+                "steps_per_second_per_rank": speeds[way] / training.nproc,
+                "slowest": min(_speed(outcome) for outcome in outcomes[way]),
+                "fastest": max(_speed(outcome) for outcome in outcomes[way]),
+                "over_environment": ratio(way, "environment alone"),
+                "weak_scaling": ratio(way, ALONE, training.nproc) if is_wide else None,
+                "over_apart": ratio(way, apart(training.nproc)) if is_wide else None,
+                "mean_return": median(known) if known else None,
+                **ratios,
+            },
+            correct=all(value > LEARNT for value in known),
+            samples=[outcome["seconds"] or 0.0 for outcome in outcomes[way]],
+            environment=where,
+        )
+
+
+def report(records: Sequence[Record]) -> int:
+    """Prints a table for each set of hyperparameters. Returns the exit status."""
+    by_name = grouped_by(records, lambda record: record.settings["hyperparameters"])
+    missing = [] if importlib.util.find_spec("stable_baselines3") else ["Stable-Baselines3 is left out: not installed"]
+    print_tables(by_name, _title, COLUMNS, (LEGEND, *missing))
+    wrong = [record for record in records if not record.correct]
+    for record in wrong:
+        print(f"{record.way} has learnt nothing: mean return {record.figures['mean_return']}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _places(training: Training) -> int:
+    return places(training.nproc, cpu=training.device == "cpu")
+
+
+def _speed(outcome: Outcome) -> float:
+    steps, seconds = outcome["steps"], outcome["seconds"]
+    assert steps is not None
+    assert seconds is not None
+    return steps / seconds
+
+
+def _cell(name: str, form: str) -> Callable[[Record], str]:
+    return lambda record: number(record.figures.get(name), form)
+
+
+COLUMNS: Columns = {
+    "trainer": lambda record: record.way + (", OVERSUBSCRIBED" if record.settings.get("oversubscribed") else ""),
+    "steps/s": _cell("steps_per_second", ",.0f"),
+    "per rank": _cell("steps_per_second_per_rank", ",.0f"),
+    "slowest": _cell("slowest", ",.0f"),
+    "fastest": _cell("fastest", ",.0f"),
+    "× SB3": _cell(f"over_{SB3}", ".2f"),
+    "× CleanRL's loop": _cell(f"over_{CLEANRL_LOOP}", ".2f"),
+    "× CleanRL": _cell(f"over_{CLEANRL}", ".2f"),
+    "of environment alone": _cell("over_environment", ".1%"),
+    "weak scaling": _cell("weak_scaling", ".0%"),
+    "of no communication": _cell("over_apart", ".0%"),
+    "return": _cell("mean_return", ".0f"),
+}
+LEGEND = (
+    "steps/s: environment steps of all ranks by the time of the training's loop, median of the repetitions. weak "
+    "scaling: speed by number of ranks, over that of one rank with as many environments as each of them; of no "
+    "communication: over as many trainings at once that never communicate, whose own weak scaling is what the cores "
+    "give. return: of the last 100 episodes; with so few steps it only shows that something was learnt."
+)
+
+
+def _title(record: Record) -> str:
+    settings = record.settings
+    return (
+        f"CartPole-v1, hyperparameters of {settings['hyperparameters']}: {settings['num_envs']} environments × "
+        f"{settings['num_steps']} steps, {settings['num_epochs']} epochs of {settings['num_minibatches']} minibatches\n"
+        f"{measured_on(record)}"
+    )

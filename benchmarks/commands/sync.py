@@ -1,0 +1,150 @@
+"""``python -m benchmarks sync``: what a step's gradient synchronisation costs, each way against the bare all_reduce.
+
+A sample is the time of one backward with everything that makes its gradients the mean over the ranks: from a barrier to
+the moment when the slowest rank has them. Of the bare all_reduce it is the time of that alone. All ways run in the same
+processes and take turns, each with a model and a process group of its own.
+
+Sizes are models or bytes of gradients; ``--sweep 1KiB 1GiB`` goes through bytes as nccl-tests does, whose algbw and
+busbw are given.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import tyro
+from rich.progress import Progress
+
+from benchmarks.harness.busy import busy_processes
+from benchmarks.harness.collect import Collected
+from benchmarks.harness.measure import measure, measure_each
+from benchmarks.harness.memory import check_ranks_fit
+from benchmarks.harness.options import RankOptions, check_at_least, run_on_ranks
+from benchmarks.harness.records import Record, RowFile
+from benchmarks.report.choices import against_the_best
+from benchmarks.report.table import Columns, grouped_by, milliseconds, number, print_tables, ranks_on, spread
+from benchmarks.rivals.compressions import held_bytes
+from benchmarks.rivals.ways import BY_DEFAULT, WAYS, with_their_limits
+from benchmarks.rivals.workloads import SIZES, Size, size_of, sweep
+
+if TYPE_CHECKING:
+    WayName = str
+else:
+    WayName = tyro.extras.literal_type_from_choices(WAYS)
+
+
+@dataclass(frozen=True)
+class Options(RankOptions):
+    """Measure what a step's gradient synchronisation costs: fastsync, its rivals and the limit, taking turns."""
+
+    sizes: tuple[str, ...] = tuple(SIZES)
+    """Models by their number of parameters (5k, 0.5m, 12m), or bytes of float32 gradients (1KiB, 25MiB, 1GiB) in 16
+    about equal matrices."""
+    sweep: tuple[str, str] | None = None
+    """First and last of a series of sizes in bytes, such as 1KiB 1GiB, in place of sizes."""
+    factor: int = 4
+    """Each size of the sweep by the one before; the last one may be less."""
+    busy: int = 0
+    """Processes that never sleep, beside the ranks, as environment workers and data loaders may be."""
+    ways: tuple[WayName, ...] = BY_DEFAULT
+    """Ways to synchronise; by default all that neither fix an algorithm nor choose by measurement. no_sync and the bare
+    all_reduce of what they send are always measured as well."""
+    repetitions: int | None = None
+    """Samples of each way; by default 300, 100 and 20 for the three models, and for bytes as many as make 1 GiB of
+    gradients, between 5 and 300."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.sizes:
+            raise ValueError(f"sizes: choose at least one of {', '.join(SIZES)}, or bytes such as 1MiB")
+        check_at_least(self, factor=2, busy=0)
+        for name, size in self.all_sizes.items():
+            needed = memory_needed(size, with_their_limits(self.ways), self.nproc)
+            way_out = "choose fewer --ways or smaller sizes"
+            check_ranks_fit(f"size {name}", needed, self.nproc, way_out, self.cpu, self.share_gpus)
+
+    @property
+    def all_sizes(self) -> dict[str, Size]:
+        """What is measured, in order, by name."""
+        names = self.sizes if self.sweep is None else sweep(*self.sweep, self.factor)
+        return {name: size_of(name) for name in names}
+
+
+def memory_needed(size: Size, names: Sequence[str], num_ranks: int) -> int:
+    """Bytes that one rank allocates to measure these ways: at most, as measured in main memory.
+
+    The workload holds weights, own gradients, their mean and its bound; one result at a time is compared in float64. A
+    way holds gradients, its buffer, and DDP's buckets where it has them; PowerSGD what it has left out as well, and the
+    engine what ranks send each other.
+    """
+    workload, comparison, way = 6 * size.nbytes, 8 * size.nbytes, 3 * size.nbytes
+    compressions = [WAYS[name].compression for name in names]
+    held = sum(held_bytes(compression, num_ranks) for compression in compressions if compression is not None)
+    return workload + comparison + way * len(names) + math.ceil(held * size.numel)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and reports. Returns the exit status."""
+    return run_on_ranks("sync", Options, measure_all, report, arguments)
+
+
+def measure_all(options: Options, rows: RowFile) -> list[str]:
+    """Measures all sizes as one rank, of which rank 0 keeps the rows. Returns notes."""
+
+    def measure_size(size: str, names: Sequence[str], device: torch.device, progress: Progress) -> list[Record]:
+        records = measure(size, names, options.schedule(size_of(size).repetitions), device, progress)
+        busy = {"busy": options.busy} if options.busy else {}
+        return [replace(record, settings=record.settings | busy) for record in records]
+
+    with busy_processes(options.busy if os.environ["RANK"] == "0" else 0):
+        return measure_each(options.all_sizes, with_their_limits(options.ways), options, rows, measure_size)
+
+
+def report(options: Options, collected: Collected) -> None:
+    """Prints a table for each size, with a row for each way; for a sweep the other way round."""
+    records, below = collected.records, (LEGEND, *collected.notes)
+    if options.sweep is not None:
+        by_way = grouped_by(records, lambda record: record.way)
+        print_tables(by_way, lambda record: f"{record.way}, {ranks_on(record)}", COLUMNS_OF_A_WAY, below)
+    else:
+        by_size = grouped_by(records, lambda record: record.settings["size"])
+        print_tables(by_size, _title, COLUMNS_OF_A_SIZE, below, against_the_best)
+
+
+FIGURES: Columns = {
+    "step, ms": lambda record: spread(record.quantiles),
+    "over no_sync, ms": lambda record: milliseconds(record.figures["over_no_sync"]),
+    "algbw, GB/s": lambda record: number(record.figures["algbw"], "#.3g", 1e9),
+    "busbw, GB/s": lambda record: number(record.figures["busbw"], "#.3g", 1e9),
+    "× all_reduce": lambda record: number(record.figures["over_all_reduce"], ".2f"),
+    "× ddp": lambda record: number(record.figures["over_ddp"], ".2f"),
+    "× shared sum": lambda record: number(record.figures["over_shared_sum"], ".2f"),
+    "exposed, ms": lambda record: milliseconds(record.figures["exposed_time"]),
+    "pack, ms": lambda record: milliseconds(record.figures["pack_time"]),
+    "unpack, ms": lambda record: milliseconds(record.figures["unpack_time"]),
+    "wire bytes": lambda record: number(record.figures["wire_bytes"], ",.0f"),
+    "error": lambda record: number(record.figures["error"], ".1e"),
+}
+COLUMNS_OF_A_SIZE: Columns = {"way": lambda record: record.way} | FIGURES
+COLUMNS_OF_A_WAY: Columns = {"size": lambda record: record.settings["size"]} | FIGURES
+LEGEND = (
+    "step: median [p10, p90] of the slowest rank. over no_sync: what the median adds to no_sync's; of the bare "
+    "all_reduce, which has no backward, all of it. algbw: bytes of float32 gradients, compressed or not, by over "
+    "no_sync; busbw: algbw · 2(n − 1)/n. × all_reduce: over no_sync, over the bare all_reduce of the same dtype; "
+    "× ddp: over what DDP adds; × shared sum: over a bare sum in memory that the ranks share. exposed, pack, unpack, "
+    "wire bytes: per "
+    "step and rank, as the engine counts them. error: relative, in the 2-norm, of the last step alone; PowerSGD "
+    "catches up in later steps with what it leaves out of one, and random gradients are its worst case. It sends "
+    "something else than the gradients, in one bucket, as it would mix up two on Gloo, so that backward hides nothing."
+)
+
+
+def _title(record: Record) -> str:
+    settings = record.settings
+    return (
+        f"{settings['numel']:,} float32 gradients in {settings['num_tensors']} tensors, "
+        f"{settings['repetitions']} repetitions, {ranks_on(record)}"
+    )

@@ -1,0 +1,1 @@
+"""Predicts what a sync costs elsewhere: a model, and its parameters from measured rows."""

@@ -1,0 +1,85 @@
+"""Running a benchmark on ranks, so that whatever ends it, the rows it has are kept and no process is left."""
+
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from benchmarks.harness.records import Record, RowFile
+from fastsync.launch.torchrun import launch_ranks
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, as a shell has it: 128 and the signal's number."""
+
+
+ENDINGS = (ChildFailedError, SignalException, KeyboardInterrupt)
+"""What may end a run before its time."""
+
+
+def ending(error: BaseException) -> tuple[int, str]:
+    """Returns the exit status and a note for one of ``ENDINGS``."""
+    if isinstance(error, ChildFailedError):
+        return 1, f"rank {error.get_first_failure()[0]} failed first"  # the launcher has logged its traceback
+    return 128 + error.sigval if isinstance(error, SignalException) else INTERRUPTED, "interrupted"
+
+
+@dataclass(frozen=True)
+class Collected:
+    records: list[Record]
+    notes: list[str]
+    """What stands below the tables."""
+    status: int
+    """Exit status: 0, 1 if a result is wrong or a rank has failed, 130 after Ctrl-C, 143 after SIGTERM."""
+
+
+def collect(
+    measure: Callable[[Any, RowFile], list[str]],
+    nproc: int,
+    options: Any,
+    json: Path | None,
+    launch: Callable[..., list[Any]] = launch_ranks,
+) -> Collected:
+    """Calls ``measure(options, rows)`` on ``nproc`` ranks and returns the rows that rank 0 has added, and its notes.
+
+    Args:
+        measure: a function at the top level of a module. It returns notes.
+        nproc: number of ranks on this machine.
+        options: of the command.
+        json: the file to keep the rows in, if they are to stay.
+        launch: starts the ranks and returns their results, with the signature of ``launch_ranks`` and its errors.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        rows = RowFile(json or Path(folder) / "rows.json")
+        rows.add([])  # or those of an earlier run would be shown where this one ends before it has any
+        try:
+            notes, status = launch(measure, nproc, options, rows)[0], 0
+        except ENDINGS as error:
+            status, note = ending(error)
+            notes = [f"{note}; rows measured before are shown"]
+        records = rows.read()
+    wrong = [f"WRONG: {record.way} at {record.settings}" for record in records if not record.correct]
+    return Collected(records, [*notes, *wrong], status or int(bool(wrong)))
+
+
+@contextmanager
+def termination_raises() -> Iterator[None]:
+    """Makes signals that would end this process at once a SignalException, so that it can tidy up."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        name = signal.Signals(number)
+        raise SignalException(f"ended by {name.name}", sigval=name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,319 @@
+"""Checks and times ways to synchronise in turns, and joins what the ranks found.
+
+Every way has a model, gradients and a process group of its own, so that none shares another's buffers, connections or
+threads; only the values of the weights, which nobody changes, are shared.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from benchmarks.harness.options import RankOptions
+from benchmarks.harness.progress import progress_bars, watched_rounds
+from benchmarks.harness.records import Record, RowFile, environment, quantiles
+from benchmarks.harness.timing import Rival, Schedule, rounds, slowest_rank, time_turns
+from benchmarks.rivals.gradients import Gradients
+from benchmarks.rivals.models import TRAININGS, ModelGradients, Scale
+from benchmarks.rivals.training_steps import whole_steps
+from benchmarks.rivals.ways import BARE, SHARED_SUM, WAYS, Way, is_right, left_out
+from benchmarks.rivals.workloads import Workload, size_of
+from fastsync import SyncStats
+from fastsync.distributed import process_group
+
+T = TypeVar("T")
+
+EMPTY = "empty"
+COSTS = ("exposed_time", "pack_time", "collective_time", "unpack_time", "wire_bytes")
+"""What is taken over from SyncStats."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One rank's findings about one way."""
+
+    correct: bool
+    error: float | None
+    """Relative error of the newest gradients, in the 2-norm; None where they are not to be the mean."""
+    samples: list[float]
+    cost: dict[str, float]
+    """A step's share of SyncStats; empty where the way does not tell."""
+
+
+def measure_each(
+    subjects: Iterable[T],
+    names: Sequence[str],
+    options: RankOptions,
+    rows: RowFile,
+    measure: Callable[[T, Sequence[str], torch.device, Progress], list[Record]],
+) -> list[str]:
+    """Measures subjects one after the other, as one rank, of which rank 0 keeps the rows. Returns notes.
+
+    Args:
+        subjects: what is synchronised or trained.
+        names: of the ways; those that the backend lacks are left out.
+        options: of the command.
+        rows: to add to.
+        measure: makes the rows of a subject and of these ways, on every rank the same. A collective function.
+    """
+    with process_group(options.timeout, share_gpus=options.share_gpus) as device:
+        excluded = left_out(names, dist.get_backend())
+        names = [name for name in names if name not in excluded]
+        with progress_bars(shown=dist.get_rank() == 0) as progress:
+            for subject in subjects:
+                records = measure(subject, names, device, progress)
+                if options.crowded:
+                    records = [replace(row, settings={**row.settings, "oversubscribed": True}) for row in records]
+                if dist.get_rank() == 0:
+                    rows.add(records)
+    return [f"{name} is left out: {reason}" for name, reason in excluded.items()]
+
+
+def settings_of_size(name: str, schedule: Schedule) -> dict[str, Any]:
+    """Describes the gradients that are synchronised, the ranks and the schedule, for a row."""
+    size = size_of(name)
+    return {"size": name, "numel": size.numel, "num_tensors": len(size.shapes), **settings_of_ranks(schedule)}
+
+
+def settings_of_ranks(schedule: Schedule) -> dict[str, Any]:
+    """Describes the ranks and the schedule, for a row."""
+    return {"world_size": dist.get_world_size(), "backend": dist.get_backend(), **schedule.settings}
+
+
+def measure(
+    size: str, names: Sequence[str], schedule: Schedule, device: torch.device, progress: Progress
+) -> list[Record]:
+    """Checks and times these ways at one size. A collective call; every rank gets the same rows."""
+    ways = {name: WAYS[name] for name in names}
+    of_rank = measure_ways(Workload(size_of(size), device, schedule.seed), ways, schedule, device, progress, size)
+    settings = settings_of_size(size, schedule)
+
+    def figures(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
+        return {
+            **ratios(name, medians),
+            **bandwidths(name, medians, settings["numel"], len(of_rank)),
+            **measured_figures(name, of_rank),
+        }
+
+    return to_records("sync", of_rank, ways, settings, figures, device)
+
+
+def measure_training(
+    benchmark: str,
+    model: str,
+    scale: Scale,
+    batch_size: int,
+    names: Sequence[str],
+    schedule: Schedule,
+    device: torch.device,
+    progress: Progress,
+    figures: Callable[[Sequence[Mapping[str, Measurement]], str, Mapping[str, float]], Mapping[str, Any]],
+) -> list[Record]:
+    """Checks and times training steps without DDP and with these ways. A collective call; all get the same rows.
+
+    Args:
+        benchmark: the command.
+        model: what is trained.
+        scale: how large it is.
+        batch_size: samples of each rank.
+        names: of the ways.
+        schedule: how often they run.
+        device: of this rank.
+        progress: to show.
+        figures: makes those of a row from what the ranks found, the way's name, and the medians of all ways.
+    """
+    training = TRAININGS[model][scale]
+    gradients = ModelGradients(training, batch_size, device, schedule.seed)
+    ways = whole_steps(names, training)
+    of_rank = measure_ways(gradients, ways, schedule, device, progress, model)
+    settings = {
+        "model": model,
+        "scale": scale,
+        **training.dimensions,
+        "batch_size": batch_size,
+        "numel": gradients.flat_grads.numel(),
+        "num_tensors": len(gradients.shapes),
+        **settings_of_ranks(schedule),
+    }
+    return to_records(benchmark, of_rank, ways, settings, partial(figures, of_rank), device)
+
+
+def measure_ways(
+    workload: Gradients,
+    ways: Mapping[str, Way],
+    schedule: Schedule,
+    device: torch.device,
+    progress: Progress,
+    title: str,
+) -> list[dict[str, Measurement]]:
+    """Checks and times ways of the same work. A collective call; every rank gets what all have found, in rank order.
+
+    With the ways an empty step takes its turns, under the name EMPTY.
+    """
+    limit = timedelta(seconds=schedule.timeout)
+    groups = {name: dist.new_group(timeout=limit) for name in ways}
+    here = _measure_here(workload, ways, groups, schedule, device, progress, title)
+    gc.collect()  # DDP is part of reference cycles and holds its group
+    for group in groups.values():
+        dist.destroy_process_group(group)
+    return all_gather(here)
+
+
+def _measure_here(
+    workload: Gradients,
+    ways: Mapping[str, Way],
+    groups: Mapping[str, dist.ProcessGroup],
+    schedule: Schedule,
+    device: torch.device,
+    progress: Progress,
+    title: str,
+) -> dict[str, Measurement]:
+    """Measures on this rank. Its models end with this function, before their groups do."""
+
+    def watched(rounds: Sequence[Sequence[T]], what: str) -> Iterator[T]:
+        return watched_rounds(rounds, progress, f"{title}: {what}", schedule.timeout)
+
+    steps = {name: way.build(workload, groups[name]) for name, way in ways.items()}
+    for step in watched([[step] for step in steps.values()], "check"):
+        step.prepare()
+        step.run()
+    right = {name: is_right(way, steps[name], workload) for name, way in ways.items()}
+    # What is wrong on one rank is timed on none, or the others would wait for it.
+    timed = {name: steps[name] for name in steps if all(other[name] for other in all_gather(right))}
+    rivals: dict[str, Rival] = {**timed, EMPTY: EmptyStep()}
+    order = list(rounds(rivals, schedule.warmup + schedule.repetitions, schedule.seed))
+    time_turns(rivals, watched(order[: schedule.warmup], "warm-up"), device)
+    before = {name: step.stats() for name, step in timed.items()}
+    samples = time_turns(rivals, watched(order[schedule.warmup :], "timed"), device)
+    of_ways = {
+        name: Measurement(
+            # Once more, on what the last repetition has left.
+            correct=name in timed and is_right(way, steps[name], workload),
+            error=workload.relative_error(steps[name].result()) if way.averages else None,
+            samples=samples.get(name, []),
+            cost=cost_per_step(before.get(name), steps[name].stats()),
+        )
+        for name, way in ways.items()
+    }
+    return {**of_ways, EMPTY: Measurement(correct=True, error=None, samples=samples[EMPTY], cost={})}
+
+
+class EmptyStep:
+    """Does nothing: its time is what measuring costs."""
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> None:
+        pass
+
+
+def overhead(of_rank: Sequence[Mapping[str, Measurement]]) -> float:
+    """Returns the seconds that measuring adds to a sample: the median of an empty step's, of the slowest rank."""
+    return quantiles(slowest_rank([rank[EMPTY].samples for rank in of_rank]))["median"]
+
+
+def cost_per_step(before: SyncStats | None, after: SyncStats | None) -> dict[str, float]:
+    """Averages over the steps between two readings: seconds, and bytes on the wire. Empty where there are none."""
+    if before is None or after is None:
+        return {}
+    num_steps = after.num_steps - before.num_steps
+    return {name: (getattr(after, name) - getattr(before, name)) / num_steps for name in COSTS}
+
+
+def to_records(
+    benchmark: str,
+    of_rank: Sequence[Mapping[str, Measurement]],
+    ways: Mapping[str, Way],
+    settings: Mapping[str, Any],
+    figures: Callable[[str, Mapping[str, float]], Mapping[str, Any]],
+    device: torch.device,
+) -> list[Record]:
+    """One row a way, with the slowest rank's samples; ``figures`` takes its name and all medians. A collective call."""
+    samples = {name: slowest_rank([rank[name].samples for rank in of_rank]) for name in ways}
+    medians = {name: quantiles(values)["median"] for name, values in samples.items() if values}
+    where = all_gather(environment(device))[0]
+    return [
+        Record(
+            benchmark=benchmark,
+            way=name,
+            settings={**settings, "wire": wire_name(way)},
+            figures=figures(name, medians),
+            correct=all(rank[name].correct for rank in of_rank),
+            samples=samples[name],
+            environment=where,
+        )
+        for name, way in ways.items()
+    ]
+
+
+def measured_figures(name: str, of_rank: Sequence[Mapping[str, Measurement]]) -> dict[str, float | None]:
+    """Joins what was measured besides the time: of the errors the largest, of the costs the mean over the ranks."""
+    return {
+        "error": over_ranks(np.max, [rank[name].error for rank in of_rank]),
+        **{cost: over_ranks(np.mean, [rank[name].cost.get(cost) for rank in of_rank]) for cost in COSTS},
+        "overhead": overhead(of_rank),
+    }
+
+
+def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
+    """Derives what a way adds to the step without sync, also as a multiple of the bare all_reduce of what it sends.
+
+    The bare all_reduce has no backward in it: what it adds is all of it. A way's own share is the part of the bare
+    all_reduce's time that comes on top of it; it is negative where a way hides communication behind backward. Neither
+    that nor the multiple is given where something else travels than the gradients. What it adds is given as a multiple
+    of what DDP adds, too, and of the bare sum in memory that the ranks share.
+    """
+    figures: dict[str, float | None] = dict.fromkeys(
+        ("over_no_sync", "over_all_reduce", "own_share", "over_ddp", "over_shared_sum")
+    )
+    is_bare = name in BARE
+    if not WAYS[name].averages or name not in medians or not (is_bare or "no_sync" in medians):
+        return figures
+    over_no_sync = medians[name] - (0.0 if is_bare else medians["no_sync"])
+    figures["over_no_sync"] = over_no_sync
+    if (limit := WAYS[name].limit) in medians:
+        multiple = over_no_sync / medians[limit]
+        figures |= {"over_all_reduce": multiple, "own_share": multiple - 1}
+    if {"ddp", "no_sync"} <= medians.keys():
+        figures["over_ddp"] = over_no_sync / (medians["ddp"] - medians["no_sync"])
+    if SHARED_SUM in medians:
+        figures["over_shared_sum"] = over_no_sync / medians[SHARED_SUM]
+    return figures
+
+
+def bandwidths(name: str, medians: Mapping[str, float], numel: int, world_size: int) -> dict[str, float | None]:
+    """Bytes per second as nccl-tests defines them (its doc/PERFORMANCE.md), of float32 gradients before compression.
+
+    algbw is bytes by time; busbw is algbw · 2(n − 1)/n, the rate at which each of n ranks has to send at least where
+    nothing is compressed, and so comparable to a link's rate and between numbers of ranks. Of a way the time is what it
+    adds to the step without sync; where that is not positive, because it hides behind backward or in the noise, there
+    is no rate.
+    """
+    seconds = ratios(name, medians)["over_no_sync"]
+    if seconds is None or seconds <= 0:
+        return {"algbw": None, "busbw": None}
+    algbw = 4 * numel / seconds
+    return {"algbw": algbw, "busbw": algbw * 2 * (world_size - 1) / world_size}
+
+
+def wire_name(way: Way) -> str | None:
+    """The dtype that the gradients travel as, as rows have it; None where they do not travel."""
+    return None if way.wire is None else str(way.wire).removeprefix("torch.")
+
+
+def over_ranks(reduce: Callable[[Sequence[float]], float], values: Sequence[float | None]) -> float | None:
+    return None if None in values else float(reduce(values))
+
+
+def all_gather(value: Any) -> list[Any]:
+    of_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(of_rank, value)
+    return of_rank

@@ -1,0 +1,71 @@
+"""The clock: rivals take turns, in an order that changes, each time from a barrier, and the slowest rank counts."""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from benchmarks.rivals.shared_memory import barrier
+from fastsync.stopwatch import Stopwatch
+
+TIMEOUT = 120.0
+"""Seconds that a rank waits for the others; a step that takes longer ends the rank, with a traceback of where it is."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Untimed and timed steps of each way; the seed gives the order."""
+
+    warmup: int
+    repetitions: int
+    seed: int
+    timeout: float = TIMEOUT
+    """Seconds that a step may take."""
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What a row tells of it."""
+        return {"repetitions": self.repetitions, "warmup": self.warmup, "seed": self.seed}
+
+
+class Rival(Protocol):
+    def prepare(self) -> None: ...
+
+    def run(self) -> None: ...
+
+
+def rounds(names: Iterable[str], num_rounds: int, seed: int) -> Iterator[list[str]]:
+    """All names, once a round, each round in another order: the same on all ranks, which share ``seed``.
+
+    Nobody follows the same rival every time, which may leave caches, buffers or threads in a good or a bad state.
+    """
+    order = list(names)
+    generator = random.Random(seed)
+    for _ in range(num_rounds):
+        generator.shuffle(order)
+        yield order.copy()
+
+
+def time_turns(rivals: Mapping[str, Rival], turns: Iterable[str], device: torch.device) -> dict[str, list[float]]:
+    """Each rival's seconds, one sample a turn, as this rank sees them. A collective call.
+
+    Only ``run`` is timed, on a GPU by events. Before it the ranks meet, so that none waits for another's ``prepare``.
+    """
+    wait = barrier()
+    samples: dict[str, list[float]] = {name: [] for name in rivals}
+    for name in turns:
+        rivals[name].prepare()
+        stopwatch = Stopwatch(device)
+        wait()
+        with stopwatch:
+            rivals[name].run()
+        samples[name].append(stopwatch.seconds())
+    return samples
+
+
+def slowest_rank(samples_of_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Per repetition the longest time of all ranks: a step is over when it is over everywhere."""
+    return np.max(np.array(samples_of_rank), axis=0).tolist()

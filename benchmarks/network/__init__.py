@@ -1,0 +1,1 @@
+"""Other networks than loopback: links of a known rate between namespaces, and several machines."""

@@ -1,0 +1,187 @@
+"""PPO as CleanRL's ppo.py goes about it, written anew as the baseline: what is measured is its way of working.
+
+It steps a SyncVectorEnv whose environments record their episodes, fills a rollout of tensors row by row, asks two
+separate networks through a Categorical distribution, takes advantages in a loop over the rows, shuffles indices with
+NumPy, reads the clipped share of every minibatch on the host, and writes to TensorBoard after every iteration.
+Hyperparameters that it shares with every trainer are those of ``benchmarks.rivals.trainers``; the rest are its
+defaults. (https://github.com/vwxyzjn/cleanrl, https://docs.cleanrl.dev/rl-algorithms/ppo/#ppopy)
+"""
+
+import tempfile
+import time
+from itertools import pairwise
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import RecordEpisodeStatistics
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.utils.tensorboard import SummaryWriter
+
+from benchmarks.rivals.trainers import CLIP, ENTROPY, GAE_LAMBDA, GAMMA, LEARNING_RATE, Outcome, Training
+
+VALUE_COEF, MAX_GRAD_NORM, ADAM_EPS = 0.5, 0.5, 1e-5
+
+
+class ActorCritic(nn.Module):
+    """Two networks of two hidden layers, one for the logits and one for the value."""
+
+    def __init__(self, num_inputs: int, num_actions: int, hidden_size: int) -> None:
+        super().__init__()
+        self.critic = _network(num_inputs, hidden_size, 1, last_gain=1.0)
+        self.actor = _network(num_inputs, hidden_size, num_actions, last_gain=0.01)
+
+    def forward(self, observations: Tensor, actions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Actions (drawn if not given), their log probabilities, the entropy, and values of shape (rows, 1)."""
+        distribution = Categorical(logits=self.actor(observations))
+        if actions is None:
+            actions = distribution.sample()
+        return actions, distribution.log_prob(actions), distribution.entropy(), self.critic(observations)
+
+
+class Rollout:
+    """The experience of num_steps steps of num_envs environments; each tensor has a row a step."""
+
+    def __init__(self, num_steps: int, num_envs: int, observation_shape: tuple[int, ...], device: str = "cpu") -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(num_steps, num_envs, *shape, device=device)
+
+        self.observations = zeros(*observation_shape)
+        self.actions, self.log_probs, self.rewards, self.dones, self.values = (zeros() for _ in range(5))
+
+    def advantages(self, last_value: Tensor, last_done: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+        """Generalised advantage estimation, from the last row to the first (Schulman et al., 2016)."""
+        advantages = torch.zeros_like(self.rewards)
+        following = torch.zeros_like(last_done)
+        next_value, continues = last_value, 1.0 - last_done
+        for step in range(len(self.rewards) - 1, -1, -1):
+            surprise = self.rewards[step] + gamma * next_value * continues - self.values[step]
+            following = surprise + gamma * gae_lambda * continues * following
+            advantages[step] = following
+            next_value, continues = self.values[step], 1.0 - self.dones[step]
+        return advantages
+
+
+def train(chosen: Training) -> Outcome:
+    """Trains on CartPole-v1 for as many whole iterations as fit into ``total_steps``."""
+    np.random.seed(chosen.seed)  # noqa: NPY002  the shuffle is NumPy's global one, as it is there
+    torch.manual_seed(chosen.seed)
+    envs = SyncVectorEnv([_make_env] * chosen.num_envs)
+    agent = ActorCritic(envs.single_observation_space.shape[0], int(envs.single_action_space.n), chosen.hidden_size)
+    agent.to(chosen.device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)
+    rollout = Rollout(chosen.num_steps, chosen.num_envs, envs.single_observation_space.shape, chosen.device)
+    num_iterations = chosen.total_steps // chosen.batch_size
+    with tempfile.TemporaryDirectory() as folder:
+        writer = SummaryWriter(folder)
+        began = time.perf_counter()
+        observation = torch.Tensor(envs.reset(seed=chosen.seed)[0]).to(chosen.device)
+        done = torch.zeros(chosen.num_envs, device=chosen.device)
+        for iteration in range(num_iterations):
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1.0 - iteration / num_iterations)
+            observation, done = _collect(envs, agent, rollout, observation, done)
+            with torch.no_grad():
+                last_value = agent.critic(observation).reshape(-1)
+                advantages = rollout.advantages(last_value, done, GAMMA, GAE_LAMBDA)
+            losses = _learn(agent, optimizer, rollout, advantages, chosen)
+            steps = (iteration + 1) * chosen.batch_size
+            losses["learning_rate"] = optimizer.param_groups[0]["lr"]
+            losses["steps_per_second"] = int(steps / (time.perf_counter() - began))
+            for name, value in losses.items():
+                writer.add_scalar(name, value, steps)
+        seconds = time.perf_counter() - began
+        writer.close()
+    returns = [episode for env in envs.envs for episode in env.return_queue]
+    envs.close()
+    mean_return = float(np.mean(returns)) if returns else None  # of the newest episodes
+    return {"steps": num_iterations * chosen.batch_size, "seconds": seconds, "mean_return": mean_return}
+
+
+def _collect(
+    envs: SyncVectorEnv, agent: ActorCritic, rollout: Rollout, observation: Tensor, done: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Fills the rollout and returns what comes after it."""
+    for step in range(len(rollout.rewards)):
+        rollout.observations[step], rollout.dones[step] = observation, done
+        with torch.no_grad():
+            action, log_prob, _, value = agent(observation)
+            rollout.values[step] = value.flatten()
+        rollout.actions[step], rollout.log_probs[step] = action, log_prob
+        observed, reward, terminated, truncated, _ = envs.step(action.cpu().numpy())
+        rollout.rewards[step] = torch.tensor(reward).view(-1)
+        observation = torch.Tensor(observed).to(observation.device)
+        done = torch.Tensor(np.logical_or(terminated, truncated)).to(done.device)
+    return observation, done
+
+
+def _learn(
+    agent: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    rollout: Rollout,
+    advantages: Tensor,
+    chosen: Training,
+) -> dict[str, float]:
+    """Updates the agent and returns what is logged."""
+    observations = rollout.observations.reshape(chosen.batch_size, -1)
+    actions, log_probs, values = (tensor.reshape(-1) for tensor in (rollout.actions, rollout.log_probs, rollout.values))
+    returns, advantages = (advantages + rollout.values).reshape(-1), advantages.reshape(-1)
+    indices = np.arange(chosen.batch_size)
+    clipped_shares = []
+    for _ in range(chosen.num_epochs):
+        np.random.shuffle(indices)  # noqa: NPY002
+        for batch in np.split(indices, range(chosen.minibatch_size, chosen.batch_size, chosen.minibatch_size)):
+            _, new_log_probs, entropy, new_values = agent(observations[batch], actions.long()[batch])
+            log_ratio = new_log_probs - log_probs[batch]
+            ratio = log_ratio.exp()
+            with torch.no_grad():
+                old_kl, kl = (-log_ratio).mean(), ((ratio - 1) - log_ratio).mean()
+                clipped_shares.append(((ratio - 1.0).abs() > CLIP).float().mean().item())
+            advantage = advantages[batch]
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            policy_loss = _policy_loss(advantage, ratio, CLIP)
+            value_loss = _value_loss(new_values.view(-1), values[batch], returns[batch], CLIP)
+            mean_entropy = entropy.mean()
+            loss = policy_loss - ENTROPY * mean_entropy + VALUE_COEF * value_loss
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+    predicted, true = values.cpu().numpy(), returns.cpu().numpy()
+    variance = np.var(true)
+    return {
+        "value_loss": value_loss.item(),
+        "policy_loss": policy_loss.item(),
+        "entropy": mean_entropy.item(),
+        "old_approx_kl": old_kl.item(),
+        "approx_kl": kl.item(),
+        "clip_fraction": float(np.mean(clipped_shares)),
+        "explained_variance": float("nan") if variance == 0 else 1 - float(np.var(true - predicted) / variance),
+    }
+
+
+def _policy_loss(advantage: Tensor, ratio: Tensor, clip_coef: float) -> Tensor:
+    clipped = torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
+    return torch.max(-advantage * ratio, -advantage * clipped).mean()
+
+
+def _value_loss(new_values: Tensor, values: Tensor, returns: Tensor, clip_coef: float) -> Tensor:
+    near = values + torch.clamp(new_values - values, -clip_coef, clip_coef)
+    return 0.5 * torch.max((new_values - returns) ** 2, (near - returns) ** 2).mean()
+
+
+def _make_env() -> gymnasium.Env:
+    return RecordEpisodeStatistics(gymnasium.make("CartPole-v1"))
+
+
+def _network(num_inputs: int, hidden_size: int, num_outputs: int, last_gain: float) -> nn.Sequential:
+    sizes = [num_inputs, hidden_size, hidden_size, num_outputs]
+    layers: list[nn.Module] = []
+    for index, (inputs, outputs) in enumerate(pairwise(sizes)):
+        linear = nn.Linear(inputs, outputs)
+        is_last = index == len(sizes) - 2
+        nn.init.orthogonal_(linear.weight, last_gain if is_last else 2**0.5)
+        nn.init.zeros_(linear.bias)
+        layers += [linear] if is_last else [linear, nn.Tanh()]
+    return nn.Sequential(*layers)

@@ -1,0 +1,73 @@
+"""Compressions by the names that ways have behind their door: ``fp16``, ``int8+ef``, ``none+one_shot``, ``auto``.
+
+The wire comes first, and behind it what is not as by default. ``auto``, which measures and chooses, has neither.
+"""
+
+from typing import Any
+
+from fastsync import Compression
+
+WIRE_BYTES = {"none": 4, "fp16": 2, "bf16": 2, "int8": 132 / 128}
+"""That a float32 value takes on the wire. Of int8, 128 values share a scale of 4 bytes."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"reduce": "fp32"},
+    "one_shot": {"reduce": "fp32", "algorithm": "one_shot"},
+    "two_shot": {"reduce": "fp32", "algorithm": "two_shot"},
+    "ef": {"reduce": "fp32", "error_feedback": True},
+    "stochastic": {"rounding": "stochastic"},
+}
+DEFAULT = ("none", "fp16", "bf16", "fp16+fp32", "bf16+fp32", "int8", "int8+ef")
+ON_REQUEST = (
+    *(f"{wire}+{algorithm}" for wire in WIRE_BYTES for algorithm in ("one_shot", "two_shot")),
+    *("int8+ef+one_shot", "int8+ef+two_shot", "int8+stochastic", "auto", "auto:int8"),
+)
+CHOSEN = {"auto": "bf16", "auto:int8": "int8+ef+two_shot"}
+"""What is chosen by measurement, and the coarsest that may be."""
+
+
+def split(name: str) -> tuple[str, list[str]]:
+    """The wire, and the options behind it."""
+    wire, *options = name.split("+")
+    return wire, options
+
+
+def compression(name: str) -> Compression | str:
+    """Makes what fastsync takes as a compression."""
+    if name in CHOSEN:
+        return name
+    wire, options = split(name)
+    return Compression(wire, **{field: value for option in options for field, value in OPTIONS[option].items()})
+
+
+def algorithm(name: str, num_ranks: int) -> str:
+    """Names who adds, all_reduce, one_shot or two_shot, as the engine decides for buckets that are not small."""
+    wire, options = split(name)
+    for chosen in ("one_shot", "two_shot"):
+        if chosen in options:
+            return chosen
+    if not options and wire != "int8":
+        return "all_reduce"
+    return "one_shot" if num_ranks == 2 else "two_shot"
+
+
+def half_steps(name: str) -> float | None:
+    """Bounds the error of a value in halves of the wire's step; None where it is added on the wire.
+
+    It is rounded once on its way in, and in two_shot the sum once on its way out, by half a step, or by a whole one
+    where chance decides. With error feedback there is as much more of it from the step before.
+    """
+    wire, options = split(name)
+    if wire == "none" or (not options and wire != "int8"):
+        return None
+    times = 1 if "one_shot" in options else 2
+    return float(times * (2 if "stochastic" in options else 1) * (2 if "ef" in options else 1))
+
+
+def held_bytes(name: str, num_ranks: int) -> float:
+    """Returns the bytes kept for each value: every rank's wire in one_shot, two in two_shot, and residuals."""
+    if name in CHOSEN:
+        return held_bytes("none+one_shot", num_ranks)  # the most that may be chosen
+    wire, options = split(name)
+    wires = {"all_reduce": 0, "one_shot": num_ranks, "two_shot": 2}[algorithm(name, num_ranks)]
+    residuals = 2 * 4 if "ef" in options else 0
+    return wires * WIRE_BYTES[wire] + residuals

@@ -1,0 +1,243 @@
+"""Whole trainings of CartPole-v1, one a process: ``python -m benchmarks.rivals.trainers TRAINER OPTIONS``.
+
+Prints one JSON object: environment steps, the seconds that collecting and learning took, without start-up, and the mean
+return of the last 100 episodes, or null where the trainer does not tell it.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Training:
+    """The settings of a training. Counts of environments and minibatches are those of all ranks together."""
+
+    total_steps: int
+    num_envs: int
+    num_steps: int
+    num_minibatches: int
+    num_epochs: int
+    seed: int
+    hidden_size: int = 64
+    nproc: int = 1
+    vectorization: str = "auto"
+    cleanrl: str | None = None
+    """CleanRL's ppo.py."""
+    device: str = "cpu"
+    """What policies compute on: cpu or cuda."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.batch_size // self.num_minibatches
+
+
+Outcome = dict[str, float | None]
+LEARNING_RATE, GAMMA, GAE_LAMBDA, CLIP, ENTROPY = 2.5e-4, 0.99, 0.95, 0.2, 0.01
+
+
+def train_fastsync(training: Training) -> Outcome:
+    from fastsync.launch.torchrun import launch_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        return launch_ranks(fastsync_rank, training.nproc, _settings(training, folder))[0]
+
+
+def train_fastsync_apart(training: Training) -> Outcome:
+    """Each rank trains a policy of its own, all at the same time: what the machine gives where nobody communicates."""
+    from fastsync.launch.torchrun import launch_ranks
+
+    each = replace(training, total_steps=training.total_steps // training.nproc)
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = launch_ranks(fastsync_rank_apart, training.nproc, _settings(each, folder))
+    return {
+        "steps": sum(outcome["steps"] for outcome in outcomes),
+        "seconds": max(outcome["seconds"] for outcome in outcomes),
+        "mean_return": _mean([outcome["mean_return"] for outcome in outcomes]),
+    }
+
+
+def _settings(training: Training, folder: str) -> Any:
+    from fastsync.ppo.config import Settings
+
+    return Settings(
+        total_steps=training.total_steps,
+        num_envs=training.num_envs // training.nproc,
+        num_steps=training.num_steps,
+        num_minibatches=training.num_minibatches,
+        num_epochs=training.num_epochs,
+        vectorization=training.vectorization,  # type: ignore[arg-type]
+        learning_rate=LEARNING_RATE,
+        gamma=GAMMA,
+        gae_lambda=GAE_LAMBDA,
+        clip_coef=CLIP,
+        clip_value_loss=True,
+        hidden_sizes=(training.hidden_size, training.hidden_size),
+        ent_coef=ENTROPY,
+        seed=training.seed,
+        runs_dir=folder,
+    )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def fastsync_rank(settings: Any) -> Outcome:
+    from fastsync.distributed import process_group
+    from fastsync.ppo.trainer import train
+
+    sys.stdout = sys.stderr  # which the parent lets through
+    with process_group(settings.timeout) as device:
+        _, result = train(settings, device)
+    return {"steps": result.step, "seconds": result.seconds, "mean_return": result.mean_return}
+
+
+def fastsync_rank_apart(settings: Any) -> Outcome:
+    """As fastsync_rank, in a world of its own, which begins when all have come this far."""
+    from fastsync.distributed import process_group
+
+    rank = int(os.environ["RANK"])
+    with process_group(settings.timeout):
+        dist.barrier()
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    return fastsync_rank(replace(settings, seed=settings.seed + rank, runs_dir=f"{settings.runs_dir}/{rank}"))
+
+
+def train_sb3(training: Training) -> Outcome:
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+
+    model = PPO(
+        "MlpPolicy",
+        make_vec_env("CartPole-v1", n_envs=training.num_envs, seed=training.seed),
+        n_steps=training.num_steps,
+        batch_size=training.minibatch_size,
+        n_epochs=training.num_epochs,
+        learning_rate=lambda remaining: LEARNING_RATE * remaining,
+        gamma=GAMMA,
+        gae_lambda=GAE_LAMBDA,
+        clip_range=CLIP,
+        clip_range_vf=CLIP,
+        ent_coef=ENTROPY,
+        policy_kwargs={"net_arch": [training.hidden_size, training.hidden_size]},
+        seed=training.seed,
+        device=training.device,
+    )
+    began = time.perf_counter()
+    model.learn(training.total_steps)
+    seconds = time.perf_counter() - began
+    returns = [episode["r"] for episode in model.ep_info_buffer or []]
+    return {"steps": model.num_timesteps, "seconds": seconds, "mean_return": float(np.mean(returns))}
+
+
+def train_cleanrl(training: Training) -> Outcome:
+    """CleanRL's script tells its speed itself: steps so far by the time since its environments began."""
+    options = {
+        "total-timesteps": training.total_steps,
+        "num-envs": training.num_envs,
+        "num-steps": training.num_steps,
+        "num-minibatches": training.num_minibatches,
+        "update-epochs": training.num_epochs,
+        "seed": training.seed,
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert training.cleanrl is not None
+    with tempfile.TemporaryDirectory() as folder:
+        cuda = "--cuda" if training.device == "cuda" else "--no-cuda"
+        command = [sys.executable, str(Path(training.cleanrl).resolve()), *arguments, cuda]
+        printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    speed = int(re.findall(r"^SPS: (\d+)$", printed, flags=re.MULTILINE)[-1])
+    steps = training.total_steps // training.batch_size * training.batch_size
+    return {"steps": steps, "seconds": steps / speed, "mean_return": None}
+
+
+def train_cleanrl_loop(training: Training) -> Outcome:
+    """CleanRL's way of working, without its script."""
+    from benchmarks.rivals.cleanrl_loop import train
+
+    return train(training)
+
+
+def step_environment_alone(training: Training) -> Outcome:
+    """Random actions, by the environment's own vectorised implementation."""
+    import gymnasium
+
+    envs = gymnasium.make_vec("CartPole-v1", training.num_envs, vectorization_mode="vector_entry_point")
+    envs.reset(seed=training.seed)
+    num_rows = training.total_steps // training.num_envs
+    actions = np.random.default_rng(training.seed).integers(2, size=(num_rows, training.num_envs))
+    began = time.perf_counter()
+    for row in actions:
+        envs.step(row)
+    return {"steps": actions.size, "seconds": time.perf_counter() - began, "mean_return": None}
+
+
+TRAINERS: dict[str, Callable[[Training], Outcome]] = {
+    "fastsync": train_fastsync,
+    "fastsync apart": train_fastsync_apart,
+    "stable-baselines3": train_sb3,
+    "cleanrl": train_cleanrl,
+    "cleanrl loop": train_cleanrl_loop,
+    "environment alone": step_environment_alone,
+}
+
+
+def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
+    """Runs a trainer in a fresh process, with one thread to compute with on each rank.
+
+    It sees no GPU, unless it is to compute on one.
+
+    Whatever ends the wait for it, its ranks and environments end with it.
+
+    Raises:
+        RuntimeError: it failed, or has not ended in ``timeout`` seconds.
+    """
+    command = [sys.executable, "-m", "benchmarks.rivals.trainers", trainer, json.dumps(asdict(training))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if training.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a group of its own, which is ended as a whole
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{trainer} has not ended within {timeout:g} s") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise RuntimeError(f"{trainer} failed:\n{printed}{errors}")
+    outcome: Outcome = json.loads(printed.splitlines()[-1])
+    return outcome
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(TRAINERS[sys.argv[1]](Training(**json.loads(sys.argv[2])))))

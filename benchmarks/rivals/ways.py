@@ -1,0 +1,300 @@
+"""The ways to average a model's gradients over ranks: fastsync's, PyTorch's, hand-written ones, and the limit."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from benchmarks.rivals import compressions
+from benchmarks.rivals.gradients import Gradients, Rounding
+from benchmarks.rivals.shared_memory import BareSum
+from fastsync import SyncStats
+
+MIN_WARMUP = 2
+"""Steps before a way does what it will do from then on: DDP regroups its buckets once, PowerSGD starts at its third."""
+
+
+class Step(Protocol):
+    """One way's model, ready to take step after step: ``prepare``, then ``run``, which is what is timed."""
+
+    def prepare(self) -> None: ...
+
+    def run(self) -> None: ...
+
+    def result(self) -> Tensor:
+        """The gradients that the newest ``run`` left, in one vector."""
+
+    def stats(self) -> SyncStats | None:
+        """What synchronisation cost so far, where the way tells."""
+
+
+class TrainingStep:
+    """The forward is prepared, the backward timed, with what has to follow it (``synchronize``)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        synchronize: Callable[[], object] = lambda: None,
+        stats: Callable[[], SyncStats | None] = lambda: None,
+    ) -> None:
+        self.model = model
+        self._synchronize = synchronize
+        self.stats = stats
+
+    def prepare(self) -> None:
+        self.model.zero_grad()
+        self._loss = self.model()
+
+    def run(self) -> None:
+        self._loss.backward()
+        self._synchronize()
+
+    def result(self) -> Tensor:
+        return torch.cat([parameter.grad.reshape(-1) for parameter in self.model.parameters()])
+
+
+class BareAllReduce:
+    """One all_reduce of as many values as the model has, already divided, cast and in one tensor. No backward."""
+
+    def __init__(self, workload: Gradients, group: ProcessGroup, dtype: torch.dtype) -> None:
+        self._source = (workload.flat_grads / workload.world_size).to(dtype)
+        self._flat = torch.empty_like(self._source)
+        self._group = group
+
+    def prepare(self) -> None:
+        self._flat.copy_(self._source)
+
+    def run(self) -> None:
+        dist.all_reduce(self._flat, group=self._group)
+
+    def result(self) -> Tensor:
+        return self._flat
+
+    def stats(self) -> None:
+        return None
+
+
+Build = Callable[[Gradients, ProcessGroup], Step]
+
+
+def _no_sync(workload: Gradients, group: ProcessGroup) -> Step:
+    del group
+    return TrainingStep(workload.model())
+
+
+def _bare(dtype: torch.dtype) -> Build:
+    return lambda workload, group: BareAllReduce(workload, group, dtype)
+
+
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")  # the second is the older one's name
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
+def wrapped(workload: Gradients, group: ProcessGroup, **options: float | bool) -> DistributedDataParallel:
+    """A model in DDP that sends its gradients and nothing else, as all ways do: buffers stay where they are."""
+    return DistributedDataParallel(workload.model(), process_group=group, **{_SYNC_BUFFERS: False}, **options)
+
+
+def _ddp(workload: Gradients, group: ProcessGroup) -> Step:
+    return TrainingStep(wrapped(workload, group))
+
+
+def _ddp_bucket_view(workload: Gradients, group: ProcessGroup) -> Step:
+    # Gradients are views of the buckets, so that none is copied back. It is copied in all the same, because zero_grad,
+    # which sets gradients to None by default, drops the views.
+    return TrainingStep(wrapped(workload, group, gradient_as_bucket_view=True))
+
+
+def _ddp_with(hook: Callable) -> Build:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = wrapped(workload, group)
+        model.register_comm_hook(group, hook)
+        return TrainingStep(model)
+
+    return build
+
+
+def _power_sgd(workload: Gradients, group: ProcessGroup) -> Step:
+    # In one bucket: the hook starts all_reduces from callbacks, so with two buckets under way each rank would have them
+    # in an order of its own, and Gloo pairs them by order: a wrong size, or a wait without end.
+    one_bucket = 1 + workload.flat_grads.nbytes // 2**20
+    model = wrapped(workload, group, bucket_cap_mb=one_bucket)
+    state = PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook)
+    return TrainingStep(model)
+
+
+def _register_comm_hook(compression: str) -> Build:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = wrapped(workload, group)
+        hook = fastsync.register_comm_hook(model, compressions.compression(compression))
+        return TrainingStep(model, stats=hook.stats)
+
+    return build
+
+
+def _attach(compression: str) -> Build:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = workload.model()
+        sync = fastsync.attach(model, compressions.compression(compression), process_group=group)
+        return TrainingStep(model, stats=sync.stats)
+
+    return build
+
+
+def _synchronize(workload: Gradients, group: ProcessGroup) -> Step:
+    model = workload.model()
+    sync = fastsync.attach(model, process_group=group, overlap=False)
+    return TrainingStep(model, sync.synchronize, sync.stats)
+
+
+def _all_reduce_gradients(workload: Gradients, group: ProcessGroup) -> Step:
+    model = workload.model()
+    parameters = list(model.parameters())
+    return TrainingStep(model, lambda: fastsync.all_reduce_gradients(parameters, process_group=group))
+
+
+def _cat(workload: Gradients, group: ProcessGroup) -> Step:
+    """As trainers without DDP write it: concatenate, all_reduce, divide, copy back."""
+    model = workload.model()
+    parameters = list(model.parameters())
+
+    def synchronize() -> None:
+        flat = torch.cat([parameter.grad.view(-1) for parameter in parameters])
+        dist.all_reduce(flat, group=group)
+        flat /= workload.world_size
+        begin = 0
+        for parameter in parameters:
+            parameter.grad.copy_(flat[begin : begin + parameter.numel()].view_as(parameter))
+            begin += parameter.numel()
+
+    return TrainingStep(model, synchronize)
+
+
+def _per_parameter(workload: Gradients, group: ProcessGroup) -> Step:
+    model = workload.model()
+    parameters = list(model.parameters())
+
+    def synchronize() -> None:
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= workload.world_size
+
+    return TrainingStep(model, synchronize)
+
+
+@dataclass(frozen=True)
+class Way:
+    build: Build
+    """Makes a step of it. A collective call: on all ranks, in the same order."""
+    wire: torch.dtype | None = torch.float32
+    """As what the gradients travel; None if they do not, or something else does, or what that is gets chosen."""
+    roundings: tuple[Rounding, ...] = ()
+    """What values may lose, one of these; by default what ``wire`` loses where it is summed."""
+    compression: str | None = None
+    """Of the engine, as ``compressions`` names it."""
+    approximate: bool = False
+    """Whether the result is something else than the mean, rounded. Its error is reported and not judged."""
+    nccl_only: bool = False
+    cpu_only: bool = False
+    in_ddp: bool = False
+    """Whether the model is wrapped in DDP, whose own overhead is then a part of the step."""
+
+    @property
+    def limit(self) -> str | None:
+        """The bare all_reduce of what travels; None where there is none."""
+        return None if self.cpu_only else LIMITS.get(self.wire)
+
+    @property
+    def averages(self) -> bool:
+        """True if its result is the mean over the ranks, or near it."""
+        return self.approximate or bool(self.allowed)
+
+    @property
+    def allowed(self) -> tuple[Rounding, ...]:
+        """The precision that values may lose; empty if the result is not to be the mean."""
+        return self.roundings or ((Rounding(self.wire),) if self.wire else ())
+
+
+fp16, bf16 = torch.float16, torch.bfloat16
+
+DTYPES = {"none": torch.float32, "fp16": fp16, "bf16": bf16, "int8": torch.int8}
+DOORS = {"fastsync.register_comm_hook": _register_comm_hook, "fastsync.attach": _attach}
+
+SHARED_SUM = "shared_memory_sum"
+"""The limit of CPU ranks that share a host."""
+LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_reduce/bf16"}
+BARE = {SHARED_SUM, *LIMITS.values()}
+"""Ways without a backward."""
+
+
+def _rounding(compression: str) -> Rounding:
+    return Rounding(DTYPES[compressions.split(compression)[0]], compressions.half_steps(compression))
+
+
+def _through(door: str, compression: str) -> Way:
+    """A compression of the engine. What is chosen by measurement may lose as much as the coarsest choice."""
+    build, in_ddp = DOORS[door](compression), door == "fastsync.register_comm_hook"
+    if (coarsest := compressions.CHOSEN.get(compression)) is not None:
+        return Way(build, None, (_rounding("bf16"), _rounding(coarsest)), compression, in_ddp=in_ddp)
+    rounding = _rounding(compression)
+    return Way(build, rounding.wire, (rounding,), compression, in_ddp=in_ddp)
+
+
+WAYS = {
+    "no_sync": Way(_no_sync, wire=None),
+    SHARED_SUM: Way(BareSum, cpu_only=True),
+    **{name: Way(_bare(wire), wire) for wire, name in LIMITS.items()},
+    "ddp": Way(_ddp, in_ddp=True),
+    "ddp/bucket_view": Way(_ddp_bucket_view, in_ddp=True),
+    "ddp/allreduce_hook": Way(_ddp_with(default_hooks.allreduce_hook), in_ddp=True),
+    "ddp/fp16_compress_hook": Way(_ddp_with(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
+    "ddp/bf16_compress_hook": Way(_ddp_with(default_hooks.bf16_compress_hook), bf16, nccl_only=True, in_ddp=True),
+    "ddp/powerSGD_hook": Way(_power_sgd, wire=None, approximate=True, in_ddp=True),
+    "cat": Way(_cat),
+    "per_parameter": Way(_per_parameter),
+    "fastsync.fp16_compress_hook": Way(_ddp_with(fastsync.fp16_compress_hook), fp16, in_ddp=True),
+    **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.DEFAULT},
+    "fastsync.synchronize/none": Way(_synchronize),
+    "fastsync.all_reduce_gradients/none": Way(_all_reduce_gradients),
+    **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.ON_REQUEST},
+}
+
+SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *BARE})
+"""Those that training steps can be taken with."""
+BY_DEFAULT = tuple(name for name, way in WAYS.items() if way.compression not in compressions.ON_REQUEST)
+"""Those that are measured where none are named."""
+
+
+def is_right(way: Way, step: Step, workload: Gradients) -> bool:
+    """Checks the step's newest result against what this way promises."""
+    if way.approximate:
+        return True
+    if not way.allowed:
+        return workload.is_own(step.result())
+    return workload.is_mean(step.result(), *way.allowed)
+
+
+def with_their_limits(names: tuple[str, ...]) -> list[str]:
+    """These ways, with those that they are compared to, in the order of the table."""
+    needed = {*names, "no_sync", *(WAYS[name].limit for name in names)}
+    return [name for name in WAYS if name in needed]
+
+
+def left_out(names: list[str], backend: str) -> dict[str, str]:
+    """Names those of these ways that cannot run on this backend, and why."""
+    if backend == "nccl":
+        return {name: "it is for ranks on the CPU" for name in names if WAYS[name].cpu_only}
+    return {name: f"PyTorch refuses it on {backend}: it takes NCCL" for name in names if WAYS[name].nccl_only}
