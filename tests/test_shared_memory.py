@@ -112,7 +112,9 @@ def _the_mean_in_rank_order(rank: int, world_size: int, size: int) -> None:
         assert_shared(sync)
 
 
-@pytest.mark.parametrize(("world_size", "size"), [(2, 5_000), (2, 1_000_000), (3, 5_000), (3, 1_000_000), (5, 999_999)])
+@pytest.mark.parametrize(
+    ("world_size", "size"), [(2, 5_000), (2, 1_000_000), (3, 5_000), (3, 1_000_000), (5, 999_999), (7, 5_000)]
+)
 def test_full_width_is_the_mean_in_rank_order(world_size: int, size: int) -> None:
     run_ranks(_the_mean_in_rank_order, world_size, size)
 
@@ -139,6 +141,19 @@ def _as_ddp(rank: int, world_size: int) -> None:
 
 def test_two_ranks_get_what_ddp_gives() -> None:
     run_ranks(_as_ddp, 2)
+
+
+def _sends_once(rank: int, world_size: int) -> None:
+    for algorithm in ("one_shot", "two_shot"):
+        parameters, sync = engine_of([300_000], Compression("bf16", reduce="fp32", algorithm=algorithm))
+        set_grads(parameters, 1.0)
+        sync.synchronize()
+        assert sync.stats().wire_bytes == pytest.approx(2 * 300_000, rel=0.01), algorithm
+        assert_shared(sync)
+
+
+def test_what_a_rank_writes_for_others_counts_once() -> None:
+    run_ranks(_sends_once, 3)
 
 
 # ---- at any pace ----------------------------------------------------------------------------------------------------
@@ -232,10 +247,16 @@ def test_wires_and_riders_come_and_go() -> None:
 # ---- nothing is left ------------------------------------------------------------------------------------------------
 
 
+def shared_mappings() -> list[tuple[int, int]]:
+    """Where the memory that this process shares begins and ends."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "memfd:fastsync" in line]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+
 def what_is_open() -> tuple[int, int, int]:
     """Descriptors, mappings of shared memory, threads."""
-    maps = Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), maps.count("memfd:fastsync"), len(os.listdir("/proc/self/task"))
+    return len(os.listdir("/proc/self/fd")), len(shared_mappings()), len(os.listdir("/proc/self/task"))
 
 
 def _again_and_again(rank: int, world_size: int) -> None:
@@ -265,6 +286,20 @@ def _again_and_again(rank: int, world_size: int) -> None:
 
 def test_groups_that_come_and_go_leave_nothing() -> None:
     run_ranks(_again_and_again, 2)
+
+
+def _one_connection_for_all(rank: int, world_size: int) -> None:
+    engines = [engine_of([5_000])]
+    averages(engines[0][1], engines[0][0], rank)
+    before, *_ = what_is_open()
+    for size in (3, 70_000, 700_000):
+        engines.append(engine_of([size]))
+        averages(engines[-1][1], engines[-1][0], rank)
+    assert what_is_open()[0] == before
+
+
+def test_engines_of_one_group_have_their_connections_in_common() -> None:
+    run_ranks(_one_connection_for_all, 2)
 
 
 # ---- the system says no ---------------------------------------------------------------------------------------------
@@ -326,6 +361,7 @@ def _memory_is_full(rank: int, world_size: int, where: int) -> None:
     averages(before[1], before[0], rank)
     if rank == where:
         refuse("fallocate", errno.ENOSPC)
+        assert fastsync._C.shared_memory_obstacle() == "fallocate of 1 bytes: No space left on device"
     parameters, sync = engine_of([100_000])
     for _ in range(3):
         transport = averages(sync, parameters, rank)
@@ -352,8 +388,8 @@ def test_one_rank_can_turn_it_off() -> None:
 
 
 INTRUDER = """
-import os, re, socket
-os.setuid(65534)
+import os, re, socket, sys
+os.setuid(int(sys.argv[1]))
 while True:
     for name in set(re.findall("@(fastsync-[0-9a-f]+)", open("/proc/net/unix").read())):
         other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -366,8 +402,9 @@ while True:
 """
 
 
-def _another_user_comes_in_between(rank: int, world_size: int) -> None:
-    intruder = subprocess.Popen([sys.executable, "-c", INTRUDER], stdout=subprocess.PIPE) if rank == 1 else None
+def _another_process_comes_in_between(rank: int, world_size: int, user: int) -> None:
+    command = [sys.executable, "-c", INTRUDER, str(user)]
+    intruder = subprocess.Popen(command, stdout=subprocess.PIPE) if rank == 1 else None
     try:
         for _ in range(1_000):
             parameters, sync = engine_of([5_000])
@@ -379,16 +416,20 @@ def _another_user_comes_in_between(rank: int, world_size: int) -> None:
             dist.all_reduce(came)
             if came > 0:
                 return
-        raise AssertionError("no other user has tried to come in")
+        raise AssertionError("no other process has tried to come in")
     finally:
         if intruder is not None:
             intruder.kill()
             intruder.wait()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_other_users_are_not_let_in() -> None:
-    run_ranks(_another_user_comes_in_between, 2)
+NOBODY = 65534
+BECOMES_NOBODY = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+
+
+@pytest.mark.parametrize("user", [pytest.param(NOBODY, marks=BECOMES_NOBODY), os.geteuid()], ids=["other", "own"])
+def test_other_processes_are_not_let_in(user: int) -> None:
+    run_ranks(_another_process_comes_in_between, 2, user)
 
 
 # ---- a rank ends ----------------------------------------------------------------------------------------------------
@@ -448,14 +489,32 @@ def test_a_child_does_not_keep_its_rank_alive() -> None:
         run_ranks(_dies_with_a_child, 2)
 
 
+def take(begin: int, end: int) -> None:
+    """Puts memory of this process's own at these addresses, where there is none."""
+    mmap = ctypes.CDLL(None).mmap
+    mmap.restype = ctypes.c_void_p
+    readable_and_writable, private_anonymous, fixed_noreplace = 3, 0x22, 0x100000
+    flags = private_anonymous | fixed_noreplace
+    assert mmap(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), readable_and_writable, flags, -1, 0) == begin
+
+
 def _works_after_a_fork(rank: int, world_size: int) -> None:
     parameters, sync = engine_of([5_000])
     averages(sync, parameters, rank)
+    mappings = shared_mappings()
+    assert len(mappings) == 1
     child = os.fork()
-    if child == 0:
+    if child == 0:  # nothing of its parent's is open, and what has taken its place stays
+        for begin, end in mappings:
+            take(begin, end)
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
         sync.detach()
         del sync
         gc.collect()
+        for file in files:
+            os.fstat(file)
+        for begin, end in mappings:
+            assert not any(ctypes.string_at(begin, end - begin))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert averages(sync, parameters, rank) == "shared memory"
@@ -491,8 +550,9 @@ def _comes_too_late(rank: int, world_size: int) -> None:
     if rank == 1:
         dist.barrier()
         return
-    with pytest.raises(RuntimeError, match="waited for rank 1's gradients until the process group's time-out, 6 s"):
-        averages(sync, parameters, rank)
+    for _ in range(2):  # what has failed is not waited for again
+        with pytest.raises(RuntimeError, match="waited for rank 1's gradients until the process group's time-out, 6 s"):
+            averages(sync, parameters, rank)
     dist.barrier()
 
 

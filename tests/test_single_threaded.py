@@ -59,6 +59,6 @@ def _assert_no_second_team(_rank: int, world_size: int) -> None:
         assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_thread_beside_backward_has_no_openmp_team(world_size: int) -> None:
-    run_ranks(_assert_no_second_team, world_size)
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (4, False)])
+def test_a_thread_beside_backward_has_no_openmp_team(world_size: int, shared_memory: bool) -> None:
+    run_ranks(_assert_no_second_team, world_size, shared_memory=shared_memory)

@@ -87,7 +87,10 @@ def load() -> tuple[list[Mutation], dict[str, list[str]]]:
     """The mutations, and by base name the tests that concern a file."""
     content = yaml.safe_load(MUTATIONS.read_text())
     mutations = [Mutation(file, **each) for file, of_file in content["mutations"].items() for each in of_file]
-    tests = {file: group["run"] for group in content["tests"] for file in group["files"]}
+    tests: dict[str, list[str]] = {}
+    for group in content["tests"]:
+        for file in group["files"]:
+            tests.setdefault(file, []).extend(group["run"])
     return mutations, tests
 
 
