@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-slow test-gpu test-asan test-ubsan lint format bench check-cuda prove-gpu clean
+.PHONY: help venv build train test test-slow test-gpu test-asan test-ubsan lint format bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -32,6 +32,7 @@ help:
 	@echo 'make format      let ruff and clang-format rewrite the sources'
 	@echo 'make bench       run the benchmark suites'
 	@echo 'make check-cuda  compile the CUDA half where nvcc is on the PATH; needs no GPU'
+	@echo 'make check-aarch64  compile the engine for 64-bit ARM where that compiler is on the PATH'
 	@echo 'make prove-gpu   all that only a GPU can prove, part by part; PART="build tests" for some, PLAN=1 shows the commands'
 	@echo 'make clean       remove what was built; $(VENV) stays'
 
@@ -89,6 +90,9 @@ bench: venv
 
 check-cuda: venv
 	$(BIN)/python tools/check_cuda.py
+
+check-aarch64: venv
+	$(BIN)/python tools/check_aarch64.py
 
 # On a machine that has torch already, maybe without a network: no environment is made.
 PROVE_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)

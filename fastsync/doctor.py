@@ -97,7 +97,8 @@ def _shared_memory(extension: ModuleType | None) -> Facts:
     if extension is None:
         return []
     obstacle = extension.shared_memory_obstacle()
-    return [("shared memory", f"not between CPU ranks: {obstacle}" if obstacle else "between CPU ranks of this host")]
+    ranks = "between CPU ranks of this host and network namespace"
+    return [("shared memory", f"not between CPU ranks: {obstacle}" if obstacle else ranks)]
 
 
 def _devices(extension: ModuleType | None) -> Facts:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.network.namespaces import why_not
 from tests import emulated
 from tests.ranks import fresh_process_context
 
@@ -72,3 +73,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.ops.fastsync_emulated.set_descending(request.param.endswith("descending"))
     yield "cpu"
     emulated.ops.namespace = "fastsync"
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skips where there can be no network namespaces, which is found out by making some."""
+    if lacking := why_not():
+        pytest.skip(f"no network namespaces: {lacking}")

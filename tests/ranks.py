@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -55,13 +55,15 @@ def run_ranks(
     timeout: float = 120.0,
     backend: str = "gloo",
     shared_memory: bool = True,
+    lost: Collection[int] = (),
 ) -> list[Any]:
     """Calls ``fn(rank, world_size, *args)`` on ``world_size`` fresh ranks and returns their results in rank order.
 
     ``fn`` is a function at the top level of a module. ``args`` and results travel by pickle, tensors as copies. In each
     rank the default process group (``backend``) is initialised and torch runs on one thread. With NCCL in ``backend``
     rank r uses CUDA device r modulo the number of devices; ranks may share one. Without ``shared_memory`` ranks on the
-    CPU send each other messages, as those of several hosts do.
+    CPU send each other messages, as those of several hosts do. The ``lost`` ones are stopped or killed on their way:
+    nobody waits for them, and their results are None.
 
     Raises:
         RankError: a rank raised (its traceback is in the message) or its process died.
@@ -82,14 +84,17 @@ def run_ranks(
                 )
                 process.start()
                 processes.append(process)
-            _wait_for_all(processes, deadline)
-            _raise_first_failure(processes, folder)
-            _raise_if_running(processes, folder, timeout)
+            _wait_for_all([process for rank, process in enumerate(processes) if rank not in lost], deadline)
+            _raise_first_failure(processes, folder, lost)
+            _raise_if_running(processes, folder, timeout, lost)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(world_size)]
+        return [
+            None if rank in lost else pickle.loads(_result_file(folder, rank).read_bytes())
+            for rank in range(world_size)
+        ]
 
 
 def fresh_process_context() -> BaseContext:
@@ -154,10 +159,10 @@ def _wait_for_all(processes: Sequence[BaseProcess], deadline: float) -> None:
         wait([process.sentinel for process in running], timeout=remaining)
 
 
-def _raise_first_failure(processes: Sequence[BaseProcess], folder: Path) -> None:
+def _raise_first_failure(processes: Sequence[BaseProcess], folder: Path, lost: Collection[int]) -> None:
     failures: list[tuple[float, int, str]] = []
     for rank, process in enumerate(processes):
-        if not process.exitcode:
+        if not process.exitcode or (rank in lost and process.exitcode < 0):
             continue
         if _error_file(folder, rank).exists():
             failed_at, text = pickle.loads(_error_file(folder, rank).read_bytes())
@@ -172,8 +177,8 @@ def _raise_first_failure(processes: Sequence[BaseProcess], folder: Path) -> None
         raise RankError(rank, f"rank {rank} of {len(processes)} failed first\n{reports}")
 
 
-def _raise_if_running(processes: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
-    running = {rank: process for rank, process in enumerate(processes) if process.exitcode is None}
+def _raise_if_running(processes: Sequence[BaseProcess], folder: Path, timeout: float, lost: Collection[int]) -> None:
+    running = {rank: process for rank, process in enumerate(processes) if process.exitcode is None and rank not in lost}
     if not running:
         return
     for rank, process in running.items():

@@ -21,7 +21,7 @@ from benchmarks.commands import link
 from benchmarks.commands.link import Links, link_figures, sent_bytes, slow_links, with_link
 from benchmarks.harness.records import Record, RowFile, read_json
 from benchmarks.network.launch import run_in_namespaces
-from benchmarks.network.namespaces import CONGESTION_CONTROL, Network, NetworkError, burst, why_not
+from benchmarks.network.namespaces import CONGESTION_CONTROL, Network, NetworkError, burst
 from benchmarks.network.raw_tcp import RawTcp, check_links
 from benchmarks.units import format_rate, parse_rate
 from tests.namespaced import rank_that
@@ -29,13 +29,6 @@ from tests.test_benchmarks import ROOT
 from tests.test_launch_torchrun import free_port
 
 MBIT = 10**6
-
-
-@pytest.fixture(scope="session")
-def namespaces() -> None:
-    """Skips where there can be none, which is found out by making some."""
-    if lacking := why_not():
-        pytest.skip(f"no network namespaces: {lacking}")
 
 
 needs_namespaces = pytest.mark.usefixtures("namespaces")

@@ -83,8 +83,10 @@ int64_t RankSum::most_bytes(const Bucket& bucket, int64_t num_parts) {
   const int64_t most_pieces = bytes / (kPieceBytes / 2) + 1;
   const int64_t most_rounding =
       part_multiple(DType::kInt8) * width + bytes_of(part_multiple(DType::kInt8), DType::kInt8) + 4 * kRowAlignment;
-  const at::Tensor extras = joined(bucket.extras);
-  const int64_t extra_bytes = extras.defined() ? static_cast<int64_t>(extras.nbytes()) : 0;
+  int64_t extra_bytes = 0;
+  for (const at::Tensor& extra : {bucket.extras.flags, bucket.extras.riders}) {
+    extra_bytes += extra.defined() ? static_cast<int64_t>(extra.nbytes()) : 0;
+  }
   return bytes + num_parts * (most_pieces * most_rounding + round_up(extra_bytes, kRowAlignment)) + kRegionAlignment;
 }
 

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "transport/agreement.h"
 
@@ -21,7 +22,9 @@ using Group = Host::Group;
 constexpr int64_t kLongestText = Connection::kLongest;
 
 // With a rank that has said that it is about to answer.
-Deadline patience() { return std::chrono::steady_clock::now() + std::chrono::seconds(20); }
+Deadline patience(const Group& group) {
+  return std::chrono::steady_clock::now() + std::min<std::chrono::milliseconds>(std::chrono::seconds(20), limit_of(*group));
+}
 
 std::vector<std::string> gather(const Group& group, const std::string& text) {
   return gather_texts(group, text.substr(0, kLongestText - 1), kLongestText, c10::kCPU);
@@ -85,6 +88,14 @@ int64_t first_byte_of(int64_t place, int64_t size, int64_t bytes) {
 
 }  // namespace
 
+std::chrono::milliseconds limit_of(c10d::ProcessGroup& group) {
+  try {
+    return group.getBackend(c10::kCPU)->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return kBackendDefaultTimeout;
+  }
+}
+
 std::string Host::obstacle() {
   return failure_of([] { const Invitation invitation; });
 }
@@ -142,7 +153,7 @@ Host::Host(const Group& group) : connections_(static_cast<size_t>(group->getSize
   }
   if (why_not_.empty()) {
     why_not_ = vote(group, [&] {
-      const Deadline deadline = patience();
+      const Deadline deadline = patience(group);
       const auto is_here = [&](int64_t peer) { return peer <= group->getRank() || connections_[peer].is_open(); };
       while (!std::all_of(ranks().begin(), ranks().end(), is_here)) {
         Connection connection = invitation->listener.accept(deadline);
@@ -187,6 +198,7 @@ void Host::find_hosts(const std::vector<std::string>& reached, size_t rank) {
 }
 
 std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std::string& why_not) {
+  TORCH_CHECK(!std::exchange(is_sharing_, true), "the process group has failed before, in sharing memory");
   std::shared_ptr<SharedMemory> shared;
   why_not = vote(group, [&] {
     const std::string number = std::to_string(++num_shared_);
@@ -201,7 +213,7 @@ std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std
       }
       TORCH_CHECK(failure.empty(), failure);
     } else {
-      const Deadline deadline = patience();
+      const Deadline deadline = patience(group);
       const Connection& first = connections_[ranks().front()];
       auto message = first.receive(deadline);
       while (message.text != number && message.text != none) {  // of a try that failed here
@@ -217,6 +229,7 @@ std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std
     const int64_t place = std::find(ranks().begin(), ranks().end(), group->getRank()) - ranks().begin();
     shared->claim(memory, first_byte_of(place, size, bytes), first_byte_of(place + 1, size, bytes));
   });
+  is_sharing_ = false;
   return why_not.empty() ? shared : nullptr;
 }
 

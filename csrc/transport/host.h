@@ -14,6 +14,9 @@
 
 namespace fastsync {
 
+// The group's time-out. A backend around another one may not tell: then PyTorch's default.
+std::chrono::milliseconds limit_of(c10d::ProcessGroup& group);
+
 // One for each group in a process, while anybody uses it. Thread-safe between its ranks' common calls.
 class Host {
  public:
@@ -48,6 +51,7 @@ class Host {
   std::vector<Ranks> hosts_;
   size_t place_ = 0;
   int64_t num_shared_ = 0;
+  bool is_sharing_ = false;              // or has failed to, with the group
   std::vector<Connection> connections_;  // by rank, open to those of this host
 };
 

@@ -8,8 +8,8 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <string>
+
+#include "transport/cgroup.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
@@ -30,27 +30,6 @@ int new_memory() {
   const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   const int made = memfd_create("fastsync", flags | MFD_NOEXEC_SEAL);
   return made >= 0 || errno != EINVAL ? made : memfd_create("fastsync", flags);
-}
-
-int64_t value_in(const std::string& path, const std::string& key) {
-  std::ifstream file(path);
-  std::string word;
-  int64_t value = 0;
-  while (key.empty() ? static_cast<bool>(file >> value) : static_cast<bool>(file >> word >> value)) {
-    if (word == key) {
-      return value;
-    }
-  }
-  return -1;
-}
-
-// What the process's cgroup may still use, as far as it is told; a system that runs out of it kills.
-int64_t left_in_cgroup() {
-  const std::string folder = "/sys/fs/cgroup/";
-  const int64_t most = value_in(folder + "memory.max", "");
-  const int64_t used = value_in(folder + "memory.current", "");
-  const int64_t files = value_in(folder + "memory.stat", "inactive_file");
-  return most < 0 || used < 0 ? INT64_MAX : most - used + (files > 0 ? files : 0);
 }
 
 }  // namespace
@@ -93,7 +72,7 @@ void SharedMemory::claim(const Descriptor& memory, int64_t begin, int64_t end) c
   if (begin >= end) {
     return;
   }
-  const int64_t left = left_in_cgroup();
+  const int64_t left = memory_left_in_cgroups();  // a system that runs out of it kills
   TORCH_CHECK(bytes_ <= left, "the memory cgroup has ", left, " bytes left, and ", bytes_, " are needed");
   int failed = 0;
   do {

@@ -98,7 +98,7 @@ std::shared_ptr<void> SharedTeam::use_rows() {
 
 // A sum that failed may still be driven.
 void SharedTeam::wait_for_own() {
-  const auto deadline = Waiting::Clock::now() + limit();
+  const auto deadline = Waiting::Clock::now() + limit_of(*group_);
   while (!use_.expired()) {
     TORCH_CHECK(Waiting::Clock::now() < deadline, "a sum that has failed did not end");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -122,15 +122,6 @@ std::unique_ptr<Transfer> SharedTeam::all_gather(const at::Tensor& /*buffer*/, c
   return next(tag, rows.length);
 }
 
-// A backend around another one may not tell.
-std::chrono::milliseconds SharedTeam::limit() const {
-  try {
-    return group_->getBackend(device_.type())->getBackendOptions()->timeout;
-  } catch (const std::exception&) {
-    return kBackendDefaultTimeout;
-  }
-}
-
 // Once others have been waited for in vain, they are waited for no more.
 void SharedTeam::wait_for_all(size_t which, int64_t number) {
   const char* const what = which == kRead ? " to have read the gradients of the step before" : "'s gradients";
@@ -142,11 +133,11 @@ void SharedTeam::wait_for_all(size_t which, int64_t number) {
       continue;
     }
     check_not_failed();
-    deadline = deadline ? deadline : Waiting::Clock::now() + limit();
+    deadline = deadline ? deadline : Waiting::Clock::now() + limit_of(*group_);
     try {
       const bool is_there = waiting_[which].until(theirs, number, has_cores_, *deadline, [&] { look(which, number); });
       TORCH_CHECK(is_there, "waited for rank ", ranks_[peer], what, " until the process group's time-out, ",
-                  std::chrono::duration<double>(limit()).count(), " s");
+                  std::chrono::duration<double>(limit_of(*group_)).count(), " s");
     } catch (const c10::Error& error) {
       const std::lock_guard<std::mutex> lock(mutex_);
       failure_ = error.what_without_backtrace();

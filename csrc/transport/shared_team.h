@@ -51,7 +51,6 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   void wait_for_own();
   void check_not_failed();
   void look(size_t which, int64_t number) const;
-  std::chrono::milliseconds limit() const;
   void wait_for_all(size_t which, int64_t number);
 
   std::shared_ptr<Host> host_;

@@ -9,9 +9,9 @@
 #include <cerrno>
 #include <climits>
 #include <ctime>
-#include <fstream>
-#include <string>
 #include <thread>
+
+#include "transport/cgroup.h"
 
 namespace fastsync {
 
@@ -32,14 +32,6 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 timespec to_timespec(std::chrono::nanoseconds duration) {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(duration);
   return {static_cast<time_t>(seconds.count()), static_cast<long>((duration - seconds).count())};
-}
-
-// Rounded up; none where there is no quota.
-int64_t cgroup_quota() {
-  std::ifstream file("/sys/fs/cgroup/cpu.max");
-  int64_t quota = 0;
-  int64_t period = 0;
-  return file >> quota >> period && quota > 0 && period > 0 ? (quota + period - 1) / period : INT64_MAX;
 }
 
 // Where there are cores for all ranks it gives none away, for somebody else who took it would keep it for milliseconds.
@@ -76,7 +68,7 @@ int64_t num_usable_cores() {
   CPU_ZERO(&allowed);
   const bool is_known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
   const int64_t cores = is_known ? CPU_COUNT(&allowed) : std::thread::hardware_concurrency();
-  return std::max<int64_t>(1, std::min(cores, cgroup_quota()));
+  return std::max<int64_t>(1, std::min(cores, cpus_of_cgroups()));
 }
 
 bool Waiting::until(SharedNumber& number, int64_t reached, bool has_cores, Clock::time_point deadline,
