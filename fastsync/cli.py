@@ -32,10 +32,11 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     """Runs what needs the extra "train". What the user got wrong is told in one sentence."""
     try:
         from fastsync.train import require_extra
+
+        require_extra()
+        from fastsync.ppo import cli, evaluate
     except ImportError as error:  # the extension is not built
         sys.exit(f"fastsync {command}: {error}")
-    require_extra()
-    from fastsync.ppo import cli, evaluate
 
     try:
         if command == "train":

@@ -407,7 +407,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]):
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
-    with pytest.raises(SystemExit, match=r"^benchmarks need tyro: pip install matplotlib .* tyro$"):
+    with pytest.raises(SystemExit, match=r"^benchmarks need tyro: pip install jinja2 matplotlib .* tyro$"):
         main(["sync"])
 
 

@@ -205,7 +205,7 @@ def test_a_rank_that_is_started_by_others_refuses_with_one_sentence(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     trained: list[Settings] = []
-    monkeypatch.setattr("fastsync.train.train_rank", trained.append)
+    monkeypatch.setattr("fastsync.ppo.cli.train_rank", trained.append)
     for rank in (None, "0"):
         if rank:
             monkeypatch.setenv("RANK", rank)
