@@ -262,6 +262,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("check_agreement", &fastsync::check_agreement, py::arg("process_group"), py::arg("description"),
         py::arg("device"), no_gil);
+  m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 
   m.def("lay_out_buckets", &lay_out_buckets, py::arg("sizes"), py::arg("order"), py::arg("cap_bytes"));

@@ -40,6 +40,7 @@ PROFILE = GroupProfile(
         line(INT8, 3e-3, 1e-8, 1000, 100_000),
     ),
     world_size=2,
+    ranks_per_host=(2,),
     backend="gloo",
     device="cpu",
     dtype="float32",

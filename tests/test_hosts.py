@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -207,3 +208,18 @@ def test_ranks_that_are_lost_are_noticed_on_all_hosts(case: str, monkeypatch: py
         run_ranks(_some_are_lost, 4, nodes, names, lost, int(how), timeout=90.0)
     for rank in set(range(4)) - set(lost):
         assert f"failed on rank {rank} of 4" in str(caught.value)
+
+
+def _profile_of_hosts(rank: int, world_size: int, nodes: Nodes) -> None:
+    profile = fastsync.measure_group()
+    assert profile.ranks_per_host == (2, 2)
+    assert all(candidate.compression.algorithm != "two_shot" for candidate in profile.candidates), "two hosts add"
+    parameter = nn.Parameter(torch.zeros(1000))
+    assert fastsync.attach([parameter], fastsync.Auto(profile=profile)).explain()
+    other = replace(profile, ranks_per_host=(4,))
+    with pytest.raises(ValueError, match="measured on hosts with 4 ranks, and here are hosts with 2, 2 ranks"):
+        fastsync.attach([parameter], fastsync.Auto(profile=other))
+
+
+def test_a_profile_tells_hosts_apart() -> None:
+    run_on_hosts(_profile_of_hosts, PAIRS)

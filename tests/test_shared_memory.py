@@ -390,6 +390,21 @@ def test_engines_of_one_group_have_their_connections_in_common() -> None:
     run_ranks(_one_connection_for_all, 2)
 
 
+def _one_rank_keeps_its_engine(rank: int, world_size: int) -> None:
+    engine = engine_of([5_000])
+    averages(engine[1], engine[0], rank)
+    if rank == 1:
+        engine[1].detach()
+        del engine
+        gc.collect()
+    parameters, sync = engine_of([5_000])
+    assert averages(sync, parameters, rank) == "shared memory"
+
+
+def test_connections_that_one_rank_has_let_go_of_are_made_anew() -> None:
+    run_ranks(_one_rank_keeps_its_engine, 2)
+
+
 # ---- the system says no ---------------------------------------------------------------------------------------------
 
 

@@ -53,8 +53,8 @@ class RankSum : public BucketSum {
   // until release, when all is read. Called twice, for only then it is known how large a region is.
   void place(SumBuffers& buffers, int64_t kind, const std::function<void(Regions&)>& lay_out);
   void release() {
-    use_.reset();
     team_->have_read();
+    use_.reset();
   }
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
   // A piece's parts, so many values each, where place_of(member) says in bytes where each lies, on a wire from base on.

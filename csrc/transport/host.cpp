@@ -23,7 +23,8 @@ constexpr int64_t kLongestText = Connection::kLongest;
 
 // With a rank that has said that it is about to answer.
 Deadline patience(const Group& group) {
-  return std::chrono::steady_clock::now() + std::min<std::chrono::milliseconds>(std::chrono::seconds(20), limit_of(*group));
+  return std::chrono::steady_clock::now() +
+         std::min<std::chrono::milliseconds>(std::chrono::seconds(20), limit_of(*group));
 }
 
 std::vector<std::string> gather(const Group& group, const std::string& text) {
@@ -231,6 +232,14 @@ std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std
   });
   is_sharing_ = false;
   return why_not.empty() ? shared : nullptr;
+}
+
+std::vector<Host::Ranks> hosts_of(const Group& group) {
+  if (group->getSize() == 1 || group->getBackend(c10::kCPU)->getBackendName() != "gloo") {
+    return {};
+  }
+  const auto host = Host::of(group);
+  return host->why_not().empty() ? host->hosts() : std::vector<Host::Ranks>();
 }
 
 }  // namespace fastsync

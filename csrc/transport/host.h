@@ -55,4 +55,7 @@ class Host {
   std::vector<Connection> connections_;  // by rank, open to those of this host
 };
 
+// The group's CPU ranks by host, as above, found out by all ranks together; none where they cannot share memory.
+std::vector<Host::Ranks> hosts_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
 }  // namespace fastsync

@@ -77,8 +77,10 @@ at::Tensor SharedTeam::allocate(int64_t region) {
   return at::from_blob(data, {size() * region}, [shared = shared_](void*) {}, at::kByte);
 }
 
-// A step that failed and is sent again has the same number: others may still wait for it.
+// A step that failed and is sent again has the same number: others may still wait for it. What a sum says, it says by
+// the newest one's number, so there is no newer one before it has ended.
 void SharedTeam::begin(int64_t attempt) {
+  wait_for_own();
   const int64_t sum = attempt == 0 ? sum_ + 1 : attempt;
   if (sum != sum_) {
     sum_before_ = std::exchange(sum_, sum);
@@ -87,7 +89,6 @@ void SharedTeam::begin(int64_t attempt) {
 
 // What this rank has not read of the sum before, because that failed, it reads no more.
 std::shared_ptr<void> SharedTeam::use_rows() {
-  wait_for_own();
   numbers_of(rank())[kRead].raise_to(sum_before_);
   wait_for_all(kRead, sum_before_);
   num_pieces_.fill(0);

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastsync import _C, __version__
 from fastsync.autotune.candidates import Candidate, compressions, engine_schedule, volume
-from fastsync.autotune.profile import GroupProfile, backend_of
+from fastsync.autotune.profile import GroupProfile, backend_of, ranks_by_host
 from fastsync.autotune.survey import survey
 from fastsync.checks import resolve_group
 from fastsync.compression import Compression
@@ -42,13 +42,15 @@ def measure_group(
         RuntimeError: another rank did not take part in time, or is lost.
     """
     group = resolve_group(process_group)
-    candidates = compressions(wires, group.size())
+    candidates = compressions(wires, group.size())  # refuses names that are none before anything is sent
     where = _device_of(group) if device is None else torch.device(device)
     backend = backend_of(group, where)
     described = "; ".join(str(compression) for compression in candidates)
     try:
         _C.check_agreement(group, f"measuring {_name(dtype)} on {where.type} with {described}", where)
-        measured = _measure(candidates, group, where, dtype)
+        ranks_per_host = ranks_by_host(group, where)
+        candidates = compressions(wires, _num_members(group, ranks_per_host))
+        measured = _measure(candidates, group, where, dtype, ranks_per_host)
     except RuntimeError as error:
         raise RuntimeError(
             f"fastsync: measuring failed on rank {group.rank()} of {group.size()}; does every rank measure, or is "
@@ -57,6 +59,7 @@ def measure_group(
     return GroupProfile(
         candidates=tuple(measured),
         world_size=group.size(),
+        ranks_per_host=ranks_per_host,
         backend=backend,
         device=where.type,
         dtype=_name(dtype),
@@ -65,12 +68,22 @@ def measure_group(
     )
 
 
+def _num_members(group: dist.ProcessGroup, ranks_per_host: Sequence[int]) -> int:
+    """Counts who adds over the slowest links: hosts where there are several, else ranks."""
+    return len(ranks_per_host) if len(ranks_per_host) > 1 else group.size()
+
+
 def _measure(
-    candidates: Sequence[Compression], group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+    candidates: Sequence[Compression],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks_per_host: Sequence[int],
 ) -> list[Candidate]:
     if group.size() == 1:
         return [Candidate(compression) for compression in candidates]  # nothing travels, so nothing can be gained
-    volumes = {candidate: volume(candidate, group.size(), dtype.itemsize) for candidate in candidates}
+    members = _num_members(group, ranks_per_host)
+    volumes = {candidate: volume(candidate, members, dtype.itemsize) for candidate in candidates}
     return survey(volumes, _Turns(group, device, dtype))
 
 

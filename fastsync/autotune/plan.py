@@ -15,7 +15,7 @@ from torch import Tensor
 from fastsync import _C
 from fastsync.autotune.candidates import WIRES, Candidate, Explanation, explain
 from fastsync.autotune.measure import measure_group
-from fastsync.autotune.profile import GroupProfile
+from fastsync.autotune.profile import GroupProfile, ranks_by_host
 from fastsync.autotune.request import Auto, Schedule
 from fastsync.checks import check_parameters
 from fastsync.compression import LOSSIER, Compression
@@ -86,6 +86,7 @@ def _of_profile(
     device: torch.device,
 ) -> tuple[Candidate, ...]:
     """Raises on all ranks where it will not do on one, or the others would wait for that one."""
+    here = ranks_by_host(process_group, device)
     obstacle: ValueError | None = None
     candidates: tuple[Candidate, ...] = ()
     try:
@@ -93,6 +94,7 @@ def _of_profile(
             profile = GroupProfile.read(profile)
         profile.check(process_group, device)
         candidates = profile.of_wires(wires)
+        profile.check_hosts(here)
     except ValueError as error:
         obstacle = error
     _C.check_agreement(process_group, str(obstacle or "profile: fits this group"), device)

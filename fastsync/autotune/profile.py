@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastsync import _C
 from fastsync.autotune.candidates import Candidate, choose, reason
 from fastsync.checks import resolve_group
 from fastsync.compression import Compression, Wire
 from fastsync.files import write_whole
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Choice(NamedTuple):
@@ -36,6 +37,8 @@ class GroupProfile:
     candidates: tuple[Candidate, ...]
     """From the least lossy compression to the lossiest."""
     world_size: int
+    ranks_per_host: tuple[int, ...]
+    """How many share memory on each host; empty where none do."""
     backend: str
     """Such as ``gloo``, of the group for ``device``."""
     device: str
@@ -76,6 +79,18 @@ class GroupProfile:
                 "with fastsync.measure_group(wires=...) what the compression allows"
             )
         return tuple(candidate for candidate in self.candidates if candidate.compression.wire in wires)
+
+    def check_hosts(self, ranks_per_host: tuple[int, ...]) -> None:
+        """Raises ValueError where ranks shared memory otherwise than here, as ``ranks_by_host`` has it."""
+        if ranks_per_host != self.ranks_per_host:
+            there, here = (
+                f"hosts with {', '.join(map(str, hosts))} ranks" if hosts else "ranks that do not share memory"
+                for hosts in (self.ranks_per_host, ranks_per_host)
+            )
+            raise ValueError(
+                f"profile: it was measured on {there}, and here are {here}; measure here with fastsync.measure_group, "
+                "or leave profile out"
+            )
 
     def check(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         """Raises ValueError where what was measured is not this group, with gradients on this device."""
@@ -126,7 +141,7 @@ class GroupProfile:
                 Candidate(Compression(**given["compression"]), tuple((n, s) for n, s in given["points"]))
                 for given in fields.pop("candidates")
             ]
-            return cls(candidates=tuple(candidates), **fields)
+            return cls(candidates=tuple(candidates), ranks_per_host=tuple(fields.pop("ranks_per_host")), **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"profile: {os.fspath(path)!r} is no profile that this version of fastsync can read ({error}); measure "
@@ -139,3 +154,8 @@ def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> str:
     if device.type not in {each.type for each in process_group._device_types}:
         raise ValueError(f"process_group: it has no backend for {device.type}")
     return process_group._get_backend(device).name()
+
+
+def ranks_by_host(process_group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
+    """Counts the ranks of each host that add in memory there. Every rank must call it."""
+    return tuple(len(ranks) for ranks in _C.hosts(process_group)) if device.type == "cpu" else ()
