@@ -215,7 +215,7 @@ def _profile_of_hosts(rank: int, world_size: int, nodes: Nodes) -> None:
     assert profile.ranks_per_host == (2, 2)
     assert all(candidate.compression.algorithm != "two_shot" for candidate in profile.candidates), "two hosts add"
     parameter = nn.Parameter(torch.zeros(1000))
-    assert fastsync.attach([parameter], fastsync.Auto(profile=profile)).explain()
+    fastsync.attach([parameter], fastsync.Auto(profile=profile)).detach()
     other = replace(profile, ranks_per_host=(4,))
     with pytest.raises(ValueError, match="measured on hosts with 4 ranks, and here are hosts with 2, 2 ranks"):
         fastsync.attach([parameter], fastsync.Auto(profile=other))

@@ -329,7 +329,7 @@ bool BucketSync::has_lost_scale() const {
 void BucketSync::agree_on_scale(const Bucket& bucket) {
   bucket.measure();
   at::Tensor largest = stats_.narrow(0, kMaxMagnitude, 1).clone();
-  failure_->guard([&] { team_->all_reduce({largest}, c10d::ReduceOp::MAX)->wait(); });
+  failure_->guard([&] { team_->all_reduce({largest}, c10d::ReduceOp::MAX)->wait_for_rows(); });
   const at::Tensor exponent = kTargetExponent - std::get<1>(at::frexp(largest));
   const at::Tensor bits = exponent.clamp(-kMaxScaleExponent, kMaxScaleExponent).to(at::kInt).add(127).mul(1 << 23);
   const at::Tensor otherwise =

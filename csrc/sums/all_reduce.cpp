@@ -58,7 +58,7 @@ class AllReduceSum final : public BucketSum {
 
  private:
   void receive(const std::function<void()>& on_reduced) override {
-    reduction_->wait();
+    reduction_->wait_for_rows();
     on_reduced();
     if (is_own_wire_ && !bucket_.scale.defined()) {
       bucket_.measure();

@@ -49,7 +49,7 @@ class OneShotSum final : public RankSum {
                      piece.rows.stride, piece.turn);
     }
     for (const Piece& piece : pieces_) {
-      piece.transfer->wait();
+      piece.transfer->wait_until_sent();
     }
     release();
   }

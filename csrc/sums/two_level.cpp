@@ -246,10 +246,10 @@ class TwoLevelSum final : public RankSum {
     for (const Piece& piece : pieces_) {
       for (Transfer* sent : {piece.in_node.transfer.get(), piece.between_nodes.transfer.get(), piece.to_nodes.get()}) {
         if (sent != nullptr) {
-          sent->wait();
+          sent->wait_until_sent();
         }
       }
-      piece.spread->wait();
+      piece.spread->wait_until_sent();
     }
     release();
   }

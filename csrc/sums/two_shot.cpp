@@ -57,7 +57,7 @@ class TwoShotSum final : public RankSum {
   void drive_all() override {
     for (Piece& piece : pieces_) {
       wait_for_rows(*piece.scatter.transfer);
-      piece.scatter.transfer->wait();  // for means take the place of what is sent
+      piece.scatter.transfer->wait_until_sent();  // for means take the place of what is sent
       if (piece.turn.is_last) {
         sum_extras(piece.scatter.from, team_->size());
       }
@@ -79,7 +79,7 @@ class TwoShotSum final : public RankSum {
                      address(piece.means.offset), /*num_wires=*/1, /*stride=*/0, piece.turn);
     }
     for (const Piece& piece : pieces_) {
-      piece.gather->wait();
+      piece.gather->wait_until_sent();
     }
     release();
   }

@@ -113,8 +113,7 @@ void Transfer::wait_for_rows() {
   }
 }
 
-void Transfer::wait() {
-  wait_for_rows();
+void Transfer::wait_until_sent() {
   for (const Work& work : std::exchange(departures_, {})) {
     work->wait();
   }

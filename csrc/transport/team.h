@@ -32,8 +32,8 @@ class Transfer {
   // Until all rows have come, within the group's time limit. On CUDA the current stream waits.
   virtual void wait_for_rows();
 
-  // That, and until those sent may be written again.
-  void wait();
+  // Until those sent may be written again.
+  void wait_until_sent();
 
   int64_t sent_bytes() const { return sent_bytes_; }
 
