@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -72,6 +73,43 @@ def _random_layouts(rank: int, world_size: int, nodes: Nodes, algorithm: str | N
 )
 def test_random_layouts_give_what_the_reference_gives(nodes: Nodes, algorithm: str | None) -> None:
     run_on_hosts(_random_layouts, nodes, algorithm)
+
+
+def _every_dtype(rank: int, world_size: int, nodes: Nodes) -> None:
+    sizes = [300, 1, 70_001]
+    for case, dtype in enumerate((torch.float64, torch.float16, torch.bfloat16)):
+        grads = [random_grads(peer, case, [(size,) for size in sizes], dtype) for peer in range(world_size)]
+        for wire in WIRES:
+            parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+            sync = fastsync.attach(parameters, Compression(wire, reduce="fp32", algorithm="two_shot"), overlap=False)
+            for parameter, grad in zip(parameters, grads[rank], strict=True):
+                parameter.grad = grad.clone()
+            sync.synchronize()
+            mean = [parameter.grad for parameter in parameters]
+            expected = reference.two_level_mean(grads, nodes, DTYPE_OF[wire])
+            assert all(map(torch.equal, mean, expected)), f"{dtype}, {wire}"
+
+
+def test_gradients_of_every_dtype() -> None:
+    run_on_hosts(_every_dtype, UNEQUAL)
+
+
+def _many_steps(rank: int, world_size: int, nodes: Nodes) -> None:
+    chance = random.Random(rank)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 3000)]
+    syncs = [fastsync.attach([parameter], overlap=False) for parameter in parameters]
+    for step in range(400):
+        for parameter, sync in zip(parameters, syncs, strict=True):
+            if chance.random() < 0.05:
+                time.sleep(chance.random() * 0.01)
+            parameter.grad = torch.full_like(parameter, float(rank * step))
+            sync.synchronize()
+            assert torch.equal(parameter.grad, torch.full_like(parameter, step * (world_size - 1) / 2))
+
+
+@pytest.mark.parametrize("nodes", [PAIRS, UNEQUAL], ids=["pairs", "unequal"])
+def test_no_row_is_read_too_early_or_written_too_late(nodes: Nodes) -> None:
+    run_on_hosts(_many_steps, nodes)
 
 
 def _hook_and_feedback(rank: int, world_size: int, nodes: Nodes) -> None:
