@@ -75,6 +75,20 @@ def test_random_layouts_give_what_the_reference_gives(nodes: Nodes, algorithm: s
     run_on_hosts(_random_layouts, nodes, algorithm)
 
 
+def _large_bucket(rank: int, world_size: int, nodes: Nodes) -> None:
+    grads = [random_grads(peer, 0, [(300_000,)], torch.float32) for peer in range(world_size)]
+    parameter = nn.Parameter(torch.zeros(300_000))
+    sync = fastsync.attach([parameter], Compression("bf16"), overlap=False)
+    parameter.grad = grads[rank][0].clone()
+    sync.synchronize()
+    (expected,) = reference.two_level_mean(grads, nodes, torch.bfloat16)
+    assert torch.equal(parameter.grad, expected)
+
+
+def test_large_buckets_take_two_steps_between_many_hosts() -> None:
+    run_on_hosts(_large_bucket, [[0, 1], [2], [3], [4]])
+
+
 def _every_dtype(rank: int, world_size: int, nodes: Nodes) -> None:
     sizes = [300, 1, 70_001]
     for case, dtype in enumerate((torch.float64, torch.float16, torch.bfloat16)):

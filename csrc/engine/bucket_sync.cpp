@@ -191,7 +191,8 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync,
   totals_->num_hosts = hosts_.num_nodes;
   team->begin(sync.attempt);
   if (team->size() < team_->size()) {
-    return two_level_sum(hosts_, sync.tag, adds_hosts_at_once(bucket, sync.compression), std::move(bucket), buffers);
+    const bool at_once = adds_hosts_at_once(bucket, sync.compression);
+    return two_level_sum(hosts_, sync.tag, at_once, std::move(bucket), buffers);
   }
   switch (algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team)) {
     case Algorithm::kAllReduce:

@@ -1,13 +1,12 @@
 #include "transport/levels.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 namespace fastsync {
 
-Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes, std::shared_ptr<Team> node) {
-  Levels levels{static_cast<int64_t>(nodes.size()), whole.size(), whole.size(), std::move(node), nullptr};
+Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes) {
+  Levels levels{static_cast<int64_t>(nodes.size()), whole.size(), whole.size(), nullptr, nullptr};
   int64_t lane = 0;
   for (const auto& ranks : nodes) {
     levels.num_lanes = std::min(levels.num_lanes, static_cast<int64_t>(ranks.size()));
@@ -16,9 +15,7 @@ Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nod
       continue;
     }
     lane = place - ranks.begin();
-    if (!levels.node) {
-      levels.node = std::make_shared<Team>(whole.group(), whole.device(), ranks);
-    }
+    levels.node = std::make_shared<Team>(whole.group(), whole.device(), ranks);
   }
   if (lane < levels.num_lanes) {
     std::vector<int64_t> peers;

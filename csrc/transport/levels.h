@@ -17,9 +17,8 @@ struct Levels {
   std::shared_ptr<Team> peers;  // of its lane, by node; null where it has none
 };
 
-// The nodes' ranks ascend. This rank's node may be a team already.
-Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes,
-                 std::shared_ptr<Team> node = nullptr);
+// The nodes' ranks ascend.
+Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes);
 
 // Nodes of so many ranks that follow each other.
 std::vector<std::vector<int64_t>> nodes_of(int64_t ranks_per_node, int64_t num_ranks);
