@@ -232,8 +232,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Synchronizer, std::shared_ptr<Synchronizer>> synchronizer(m, "Synchronizer");
   synchronizer
-      .def(py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t>),
-           py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"))
+      .def(
+          py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool>),
+          py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
+          py::arg("gradient_as_bucket_view") = false)
       .def("attach", &Synchronizer::attach, py::arg("parameters"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("set_enabled", &Synchronizer::set_enabled, py::arg("enabled"), no_gil)

@@ -69,7 +69,12 @@ class HookState:
 
 class Synchronizer:
     def __init__(
-        self, parameters: list[Tensor], names: list[str], process_group: ProcessGroup, bucket_cap_bytes: int
+        self,
+        parameters: list[Tensor],
+        names: list[str],
+        process_group: ProcessGroup,
+        bucket_cap_bytes: int,
+        gradient_as_bucket_view: bool = False,
     ) -> None: ...
     def attach(self, parameters: list[Tensor]) -> None: ...
     def detach(self) -> None: ...

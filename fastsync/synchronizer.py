@@ -40,12 +40,13 @@ class GradientSynchronizer(GradientHandle):
         group: dist.ProcessGroup,
         ranks_per_node: int | None,
         bucket_cap_mb: float,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         self._named = dict(named)
         self._group = group
         self._ranks_per_node = ranks_per_node
         self._engine: _C.Synchronizer = _C.Synchronizer(
-            list(named.values()), list(named), group, int(bucket_cap_mb * 2**20)
+            list(named.values()), list(named), group, int(bucket_cap_mb * 2**20), gradient_as_bucket_view
         )
         self._is_enabled = True
         self._called_step = -1  # the newest that synchronize() was called for
@@ -194,6 +195,7 @@ def attach(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     overlap: bool = True,
     broadcast: bool = True,
+    gradient_as_bucket_view: bool = False,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
@@ -221,6 +223,12 @@ def attach(
             it has a group of its own. On GPUs that helps nothing: NCCL asks for one order of all groups' calls.
         overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it.
         broadcast: first give every rank the parameters and buffers of the group's rank 0.
+        gradient_as_bucket_view: on CPUs, where all ranks are on one host and gradients travel at full width, keep every
+            ``.grad`` in memory that the ranks share, and average it there: nothing is copied. After the first sync
+            ``.grad`` is another tensor, and its memory is written again by later ones, so clone what you keep.
+            ``optimizer.zero_grad(set_to_none=False)`` keeps it there; what was set to None is copied there once a step.
+            After a backward that failed, or a lost rank, gradients hold anything: call ``zero_grad()``. Elsewhere it
+            changes nothing.
 
     Raises:
         ValueError: an argument is not what it should be, a parameter is attached already or is of a kind that fastsync
@@ -235,7 +243,7 @@ def attach(
     check_no_optimizer_in_backward(named, "module_or_params")
     group, ranks_per_node = resolve_nodes(process_group)
     check_group(group, named)
-    sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb)
+    sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb, gradient_as_bucket_view)
     if broadcast:
         others = {f"parameter {name}": p for name, p in given.items() if name not in named}
         if isinstance(module_or_params, nn.Module):

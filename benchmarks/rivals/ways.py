@@ -62,6 +62,17 @@ class TrainingStep:
         return torch.cat([parameter.grad.reshape(-1) for parameter in self.model.parameters()])
 
 
+class StepOfKeptGradients(TrainingStep):
+    """As a training step, of gradients that stay where they are. Setting them to zero takes time, which counts."""
+
+    def prepare(self) -> None:
+        self._loss = self.model()
+
+    def run(self) -> None:
+        self.model.zero_grad(set_to_none=False)
+        super().run()
+
+
 class BareAllReduce:
     """One all_reduce of as many values as the model has, already divided, cast and in one tensor. No backward."""
 
@@ -117,6 +128,10 @@ def _ddp_bucket_view(workload: Gradients, group: ProcessGroup) -> Step:
     return TrainingStep(wrapped(workload, group, gradient_as_bucket_view=True))
 
 
+def _ddp_kept_bucket_view(workload: Gradients, group: ProcessGroup) -> Step:
+    return StepOfKeptGradients(wrapped(workload, group, gradient_as_bucket_view=True))
+
+
 def _ddp_with(hook: Callable) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = wrapped(workload, group)
@@ -152,6 +167,12 @@ def _attach(compression: str) -> Build:
         return TrainingStep(model, stats=sync.stats)
 
     return build
+
+
+def _attach_bucket_view(workload: Gradients, group: ProcessGroup) -> Step:
+    model = workload.model()
+    sync = fastsync.attach(model, process_group=group, gradient_as_bucket_view=True)
+    return StepOfKeptGradients(model, stats=sync.stats)
 
 
 def _synchronize(workload: Gradients, group: ProcessGroup) -> Step:
@@ -259,6 +280,7 @@ WAYS = {
     **{name: Way(_bare(wire), wire) for wire, name in LIMITS.items()},
     "ddp": Way(_ddp, in_ddp=True),
     "ddp/bucket_view": Way(_ddp_bucket_view, in_ddp=True),
+    "ddp/bucket_view/kept": Way(_ddp_kept_bucket_view, in_ddp=True),
     "ddp/allreduce_hook": Way(_ddp_with(default_hooks.allreduce_hook), in_ddp=True),
     "ddp/fp16_compress_hook": Way(_ddp_with(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
     "ddp/bf16_compress_hook": Way(_ddp_with(default_hooks.bf16_compress_hook), bf16, nccl_only=True, in_ddp=True),
@@ -267,6 +289,7 @@ WAYS = {
     "per_parameter": Way(_per_parameter),
     "fastsync.fp16_compress_hook": Way(_ddp_with(fastsync.fp16_compress_hook), fp16, in_ddp=True),
     **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.DEFAULT},
+    "fastsync.attach/none/bucket_view": Way(_attach_bucket_view),
     "fastsync.synchronize/none": Way(_synchronize),
     "fastsync.all_reduce_gradients/none": Way(_all_reduce_gradients),
     **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.ON_REQUEST},

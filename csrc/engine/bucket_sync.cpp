@@ -158,15 +158,29 @@ void BucketSync::share_memory(const Bucket& bucket, const Compression& compressi
   const int64_t bytes =
       stamp + (hosts_.num_nodes > 1 ? most_bytes_on_two_levels(bucket, hosts_, adds_hosts_at_once(bucket, compression))
                                     : RankSum::most_bytes(bucket, team_->size()));
-  if (shared_ && bytes - stamp <= shared_->most_bytes()) {
+  const bool is_for_views = takes_views(compression);
+  std::shared_ptr<SharedTeam>& team = is_for_views ? view_team_ : shared_;
+  if (team && bytes - stamp <= team->most_bytes()) {
     return;
   }
-  shared_buffers_ = {};
-  hosts_.node.reset();
-  shared_.reset();
-  shared_ = SharedTeam::make(team_->group(), host_, bytes, totals_->why_not_shared);
-  hosts_.node = shared_;
-  may_share_ = shared_ != nullptr;
+  if (is_for_views) {
+    views_ = {};
+  } else {
+    shared_buffers_ = {};
+    hosts_.node.reset();
+  }
+  team.reset();
+  team = SharedTeam::make(team_->group(), host_, bytes, totals_->why_not_shared);
+  may_share_ = team != nullptr;
+  if (!is_for_views) {
+    hosts_.node = shared_;
+  }
+}
+
+// Where all ranks are on one host, and nobody asks for another sum.
+bool BucketSync::takes_views(const Compression& compression) const {
+  return uses_views_ && hosts_.num_nodes == 1 && compression.wire == Wire::kNone && compression.ranks_per_node == 1 &&
+         compression.algorithm.value_or(Algorithm::kTwoShot) == Algorithm::kTwoShot;
 }
 
 // Between hosts.
@@ -185,6 +199,12 @@ std::shared_ptr<Team> BucketSync::team_for(const Compression& compression) const
 }
 
 std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync, bool is_for_future) {
+  if (may_share_ && takes_views(sync.compression)) {
+    totals_->shares_memory = true;
+    totals_->num_hosts = 1;
+    view_team_->begin(sync.attempt);
+    return in_place_sum(view_team_, sync.tag, std::move(bucket), view_team_->most_bytes(), views_);
+  }
   const auto team = team_for(sync.compression);
   SumBuffers& buffers = team == team_ ? buffers_ : shared_buffers_;
   totals_->shares_memory = team->shares_memory();
@@ -260,6 +280,8 @@ void BucketSync::receive(Flight& flight) {
 }
 
 const Extras& BucketSync::extras(const Flight& flight) { return flight.sum->extras(); }
+
+const std::vector<at::Tensor>* BucketSync::views(const Flight& flight) { return flight.sum->views(); }
 
 void BucketSync::discard(Flight& flight) {
   Bucket& bucket = flight.sum->bucket();

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/from_blob.h>
 
 #include "transport/strand.h"
 
@@ -82,7 +83,10 @@ at::Tensor Parameter::gradient_to_send() {
   return as_reals(stand_in);
 }
 
-at::Tensor Parameter::poison() const {
+at::Tensor Parameter::poison() {
+  if (is_in_view()) {
+    tensor.mutable_grad() = tensor.grad().clone();
+  }
   return as_reals(new_stand_in(tensor).fill_(std::numeric_limits<double>::quiet_NaN()));
 }
 
@@ -91,9 +95,36 @@ at::Tensor Parameter::average() const {
   return average.defined() ? as_reals(average) : average;
 }
 
-void Parameter::take_average(bool exists) {
+bool Parameter::is_in_view() const {
+  const at::Tensor& gradient = tensor.grad();
+  return view.defined() && gradient.defined() && gradient.const_data_ptr() == view.const_data_ptr();
+}
+
+// Gradients lie in views from then on, but for one that is part of a graph.
+void Parameter::take_view(const at::Tensor& average, bool exists) {
   at::Tensor& gradient = tensor.mutable_grad();
-  if (stand_in.defined()) {
+  if (!view.defined() || view.const_data_ptr() != average.const_data_ptr()) {
+    const at::Tensor like = at::empty_like(tensor, at::TensorOptions(at::kMeta), at::MemoryFormat::Preserve);
+    view = at::from_blob(average.data_ptr(), like.sizes(), like.strides(), [average](void*) {}, tensor.options());
+  }
+  if (is_in_view()) {
+    if (!exists) {
+      gradient.copy_(stand_in);
+    } else {
+      gradient.unsafeGetTensorImpl()->bump_version();
+    }
+  } else if (exists && gradient.defined() && gradient.requires_grad()) {
+    gradient.copy_(view);
+  } else if (exists) {
+    gradient = view;
+  }
+}
+
+void Parameter::take_average(bool exists, const at::Tensor& in_view) {
+  at::Tensor& gradient = tensor.mutable_grad();
+  if (in_view.defined()) {
+    take_view(in_view, exists);
+  } else if (stand_in.defined()) {
     use_on_current_stream(stand_in);
     if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
       gradient.copy_(stand_in);

@@ -16,9 +16,11 @@
 namespace fastsync {
 
 ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                             c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes)
+                             c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes,
+                             bool gradient_as_bucket_view)
     : EngineState(std::move(group), "the engine of parameter " + names.front()),
       bucket_cap_bytes_(bucket_cap_bytes),
+      gradient_as_bucket_view_(gradient_as_bucket_view),
       agreement_(std::make_shared<Agreement>(*group_, "the engine of parameter " + names.front())) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     parameters_.emplace_back(parameters[i], std::move(names[i]));
@@ -207,13 +209,14 @@ void ParameterSync::check_pairing() {
 void ParameterSync::hand_out() {
   presence_.arrive(is_captured());
   for (Bucket& bucket : buckets_) {
+    const auto* const views = BucketSync::views(*bucket.flight);
     bool took_back = false;
     for (size_t i = 0; i < bucket.parameters.size(); ++i) {
       Parameter& parameter = parameters_[bucket.parameters[i]];
       const bool exists =
           !parameter.stand_in.defined() ||
           presence_.on_some_rank(parameter.place, BucketSync::extras(*buckets_.back().flight).flags, parameter.name);
-      parameter.take_average(exists);
+      parameter.take_average(exists, views != nullptr ? (*views)[i] : at::Tensor());
       // What error feedback sent of a gradient that nobody has goes nowhere, now.
       if (!exists && !parameter.tensor.grad().defined() && bucket.sync().feedback().take_back(i, parameter.average())) {
         parameter.stand_in.reset();
@@ -348,6 +351,9 @@ void ParameterSync::lay_out() {
     }
     bucket.in_engine = add_bucket(std::move(ids), agreement_, "bucket " + std::to_string(buckets.size()),
                                   parameters_[bucket.parameters.front()].device);
+    if (gradient_as_bucket_view_) {
+      bucket.sync().use_views();
+    }
     buckets.push_back(std::move(bucket));
   }
   presence_.lay_out(num_places);
@@ -393,7 +399,8 @@ void ParameterSync::agree() {
   std::ostringstream text;
   text << settings(*schedule_, step_,
                    c10::str(agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number),
-                            "\nbucket_cap_mb ", static_cast<double>(bucket_cap_bytes_) / (1 << 20), "\n"));
+                            "\nbucket_cap_mb ", static_cast<double>(bucket_cap_bytes_) / (1 << 20),
+                            gradient_as_bucket_view_ ? "\ngradient_as_bucket_view\n" : "\n"));
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor = parameter.lock();
     text << "parameter " << parameter.name << " of shape " << tensor.sizes() << ", strides " << tensor.strides() << ", "

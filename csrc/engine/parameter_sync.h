@@ -21,9 +21,10 @@ namespace fastsync {
 
 class ParameterSync : public EngineState {
  public:
-  // The names, one for each parameter, are for errors.
+  // The names, one for each parameter, are for errors. Gradients that are bucket views lie in memory that the ranks
+  // share, where they can share any.
   ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes);
+                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool gradient_as_bucket_view);
 
   const std::string& name(size_t index) const { return parameters_[index].name; }
 
@@ -93,6 +94,7 @@ class ParameterSync : public EngineState {
 
   std::vector<Parameter> parameters_;
   const int64_t bucket_cap_bytes_;
+  const bool gradient_as_bucket_view_;
   const std::shared_ptr<Agreement> agreement_;
   std::vector<Bucket> buckets_;  // in the order in which they are sent; none while there is no layout
   Presence presence_;

@@ -37,6 +37,10 @@ class BucketSum {
   virtual bool needs_driving() const { return false; }
   void drive();
 
+  // Where averages come to in memory that the ranks share, a vector for each gradient; null where they go to the
+  // gradients.
+  virtual const std::vector<at::Tensor>* views() const { return nullptr; }
+
   // After send: what says that nothing is left to wait for, null where nobody does. See Reduction.
   virtual Reduction::Future when_over() { return {}; }
 
@@ -84,6 +88,14 @@ std::unique_ptr<BucketSum> two_shot_sum(std::shared_ptr<Team> team, int tag, Buc
 // at_once: between nodes by one_shot, else by two_shot.
 std::unique_ptr<BucketSum> two_level_sum(const Levels& levels, int tag, bool at_once, Bucket bucket,
                                          SumBuffers& buffers);
+// Where a bucket's gradients lie in memory that the ranks share, or are put.
+struct BucketViews {
+  at::Tensor memory;
+  std::vector<at::Tensor> gradients;  // a vector for each
+};
+// At full width, by ranks that share memory, in regions of so many bytes. The views are made by the first one.
+std::unique_ptr<BucketSum> in_place_sum(const std::shared_ptr<Team>& team, int tag, Bucket bucket, int64_t region,
+                                        BucketViews& views);
 // As many bytes of each rank's as no such sum needs more of, whatever it travels as.
 int64_t most_bytes_on_two_levels(const Bucket& bucket, const Levels& levels, bool at_once);
 

@@ -52,6 +52,11 @@ class RankSum : public BucketSum {
   // Takes memory for what lay_out(regions) places, of zeros where it was last used with another layout; this sum's
   // until release, when all is read. Called twice, for only then it is known how large a region is.
   void place(SumBuffers& buffers, int64_t kind, const std::function<void(Regions&)>& lay_out);
+  // The same of memory that is kept for this sum.
+  void use(const at::Tensor& memory) {
+    use_ = team_->use_rows();
+    memory_ = memory;
+  }
   void release() {
     team_->have_read();
     use_.reset();
