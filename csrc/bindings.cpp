@@ -23,6 +23,7 @@
 #include "passes/chunk_table.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
+#include "transport/shared_gather.h"
 #include "transport/waiting.h"
 
 namespace {
@@ -37,6 +38,7 @@ using fastsync::EngineState;
 using fastsync::HookState;
 using fastsync::ParameterSync;
 using fastsync::Schedule;
+using fastsync::SharedGather;
 using fastsync::Synchronizer;
 using fastsync::SyncTotals;
 
@@ -264,6 +266,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("check_agreement", &fastsync::check_agreement, py::arg("process_group"), py::arg("description"),
         py::arg("device"), no_gil);
+  py::class_<SharedGather, std::shared_ptr<SharedGather>>(m, "SharedGather")
+      .def(
+          "all_gather",
+          [](SharedGather& gather, const std::string& text) {
+            std::vector<std::string> texts;
+            {
+              const py::gil_scoped_release released;
+              texts = gather.all_gather(text);
+            }
+            return std::vector<py::bytes>(texts.begin(), texts.end());
+          },
+          py::arg("text"));
+  m.def("shared_gather", &SharedGather::of, py::arg("process_group"), no_gil);
+
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 

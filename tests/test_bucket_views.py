@@ -250,7 +250,7 @@ def test_no_value_is_read_too_early_or_written_too_soon(world_size: int, sizes: 
 def _backward_fails(rank: int, world_size: int) -> None:
     model = Given([torch.zeros(300)] * 3)
     fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=True)
-    for step in range(60):
+    for step in range(61):  # the last one fails nowhere: a rank that ends is missed by those that it owes a part
         failing = {(step // 2) % world_size} if step % 2 else set()
         model.zero_grad(set_to_none=step % 4 < 2)
         value = float(step % 5 + rank)

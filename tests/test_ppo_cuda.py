@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.make import make_environments
+from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.minibatches import Batch
 from fastsync.ppo.policy import make_policy
@@ -39,7 +40,7 @@ def update_without_waiting(rank: int, world_size: int) -> None:
         with make_environments(settings, rank=rank) as environments:
             spaces = environments.single_observation_space, environments.single_action_space
             policy = make_policy(settings, *spaces).to(device)
-            learner = Learner(settings, policy, streams, world_size=world_size)
+            learner = Learner(settings, policy, streams, Exchange(device), world_size=world_size)
             collector = RolloutCollector(environments, policy, num_steps=settings.num_steps, streams=streams)
             learner.learn(collector.collect(), step=0, update=0)  # agreements and first allocations
             updater = learner._updater

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.gradient_sync import SyncReport
 from fastsync.ppo.runs.metrics import (
     Episode,
@@ -45,11 +46,13 @@ FULL = [
 
 
 def gather(rank: int, world_size: int) -> tuple[list[RankReport], SyncReport, str]:
-    reports = gather_reports(FULL[rank])
+    exchange = Exchange(CPU)
+    reports = gather_reports(FULL[rank], exchange)
     sync = mean_sync_report(SyncReport(seconds=1.0 + rank, exposed_seconds=None, wire_bytes=4), CPU)
     try:
         # Not even as many: nobody hangs, and everybody is told.
-        gather_reports(RankReport(PhaseTimes(), metrics={"loss": 0.0} if rank else {"kl": 0.0, "loss": 0.0}))
+        other = {"loss": 0.0} if rank else {"kl": 0.0, "loss": 0.0}
+        gather_reports(RankReport(PhaseTimes(), metrics=other), exchange)
     except RuntimeError as error:
         return reports, sync, str(error)
     return reports, sync, "no error"

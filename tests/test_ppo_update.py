@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.make import make_environments
+from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.minibatches import Batch, Shuffler
 from fastsync.ppo.policy import ActorCritic, make_policy
@@ -161,7 +162,7 @@ def test_a_step_that_was_refused_is_not_counted():
         torch.manual_seed(0)
         streams = RandomStreams(0, first_index=0, num_envs=2, device=torch.device("cpu"))
         policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
-        learner = Learner(settings, policy, streams, world_size=1)
+        learner = Learner(settings, policy, streams, Exchange(streams.device), world_size=1)
         collector = RolloutCollector(environments, policy, num_steps=16, streams=streams)
         _, metrics = learner.learn(collector.collect(), step=0, update=0)
     assert metrics["optimizer_steps"] == 1

@@ -45,7 +45,8 @@ class SharedTeam::Arrival final : public Transfer {
 };
 
 std::shared_ptr<SharedTeam> SharedTeam::make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                             std::shared_ptr<Host> host, int64_t most_bytes, std::string& why_not) {
+                                             std::shared_ptr<Host> host, int64_t most_bytes, std::string& why_not,
+                                             const char* in_rows) {
   why_not = host->why_not();
   if (!why_not.empty()) {
     return nullptr;
@@ -55,15 +56,16 @@ std::shared_ptr<SharedTeam> SharedTeam::make(const c10::intrusive_ptr<c10d::Proc
   if (!shared) {
     return nullptr;
   }
-  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), most_bytes));
+  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), most_bytes, in_rows));
 }
 
 SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
-                       std::shared_ptr<SharedMemory> shared, int64_t most_bytes)
+                       std::shared_ptr<SharedMemory> shared, int64_t most_bytes, const char* in_rows)
     : Team(group, c10::kCPU, host->ranks()),
       host_(std::move(host)),
       shared_(std::move(shared)),
       most_bytes_(most_bytes),
+      in_rows_(in_rows),
       has_cores_(size() <= num_usable_cores()) {}
 
 SharedTeam::Numbers& SharedTeam::numbers_of(int64_t rank) const {
@@ -125,7 +127,8 @@ std::unique_ptr<Transfer> SharedTeam::all_gather(const at::Tensor& /*buffer*/, c
 
 // Once others have been waited for in vain, they are waited for no more.
 void SharedTeam::wait_for_all(size_t which, int64_t number) {
-  const char* const what = which == kRead ? " to have read the gradients of the step before" : "'s gradients";
+  const std::string what =
+      which == kRead ? c10::str(" to have read the ", in_rows_, " before") : c10::str("'s ", in_rows_);
   std::optional<Waiting::Clock::time_point> deadline;
   for (int64_t step = 1; step < size(); ++step) {
     const int64_t peer = (rank() + step) % size();

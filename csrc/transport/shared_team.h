@@ -21,9 +21,10 @@ namespace fastsync {
 class SharedTeam final : public Team, public std::enable_shared_from_this<SharedTeam> {
  public:
   // Of this rank's host, with regions of at most so many bytes; on all ranks of the group together. Null where ranks
-  // cannot share memory: why_not says why.
+  // cannot share memory: why_not says why. What is in rows is named in errors.
   static std::shared_ptr<SharedTeam> make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                          std::shared_ptr<Host> host, int64_t most_bytes, std::string& why_not);
+                                          std::shared_ptr<Host> host, int64_t most_bytes, std::string& why_not,
+                                          const char* in_rows = "gradients");
 
   int64_t most_bytes() const { return most_bytes_; }
 
@@ -45,7 +46,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   class Arrival;
 
   SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
-             std::shared_ptr<SharedMemory> shared, int64_t most_bytes);
+             std::shared_ptr<SharedMemory> shared, int64_t most_bytes, const char* in_rows);
   std::unique_ptr<Transfer> next(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
   void wait_for_own();
@@ -56,7 +57,8 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   std::shared_ptr<Host> host_;
   std::shared_ptr<SharedMemory> shared_;
   int64_t most_bytes_;  // of a region
-  bool has_cores_;      // for all ranks
+  const char* in_rows_;
+  bool has_cores_;  // for all ranks
   std::array<Waiting, kPhases + 1> waiting_;
   int64_t sum_ = 0;  // the newest, as every rank counts them
   int64_t sum_before_ = 0;

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from fastsync.distributed import dist_sum
 from fastsync.ppo.adam import Adam
 from fastsync.ppo.advantages import advantage_moments, estimate_advantages, normalize_advantages
 from fastsync.ppo.config import Settings
+from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.gradient_sync import make_gradient_sync
 from fastsync.ppo.minibatches import Batch, Shuffler
 from fastsync.ppo.normalize import RewardNormalizer, moments
@@ -30,13 +30,17 @@ class Learner:
         settings: of the run, the same on every rank.
         policy: to be improved, on its device.
         streams: random numbers of this rank's environments.
+        exchange: with the other ranks.
         world_size: number of ranks.
     """
 
-    def __init__(self, settings: Settings, policy: ActorCritic, streams: RandomStreams, *, world_size: int) -> None:
+    def __init__(
+        self, settings: Settings, policy: ActorCritic, streams: RandomStreams, exchange: Exchange, *, world_size: int
+    ) -> None:
         self._settings = settings
         self._world_size = world_size
         self._streams = streams
+        self._exchange = exchange
         device = streams.device
         self.policy = policy
         self.sync = make_gradient_sync(settings, policy)
@@ -144,7 +148,7 @@ class Learner:
 
     def _sum_over_ranks(self, moments: Tensor) -> Tensor:
         with self._stopwatch:
-            return dist_sum(moments)
+            return self._exchange.sum(moments)
 
     def _normalize(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
         """The rewards to learn from, and the moments of all ranks' observations if they are normalised."""

@@ -19,6 +19,7 @@ from fastsync.launch.signals import StopSignals
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.make import TRIAL_SECONDS, Environments, make_environments, try_environments
 from fastsync.ppo.envs.resume import begun_anew, redistribute, what_goes_on
+from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams
@@ -118,7 +119,8 @@ class Run:
         )
         policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
         self.policy = policy.to(device)
-        self._learner = Learner(settings, self.policy, streams, world_size=world_size)
+        self._exchange = Exchange(device)
+        self._learner = Learner(settings, self.policy, streams, self._exchange, world_size=world_size)
         self._collector = RolloutCollector(environments, self.policy, num_steps=settings.num_steps, streams=streams)
         self._window = EpisodeWindow()
         self._step = 0
@@ -187,8 +189,7 @@ class Run:
         columns = _columns_for(saved, environments.first_index, torch.from_numpy(restored))
         self._collector.restore(observations, columns)
         self._learner.load_environment_state(columns)
-        begun: list[Any] = [None] * self._world_size
-        dist.all_gather_object(begun, environments.begun_anew if mine is not None else [])
+        begun = self._exchange.all_gather(environments.begun_anew if mine is not None else [])
         notes = [what_goes_on(states, **spread), begun_anew(number for of_rank in begun for number in of_rank)]
         return [note for note in notes if note]
 
@@ -223,7 +224,7 @@ class Run:
     def _tell(self, mine: RankReport) -> list[RankReport]:
         """Exchanges the reports of all ranks."""
         began = time.perf_counter()
-        reports = gather_reports(mine)
+        reports = gather_reports(mine, self._exchange)
         self._telling_seconds = time.perf_counter() - began  # of the next update, for this one's are told
         self._window.extend(reports)
         return reports

@@ -75,17 +75,20 @@ class TensorBoardLog:
     """Event files in the run's folder. Of those before, TensorBoard drops what is after ``resumed_step``."""
 
     def __init__(self, folder: Path, settings: Mapping[str, object], resumed_step: int = 0) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
+        self._summary = Summary
         # All of them at 0: a run that ended before its first checkpoint begins anew in its folder.
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else 0)
         rows = "\n".join(f"|{name}|{value}|" for name, value in settings.items())
         self._writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}", resumed_step)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            if not math.isnan(value):
-                self._writer.add_scalar(name, value, step)
+        known = {name: value for name, value in scalars.items() if not math.isnan(value)}
+        # All in one event, which takes a fifth of the time of an add_scalar each.
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in known.items()]
+        self._writer._get_file_writer().add_summary(self._summary(value=values), step)
 
     def close(self) -> None:
         self._writer.close()

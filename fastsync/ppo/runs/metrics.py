@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from fastsync.distributed import dist_mean
+from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.gradient_sync import SyncReport
 
 WINDOW = 100
@@ -101,17 +100,13 @@ class RankReport:
     """Whether this rank says that it is time for a checkpoint."""
 
 
-def gather_reports(mine: RankReport) -> list[RankReport]:
+def gather_reports(mine: RankReport, exchange: Exchange) -> list[RankReport]:
     """Gives every rank the reports of all, in rank order. Every rank must call it.
 
     Raises:
         RuntimeError: on every rank, if ranks brought metrics of different names.
     """
-    reports = [replace(mine, episodes=list(mine.episodes[-WINDOW:]))]
-    if dist.get_world_size() > 1:
-        of_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_rank, reports[0])
-        reports = of_rank
+    reports = exchange.all_gather(replace(mine, episodes=list(mine.episodes[-WINDOW:])))
     others = [rank for rank, report in enumerate(reports) if list(report.metrics) != list(reports[0].metrics)]
     if others:
         raise RuntimeError(f"ranks {others} report other metrics than rank 0; this rank reports {list(mine.metrics)}")

@@ -1,0 +1,61 @@
+#include "transport/shared_gather.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace fastsync {
+
+namespace {
+
+// A rank's row: how long its text is, and as much of it as there is room for at once.
+constexpr int64_t kRowBytes = 1 << 16;
+constexpr size_t kTextBytes = kRowBytes - sizeof(uint64_t);
+
+}  // namespace
+
+std::shared_ptr<SharedGather> SharedGather::of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const auto host = Host::of(group);
+  std::string why_not;
+  auto team = SharedTeam::make(group, host, kRowBytes, why_not, "report");
+  if (!team || team->size() < group->getSize()) {
+    return nullptr;
+  }
+  return std::shared_ptr<SharedGather>(new SharedGather(std::move(team)));
+}
+
+SharedGather::SharedGather(std::shared_ptr<SharedTeam> team)
+    : team_(std::move(team)), memory_(team_->allocate(kRowBytes)) {}
+
+std::vector<std::string> SharedGather::all_gather(const std::string& text) {
+  const Rows rows{0, kRowBytes, kRowBytes};
+  auto* const data = static_cast<char*>(memory_.data_ptr());
+  std::vector<std::string> texts(team_->size());
+  uint64_t longest = 1;
+  for (uint64_t begin = 0; begin < longest; begin += kTextBytes) {
+    team_->begin(/*attempt=*/0);
+    const auto use = team_->use_rows();
+    const auto transfer = team_->all_gather(memory_, rows, /*tag=*/0);
+    const uint64_t own_length = text.size();
+    char* const own = data + rows.begin(team_->rank());
+    std::memcpy(own, &own_length, sizeof(own_length));
+    if (begin < text.size()) {
+      std::memcpy(own + sizeof(own_length), text.data() + begin, std::min(text.size() - begin, kTextBytes));
+    }
+    transfer->send();
+    transfer->wait_for_rows();
+    for (int64_t rank = 0; rank < team_->size(); ++rank) {
+      const char* const row = data + rows.begin(rank);
+      uint64_t length = 0;
+      std::memcpy(&length, row, sizeof(length));
+      longest = std::max(longest, length);
+      if (begin < length) {
+        texts[rank].append(row + sizeof(length), std::min<uint64_t>(length - begin, kTextBytes));
+      }
+    }
+    team_->have_read();
+  }
+  return texts;
+}
+
+}  // namespace fastsync
