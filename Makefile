@@ -86,7 +86,7 @@ format: venv
 	$(BIN)/clang-format -i $(CSRC) $(SHIM)
 
 bench: venv
-	$(BIN)/python -m pytest benchmarks --benchmark-enable $(PYTEST_ARGS)
+	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-columns=median,iqr,rounds $(PYTEST_ARGS)
 
 check-cuda: venv
 	$(BIN)/python tools/check_cuda.py

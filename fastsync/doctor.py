@@ -81,14 +81,14 @@ def _engine(extension: ModuleType | None) -> Facts:
     built_with = [(f"built with {name}", version) for name, version in sorted(extension.build_info().items())]
     return [
         ("extension", f"loads from {extension.__file__}"),
-        ("CUDA half", _yes_no(extension.built_with_cuda(), "built", "not built")),
+        ("CUDA half", "built" if extension.built_with_cuda() else "not built"),
         *built_with,
     ]
 
 
 def _backends() -> Facts:
     return [
-        ("gloo", _yes_no(_has_gloo(), "available", "not available")),
+        ("gloo", "available" if _has_gloo() else "not available"),
         ("nccl", ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl() else "not available"),
     ]
 
@@ -155,10 +155,6 @@ def _has_gloo() -> bool:
 
 def _has_nccl() -> bool:
     return dist.is_available() and dist.is_nccl_available()
-
-
-def _yes_no(condition: bool, yes: str, no: str) -> str:
-    return yes if condition else no
 
 
 def _print_section(title: str, facts: Facts) -> None:

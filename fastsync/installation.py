@@ -1,5 +1,5 @@
-"""How fastsync is installed here: its extensions, the torch they were built for, and what to run where something is
-missing, be this a wheel or a source tree.
+"""The installation: the extensions, the torch they were built for, and what to run where something is missing, be this
+a wheel or a source tree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def load(extension: str) -> ModuleType:
         ImportError: it is not built, or not for this torch and Python; the message says what to run.
     """
     try:
-        if not same_release(built_for(), torch.__version__):
+        # Up to the build, such as "+cpu".
+        if built_for().split("+")[0] != torch.__version__.split("+")[0]:
             raise ImportError(f"it was built for torch {built_for()}")
         return importlib.import_module(f"fastsync.{extension}")
     except ImportError as error:
@@ -36,11 +37,6 @@ def built_for() -> str:
     """The version of torch that the extensions were built for, as setup.py notes it; this torch's if it is unknown."""
     note = HERE.joinpath(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").with_suffix(".torch")
     return note.read_text().strip() if note.exists() else torch.__version__
-
-
-def same_release(version: str, other: str) -> bool:
-    """Compares two versions of torch up to their build, such as "+cpu"."""
-    return version.split("+")[0] == other.split("+")[0]
 
 
 def rebuild_command() -> str:

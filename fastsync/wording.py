@@ -1,10 +1,11 @@
-"""Parts of messages for people."""
+"""Parts of messages for people, and errors that several places raise."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Iterable
+from typing import Any
 
 
 def format_bytes(count: float | None) -> str:
@@ -25,3 +26,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
         name.lower(), known, cutoff=0.5
     )
     return f"; did you mean {' or '.join(known[found] for found in near)}?" if near else ""
+
+
+def check_at_least(options: Any, **least: int) -> None:
+    """Raises ValueError for an option below its least; None, where an option has a default of its own, is none."""
+    for name, lowest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < lowest:
+            raise ValueError(f"{name}={value} must be at least {lowest}")

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rich.progress import Progress
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.__main__ import COMMANDS, main
@@ -24,7 +23,7 @@ from benchmarks.harness.collect import collect
 from benchmarks.harness.measure import COSTS, bandwidths, cost_per_step, measure, ratios
 from benchmarks.harness.memory import available
 from benchmarks.harness.records import Record, RowFile, quantiles, read_json
-from benchmarks.harness.timing import Schedule, rounds, slowest_rank, time_turns
+from benchmarks.harness.timing import Sampling, rounds, slowest_rank, time_turns
 from benchmarks.rivals.gradients import Rounding
 from benchmarks.rivals.ways import (
     BY_DEFAULT,
@@ -205,9 +204,8 @@ def measure_with_wrong_ways(rank: int, world_size: int) -> list[Record]:
     del rank, world_size
     WAYS["wrong"] = Way(lambda workload, group: TrainingStep(workload.model()))
     WAYS["wrong on rank 1"] = Way(lambda workload, group: WrongOnRank1(workload, group, torch.float32))
-    schedule = Schedule(warmup=2, repetitions=4, seed=0)
     names = with_their_limits(("wrong", "wrong on rank 1", "cat"))
-    return measure("5k", names, schedule, CPU, Progress(disable=True))
+    return measure("5k", names, Sampling(warmup=2, repetitions=4, seed=0))
 
 
 def test_what_is_wrong_is_not_timed():

@@ -13,14 +13,14 @@ CHOSEN = Training(total_steps=600, num_envs=4, num_steps=32, num_minibatches=2, 
 
 def test_it_trains_whole_iterations():
     result = train(CHOSEN)
-    assert result["steps"] == 4 * 128
-    assert result["seconds"] > 0
-    assert result["mean_return"] is not None
-    assert 9 < result["mean_return"] < 100
+    assert result.steps == 4 * 128
+    assert result.seconds > 0
+    assert result.mean_return is not None
+    assert 9 < result.mean_return < 100
 
 
 def test_a_seed_repeats_its_run():
-    assert train(CHOSEN)["mean_return"] == train(CHOSEN)["mean_return"]
+    assert train(CHOSEN).mean_return == train(CHOSEN).mean_return
 
 
 def test_advantages_are_discounted_sums_of_surprises_up_to_the_end_of_an_episode():

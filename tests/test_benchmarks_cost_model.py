@@ -16,6 +16,7 @@ from benchmarks.cost.model import (
     Link,
     Route,
     Topology,
+    efficiency,
     local_bytes,
     ring,
     route_of,
@@ -131,8 +132,9 @@ def test_overlap_is_that_of_a_simulation(num_buckets: int, compute_time: float):
 
 def test_efficiency():
     job = Job(1_000_000, compute_time=0.1)
-    assert MODEL.efficiency(NONE, job, 1) == 1
-    assert MODEL.efficiency(NONE, job, 4) == pytest.approx(0.1 / (0.1 + MODEL.sync_time(NONE, 1_000_000, 4)))
+    assert efficiency(job, 0.0) == 1
+    exposed = MODEL.exposed_time(NONE, job, 4)
+    assert efficiency(job, exposed) == pytest.approx(0.1 / (0.1 + MODEL.sync_time(NONE, 1_000_000, 4)))
 
 
 def test_the_crossover_is_that_of_the_closed_form():

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.progress import Progress
 from torch import nn
 
 from benchmarks.__main__ import main
 from benchmarks.commands.ddp import Options, breakdown, memory_needed
 from benchmarks.harness.measure import EMPTY, Measurement, measure_ways
-from benchmarks.harness.timing import Schedule
+from benchmarks.harness.timing import Sampling
 from benchmarks.rivals.gradients import Rounding
 from benchmarks.rivals.models import TRAININGS, ModelGradients, ResNet50
 from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC, PARTS, whole_steps
@@ -123,8 +122,7 @@ def measure_a_way_that_forgets_to_synchronise(rank: int, world_size: int) -> lis
     PARTS["forgets"] = Way(WAYS["no_sync"].build)
     ways["forgets"] = whole_steps(["forgets"], training)["forgets"]
     gradients = ModelGradients(training, 4, CPU, seed=0)
-    schedule = Schedule(warmup=2, repetitions=2, seed=0)
-    return measure_ways(gradients, ways, schedule, CPU, Progress(disable=True), "mlp")
+    return measure_ways(gradients, ways, Sampling(warmup=2, repetitions=2, seed=0), "mlp")
 
 
 def test_gradients_that_are_not_the_mean_are_found():

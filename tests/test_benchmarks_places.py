@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks.harness.cores import cores
 from benchmarks.harness.memory import check_ranks_fit
 from benchmarks.harness.options import check_places, places
 
@@ -23,7 +20,7 @@ def test_ranks_on_cpus_need_main_memory_where_there_are_gpus_too(monkeypatch: py
 
 def test_places_are_gpus_for_all_ranks_or_cores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("benchmarks.harness.options.cores", lambda: 16)
+    monkeypatch.setattr("fastsync._C.num_usable_cores", lambda: 16)
     assert [places(nproc) for nproc in (1, 2, 17)] == [1, 16, 16]
     assert places(1, cpu=True) == 16
     check_places(16, oversubscribe=False)
@@ -34,7 +31,7 @@ def test_places_are_gpus_for_all_ranks_or_cores(monkeypatch: pytest.MonkeyPatch)
 
 def test_ranks_may_share_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("benchmarks.harness.options.cores", lambda: 16)
+    monkeypatch.setattr("fastsync._C.num_usable_cores", lambda: 16)
     monkeypatch.setattr("benchmarks.harness.memory.available", lambda: 0)
     monkeypatch.setattr("benchmarks.harness.memory.available_on", lambda device: 2**21)
     assert [places(nproc, share_gpus=True) for nproc in (1, 2, 5)] == [2, 2, 2]
@@ -46,24 +43,3 @@ def test_ranks_may_share_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
         with pytest.raises(ValueError, match="share_gpus: torch sees no GPU here, or may not take one: leave it out"):
             check_places(2, oversubscribe=True, cpu=cpu, share_gpus=True)
-
-
-@pytest.mark.parametrize(
-    ("quota", "expected"),
-    [
-        ("max 100000", 4),
-        ("200000 100000", 2),
-        ("150000 100000", 1),
-        ("50000 100000", 1),
-        ("800000 100000", 4),
-        (None, 4),
-    ],
-)
-def test_cores_are_no_more_than_the_containers_share(
-    quota: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    monkeypatch.setattr("benchmarks.harness.cores.CPU_MAX", tmp_path / "cpu.max")
-    if quota is not None:
-        (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    assert cores() == expected

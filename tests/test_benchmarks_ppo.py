@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.harness.records import Record, RowFile, read_json
-from benchmarks.rivals.trainers import Training, run_alone
+from benchmarks.rivals.trainers import Outcome, Training, run_alone
 
 
 def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -21,11 +21,11 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     Two trainings that do not communicate have 1250 steps/s each.
     """
 
-    def made_up(trainer: str, training: Training, *, timeout: float) -> dict[str, float | None]:
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
         ours = {"fastsync": 1000.0 * training.nproc, "fastsync apart": 1250.0 * training.nproc}
         speed = {**ours, "stable-baselines3": 500.0}.get(trainer, 250.0)
         returned = {"environment alone": None, "cleanrl": 22.0}.get(trainer, 100.0 + training.seed)
-        return {"steps": training.total_steps, "seconds": training.total_steps / speed, "mean_return": returned}
+        return Outcome(training.total_steps, training.total_steps / speed, returned)
 
     monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
     script = tmp_path / "ppo.py"
@@ -77,11 +77,11 @@ def test_ppo_keeps_what_was_measured_whatever_ends_it(
 ):
     trained = []
 
-    def made_up(trainer: str, training: Training, *, timeout: float) -> dict[str, float | None]:
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
         del timeout
         trained.append(trainer)
         seconds = 1.0 if len(trained) < 3 else ends_training(ending)
-        return {"steps": training.total_steps, "seconds": seconds, "mean_return": 100.0}
+        return Outcome(training.total_steps, seconds, 100.0)
 
     monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
     rows = RowFile(tmp_path / "rows.json")
@@ -101,12 +101,12 @@ def test_ppo_keeps_what_was_measured_whatever_ends_it(
 def test_ppo_keeps_the_repetitions_of_a_set_and_the_sets_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     trained: list[str] = []
 
-    def made_up(trainer: str, training: Training, *, timeout: float) -> dict[str, float | None]:
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
         del timeout
         trained.append(trainer)
         if trained.count("environment alone") == 4:  # the second repetition of the second set
             raise KeyboardInterrupt
-        return {"steps": training.total_steps, "seconds": 1.0, "mean_return": 100.0}
+        return Outcome(training.total_steps, 1.0, 100.0)
 
     monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
     options = ("--hyperparameters", "zoo", "fastsync", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
@@ -144,19 +144,19 @@ def test_trainings_see_gpus_only_if_they_are_to(
     device: str, visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen = tmp_path / "python"
-    seen.write_text('#!/bin/sh\necho "{\\"visible\\": \\"$CUDA_VISIBLE_DEVICES\\"}"\n')
+    seen.write_text('#!/bin/sh\necho "{\\"steps\\": 1, \\"seconds\\": \\"$CUDA_VISIBLE_DEVICES\\"}"\n')
     seen.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(seen))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     training = Training(total_steps=1, num_envs=1, num_steps=1, num_minibatches=1, num_epochs=1, seed=1, device=device)
-    assert run_alone("fastsync", training, timeout=30) == {"visible": visible}
+    assert run_alone("fastsync", training, timeout=30).seconds == visible
 
 
 def test_gpus_that_trainings_do_not_see_are_no_places(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("benchmarks.harness.options.cores", lambda: 1)
+    monkeypatch.setattr("fastsync._C.num_usable_cores", lambda: 1)
     with pytest.raises(SystemExit):
         main(["ppo", "--nproc", "2"])
     assert "nproc=2: this machine has 1 cores" in " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -166,12 +166,10 @@ def test_gpus_that_trainings_do_not_see_are_no_places(
 def test_trainings_run_in_processes_of_their_own(trainer: str):
     training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, nproc=2)
     outcome = run_alone(trainer, training, timeout=150)
-    assert outcome["steps"] is not None
-    assert 512 <= outcome["steps"] < 768
-    assert outcome["seconds"] is not None
-    assert outcome["seconds"] > 0
-    assert outcome["mean_return"] is not None
-    assert 9 < outcome["mean_return"] < 200
+    assert 512 <= outcome.steps < 768
+    assert outcome.seconds > 0
+    assert outcome.mean_return is not None
+    assert 9 < outcome.mean_return < 200
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,7 @@ def test_ppo_refuses_what_cannot_be_measured(
     options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("benchmarks.harness.options.cores", lambda: 2)
+    monkeypatch.setattr("fastsync._C.num_usable_cores", lambda: 2)
     with pytest.raises(SystemExit):
         main(["ppo", *options])
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -12,8 +12,8 @@ import pytest
 
 import benchmarks.commands.predict
 from benchmarks.__main__ import main
-from benchmarks.commands.predict import Options, crossover_range, slower
-from benchmarks.cost.model import CostModel, Host, Job, Link, Topology, efficiency
+from benchmarks.commands.predict import Options
+from benchmarks.cost.model import CostModel, Host, Job, Link, Topology, efficiency, slower
 from benchmarks.harness.records import Record, RowFile
 
 NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
@@ -132,9 +132,9 @@ def test_factors_are_those_that_lead_back_from_a_prediction():
 def test_crossovers_are_as_unsure_as_what_they_compare():
     job = Job(1_000_000, 0.1)
     fp16, none = WAYS[1], WAYS[0]
-    low, high = crossover_range(MODEL, fp16, none, job, 4, 0.05)
+    low, high = MODEL.crossover_range(fp16, none, job, 4, 0.05)
     assert low < MODEL.crossover(fp16, none, job, 4) < high
-    assert crossover_range(MODEL, fp16, none, job, 4, 1.0) == (0, math.inf)
+    assert MODEL.crossover_range(fp16, none, job, 4, 1.0) == (0, math.inf)
 
 
 def test_what_was_measured_oversubscribed_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsync.ppo.advantages import advantage_moments, estimate_advantages, normalize_advantages
+from fastsync.ppo.advantages import estimate_advantages, normalize_advantages
+from fastsync.ppo.normalize import moments
 
 GOES_ON, TERMINATES, TRUNCATES = range(3)
 
@@ -80,10 +81,10 @@ def test_normalisation_pools_the_valid_rows_of_all_ranks():
         valid = torch.rand(6, 5, generator=generator) < (0.9, 0.5)[rank]
         advantages[~valid] = 1e6
         parts.append((advantages, valid))
-    moments = torch.stack([advantage_moments(advantages, valid) for advantages, valid in parts]).sum(0)
+    of_all = torch.stack([moments(advantages.unsqueeze(-1), valid) for advantages, valid in parts]).sum(0)
     pooled = torch.cat([advantages[valid] for advantages, valid in parts]).double()
-    assert moments[0] == len(pooled)
+    assert of_all[0] == len(pooled)
     for advantages, valid in parts:
         expected = (advantages.double() - pooled.mean()) / pooled.std(correction=0)
-        normalized = normalize_advantages(advantages, moments)
+        normalized = normalize_advantages(advantages, of_all)
         torch.testing.assert_close(normalized[valid].double(), expected[valid], rtol=1e-5, atol=1e-5)

@@ -194,7 +194,7 @@ def test_objective_is_as_specified(clip_value_loss: bool, dtype: torch.dtype):
     given = columns(2000, dtype)
     coefficients = {"clip_coef": 0.25, "vf_coef": 0.7, "ent_coef": 0.3, "clip_value_loss": clip_value_loss}
     learnt = [given["log_prob"], given["entropy"], given["values"]]
-    loss, figures = ppo_objective(**given, **coefficients)
+    loss, figures = ppo_objective(*given.values(), *coefficients.values())
     expected_loss, expected_figures = in_plain_pytorch(*given.values(), *coefficients.values())
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(figures, expected_figures, rtol=1e-5, atol=1e-4)
@@ -208,7 +208,7 @@ def test_what_is_not_finite_shows_in_the_loss_and_in_a_gradient(column: str):
     given = {name: values.detach() for name, values in columns(50, torch.float32).items()}
     given[column][30] = torch.nan
     learnt = [given[name].requires_grad_() for name in ("log_prob", "entropy", "values")]
-    loss, _ = ppo_objective(**given, clip_coef=0.2, vf_coef=0.5, ent_coef=0.1, clip_value_loss=True)
+    loss, _ = ppo_objective(*given.values(), 0.2, 0.5, 0.1, True)
     assert loss.isnan()
     if column != "entropy":  # the gradient does not depend on it
         assert any(grad[30].isnan() for grad in torch.autograd.grad(loss, learnt))
@@ -217,13 +217,13 @@ def test_what_is_not_finite_shows_in_the_loss_and_in_a_gradient(column: str):
 def test_objective_refuses_what_does_not_fit():
     given = columns(50, torch.float32) | {"returns": torch.ones(49)}
     with pytest.raises(ValueError, match=r"returns: expected Float \[50\] on the CPU like log_prob, got Float \[49\]"):
-        ppo_objective(**given, clip_coef=0.2, vf_coef=0.5, ent_coef=0.1, clip_value_loss=True)
+        ppo_objective(*given.values(), 0.2, 0.5, 0.1, True)
     given = columns(50, torch.float32)
     with pytest.raises(ValueError, match=r"clip_coef: expected a number from 0 on, got -0.2"):
-        ppo_objective(**given, clip_coef=-0.2, vf_coef=0.5, ent_coef=0.1, clip_value_loss=True)
+        ppo_objective(*given.values(), -0.2, 0.5, 0.1, True)
     given["returns"].requires_grad_()
     with pytest.raises(ValueError, match=r"returns: expected constants, got a tensor that requires a gradient"):
-        ppo_objective(**given, clip_coef=0.2, vf_coef=0.5, ent_coef=0.1, clip_value_loss=True)
+        ppo_objective(*given.values(), 0.2, 0.5, 0.1, True)
     on_meta = [column.detach().to("meta") for column in given.values()]
     with pytest.raises(ValueError, match=r"log_prob: expected real numbers on the CPU, got Float on meta"):
         torch.ops.fastsync.ppo_objective(*on_meta, 0.2, 0.5, 0.1, True)

@@ -16,10 +16,10 @@ from fastsync.ppo.runs.metrics import (
     GpuUse,
     PhaseTimes,
     RankReport,
+    Status,
     gather_reports,
     gpu_use,
     mean,
-    mean_metrics,
     mean_sync_report,
 )
 from tests.ranks import run_ranks
@@ -108,7 +108,7 @@ def test_the_window_does_not_choose_by_returns():
 
 def test_means_are_taken_over_ranks():
     reports = [RankReport(PhaseTimes(), metrics=metrics) for metrics in ({"a": 1.0, "b": 0.0}, {"a": 4.0, "b": 1.0})]
-    assert mean_metrics(reports) == {"a": 2.5, "b": 0.5}
+    assert Status(0, 0.0, 0, EpisodeWindow(), reports).learning == {"a": 2.5, "b": 0.5}
     assert math.isnan(mean([]))
 
 

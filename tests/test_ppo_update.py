@@ -16,10 +16,11 @@ from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.minibatches import Batch, Shuffler
+from fastsync.ppo.objective import LOSSES
 from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.rollout import RolloutCollector
-from fastsync.ppo.update import LOSSES, StepGate, ppo_loss, row_weights
+from fastsync.ppo.update import StepGate, ppo_loss, row_weights
 from tests.models import group_of_one
 
 SETTINGS = Settings(ent_coef=0.03, vf_coef=0.7, precision="fp64", hidden_sizes=(16, 16))

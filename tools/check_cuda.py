@@ -8,13 +8,10 @@ is linked or kept. Where nvcc is not on the PATH it says so and succeeds.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torch.utils.cpp_extension import include_paths
@@ -22,6 +19,7 @@ from torch.utils.cpp_extension import include_paths
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import setup  # noqa: E402
+from tools.compiling import compile_all  # noqa: E402
 
 GENCODE = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90"]
 # torch's CUDA headers include this file, which only CUDA builds of torch carry. It holds macros about cuDNN.
@@ -49,13 +47,6 @@ def glue_sources() -> list[Path]:
     return [source for source in sources if WITH_CUDA in source.read_text()]
 
 
-def run(command: list[str]) -> bool:
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    verdict = "FAILED" if result.returncode else "ok"
-    print(f"{shlex.join(command)}\n{result.stdout}check-cuda: {verdict}", flush=True)
-    return result.returncode == 0
-
-
 def main() -> int:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -76,10 +67,7 @@ def main() -> int:
         commands += [glue_command(source, folders) for source in glue_sources()]
         if not commands:
             raise SystemExit("check-cuda: csrc holds no .cu and no .cpp")
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
-            results = list(pool.map(run, commands))
-    print(f"check-cuda: {sum(results)} of {len(results)} files compile")
-    return 0 if all(results) else 1
+        return compile_all("check-cuda", commands)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ from rich.progress import Progress
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import Measurement, measure_each, measure_training, measured_figures
 from benchmarks.harness.memory import check_ranks_fit
-from benchmarks.harness.options import RankOptions, check_at_least, run_on_ranks
+from benchmarks.harness.options import RankOptions, run_on_ranks
 from benchmarks.harness.records import Record, RowFile
 from benchmarks.report.table import Columns, grouped_by, milliseconds, number, print_tables, ranks_on, spread
 from benchmarks.rivals.models import TRAININGS, Scale, Training
 from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC, PARTS
 from benchmarks.rivals.ways import BARE, BY_DEFAULT, WAYS, Way, with_their_limits
+from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:
     ModelName = str
@@ -95,7 +96,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
 
     def measure_model(model: str, names: Sequence[str], device: torch.device, progress: Progress) -> list[Record]:
         training = TRAININGS[model][options.scale]
-        batch_size, schedule = options.batch_size or training.batch_size, options.schedule(training.repetitions)
+        batch_size = options.batch_size or training.batch_size
 
         def figures(
             of_rank: Sequence[Mapping[str, Measurement]], name: str, medians: Mapping[str, float]
@@ -103,7 +104,8 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
             num_samples = batch_size * len(of_rank)
             return {**breakdown(name, PARTS[name], medians, num_samples), **measured_figures(name, of_rank)}
 
-        return measure_training("ddp", model, options.scale, batch_size, names, schedule, device, progress, figures)
+        sampling = options.sampling(training.repetitions, device, progress)
+        return measure_training("ddp", model, options.scale, batch_size, names, sampling, figures)
 
     return measure_each(dict.fromkeys(options.models), with_their_limits(options.ways), options, rows, measure_model)
 

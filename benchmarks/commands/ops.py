@@ -18,14 +18,15 @@ from rich.progress import Progress
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.launches import LAUNCHES, count
 from benchmarks.harness.memory import available_on, check_fits
-from benchmarks.harness.options import check_at_least, check_json
+from benchmarks.harness.options import check_json
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import rounds
-from benchmarks.report.table import Columns, grouped_by, number, print_tables
+from benchmarks.report.table import Columns, grouped_by, number, print_tables, spread
 from benchmarks.rivals.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.units import format_bytes, parse_bytes
 from fastsync.stopwatch import Stopwatch
+from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:
     WireName = str
@@ -169,7 +170,7 @@ COLUMNS: Columns = {
     "way": lambda record: record.way,
     "tensors": lambda record: str(record.settings["num_tensors"]),
     "wire": lambda record: record.settings["wire"],
-    "µs": lambda record: _microseconds(record.quantiles),
+    "µs": lambda record: spread(record.quantiles, lambda seconds: f"{seconds * 1e6:.1f}"),
     "GB/s": lambda record: number(record.figures["rate"], "#.3g", 1e9),
     "of copy": lambda record: number(record.figures["of_copy"], ".0%"),
     "launches": lambda record: str(record.figures["launches"]),
@@ -225,9 +226,3 @@ def _title(record: Record) -> str:
         f"{where['gpu'] or where['cpu']}, {where['threads_per_rank']} thread, torch {where['torch']}, "
         f"fastsync {where['commit']}"
     )
-
-
-def _microseconds(quantiles: Mapping[str, float]) -> str:
-    if not quantiles:
-        return ""
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*(quantiles[name] * 1e6 for name in ("median", "p10", "p90")))

@@ -25,7 +25,7 @@ from benchmarks.harness.measure import all_gather, measure_each, over_ranks, set
 from benchmarks.harness.options import run_on_ranks
 from benchmarks.harness.progress import watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment
-from benchmarks.harness.timing import Schedule, slowest_rank
+from benchmarks.harness.timing import Sampling, slowest_rank
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, ranks_on, spread
 from benchmarks.rivals.ways import BY_DEFAULT, WAYS, Step, Way, is_right
 from benchmarks.rivals.workloads import Workload, size_of
@@ -63,38 +63,36 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all sizes as one rank, of which rank 0 keeps the rows. Returns notes."""
-    schedule = options.schedule(1)
 
     def measure_size(size: str, names: Sequence[str], device: torch.device, progress: Progress) -> list[Record]:
-        workload = Workload(size_of(size), device, options.seed)
+        workload, sampling = Workload(size_of(size), device, options.seed), options.sampling(1, device, progress)
         turns = watched_rounds([[name] for name in names], progress, size, options.timeout)
-        of_rank = all_gather({name: measure(WAYS[name], workload, schedule, device) for name in turns})
-        return to_records(of_rank, settings_of_size(size, schedule), all_gather(environment(device))[0])
+        of_rank = all_gather({name: measure(WAYS[name], workload, sampling) for name in turns})
+        return to_records(of_rank, settings_of_size(size, sampling), all_gather(environment(device))[0])
 
     names = [name for name in WAYS if name in {*options.ways, DDP}]
     return measure_each(options.all_sizes, names, options, rows, measure_size)
 
 
-def measure(way: Way, workload: Workload, schedule: Schedule, device: torch.device) -> Overhead:
+def measure(way: Way, workload: Workload, sampling: Sampling) -> Overhead:
     """Builds a step of this way, with a process group of its own, and takes it again and again. A collective call."""
-    group = dist.new_group(timeout=timedelta(seconds=schedule.timeout))
-    overhead = _measure(way, workload, group, schedule, device)
+    group = dist.new_group(timeout=timedelta(seconds=sampling.timeout))
+    overhead = _measure(way, workload, group, sampling)
     gc.collect()  # DDP is part of reference cycles and holds its group
     dist.destroy_process_group(group)
     return overhead
 
 
-def _measure(
-    way: Way, workload: Workload, group: dist.ProcessGroup, schedule: Schedule, device: torch.device
-) -> Overhead:
+def _measure(way: Way, workload: Workload, group: dist.ProcessGroup, sampling: Sampling) -> Overhead:
+    device = sampling.device
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     step = way.build(workload, group)
-    for _ in range(schedule.warmup):
+    for _ in range(sampling.warmup):
         _host_time(step, device)
-    host_times = [_host_time(step, device) for _ in range(schedule.repetitions)]
+    host_times = [_host_time(step, device) for _ in range(sampling.repetitions)]
     peak_memory = torch.cuda.max_memory_allocated(device) - before if on_gpu else None
     step.prepare()
     counts = count(step.run, device)

@@ -19,11 +19,12 @@ from rich.progress import TaskID
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.harness.collect import ending, termination_raises
-from benchmarks.harness.options import check_at_least, check_json, check_places, check_positive, places
+from benchmarks.harness.options import check_json, check_places, check_positive, places
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.report.table import Columns, grouped_by, measured_on, number, print_tables
 from benchmarks.rivals.trainers import Outcome, Training, run_alone
+from fastsync.wording import check_at_least
 
 HYPERPARAMETERS = {
     "cleanrl": Training(total_steps=0, num_envs=4, num_steps=128, num_minibatches=4, num_epochs=4, seed=1),
@@ -165,7 +166,7 @@ def records_of(
 
     A ratio to something that has no outcome yet is None.
     """
-    speeds = {way: median(_speed(outcome) for outcome in of_way) for way, of_way in outcomes.items()}
+    speeds = {way: median(outcome.speed for outcome in of_way) for way, of_way in outcomes.items()}
 
     def ratio(way: str, other: str, times: int = 1) -> float | None:
         return speeds[way] / speeds[other] / times if other in speeds else None
@@ -173,11 +174,12 @@ def records_of(
     for way, (_, training) in ways.items():
         if way not in outcomes:
             continue
-        returns = [outcome["mean_return"] for outcome in outcomes[way]]
-        known = [value for value in returns if value is not None]
+        of_speed = [outcome.speed for outcome in outcomes[way]]
+        known = [outcome.mean_return for outcome in outcomes[way] if outcome.mean_return is not None]
         ratios = {
             f"over_{rival}": speeds[way] / speeds[rival] for rival in (SB3, CLEANRL_LOOP, CLEANRL) if rival in speeds
         }
+        on_cpu = training.device == "cpu"
         is_wide = training.num_envs > ways[ALONE][1].num_envs
         yield Record(
             benchmark="ppo",
@@ -185,13 +187,13 @@ def records_of(
             settings={
                 "hyperparameters": name,
                 **{key: value for key, value in vars(training).items() if (key, value) != ("device", "cpu")},
-                **({"oversubscribed": True} if training.nproc > _places(training) else {}),
+                **({"oversubscribed": True} if training.nproc > places(training.nproc, on_cpu) else {}),
             },
             figures={
                 "steps_per_second": speeds[way],
                 "steps_per_second_per_rank": speeds[way] / training.nproc,
-                "slowest": min(_speed(outcome) for outcome in outcomes[way]),
-                "fastest": max(_speed(outcome) for outcome in outcomes[way]),
+                "slowest": min(of_speed),
+                "fastest": max(of_speed),
                 "over_environment": ratio(way, "environment alone"),
                 "weak_scaling": ratio(way, ALONE, training.nproc) if is_wide else None,
                 "over_apart": ratio(way, apart(training.nproc)) if is_wide else None,
@@ -199,7 +201,7 @@ def records_of(
                 **ratios,
             },
             correct=all(value > LEARNT for value in known),
-            samples=[outcome["seconds"] or 0.0 for outcome in outcomes[way]],
+            samples=[outcome.seconds for outcome in outcomes[way]],
             environment=where,
         )
 
@@ -213,17 +215,6 @@ def report(records: Sequence[Record]) -> int:
     for record in wrong:
         print(f"{record.way} has learnt nothing: mean return {record.figures['mean_return']}", file=sys.stderr)
     return 1 if wrong else 0
-
-
-def _places(training: Training) -> int:
-    return places(training.nproc, cpu=training.device == "cpu")
-
-
-def _speed(outcome: Outcome) -> float:
-    steps, seconds = outcome["steps"], outcome["seconds"]
-    assert steps is not None
-    assert seconds is not None
-    return steps / seconds
 
 
 def _cell(name: str, form: str) -> Callable[[Record], str]:

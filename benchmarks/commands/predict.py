@@ -17,21 +17,12 @@ import torch
 import tyro
 
 from benchmarks.cost.fit import Fit, HeldBack, fit, link_of, points_of
-from benchmarks.cost.model import (
-    GRAD_BYTES,
-    Algorithm,
-    CostModel,
-    Host,
-    Job,
-    Link,
-    Topology,
-    efficiency,
-)
+from benchmarks.cost.model import GRAD_BYTES, Algorithm, CostModel, Host, Job, Link, Topology, efficiency, slower
 from benchmarks.harness.options import check_json, check_positive
 from benchmarks.harness.records import Record, RowFile, environment, read_json
-from benchmarks.report.table import Columns, console, milliseconds, number, table
+from benchmarks.report.prediction import report
 from benchmarks.rivals.compressions import WIRE_BYTES
-from benchmarks.units import format_rate, format_seconds, parse_rate, parse_seconds
+from benchmarks.units import format_rate, parse_rate, parse_seconds
 
 MODELS = {
     # Parameters, and floating-point operations of one training step: three times those of the forward pass.
@@ -128,6 +119,13 @@ class Options:
         compute = parse_seconds(self.compute_time) if self.compute_time else operations / self.flops
         return Job(numel, compute, buckets)
 
+    @property
+    def all_sizes(self) -> list[int]:
+        """The world sizes in order; of two levels those that fill their nodes."""
+        fills = self.algorithm != "two-level"
+        sizes = sorted(set(self.world_sizes))
+        return [size for size in sizes if fills or size <= self.ranks_per_node or size % self.ranks_per_node == 0]
+
 
 def main(arguments: Sequence[str]) -> int:
     """Fits, predicts and reports.
@@ -161,7 +159,7 @@ def fit_rows(options: Options) -> Fit | None:
     records = [record for path in options.rows for record in read_json(path) if record.benchmark == "sync"]
     if options.link is not None:
         records = [record for record in records if link_of(record) == parse_rate(options.link)]
-    links = {_link_name(link_of(record)) for record in records}
+    links = {"the machine's own" if (link := link_of(record)) is None else format_rate(link) for record in records}
     backends = {record.settings["backend"] for record in records}
     if len(links) > 1:
         raise ValueError(f"the rows are of several links, {', '.join(sorted(links))}: choose one with --link")
@@ -170,14 +168,6 @@ def fit_rows(options: Options) -> Fit | None:
     if not records:
         raise ValueError("there are no rows of sync over that link in these files")
     return fit(points_of(records), "ring", options.hold_back)
-
-
-def slower(error: float) -> tuple[float, float]:
-    """Returns the factors of a prediction, at least and at most, where predictions were off by up to ``error``.
-
-    What was predicted with a relative error of e took 1 / (1 + e) of that, so from an error of 100 % on without limit.
-    """
-    return 1 / (1 + error), 1 / (1 - error) if error < 1 else math.inf
 
 
 def algorithm_of(options: Options, fitted: Fit | None) -> Algorithm:
@@ -219,7 +209,7 @@ def predict(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[
     errors = fitted.errors(job.numel / job.num_buckets) if fitted else []
     factors = (1.0, *slower(max(errors))) if errors else (1.0,)
     for way, host in model.hosts.items():
-        for num_ranks in world_sizes(options):
+        for num_ranks in options.all_sizes:
             exposed = [model.exposed_time(way, job, num_ranks, factor) if num_ranks > 1 else 0.0 for factor in factors]
             efficiencies = [efficiency(job, seconds) for seconds in exposed]
             high, low = efficiencies[1:] if errors else (None, None)
@@ -236,7 +226,7 @@ def predict(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[
                     "overhead": host.overhead,
                     "local_bandwidth": _finite(host.bandwidth),
                     "extrapolated": num_ranks > 1 and is_extrapolated(options, fitted, way, num_ranks),
-                    "fitted_on_oversubscribed": is_oversubscribed(fitted),
+                    "fitted_on_oversubscribed": fitted is not None and fitted.num_oversubscribed > 0,
                 },
                 figures={
                     "exposed_time": exposed[0],
@@ -252,19 +242,6 @@ def predict(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[
             )
 
 
-def world_sizes(options: Options) -> list[int]:
-    """Those that fill their nodes, where there are any."""
-    sizes = sorted(set(options.world_sizes))
-    if options.algorithm != "two-level":
-        return sizes
-    return [size for size in sizes if size <= options.ranks_per_node or size % options.ranks_per_node == 0]
-
-
-def is_oversubscribed(fitted: Fit | None) -> bool:
-    """Tells whether some of the points that the model was fitted on are of more ranks than cores."""
-    return fitted is not None and any(point.oversubscribed for point in fitted.points)
-
-
 def is_extrapolated(options: Options, fitted: Fit | None, way: str, num_ranks: int) -> bool:
     """Tells whether ranks, bytes or any of the parameters are beyond what was measured."""
     given = (options.bandwidth, options.latency, options.local_bandwidth, options.overhead)
@@ -276,46 +253,6 @@ def is_extrapolated(options: Options, fitted: Fit | None, way: str, num_ranks: i
     ranks = [point.num_ranks for point in fitted.points]
     numels = [point.numel for point in fitted.points]
     return not (min(ranks) <= num_ranks <= max(ranks) and min(numels) <= in_bucket <= max(numels))
-
-
-def report(
-    options: Options,
-    model: CostModel,
-    fitted: Fit | None,
-    held_back: Sequence[Record],
-    predictions: Sequence[Record],
-) -> None:
-    """Prints the parameters and what they were checked with, the efficiencies, the crossovers and what is assumed."""
-    out = console()
-    for line in _parameters(model, fitted):
-        out.print(line, markup=False)
-    if options.hold_back:
-        out.print(table(f"Held back, {fitted.how if fitted else ''}", HELD_BACK_COLUMNS, held_back))
-    for way in model.hosts:
-        rows = [record for record in predictions if record.way == way]
-        out.print(table(_title(way, model, options.job, fitted), COLUMNS, rows))
-    for line in (*_crossovers(options, model, fitted), *_assumptions(options)):
-        out.print(line, markup=False)
-
-
-COLUMNS: Columns = {
-    "ranks": lambda record: str(record.settings["world_size"]) + ("*" if record.settings["extrapolated"] else ""),
-    "exposed, ms": lambda record: milliseconds(record.figures["exposed_time"]),
-    "efficiency": lambda record: _percent(record.figures["efficiency"]),
-    "with the worst error": lambda record: _range(record),
-    "error of a sync, median": lambda record: _percent(record.figures["median_error"]),
-    "error of a sync, worst": lambda record: _percent(record.figures["worst_error"]),
-}
-HELD_BACK_COLUMNS: Columns = {
-    "way": lambda record: record.way,
-    "parameters": lambda record: f"{record.settings['numel']:,}",
-    "ranks": lambda record: (
-        f"{record.settings['world_size']}{', OVERSUBSCRIBED' if record.settings.get('oversubscribed') else ''}"
-    ),
-    "measured, ms": lambda record: milliseconds(record.figures["measured"]),
-    "predicted, ms": lambda record: milliseconds(record.figures["predicted"]),
-    "error": lambda record: number(record.figures["error"], "+.1%") or "unknown: less than the noise",
-}
 
 
 def _held_back_record(held: HeldBack) -> Record:
@@ -334,128 +271,6 @@ def _held_back_record(held: HeldBack) -> Record:
         samples=[],
         environment={},
     )
-
-
-def _parameters(model: CostModel, fitted: Fit | None) -> Iterator[str]:
-    link = model.topology.link
-    rate = format_rate(8 * link.bandwidth) if math.isfinite(link.bandwidth) else "no measurable cost a byte"
-    yield f"link: {format_seconds(link.latency + link.work)} a step, {rate}"
-    for way, host in model.hosts.items():
-        local = f"{host.bandwidth / 1e9:.3g} GB/s" if math.isfinite(host.bandwidth) else "no measurable cost a byte"
-        yield f"{way}: {format_seconds(host.overhead)} a call, local passes {local}"
-    if fitted is None:
-        yield "error: unknown, nothing was measured; every figure below is as good as what was given"
-        return
-    ranks = ", ".join(map(str, sorted({point.num_ranks for point in fitted.points})))
-    errors = fitted.errors()
-    crowded = sum(point.oversubscribed for point in fitted.points)
-    yield (
-        f"error of a sync, without the compute around it: median {_percent(median(errors))}, worst "
-        f"{_percent(max(errors))} of {len(errors)} points held back {fitted.how}; beside the figures below, of those "
-        f"of about as many bytes. Fitted on {len(fitted.points)} points at {ranks} ranks"
-        + (f", {crowded} of them OVERSUBSCRIBED" if crowded else "")
-    )
-
-
-def _crossovers(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[str]:
-    """For each compression the link at which it breaks even at the most ranks, and a step's time on both sides.
-
-    The crossing is also given where the errors of the two that are compared are at their worst and opposite.
-    """
-    plain, num_ranks, job = f"{options.door}/none", max(world_sizes(options)), options.job
-    if plain not in model.hosts or num_ranks == 1:
-        return
-    errors = fitted.errors(job.numel / job.num_buckets) if fitted else []
-    for way in model.hosts:
-        if way == plain:
-            continue
-        crossover = model.crossover(way, plain, job, num_ranks)
-        where = f"{way} at {num_ranks} ranks"
-        if math.isinf(crossover):
-            found = f"{where}: ahead of {plain} over any link"
-        elif crossover == 0:
-            found = f"{where}: behind {plain} over every link"
-        else:
-            below, above = (_both(model.over(crossover * factor), way, plain, job, num_ranks) for factor in (0.5, 2))
-            found = (
-                f"{where}: pays below {format_rate(8 * crossover)}; exposed against {plain}'s at half of that {below}, "
-                f"at twice {above}"
-            )
-        if not errors:
-            yield f"{found} (error unknown)"
-            continue
-        low, high = crossover_range(model, way, plain, job, num_ranks, max(errors))
-        yield (
-            f"{found} (with the worst error of a sync, {_percent(max(errors))}, in either direction: "
-            f"{_crossing(low)} to {_crossing(high)})"
-        )
-
-
-def crossover_range(
-    model: CostModel, way: str, plain: str, job: Job, num_ranks: int, error: float
-) -> tuple[float, float]:
-    """The crossing where ``way`` is slower than predicted and ``plain`` faster, and the other way round."""
-    fast, slow = slower(error)
-    if math.isinf(slow):
-        return 0.0, math.inf
-    return (
-        model.crossover(way, plain, job, num_ranks, slow, fast),
-        model.crossover(way, plain, job, num_ranks, fast, slow),
-    )
-
-
-def _crossing(bandwidth: float) -> str:
-    if math.isinf(bandwidth):
-        return "ahead over any link"
-    return f"pays below {format_rate(8 * bandwidth)}" if bandwidth else "never ahead"
-
-
-def _both(model: CostModel, way: str, plain: str, job: Job, num_ranks: int) -> str:
-    times = (milliseconds(model.exposed_time(name, job, num_ranks)) for name in (way, plain))
-    return "{} ms and {} ms".format(*times)
-
-
-def _assumptions(options: Options) -> Iterator[str]:
-    job = options.job
-    overlaps = (
-        f"{job.num_buckets} equal buckets of up to {options.bucket_mb:g} MiB, each sent behind the one before while "
-        f"backward, {job.backward_share:.0%} of the compute, goes on; what the host does hides behind nothing"
-        if job.num_buckets > 1
-        else "one bucket, which nothing hides"
-    )
-    yield f"Assumed: {overlaps}. Weak scaling: each rank computes {format_seconds(job.compute_time)} a step."
-    if options.algorithm == "tree":
-        yield "Assumed: the tree is pipelined, so that its depth costs latency alone."
-    if options.algorithm == "two-level":
-        yield (
-            f"Assumed: the {options.ranks_per_node} ranks of a node share its link to the others; inside of it "
-            f"{options.inner_bandwidth} for each and {options.inner_latency} a step."
-        )
-    if "int8" in options.compression:
-        yield "Assumed: int8 is sent from rank to rank: in one_shot between two of them, in two_shot between more."
-    yield (
-        "*: extrapolated beyond measured ranks or bytes, or with a link, algorithm or passes that were not measured: "
-        "the error was seen elsewhere. Nobody else uses the link; no rank is slower than another."
-    )
-
-
-def _title(way: str, model: CostModel, job: Job, fitted: Fit | None) -> str:
-    compute = format_seconds(job.compute_time)
-    crowded = ", fitted on OVERSUBSCRIBED ranks" if is_oversubscribed(fitted) else ""
-    return f"{way}, {model.topology.algorithm}: {job.numel:,} parameters, {compute} of compute a step{crowded}"
-
-
-def _range(record: Record) -> str:
-    low, high = record.figures["low"], record.figures["high"]
-    return "" if low is None else f"[{_percent(low)}, {_percent(high)}]"
-
-
-def _percent(value: float | None) -> str:
-    return "unknown" if value is None or math.isinf(value) else f"{value:.1%}"
-
-
-def _link_name(link: int | None) -> str:
-    return "the machine's own" if link is None else format_rate(link)
 
 
 def _finite(value: float) -> float | None:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from benchmarks.commands.ddp import check_installed, memory_needed
 from benchmarks.harness.collect import ENDINGS, ending
 from benchmarks.harness.memory import check_ranks_fit
-from benchmarks.harness.options import check_at_least, check_positive, check_warmup
+from benchmarks.harness.options import check_positive, check_warmup
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile
 from benchmarks.harness.scaling_launch import Launch, measure_rank
@@ -38,6 +38,7 @@ from benchmarks.report.table import console
 from benchmarks.rivals.models import TRAININGS, Scale
 from benchmarks.rivals.ways import SYNCHRONISED, left_out
 from fastsync.launch.torchrun import Nodes, launch_ranks
+from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:
     ModelName = str

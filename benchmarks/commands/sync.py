@@ -22,13 +22,14 @@ from benchmarks.harness.busy import busy_processes
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import measure, measure_each
 from benchmarks.harness.memory import check_ranks_fit
-from benchmarks.harness.options import RankOptions, check_at_least, run_on_ranks
+from benchmarks.harness.options import RankOptions, run_on_ranks
 from benchmarks.harness.records import Record, RowFile
 from benchmarks.report.choices import against_the_best
 from benchmarks.report.table import Columns, grouped_by, milliseconds, number, print_tables, ranks_on, spread
 from benchmarks.rivals.compressions import held_bytes
 from benchmarks.rivals.ways import BY_DEFAULT, WAYS, with_their_limits
 from benchmarks.rivals.workloads import SIZES, Size, size_of, sweep
+from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:
     WayName = str
@@ -68,7 +69,7 @@ class Options(RankOptions):
 
     @property
     def all_sizes(self) -> dict[str, Size]:
-        """What is measured, in order, by name."""
+        """The sizes by name, in the order in which they are measured."""
         names = self.sizes if self.sweep is None else sweep(*self.sweep, self.factor)
         return {name: size_of(name) for name in names}
 
@@ -95,7 +96,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all sizes as one rank, of which rank 0 keeps the rows. Returns notes."""
 
     def measure_size(size: str, names: Sequence[str], device: torch.device, progress: Progress) -> list[Record]:
-        records = measure(size, names, options.schedule(size_of(size).repetitions), device, progress)
+        records = measure(size, names, options.sampling(size_of(size).repetitions, device, progress))
         busy = {"busy": options.busy} if options.busy else {}
         return [replace(record, settings=record.settings | busy) for record in records]
 

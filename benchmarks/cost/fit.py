@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.cost.model import (
-    Algorithm,
-    CostModel,
-    Host,
-    Link,
-    Topology,
-    local_bytes,
-    ring,
-    route_of,
-    split_way,
-)
+from benchmarks.cost.model import Algorithm, CostModel, Host, Link, Topology, local_bytes, ring, route_of, split_way
 from benchmarks.harness.records import Record
 
 FLOOR = 0.02
@@ -79,6 +69,11 @@ class Fit:
     held_back: Sequence[HeldBack]
     how: str
     """How they were held back."""
+
+    @property
+    def num_oversubscribed(self) -> int:
+        """Points that it was fitted on of more ranks than cores."""
+        return sum(point.oversubscribed for point in self.points)
 
     def errors(self, numel: float | None = None) -> list[float]:
         """Of the held-back points, without their signs: of all, or of those with about ``numel`` parameters.

@@ -238,10 +238,6 @@ class CostModel:
         travelling = max(link, job.num_buckets * link - hidden)
         return travelling + job.num_buckets * slower * self.host_time(way, in_bucket, num_ranks)
 
-    def efficiency(self, way: str, job: Job, num_ranks: int) -> float:
-        """Of weak scaling: a step's time without communication over its time with it. 1 on one rank."""
-        return efficiency(job, self.exposed_time(way, job, num_ranks)) if num_ranks > 1 else 1.0
-
     def over(self, bandwidth: float) -> "CostModel":
         """The same, with another bandwidth of the link, between nodes if there are two levels."""
         link = replace(self.topology.link, bandwidth=bandwidth)
@@ -253,15 +249,8 @@ class CostModel:
         """The link's bandwidth, in bytes per second, at which a step takes as long with both ways.
 
         ``way`` sends fewer bytes, so it is ahead below. The difference of the exposed times falls with the bandwidth,
-        because the way that sends more never hides a larger part of it, so there is one crossing or none.
-
-        Args:
-            way: sends fewer bytes.
-            other: sends more.
-            job: of each rank.
-            num_ranks: how many there are.
-            slower: by how much every sync of ``way`` takes longer than the model says.
-            other_slower: the same for ``other``.
+        because the way that sends more never hides a larger part of it, so there is one crossing or none. Every sync of
+        ``way`` takes ``slower`` times what the model says, every one of the other ``other_slower`` times.
 
         Returns:
             inf if ``way`` is ahead over any link, 0 if it is behind over slow ones already.
@@ -279,6 +268,25 @@ class CostModel:
             return math.inf
         return math.exp(brentq(lead, lowest, highest, xtol=1e-9))
 
+    def crossover_range(self, way: str, other: str, job: Job, num_ranks: int, error: float) -> tuple[float, float]:
+        """The crossing where ``way`` is slower than predicted and ``other`` faster, and the other way round."""
+        fast, slow = slower(error)
+        if math.isinf(slow):
+            return 0.0, math.inf
+        return (
+            self.crossover(way, other, job, num_ranks, slow, fast),
+            self.crossover(way, other, job, num_ranks, fast, slow),
+        )
+
+
+def slower(error: float) -> tuple[float, float]:
+    """Returns the factors of a prediction, at least and at most, where predictions were off by up to ``error``.
+
+    What was predicted with a relative error of e took 1 / (1 + e) of that, so from an error of 100 % on without limit.
+    """
+    return 1 / (1 + error), 1 / (1 - error) if error < 1 else math.inf
+
 
 def efficiency(job: Job, exposed: float) -> float:
+    """Of weak scaling: a step's time without communication over its time with what of it is exposed."""
     return job.compute_time / (job.compute_time + exposed)

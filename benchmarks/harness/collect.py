@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from benchmarks.harness.records import Record, RowFile
+from fastsync.launch.signals import handling
 from fastsync.launch.torchrun import launch_ranks
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -48,12 +49,7 @@ def collect(
 ) -> Collected:
     """Calls ``measure(options, rows)`` on ``nproc`` ranks and returns the rows that rank 0 has added, and its notes.
 
-    Args:
-        measure: a function at the top level of a module. It returns notes.
-        nproc: number of ranks on this machine.
-        options: of the command.
-        json: the file to keep the rows in, if they are to stay.
-        launch: starts the ranks and returns their results, with the signature of ``launch_ranks`` and its errors.
+    ``json`` is the file to keep the rows in, if they are to stay. ``launch`` starts ranks as ``launch_ranks`` does.
     """
     with tempfile.TemporaryDirectory() as folder:
         rows = RowFile(json or Path(folder) / "rows.json")
@@ -77,9 +73,5 @@ def termination_raises() -> Iterator[None]:
         name = signal.Signals(number)
         raise SignalException(f"ended by {name.name}", sigval=name)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with handling(stop, (signal.SIGTERM, signal.SIGHUP)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from benchmarks.harness.options import RankOptions
 from benchmarks.harness.progress import progress_bars, watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
-from benchmarks.harness.timing import Rival, Schedule, rounds, slowest_rank, time_turns
+from benchmarks.harness.timing import Rival, Sampling, rounds, slowest_rank, time_turns
 from benchmarks.rivals.gradients import Gradients
 from benchmarks.rivals.models import TRAININGS, ModelGradients, Scale
 from benchmarks.rivals.training_steps import whole_steps
@@ -56,12 +56,8 @@ def measure_each(
 ) -> list[str]:
     """Measures subjects one after the other, as one rank, of which rank 0 keeps the rows. Returns notes.
 
-    Args:
-        subjects: what is synchronised or trained.
-        names: of the ways; those that the backend lacks are left out.
-        options: of the command.
-        rows: to add to.
-        measure: makes the rows of a subject and of these ways, on every rank the same. A collective function.
+    ``measure`` makes the rows of a subject and of these ways, but for those that the backend lacks: on every rank the
+    same, by a collective call.
     """
     with process_group(options.timeout, share_gpus=options.share_gpus) as device:
         excluded = left_out(names, dist.get_backend())
@@ -76,24 +72,22 @@ def measure_each(
     return [f"{name} is left out: {reason}" for name, reason in excluded.items()]
 
 
-def settings_of_size(name: str, schedule: Schedule) -> dict[str, Any]:
-    """Describes the gradients that are synchronised, the ranks and the schedule, for a row."""
+def settings_of_size(name: str, sampling: Sampling) -> dict[str, Any]:
+    """Describes the gradients that are synchronised, the ranks and how often, for a row."""
     size = size_of(name)
-    return {"size": name, "numel": size.numel, "num_tensors": len(size.shapes), **settings_of_ranks(schedule)}
+    return {"size": name, "numel": size.numel, "num_tensors": len(size.shapes), **settings_of_ranks(sampling)}
 
 
-def settings_of_ranks(schedule: Schedule) -> dict[str, Any]:
-    """Describes the ranks and the schedule, for a row."""
-    return {"world_size": dist.get_world_size(), "backend": dist.get_backend(), **schedule.settings}
+def settings_of_ranks(sampling: Sampling) -> dict[str, Any]:
+    """Describes the ranks and how often they measure, for a row."""
+    return {"world_size": dist.get_world_size(), "backend": dist.get_backend(), **sampling.settings}
 
 
-def measure(
-    size: str, names: Sequence[str], schedule: Schedule, device: torch.device, progress: Progress
-) -> list[Record]:
+def measure(size: str, names: Sequence[str], sampling: Sampling) -> list[Record]:
     """Checks and times these ways at one size. A collective call; every rank gets the same rows."""
     ways = {name: WAYS[name] for name in names}
-    of_rank = measure_ways(Workload(size_of(size), device, schedule.seed), ways, schedule, device, progress, size)
-    settings = settings_of_size(size, schedule)
+    of_rank = measure_ways(Workload(size_of(size), sampling.device, sampling.seed), ways, sampling, size)
+    settings = settings_of_size(size, sampling)
 
     def figures(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
         return {
@@ -102,7 +96,7 @@ def measure(
             **measured_figures(name, of_rank),
         }
 
-    return to_records("sync", of_rank, ways, settings, figures, device)
+    return to_records("sync", of_rank, ways, settings, figures, sampling.device)
 
 
 def measure_training(
@@ -111,28 +105,17 @@ def measure_training(
     scale: Scale,
     batch_size: int,
     names: Sequence[str],
-    schedule: Schedule,
-    device: torch.device,
-    progress: Progress,
+    sampling: Sampling,
     figures: Callable[[Sequence[Mapping[str, Measurement]], str, Mapping[str, float]], Mapping[str, Any]],
 ) -> list[Record]:
     """Checks and times training steps without DDP and with these ways. A collective call; all get the same rows.
 
-    Args:
-        benchmark: the command.
-        model: what is trained.
-        scale: how large it is.
-        batch_size: samples of each rank.
-        names: of the ways.
-        schedule: how often they run.
-        device: of this rank.
-        progress: to show.
-        figures: makes those of a row from what the ranks found, the way's name, and the medians of all ways.
+    ``figures`` makes those of a row from what the ranks found, the way's name, and the medians of all ways.
     """
     training = TRAININGS[model][scale]
-    gradients = ModelGradients(training, batch_size, device, schedule.seed)
+    gradients = ModelGradients(training, batch_size, sampling.device, sampling.seed)
     ways = whole_steps(names, training)
-    of_rank = measure_ways(gradients, ways, schedule, device, progress, model)
+    of_rank = measure_ways(gradients, ways, sampling, model)
     settings = {
         "model": model,
         "scale": scale,
@@ -140,26 +123,21 @@ def measure_training(
         "batch_size": batch_size,
         "numel": gradients.flat_grads.numel(),
         "num_tensors": len(gradients.shapes),
-        **settings_of_ranks(schedule),
+        **settings_of_ranks(sampling),
     }
-    return to_records(benchmark, of_rank, ways, settings, partial(figures, of_rank), device)
+    return to_records(benchmark, of_rank, ways, settings, partial(figures, of_rank), sampling.device)
 
 
 def measure_ways(
-    workload: Gradients,
-    ways: Mapping[str, Way],
-    schedule: Schedule,
-    device: torch.device,
-    progress: Progress,
-    title: str,
+    workload: Gradients, ways: Mapping[str, Way], sampling: Sampling, title: str
 ) -> list[dict[str, Measurement]]:
     """Checks and times ways of the same work. A collective call; every rank gets what all have found, in rank order.
 
     With the ways an empty step takes its turns, under the name EMPTY.
     """
-    limit = timedelta(seconds=schedule.timeout)
+    limit = timedelta(seconds=sampling.timeout)
     groups = {name: dist.new_group(timeout=limit) for name in ways}
-    here = _measure_here(workload, ways, groups, schedule, device, progress, title)
+    here = _measure_here(workload, ways, groups, sampling, title)
     gc.collect()  # DDP is part of reference cycles and holds its group
     for group in groups.values():
         dist.destroy_process_group(group)
@@ -170,15 +148,13 @@ def _measure_here(
     workload: Gradients,
     ways: Mapping[str, Way],
     groups: Mapping[str, dist.ProcessGroup],
-    schedule: Schedule,
-    device: torch.device,
-    progress: Progress,
+    sampling: Sampling,
     title: str,
 ) -> dict[str, Measurement]:
     """Measures on this rank. Its models end with this function, before their groups do."""
 
     def watched(rounds: Sequence[Sequence[T]], what: str) -> Iterator[T]:
-        return watched_rounds(rounds, progress, f"{title}: {what}", schedule.timeout)
+        return watched_rounds(rounds, sampling.progress, f"{title}: {what}", sampling.timeout)
 
     steps = {name: way.build(workload, groups[name]) for name, way in ways.items()}
     for step in watched([[step] for step in steps.values()], "check"):
@@ -188,10 +164,10 @@ def _measure_here(
     # What is wrong on one rank is timed on none, or the others would wait for it.
     timed = {name: steps[name] for name in steps if all(other[name] for other in all_gather(right))}
     rivals: dict[str, Rival] = {**timed, EMPTY: EmptyStep()}
-    order = list(rounds(rivals, schedule.warmup + schedule.repetitions, schedule.seed))
-    time_turns(rivals, watched(order[: schedule.warmup], "warm-up"), device)
+    order = list(rounds(rivals, sampling.warmup + sampling.repetitions, sampling.seed))
+    time_turns(rivals, watched(order[: sampling.warmup], "warm-up"), sampling.device)
     before = {name: step.stats() for name, step in timed.items()}
-    samples = time_turns(rivals, watched(order[schedule.warmup :], "timed"), device)
+    samples = time_turns(rivals, watched(order[sampling.warmup :], "timed"), sampling.device)
     of_ways = {
         name: Measurement(
             # Once more, on what the last repetition has left.
@@ -244,7 +220,7 @@ def to_records(
         Record(
             benchmark=benchmark,
             way=name,
-            settings={**settings, "wire": wire_name(way)},
+            settings={**settings, "wire": way.wire and str(way.wire).removeprefix("torch.")},
             figures=figures(name, medians),
             correct=all(rank[name].correct for rank in of_rank),
             samples=samples[name],
@@ -302,11 +278,6 @@ def bandwidths(name: str, medians: Mapping[str, float], numel: int, world_size: 
         return {"algbw": None, "busbw": None}
     algbw = 4 * numel / seconds
     return {"algbw": algbw, "busbw": algbw * 2 * (world_size - 1) / world_size}
-
-
-def wire_name(way: Way) -> str | None:
-    """The dtype that the gradients travel as, as rows have it; None where they do not travel."""
-    return None if way.wire is None else str(way.wire).removeprefix("torch.")
 
 
 def over_ranks(reduce: Callable[[Sequence[float]], float], values: Sequence[float | None]) -> float | None:

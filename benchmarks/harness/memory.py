@@ -44,15 +44,9 @@ def check_fits(what: str, needed: int, free: int | None, way_out: str) -> None:
 def check_ranks_fit(
     what: str, needed: int, nproc: int, way_out: str, cpu: bool = False, share_gpus: bool = False
 ) -> None:
-    """Refuses what does not fit: all ranks' share into main memory, or that of a GPU's ranks into it.
+    """Refuses what does not fit, ``needed`` bytes a rank: all ranks' share into main memory, or that of a GPU's ranks.
 
-    Args:
-        what: is to be measured.
-        needed: bytes for each rank.
-        nproc: ranks on this machine.
-        way_out: what to do about it.
-        cpu: whether ranks compute on the CPU even where each could have a GPU.
-        share_gpus: whether they share GPUs where there are fewer.
+    With ``cpu`` ranks compute there though each could have a GPU; with ``share_gpus`` they share those that there are.
 
     Raises:
         ValueError: it does not fit.

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import tyro
+from rich.progress import Progress
 
 from benchmarks.harness.collect import Collected, collect
-from benchmarks.harness.cores import cores
 from benchmarks.harness.records import RowFile
-from benchmarks.harness.timing import TIMEOUT, Schedule
+from benchmarks.harness.timing import TIMEOUT, Sampling
 from benchmarks.rivals.ways import BY_DEFAULT, MIN_WARMUP
+from fastsync import _C
+from fastsync.wording import check_at_least
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class RankOptions:
         check_json(self.json)
         check_places(self.nproc, self.oversubscribe, self.cpu, self.share_gpus)
 
-    def schedule(self, repetitions: int) -> Schedule:
-        """The schedule of each way, with ``repetitions`` where none were chosen."""
-        return Schedule(self.warmup, self.repetitions or repetitions, self.seed, self.timeout)
+    def sampling(self, repetitions: int, device: torch.device, progress: Progress) -> Sampling:
+        """The warm-up, repetitions and order of each way, with ``repetitions`` where none were chosen."""
+        return Sampling(self.warmup, self.repetitions or repetitions, self.seed, self.timeout, device, progress)
 
     @property
     def crowded(self) -> bool:
@@ -88,7 +90,7 @@ def places(nproc: int, cpu: bool = False, share_gpus: bool = False) -> int:
     ``fastsync.distributed.process_group`` chooses.
     """
     gpus = 0 if cpu else torch.cuda.device_count()
-    return gpus if nproc <= gpus or (share_gpus and gpus) else cores()
+    return gpus if nproc <= gpus or (share_gpus and gpus) else _C.num_usable_cores()
 
 
 def check_places(nproc: int, oversubscribe: bool, cpu: bool = False, share_gpus: bool = False) -> None:
@@ -100,18 +102,11 @@ def check_places(nproc: int, oversubscribe: bool, cpu: bool = False, share_gpus:
     if share_gpus and (cpu or torch.cuda.device_count() == 0):
         raise ValueError("share_gpus: torch sees no GPU here, or may not take one: leave it out")
     if nproc > places(nproc, cpu, share_gpus) and not (oversubscribe or share_gpus):
+        cores, gpus = _C.num_usable_cores(), torch.cuda.device_count()
         raise ValueError(
-            f"nproc={nproc}: this machine has {cores()} cores, and GPUs for {torch.cuda.device_count()} ranks; "
+            f"nproc={nproc}: this machine has {cores} cores, and GPUs for {gpus} ranks; "
             "ranks that share one slow each other down: choose fewer, or --oversubscribe, which every table then says"
         )
-
-
-def check_at_least(options: Any, **least: int) -> None:
-    """Refuses numbers below the least; None, where an option has a default of its own, is none."""
-    for name, lowest in least.items():
-        value = getattr(options, name)
-        if value is not None and value < lowest:
-            raise ValueError(f"{name}={value} must be at least {lowest}")
 
 
 def check_positive(options: Any, *names: str, unit: str = " seconds") -> None:

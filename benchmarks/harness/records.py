@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 import fastsync
-from benchmarks.harness.cores import cores
+from fastsync import _C
+from fastsync.files import replacing
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
@@ -61,9 +62,8 @@ class RowFile:
         """Puts rows in the place of all that were added."""
         self._records = list(records)
         lines = [json.dumps(asdict(record) | {"quantiles": record.quantiles}) for record in self._records]
-        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
-        unfinished.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-        unfinished.replace(self.path)  # whoever interrupts this leaves one or the other, whole
+        with replacing(self.path) as unfinished:
+            unfinished.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
     def reload(self) -> None:
         """Takes over what another process has added, so that the next rows come behind it."""
@@ -99,7 +99,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cores": cores(),
+        "cores": _C.num_usable_cores(),
         "threads_per_rank": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
     }

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.progress import Progress
 
 from benchmarks.harness.measure import (
     Measurement,
@@ -22,7 +21,7 @@ from benchmarks.harness.measure import (
     settings_of_ranks,
 )
 from benchmarks.harness.records import Record, environment
-from benchmarks.harness.timing import TIMEOUT, Schedule, slowest_rank, time_turns
+from benchmarks.harness.timing import TIMEOUT, Sampling, slowest_rank, time_turns
 from benchmarks.rivals.models import Scale
 from benchmarks.rivals.training_steps import NO_DDP
 from benchmarks.rivals.ways import LIMITS, BareAllReduce
@@ -62,22 +61,12 @@ def measure_rank(launch: Launch) -> list[Record]:
 
 def _train(launch: Launch, device: torch.device) -> list[Record]:
     """A row for the step without communication and for each way."""
-    schedule = Schedule(launch.warmup, launch.steps, launch.seed, launch.timeout)
+    sampling = Sampling(launch.warmup, launch.steps, launch.seed, launch.timeout, device)
 
     def figures(of_rank: Sequence[Mapping[str, Measurement]], *_: object) -> dict[str, float | None]:
         return {**compute_figures([rank[COMPUTE].samples for rank in of_rank]), "overhead": overhead(of_rank)}
 
-    return measure_training(
-        "scaling",
-        launch.model,
-        launch.scale,
-        launch.batch_size,
-        launch.ways,
-        schedule,
-        device,
-        Progress(disable=True),
-        figures,
-    )
+    return measure_training("scaling", launch.model, launch.scale, launch.batch_size, launch.ways, sampling, figures)
 
 
 def compute_figures(of_rank: Sequence[Sequence[float]]) -> dict[str, float | None]:
@@ -122,7 +111,7 @@ def _sweep(launch: Launch, device: torch.device, where: Mapping[str, Any]) -> It
                 "numel": work.flat_grads.numel(),
                 "num_tensors": 1,
                 "wire": "float32",
-                **settings_of_ranks(Schedule(SWEEP_WARMUP, launch.sweep_repetitions, launch.seed)),
+                **settings_of_ranks(Sampling(SWEEP_WARMUP, launch.sweep_repetitions, launch.seed)),
             },
             figures=bandwidths(SWEPT, {SWEPT: float(np.median(slowest))}, work.flat_grads.numel(), world_size),
             correct=all(all_gather(bool((rival.result() == world_size).all()))),

@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
+from rich.progress import Progress
 
 from benchmarks.rivals.shared_memory import barrier
 from fastsync.stopwatch import Stopwatch
@@ -16,18 +18,20 @@ TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Untimed and timed steps of each way; the seed gives the order."""
+class Sampling:
+    """Untimed and timed steps of each way in an order that the seed gives, on a rank's device."""
 
     warmup: int
     repetitions: int
     seed: int
     timeout: float = TIMEOUT
     """Seconds that a step may take."""
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    progress: Progress = field(default_factory=partial(Progress, disable=True))
 
     @property
     def settings(self) -> dict[str, int]:
-        """What a row tells of it."""
+        """As a row has it."""
         return {"repetitions": self.repetitions, "warmup": self.warmup, "seed": self.seed}
 
 

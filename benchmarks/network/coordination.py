@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 
 from benchmarks.network.hosts import Host
+from fastsync.launch.torchrun import thread_meanwhile
 
 POLL = 0.2
 """Seconds between two looks."""
@@ -105,27 +106,22 @@ class Coordinator:
         if self._store is None or num_machines == 1:
             yield
             return
-        over = threading.Event()
         found: list[str] = []
 
-        def watch() -> None:
+        def watch(over: threading.Event) -> None:
             last = {index: (0, time.monotonic()) for index in range(num_machines)}
             while not found and not over.wait(PULSE):
                 found.extend(self._trouble(last))
             if not over.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-        except (Exception, KeyboardInterrupt) as error:
-            if found:
-                raise CoordinationError(found[0]) from error
-            raise
-        finally:
-            over.set()
-            watcher.join()
+        with thread_meanwhile(watch, "watches the other machines"):
+            try:
+                yield
+            except (Exception, KeyboardInterrupt) as error:
+                if found:
+                    raise CoordinationError(found[0]) from error
+                raise
 
     def _trouble(self, last: dict[int, tuple[int, float]]) -> Iterator[str]:
         """Gives a sign of life and looks for those of the others, whose newest and their times are in ``last``."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.cores import cores
+from fastsync import _C
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
 
@@ -42,11 +42,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def own_index(hosts: Sequence[Host], names: set[str] | None = None) -> int:
-    """Finds this machine among those of the hostfile.
-
-    Args:
-        hosts: of the hostfile.
-        names: what this machine is called, by default what it says itself, with its domain and without.
+    """Finds this machine among those of the hostfile, by what it calls itself, with its domain and without.
 
     Raises:
         ValueError: none of them, or several, have a name of this machine.
@@ -95,7 +91,7 @@ def own_capacity(device: str) -> Capacity:
     """This machine's, for ranks on "cpu" or "cuda"."""
     if device == "cuda":
         return Capacity(torch.cuda.device_count(), "GPUs", can_be_exceeded=False)
-    return Capacity(cores(), "cores that it may use", can_be_exceeded=True)
+    return Capacity(_C.num_usable_cores(), "cores that it may use", can_be_exceeded=True)
 
 
 def check_capacity(name: str, capacity: Capacity, num_ranks: int, world_size: int, oversubscribe: bool) -> bool:

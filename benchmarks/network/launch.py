@@ -21,11 +21,7 @@ def run_in_namespaces(
 ) -> list[Any]:
     """Calls a function on the ranks of each namespace and returns the results in rank order, as ``launch_ranks``.
 
-    Args:
-        network: the namespaces.
-        ranks_per_host: how many ranks each has. They follow each other.
-        function: at the top level of a module; it and its arguments travel by pickle.
-        *arguments: for the function.
+    Ranks of a host follow each other. Function and arguments travel by pickle.
 
     Raises:
         ChildFailedError: of the rank that failed first. Its traceback has been logged.

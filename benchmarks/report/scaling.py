@@ -1,7 +1,7 @@
 """Makes a document of what a scaling run found."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.records import Record
@@ -33,14 +33,14 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
                 "Where the time goes",
                 "Medians in milliseconds; the parts of a step add up to it.",
                 breakdown_picture(found),
-                breakdown_table(found),
+                _table(BREAKDOWN, found),
             ),
         ]
     if bandwidths:
         text = "float32, summed by the process group itself, without fastsync: what the link gives."
-        sections.append(
-            Section("The bare all_reduce", text, bandwidth_picture(bandwidths), bandwidth_table(bandwidths))
-        )
+        by_size = sorted(bandwidths, key=lambda point: (point.num_bytes, point.world_size))
+        table = _table(BANDWIDTHS, by_size)
+        sections.append(Section("The bare all_reduce", text, bandwidth_picture(bandwidths), table))
     unused = "strong efficiency" if scaling == "weak" else "weak efficiency"
     return Document(
         title=_title(settings, scaling),
@@ -56,19 +56,16 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
 def efficiency_table(found: Sequence[Point]) -> Table:
     """A row for each way and world size."""
     base = baseline(found)
-    rows = [
-        (
-            point.way,
-            _ranks(point),
-            milliseconds(point.step),
-            interval(point.step_low, point.step_high, 1e3),
-            f"{point.efficiency:.1%}",
-            _sureness(point, base),
-            str(point.launches),
-        )
-        for point in found
-    ]
-    return Table(("way", "ranks", "step, ms", "interval, ms", "efficiency", "interval", "launches"), rows)
+    columns: dict[str, Callable[[Point], str]] = {
+        "way": lambda point: point.way,
+        "ranks": _ranks,
+        "step, ms": lambda point: milliseconds(point.step),
+        "interval, ms": lambda point: interval(point.step_low, point.step_high, 1e3),
+        "efficiency": lambda point: f"{point.efficiency:.1%}",
+        "interval": lambda point: _sureness(point, base),
+        "launches": lambda point: str(point.launches),
+    }
+    return _table(columns, found)
 
 
 def _sureness(point: Point, base: Point) -> str:
@@ -77,39 +74,29 @@ def _sureness(point: Point, base: Point) -> str:
     return interval(point.efficiency_low, point.efficiency_high, 100, "%")
 
 
-def breakdown_table(found: Sequence[Point]) -> Table:
-    """A row for each way and world size."""
-    rows = [
-        (
-            point.way,
-            _ranks(point),
-            milliseconds(point.step),
-            milliseconds(point.compute),
-            "not known" if point.contention is None else milliseconds(point.contention),
-            milliseconds(point.stragglers),
-            milliseconds(point.exposed),
-            f"{point.exposed / point.step:.0%}",
-        )
-        for point in found
-    ]
-    headings = ("way", "ranks", "step", "compute", "contention", "stragglers", "exposed", "exposed, of the step")
-    return Table(headings, rows)
+BREAKDOWN: dict[str, Callable[[Point], str]] = {
+    "way": lambda point: point.way,
+    "ranks": lambda point: _ranks(point),
+    "step": lambda point: milliseconds(point.step),
+    "compute": lambda point: milliseconds(point.compute),
+    "contention": lambda point: milliseconds(point.contention) or "not known",
+    "stragglers": lambda point: milliseconds(point.stragglers),
+    "exposed": lambda point: milliseconds(point.exposed),
+    "exposed, of the step": lambda point: f"{point.exposed / point.step:.0%}",
+}
+BANDWIDTHS: dict[str, Callable[[Bandwidth], str]] = {
+    "bytes": lambda point: format_bytes(point.num_bytes),
+    "ranks": lambda point: _ranks(point),
+    "time, ms": lambda point: milliseconds(point.seconds),
+    "algbw, GB/s": lambda point: f"{point.algbw / 1e9:.3g}",
+    "busbw, GB/s": lambda point: f"{point.busbw / 1e9:.3g}",
+    "interval": lambda point: interval(point.busbw_low / 1e9, point.busbw_high / 1e9, form=".3g"),
+}
 
 
-def bandwidth_table(bandwidths: Sequence[Bandwidth]) -> Table:
-    """A row for each number of bytes and world size."""
-    rows = [
-        (
-            format_bytes(point.num_bytes),
-            _ranks(point),
-            milliseconds(point.seconds),
-            f"{point.algbw / 1e9:.3g}",
-            f"{point.busbw / 1e9:.3g}",
-            interval(point.busbw_low / 1e9, point.busbw_high / 1e9, form=".3g"),
-        )
-        for point in sorted(bandwidths, key=lambda point: (point.num_bytes, point.world_size))
-    ]
-    return Table(("bytes", "ranks", "time, ms", "algbw, GB/s", "busbw, GB/s", "interval"), rows)
+def _table(columns: Mapping[str, Callable[[Any], str]], found: Iterable[Any]) -> Table:
+    """A row for each point."""
+    return Table(tuple(columns), [tuple(cell(point) for cell in columns.values()) for point in found])
 
 
 def interval(low: float, high: float, factor: float = 1.0, unit: str = "", form: str = ".3f") -> str:
@@ -146,7 +133,7 @@ def _relative(found: Sequence[Point], scaling: str) -> str:
     return f"{scaling.capitalize()} efficiency, relative to {base.way} on {_ranks(base)}, with intervals."
 
 
-def _ranks(point: Point) -> str:
+def _ranks(point: Point | Bandwidth) -> str:
     return ranks(point.world_size, point.oversubscribed)
 
 

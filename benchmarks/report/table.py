@@ -42,11 +42,11 @@ def number(value: float | None, form: str, scale: float = 1) -> str:
     return "" if value is None else format(value / scale, form)
 
 
-def spread(quantiles: Mapping[str, float]) -> str:
-    """Milliseconds: median [p10, p90]."""
+def spread(quantiles: Mapping[str, float], show: Callable[[float], str] = milliseconds) -> str:
+    """Median [p10, p90]."""
     if not quantiles:
         return ""
-    return "{} [{}, {}]".format(*(milliseconds(quantiles[name]) for name in ("median", "p10", "p90")))
+    return "{} [{}, {}]".format(*(show(quantiles[name]) for name in ("median", "p10", "p90")))
 
 
 def measured_on(record: Record) -> str:

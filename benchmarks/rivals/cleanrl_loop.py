@@ -96,7 +96,7 @@ def train(chosen: Training) -> Outcome:
     returns = [episode for env in envs.envs for episode in env.return_queue]
     envs.close()
     mean_return = float(np.mean(returns)) if returns else None  # of the newest episodes
-    return {"steps": num_iterations * chosen.batch_size, "seconds": seconds, "mean_return": mean_return}
+    return Outcome(num_iterations * chosen.batch_size, seconds, mean_return)
 
 
 def _collect(

@@ -47,14 +47,7 @@ class Training:
 
 
 class ModelGradients(Gradients):
-    """The gradients of a model on batches that differ between ranks, from one backward a batch.
-
-    Args:
-        training: what it is.
-        batch_size: samples in each rank's batch.
-        device: of this rank.
-        seed: of weights and batches.
-    """
+    """The gradients of a model on batches that differ between ranks, from one backward a batch."""
 
     def __init__(self, training: Training, batch_size: int, device: torch.device, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):

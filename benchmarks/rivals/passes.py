@@ -39,7 +39,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """What a pass must read and write."""
+        """Bytes that a pass must read and write."""
         return (4 + self.wire.itemsize) * self.wire.numel()
 
     def copy(self) -> None:

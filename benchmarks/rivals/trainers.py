@@ -1,7 +1,6 @@
 """Whole trainings of CartPole-v1, one a process: ``python -m benchmarks.rivals.trainers TRAINER OPTIONS``.
 
-Prints one JSON object: environment steps, the seconds that collecting and learning took, without start-up, and the mean
-return of the last 100 episodes, or null where the trainer does not tell it.
+Prints one JSON object: the fields of ``Outcome``.
 """
 
 import json
@@ -50,7 +49,22 @@ class Training:
         return self.batch_size // self.num_minibatches
 
 
-Outcome = dict[str, float | None]
+@dataclass(frozen=True)
+class Outcome:
+    """What a training has done."""
+
+    steps: int
+    """Of environments."""
+    seconds: float
+    """Of collecting and learning, without start-up."""
+    mean_return: float | None = None
+    """Of the last 100 episodes; None where the trainer does not tell it."""
+
+    @property
+    def speed(self) -> float:
+        return self.steps / self.seconds
+
+
 LEARNING_RATE, GAMMA, GAE_LAMBDA, CLIP, ENTROPY = 2.5e-4, 0.99, 0.95, 0.2, 0.01
 
 
@@ -68,11 +82,12 @@ def train_fastsync_apart(training: Training) -> Outcome:
     each = replace(training, total_steps=training.total_steps // training.nproc)
     with tempfile.TemporaryDirectory() as folder:
         outcomes = launch_ranks(fastsync_rank_apart, training.nproc, _settings(each, folder))
-    return {
-        "steps": sum(outcome["steps"] for outcome in outcomes),
-        "seconds": max(outcome["seconds"] for outcome in outcomes),
-        "mean_return": _mean([outcome["mean_return"] for outcome in outcomes]),
-    }
+    returns = [outcome.mean_return for outcome in outcomes if outcome.mean_return is not None]
+    return Outcome(
+        sum(outcome.steps for outcome in outcomes),
+        max(outcome.seconds for outcome in outcomes),
+        float(np.mean(returns)) if returns else None,
+    )
 
 
 def _settings(training: Training, folder: str) -> Any:
@@ -97,11 +112,6 @@ def _settings(training: Training, folder: str) -> Any:
     )
 
 
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
-
-
 def fastsync_rank(settings: Any) -> Outcome:
     from fastsync.distributed import process_group
     from fastsync.ppo.trainer import train
@@ -109,7 +119,7 @@ def fastsync_rank(settings: Any) -> Outcome:
     sys.stdout = sys.stderr  # which the parent lets through
     with process_group(settings.timeout) as device:
         _, result = train(settings, device)
-    return {"steps": result.step, "seconds": result.seconds, "mean_return": result.mean_return}
+    return Outcome(result.step, result.seconds, result.mean_return)
 
 
 def fastsync_rank_apart(settings: Any) -> Outcome:
@@ -148,7 +158,7 @@ def train_sb3(training: Training) -> Outcome:
     model.learn(training.total_steps)
     seconds = time.perf_counter() - began
     returns = [episode["r"] for episode in model.ep_info_buffer or []]
-    return {"steps": model.num_timesteps, "seconds": seconds, "mean_return": float(np.mean(returns))}
+    return Outcome(model.num_timesteps, seconds, float(np.mean(returns)))
 
 
 def train_cleanrl(training: Training) -> Outcome:
@@ -169,7 +179,7 @@ def train_cleanrl(training: Training) -> Outcome:
         printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
     speed = int(re.findall(r"^SPS: (\d+)$", printed, flags=re.MULTILINE)[-1])
     steps = training.total_steps // training.batch_size * training.batch_size
-    return {"steps": steps, "seconds": steps / speed, "mean_return": None}
+    return Outcome(steps, steps / speed)
 
 
 def train_cleanrl_loop(training: Training) -> Outcome:
@@ -190,7 +200,7 @@ def step_environment_alone(training: Training) -> Outcome:
     began = time.perf_counter()
     for row in actions:
         envs.step(row)
-    return {"steps": actions.size, "seconds": time.perf_counter() - began, "mean_return": None}
+    return Outcome(actions.size, time.perf_counter() - began)
 
 
 TRAINERS: dict[str, Callable[[Training], Outcome]] = {
@@ -234,10 +244,9 @@ def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         raise RuntimeError(f"{trainer} failed:\n{printed}{errors}")
-    outcome: Outcome = json.loads(printed.splitlines()[-1])
-    return outcome
+    return Outcome(**json.loads(printed.splitlines()[-1]))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(TRAINERS[sys.argv[1]](Training(**json.loads(sys.argv[2])))))
+    print(json.dumps(asdict(TRAINERS[sys.argv[1]](Training(**json.loads(sys.argv[2]))))))

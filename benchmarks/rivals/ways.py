@@ -18,6 +18,7 @@ from benchmarks.rivals import compressions
 from benchmarks.rivals.gradients import Gradients, Rounding
 from benchmarks.rivals.shared_memory import BareSum
 from fastsync import SyncStats
+from fastsync.ppo.gradient_sync import all_reduce_concatenated
 
 MIN_WARMUP = 2
 """Steps before a way does what it will do from then on: DDP regroups its buckets once, PowerSGD starts at its third."""
@@ -34,11 +35,14 @@ class Step(Protocol):
         """The gradients that the newest ``run`` left, in one vector."""
 
     def stats(self) -> SyncStats | None:
-        """What synchronisation cost so far, where the way tells."""
+        """The cost of synchronisation so far, where the way tells."""
 
 
 class TrainingStep:
     """The forward is prepared, the backward timed, with what has to follow it (``synchronize``)."""
+
+    keeps_gradients = False
+    """Whether they stay where they are. Setting them to zero takes time, which counts."""
 
     def __init__(
         self,
@@ -51,26 +55,18 @@ class TrainingStep:
         self.stats = stats
 
     def prepare(self) -> None:
-        self.model.zero_grad()
+        if not self.keeps_gradients:
+            self.model.zero_grad()
         self._loss = self.model()
 
     def run(self) -> None:
+        if self.keeps_gradients:
+            self.model.zero_grad(set_to_none=False)
         self._loss.backward()
         self._synchronize()
 
     def result(self) -> Tensor:
         return torch.cat([parameter.grad.reshape(-1) for parameter in self.model.parameters()])
-
-
-class StepOfKeptGradients(TrainingStep):
-    """As a training step, of gradients that stay where they are. Setting them to zero takes time, which counts."""
-
-    def prepare(self) -> None:
-        self._loss = self.model()
-
-    def run(self) -> None:
-        self.model.zero_grad(set_to_none=False)
-        super().run()
 
 
 class BareAllReduce:
@@ -97,7 +93,7 @@ class BareAllReduce:
 Build = Callable[[Gradients, ProcessGroup], Step]
 
 
-def _no_sync(workload: Gradients, group: ProcessGroup) -> Step:
+def _alone(workload: Gradients, group: ProcessGroup) -> Step:
     del group
     return TrainingStep(workload.model())
 
@@ -118,24 +114,11 @@ def wrapped(workload: Gradients, group: ProcessGroup, **options: float | bool) -
     return DistributedDataParallel(workload.model(), process_group=group, **{_SYNC_BUFFERS: False}, **options)
 
 
-def _ddp(workload: Gradients, group: ProcessGroup) -> Step:
-    return TrainingStep(wrapped(workload, group))
-
-
-def _ddp_bucket_view(workload: Gradients, group: ProcessGroup) -> Step:
-    # Gradients are views of the buckets, so that none is copied back. It is copied in all the same, because zero_grad,
-    # which sets gradients to None by default, drops the views.
-    return TrainingStep(wrapped(workload, group, gradient_as_bucket_view=True))
-
-
-def _ddp_kept_bucket_view(workload: Gradients, group: ProcessGroup) -> Step:
-    return StepOfKeptGradients(wrapped(workload, group, gradient_as_bucket_view=True))
-
-
-def _ddp_with(hook: Callable) -> Build:
+def _ddp(hook: Callable | None = None, **options: bool) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
-        model = wrapped(workload, group)
-        model.register_comm_hook(group, hook)
+        model = wrapped(workload, group, **options)
+        if hook is not None:
+            model.register_comm_hook(group, hook)
         return TrainingStep(model)
 
     return build
@@ -160,19 +143,27 @@ def _register_comm_hook(compression: str) -> Build:
     return build
 
 
-def _attach(compression: str) -> Build:
+def _attach(compression: str, *, gradient_as_bucket_view: bool = False) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = workload.model()
-        sync = fastsync.attach(model, compressions.compression(compression), process_group=group)
+        sync = fastsync.attach(
+            model,
+            compressions.compression(compression),
+            process_group=group,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
         return TrainingStep(model, stats=sync.stats)
 
     return build
 
 
-def _attach_bucket_view(workload: Gradients, group: ProcessGroup) -> Step:
-    model = workload.model()
-    sync = fastsync.attach(model, process_group=group, gradient_as_bucket_view=True)
-    return StepOfKeptGradients(model, stats=sync.stats)
+def _kept(build: Build) -> Build:
+    def build_kept(workload: Gradients, group: ProcessGroup) -> Step:
+        step = build(workload, group)
+        step.keeps_gradients = True
+        return step
+
+    return build_kept
 
 
 def _synchronize(workload: Gradients, group: ProcessGroup) -> Step:
@@ -181,39 +172,23 @@ def _synchronize(workload: Gradients, group: ProcessGroup) -> Step:
     return TrainingStep(model, sync.synchronize, sync.stats)
 
 
-def _all_reduce_gradients(workload: Gradients, group: ProcessGroup) -> Step:
-    model = workload.model()
-    parameters = list(model.parameters())
-    return TrainingStep(model, lambda: fastsync.all_reduce_gradients(parameters, process_group=group))
+def _after_backward(average: Callable[[list[nn.Parameter], ProcessGroup], object]) -> Build:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = workload.model()
+        parameters = list(model.parameters())
+        return TrainingStep(model, lambda: average(parameters, group))
+
+    return build
 
 
-def _cat(workload: Gradients, group: ProcessGroup) -> Step:
-    """As trainers without DDP write it: concatenate, all_reduce, divide, copy back."""
-    model = workload.model()
-    parameters = list(model.parameters())
-
-    def synchronize() -> None:
-        flat = torch.cat([parameter.grad.view(-1) for parameter in parameters])
-        dist.all_reduce(flat, group=group)
-        flat /= workload.world_size
-        begin = 0
-        for parameter in parameters:
-            parameter.grad.copy_(flat[begin : begin + parameter.numel()].view_as(parameter))
-            begin += parameter.numel()
-
-    return TrainingStep(model, synchronize)
+def _all_reduce_gradients(parameters: list[nn.Parameter], group: ProcessGroup) -> None:
+    fastsync.all_reduce_gradients(parameters, process_group=group)
 
 
-def _per_parameter(workload: Gradients, group: ProcessGroup) -> Step:
-    model = workload.model()
-    parameters = list(model.parameters())
-
-    def synchronize() -> None:
-        for parameter in parameters:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= workload.world_size
-
-    return TrainingStep(model, synchronize)
+def _all_reduce_each(parameters: list[nn.Parameter], group: ProcessGroup) -> None:
+    for parameter in parameters:
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= group.size()
 
 
 @dataclass(frozen=True)
@@ -275,29 +250,34 @@ def _through(door: str, compression: str) -> Way:
 
 
 WAYS = {
-    "no_sync": Way(_no_sync, wire=None),
+    "no_sync": Way(_alone, wire=None),
     SHARED_SUM: Way(BareSum, cpu_only=True),
     **{name: Way(_bare(wire), wire) for wire, name in LIMITS.items()},
-    "ddp": Way(_ddp, in_ddp=True),
-    "ddp/bucket_view": Way(_ddp_bucket_view, in_ddp=True),
-    "ddp/bucket_view/kept": Way(_ddp_kept_bucket_view, in_ddp=True),
-    "ddp/allreduce_hook": Way(_ddp_with(default_hooks.allreduce_hook), in_ddp=True),
-    "ddp/fp16_compress_hook": Way(_ddp_with(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
-    "ddp/bf16_compress_hook": Way(_ddp_with(default_hooks.bf16_compress_hook), bf16, nccl_only=True, in_ddp=True),
+    "ddp": Way(_ddp(), in_ddp=True),
+    # Gradients are views of the buckets, so that none is copied back. It is copied in all the same, because zero_grad,
+    # which sets gradients to None by default, drops the views.
+    "ddp/bucket_view": Way(_ddp(gradient_as_bucket_view=True), in_ddp=True),
+    "ddp/bucket_view/kept": Way(_kept(_ddp(gradient_as_bucket_view=True)), in_ddp=True),
+    "ddp/allreduce_hook": Way(_ddp(default_hooks.allreduce_hook), in_ddp=True),
+    "ddp/fp16_compress_hook": Way(_ddp(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
+    "ddp/bf16_compress_hook": Way(_ddp(default_hooks.bf16_compress_hook), bf16, nccl_only=True, in_ddp=True),
     "ddp/powerSGD_hook": Way(_power_sgd, wire=None, approximate=True, in_ddp=True),
-    "cat": Way(_cat),
-    "per_parameter": Way(_per_parameter),
-    "fastsync.fp16_compress_hook": Way(_ddp_with(fastsync.fp16_compress_hook), fp16, in_ddp=True),
+    "cat": Way(_after_backward(all_reduce_concatenated)),
+    "per_parameter": Way(_after_backward(_all_reduce_each)),
+    "fastsync.fp16_compress_hook": Way(_ddp(fastsync.fp16_compress_hook), fp16, in_ddp=True),
     **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.DEFAULT},
-    "fastsync.attach/none/bucket_view": Way(_attach_bucket_view),
+    "fastsync.attach/none/kept": Way(_kept(_attach("none"))),
+    "fastsync.attach/none/bucket_view/kept": Way(_kept(_attach("none", gradient_as_bucket_view=True))),
     "fastsync.synchronize/none": Way(_synchronize),
-    "fastsync.all_reduce_gradients/none": Way(_all_reduce_gradients),
+    "fastsync.all_reduce_gradients/none": Way(_after_backward(_all_reduce_gradients)),
     **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.ON_REQUEST},
 }
 
 SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *BARE})
 """Those that training steps can be taken with."""
-BY_DEFAULT = tuple(name for name, way in WAYS.items() if way.compression not in compressions.ON_REQUEST)
+BY_DEFAULT = tuple(
+    name for name, way in WAYS.items() if way.compression not in compressions.ON_REQUEST and not name.endswith("/kept")
+)
 """Those that are measured where none are named."""
 
 

@@ -111,7 +111,7 @@ def volume(compression: Compression, world_size: int, itemsize: int = 4) -> floa
 
 
 def reason(candidates: Sequence[Candidate], numel: int) -> str:
-    """Why ``choose`` picks what it picks, in a few words."""
+    """Says in a few words why ``choose`` picks what it picks."""
     if len(candidates) == 1:
         return "given"
     chosen = candidates[choose(candidates, numel)]

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastsync.wording import check_at_least
+
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -41,13 +43,7 @@ class BatchJob:
     """How often the job comes back from its last checkpoint when a rank is lost."""
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("nproc", 1), ("stop_before", 1), ("max_restarts", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        for name in ("gpus_per_node", "cpus_per_node"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_at_least(self, nodes=1, nproc=1, stop_before=1, max_restarts=0, gpus_per_node=1, cpus_per_node=1)
         if not _TIME.fullmatch(self.time):
             raise ValueError(f"time={self.time!r} is no time limit; write it as 1-12:00:00, 12:00:00 or 90")
         for name in ("job_name", "partition", "account"):

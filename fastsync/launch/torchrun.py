@@ -149,6 +149,19 @@ def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
 
 
 @contextmanager
+def thread_meanwhile(work: Callable[[threading.Event], object], name: str) -> Iterator[None]:
+    """Runs ``work`` in a thread for the time of a ``with`` block, the end of which sets the event that it is given."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def _ctrl_c_kept_from_children() -> Iterator[None]:
     """Lets Ctrl-C, which a terminal sends to all processes, end this process and not, meanwhile, each rank's imports.
 
@@ -159,16 +172,12 @@ def _ctrl_c_kept_from_children() -> Iterator[None]:
         yield
         return
     resource_tracker.ensure_running()  # started later, it would let signals through again
-    over = threading.Event()
-    thread = threading.Thread(target=over.wait, name="takes Ctrl-C", daemon=True)
-    thread.start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        over.set()
-        thread.join()
+    with thread_meanwhile(lambda over: over.wait(), "takes Ctrl-C"):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -178,9 +187,8 @@ def _stopped_ranks_killed(pids: Sequence[int]) -> Iterator[dict[int, int]]:
     The launcher itself would wait for half a minute. Yields a dict of those that were killed, by their number here.
     """
     killed: dict[int, int] = {}
-    over = threading.Event()
 
-    def watch() -> None:
+    def watch(over: threading.Event) -> None:
         since: dict[int, float] = {}
         while not over.wait(STOPPED_SECONDS / 4):
             for local, pid in enumerate(pids):
@@ -191,13 +199,8 @@ def _stopped_ranks_killed(pids: Sequence[int]) -> Iterator[dict[int, int]]:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
-    thread = threading.Thread(target=watch, name="watches for stopped ranks", daemon=True)
-    thread.start()
-    try:
+    with thread_meanwhile(watch, "watches for stopped ranks"):
         yield killed
-    finally:
-        over.set()
-        thread.join()
 
 
 def _is_stopped_and_told_to_end(pid: int) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastsync.ppo.normalize import mean_and_variance
+
 
 def estimate_advantages(
     rewards: Tensor,
@@ -43,20 +45,7 @@ def estimate_advantages(
     return advantages
 
 
-def advantage_moments(advantages: Tensor, valid: Tensor) -> Tensor:
-    """Number, sum and sum of squares of the advantages [T, N] in valid rows, [3] in fp64.
-
-    Those of all ranks together are the sum of each rank's. In fp64 the variance survives the subtraction of two large
-    numbers.
-    """
-    exact = advantages.double()
-    weight = valid.double()
-    return torch.stack([weight.sum(), (exact * weight).sum(), (exact.square() * weight).sum()])
-
-
 def normalize_advantages(advantages: Tensor, moments: Tensor) -> Tensor:
-    """Shifts and scales to the mean 0 and variance 1 of the rows that ``moments`` [3] are of."""
-    count, total, squares = moments.unbind()
-    mean = total / count
-    variance = (squares / count - mean.square()).clamp(min=0)
+    """Shifts and scales advantages [T, N] to the mean 0 and variance 1 of the rows that ``moments`` [3] are of."""
+    _, mean, variance = mean_and_variance(moments)
     return ((advantages.double() - mean) / (variance.sqrt() + 1e-8)).to(advantages.dtype)

@@ -33,6 +33,7 @@ from fastsync.ppo.preflight import check_environment, check_run
 from fastsync.ppo.runs.folder import CHECKPOINTS, default_run_name, run_of, settings_of_run
 from fastsync.ppo.settings_file import PRESET_WORLD_SIZE, is_preset, load_settings
 from fastsync.ppo.trainer import train
+from fastsync.wording import check_at_least
 
 STOPPED = 128 + 15
 """Exit status of a training that was asked to stop, and did in order: what shells have for SIGTERM."""
@@ -125,9 +126,7 @@ class Launch:
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
-        for name, least in (("nproc", 1), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        check_at_least(self, nproc=1, nnodes=1, node_rank=0, max_restarts=0)
         if not self.stop_timeout > 0:
             raise ValueError(f"stop_timeout={self.stop_timeout} must be more than 0 seconds")
         if self.node_rank >= self.nnodes:

@@ -19,7 +19,6 @@ from gymnasium.wrappers import RecordVideo
 
 from fastsync.installation import install_command
 from fastsync.ppo.config import Settings
-from fastsync.ppo.envs.atari import wrap_atari
 from fastsync.ppo.envs.interface import Environments
 from fastsync.ppo.envs.lookup import EnvSource, find_env
 from fastsync.ppo.envs.replay import EpisodeRecorder
@@ -28,6 +27,7 @@ from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.runs.folder import CHECKPOINTS, run_of
+from fastsync.wording import check_at_least
 
 UNSEEN = 2**31
 """Number of the environment that episodes are played in: none that trained has it, so its episodes are new."""
@@ -49,8 +49,7 @@ class Evaluate:
     """Record each episode, into the folder videos of the run."""
 
     def __post_init__(self) -> None:
-        if self.episodes < 1:
-            raise ValueError(f"episodes={self.episodes} must be at least 1")
+        check_at_least(self, episodes=1)
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
 
@@ -116,12 +115,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def make_environment(checkpoint: Checkpoint, *, seed: int, videos: Path | None = None) -> Environments:
-    """One environment of the kind that the policy was trained in.
-
-    Args:
-        checkpoint: tells which.
-        seed: of its episodes.
-        videos: folder to record every episode into.
+    """One environment of the kind that the policy was trained in; ``videos`` is a folder to film its episodes into.
 
     Raises:
         ValueError: it cannot be made or recorded here.
@@ -149,14 +143,9 @@ def load_policy(checkpoint: Checkpoint, environment: Environments) -> ActorCriti
 def play(
     policy: ActorCritic, environment: Environments, episodes: int, *, stochastic: bool = False, seed: int = 0
 ) -> Evaluation:
-    """Plays episodes, one after the other.
+    """Plays episodes, one after the other, in a single environment whose episodes restart in a step of their own.
 
-    Args:
-        policy: decides.
-        environment: a single one, whose episodes restart in a step of their own.
-        episodes: how many.
-        stochastic: draw actions, instead of taking the likeliest.
-        seed: of the actions that are drawn.
+    With ``stochastic`` actions are drawn by the seed, instead of the likeliest taken.
     """
     distribution = policy.distribution
     streams = RandomStreams(seed, first_index=0, num_envs=1, device=torch.device("cpu"))
@@ -201,16 +190,13 @@ def _make_recorded(source: EnvSource, folder: Path) -> gymnasium.Env[Any, Any]:
         spec = copy.deepcopy(source.spec)
         spec.kwargs["render_mode"] = "rgb_array"
         source = replace(source, spec=spec)
-    if source.is_atari:
-        assert source.spec is not None
-        return wrap_atari(_film(gymnasium.make(source.spec, disable_env_checker=True, frameskip=1), source, folder))
-    return _film(source.make(), source, folder)
+    return source.make(lambda env: _film(env, source.name, folder))
 
 
-def _film(env: gymnasium.Env[Any, Any], source: EnvSource, folder: Path) -> gymnasium.Env[Any, Any]:
+def _film(env: gymnasium.Env[Any, Any], name: str, folder: Path) -> gymnasium.Env[Any, Any]:
     if env.render_mode != "rgb_array":
         raise ValueError(
-            f"video needs an environment with render_mode='rgb_array', but env={source.name!r} has "
+            f"video needs an environment with render_mode='rgb_array', but env={name!r} has "
             f"render_mode={env.render_mode!r}; let its function make it so"
         )
     try:
@@ -218,7 +204,7 @@ def _film(env: gymnasium.Env[Any, Any], source: EnvSource, folder: Path) -> gymn
         env.render()
     except Exception as error:  # each library that draws has errors of its own
         raise ValueError(
-            f"video: env={source.name!r} cannot be drawn here: {error}; where there is no screen, MuJoCo draws with "
+            f"video: env={name!r} cannot be drawn here: {error}; where there is no screen, MuJoCo draws with "
             f"MUJOCO_GL=egl in the environment"
         ) from error
     return RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)

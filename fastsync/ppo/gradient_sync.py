@@ -34,14 +34,11 @@ class SyncReport:
 
 
 class GradientSync(ABC):
-    """One way to average gradients. Between the forward pass and the optimizer: ``backward``, then ``clip``.
-
-    Args:
-        model: the module to call in the forward pass of the loss.
-    """
+    """One way to average gradients. Between the forward pass and the optimizer: ``backward``, then ``clip``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        """To be called in the forward pass of the loss."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from fastsync.ppo.adam import Adam
-from fastsync.ppo.advantages import advantage_moments, estimate_advantages, normalize_advantages
+from fastsync.ppo.advantages import estimate_advantages, normalize_advantages
 from fastsync.ppo.config import Settings
 from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.gradient_sync import make_gradient_sync
@@ -83,7 +83,7 @@ class Learner:
             gamma=settings.gamma,
             gae_lambda=settings.gae_lambda,
         )
-        over_all_ranks = self._sum_over_ranks(advantage_moments(advantages, rollout.valid))
+        over_all_ranks = self._sum_over_ranks(moments(advantages.unsqueeze(-1), rollout.valid))
         num_valid = over_all_ranks[0]
         weights = row_weights(
             rollout.valid, num_valid, world_size=self._world_size, num_minibatches=settings.num_minibatches

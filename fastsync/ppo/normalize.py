@@ -12,11 +12,19 @@ LIMIT = 10.0
 def moments(values: Tensor, valid: Tensor) -> Tensor:
     """Number, sum and sum of squares of the valid rows of ``values`` [..., D], as one fp64 vector [1 + 2 D].
 
-    The moments of all ranks together are the sum of each rank's.
+    The moments of all ranks together are the sum of each rank's. In fp64 the variance survives the subtraction of two
+    large numbers.
     """
     weight = valid.flatten().double()
     rows = values.flatten(0, -2).double()
     return torch.cat([weight.sum().reshape(1), weight @ rows, weight @ rows.square()])
+
+
+def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The number of rows that ``moments`` are of, and their mean and variance [D]."""
+    count, total, squares = moments[0], *moments[1:].chunk(2)
+    mean = total / count
+    return count, mean, (squares / count - mean.square()).clamp(min=0)
 
 
 class RunningMoments(nn.Module):
@@ -38,9 +46,7 @@ class RunningMoments(nn.Module):
     @torch.no_grad()
     def update(self, added: Tensor) -> None:
         """Takes in the rows whose ``moments`` are ``added`` (Chan et al., 1979, equation 2.1)."""
-        count, total, squares = added[0], *added[1:].chunk(2)
-        mean = total / count
-        variance = (squares / count - mean.square()).clamp(min=0)
+        count, mean, variance = mean_and_variance(added)
         everything = self.count + count
         shift = mean - self.mean
         # Before the first rows the variance of 1 is a convention, and weighs nothing.

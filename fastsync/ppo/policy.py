@@ -129,7 +129,7 @@ class ActorCritic(nn.Module):
 
     @property
     def observation_dtype(self) -> torch.dtype:
-        """What observations are kept in: images as bytes, everything else as the parameters."""
+        """Of observations that are kept: images as bytes, everything else as the parameters."""
         return torch.uint8 if self._sees_images else self.dtype
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 
 import numpy as np
 
 from fastsync.installation import install_command
 from fastsync.ppo.config import Settings
-from fastsync.ppo.envs.make import make_environments
+from fastsync.ppo.envs.make import make_one
 from fastsync.ppo.envs.spaces import random_actions
 from fastsync.ppo.runs.folder import check_room, find_run
 
@@ -22,10 +21,7 @@ def check_environment(settings: Settings) -> None:
     """
     if settings.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         raise ValueError(f"wandb_project={settings.wandb_project!r} needs wandb: {install_command('wandb')}")
-    # One environment, and none in processes: what can go wrong goes wrong there as well.
-    kind = "sync" if settings.vectorization == "async" else settings.vectorization
-    one = replace(settings, num_envs=1, num_minibatches=1, num_micro_batches=1, vectorization=kind)
-    with make_environments(one, rank=0) as environments:
+    with make_one(settings) as environments:
         try:
             environments.reset()
             actions = random_actions(environments.single_action_space, 1, np.random.default_rng(0))

@@ -58,13 +58,9 @@ class Rollout:
 
 
 class RolloutCollector:
-    """Steps the environments with the policy. All buffers are allocated here, once.
+    """Steps the environments with the policy, whose weights may change between collections.
 
-    Args:
-        environments: where to act.
-        policy: acts; its weights may change between collections.
-        num_steps: T, the rows of a rollout.
-        streams: random numbers for the actions, on the policy's device.
+    All buffers are allocated here, once.
     """
 
     def __init__(

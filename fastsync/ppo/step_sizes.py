@@ -14,27 +14,15 @@ _ADAPTIVE_LIMITS = (1e-5, 1e-2)  # as RSL-RL has them
 _ADAPTIVE_FACTOR = 1.5
 
 
-def scaled_learning_rate(learning_rate: float, scaling: LrScaling, world_size: int) -> float:
-    """The learning rate for batches that are ``world_size`` times as large as one rank's.
-
-    linear keeps the change per row (Goyal et al., 2017), sqrt the noise of a step (Krizhevsky, 2014).
-    """
-    factor = {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": float(world_size)}[scaling]
-    return learning_rate * factor
-
-
 class StepSizes:
-    """Sets the learning rate of an optimizer, which must have it as a 0-dim tensor, and tells the clipping range.
-
-    Args:
-        settings: of the run.
-        world_size: number of ranks.
-        device: where the learning rate is decided.
-    """
+    """Sets the learning rate of an optimizer, which must have it as a 0-dim tensor, and tells the clipping range."""
 
     def __init__(self, settings: Settings, world_size: int, device: torch.device) -> None:
         self._settings = settings
-        self._peak = scaled_learning_rate(settings.learning_rate, settings.lr_scaling, world_size)
+        # With the batch of all ranks linear keeps the change per row (Goyal et al., 2017), sqrt the noise of a step
+        # (Krizhevsky, 2014).
+        factors: dict[LrScaling, float] = {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": world_size}
+        self._peak = settings.learning_rate * factors[settings.lr_scaling]
         self._adaptive = torch.tensor(self._peak, dtype=torch.float64, device=device)
         self.clip_coef = settings.clip_coef
 

@@ -21,6 +21,7 @@ from fastsync.ppo.envs.make import TRIAL_SECONDS, Environments, make_environment
 from fastsync.ppo.envs.resume import begun_anew, redistribute, what_goes_on
 from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.learner import Learner
+from fastsync.ppo.objective import LOSSES
 from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.rollout import RolloutCollector
@@ -38,7 +39,7 @@ from fastsync.ppo.runs.metrics import (
     mean_sync_report,
 )
 from fastsync.ppo.runs.report import RunReport
-from fastsync.ppo.update import LOSSES, autocast
+from fastsync.ppo.update import autocast
 
 Found = TypeVar("Found")
 
@@ -95,15 +96,7 @@ def train(settings: Settings, device: torch.device) -> tuple[ActorCritic, TrainR
 
 
 class Run:
-    """A training that goes on from update to update, as one rank sees it.
-
-    Args:
-        settings: of the run, the same on every rank.
-        environments: of this rank.
-        device: of this rank.
-        rank: of this process.
-        world_size: number of ranks.
-    """
+    """A training that goes on from update to update, as one rank sees it."""
 
     def __init__(
         self, settings: Settings, environments: Environments, device: torch.device, *, rank: int, world_size: int
@@ -131,13 +124,7 @@ class Run:
         self._reporting_seconds = 0.0
 
     def train(self, signals: StopSignals, report: RunReport | None, checkpoints: CheckpointFolder) -> TrainResult:
-        """Trains until the end, or until a rank is told to stop; then saves.
-
-        Args:
-            signals: tell this rank to stop.
-            report: on rank 0.
-            checkpoints: where rank 0 saves.
-        """
+        """Trains until the end, or until a rank is told to stop; then rank 0, which has a report, saves."""
         started = time.perf_counter() - self.seconds
         saved_at = time.perf_counter()
         stopped = False

@@ -16,10 +16,9 @@ from fastsync.ppo.actions import ActionDistribution
 from fastsync.ppo.config import Precision, Settings
 from fastsync.ppo.gradient_sync import GradientSync
 from fastsync.ppo.minibatches import Batch, Shuffler
-from fastsync.ppo.objective import FIGURES, ppo_objective
+from fastsync.ppo.objective import LOSSES, ppo_objective
 from fastsync.ppo.step_sizes import StepSizes
 
-LOSSES = FIGURES
 _KL = LOSSES.index("approx_kl")
 KL_TOLERANCE = 1.5
 """By how much a minibatch may exceed target_kl before learning from its rollout ends, as in Stable-Baselines3."""
@@ -51,19 +50,9 @@ def ppo_loss(
         outputs, values, _ = model(batch.observations, batch.memory, batch.starts)
     log_prob, entropy = distribution.log_prob_and_entropy(outputs, batch.actions)
     return ppo_objective(
-        log_prob,
-        entropy,
-        values,
-        old_log_probs=batch.log_probs,
-        advantages=batch.advantages,
-        old_values=batch.values,
-        returns=batch.returns,
-        weights=batch.weights,
-        clip_coef=clip_coef,
-        vf_coef=settings.vf_coef,
-        ent_coef=settings.ent_coef,
-        clip_value_loss=settings.clip_value_loss,
-    )
+        log_prob, entropy, values, batch.log_probs, batch.advantages, batch.values, batch.returns, batch.weights,
+        clip_coef, settings.vf_coef, settings.ent_coef, settings.clip_value_loss,
+    )  # fmt: skip
 
 
 class StepGate:

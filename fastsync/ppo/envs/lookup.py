@@ -7,13 +7,15 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from fastsync.installation import install_command
 from fastsync.ppo.envs.atari import wrap_atari
+
+Env: TypeAlias = "gymnasium.Env[Any, Any]"
 
 # Which extra brings what an environment needs, by a part of its entry point or of its name.
 EXTRAS = {"ale": "atari", "atari": "atari", "box2d": "box2d", "mujoco": "mujoco"}
@@ -25,7 +27,7 @@ class EnvSource:
 
     name: str
     """What the user calls the environment."""
-    maker: Callable[[], gymnasium.Env[Any, Any]] | None = None
+    maker: Callable[[], Env] | None = None
     """The user's own function, or None."""
     spec: EnvSpec | None = None
     """What gymnasium has registered, or None."""
@@ -44,8 +46,8 @@ class EnvSource:
         """The mean return at which the environment counts as solved, if that is defined."""
         return self.spec.reward_threshold if self.spec else None
 
-    def make(self) -> gymnasium.Env[Any, Any]:
-        """One environment; games in the wrappers of ``wrap_atari``.
+    def make(self, wrap: Callable[[Env], Env] = lambda env: env) -> Env:
+        """One environment; games in the wrappers of ``wrap_atari``, which see it as ``wrap`` makes it.
 
         Raises:
             ValueError: it cannot be made here.
@@ -57,12 +59,12 @@ class EnvSource:
                 raise cannot_be_made(self.name, error) from error
             if not isinstance(env, gymnasium.Env):
                 raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
-            return env
+            return wrap(env)
         assert self.spec is not None
         try:
             if self.is_atari:
-                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1))
-            return gymnasium.make(self.spec, disable_env_checker=True)
+                return wrap_atari(wrap(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1)))
+            return wrap(gymnasium.make(self.spec, disable_env_checker=True))
         except (gymnasium.error.Error, ImportError) as error:
             raise cannot_be_made(self.name, error, needed_for=str(self.spec.entry_point)) from error
 

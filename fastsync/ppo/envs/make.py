@@ -22,7 +22,7 @@ from fastsync.ppo.envs.resume import Trial, try_restoring
 from fastsync.ppo.envs.spaces import check_spaces
 from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
 
-__all__ = ["Environments", "FinishedEpisode", "Step", "make_environments", "try_environments"]
+__all__ = ["Environments", "FinishedEpisode", "Step", "make_environments", "make_one", "try_environments"]
 
 # How many copies the trial of saving and restoring takes: several find what one may miss.
 TRIED = 6
@@ -67,6 +67,13 @@ def make_environments(settings: Settings, *, rank: int, restart: int = 0, is_res
     return _make_recorded(settings, source, rank, is_restorable, in_processes=kind == "async")
 
 
+def make_one(settings: Settings, num_envs: int = 1) -> Environments:
+    """One environment, or a few, none of them in a process of its own: what can go wrong goes wrong there as well."""
+    kind = "sync" if settings.vectorization == "async" else settings.vectorization
+    few = replace(settings, num_envs=num_envs, num_minibatches=1, num_micro_batches=1, vectorization=kind)
+    return make_environments(few, rank=0)
+
+
 def try_environments(settings: Settings, seconds: float = TRIAL_SECONDS) -> Trial:
     """Tries out, for a few seconds, whether such environments can be saved and go on exactly. Raises nothing.
 
@@ -74,16 +81,13 @@ def try_environments(settings: Settings, seconds: float = TRIAL_SECONDS) -> Tria
     """
     if settings.vectorization == "envpool":
         return Trial(False, "EnvPool cannot save the state of its environments")
-    # None in processes, for the answer is the same.
-    kind = "sync" if settings.vectorization == "async" else settings.vectorization
-    few = replace(settings, num_envs=1, num_minibatches=1, num_micro_batches=1, vectorization=kind)
 
     def make() -> Environments:
-        one = make_environments(few, rank=0)
+        one = make_one(settings)
         if len(one.single_observation_space.shape or ()) == 3:
             return one  # more pictures would take long
         one.close()
-        return make_environments(replace(few, num_envs=TRIED), rank=0)
+        return make_one(settings, TRIED)
 
     return try_restoring(make, seconds)
 

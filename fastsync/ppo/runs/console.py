@@ -38,13 +38,7 @@ class Lines:
         """Ends. It may be called again."""
 
     def update(self, status: Status, speed: float, waiting: WaitingTimes) -> None:
-        """Shows a new status.
-
-        Args:
-            status: where the run stands.
-            speed: environment steps per second, over all ranks.
-            waiting: of this run so far.
-        """
+        """Shows a new status; the speed is in environment steps per second, over all ranks."""
         if status.step < self._next_line:
             return
         self._next_line = status.step + self._total_steps // NUM_LINES

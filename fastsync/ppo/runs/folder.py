@@ -103,14 +103,12 @@ class Found:
     """What is other than before."""
 
 
-def find_run(settings: Settings, world_size: int) -> Found:
-    """Finds a run as ``open_run`` does, and raises what it would raise, but writes nothing."""
-    return _find_run(settings, world_size, _check_free)
+def find_run(settings: Settings, world_size: int, enter: Callable[[Path], None] | None = None) -> Found:
+    """Finds a run as ``open_run`` does, and raises what it would raise, but writes nothing.
 
-
-def _find_run(settings: Settings, world_size: int, enter: Callable[[Path], None]) -> Found:
-    """Calls ``enter`` with the folder of an earlier run before it reads what lies there."""
-    found = _find(settings, enter)
+    Before it reads what lies in the folder of an earlier run it calls ``enter``, by default to see that it is free.
+    """
+    found = _find(settings, enter or _check_free)
     if found.checkpoint is None:
         return found
     return replace(found, changes=tuple(changes(found.checkpoint, settings, world_size)))
@@ -170,7 +168,7 @@ def open_run(settings: Settings, world_size: int) -> Opened:
     notes: list[str] = []
     before = set(_locks)
     try:
-        found = _find_run(settings, world_size, lambda folder: _lock(folder, notes))
+        found = find_run(settings, world_size, lambda folder: _lock(folder, notes))
         notes += found.notes
         if found.begins:
             _make_folder(found.folder, settings)

@@ -113,11 +113,6 @@ def gather_reports(mine: RankReport, exchange: Exchange) -> list[RankReport]:
     return reports
 
 
-def mean_metrics(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Takes the mean of each metric over ranks."""
-    return {name: mean([report.metrics[name] for report in reports]) for name in reports[0].metrics}
-
-
 @dataclass(frozen=True)
 class TrainResult:
     """The end of a run. All figures but ``seconds`` are the same on every rank."""
@@ -206,7 +201,7 @@ class Status:
     @cached_property
     def learning(self) -> dict[str, float]:
         """The figures of the update: the means of the ranks'."""
-        return mean_metrics(self.reports)
+        return {name: mean([report.metrics[name] for report in self.reports]) for name in self.reports[0].metrics}
 
     @cached_property
     def returns(self) -> tuple[float, float, float] | None:
