@@ -6,10 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from fastsync import __version__
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns the exit status."""
     parser = argparse.ArgumentParser(prog="fastsync", description="Gradient synchronisation for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"fastsync {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     # No help of their own: `fastsync train --help` shows the settings.
     commands.add_parser("train", help="train a policy with PPO on several ranks and machines", add_help=False)

@@ -13,9 +13,19 @@ Algorithm = Literal["one_shot", "two_shot"]
 LOSSIER: tuple[Wire, ...] = ("int8",)
 """Wires that are chosen only where they are allowed."""
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "ef": {"reduce": "fp32", "error_feedback": True},
+    "fp32": {"reduce": "fp32"},
+    "one_shot": {"reduce": "fp32", "algorithm": "one_shot"},
+    "two_shot": {"reduce": "fp32", "algorithm": "two_shot"},
+    "stochastic": {"rounding": "stochastic"},
+}
+"""What stands behind a wire's name in a shorthand, and the fields that it sets."""
+
 _EXPECTED = (
     ", ".join(repr(name) for name in (*get_args(Wire), "auto", *(f"auto:{wire}" for wire in LOSSIER)))
-    + ", a Compression, an Auto, or a mapping of first steps to these"
+    + f", a wire with options such as 'int8+ef' ({', '.join(_OPTIONS)}), a Compression, an Auto, or a mapping of first "
+    "steps to these"
 )
 
 
@@ -23,8 +33,10 @@ _EXPECTED = (
 class Compression:
     """Says in which form gradients travel between the ranks, and who adds them up.
 
-    Wherever fastsync takes a ``compression``, the wire's name alone, such as ``"fp16"``, is shorthand for
-    ``Compression(wire="fp16")``.
+    Wherever fastsync takes a ``compression``, a string is shorthand for one: the wire's name, and behind it what is
+    not as by default, joined by plus signs: ``"fp16"`` for ``Compression("fp16")``, ``"int8+ef"`` for
+    ``Compression("int8", error_feedback=True)``. Options are ``ef`` (error feedback), ``fp32``, ``one_shot`` and
+    ``two_shot`` (who adds; ``ef`` and these set ``reduce="fp32"``), and ``stochastic``.
 
     Raises:
         ValueError: a value is none of those there are, or does not go with another one.
@@ -55,7 +67,7 @@ class Compression:
 
     def __post_init__(self) -> None:
         if self.wire not in get_args(Wire):
-            raise ValueError(f"compression: expected one of {_EXPECTED}, got {self.wire!r}")
+            raise unknown(self.wire)
         if self.ranks_per_node is not None and not (is_int(self.ranks_per_node) and self.ranks_per_node >= 1):
             raise ValueError(f"compression: ranks_per_node has to be None or at least 1, got {self.ranks_per_node!r}")
         if self.reduce is None:
@@ -94,6 +106,18 @@ class Compression:
         if self.rounding == "stochastic" and self.wire != "int8":
             raise ValueError(f"compression: rounding='stochastic' is for wire='int8', got wire={self.wire!r}")
 
+    @classmethod
+    def of(cls, shorthand: str) -> Compression:
+        """Makes what a string such as ``"int8+ef"`` stands for. Raises ValueError where it stands for none."""
+        wire, *options = shorthand.split("+")
+        if wire not in get_args(Wire) or any(option not in _OPTIONS for option in options):
+            raise unknown(shorthand)
+        values: dict[str, Any] = {}
+        for name, value in (item for option in options for item in _OPTIONS[option].items()):
+            if values.setdefault(name, value) != value:
+                raise ValueError(f"compression: {shorthand!r} says both {name}={values[name]!r} and {value!r}")
+        return cls(wire, **values)  # type: ignore[arg-type]  # it is one of them
+
     def _has_two_levels(self) -> bool:
         return self.ranks_per_node is not None and self.ranks_per_node > 1
 
@@ -108,6 +132,11 @@ class Compression:
         if self.ranks_per_node is not None:
             words.append(f"{self.ranks_per_node} ranks per node")
         return ", ".join(words)
+
+
+def unknown(compression: object) -> ValueError:
+    """Makes the error for what is no compression."""
+    return ValueError(f"compression: expected one of {_EXPECTED}, got {compression!r}")
 
 
 def is_int(value: Any) -> bool:

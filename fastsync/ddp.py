@@ -85,9 +85,9 @@ def register_comm_hook(
 
     Args:
         ddp_model: the wrapped model.
-        compression: what travels: a ``Compression`` or its shorthand ``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``; an
-            ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps to
-            these.
+        compression: what travels: a ``Compression`` or its shorthand, such as ``"none"``, ``"fp16"`` or ``"int8+ef"``;
+            an ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps
+            to these.
         process_group: the group to average over; None for the model's own. A ``DeviceMesh`` as in ``attach``.
 
     Returns:

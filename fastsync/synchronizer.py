@@ -210,9 +210,9 @@ def attach(
     Args:
         module_or_params: a model, or some parameters. A module stays attached as long as it lives, even if the return
             value is dropped; loose parameters until ``detach()``.
-        compression: what travels: a ``Compression`` or its shorthand ``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``; an
-            ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps to
-            these.
+        compression: what travels: a ``Compression`` or its shorthand, such as ``"none"``, ``"fp16"`` or ``"int8+ef"``;
+            an ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps
+            to these.
         bucket_cap_mb: how large a bucket gets before the next one begins, in MiB. Smaller ones start earlier and cost
             more latency. Where one is not enough for all, the first is full with 1 MiB, as DDP's is.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. A

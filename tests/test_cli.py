@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import fastsync
 from fastsync.cli import main
 from fastsync.ppo.config import Settings
 from fastsync.ppo.evaluate import find_checkpoint
@@ -66,7 +68,7 @@ def check_what_a_training_says(process: subprocess.CompletedProcess[str], title:
     assert process.returncode == 0, process.stdout + process.stderr
     # The title stands over the table, once: the ranks have compared their weights before, and one of them prints.
     assert process.stdout.count(title) == 1
-    for row in ("return", "steps per second", "time in synchronisation", "bytes on the wire"):
+    for row in ("return", "steps per second", "time in communication", "bytes on the wire"):
         assert row in process.stdout
     assert process.stdout.splitlines()[-1] == f"written to runs/{run_name}"
 
@@ -158,6 +160,7 @@ def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
     [
         (["--num-minibatches", "3"], "num_minibatches=3 does not divide the 1024 rows"),
         (["--compression", "fp16", "--sync", "ddp"], "compression='fp16' needs sync='fastsync'"),
+        (["--compression", "int8+eff"], "compression: expected one of 'none', 'bf16', 'fp16', 'int8', 'auto', "),
         (["--nproc", "0"], "nproc=0 must be at least 1"),
         (["--nnodes", "2"], "nnodes=2 needs master_addr"),
         (["--nnodes", "2", "--node-rank", "2"], "node_rank=2 must be less than nnodes=2"),
@@ -165,6 +168,7 @@ def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
         (["--sync", "smoke-signals"], "smoke-signals"),
         (["--config", "smoke-signals"], "config='smoke-signals' is neither a file nor a preset"),
         (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
+        (["--env", "CartPole"], "No registered env with id: CartPole; did you mean CartPole-v1"),
         (["--env", "Blackjack-v1"], "env='Blackjack-v1' has observations Tuple"),
         (["--run-name", "taken"], "the run folder runs/taken exists already; choose another run_name"),
         (["--resume", "nowhere"], "resume='nowhere' is neither 'auto', nor a run's folder, nor a checkpoint"),
@@ -233,16 +237,60 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "wandb_project='mine' needs wandb: pip install wandb" in capsys.readouterr().err
 
 
+BROKEN = """\
+import os
+
+import gymnasium
+
+
+class Broken(gymnasium.Wrapper):
+    def step(self, action):
+        if "RANK" in os.environ:
+            raise OSError("as told")
+        return super().step(action)
+
+
+def make():
+    return Broken(gymnasium.make("CartPole-v1"))
+"""
+
+
 def test_a_rank_that_fails_is_told(tmp_path: Path):
-    (tmp_path / "broken.py").write_text(
-        "import os\n\nimport gymnasium\n\n\ndef make():\n"
-        "    if 'RANK' in os.environ:\n        raise OSError('as told')\n    return gymnasium.make('CartPole-v1')\n"
-    )
+    (tmp_path / "broken.py").write_text(BROKEN)
     process = run(tmp_path, *FASTSYNC, "train", "--nproc", "2", *TINY, "--env", "broken:make")
     assert process.returncode == 1
-    said = process.stderr.splitlines()[-1]
-    assert said.startswith("fastsync train: rank ")
-    assert said.endswith("as told")
+    where, raising, said = (line for line in process.stderr.splitlines() if "^" not in line)
+    assert where == f'  File "{tmp_path}/broken.py", line 9, in step'
+    assert raising == '    raise OSError("as told")'
+    assert re.fullmatch(r"fastsync train: rank [01] failed first: OSError: as told", said)
+
+
+def test_more_ranks_than_cores_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", lambda *arguments, **options: [])
+    monkeypatch.setattr("fastsync.ppo.cli.num_usable_cores", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["train", "--nproc", "3"]) == 0
+    warning = "fastsync train: warning: nproc=3 ranks on 2 cores take turns"
+    assert capsys.readouterr().err.startswith(warning)
+    assert main(["train", "--nproc", "2"]) == 0
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert main(["train", "--nproc", "3"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_eval_names_what_it_misses(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["eval"])
+    assert "CHECKPOINT" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fastsync {fastsync.__version__}\n"
 
 
 def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]):

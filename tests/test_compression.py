@@ -36,6 +36,58 @@ def test_a_wires_name_is_shorthand_for_its_compression() -> None:
         compression.wire = "fp16"
 
 
+def test_options_stand_behind_the_wire() -> None:
+    assert as_compression("int8+ef") == fastsync.Compression("int8", error_feedback=True)
+    assert as_compression("fp16+ef") == fastsync.Compression("fp16", reduce="fp32", error_feedback=True)
+    assert as_compression("none+one_shot") == fastsync.Compression(reduce="fp32", algorithm="one_shot")
+    everything = fastsync.Compression("int8", error_feedback=True, rounding="stochastic", algorithm="two_shot")
+    assert as_compression("int8+stochastic+two_shot+ef+fp32") == everything
+    assert fastsync.Schedule.of({0: "bf16+fp32", 9: "int8+ef"}).at(9) == as_compression("int8+ef")
+
+
+@pytest.mark.parametrize(
+    ("shorthand", "message"),
+    [
+        ("int8+eff", "expected one of .*, got 'int8\\+eff'"),
+        ("int8+", "expected one of .*, got 'int8\\+'"),
+        ("ef+int8", "expected one of .*, got 'ef\\+int8'"),
+        ("auto+ef", "expected one of .*, got 'auto\\+ef'"),
+        ("none+ef", "error_feedback needs a wire that loses something"),
+        ("fp16+stochastic", "rounding='stochastic' is for wire='int8'"),
+        ("fp16+one_shot+two_shot", "'fp16\\+one_shot\\+two_shot' says both algorithm='one_shot' and 'two_shot'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(shorthand: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^compression: {message}"):
+        as_compression(shorthand)
+
+
+def _takes_shorthands(rank: int, world_size: int) -> None:
+    compressions = ("int8+ef", fastsync.Compression("int8", error_feedback=True))
+    values = torch.linspace(-1, 1 + rank, 300)
+    hooked, attached, called = [], [], []
+    for compression in compressions:
+        ddp = given_ddp([torch.ones(300)])
+        fastsync.register_comm_hook(ddp, compression)
+        hooked += backward_of(ddp, [values])
+        weight = torch.nn.Parameter(torch.ones(300))
+        sync = fastsync.attach([weight], compression)
+        (weight * values).sum().backward()
+        attached.append(weight.grad)
+        assert sync.state_dict()["residuals"]["0"]["own"].any()
+        weight = torch.nn.Parameter(torch.ones(300))
+        weight.grad = values.clone()
+        fastsync.all_reduce_gradients([weight], compression)
+        called.append(weight.grad)
+    for door in (hooked, attached, called):
+        assert_all_bitwise_equal(door[:1], door[1:], "the shorthand and what it stands for")
+        assert_same_on_all_ranks(door)
+
+
+def test_every_door_takes_shorthands() -> None:
+    run_ranks(_takes_shorthands, 2, shared_memory=False)
+
+
 @pytest.mark.parametrize("wire", ["fp8", "", "FP16", None, 16, "auto:fp8"])
 def test_an_unknown_name_is_refused_with_the_names_there_are(wire: object) -> None:
     message = rf"compression: expected one of 'none', 'bf16', 'fp16', 'int8', 'auto', 'auto:int8', .*, got {wire!r}$"

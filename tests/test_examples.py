@@ -60,22 +60,34 @@ def test_the_script_of_the_readme_learns(tmp_path: Path):
     assert float(line.split()[1].rstrip(",")) < 0.01, line  # 0.3 before the first step
 
 
-def run_in_a_group(name: str, **settings: int) -> str:
-    """Returns the line that an example's main prints, called on two ranks whose group is there already.
+def run_in_a_group(name: str, *words: str, num_lines: int = 1, **settings: int) -> str:
+    """Returns the last line that an example's main prints, called on two ranks whose group is there already.
 
     Launched by torchrun it is the same after its imports, which take longer than the training.
+
+    Args:
+        name: of the example.
+        words: of its command line.
+        num_lines: that both ranks print together.
+        settings: of its Args, where it has these in place of a command line.
     """
-    lines = "".join(run_ranks(main_says, 2, name, settings, timeout=TIME_LIMIT)).splitlines()
-    assert len(lines) == 1, f"{name}: expected one line of result\n{lines}"
-    return lines[0]
+    lines = "".join(run_ranks(main_says, 2, name, words, settings, timeout=TIME_LIMIT)).splitlines()
+    assert len(lines) == num_lines, f"{name}: expected {num_lines} lines of result\n{lines}"
+    return lines[-1]
 
 
-def main_says(rank: int, world_size: int, name: str, settings: dict[str, int]) -> str:
+def main_says(rank: int, world_size: int, name: str, words: tuple[str, ...], settings: dict[str, int]) -> str:
     module = load(name)
-    arguments = (module.Args(**settings),) if hasattr(module, "Args") else ()
     with redirect_stdout(io.StringIO()) as said:
-        module.main(*arguments, torch.device("cpu"))
+        module.main(*arguments_of(module, words, settings), torch.device("cpu"))
     return said.getvalue()
+
+
+def arguments_of(module: ModuleType, words: tuple[str, ...], settings: dict[str, int]) -> tuple[object, ...]:
+    """What an example's main takes before the device."""
+    if hasattr(module, "Args"):
+        return (module.Args(**settings),)
+    return (module.arguments(words),) if hasattr(module, "arguments") else ()
 
 
 def numbers(pattern: str, line: str) -> list[float]:
@@ -88,6 +100,21 @@ def test_cleanrl_learns_cartpole():
     line = run_on_two_ranks("cleanrl_ppo", "--total-timesteps", "30000")
     (mean_return,) = numbers(r"mean return of the last 50 episodes of each rank, 2 ranks: ([\d.]+)", line)
     assert mean_return > BEYOND_RANDOM
+
+
+@pytest.mark.parametrize("data", ["digits", "shapes"])
+def test_the_image_classifier_learns_and_goes_on_bitwise(data: str, tmp_path: Path):
+    at_once, with_pause = tmp_path / "at_once.pt", tmp_path / "with_pause.pt"
+    settings = ("--data", data, "--epochs")
+    said = run_in_a_group("image_classifier", *settings, "4", "--checkpoint", str(at_once), num_lines=4)
+    run_in_a_group("image_classifier", *settings, "2", "--checkpoint", str(with_pause), num_lines=2)
+    went_on = run_in_a_group("image_classifier", *settings, "4", "--checkpoint", str(with_pause), num_lines=2)
+    assert went_on == said
+    (last,) = numbers(r"epoch 4: loss [\d.]+, ([\d.]+)% of the test images right", said)
+    assert last > 90
+    one, other = (torch.load(path)["model"] for path in (at_once, with_pause))
+    for name, weights in one.items():
+        assert torch.equal(weights, other[name]), name
 
 
 def test_sb3_learns_cartpole():
@@ -129,6 +156,7 @@ def test_ddp_hooks_learn_with_two_bytes_a_gradient(name: str):
 ALONE = {
     "accelerate_ddp": ((), "0 bytes"),
     "cleanrl_ppo": (("--total-timesteps", "5000"), "1 ranks"),
+    "image_classifier": (("--epochs", "1"), "epoch 1: loss"),
     "lightning_ddp": ((), "256 steps"),
     "rsl_rl_reduce_parameters": ((), "loss"),
     "sb3_ppo": (("--total-timesteps", "1000"), "mean return of 1 x 10 episodes"),
@@ -186,11 +214,10 @@ def run_without_sync(rank: int, world_size: int) -> dict[str, str]:
         mock.patch.object(fastsync, "all_reduce_gradients", return_value=None),
         mock.patch.object(fastsync, "clip_grad_norm_", return_value=None),  # knows no norm without what attach returns
     ):
-        for name in ("cleanrl_ppo", "sb3_ppo", "rsl_rl_reduce_parameters", "skrl_per_model"):
+        for name in ("cleanrl_ppo", "image_classifier", "sb3_ppo", "rsl_rl_reduce_parameters", "skrl_per_model"):
             module = load(name)
-            settings = (module.Args(total_timesteps=2000),) if hasattr(module, "Args") else ()
             try:
-                module.main(*settings, torch.device("cpu"))
+                module.main(*arguments_of(module, ("--epochs", "1"), {"total_timesteps": 2000}), torch.device("cpu"))
                 said[name] = "nothing"
             except RuntimeError as error:
                 said[name] = str(error)

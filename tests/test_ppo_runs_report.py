@@ -161,7 +161,7 @@ def test_lines_are_about_twenty(tmp_path: Path):
     assert len(said) == 20
     assert said[0] == (
         "step        10 of 1,000  return      -  loss 0.5 nan  KL nan  50/s  "
-        "env - policy - learn - sync -  1 MB  ETA 20 s"
+        "env - policy - learn - comm -  1 MB  ETA 20 s"
     )
     assert said[10].startswith("step       510 of 1,000  return  510.0")
 
@@ -178,7 +178,7 @@ def test_a_line_says_how_learning_goes_and_where_time_goes():
     (said,) = written.getvalue().splitlines()
     assert said == (
         "step 9,876,543 of 10,000,000  return   40.0  loss -0.00012 1.2e+04  KL 0.012  123,457/s  "
-        "env 40% policy 13% learn 7% sync 40%  1 MB  ETA 1 s"
+        "env 40% policy 13% learn 7% comm 40%  1 MB  ETA 1 s"
     )
     assert len(said) < 150
 
@@ -221,19 +221,14 @@ def test_the_dashboard_shortens_a_long_list_of_ranks():
 
 
 @pytest.mark.parametrize(
-    ("waits", "sync_seconds", "row"),
-    [
-        (True, 3.0, "time in synchronisation, mostly waiting for other ranks"),
-        (True, 20.0, "time in synchronisation, with waiting for other ranks"),
-        (False, 3.0, "time in synchronisation, with waiting for other ranks"),
-        (True, None, "time in synchronisation, with waiting for other ranks"),
-    ],
+    ("sync", "gradients", "hidden"),
+    [(SyncReport(3.0, 1.0, None), "10.0%", "20.0%"), (SyncReport(None, None, None), "-", "-")],
 )
-def test_the_table_says_what_synchronisation_is(waits: bool, sync_seconds: float | None, row: str):
+def test_the_table_says_what_communication_is(sync: SyncReport, gradients: str, hidden: str):
     waiting = WaitingTimes(2)
-    # One of two ranks waits for 5 s: the mean is 2.5.
-    waiting.add([PhaseTimes(1.0, 1.0, 1.0, 6.0 if waits else 1.0), PhaseTimes(6.0 if waits else 1.0, 1.0, 1.0, 1.0)])
-    result = TrainResult(1000, 30.0, [], SyncReport(sync_seconds, None, None), stopped_by="SIGTERM")
+    # One of two ranks waits for 4 s of 10: the mean is 2, and with the 1 s that both have it is 3.
+    waiting.add([PhaseTimes(2.0, 2.0, 1.0, 5.0), PhaseTimes(6.0, 2.0, 1.0, 1.0)])
+    result = TrainResult(1000, 30.0, [], sync, stopped_by="SIGTERM")
     console = Console(file=io.StringIO(), width=120, record=True)
     console.print(result_table(result, waiting, title="run", new_steps=500, new_seconds=10.0))
     rows = dict(
@@ -241,7 +236,10 @@ def test_the_table_says_what_synchronisation_is(waits: bool, sync_seconds: float
         for line in console.export_text().splitlines()
         if line.startswith("│")
     )
-    assert rows[row] == ("-" if sync_seconds is None else f"{sync_seconds / 10:.1%}")
+    assert rows["time in communication"] == "30.0%"
+    assert rows["waiting for other ranks"] == "20.0%"
+    assert rows["for gradients"] == gradients
+    assert rows["gradients sent while backward went on"] == hidden
     assert rows["stopped before its end by"] == "SIGTERM"
     assert rows["steps per second"] == "50"
     assert rows["return"] == "no episode ended"

@@ -1,21 +1,10 @@
-"""Compressions by the names that ways have behind their door: ``fp16``, ``int8+ef``, ``none+one_shot``, ``auto``.
+"""Compressions, the names of ways behind their door, as fastsync takes them: ``fp16``, ``int8+ef``, ``auto``.
 
 The wire comes first, and behind it what is not as by default. ``auto``, which measures and chooses, has neither.
 """
 
-from typing import Any
-
-from fastsync import Compression
-
 WIRE_BYTES = {"none": 4, "fp16": 2, "bf16": 2, "int8": 132 / 128}
 """That a float32 value takes on the wire. Of int8, 128 values share a scale of 4 bytes."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "fp32": {"reduce": "fp32"},
-    "one_shot": {"reduce": "fp32", "algorithm": "one_shot"},
-    "two_shot": {"reduce": "fp32", "algorithm": "two_shot"},
-    "ef": {"reduce": "fp32", "error_feedback": True},
-    "stochastic": {"rounding": "stochastic"},
-}
 DEFAULT = ("none", "fp16", "bf16", "fp16+fp32", "bf16+fp32", "int8", "int8+ef")
 ON_REQUEST = (
     *(f"{wire}+{algorithm}" for wire in WIRE_BYTES for algorithm in ("one_shot", "two_shot")),
@@ -29,14 +18,6 @@ def split(name: str) -> tuple[str, list[str]]:
     """The wire, and the options behind it."""
     wire, *options = name.split("+")
     return wire, options
-
-
-def compression(name: str) -> Compression | str:
-    """Makes what fastsync takes as a compression."""
-    if name in CHOSEN:
-        return name
-    wire, options = split(name)
-    return Compression(wire, **{field: value for option in options for field, value in OPTIONS[option].items()})
 
 
 def algorithm(name: str, num_ranks: int) -> str:

@@ -137,7 +137,7 @@ def _power_sgd(workload: Gradients, group: ProcessGroup) -> Step:
 def _register_comm_hook(compression: str) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = wrapped(workload, group)
-        hook = fastsync.register_comm_hook(model, compressions.compression(compression))
+        hook = fastsync.register_comm_hook(model, compression)
         return TrainingStep(model, stats=hook.stats)
 
     return build
@@ -146,12 +146,7 @@ def _register_comm_hook(compression: str) -> Build:
 def _attach(compression: str, *, gradient_as_bucket_view: bool = False) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = workload.model()
-        sync = fastsync.attach(
-            model,
-            compressions.compression(compression),
-            process_group=group,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )
+        sync = fastsync.attach(model, compression, process_group=group, gradient_as_bucket_view=gradient_as_bucket_view)
         return TrainingStep(model, stats=sync.stats)
 
     return build

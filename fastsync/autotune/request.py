@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from os import PathLike
 from typing import TypeAlias
 
 from fastsync.autotune.profile import GroupProfile
-from fastsync.compression import LOSSIER, Compression, is_int
+from fastsync.compression import LOSSIER, Compression, is_int, unknown
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,14 @@ def as_compression(compression: AnyCompression) -> Compression | Auto | Schedule
         return compression
     if isinstance(compression, Mapping):
         return Schedule.of(compression)
-    if isinstance(compression, str) and compression in _SHORTHANDS:
-        return _SHORTHANDS[compression]
-    return Compression(wire=compression)  # type: ignore[arg-type]  # checked by the constructor
+    if isinstance(compression, str):
+        return _of_string(compression)
+    raise unknown(compression)
+
+
+@lru_cache  # all_reduce_gradients asks at every step
+def _of_string(shorthand: str) -> Compression | Auto:
+    return _SHORTHANDS.get(shorthand) or Compression.of(shorthand)
 
 
 def on_nodes(compression: Compression | Auto | Schedule, ranks_per_node: int | None) -> Compression | Auto | Schedule:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import tyro
@@ -25,7 +25,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from fastsync._C import num_usable_cores
 from fastsync.distributed import process_group
+from fastsync.launch.failures import describe
 from fastsync.launch.slurm import BatchJob, batch_script
 from fastsync.launch.torchrun import Nodes, launch_ranks
 from fastsync.ppo.config import Settings
@@ -167,12 +169,13 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
     check_environment(settings)
     if options.node_rank == 0:
         check_run(settings, options.world_size)
-    note = _preset_note(options)
-    if note:
-        print(f"fastsync train: {note}", file=sys.stderr)
-    # What it warns of when it is stopped, in words of its own, is told below.
-    for name in ("agent.server.api", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+    for note in (_preset_note(options), _cores_note(options.nproc)):
+        if note:
+            print(f"fastsync train: {note}", file=sys.stderr)
+    # What it says in words of its own when it is stopped, or a rank fails for good, is told below.
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
+    is_told = logging.ERROR if options.max_restarts else logging.CRITICAL
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(is_told)
     try:
         stopped_by = launch_ranks(
             work,
@@ -183,11 +186,8 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
             stop_timeout=options.stop_timeout,
         )
     except ChildFailedError as error:
-        # The launcher has logged the whole traceback already.
-        rank, failure = error.get_first_failure()
-        message: Any = failure.message  # a dict where the rank has raised, a string where its process has died
-        reason = message["message"] if isinstance(message, dict) else message
-        print(f"fastsync train: rank {rank} failed first: {reason}", file=sys.stderr)
+        where, reason = describe(error)
+        print(f"{where}fastsync train: {reason}", file=sys.stderr)
         return 1
     except (DistError, RendezvousError) as error:
         # Machines did not find each other, or lost the first one, which holds what they agree on.
@@ -218,6 +218,17 @@ def _preset_note(options: Launch) -> str | None:
     return (
         f"the preset {options.config} is made for {meant} environments on {PRESET_WORLD_SIZE} ranks; "
         f"nproc={options.nproc}, nnodes={options.nnodes} and num_envs={options.settings.num_envs} make it {number}"
+    )
+
+
+def _cores_note(nproc: int) -> str | None:
+    """Says where ranks have to take turns: on the CPU, with fewer cores than ranks."""
+    cores = num_usable_cores()
+    if nproc <= cores or nproc <= torch.cuda.device_count():
+        return None
+    return (
+        f"warning: nproc={nproc} ranks on {cores} {'core' if cores == 1 else 'cores'} take turns, and wait for each "
+        f"other; choose nproc={cores} or fewer"
     )
 
 

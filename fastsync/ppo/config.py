@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from fastsync.compression import Wire
+from fastsync.autotune.request import as_compression
 
 SyncMode = Literal["fastsync", "ddp", "cat"]
 Vectorization = Literal["auto", "sync", "async", "vector_entry_point", "envpool"]
@@ -93,8 +93,9 @@ class Settings:
 
     sync: SyncMode = "fastsync"
     """Who averages the gradients: fastsync, DDP, or concatenate, all-reduce and copy back."""
-    compression: Wire = "none"
-    """What fastsync sends: the gradients as they are, or rounded to 16 bits."""
+    compression: str = "none"
+    """What fastsync sends, as fastsync.attach takes it: none, bf16, fp16, int8, with what lies behind a plus sign, such
+    as int8+ef with error feedback; or auto, which measures and chooses."""
     precision: Precision = "fp32"
     """Of the computation. bf16 and fp16 are autocast, fp16 with a GradScaler."""
     num_threads: int | None = None
@@ -169,6 +170,7 @@ class Settings:
             )
 
     def _check_combinations(self) -> None:
+        as_compression(self.compression)
         if self.compression != "none" and self.sync != "fastsync":
             raise ValueError(
                 f"compression={self.compression!r} needs sync='fastsync': sync={self.sync!r} sends gradients as they "

@@ -37,7 +37,7 @@ UNSEEN = 2**31
 class Evaluate:
     """Play episodes with a trained policy, and tell their mean return."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional]
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A checkpoint, or the folder of a run, whose newest one is taken."""
     episodes: int = 10
     """Number of episodes."""

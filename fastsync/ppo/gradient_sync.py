@@ -26,9 +26,9 @@ class SyncReport:
     """The cost of synchronisation on this rank since the start. None stands for what is not known."""
 
     seconds: float | None
-    """Time in synchronisation: packing, collective and unpacking."""
+    """Packing, collective and unpacking, whether or not the step waited for it."""
     exposed_seconds: float | None
-    """The part of it that the step waited for, because the backward pass did not hide it."""
+    """The part of it that the step waited for, because the backward pass did not hide it: time in communication."""
     wire_bytes: float | None
     """Bytes handed to collectives."""
 
@@ -70,11 +70,15 @@ class GradientSync(ABC):
         return SyncReport(seconds=None, exposed_seconds=None, wire_bytes=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it keeps from step to step, for a checkpoint."""
+        """Returns what it keeps from step to step, for a checkpoint: the same on every rank."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 nothing is kept, unless said otherwise
-        """Goes on from ``state_dict()``."""
+    def residuals(self) -> dict[str, Any]:
+        """Returns what error feedback on this rank has not sent yet, by parameter, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], residuals: dict[str, Any]) -> None:  # noqa: B027 nothing is kept
+        """Goes on from ``state_dict()`` and ``residuals()``, or without the latter from an empty dict."""
 
 
 def make_gradient_sync(settings: Settings, policy: nn.Module) -> GradientSync:
@@ -111,10 +115,14 @@ class Attached(GradientSync):
         return SyncReport(seconds, exposed_seconds=stats.exposed_time, wire_bytes=stats.wire_bytes)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._sync.state_dict()
+        return self._sync.state_dict() | {"residuals": {}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sync.load_state_dict(state)
+    def residuals(self) -> dict[str, Any]:
+        residuals: dict[str, Any] = self._sync.state_dict()["residuals"]
+        return residuals
+
+    def load_state_dict(self, state: dict[str, Any], residuals: dict[str, Any]) -> None:
+        self._sync.load_state_dict(state | {"residuals": residuals})
 
 
 class PlainDDP(GradientSync):

@@ -119,8 +119,8 @@ class Learner:
             "num_draws": self._streams.num_draws,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state_dict()``, also of other settings."""
+    def load_state_dict(self, state: dict[str, Any], residuals: dict[str, Any]) -> None:
+        """Goes on from ``state_dict()``, also of other settings, and from what error feedback has not sent yet."""
         self.policy.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         for group in self._optimizer.param_groups:
@@ -128,7 +128,7 @@ class Learner:
         if state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
         if state["sync"]:
-            self.sync.load_state_dict(state["sync"])
+            self.sync.load_state_dict(state["sync"], residuals)
         self._step_sizes.load_state_dict(state["schedule"])
         if self._rewards is not None and state["rewards"]:
             self._rewards.load_state_dict(state["rewards"])

@@ -163,7 +163,10 @@ class Run:
         """
         self._step, self._update, self.seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
         self._window = EpisodeWindow.from_list(checkpoint.window)
-        self._learner.load_state_dict(checkpoint.learner)
+        # Each rank's own: of no use to other ranks.
+        residuals = [part.get("residuals", {}) for part in checkpoint.environments]
+        goes_on = checkpoint.world_size == self._world_size
+        self._learner.load_state_dict(checkpoint.learner, residuals[self._rank] if goes_on else {})
         environments = self._environments
         states = [part["environments"] for part in checkpoint.environments]
         spread = {"world_size": self._world_size, "num_envs": environments.num_envs}
@@ -178,6 +181,8 @@ class Run:
         self._learner.load_environment_state(columns)
         begun = self._exchange.all_gather(environments.begun_anew if mine is not None else [])
         notes = [what_goes_on(states, **spread), begun_anew(number for of_rank in begun for number in of_rank)]
+        if any(residuals) and not goes_on:
+            notes.append("what error feedback had not sent yet is left out, as it belongs to other ranks")
         return [note for note in notes if note]
 
     def _advance(self) -> RankReport:
@@ -218,7 +223,11 @@ class Run:
 
     def _save(self, checkpoints: CheckpointFolder) -> None:
         """Writes a checkpoint, on rank 0, of what all ranks know."""
-        mine = {"environments": self._environments.state(), "columns": self._columns()}
+        mine = {
+            "environments": self._environments.state(),
+            "columns": self._columns(),
+            "residuals": self._learner.sync.residuals(),
+        }
         of_rank: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
         dist.gather_object(mine, of_rank)
         if of_rank is None:

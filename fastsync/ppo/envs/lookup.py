@@ -14,6 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from fastsync.installation import install_command
 from fastsync.ppo.envs.atari import wrap_atari
+from fastsync.wording import did_you_mean
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
 
@@ -95,7 +96,9 @@ def find_env(name: str) -> EnvSource:
         if colon:
             hint = f"the module {module_name} has no function {attribute!r}, and after its import: {error}"
             raise ValueError(f"env={name!r} cannot be made: {hint}") from error
-        raise cannot_be_made(name, error) from error
+        # gymnasium asks too, but not where a name lacks its version.
+        asks = "" if "did you mean" in str(error).lower() else did_you_mean(attribute, gymnasium.registry)
+        raise ValueError(f"{cannot_be_made(name, error)}{asks}") from error
     return EnvSource(name, spec=replace(spec))
 
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fastsync.ppo.gradient_sync import SyncReport
 from fastsync.ppo.runs.metrics import PHASES, Status, TrainResult, mean
 from fastsync.ppo.runs.straggler import WaitingTimes
 from fastsync.wording import format_bytes
@@ -23,7 +24,8 @@ MAX_RANKS = 16
 class Lines:
     """Shows where a run stands by a line for every twentieth of it.
 
-    Losses are those of policy and value. Times are shares since the start, bytes what a rank has sent in the update.
+    Losses are those of policy and value. Times are shares since the start, see PhaseTimes, bytes what a rank has sent
+    in the update.
     """
 
     def __init__(self, console: Console, *, total_steps: int, first_step: int = 0) -> None:
@@ -49,7 +51,7 @@ class Lines:
         total = mean([times.total for times in waiting.times])
         shares = (  # the dashboard also has what reports take; a line is short
             f"{name} {format_share(mean([getattr(times, phase) for times in waiting.times]), total, digits=0)}"
-            for name, phase in zip(("env", "policy", "learn", "sync"), PHASES, strict=False)
+            for name, phase in zip(("env", "policy", "learn", "comm"), PHASES, strict=False)
         )
         self._console.print(
             f"step {status.step:>9,} of {self._total_steps:,}  return {returned:>6}  "
@@ -174,19 +176,24 @@ def result_table(
     )
     table.add_row("environment steps", f"{result.step:,} in {result.seconds:.1f} s")
     table.add_row("steps per second", f"{new_steps / new_seconds:,.0f}" if new_seconds > 0 else "-")
-    waited = mean(waiting.waited)
-    mostly = result.sync.seconds is not None and waited > result.sync.seconds / 2
-    what = "mostly waiting for other ranks" if mostly else "with waiting for other ranks"
-    label = f"time in synchronisation, {what}" if len(waiting.times) > 1 else "time in synchronisation"
-    table.add_row(label, format_share(result.sync.seconds, new_seconds))
-    table.add_row("  not hidden by backward", format_share(result.sync.exposed_seconds, new_seconds))
+    total = mean([times.total for times in waiting.times])
     for name in PHASES:
-        seconds = mean([getattr(times, name) for times in waiting.times])
-        table.add_row(f"time in {name}", format_share(seconds, mean([times.total for times in waiting.times])))
+        table.add_row(f"time in {name}", format_share(mean([getattr(times, name) for times in waiting.times]), total))
+        if name == "communication":
+            table.add_row("  waiting for other ranks", format_share(mean(waiting.waited), total))
+            table.add_row("  for gradients", format_share(result.sync.exposed_seconds, total))
+            table.add_row("gradients sent while backward went on", format_share(_hidden_seconds(result.sync), total))
     if len(waiting.times) > 1:
         table.add_row("slowest rank", straggler_line(waiting))
     table.add_row("bytes on the wire, per rank", format_bytes(result.sync.wire_bytes))
     return table
+
+
+def _hidden_seconds(sync: SyncReport) -> float | None:
+    """Time in which gradients travelled and nothing waited for them, which therefore is no time in communication."""
+    if sync.seconds is None or sync.exposed_seconds is None:
+        return None
+    return max(0.0, sync.seconds - sync.exposed_seconds)
 
 
 def format_share(part: float | None, whole: float, digits: int = 1) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -39,8 +40,7 @@ def sync_name(settings: Settings) -> str:
 
 def default_run_name(settings: Settings, started: float | None) -> str:
     """Environment, sync mode, seed, and the time, if one is given, in seconds since 1970."""
-    env = settings.env.replace("/", "-").replace(":", "-")
-    name = f"{env}-{sync_name(settings).replace(' ', '-')}-{settings.seed}"
+    name = re.sub("[/: ]", "-", f"{settings.env}-{sync_name(settings)}-{settings.seed}")
     return name if started is None else f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
 
 

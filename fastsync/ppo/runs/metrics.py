@@ -43,7 +43,8 @@ class PhaseTimes:
     learning: float = 0.0
     """Losses, backward and optimizer, without what they waited for communication."""
     communication: float = 0.0
-    """Waiting for collectives: for the network, and for ranks that came later. NaN where it is not measured."""
+    """Waiting for collectives, those of gradients as far as backward does not hide them: for the network, and for ranks
+    that came later. NaN where it is not measured."""
     reporting: float = 0.0
     """Display, logs and checkpoints, since the update before."""
 
