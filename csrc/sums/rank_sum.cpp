@@ -12,6 +12,8 @@ namespace fastsync {
 namespace {
 
 constexpr int64_t kSmallestShardBytes = 1 << 18;
+// A message wakes who waits for it, and where cores are busy that takes longer than what two pieces would win.
+constexpr int64_t kOnePieceBytes = 1 << 22;
 
 // What parts are multiples of, in values. On int8 so many blocks that rows begin at multiples of 16 bytes.
 constexpr int64_t part_multiple(DType dtype) { return dtype == DType::kInt8 ? 4 * kBlockValues : kBlockValues; }
@@ -37,7 +39,9 @@ RankSum::RankSum(std::shared_ptr<Team> team, int64_t num_parts, Bucket bucket)
 // ---- where everything lies ------------------------------------------------------------------------------------------
 
 void RankSum::for_each_piece(bool in_shards, const std::function<void(const Span&)>& call) const {
-  const int64_t least = in_shards ? num_parts_ * kSmallestShardBytes : 0;
+  const int64_t bytes = bytes_of(round_up(bucket_.num_values, kBlockValues), bucket_.wire_dtype);
+  const bool is_small = !team_->shares_memory() && bytes <= kOnePieceBytes;
+  const int64_t least = is_small ? bytes : (in_shards ? num_parts_ * kSmallestShardBytes : 0);
   const int64_t values =
       values_in(std::max(team_->piece_bytes(), least), bucket_.wire_dtype) / kBlockValues * kBlockValues;
   for (int64_t begin = 0; begin < bucket_.num_values; begin += values) {
