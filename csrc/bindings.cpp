@@ -225,7 +225,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("predict", &fastsync::predict, py::arg("candidate"), py::arg("numel"));
   m.def("choose", &fastsync::choose, py::arg("candidates"), py::arg("numel"));
 
-  py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule").def(py::init(&make_schedule), py::arg("phases"));
+  py::class_<Schedule, std::shared_ptr<Schedule>>(m, "CandidateSchedule")
+      .def(py::init(&make_schedule), py::arg("phases"));
 
   py::class_<HookState, std::shared_ptr<HookState>> hook_state(m, "HookState");
   hook_state.def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.harness.records import Record, read_json
 from benchmarks.harness.statistics import CONFIDENCE, SAMPLES_ARE_LAUNCHES, noise_band, ratio_interval
-from benchmarks.report.table import console, milliseconds, share, told_apart
+from benchmarks.report.table import console, grouped_by, milliseconds, share, told_apart
 
 PROG = "python -m benchmarks compare"
 HOW_OFTEN = ("seed", "launch", "repetitions", "warmup")
@@ -243,9 +243,8 @@ def summary(comparisons: Sequence[Comparison]) -> str:
 def show(comparisons: Sequence[Comparison]) -> None:
     """A table for each benchmark."""
     out = console()
-    for benchmark in dict.fromkeys(comparison.benchmark for comparison in comparisons):
-        rows = [comparison for comparison in comparisons if comparison.benchmark == benchmark]
-        table = Table(title=benchmark, title_justify="left")
+    for rows in grouped_by(comparisons, lambda comparison: comparison.benchmark):
+        table = Table(title=rows[0].benchmark, title_justify="left")
         headings = (
             "way",
             "settings",

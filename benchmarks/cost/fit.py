@@ -1,7 +1,7 @@
 """The cost model's parameters from what was measured, and how well they tell what they were not fitted on."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,14 +271,10 @@ class _Parameters:
         work = rest.pop(0) if self.has_work else 0.0
         hosts = {
             way: Host(overhead, 1 / per_local_byte if per_local_byte > 0 else math.inf)
-            for way, (overhead, per_local_byte) in zip(self._ways, _pairs(rest), strict=True)
+            for way, overhead, per_local_byte in zip(self._ways, rest[::2], rest[1::2], strict=True)
         }
         link = Link(latency, 1 / per_byte if per_byte > 0 else math.inf, work)
         return CostModel(Topology(self._algorithm, link), hosts)
-
-
-def _pairs(values: Sequence[float]) -> Iterator[tuple[float, float]]:
-    return zip(values[::2], values[1::2], strict=True)
 
 
 def _case(record: Record) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from benchmarks.harness.statistics import (
     ratio_interval,
     replicates,
 )
+from benchmarks.report.table import OVERSUBSCRIBED
 from benchmarks.rivals.ways import SYNCHRONISED
 
 PARTS = ("compute", "contention", "stragglers", "exposed")
@@ -48,12 +49,24 @@ DEFINITIONS = {
 
 
 @dataclass(frozen=True)
-class Point:
+class AtWorldSize:
+    """A result of some ranks."""
+
+    world_size: int
+    oversubscribed: bool
+
+    @property
+    def ranks(self) -> str:
+        """The world size in words, marked where ranks share cores or GPUs."""
+        shared = f" ({OVERSUBSCRIBED})" if self.oversubscribed else ""
+        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}{shared}"
+
+
+@dataclass(frozen=True)
+class Point(AtWorldSize):
     """One way at one world size. Times in seconds."""
 
     way: str
-    world_size: int
-    oversubscribed: bool
     launches: int
     samples: tuple[float, ...]
     """What is independent of each other: the launches' medians, or the steps of the only launch."""
@@ -69,6 +82,11 @@ class Point:
     stragglers: float
     exposed: float
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts of a step that are known."""
+        return {name: value for name in PARTS if (value := getattr(self, name)) is not None}
+
 
 def points(records: Sequence[Record]) -> list[Point]:
     """A point for each way and world size that was measured, the ways in the order of the rows.
@@ -76,7 +94,7 @@ def points(records: Sequence[Record]) -> list[Point]:
     Raises:
         ValueError: the rows are of several jobs, of which none can be held against another.
     """
-    rows = [record for record in records if record.benchmark == "scaling" and record.samples and record.correct]
+    rows = _right(records)
     jobs = dict.fromkeys(_job(record) for record in rows if "model" in record.settings)
     if len(jobs) > 1:
         raise ValueError(f"the rows are of several jobs, {'; '.join(jobs)}: choose files of one job")
@@ -87,6 +105,10 @@ def points(records: Sequence[Record]) -> list[Point]:
     of_size = [(size, rows) for sizes in groups.values() for size, rows in sizes.items()]
     _, base = min(of_size, key=lambda group: (group[0], median(_replicates(group[1]))), default=(0, []))
     return [_point(base, sizes.get(1), sizes[size]) for sizes in groups.values() for size in sorted(sizes)]
+
+
+def _right(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.benchmark == "scaling" and record.samples and record.correct]
 
 
 def baseline(found: Sequence[Point]) -> Point:
@@ -120,9 +142,9 @@ def _point(base: Sequence[Record], alone: Sequence[Record] | None, rows: Sequenc
         fair = median(row.figures["compute"] for row in alone) / share  # type: ignore[type-var]
         compute, contention = fair, compute - fair
     return Point(
-        rows[0].way,
         settings["world_size"],
         any(row.settings.get("oversubscribed") for row in rows),
+        rows[0].way,
         len(rows),
         tuple(samples),
         step,
@@ -141,11 +163,9 @@ def _replicates(rows: Sequence[Record]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Bandwidth:
+class Bandwidth(AtWorldSize):
     """The bare all_reduce of one size at one world size. Bytes, bytes per second."""
 
-    world_size: int
-    oversubscribed: bool
     num_bytes: int
     seconds: float
     algbw: float
@@ -157,8 +177,8 @@ class Bandwidth:
 def sweep(records: Sequence[Record]) -> list[Bandwidth]:
     """A point for each world size and number of bytes, in ascending order."""
     of_point: dict[tuple[int, int], list[Record]] = {}
-    for record in records:
-        if record.benchmark == "scaling" and "size" in record.settings and record.samples and record.correct:
+    for record in _right(records):
+        if "size" in record.settings:
             of_point.setdefault((record.settings["world_size"], record.settings["size"]), []).append(record)
     return [_bandwidth(of_point[key]) for key in sorted(of_point)]
 

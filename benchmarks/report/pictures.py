@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from benchmarks.report.document import Picture
 from benchmarks.report.efficiency import PARTS, Bandwidth, Point
-from benchmarks.report.table import OVERSUBSCRIBED
+from benchmarks.report.table import OVERSUBSCRIBED, grouped_by
 from benchmarks.units import format_bytes
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -70,8 +70,7 @@ def efficiency_picture(points: Sequence[Point], scaling: str) -> Picture:
         axes.grid(axis="y")
         figure.legend(loc="outside upper left", ncols=min(4, len(ways) + 1))
         description = f"{scaling.capitalize()} efficiency over world size. " + "; ".join(
-            f"{point.way} on {ranks(point.world_size, point.oversubscribed)}: {point.efficiency:.0%}"
-            for point in points
+            f"{point.way} on {point.ranks}: {point.efficiency:.0%}" for point in points
         )
         return Picture("efficiency", description, _svg(figure))
 
@@ -106,8 +105,8 @@ def breakdown_picture(points: Sequence[Point]) -> Picture:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=len(PARTS))
         description = "Where a step's time goes, in milliseconds. " + "; ".join(
-            f"{point.way} on {ranks(point.world_size, point.oversubscribed)}: "
-            + ", ".join(f"{part} {getattr(point, part) * 1e3:.2f}" for part in _known(point))
+            f"{point.way} on {point.ranks}: "
+            + ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in point.parts.items())
             for point in points
         )
         return Picture("breakdown", description, _svg(figure))
@@ -118,10 +117,10 @@ def bandwidth_picture(sweep: Sequence[Bandwidth]) -> Picture:
     with mpl.rc_context(STYLE):
         figure = Figure((9, 4.8), layout="constrained")
         axes = figure.subplots()
-        sizes = list(dict.fromkeys((point.world_size, point.oversubscribed) for point in sweep))
+        lines = grouped_by(sweep, lambda point: point.world_size)
         styles = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
-        for (world_size, oversubscribed), (colour, marker) in zip(sizes, islice(styles, len(sizes)), strict=True):
-            line = [point for point in sweep if point.world_size == world_size]
+        for line, (colour, marker) in zip(lines, islice(styles, len(lines)), strict=True):
+            oversubscribed = line[0].oversubscribed
             places = [point.num_bytes for point in line]
             known = [point for point in line if math.isfinite(point.busbw_high)]
             axes.fill_between(
@@ -140,7 +139,7 @@ def bandwidth_picture(sweep: Sequence[Bandwidth]) -> Picture:
                 markersize=7,
                 markerfacecolor="white" if oversubscribed else colour,
                 linestyle="--" if oversubscribed else "-",
-                label=ranks(world_size, oversubscribed),
+                label=line[0].ranks,
             )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -153,26 +152,16 @@ def bandwidth_picture(sweep: Sequence[Bandwidth]) -> Picture:
         axes.grid()
         figure.legend(loc="outside upper left", ncols=4)
         description = "busbw of the bare all_reduce in GB/s. " + "; ".join(
-            f"{ranks(point.world_size, point.oversubscribed)}, {format_bytes(point.num_bytes)}: {point.busbw / 1e9:.3g}"
-            for point in sweep
+            f"{point.ranks}, {format_bytes(point.num_bytes)}: {point.busbw / 1e9:.3g}" for point in sweep
         )
         return Picture("busbw", description, _svg(figure))
-
-
-def ranks(world_size: int, oversubscribed: bool) -> str:
-    """A world size in words, marked where ranks share cores or GPUs."""
-    return f"{world_size} rank{'s' if world_size > 1 else ''}{f' ({OVERSUBSCRIBED})' if oversubscribed else ''}"
-
-
-def _known(point: Point) -> list[str]:
-    return [part for part in PARTS if getattr(point, part) is not None]
 
 
 def _stack(axes: Axes, place: int, point: Point) -> None:
     """Draws a stack; what is negative goes down from zero."""
     above = below = 0.0
-    for part in _known(point):
-        value = getattr(point, part) * 1e3
+    for part, seconds in point.parts.items():
+        value = seconds * 1e3
         bottom = above if value >= 0 else below
         colour, hatch = PART_COLOURS[part], PART_HATCHES[part]
         axes.bar(place, value, 0.7, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)

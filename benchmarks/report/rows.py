@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks.harness.records import Record
 from benchmarks.harness.statistics import CONFIDENCE, SAMPLES_ARE_LAUNCHES, noise_band
 from benchmarks.report.document import Document, Section, Table
-from benchmarks.report.table import share, spread, told_apart
+from benchmarks.report.table import grouped_by, share, spread, told_apart
 
 DEFINITIONS = {
     "median [p10, p90]": "Of a row's samples, in milliseconds: half of them are below the median, a tenth below p10, "
@@ -21,7 +21,7 @@ DEFINITIONS = {
 def rows_document(records: Sequence[Record], title: str, command: str) -> Document:
     """Says what the rows say, of whatever benchmark they are."""
     names = dict.fromkeys(record.benchmark for record in records)
-    sections = [_section(name, [record for record in records if record.benchmark == name]) for name in names]
+    sections = [_section(rows) for rows in grouped_by(records, lambda record: record.benchmark)]
     wrong = [f"WRONG: {record.way} at {dict(record.settings)}" for record in records if not record.correct]
     return Document(
         title=title,
@@ -47,7 +47,8 @@ def environment_of(records: Sequence[Record]) -> dict[str, str]:
     }
 
 
-def _section(name: str, records: Sequence[Record]) -> Section:
+def _section(records: Sequence[Record]) -> Section:
+    name = records[0].benchmark
     rows = [
         (
             record.way,

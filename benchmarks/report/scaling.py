@@ -8,7 +8,7 @@ from benchmarks.harness.records import Record
 from benchmarks.harness.statistics import RATIO_HOLDS, SURE_FROM, range_holds_median
 from benchmarks.report.document import Document, Section, Table
 from benchmarks.report.efficiency import DEFINITIONS, Bandwidth, Point, baseline, overhead, points, sweep
-from benchmarks.report.pictures import bandwidth_picture, breakdown_picture, efficiency_picture, ranks
+from benchmarks.report.pictures import bandwidth_picture, breakdown_picture, efficiency_picture
 from benchmarks.report.rows import environment_of
 from benchmarks.report.table import milliseconds
 from benchmarks.units import format_bytes
@@ -58,7 +58,7 @@ def efficiency_table(found: Sequence[Point]) -> Table:
     base = baseline(found)
     columns: dict[str, Callable[[Point], str]] = {
         "way": lambda point: point.way,
-        "ranks": _ranks,
+        "ranks": lambda point: point.ranks,
         "step, ms": lambda point: milliseconds(point.step),
         "interval, ms": lambda point: interval(point.step_low, point.step_high, 1e3),
         "efficiency": lambda point: f"{point.efficiency:.1%}",
@@ -76,7 +76,7 @@ def _sureness(point: Point, base: Point) -> str:
 
 BREAKDOWN: dict[str, Callable[[Point], str]] = {
     "way": lambda point: point.way,
-    "ranks": lambda point: _ranks(point),
+    "ranks": lambda point: point.ranks,
     "step": lambda point: milliseconds(point.step),
     "compute": lambda point: milliseconds(point.compute),
     "contention": lambda point: milliseconds(point.contention) or "not known",
@@ -86,7 +86,7 @@ BREAKDOWN: dict[str, Callable[[Point], str]] = {
 }
 BANDWIDTHS: dict[str, Callable[[Bandwidth], str]] = {
     "bytes": lambda point: format_bytes(point.num_bytes),
-    "ranks": lambda point: _ranks(point),
+    "ranks": lambda point: point.ranks,
     "time, ms": lambda point: milliseconds(point.seconds),
     "algbw, GB/s": lambda point: f"{point.algbw / 1e9:.3g}",
     "busbw, GB/s": lambda point: f"{point.busbw / 1e9:.3g}",
@@ -120,7 +120,7 @@ def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) ->
     for way in dict.fromkeys(point.way for point in found):
         last = [point for point in found if point.way == way][-1]
         yield (
-            f"{way} on {_ranks(last)}: {last.step * 1e3:.1f} ms a step, {last.exposed * 1e3:.1f} of them exposed "
+            f"{way} on {last.ranks}: {last.step * 1e3:.1f} ms a step, {last.exposed * 1e3:.1f} of them exposed "
             f"communication; {last.efficiency:.1%} {scaling} efficiency ({_sureness(last, baseline(found))})."
         )
     cost = overhead(records)
@@ -130,11 +130,7 @@ def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) ->
 
 def _relative(found: Sequence[Point], scaling: str) -> str:
     base = baseline(found)
-    return f"{scaling.capitalize()} efficiency, relative to {base.way} on {_ranks(base)}, with intervals."
-
-
-def _ranks(point: Point | Bandwidth) -> str:
-    return ranks(point.world_size, point.oversubscribed)
+    return f"{scaling.capitalize()} efficiency, relative to {base.way} on {base.ranks}, with intervals."
 
 
 def _caveats(found: Sequence[Point]) -> Iterator[str]:

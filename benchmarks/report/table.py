@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.records import Record
 
+T = TypeVar("T")
 Columns = Mapping[str, Callable[[Record], str]]
 WIDTH_IN_FILES = 180
 OVERSUBSCRIBED = "oversubscribed"
@@ -67,11 +68,11 @@ def ranks_on(record: Record) -> str:
     return f"{settings['world_size']} {settings['backend']} ranks{crowded}\n{measured_on(record)}"
 
 
-def grouped_by(records: Iterable[Record], key: Callable[[Record], Any]) -> list[list[Record]]:
-    """The records with the same ``key`` together, in the order in which the keys come first."""
-    groups: dict[Any, list[Record]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
+def grouped_by(rows: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
+    """The rows with the same ``key`` together, in the order in which the keys come first."""
+    groups: dict[Any, list[T]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
     return list(groups.values())
 
 

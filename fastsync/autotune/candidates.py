@@ -62,9 +62,10 @@ class Candidate:
         return _C.Candidate(compression, list(self.points))
 
 
-def engine_schedule(phases: Sequence[tuple[int, Sequence[Candidate]]]) -> _C.Schedule:
+def engine_schedule(phases: Sequence[tuple[int, Sequence[Candidate]]]) -> _C.CandidateSchedule:
     """Tells the engine the candidates from each first step on. Of several it takes one a bucket, as ``choose`` does."""
-    return _C.Schedule([(step, [candidate.in_engine() for candidate in candidates]) for step, candidates in phases])
+    in_engine = [(step, [candidate.in_engine() for candidate in candidates]) for step, candidates in phases]
+    return _C.CandidateSchedule(in_engine)
 
 
 def choose(candidates: Sequence[Candidate], numel: int) -> int:
