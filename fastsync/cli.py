@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     # No help of their own: `fastsync train --help` shows the settings.
     commands.add_parser("train", help="train a policy with PPO on several ranks and machines", add_help=False)
-    commands.add_parser("slurm", help="write a batch script that trains under Slurm", add_help=False)
+    commands.add_parser("launch", help="write the file by which Slurm, Kubernetes or SkyPilot trains", add_help=False)
     commands.add_parser("eval", help="play episodes with a trained policy", add_help=False)
     commands.add_parser("doctor", help="tell what works on this machine, and what does not")
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -37,14 +37,14 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         from fastsync.train import require_extra
 
         require_extra()
-        from fastsync.ppo import cli, evaluate
+        from fastsync.ppo import cli, evaluate, jobs
     except ImportError as error:  # the extension is not built
         sys.exit(f"fastsync {command}: {error}")
 
     try:
         if command == "train":
             return cli.launch(cli.parse(cli.Launch, "fastsync train", arguments), arguments)
-        return {"slurm": cli.slurm, "eval": evaluate.main}[command](arguments)
+        return {"launch": jobs.main, "eval": evaluate.main}[command](arguments)
     except ValueError as error:
         print(f"fastsync {command}: {error}", file=sys.stderr)
         return 2

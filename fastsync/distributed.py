@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,21 +24,27 @@ from .checks import check_not_sharded, is_wrapper, resolve_group
 
 
 @contextmanager
-def process_group(timeout: float, *, share_gpus: bool = False) -> Iterator[torch.device]:
+def process_group(
+    timeout: float, *, backend: Literal["nccl", "gloo"] | None = None, share_gpus: bool = False
+) -> Iterator[torch.device]:
     """Opens the default process group for the time of a ``with`` block and yields this rank's device.
 
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without RANK this process is the only rank of a world of one.
-    The backend is NCCL where every rank of every node has a GPU of its own, and Gloo on the CPU otherwise.
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
+        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. By default NCCL where every rank of every
+            node has a GPU of its own, and Gloo otherwise, with a warning where there are GPUs, but too few.
         share_gpus: NCCL also where ranks have to share GPUs. They take turns there, and wait for each other: good for
             tests, and for nothing else.
 
     Raises:
+        ValueError: a backend that there is not, or ``"nccl"`` where not every rank has a GPU: on every rank.
         RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
     """
+    if backend not in ("nccl", "gloo", None):
+        raise ValueError(f"backend: expected 'nccl', 'gloo' or None, got {backend!r}")
     # Optimizers import it. Imported while a group is open, it keeps that group alive for good, and Gloo's threads with
     # it; a thread that then drops a tensor while the interpreter shuts down aborts the process.
     import torch._dynamo
@@ -50,9 +57,20 @@ def process_group(timeout: float, *, share_gpus: bool = False) -> Iterator[torch
         store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     else:
         store, rank, world_size = HashStore(), 0, 1
-    gpu = _candidate_gpu()
+    gpu = None if backend == "gloo" else _candidate_gpu()
     gpus = _gpus_of_ranks(store, rank, world_size, gpu)
-    if _takes_gpus(gpus, share_gpus):
+    takes_gpus = _takes_gpus(gpus, share_gpus)
+    if backend == "nccl" and not takes_gpus:
+        raise ValueError(
+            f"backend='nccl' needs a GPU for each rank, but {_too_few(gpus)}; leave backend out for the CPU"
+        )
+    if any(gpus) and backend is None and not takes_gpus and rank == 0:
+        warnings.warn(
+            f"all ranks train on the CPU, though there are GPUs: {_too_few(gpus)}. Start a rank for each GPU, or say "
+            "that you mean the CPU with backend='gloo'",
+            stacklevel=3,  # where the with block begins
+        )
+    if takes_gpus:
         assert gpu is not None
         device = gpu
         if len(set(gpus)) < world_size:
@@ -158,6 +176,14 @@ def _gpus_of_ranks(store: Store, rank: int, world_size: int, mine: torch.device 
 def _takes_gpus(gpus: Sequence[str], share_gpus: bool) -> bool:
     """Tells whether every rank has one, and, unless they may be shared, its own: all need one backend."""
     return all(gpus) and (share_gpus or len(set(gpus)) == len(gpus))
+
+
+def _too_few(gpus: Sequence[str]) -> str:
+    """Says in half a sentence why not every rank has a GPU of its own."""
+    without = [rank for rank, gpu in enumerate(gpus) if not gpu]
+    if without:
+        return f"ranks {without} of {len(gpus)} have none"
+    return f"{len(gpus)} ranks share {len(set(gpus))}"
 
 
 def _can_be_compared(value: object) -> bool:

@@ -226,10 +226,9 @@ def attach(
         gradient_as_bucket_view: on CPUs, where all ranks are on one host and gradients travel at full width, keep every
             ``.grad`` in memory that the ranks share, and average it there: nothing is copied. After the first sync
             ``.grad`` is another tensor, and its memory is written again by later ones, so clone what you keep.
-            ``optimizer.zero_grad(set_to_none=False)`` keeps it there, and it pays where you do that anyway; what was set to
-            None is copied there once a step.
-            After a backward that failed, or a lost rank, gradients hold anything: call ``zero_grad()``. Elsewhere it
-            changes nothing.
+            ``optimizer.zero_grad(set_to_none=False)`` keeps it there, and it pays where you do that anyway; what was
+            set to None is copied there once a step. After a backward that failed, or a lost rank, gradients hold
+            anything: call ``zero_grad()``. Elsewhere it changes nothing.
 
     Raises:
         ValueError: an argument is not what it should be, a parameter is attached already or is of a kind that fastsync

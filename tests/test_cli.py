@@ -229,7 +229,7 @@ def test_a_rank_that_is_started_by_others_refuses_with_one_sentence(
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("rich", "yaml") else find_spec(name))
-    for command in ("train", "slurm", "eval"):
+    for command in ("train", "launch", "eval"):
         with pytest.raises(SystemExit, match=r"^training needs pyyaml, rich: pip install 'gymnasium>=1.4' .* rich "):
             main([command])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name))
@@ -259,7 +259,9 @@ def test_a_rank_that_fails_is_told(tmp_path: Path):
     (tmp_path / "broken.py").write_text(BROKEN)
     process = run(tmp_path, *FASTSYNC, "train", "--nproc", "2", *TINY, "--env", "broken:make")
     assert process.returncode == 1
-    where, raising, said = (line for line in process.stderr.splitlines() if "^" not in line)
+    lines = [line for line in process.stderr.splitlines() if "^" not in line]
+    assert len(lines) == 3, process.stderr
+    where, raising, said = lines
     assert where == f'  File "{tmp_path}/broken.py", line 9, in step'
     assert raising == '    raise OSError("as told")'
     assert re.fullmatch(r"fastsync train: rank [01] failed first: OSError: as told", said)
@@ -297,7 +299,7 @@ def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     said = capsys.readouterr().out
-    for command in ("train", "slurm", "eval", "doctor"):
+    for command in ("train", "launch", "eval", "doctor"):
         assert command in said
 
 

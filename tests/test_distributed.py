@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -188,3 +189,39 @@ def test_nccl_is_chosen_where_every_rank_has_a_gpu_which_it_may_have_to_share(
     gpus: list[str], alone: bool, shared: bool
 ) -> None:
     assert (_takes_gpus(gpus, share_gpus=False), _takes_gpus(gpus, share_gpus=True)) == (alone, shared)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "too_few"), [(["a", "b", "a"], "3 ranks share 2"), (["a", "", ""], r"ranks \[1, 2\] of 3 have none")]
+)
+def test_too_few_gpus_are_told(gpus: list[str], too_few: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastsync.distributed._gpus_of_ranks", lambda *arguments: gpus)
+    with (
+        pytest.warns(UserWarning, match=rf"^all ranks train on the CPU, though there are GPUs: {too_few}\. ") as warned,
+        process_group(timeout=10) as device,
+    ):
+        assert (device.type, dist.get_backend()) == ("cpu", "gloo")
+    assert warned[0].filename == __file__
+    with (
+        pytest.raises(ValueError, match=f"^backend='nccl' needs a GPU for each rank, but {too_few}"),
+        process_group(timeout=10, backend="nccl"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("backend", "gpus"), [("gloo", ["a", "a"]), (None, ["", ""])])
+def test_nothing_is_said_where_the_cpu_is_meant(
+    backend: Literal["gloo"] | None, gpus: list[str], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr("fastsync.distributed._gpus_of_ranks", lambda *arguments: gpus)
+    with process_group(timeout=10, backend=backend) as device:
+        assert device.type == "cpu"
+    assert not recwarn.list
+
+
+def test_a_backend_that_there_is_not_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r"^backend: expected 'nccl', 'gloo' or None, got 'mpi'$"),
+        process_group(timeout=10, backend="mpi"),  # type: ignore[arg-type]
+    ):
+        pass

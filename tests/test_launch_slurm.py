@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from fastsync.cli import main
-from fastsync.ppo.cli import Launch, Slurm, parse, settings_words, slurm_script
+from fastsync.ppo.cli import Launch, parse
 from fastsync.ppo.config import Settings
+from fastsync.ppo.jobs import Slurm, settings_words, slurm_script
 from fastsync.ppo.settings_file import load_settings, preset_names
 
 ODD = Settings(
@@ -33,8 +34,8 @@ def test_the_script_is_written_once_and_asks_for_what_was_said(
 ):
     monkeypatch.chdir(tmp_path)
     arguments = [
-        "slurm", "--nodes", "3", "--nproc", "4", "--gpus-per-node", "4", "--time", "1-00:00:00", "--partition", "long",
-        "--config", "CartPole-v1", "--seed", "7",
+        "launch", "slurm", "--nodes", "3", "--nproc", "4", "--gpus-per-node", "4", "--time", "1-00:00:00",
+        "--partition", "long", "--config", "CartPole-v1", "--seed", "7",
     ]  # fmt: skip
     assert main(arguments) == 0
     assert capsys.readouterr().out == "train.sbatch is written. Submit it with: sbatch train.sbatch\n"
@@ -48,7 +49,7 @@ def test_the_script_is_written_once_and_asks_for_what_was_said(
         "partition=long", "nodes=3", "ntasks-per-node=1", "gpus-per-node=4", "requeue",
     ]  # fmt: skip
     assert main(arguments) == 2
-    assert "fastsync slurm: script='train.sbatch' exists already" in capsys.readouterr().err
+    assert "fastsync launch: file='train.sbatch' exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

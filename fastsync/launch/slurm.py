@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 class BatchJob:
     """The request to Slurm. Before its time is up the job is told to save, and queues itself again."""
 
-    script: str = "train.sbatch"
+    file: str = "train.sbatch"
     """File to write. It must not exist yet."""
     nodes: int = 1
     """Machines."""

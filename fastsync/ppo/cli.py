@@ -1,4 +1,4 @@
-"""The trainer's command line: ``fastsync train``, ``fastsync slurm``, and ``python -m fastsync.train`` on one rank.
+"""The trainer's command line: ``fastsync train``, and ``python -m fastsync.train`` on one rank.
 
 Settings come from a YAML file, a preset or the run that goes on, and over them from what is typed.
 """
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +28,6 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from fastsync._C import num_usable_cores
 from fastsync.distributed import process_group
 from fastsync.launch.failures import describe
-from fastsync.launch.slurm import BatchJob, batch_script
 from fastsync.launch.torchrun import Nodes, launch_ranks
 from fastsync.ppo.config import Settings
 from fastsync.ppo.preflight import check_environment, check_run
@@ -174,6 +173,7 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
             print(f"fastsync train: {note}", file=sys.stderr)
     # What it says in words of its own when it is stopped, or a rank fails for good, is told below.
     logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     is_told = logging.ERROR if options.max_restarts else logging.CRITICAL
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(is_told)
     try:
@@ -260,58 +260,3 @@ def _with_option(words: Sequence[str], name: str, value: str) -> list[str]:
     """The command line with that option, and without what it says of it now."""
     others = [word for word in words if not word.startswith(f"{name}=")]
     return [*(word for before, word in pairwise(["", *others]) if name not in (before, word)), name, value]
-
-
-@dataclass(frozen=True)
-class Slurm(BatchJob):
-    """Write a batch script that trains under Slurm. Before its time is up the job saves, and queues itself again."""
-
-    config: str | None = None
-    """A YAML file of settings, or the name of a preset. What else is typed wins over it. It is read now, so later
-    changes do not count."""
-    settings: Settings = field(default_factory=Settings)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.settings.resume not in (None, "auto"):
-            raise ValueError(f"resume={self.settings.resume!r}: the job always goes on with resume=auto; set run_name")
-
-
-def slurm(arguments: Sequence[str]) -> int:
-    """Writes the script that a command line asks for, and returns the exit status.
-
-    Raises:
-        ValueError: the file exists already.
-    """
-    job = parse(Slurm, "fastsync slurm", arguments)
-    try:
-        with Path(job.script).open("x") as file:
-            file.write(slurm_script(job))
-    except FileExistsError:
-        raise ValueError(f"script={job.script!r} exists already; remove it or choose another name") from None
-    print(f"{job.script} is written. Submit it with: sbatch {shlex.quote(job.script)}")
-    return 0
-
-
-def slurm_script(job: Slurm) -> str:
-    """Makes the script. Each machine gets one launcher, which starts the ranks there."""
-    # The number of a job stays when it is queued again, so that it finds its run.
-    named = [] if job.settings.run_name else ["--run-name", "$SLURM_JOB_NAME-$SLURM_JOB_ID"]
-    words = ["fastsync", "train", *settings_words(job.settings), *named, "--resume", "auto"]
-    words += ["--nproc", str(job.nproc), "--nnodes", str(job.nodes), "--node-rank", "$SLURM_NODEID"]
-    words += ["--master-addr", "$master_addr", "--master-port", "$master_port"]
-    return batch_script(job, [*words, "--max-restarts", str(job.max_restarts)])
-
-
-def settings_words(settings: Settings) -> list[str]:
-    """Words of a command line that gives these settings, without what a batch script decides."""
-    words = []
-    for setting in fields(Settings):
-        name, value = setting.name.replace("_", "-"), getattr(settings, setting.name)
-        if value == setting.default or setting.name == "resume":
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return words
