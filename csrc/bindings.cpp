@@ -18,6 +18,7 @@
 #include "engine/bucket_layout.h"
 #include "engine/bucket_sync.h"
 #include "engine/ddp_hook.h"
+#include "engine/sharded.h"
 #include "engine/synchronizer.h"
 #include "passes/backend.h"
 #include "passes/chunk_table.h"
@@ -39,6 +40,7 @@ using fastsync::HookState;
 using fastsync::ParameterSync;
 using fastsync::Schedule;
 using fastsync::SharedGather;
+using fastsync::ShardedState;
 using fastsync::Synchronizer;
 using fastsync::SyncTotals;
 
@@ -175,13 +177,15 @@ void bind_state(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
       .def("set_step", locked<Engine>(&EngineState::set_step), py::arg("step"), no_gil)
       .def("residuals", &residuals<Engine>, no_gil)
       .def("set_residuals", &set_residuals<Engine>, py::arg("residuals"), no_gil)
-      .def("note_update", &Engine::note_update, no_gil)
       .def("grad_stats", locked<Engine>(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked<Engine>(&EngineState::num_steps), no_gil)
       .def("is_captured", locked<Engine>(&EngineState::is_captured), no_gil)
       .def("totals", locked<Engine>(&EngineState::totals), no_gil)
       .def("scales", locked<Engine>(&EngineState::scales), no_gil)
       .def("set_scales", locked<Engine>(&EngineState::set_scales), py::arg("scales"), no_gil);
+  if constexpr (requires(Engine& it) { it.note_update(); }) {
+    engine.def("note_update", &Engine::note_update, no_gil);
+  }
 }
 
 }  // namespace
@@ -248,6 +252,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("riders", locked<Synchronizer>(&ParameterSync::riders), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil);
   bind_state(synchronizer);
+
+  py::class_<ShardedState, std::shared_ptr<ShardedState>> sharded_state(m, "ShardedState");
+  sharded_state.def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))
+      .def("reduce_scatter", &ShardedState::reduce_scatter, py::arg("identity"), py::arg("name"), py::arg("output"),
+           py::arg("input"), py::arg("op"), no_gil)
+      .def("all_reduce", &ShardedState::all_reduce, py::arg("identity"), py::arg("name"), py::arg("values"), no_gil);
+  bind_state(sharded_state);
 
   py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
       .def(

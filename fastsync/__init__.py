@@ -18,6 +18,7 @@ __all__ = [
     "GroupProfile",
     "HookState",
     "Schedule",
+    "ShardedGradients",
     "SyncStats",
     "all_reduce_gradients",
     "allreduce_hook",
@@ -27,7 +28,9 @@ __all__ = [
     "clip_grad_norm_",
     "fp16_compress_hook",
     "measure_group",
+    "register_all_reduce_hook",
     "register_comm_hook",
+    "register_reduce_scatter",
 ]
 
 try:
@@ -50,5 +53,6 @@ else:
     from .compression import Compression
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
+    from .sharded import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
     from .stats import BucketStats, GradStats, SyncStats
     from .synchronizer import GradientSynchronizer, attach

@@ -128,7 +128,8 @@ def check_not_sharded(named: Mapping[str, Tensor], argument: str) -> None:
             raise ValueError(
                 f"{argument}: parameter {name} is a {type(parameter).__name__}, which wraps other tensors, as those "
                 "that fully_shard or tensor parallelism hands out do, and whose gradients PyTorch averages itself; "
-                "fastsync handles plain tensors that every rank holds whole"
+                "this handles plain tensors that every rank holds whole, and fastsync.register_reduce_scatter models "
+                "under fully_shard"
             )
 
 

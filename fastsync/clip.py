@@ -20,15 +20,16 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales the gradients so that their 2-norm is at most ``max_norm``.
 
-    Given what ``attach`` or ``register_comm_hook`` returned, the norm is the one its unpack found out, so clipping
-    reads the gradients no more than once. It is the norm of what ``backward()`` left: call this once after each
-    backward that was synchronised, before anything else changes the gradients. Where a GradScaler has scaled them, hand
-    it over: then it makes no difference whether ``unscale_`` was called.
+    Given a handle, which ``attach`` and the functions called ``register_...`` return, the norm is the one its unpack
+    found out, of shards that over all of them, so clipping reads the gradients no more than once. It is the norm of
+    what ``backward()`` left: call this once after each backward that was synchronised, before anything else changes the
+    gradients. Where a GradScaler has scaled them, hand it over: then it makes no difference whether ``unscale_`` was
+    called.
     Given parameters, it is ``torch.nn.utils.clip_grad_norm_``. The gradients are always multiplied by the coefficient,
     clamped to 1, so that the host never waits to find out whether they need be.
 
     Args:
-        sync_or_params: what ``attach`` or ``register_comm_hook`` returned, or parameters (one or many).
+        sync_or_params: a handle, or parameters (one or many).
         max_norm: the largest norm allowed, positive. With a handle it may be a 0-dim tensor on the gradients' device,
             which is not read on the host.
         optimizer: the one that will step with these gradients and no others. Where it is fused and takes a

@@ -24,7 +24,7 @@ from .stats import GradStats, SyncStats
 class SyncHandle(ABC):
     """Statistics of an engine, and its state for checkpoints."""
 
-    _engine: "_C.HookState | _C.Synchronizer"
+    _engine: "_C.HookState | _C.Synchronizer | _C.ShardedState"
 
     @abstractmethod
     def _named_parameters(self) -> Mapping[str, Tensor]: ...
@@ -147,10 +147,14 @@ class GradientHandle(SyncHandle):
         self._follow(_without_profiles(self._compression), remeasure=True)
 
     def _follow(self, compression: Compression | Auto | Schedule, *, remeasure: bool = False) -> None:
-        named = self._named_parameters()
+        named = self._planned_parameters()
         plan = make_plan(compression, self._group, named, self._argument, remeasure=remeasure)
         self._engine.set_schedule(engine_schedule(plan.phases))
         self._plan, self._compression = plan, compression
+
+    def _planned_parameters(self) -> Mapping[str, Tensor]:
+        """Those whose gradients have to travel."""
+        return self._named_parameters()
 
     @abstractmethod
     def parameters(self) -> Sequence[Tensor]:

@@ -60,7 +60,7 @@ def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for handle in list(_watched):
         if not stepped.isdisjoint(map(id, handle.parameters())):
-            handle._engine.note_update()
+            handle._engine.note_update()  # type: ignore[union-attr]  # sharded models are not watched
 
 
 register_optimizer_step_pre_hook(_before_step)

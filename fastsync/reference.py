@@ -378,6 +378,45 @@ def two_level_mean(
     return result
 
 
+def reduce_scatter(
+    inputs: Sequence[Tensor],
+    wire: torch.dtype | None = None,
+    *,
+    factor: float | None = None,
+    residuals: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """A reduce-scatter without a process group: ``inputs[rank]`` is one rank's shards, one for each rank.
+
+    Every rank encodes each shard once, its own too, and sums are taken in float32 (float64 for float64 gradients).
+
+    Args:
+        inputs: for each rank a vector of as many shards of one size as there are ranks.
+        wire: as in ``all_reduce_mean``. float16 has a scale that follows from these inputs.
+        factor: what each rank's values are multiplied with in the sum; None means one over the number of ranks.
+        residuals: for each rank the ``residuals`` of ``pack``, as long as its input. Written.
+
+    Returns:
+        For each rank its shard of the sum.
+    """
+    world_size = len(inputs)
+    grads = [list(values.chunk(world_size)) for values in inputs]
+    own = inputs[0].dtype
+    dtype = wire or own
+    stats = torch.zeros(NUM_STATS, dtype=torch.float64)
+    scale = _first_scale(grads) if wire == torch.float16 else None
+    limit = saturation_limit(dtype, 1) if wire is not None else None
+    shard = grads[0][0].numel()
+    wires = torch.empty(world_size, world_size, wire_numel([shard], dtype), dtype=dtype)
+    for rank, shards in enumerate(grads):
+        kept = list(residuals[rank].chunk(world_size)) if residuals is not None else None
+        pack(shards, wires[rank].view(-1), stats, scale, kept, limit=limit)
+    outputs = [torch.empty(shard, dtype=own) for _ in inputs]
+    for rank, output in enumerate(outputs):
+        this_scale = None if scale is None else scale.clone()
+        unpack(wires[:, rank], [output], stats, this_scale, multiplier=1 / world_size if factor is None else factor)
+    return outputs
+
+
 def _compute_dtype(grad: torch.dtype) -> torch.dtype:
     return torch.float64 if grad == torch.float64 else torch.float32
 

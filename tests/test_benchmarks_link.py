@@ -271,6 +271,14 @@ def test_what_a_link_says_of_a_row():
     assert next(with_link([wrong], 10**9, raw)).figures["over_link_limit"] is None
 
 
+def test_a_reduce_scatter_sends_half_of_what_a_ring_does():
+    raw = RawTcp(latency=1e-5, rate_alone=0.96e9, rate_ring=0.8e9)
+    rows = [row("fully_shard/fp32", "float32", 0.03), row("fastsync.register_reduce_scatter/int8", "int8", 0.01)]
+    torchs, ours = with_link(rows, 10**9, raw)
+    assert torchs.figures["sent_bytes"] == 3e6
+    assert ours.figures["sent_bytes"] == pytest.approx(3e6 / 4 * 132 / 128)
+
+
 def test_links_that_the_machine_cannot_fill_are_named():
     def rows(rate: int, ring: float) -> list[Record]:
         return list(with_link([row("ddp", "float32", 1.0)], rate, RawTcp(1e-5, 0.95 * rate, ring)))

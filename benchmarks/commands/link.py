@@ -242,18 +242,20 @@ def with_link(records: Sequence[Record], rate: int, raw: RawTcp, ranks_per_host:
 def sent_bytes(record: Record, ranks_per_host: int = 1) -> float | None:
     """Counts the bytes of gradients that each host has to send, at the wire's width.
 
-    2(n − 1)/n of them in a ring all_reduce and in two_shot, n − 1 times all of them in one_shot: n are the ranks, or
-    the hosts, as fastsync adds in memory inside them. None where nothing travels, for ways that send something else
-    than the gradients, and where the wire is chosen by measurement.
+    2(n − 1)/n of them in a ring all_reduce and in two_shot, half of that in a reduce-scatter, n − 1 times all of them
+    in one_shot: n are the ranks, or the hosts, as fastsync adds in memory inside them. None where nothing travels, for
+    ways that send something else than the gradients, and where the wire is chosen by measurement.
     """
     wire, members = record.settings["wire"], record.settings["world_size"]
-    if wire is None or WAYS[record.way].approximate:
+    if wire is None or (WAYS[record.way].approximate and not WAYS[record.way].scatters):
         return None
     compression = WAYS[record.way].compression
     if compression is not None:
         members //= ranks_per_host
     one_shot = compression is not None and algorithm(compression, members) == "one_shot"
     volume = members - 1 if one_shot else 2 * (members - 1) / members
+    if WAYS[record.way].scatters:
+        volume = (members - 1) / members
     return volume * record.settings["numel"] * _WIDTHS[wire]
 
 

@@ -1,5 +1,6 @@
 """The ways to average a model's gradients over ranks: fastsync's, PyTorch's, hand-written ones, and the limit."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -186,6 +189,31 @@ def _all_reduce_each(parameters: list[nn.Parameter], group: ProcessGroup) -> Non
         parameter.grad /= group.size()
 
 
+class ShardedStep(TrainingStep):
+    """As ``TrainingStep``, of a model under ``fully_shard``, whose gradients are shards."""
+
+    def result(self) -> Tensor:
+        return torch.cat([parameter.grad.full_tensor().reshape(-1) for parameter in self.model.parameters()])
+
+
+def _fully_shard(reduce_dtype: torch.dtype | None = None, compression: str | None = None) -> Build:
+    """Parameters stay whole from forward to backward, so that in the backward only gradients travel."""
+
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = copy.deepcopy(workload.model())  # other ways' models have the same memory, and shards are to be its own
+        mesh = DeviceMesh.from_group(group, workload.flat_grads.device.type)
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        blocks = [block for blocks in model.modules() if isinstance(blocks, nn.Sequential) for block in blocks]
+        for module in (*(block for block in blocks if any(True for _ in block.children())), model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        if compression is None:
+            return ShardedStep(model)
+        handle = fastsync.register_reduce_scatter(model, compression)
+        return ShardedStep(model, stats=handle.stats)
+
+    return build
+
+
 @dataclass(frozen=True)
 class Way:
     build: Build
@@ -202,11 +230,13 @@ class Way:
     cpu_only: bool = False
     in_ddp: bool = False
     """Whether the model is wrapped in DDP, whose own overhead is then a part of the step."""
+    scatters: bool = False
+    """Whether each rank gets a part of the mean only, which is half the way."""
 
     @property
     def limit(self) -> str | None:
         """The bare all_reduce of what travels; None where there is none."""
-        return None if self.cpu_only else LIMITS.get(self.wire)
+        return None if self.cpu_only or self.scatters else LIMITS.get(self.wire)
 
     @property
     def averages(self) -> bool:
@@ -244,6 +274,24 @@ def _through(door: str, compression: str) -> Way:
     return Way(build, rounding.wire, (rounding,), compression, in_ddp=in_ddp)
 
 
+def _scattered(compression: str) -> Way:
+    """Of int8 no bound is known: what shares a block depends on how the parameters are sharded."""
+    wire = DTYPES[compressions.split(compression)[0]]
+    rounding = Rounding(wire, None if wire == torch.float32 else 1.0)
+    build, is_int8 = _fully_shard(compression=compression), wire == torch.int8
+    return Way(build, wire, () if is_int8 else (rounding,), approximate=is_int8, scatters=True)
+
+
+SHARDED = {
+    "fully_shard/fp32": Way(_fully_shard(), scatters=True),
+    "fully_shard/bf16": Way(_fully_shard(bf16), bf16, scatters=True),
+    **{
+        f"fastsync.register_reduce_scatter/{name}": _scattered(name)
+        for name in ("none", "bf16", "fp16", "int8", "int8+ef")
+    },
+}
+"""Models under ``fully_shard``: PyTorch's reduce-scatter in the dtype that gradients are cast to, and the engine's."""
+
 WAYS = {
     "no_sync": Way(_alone, wire=None),
     SHARED_SUM: Way(BareSum, cpu_only=True),
@@ -266,12 +314,15 @@ WAYS = {
     "fastsync.synchronize/none": Way(_synchronize),
     "fastsync.all_reduce_gradients/none": Way(_after_backward(_all_reduce_gradients)),
     **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.ON_REQUEST},
+    **SHARDED,
 }
 
 SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *BARE})
 """Those that training steps can be taken with."""
 BY_DEFAULT = tuple(
-    name for name, way in WAYS.items() if way.compression not in compressions.ON_REQUEST and not name.endswith("/kept")
+    name
+    for name, way in WAYS.items()
+    if way.compression not in compressions.ON_REQUEST and not way.scatters and not name.endswith("/kept")
 )
 """Those that are measured where none are named."""
 

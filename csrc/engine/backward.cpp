@@ -53,7 +53,9 @@ struct Backward::Token {
       torch::autograd::Engine::get_default_engine().queue_callback([token = of(outer, give_up)] {});
       return;
     }
-    give_up();
+    if (give_up) {
+      give_up();
+    }
   }
 
   static std::shared_ptr<Token> of(int graph_task, const std::function<void()>& give_up) {
@@ -65,6 +67,8 @@ struct Backward::Token {
     if (!token) {
       token = std::make_shared<Token>(give_up);
       of_task[graph_task] = token;
+    } else if (!token->give_up) {
+      token->give_up = give_up;
     }
     return token;
   }

@@ -20,7 +20,7 @@ class Backward {
   struct Calls {
     std::function<bool()> is_under_way;  // whether something has begun that has not ended; from any thread
     std::function<void(int)> end;        // the graph task has ended, and with it what belongs to it
-    std::function<void()> give_up;       // a backward has failed: once, whoever has entered it
+    std::function<void()> give_up;       // a backward has failed: once, whoever has entered it; or nothing
   };
 
   explicit Backward(Calls calls) : calls_(std::move(calls)) {}

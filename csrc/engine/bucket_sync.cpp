@@ -104,6 +104,12 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send_differences(std::vector<at:
   return flight;
 }
 
+std::shared_ptr<BucketSync::Flight> BucketSync::send_by(const MakeSum& make, at::Tensor values, const Sync& sync,
+                                                        std::shared_ptr<Stopwatch> stopwatch) {
+  const WithoutPythonObjects without_python;
+  return start(bucket_of({std::move(values)}, sync), sync, std::move(stopwatch), {}, {}, /*is_for_future=*/false, make);
+}
+
 Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) const {
   const DType wire = wire_dtype(sync.compression.wire, dtype_of(grads.front().scalar_type()));
   Bucket bucket(std::move(grads), wire, device_);
@@ -115,7 +121,8 @@ Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) co
 
 std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync& sync,
                                                       std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
-                                                      const std::vector<bool>& stand_in, bool is_for_future) {
+                                                      const std::vector<bool>& stand_in, bool is_for_future,
+                                                      const MakeSum& make) {
   bucket.extras = extras;
   failure_->whereabouts->average(sync.step);
   if (needs_scale(sync.compression)) {
@@ -123,7 +130,9 @@ std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync&
   } else if (sync.compression.wire != Wire::kFloat16) {
     scale_.reset();  // it does not follow the gradients while another wire is in use
   }
-  failure_->guard([&] { share_memory(bucket, sync.compression); });
+  if (!make) {
+    failure_->guard([&] { share_memory(bucket, sync.compression); });
+  }
   stopwatch->mark(Mark::kStart);
   bucket.scale = scale_;
   bucket.rounding = rounding_of(sync);
@@ -132,7 +141,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync&
   totals_->num_syncs += 1;
   auto flight = std::make_shared<Flight>();
   failure_->guard([&] {
-    flight->sum = make_sum(std::move(bucket), sync, is_for_future);
+    flight->sum = make ? make(std::move(bucket)) : make_sum(std::move(bucket), sync, is_for_future);
     const bool error_feedback = sync.compression.error_feedback;
     feedback_.lend(flight->sum->bucket(), error_feedback, error_feedback ? flight->sum->owned() : Owned(), stand_in);
     flight->sum->send();

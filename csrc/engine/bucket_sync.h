@@ -71,6 +71,11 @@ class BucketSync {
                                            std::vector<at::Tensor> destinations, const Sync& sync,
                                            std::shared_ptr<Stopwatch> stopwatch);
 
+  // As send, by a sum that the caller makes, with memory and a team of the caller's.
+  using MakeSum = std::function<std::unique_ptr<BucketSum>(Bucket)>;
+  std::shared_ptr<Flight> send_by(const MakeSum& make, at::Tensor values, const Sync& sync,
+                                  std::shared_ptr<Stopwatch> stopwatch);
+
   // Has the strand do what can be done before receive, if there is anything; else receive does it, whatever comes
   // first.
   void drive_later(const std::shared_ptr<Flight>& flight, Strand& strand) const;
@@ -128,7 +133,8 @@ class BucketSync {
  private:
   Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync) const;
   std::shared_ptr<Flight> start(Bucket bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
-                                const Extras& extras, const std::vector<bool>& stand_in, bool is_for_future);
+                                const Extras& extras, const std::vector<bool>& stand_in, bool is_for_future,
+                                const MakeSum& make = nullptr);
   bool needs_scale(const Compression& compression) const {
     return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
   }

@@ -6,6 +6,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "passes/backend.h"
@@ -81,7 +82,9 @@ struct Bucket {
   void redirect(std::vector<at::Tensor> elsewhere);
 
   void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn, uint64_t seed) const;
-  void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn) const;
+  // The sum of the wires' values times the factor, which makes it their mean where none is given.
+  void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
+              std::optional<double> factor = {}) const;
   void measure() const;  // gradients that are averaged where they are, or the differences
   // The mean of rows that have the bucket's scale, encoded for the wire.
   ReduceArgs mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,

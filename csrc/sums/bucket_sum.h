@@ -96,7 +96,11 @@ struct BucketViews {
 // At full width, by ranks that share memory, in regions of so many bytes. The views are made by the first one.
 std::unique_ptr<BucketSum> in_place_sum(const std::shared_ptr<Team>& team, int tag, Bucket bucket, int64_t region,
                                         BucketViews& views);
-// As many bytes of each rank's as no such sum needs more of, whatever it travels as.
+// Of one tensor of as many shards as there are ranks: this one's shards of all ranks, each times the factor, are added
+// into the output. The buffers may be those of other buckets as well, one after the other.
+std::unique_ptr<BucketSum> reduce_scatter_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, at::Tensor output,
+                                              double factor, SumBuffers& buffers);
+// As many bytes of each rank's as no two_level_sum needs more of, whatever it travels as.
 int64_t most_bytes_on_two_levels(const Bucket& bucket, const Levels& levels, bool at_once);
 
 }  // namespace fastsync

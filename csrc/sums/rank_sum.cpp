@@ -38,12 +38,15 @@ RankSum::RankSum(std::shared_ptr<Team> team, int64_t num_parts, Bucket bucket)
 
 // ---- where everything lies ------------------------------------------------------------------------------------------
 
-void RankSum::for_each_piece(bool in_shards, const std::function<void(const Span&)>& call) const {
+int64_t RankSum::values_of_piece(bool in_shards) const {
   const int64_t bytes = bytes_of(round_up(bucket_.num_values, kBlockValues), bucket_.wire_dtype);
   const bool is_small = !team_->shares_memory() && bytes <= kOnePieceBytes;
   const int64_t least = is_small ? bytes : (in_shards ? num_parts_ * kSmallestShardBytes : 0);
-  const int64_t values =
-      values_in(std::max(team_->piece_bytes(), least), bucket_.wire_dtype) / kBlockValues * kBlockValues;
+  return values_in(std::max(team_->piece_bytes(), least), bucket_.wire_dtype) / kBlockValues * kBlockValues;
+}
+
+void RankSum::for_each_piece(bool in_shards, const std::function<void(const Span&)>& call) const {
+  const int64_t values = values_of_piece(in_shards);
   for (int64_t begin = 0; begin < bucket_.num_values; begin += values) {
     const int64_t end = std::min(begin + values, bucket_.num_values);
     call({begin, end, {begin == 0, end == bucket_.num_values}});
@@ -61,18 +64,35 @@ Rows RankSum::row_of(int64_t values, DType dtype, bool is_last) const {
   return {0, length, round_up(length, alignment)};
 }
 
-// What lies beyond the last value, and on an int8 wire between gradients, is added like the rest, so it has to be
-// zeros.
-void RankSum::place(SumBuffers& buffers, int64_t kind, const std::function<void(Regions&)>& lay_out) {
+int64_t RankSum::region_for(const std::function<void(Regions&)>& lay_out) const {
   Regions unsized(*team_, 0);
   lay_out(unsized);
   const int64_t region = round_up(unsized.used(), kRegionAlignment);
   Regions regions(*team_, region);
   lay_out(regions);
+  return region;
+}
+
+// What lies beyond the last value, and on an int8 wire between gradients, is added like the rest, so it has to be
+// zeros.
+void RankSum::place(SumBuffers& buffers, int64_t kind, const std::function<void(Regions&)>& lay_out) {
+  const int64_t region = region_for(lay_out);
   use_ = team_->use_rows();
   const std::vector<int64_t> layout{bucket_.num_values, static_cast<int64_t>(bucket_.wire_dtype), extra_bytes(), kind};
   if (buffers.layout != layout) {
     buffers = {team_->allocate(region), layout};
+  }
+  memory_ = buffers.memory;
+}
+
+void RankSum::place_unset(SumBuffers& buffers, const std::function<void(Regions&)>& lay_out) {
+  const int64_t region = region_for(lay_out);
+  use_ = team_->use_rows();
+  const bool is_shared = team_->shares_memory();
+  const int64_t bytes = (is_shared ? team_->size() : 1) * region;
+  if (!buffers.memory.defined() || buffers.memory.numel() < bytes) {
+    const auto options = at::TensorOptions().dtype(at::kByte).device(bucket_.device);
+    buffers = {is_shared ? team_->allocate(region) : at::empty({region}, options), {}};
   }
   memory_ = buffers.memory;
 }

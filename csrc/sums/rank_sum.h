@@ -43,7 +43,9 @@ class RankSum : public BucketSum {
 
   // ---- where everything lies ----
 
-  // call(span) for each piece; in_shards: pieces of which each rank adds up a part.
+  // How many values a piece has, but the last; in_shards: pieces of which each rank adds up a part.
+  int64_t values_of_piece(bool in_shards) const;
+  // call(span) for each piece.
   void for_each_piece(bool in_shards, const std::function<void(const Span&)>& call) const;
   // How many values of a piece are each part.
   int64_t part_of(const Span& span) const;
@@ -57,6 +59,8 @@ class RankSum : public BucketSum {
     use_ = team_->use_rows();
     memory_ = memory;
   }
+  // The same for a sum that reads nothing that nobody has written: buffers may be those of several buckets in turn.
+  void place_unset(SumBuffers& buffers, const std::function<void(Regions&)>& lay_out);
   void release() {
     team_->have_read();
     use_.reset();
@@ -86,6 +90,8 @@ class RankSum : public BucketSum {
   at::Tensor memory_;
 
  private:
+  int64_t region_for(const std::function<void(Regions&)>& lay_out) const;
+
   int64_t num_parts_;
   std::shared_ptr<void> use_;  // of the memory
 

@@ -1,0 +1,69 @@
+// FSDP2's way in: what its modules hand over in a backward, to be reduce-scattered or averaged, one after the other. No
+// Python here, and no GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "engine/backward.h"
+#include "engine/engine_state.h"
+
+namespace fastsync {
+
+// Must be owned by a shared_ptr. Thread-safe. For calls of one kind.
+class ShardedState : public std::enable_shared_from_this<ShardedState>, private EngineState {
+ public:
+  explicit ShardedState(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Values that come again from step to step have one identity, a tensor of as many and of their dtype, which state is
+  // kept of. Each call is the same on all ranks. On a CPU it is done on return, on CUDA the current stream waits.
+
+  // The input is one shard after the other, one for each rank: the output becomes this rank's of their mean, or of
+  // what else the op is. Sums are taken in float32 whatever the compression says.
+  void reduce_scatter(const at::Tensor& identity, const std::string& name, const at::Tensor& output,
+                      const at::Tensor& input, const c10d::ReduceOp& op);
+
+  // Averages the values in place.
+  void all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values);
+
+  // Calls a method of the state, while nobody else does.
+  template <class Method, class... Args>
+  auto locked(Method method, Args&&... args) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::invoke(method, static_cast<EngineState&>(*this), std::forward<Args>(args)...);
+  }
+
+ private:
+  using Send = std::function<std::shared_ptr<BucketSync::Flight>(BucketSync& bucket, const Sync& sync,
+                                                                 std::shared_ptr<Stopwatch> stopwatch)>;
+  // same_for_all: all ranks get the same values.
+  void run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, bool same_for_all,
+           const Send& send);
+  std::shared_ptr<EngineBucket> find_or_add(const at::Tensor& identity, const std::string& name, c10::Device device);
+  void enter_step(const at::Tensor& identity);
+  void leave_step();
+  std::shared_ptr<Team> team_for(const Bucket& bucket, BucketTotals& totals);
+  void share_memory(const Bucket& bucket);
+
+  std::mutex mutex_;
+  std::atomic<bool> step_is_open_ = false;
+  Backward backward_;  // that the step belongs to
+
+  // Of all reduce-scatters, which come one after the other.
+  std::shared_ptr<Team> team_;
+  std::shared_ptr<Host> host_;
+  std::shared_ptr<SharedTeam> shared_;
+  bool may_share_ = true;  // until a try has failed
+  std::string why_not_;
+  SumBuffers buffers_;  // this and the next: of the one team, and of the other
+  SumBuffers shared_buffers_;
+};
+
+}  // namespace fastsync

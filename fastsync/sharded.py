@@ -1,0 +1,365 @@
+"""Models under ``fully_shard``: their gradients go through the engine on the way to the shards, or between replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _C
+from .autotune.request import AnyCompression, Auto, Schedule
+from .checks import resolve_group
+from .compression import Compression
+from .handle import GradientHandle
+from .reference import SUM_OF_SQUARES
+
+
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    """Parameters that ``fully_shard`` communicates together: those of one call of it."""
+
+    name: str
+    """Of the module, as the model's ``named_modules`` has it; empty for the model itself."""
+    module: Any
+    """PyTorch's FSDPModule."""
+    group: Any
+    """PyTorch's FSDPParamGroup."""
+
+    def __str__(self) -> str:
+        return f"module {self.name!r}" if self.name else "the model itself"
+
+    def key(self, numel: int) -> str:
+        """Names this rank's state of values that travel together: some parameters may have no gradient."""
+        return f"{self.name}[{numel}] of rank {dist.get_rank()}"
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter.sharded_param for parameter in self.group.fsdp_params]
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """None where parameters are replicated only."""
+        return getattr(self.group.mesh_info, "shard_process_group", None) and self.group._reduce_scatter_process_group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The one over which ``fully_shard`` itself averages; None where it does not."""
+        return getattr(self.group.mesh_info, "replicate_process_group", None)
+
+    def why_norm_is_unknown(self, dtype: torch.dtype) -> str:
+        """Tells what keeps the gradients of this dtype that come next from being what ``.grad`` will be; or nothing."""
+        if dtype not in (torch.float32, torch.bfloat16) or self.group.force_sum_reduction_for_comms:
+            return "fully_shard divides the sums afterwards"
+        if any(parameter.grad is not None for parameter in self.parameters()):
+            return "gradients were added to those that were there"
+        return ""
+
+
+class ShardedGradients(GradientHandle):
+    """What ``register_reduce_scatter`` and ``register_all_reduce_hook`` return.
+
+    Statistics are of this rank's shards, and of a reduce-scatter what it gave, before anything else is done to it. On a
+    CPU ``fully_shard`` waits for each, so all of their time is exposed, of which ``exposed_time`` has the last one's.
+
+    State goes by module, number of values that travel together, and rank, such as ``layers.0[4096] of rank 1``: it is
+    meant for the same number of ranks, each of which saves its own, as with ``torch.save``. What error feedback has not
+    sent yet is as large as all of the model's gradients, not as their shards.
+    """
+
+    _argument = "model"
+
+    def __init__(
+        self, units: Sequence[_Unit], compression: AnyCompression, group: dist.ProcessGroup, *, scatters: bool
+    ) -> None:
+        self._units = units
+        self._group = group
+        self._scatters = scatters
+        self._engine: _C.ShardedState = _C.ShardedState(group)
+        self._identities: dict[str, Tensor] = {}
+        self._noted_step = -1
+        self._why_norm_is_unknown = ""
+        self.compression = compression
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters whose gradients are synchronised."""
+        return [parameter for unit in self._units for parameter in unit.parameters() if parameter.requires_grad]
+
+    def grad_norm(self) -> Tensor:
+        """Computes the 2-norm of the newest backward's gradients over all shards, float32. Every rank has to call it.
+
+        Raises:
+            RuntimeError: it is not known: no backward was synchronised yet, or what was is not what ``.grad`` is,
+                because it was added to gradients of an earlier backward, divided afterwards (as float16 is), or
+                averaged over HSDP's replicas afterwards.
+        """
+        squares = self._engine.grad_stats()[:, SUM_OF_SQUARES].sum()
+        if self._why_norm_is_unknown:
+            raise RuntimeError(
+                f"grad_norm: {self._why_norm_is_unknown}, so the norm of what is in .grad is not known; use "
+                "torch.nn.utils.clip_grad_norm_, which also tells it"
+            )
+        if (shard_group := self._units[0].shard_group) is not None:
+            dist.all_reduce(squares, group=shard_group)
+        return squares.sqrt().float()
+
+    def claim_norm(self) -> Tensor:
+        """As ``GradientHandle.claim_norm``, over all shards: every rank has to call it."""
+        super().claim_norm()
+        return self.grad_norm()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``SyncHandle.load_state_dict``, with what the same rank has saved."""
+        residuals = state_dict.get("residuals") if isinstance(state_dict, dict) else None
+        for key, residual in residuals.items() if isinstance(residuals, dict) else ():
+            own = residual.get("own") if isinstance(residual, dict) else None
+            for unit in self._units:
+                if isinstance(own, Tensor) and unit.key(own.numel()) == key:
+                    self._identify(unit, own)
+        super().load_state_dict(state_dict)
+
+    def reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
+        """Gives this rank its shard; on a CPU when it returns, else on the current stream."""
+        why_norm_is_unknown = unit.why_norm_is_unknown(values.dtype)
+        if unit.replica_group is not None:
+            why_norm_is_unknown = "HSDP averages the shards over its replicas afterwards"
+        self._engine.reduce_scatter(self._identify(unit, values), str(unit), output, values, op)
+        self._note(why_norm_is_unknown)
+
+    def all_reduce(self, unit: _Unit, values: Tensor) -> None:
+        """Averages them in place, likewise."""
+        why_norm_is_unknown = unit.why_norm_is_unknown(values.dtype)
+        self._engine.all_reduce(self._identify(unit, values), str(unit), values)
+        self._note(why_norm_is_unknown)
+
+    def _note(self, why_norm_is_unknown: str) -> None:
+        step = self._engine.num_steps()
+        if step != self._noted_step:
+            self._noted_step, self._why_norm_is_unknown = step, ""
+        self._why_norm_is_unknown = self._why_norm_is_unknown or why_norm_is_unknown
+
+    def _identify(self, unit: _Unit, values: Tensor) -> Tensor:
+        """Returns what the engine knows such values by from step to step. It has no memory."""
+        key = unit.key(values.numel())
+        identity = self._identities.get(key)
+        if identity is None or identity.dtype != values.dtype:
+            identity = torch.empty(values.numel(), dtype=values.dtype, device="meta")
+            self._identities[key] = identity
+        return identity
+
+    def _named_parameters(self) -> Mapping[str, Tensor]:
+        return self._identities
+
+    def _planned_parameters(self) -> Mapping[str, Tensor]:
+        return {f"{index} of {unit}": p for unit in self._units for index, p in enumerate(unit.parameters())}
+
+    def _follow(self, compression: Compression | Auto | Schedule, *, remeasure: bool = False) -> None:
+        super()._follow(_of_reduce_scatter(compression) if self._scatters else compression, remeasure=remeasure)
+
+
+class _EngineReduceScatter:
+    """What ``fully_shard`` calls in place of the process group's reduce-scatter: a ``ReduceScatter`` of PyTorch's."""
+
+    def __init__(self, handle: ShardedGradients, unit: _Unit) -> None:
+        self._handle = handle
+        self._unit = unit
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        self._handle.reduce_scatter(self._unit, output_tensor, input_tensor, op)
+
+
+def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "bf16") -> ShardedGradients:
+    """Reduce-scatters the gradients of a model under ``fully_shard`` by the engine: narrow on the way, float32 sums.
+
+    Every module of the model that went through ``fully_shard`` is served, however deep; those that another call serves
+    keep what they have. Each rank encodes each of its gradients once, sends every rank its shard, and adds what it gets
+    in float32, so the error does not grow with the number of ranks. Mixed precision, accumulation, divide factors and
+    HSDP stay ``fully_shard``'s: of HSDP this is the part inside of a replica. Call it on every rank, after the last
+    ``fully_shard``.
+
+    Args:
+        model: the model, or a part of it.
+        compression: what travels: a ``Compression`` without algorithm and nodes, or its shorthand ``"none"``,
+            ``"bf16"``, ``"fp16"``, ``"int8"``; or a mapping of first steps to these.
+
+    Returns:
+        The handle: statistics, the norm over all shards, state for checkpoints, and the compression, which may be
+        changed later.
+
+    Raises:
+        ValueError: an argument is not what it should be, no module went through ``fully_shard``, or all are served
+            already; one of them has several groups of parameters or a reduce-scatter of its own, or is replicated
+            only; they are sharded over several process groups; or the ranks differ in modules or compression.
+    """
+    units = _units_of(model)
+    for unit in units:
+        if unit.shard_group is None:
+            raise ValueError(
+                f"model: {unit} is replicated and not sharded, so it has no reduce-scatter; use "
+                "fastsync.register_all_reduce_hook, DistributedDataParallel with fastsync.register_comm_hook, or "
+                "fastsync.attach"
+            )
+        present = type(unit.group._reduce_scatter_comm).__name__
+        if present not in ("DefaultReduceScatter", _EngineReduceScatter.__name__):
+            raise ValueError(
+                f"model: {unit} has a reduce-scatter already, a {present}, from set_custom_reduce_scatter or "
+                "a method that chooses its memory; leave that call out"
+            )
+    units = [unit for unit in units if not isinstance(unit.group._reduce_scatter_comm, _EngineReduceScatter)]
+    if not units:
+        raise ValueError(
+            "model: register_reduce_scatter serves all of its modules already; to change what travels, set "
+            ".compression of the handle that it returned"
+        )
+    shard_group = _shard_group_of(units)
+    assert shard_group is not None
+    handle = ShardedGradients(units, compression, shard_group, scatters=True)
+    _check_agreement(handle, units[0].replica_group)
+    for unit in units:
+        unit.module.set_custom_reduce_scatter(_EngineReduceScatter(handle, unit))
+    return handle
+
+
+def register_all_reduce_hook(
+    model: nn.Module, compression: AnyCompression = "bf16", *, process_group: dist.ProcessGroup | DeviceMesh
+) -> ShardedGradients:
+    """Averages the shards of a model under ``fully_shard`` over its replicas: HSDP of which the slow hop alone narrows.
+
+    Shard the model over the ranks of a node alone, as in ``fully_shard(model, mesh=mesh["shard"])``: what the
+    reduce-scatter inside of the node has given is then averaged over the nodes by the engine. Every module that went
+    through ``fully_shard`` is served, or through the ``replicate`` that is made of it, with a mesh of a single rank.
+    Replicas have to begin with the same parameters. Call it on every rank, after the last ``fully_shard``. With
+    ``set_requires_gradient_sync`` nothing travels until the last backward.
+
+    Args:
+        model: the model, or a part of it.
+        compression: what travels between replicas, as in ``attach``.
+        process_group: the ranks that hold the same shards, one of each replica: a group or a one-dimensional
+            ``DeviceMesh``, as in ``mesh["replicate"]``.
+
+    Returns:
+        The handle, as ``register_reduce_scatter`` does.
+
+    Raises:
+        ValueError: an argument is not what it should be, no module went through ``fully_shard``, one of them has a hook
+            already or several groups of parameters, or averages over replicas by itself; the process group has another
+            rank of the same replica; or the ranks differ in modules or compression.
+    """
+    group = resolve_group(process_group)
+    units = _units_of(model)
+    for unit in units:
+        if unit.replica_group is not None and unit.replica_group.size() > 1:
+            raise ValueError(
+                f"model: {unit} averages over replicas itself, before any hook: give fully_shard the dimension of the "
+                "mesh that it shards over alone, as in fully_shard(model, mesh=mesh['shard']), and replicate one of a "
+                "single rank"
+            )
+        if unit.group._all_reduce_hook is not None:
+            raise ValueError(f"model: {unit} has an all-reduce hook already, and takes one")
+    shard_group = _shard_group_of(units)
+    both = {*dist.get_process_group_ranks(group)} & {*_ranks_of(shard_group)}
+    if len(both) > 1:
+        raise ValueError(
+            f"process_group: it has the ranks {sorted(both)} of one replica, which hold different shards; pass the "
+            "ranks that hold the same ones, as in mesh['replicate']"
+        )
+    handle = ShardedGradients(units, compression, group, scatters=False)
+    _check_agreement(handle, shard_group)
+    for unit in units:
+        unit.module.set_all_reduce_hook(lambda values, unit=unit: handle.all_reduce(unit, values))
+    return handle
+
+
+def _units_of(model: nn.Module) -> list[_Unit]:
+    from torch.distributed.fsdp import FSDPModule  # takes long to import
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a model that went through fully_shard, got {type(model).__name__}")
+    units: list[_Unit] = []
+    states: set[int] = set()
+    for name, module in model.named_modules():
+        # Several modules that went through one call share a state.
+        if not isinstance(module, FSDPModule) or id(state := module._get_fsdp_state()) in states:
+            continue
+        states.add(id(state))
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.12 there was one at most
+            groups = [group for group in [state._fsdp_param_group] if group is not None]
+        name = name.replace("_orig_mod.", "").replace("_orig_mod", "")  # torch.compile's wrapper
+        if len(groups) > 1:
+            raise ValueError(
+                f"model: module {name!r} has {len(groups)} groups of parameters on different meshes, from "
+                "shard_placement_fn, and PyTorch takes no reduce-scatter or hook there; call fully_shard for the "
+                "modules of each mesh"
+            )
+        units.extend(_Unit(name, module, group) for group in groups)
+    if not units:
+        raise ValueError(
+            f"model: no module of this {type(model).__name__} went through fully_shard; call it first, or use "
+            "fastsync.attach for a model that every rank holds whole"
+        )
+    return units
+
+
+def _shard_group_of(units: Sequence[_Unit]) -> dist.ProcessGroup | None:
+    """Returns the one group that all are sharded over; None where none is."""
+    by_ranks: dict[tuple[int, ...], _Unit] = {}
+    for unit in units:
+        by_ranks.setdefault(_ranks_of(unit.shard_group), unit)
+    if len(by_ranks) > 1:
+        over = "; ".join(f"{unit} over ranks {list(ranks)}" for ranks, unit in by_ranks.items())
+        raise ValueError(
+            f"model: its modules are sharded over several process groups ({over}); call this for the modules of each, "
+            "the inner ones first"
+        )
+    return units[0].shard_group
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
+
+
+def _of_reduce_scatter(compression: Compression | Auto | Schedule) -> Compression | Schedule:
+    """Returns the same with sums in float32, which a reduce-scatter always has."""
+    if isinstance(compression, Schedule):
+        return Schedule(tuple((step, _of_reduce_scatter(each)) for step, each in compression.phases))  # type: ignore[misc]
+    if isinstance(compression, Auto):
+        raise ValueError(
+            f"compression: {compression} measures all-reduces, and this is a reduce-scatter; name a Compression"
+        )
+    if compression.algorithm is not None or compression.ranks_per_node is not None:
+        raise ValueError(
+            f"compression: a reduce-scatter has one algorithm, over ranks whose links are alike; leave out algorithm="
+            f"{compression.algorithm!r} and ranks_per_node={compression.ranks_per_node!r}"
+        )
+    return replace(compression, reduce="fp32")
+
+
+def _check_agreement(handle: ShardedGradients, other_group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError on all ranks of both groups where they differ in modules or compression."""
+    lines = [f"compression {handle.compression}"]
+    for unit in handle._units:
+        lines += [f"{unit}: a parameter of shape {list(p.shape)}, {p.dtype}" for p in unit.parameters()]
+    text = "\n".join(lines)
+    error: ValueError | None = None
+    for group in (handle._group, other_group):
+        try:
+            if group is not None:
+                _C.check_agreement(group, text if error is None else str(error), handle._units[0].group.device)
+        except ValueError as difference:
+            error = error or difference
+    if error is not None:
+        raise error
