@@ -39,8 +39,8 @@ using fastsync::EngineState;
 using fastsync::HookState;
 using fastsync::ParameterSync;
 using fastsync::Schedule;
-using fastsync::SharedGather;
 using fastsync::ShardedState;
+using fastsync::SharedGather;
 using fastsync::Synchronizer;
 using fastsync::SyncTotals;
 
