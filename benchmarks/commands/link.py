@@ -312,9 +312,9 @@ LEGEND = (
     "step: median [p10, p90] of the slowest rank. exposed: what it adds to the step without communication. sent: what "
     "a host has to send at least, at the wire's width: 2(n − 1)/n of the gradients, in a reduce-scatter half of that, "
     "in one_shot all of them to each of the n − 1 others. link's limit: that, by the link's rate; TCP cannot do better "
-    "than 1.05 of it one way and 1.07 both ways at once, for headers and acknowledgements, and an idle link lets 1 ms of its rate through at once, "
-    "so that a step may save that. plain TCP: the same bytes at the rate that sockets alone reached between the same "
-    "ranks just before, all sending to the next one."
+    "than 1.05 of it one way and 1.07 both ways at once, for headers and acknowledgements, and an idle link lets 1 ms "
+    "of its rate through at once, so that a step may save that. plain TCP: the same bytes at the rate that sockets "
+    "alone reached between the same ranks just before, all sending to the next one."
 )
 
 
