@@ -281,15 +281,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<SharedGather, std::shared_ptr<SharedGather>>(m, "SharedGather")
       .def(
           "all_gather",
-          [](SharedGather& gather, const std::string& text) {
-            std::vector<std::string> texts;
+          [](SharedGather& gather, const std::string& message) {
+            std::vector<std::string> messages;
             {
               const py::gil_scoped_release released;
-              texts = gather.all_gather(text);
+              messages = gather.all_gather(message);
             }
-            return std::vector<py::bytes>(texts.begin(), texts.end());
+            return std::vector<py::bytes>(messages.begin(), messages.end());
           },
-          py::arg("text"));
+          py::arg("message"));
   m.def("shared_gather", &SharedGather::of, py::arg("process_group"), no_gil);
 
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);

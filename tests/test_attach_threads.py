@@ -298,10 +298,10 @@ def _in_fork(call: Callable[[], None]) -> str:
         child.join()
 
 
-def _forks(rank: int, world_size: int) -> None:
+def _forks(rank: int, world_size: int, gradient_as_bucket_view: bool) -> None:
     torch.manual_seed(1)
     model = Fallible()
-    sync = attach(model)
+    sync = attach(model, gradient_as_bucket_view=gradient_as_bucket_view)
     assert_averages(model, rank, 0)
     assert _in_fork(lambda: None) == ""
     assert_averages(model, rank, 1)
@@ -317,6 +317,7 @@ def _forks(rank: int, world_size: int) -> None:
 
     def train_alone() -> None:
         sync.detach()
+        assert not gradient_as_bucket_view or all(parameter.grad is None for parameter in model.parameters())
         assert_averages_nothing(model, rank, 3)
 
     assert _in_fork(train_alone) == ""
@@ -327,8 +328,9 @@ def _forks(rank: int, world_size: int) -> None:
     assert_averages(model, rank, 4)
 
 
-def test_forked_children() -> None:
-    run_ranks(_forks, 2)
+@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
+def test_forked_children(gradient_as_bucket_view: bool) -> None:
+    run_ranks(_forks, 2, gradient_as_bucket_view)
 
 
 def _fork_while_another_thread_is_in_backward(rank: int, world_size: int) -> None:

@@ -22,7 +22,7 @@ def _everything_comes(rank: int, world_size: int) -> bool:
     exchange = Exchange(CPU)
     chance = random.Random(rank)
     for step in range(300):
-        length = 200_000 if (step + rank) % 50 == 7 else chance.randrange(300)  # three rows, or one
+        length = 200_000 if (step + rank) % 50 == 7 else chance.randrange(300)  # four rows, or one
         if chance.random() < 0.05:
             time.sleep(chance.random() * 2e-3)
         values = exchange.all_gather((step, rank, "x" * length))
@@ -68,5 +68,5 @@ def _comes_too_late(rank: int, world_size: int) -> None:
 
 
 def test_a_rank_that_comes_too_late_is_named() -> None:
-    with pytest.raises(RankError, match="waited for rank 1's report until the process group's time-out, 3 s"):
+    with pytest.raises(RankError, match="waited for rank 1's message until the process group's time-out, 3 s"):
         run_ranks(_comes_too_late, 2)

@@ -186,10 +186,10 @@ void BucketSync::share_memory(const Bucket& bucket, const Compression& compressi
   }
 }
 
-// Where all ranks are on one host, and nobody asks for another sum.
+// Where all ranks are on one host. Whichever of the sums in memory is asked for, its bits are the same at full width.
 bool BucketSync::takes_views(const Compression& compression) const {
   return uses_views_ && hosts_.num_nodes == 1 && compression.wire == Wire::kNone && compression.ranks_per_node == 1 &&
-         compression.algorithm.value_or(Algorithm::kTwoShot) == Algorithm::kTwoShot;
+         compression.algorithm != Algorithm::kAllReduce;
 }
 
 // Between hosts.

@@ -53,8 +53,9 @@ class BucketSync {
   BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
              std::shared_ptr<Whereabouts> whereabouts);
 
-  // From now on gradients of full width are averaged in memory that the ranks share, where they can: see views.
+  // From now on gradients of full width are averaged where ranks share memory, if they do, and stay there: see views.
   void use_views() { uses_views_ = true; }
+  bool has_views_at(const void* data) const { return views_.contain(data); }
 
   // What is on its way between send and receive.
   struct Flight;
@@ -86,8 +87,7 @@ class BucketSync {
   // The extras' sums, after receive. They may lie in memory that the bucket's next send writes to.
   static const Extras& extras(const Flight& flight);
 
-  // Where the averages are instead, after receive: a vector for each gradient, the same ones in each sync; null where
-  // they are in the gradients.
+  // After receive, where the averages are if not in the gradients: a vector for each, in shared memory; else null.
   static const std::vector<at::Tensor>* views(const Flight& flight);
 
   // As receive, except that the averages go nowhere. The scale moves on as it does on other ranks.
@@ -108,7 +108,7 @@ class BucketSync {
   // Whether send waits for the other ranks, to share memory with them, or to agree on the first fp16 scale, or on one
   // after a step that says nothing of how large gradients are.
   bool waits_to_send(const Compression& compression) const {
-    return (may_share_ && !(takes_views(compression) ? view_team_ : shared_)) || needs_scale(compression);
+    return (may_share_ && !team_that_shares(compression)) || needs_scale(compression);
   }
 
   c10::Device device() const { return device_; }
@@ -140,6 +140,9 @@ class BucketSync {
   }
   void share_memory(const Bucket& bucket, const Compression& compression);
   bool takes_views(const Compression& compression) const;
+  const std::shared_ptr<SharedTeam>& team_that_shares(const Compression& compression) const {
+    return takes_views(compression) ? view_team_ : shared_;
+  }
   bool adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const;
   std::shared_ptr<Team> team_for(const Compression& compression) const;
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync, bool is_for_future);
@@ -155,7 +158,7 @@ class BucketSync {
   Levels hosts_;                        // those, and their counterparts on other hosts
   bool may_share_;                      // until a try has failed
   bool uses_views_ = false;
-  std::shared_ptr<SharedTeam> view_team_;  // all ranks, where gradients lie in their memory
+  std::shared_ptr<SharedTeam> view_team_;  // as shared_, of views_
   std::shared_ptr<const Failure> failure_;
   c10::Device device_;
   SumBuffers buffers_;  // this and the next: of the one team, and of the other

@@ -46,13 +46,13 @@ struct Parameter {
   // What travels, dense and as reals. Without a new gradient it is what the gradient is, so that the mean is right
   // where another rank has a new one: zeros where there is none.
   at::Tensor gradient_to_send();
-  // The same for a backward that failed, of which nothing may come to the gradient.
-  at::Tensor poison();
+  // The same for a backward that failed.
+  at::Tensor poison() const;
   // Where the average has come to, as reals; undefined where there is no gradient.
   at::Tensor average() const;
-  // What traveled holds the average, or the view does, which may be where the gradient lies, or will. The gradient
-  // takes it where some rank has a new one.
-  void take_average(bool exists, const at::Tensor& in_view = {});
+  // What traveled holds the average, or memory that the ranks share does, in which the gradient lies then, or will. The
+  // gradient takes it where some rank has a new one.
+  void take_average(bool exists, const at::Tensor& in_shared_memory = {});
 
   ParameterId id;
   std::string name;
@@ -63,7 +63,7 @@ struct Parameter {
   bool is_ready = false;
   std::optional<c10::Stream> stream;  // on which its gradient got ready
   bool repeats = false;               // gets more than one gradient in a backward: final only at its end
-  at::Tensor view;                    // of the parameter's shape, where averages have come to before; or undefined
+  at::Tensor view;                    // of shared memory that its averages come to, as the gradient; or undefined
   at::Tensor stand_in;                // what travels where the gradient is missing or lies otherwise than the parameter
   int64_t numel = 0;                  // this and the next two: what the layout was made for
   at::ScalarType dtype = at::kFloat;
@@ -72,7 +72,6 @@ struct Parameter {
   uint32_t averaged_version = 0;
 
  private:
-  bool is_in_view() const;
   void take_view(const at::Tensor& average, bool exists);
 };
 

@@ -59,6 +59,9 @@ void ParameterSync::begin() {
 void ParameterSync::mark_ready(size_t index) {
   Parameter& parameter = parameters_[index];
   parameter.check_gradient();
+  if (const at::Tensor& gradient = parameter.tensor.grad(); is_in_view(gradient, parameter.view)) {
+    parameter.tensor.mutable_grad() = gradient.clone();
+  }
   parameter.is_new = true;
   parameter.stream = current_stream(parameter.tensor.device());
   const bool again = std::exchange(parameter.is_ready, true);
@@ -190,8 +193,13 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
 void ParameterSync::receive() {
   is_under_way_ = false;
   const auto whatever_fails = c10::make_scope_exit([this] { end(); });
-  for (const Bucket& bucket : buckets_) {
-    BucketSync::receive(*bucket.flight);
+  try {
+    for (const Bucket& bucket : buckets_) {
+      BucketSync::receive(*bucket.flight);
+    }
+  } catch (...) {
+    leave_views();
+    throw;
   }
   hand_out();
   if (!buckets_.empty() && riders_.have_seats()) {
@@ -243,12 +251,43 @@ bool ParameterSync::gradients_are_unchanged() {
   return std::all_of(parameters_.begin(), parameters_.end(), std::mem_fn(&Parameter::is_unchanged));
 }
 
+// Those who wait for this rank's part of what it has sent before need not wait for its next backward.
 void ParameterSync::send_poisoned_rest() {
+  leave_views();
   prepare();
   while (next_bucket_ < buckets_.size()) {
     send_next(/*is_poisoned=*/true);
   }
+  for (const Bucket& bucket : buckets_) {
+    bucket.sync().drive_later(bucket.flight, strand_);
+  }
   whereabouts_->give_up();
+}
+
+// Other ranks write to views until they know that the step has failed.
+void ParameterSync::leave_views() {
+  for (const Parameter& parameter : parameters_) {
+    if (const at::Tensor& gradient = parameter.tensor.grad(); is_in_view(gradient, {})) {
+      parameter.tensor.mutable_grad() = gradient.clone();
+    }
+  }
+}
+
+void ParameterSync::forget_views() {
+  for (const Parameter& parameter : parameters_) {
+    const at::Tensor tensor(parameter.id.lock());
+    if (tensor.defined() && is_in_view(tensor.grad(), {})) {
+      tensor.mutable_grad().reset();
+    }
+  }
+}
+
+// Of another parameter than the one whose own view is given.
+bool ParameterSync::is_in_view(const at::Tensor& gradient, const at::Tensor& own) const {
+  return gradient_as_bucket_view_ && gradient.defined() &&
+         !(own.defined() && own.const_data_ptr() == gradient.const_data_ptr()) &&
+         std::any_of(buckets_.begin(), buckets_.end(),
+                     [&](const Bucket& bucket) { return bucket.sync().has_views_at(gradient.const_data_ptr()); });
 }
 
 void ParameterSync::discard() {
@@ -390,6 +429,7 @@ void ParameterSync::forget_layout() {
   forget_buckets([](const EngineBucket& /*bucket*/) { return true; });
   for (Parameter& parameter : parameters_) {
     parameter.bucket = Parameter::kNone;
+    parameter.view.reset();
   }
   buckets_.clear();
 }

@@ -61,6 +61,9 @@ class ParameterSync : public EngineState {
   // The averages that came with the newest sync.
   const Riders::Tensors& riders() { return riders_.means(); }
 
+  // In a forked child, which does not have the memory: gradients that lie in views are none.
+  void forget_views();
+
   // Whether the gradients are still those that the newest sync left.
   bool gradients_are_unchanged();
 
@@ -86,6 +89,8 @@ class ParameterSync : public EngineState {
   bool waits_to_send(const Bucket& bucket) const;
   void send_next(bool is_poisoned = false);
   void send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in, bool is_poisoned);
+  void leave_views();
+  bool is_in_view(const at::Tensor& gradient, const at::Tensor& own) const;
   void begin_pairing();
   void check_pairing();
   void hand_out();

@@ -104,6 +104,9 @@ void Synchronizer::detach() {
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (getpid() != process_id_) {
+    sync_.forget_views();
+  }
   take_hooks_off();
 }
 

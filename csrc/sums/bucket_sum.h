@@ -92,6 +92,11 @@ std::unique_ptr<BucketSum> two_level_sum(const Levels& levels, int tag, bool at_
 struct BucketViews {
   at::Tensor memory;
   std::vector<at::Tensor> gradients;  // a vector for each
+
+  bool contain(const void* data) const {
+    return memory.defined() && !std::less<>()(data, memory.const_data_ptr()) &&
+           std::less<>()(data, static_cast<const void*>(advance(memory.const_data_ptr(), memory.numel())));
+  }
 };
 // At full width, by ranks that share memory, in regions of so many bytes. The views are made by the first one.
 std::unique_ptr<BucketSum> in_place_sum(const std::shared_ptr<Team>& team, int tag, Bucket bucket, int64_t region,

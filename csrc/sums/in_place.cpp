@@ -21,6 +21,7 @@ class InPlaceSum final : public RankSum {
  public:
   InPlaceSum(const std::shared_ptr<Team>& team, int tag, Bucket bucket, int64_t region, BucketViews& views)
       : RankSum(team, /*num_parts=*/team->size(), std::move(bucket)), tag_(tag) {
+    region = region / kRowAlignment * kRowAlignment;
     Regions regions(*team, region);
     const Rows row = row_of(bucket_.num_values, bucket_.wire_dtype, /*is_last=*/true);
     values_ = regions.gather(row.length, row.stride);
@@ -74,10 +75,12 @@ class InPlaceSum final : public RankSum {
     const int64_t begin = std::min(team_->rank() * part, bucket_.num_values);
     const int64_t end = std::min(begin + part, bucket_.num_values);
     const int64_t at_once = kValuesAtOnce * at::get_num_threads();
-    for (int64_t first = begin; first < end || first == begin; first += at_once) {
+    int64_t first = begin;
+    do {  // once where there is nothing to average, for the statistics
       const int64_t last = std::min(first + at_once, end);
       average(first, last, {first == begin, last == end});
-    }
+      first = last;
+    } while (first < end);
     const double* const stats = bucket_.stats.const_data_ptr<double>();
     std::copy_n(stats, kNumStats, tally_of(team_->rank()).begin());
     averaged_->send();

@@ -12,14 +12,13 @@ namespace fastsync {
 namespace {
 
 constexpr int64_t kSmallestShardBytes = 1 << 18;
-// A message wakes who waits for it, and where cores are busy that takes longer than what two pieces would win.
+// Of gradients. A message wakes who waits for it, and where cores are busy that takes longer than what pieces win.
 constexpr int64_t kOnePieceBytes = 1 << 22;
 
 // What parts are multiples of, in values. On int8 so many blocks that rows begin at multiples of 16 bytes.
 constexpr int64_t part_multiple(DType dtype) { return dtype == DType::kInt8 ? 4 * kBlockValues : kBlockValues; }
 static_assert(4 * sizeof(Int8Block) % 16 == 0);
 
-constexpr int64_t kRowAlignment = 64;  // in bytes
 // Blocks are counted from region to region.
 constexpr int64_t kRegionAlignment = std::lcm(kRowAlignment, 4 * static_cast<int64_t>(sizeof(Int8Block)));
 
@@ -39,9 +38,9 @@ RankSum::RankSum(std::shared_ptr<Team> team, int64_t num_parts, Bucket bucket)
 // ---- where everything lies ------------------------------------------------------------------------------------------
 
 int64_t RankSum::values_of_piece(bool in_shards) const {
-  const int64_t bytes = bytes_of(round_up(bucket_.num_values, kBlockValues), bucket_.wire_dtype);
-  const bool is_small = !team_->shares_memory() && bytes <= kOnePieceBytes;
-  const int64_t least = is_small ? bytes : (in_shards ? num_parts_ * kSmallestShardBytes : 0);
+  const bool is_small =
+      !team_->shares_memory() && bytes_of(bucket_.num_values, bucket_.grad_dtype) <= kOnePieceBytes;
+  const int64_t least = is_small ? kOnePieceBytes : (in_shards ? num_parts_ * kSmallestShardBytes : 0);
   return values_in(std::max(team_->piece_bytes(), least), bucket_.wire_dtype) / kBlockValues * kBlockValues;
 }
 

@@ -11,6 +11,8 @@
 
 namespace fastsync {
 
+constexpr int64_t kRowAlignment = 64;  // in bytes
+
 // The first half of two_shot: each of a team's first members gets everybody's part of a piece that it is to add up, as
 // rows of `from` in rank order. Other members' parts are packed into rows of `to`, its own where it is added.
 struct ReduceScatter {

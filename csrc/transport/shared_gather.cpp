@@ -8,16 +8,19 @@ namespace fastsync {
 
 namespace {
 
-// A rank's row: how long its text is, and as much of it as there is room for at once.
+// A rank's row: how long its message is, and as much of it as there is room for at once.
 constexpr int64_t kRowBytes = 1 << 16;
-constexpr size_t kTextBytes = kRowBytes - sizeof(uint64_t);
+constexpr size_t kMessageBytes = kRowBytes - sizeof(uint64_t);
 
 }  // namespace
 
 std::shared_ptr<SharedGather> SharedGather::of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (!make_team(group, c10::kCPU)->sends_at_once()) {
+    return nullptr;
+  }
   const auto host = Host::of(group);
   std::string why_not;
-  auto team = SharedTeam::make(group, host, kRowBytes, why_not, "report");
+  auto team = SharedTeam::make(group, host, kRowBytes, why_not, "message");
   if (!team || team->size() < group->getSize()) {
     return nullptr;
   }
@@ -27,20 +30,20 @@ std::shared_ptr<SharedGather> SharedGather::of(const c10::intrusive_ptr<c10d::Pr
 SharedGather::SharedGather(std::shared_ptr<SharedTeam> team)
     : team_(std::move(team)), memory_(team_->allocate(kRowBytes)) {}
 
-std::vector<std::string> SharedGather::all_gather(const std::string& text) {
+std::vector<std::string> SharedGather::all_gather(const std::string& message) {
   const Rows rows{0, kRowBytes, kRowBytes};
   auto* const data = static_cast<char*>(memory_.data_ptr());
-  std::vector<std::string> texts(team_->size());
+  std::vector<std::string> messages(team_->size());
   uint64_t longest = 1;
-  for (uint64_t begin = 0; begin < longest; begin += kTextBytes) {
+  for (uint64_t begin = 0; begin < longest; begin += kMessageBytes) {
     team_->begin(/*attempt=*/0);
     const auto use = team_->use_rows();
     const auto transfer = team_->all_gather(memory_, rows, /*tag=*/0);
-    const uint64_t own_length = text.size();
+    const uint64_t own_length = message.size();
     char* const own = data + rows.begin(team_->rank());
     std::memcpy(own, &own_length, sizeof(own_length));
-    if (begin < text.size()) {
-      std::memcpy(own + sizeof(own_length), text.data() + begin, std::min(text.size() - begin, kTextBytes));
+    if (begin < message.size()) {
+      std::memcpy(own + sizeof(own_length), message.data() + begin, std::min(message.size() - begin, kMessageBytes));
     }
     transfer->send();
     transfer->wait_for_rows();
@@ -50,12 +53,12 @@ std::vector<std::string> SharedGather::all_gather(const std::string& text) {
       std::memcpy(&length, row, sizeof(length));
       longest = std::max(longest, length);
       if (begin < length) {
-        texts[rank].append(row + sizeof(length), std::min<uint64_t>(length - begin, kTextBytes));
+        messages[rank].append(row + sizeof(length), std::min<uint64_t>(length - begin, kMessageBytes));
       }
     }
     team_->have_read();
   }
-  return texts;
+  return messages;
 }
 
 }  // namespace fastsync

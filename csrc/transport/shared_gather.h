@@ -1,4 +1,4 @@
-// What each rank of a host has to say, for all of them, in memory that they share.
+// Short messages of all ranks to all, in memory that they share. For one thread.
 #pragma once
 
 #include <memory>
@@ -14,9 +14,9 @@ class SharedGather {
   // Null where not all ranks of the group share memory. For all of them together.
   static std::shared_ptr<SharedGather> of(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-  // Every rank's text, in rank order. Throws c10::Error where one is lost, or does not come within the group's
+  // Every rank's message, in rank order. Throws c10::Error where one is lost, or does not come within the group's
   // time-out.
-  std::vector<std::string> all_gather(const std::string& text);
+  std::vector<std::string> all_gather(const std::string& message);
 
  private:
   explicit SharedGather(std::shared_ptr<SharedTeam> team);
