@@ -224,11 +224,13 @@ def attach(
         overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it.
         broadcast: first give every rank the parameters and buffers of the group's rank 0.
         gradient_as_bucket_view: on CPUs, where all ranks are on one host and gradients travel at full width, keep every
-            ``.grad`` in memory that the ranks share, and average it there: nothing is copied. After the first sync
-            ``.grad`` is another tensor, and its memory is written again by later ones, so clone what you keep.
-            ``optimizer.zero_grad(set_to_none=False)`` keeps it there, and it pays where you do that anyway; what was
-            set to None is copied there once a step. After a backward that failed, or a lost rank, gradients hold
-            anything: call ``zero_grad()``. Elsewhere it changes nothing.
+            ``.grad`` in memory that the ranks share, and average it there. With
+            ``optimizer.zero_grad(set_to_none=False)`` nothing is copied then, and it pays where you keep gradients
+            anyway; one that was set to None, or lies otherwise than its parameter, is copied there, takes memory of its
+            own besides, and is another tensor after the sync. Later syncs write to the same memory: clone what you
+            keep, and do not read ``.grad`` in other backward hooks. After a backward that failed gradients hold
+            anything: call ``zero_grad()``. In a forked child they are not there: call ``detach()``, which sets them to
+            None. Elsewhere, with a compression, and with ``ranks_per_node`` it changes nothing.
 
     Raises:
         ValueError: an argument is not what it should be, a parameter is attached already or is of a kind that fastsync

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 
 import fastsync
 from fastsync.cli import main
+from fastsync.launch.machines import find_this_machine
 from fastsync.ppo.config import Settings
 from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.settings_file import load_settings
@@ -163,6 +165,11 @@ def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
         (["--compression", "int8+eff"], "compression: expected one of 'none', 'bf16', 'fp16', 'int8', 'auto', "),
         (["--nproc", "0"], "nproc=0 must be at least 1"),
         (["--nnodes", "2"], "nnodes=2 needs master_addr"),
+        (["--nodes", "nodes.yaml", "--nnodes", "2"], "leave out nnodes and master_addr"),
+        (["--nodes", "nowhere.yaml"], "nodes='nowhere.yaml' cannot be read"),
+        (["--nodes", "nodes.yaml"], "of ['10.255.255.1', '10.255.255.2'] none is this machine; say which one it is"),
+        (["--nodes", "nodes.yaml", "--node-rank", "2"], "node_rank=2 must be less than the 2 machines in nodes.yaml"),
+        (["--nodes", "damaged.pt"], "nodes='damaged.pt' must hold a list of names or addresses"),
         (["--nnodes", "2", "--node-rank", "2"], "node_rank=2 must be less than nnodes=2"),
         (["--max-restarts", "-1"], "max_restarts=-1 must be at least 0"),
         (["--sync", "smoke-signals"], "smoke-signals"),
@@ -187,6 +194,7 @@ def test_bad_arguments_are_refused_before_ranks_are_launched(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "damaged.pt").touch()
+    (tmp_path / "nodes.yaml").write_text("- 10.255.255.1\n- 10.255.255.2\n")
     monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", lambda *arguments, **options: pytest.fail("launched"))
     try:
         status: object = main(["train", *arguments])
@@ -259,12 +267,29 @@ def test_a_rank_that_fails_is_told(tmp_path: Path):
     (tmp_path / "broken.py").write_text(BROKEN)
     process = run(tmp_path, *FASTSYNC, "train", "--nproc", "2", *TINY, "--env", "broken:make")
     assert process.returncode == 1
-    lines = [line for line in process.stderr.splitlines() if "^" not in line]
-    assert len(lines) == 3, process.stderr
-    where, raising, said = lines
+    # The other rank may have said before that it misses this one.
+    *_, where, raising, said = (line for line in process.stderr.splitlines() if "^" not in line)
     assert where == f'  File "{tmp_path}/broken.py", line 9, in step'
     assert raising == '    raise OSError("as told")'
     assert re.fullmatch(r"fastsync train: rank [01] failed first: OSError: as told", said)
+
+
+def test_a_list_of_machines_trains_on_all_of_them(tmp_path: Path):
+    (tmp_path / "nodes.yaml").write_text("- 127.0.0.1\n- 127.0.0.2\n")  # both are this machine
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    command = (*FASTSYNC, "train", "--nodes", "nodes.yaml", "--master-port", port, *TINY)
+    undecided = run(tmp_path, *command)
+    assert undecided.returncode == 2
+    assert "['127.0.0.1', '127.0.0.2'] are all this machine; say which one it is with node_rank" in undecided.stderr
+    first, other = [start(tmp_path, *command, "--node-rank", rank) for rank in ("0", "1")]
+    check_what_a_training_says(end(first), "CartPole-v1 on 2 ranks, sync fastsync", "tiny")
+    assert end(other).returncode == 0
+
+
+def test_this_machine_is_found_in_a_list():
+    assert find_this_machine(["10.255.255.1", socket.gethostname(), "10.255.255.2"], "nodes.yaml") == 1
 
 
 def test_more_ranks_than_cores_are_warned_of(

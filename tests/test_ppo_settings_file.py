@@ -74,7 +74,7 @@ def test_numbers_may_be_written_as_people_do(tmp_path: Path):
         ("hidden_sizes: 64", "hidden_sizes=64 must be a list, such as [64, 64]"),
         ("hidden_sizes: [64, wide]", "hidden_sizes='wide' must be a whole number"),
         ("sync: dpp", "sync='dpp' must be one of fastsync, ddp, cat; did you mean ddp"),
-        ("compression: off", "compression=False must be one of none, bf16, fp16"),
+        ("compression: off", "compression=False must be text; put it in quotes"),
         ("num_envs: 0", "num_envs=0 must be at least 1"),
         ("- seed", "must hold lines such as 'total_steps: 100000', not a list"),
         ("seed: [", "is not YAML: "),

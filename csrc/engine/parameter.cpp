@@ -98,8 +98,7 @@ void Parameter::take_view(const at::Tensor& average, bool exists) {
   if (!view.defined() || view.const_data_ptr() != average.const_data_ptr() || view.sizes() != tensor.sizes() ||
       view.strides() != tensor.strides()) {
     const at::Tensor like = at::empty_like(tensor, at::TensorOptions(at::kMeta), at::MemoryFormat::Preserve);
-    view = at::from_blob(
-        average.data_ptr(), like.sizes(), like.strides(), [average](void*) {}, tensor.options());
+    view = at::from_blob(average.data_ptr(), like.sizes(), like.strides(), [average](void*) {}, tensor.options());
   }
   view.unsafeGetTensorImpl()->bump_version();
   const bool is_there = gradient.defined() && gradient.const_data_ptr() == view.const_data_ptr();

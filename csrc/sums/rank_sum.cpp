@@ -38,8 +38,7 @@ RankSum::RankSum(std::shared_ptr<Team> team, int64_t num_parts, Bucket bucket)
 // ---- where everything lies ------------------------------------------------------------------------------------------
 
 int64_t RankSum::values_of_piece(bool in_shards) const {
-  const bool is_small =
-      !team_->shares_memory() && bytes_of(bucket_.num_values, bucket_.grad_dtype) <= kOnePieceBytes;
+  const bool is_small = !team_->shares_memory() && bytes_of(bucket_.num_values, bucket_.grad_dtype) <= kOnePieceBytes;
   const int64_t least = is_small ? kOnePieceBytes : (in_shards ? num_parts_ * kSmallestShardBytes : 0);
   return values_in(std::max(team_->piece_bytes(), least), bucket_.wire_dtype) / kBlockValues * kBlockValues;
 }

@@ -31,6 +31,15 @@ SharedGather::SharedGather(std::shared_ptr<SharedTeam> team)
     : team_(std::move(team)), memory_(team_->allocate(kRowBytes)) {}
 
 std::vector<std::string> SharedGather::all_gather(const std::string& message) {
+  try {
+    return gather(message);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "fastsync: rank ", team_->rank(), " of ", team_->size(),
+                " could not hear from all ranks: ", error.what_without_backtrace());
+  }
+}
+
+std::vector<std::string> SharedGather::gather(const std::string& message) {
   const Rows rows{0, kRowBytes, kRowBytes};
   auto* const data = static_cast<char*>(memory_.data_ptr());
   std::vector<std::string> messages(team_->size());

@@ -20,6 +20,7 @@ class SharedGather {
 
  private:
   explicit SharedGather(std::shared_ptr<SharedTeam> team);
+  std::vector<std::string> gather(const std::string& message);
 
   std::shared_ptr<SharedTeam> team_;
   at::Tensor memory_;

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from fastsync._C import num_usable_cores
 from fastsync.distributed import process_group
 from fastsync.launch.failures import describe
+from fastsync.launch.machines import find_this_machine, read_machines
 from fastsync.launch.torchrun import Nodes, launch_ranks
 from fastsync.ppo.config import Settings
 from fastsync.ppo.preflight import check_environment, check_run
@@ -111,12 +112,15 @@ class Launch:
     """Ranks on each machine."""
     nnodes: int = 1
     """Machines. The same command is started on each, with a node-rank of its own."""
-    node_rank: int = 0
-    """Number of this machine, from 0 on."""
+    node_rank: int | None = None
+    """Number of this machine, from 0 on. With a list of machines it is found by itself."""
     master_addr: str | None = None
     """Name or address of machine 0, which the others reach it by."""
     master_port: int = 29500
     """A port that is free on machine 0."""
+    nodes: str | None = None
+    """A YAML file with a list of the machines, in place of nnodes, node_rank and master_addr: the same command is then
+    started on each."""
     max_restarts: int = 0
     """How often the job comes back from its last checkpoint when a rank is lost."""
     config: str | None = None
@@ -130,22 +134,28 @@ class Launch:
         check_at_least(self, nproc=1, nnodes=1, node_rank=0, max_restarts=0)
         if not self.stop_timeout > 0:
             raise ValueError(f"stop_timeout={self.stop_timeout} must be more than 0 seconds")
-        if self.node_rank >= self.nnodes:
+        if self.nodes is not None:
+            if self.nnodes != 1 or self.master_addr is not None:
+                raise ValueError(
+                    f"nodes={self.nodes!r} says how many machines there are, and which is the first; leave out "
+                    "nnodes and master_addr"
+                )
+            return
+        if (self.node_rank or 0) >= self.nnodes:
             raise ValueError(f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}: they count from 0")
         if self.nnodes > 1 and self.master_addr is None:
             raise ValueError(f"nnodes={self.nnodes} needs master_addr, by which the machines find each other")
 
-    @property
-    def world_size(self) -> int:
-        """Ranks on all machines."""
-        return self.nproc * self.nnodes
-
-    @property
-    def nodes(self) -> Nodes:
-        """The machines."""
-        return Nodes(
-            self.nnodes, self.node_rank, self.master_addr or "localhost", self.master_port, self.settings.timeout
-        )
+    def places(self) -> Nodes:
+        """Tells the machines. Raises ValueError where they are in a list that this one cannot be found in."""
+        timeout = self.settings.timeout
+        if self.nodes is None:
+            return Nodes(self.nnodes, self.node_rank or 0, self.master_addr or "localhost", self.master_port, timeout)
+        machines = read_machines(self.nodes)
+        rank = find_this_machine(machines, self.nodes) if self.node_rank is None else self.node_rank
+        if rank >= len(machines):
+            raise ValueError(f"node_rank={rank} must be less than the {len(machines)} machines in {self.nodes}")
+        return Nodes(len(machines), rank, machines[0], self.master_port, timeout)
 
 
 def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Settings], str | None] = train_rank) -> int:
@@ -164,11 +174,11 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
         ValueError: settings that cannot work here, or a run that cannot begin or go on. That is tried here, so that the
             error comes once and not from each rank.
     """
-    settings = _named(options.settings)
+    settings, nodes = _named(options.settings), options.places()
     check_environment(settings)
-    if options.node_rank == 0:
-        check_run(settings, options.world_size)
-    for note in (_preset_note(options), _cores_note(options.nproc)):
+    if nodes.rank == 0:
+        check_run(settings, options.nproc * nodes.number)
+    for note in (_preset_note(options, nodes.number), _cores_note(options.nproc)):
         if note:
             print(f"fastsync train: {note}", file=sys.stderr)
     # What it says in words of its own when it is stopped, or a rank fails for good, is told below.
@@ -181,7 +191,7 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
             work,
             options.nproc,
             settings,
-            nodes=options.nodes,
+            nodes=nodes,
             max_restarts=options.max_restarts,
             stop_timeout=options.stop_timeout,
         )
@@ -191,7 +201,7 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
         return 1
     except (DistError, RendezvousError) as error:
         # Machines did not find each other, or lost the first one, which holds what they agree on.
-        print(f"fastsync train: machine {options.node_rank} of {options.nnodes}: {error}", file=sys.stderr)
+        print(f"fastsync train: machine {nodes.rank} of {nodes.number}: {error}", file=sys.stderr)
         return 1
     except SignalException as error:
         ended_by = signal.Signals(error.sigval)
@@ -207,17 +217,17 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
     return 0
 
 
-def _preset_note(options: Launch) -> str | None:
+def _preset_note(options: Launch, nnodes: int) -> str | None:
     """Says where ranks and environments give another batch than the preset was made for."""
     if options.config is None or not is_preset(options.config):
         return None
     meant = load_settings(options.config).num_envs * PRESET_WORLD_SIZE
-    number = options.settings.num_envs * options.world_size
+    number = options.settings.num_envs * options.nproc * nnodes
     if number == meant:
         return None
     return (
         f"the preset {options.config} is made for {meant} environments on {PRESET_WORLD_SIZE} ranks; "
-        f"nproc={options.nproc}, nnodes={options.nnodes} and num_envs={options.settings.num_envs} make it {number}"
+        f"nproc={options.nproc}, nnodes={nnodes} and num_envs={options.settings.num_envs} make it {number}"
     )
 
 
