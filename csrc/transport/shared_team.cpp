@@ -128,7 +128,7 @@ std::unique_ptr<Transfer> SharedTeam::all_gather(const at::Tensor& /*buffer*/, c
 // Once others have been waited for in vain, they are waited for no more.
 void SharedTeam::wait_for_all(size_t which, int64_t number) {
   const std::string what =
-      which == kRead ? c10::str(" to have read the ", in_rows_, " before") : c10::str("'s ", in_rows_);
+      which == kRead ? c10::str(" to have read the ", in_rows_, " of the step before") : c10::str("'s ", in_rows_);
   std::optional<Waiting::Clock::time_point> deadline;
   for (int64_t step = 1; step < size(); ++step) {
     const int64_t peer = (rank() + step) % size();
