@@ -27,6 +27,7 @@ __all__ = [
     "check_consistency",
     "clip_grad_norm_",
     "fp16_compress_hook",
+    "handle_of",
     "measure_group",
     "register_all_reduce_hook",
     "register_comm_hook",
@@ -53,6 +54,7 @@ else:
     from .compression import Compression
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
+    from .handle import handle_of
     from .sharded import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
     from .stats import BucketStats, GradStats, SyncStats
     from .synchronizer import GradientSynchronizer, attach

@@ -14,7 +14,7 @@ from .autotune.candidates import Candidate, engine_schedule
 from .autotune.request import AnyCompression
 from .checks import check_dense, check_group, check_not_sharded, check_parameters, resolve_group, resolve_nodes
 from .compression import Compression
-from .handle import GradientHandle, SyncHandle
+from .handle import GradientHandle, SyncHandle, remember
 from .optimizer_steps import watch
 
 
@@ -130,6 +130,7 @@ def register_comm_hook(
     check_group(group, named)
     hook = CommHook(ddp_model, compression, group, ranks_per_node)
     _registered[ddp_model] = hook
+    remember(ddp_model, hook)
     watch(hook)
     return hook
 

@@ -5,10 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import _C
@@ -216,3 +217,37 @@ def _is_residual(residual: object, parameter: Tensor) -> bool:
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     parts = [residual["own"]] + ([] if residual["of_sums"] is None else [residual["of_sums"]])
     return all(isinstance(p, Tensor) and p.dtype == dtype and p.shape == (parameter.numel(),) for p in parts)
+
+
+# In use, by the module that they were made for, or that they look after. None keeps the other alive.
+_handles: "WeakKeyDictionary[nn.Module, WeakSet[GradientHandle]]" = WeakKeyDictionary()
+
+
+def remember(module: nn.Module, handle: GradientHandle) -> None:
+    """Lets ``handle_of`` find the handle."""
+    _handles.setdefault(module, WeakSet()).add(handle)
+
+
+def forget_handle(handle: GradientHandle) -> None:
+    """Ends that, for one that is in use no more."""
+    for handles in _handles.values():
+        handles.discard(handle)
+
+
+def handle_of(module: nn.Module) -> GradientHandle:
+    """Finds the handle that averages a module's gradients, where what made it is out of reach.
+
+    Args:
+        module: what ``attach``, ``register_comm_hook``, ``register_reduce_scatter`` or ``register_all_reduce_hook`` was
+            given, or of an attached model a part with parameters of its own.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    handles = _handles.get(module, WeakSet())
+    if len(handles) != 1:
+        raise ValueError(
+            f"module: {len(handles) or 'no'} handles of fastsync look after this {type(module).__name__}; pass the "
+            "module that attach() or register_comm_hook() was given, or keep what they return"
+        )
+    return next(iter(handles))

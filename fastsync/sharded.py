@@ -15,7 +15,7 @@ from . import _C
 from .autotune.request import AnyCompression, Auto, Schedule
 from .checks import resolve_group
 from .compression import Compression
-from .handle import GradientHandle
+from .handle import GradientHandle, remember
 from .reference import SUM_OF_SQUARES
 
 
@@ -230,6 +230,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "bf1
     _check_agreement(handle, units[0].replica_group)
     for unit in units:
         unit.module.set_custom_reduce_scatter(_EngineReduceScatter(handle, unit))
+    remember(model, handle)
     return handle
 
 
@@ -280,6 +281,7 @@ def register_all_reduce_hook(
     _check_agreement(handle, shard_group)
     for unit in units:
         unit.module.set_all_reduce_hook(lambda values, unit=unit: handle.all_reduce(unit, values))
+    remember(model, handle)
     return handle
 
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import _C
 from .autotune.request import AnyCompression
 from .checks import check_dense, check_group, check_not_sharded, is_sharded_by_fsdp1, resolve_nodes
-from .handle import GradientHandle
+from .handle import GradientHandle, forget_handle, remember
 from .optimizer_steps import check_no_optimizer_in_backward, forget, watch
 
 BUCKET_CAP_MB = 25.0
@@ -108,6 +108,7 @@ class GradientSynchronizer(GradientHandle):
         self._engine.detach()
         _attached.discard(self)
         forget(self)
+        forget_handle(self)
         _owned_by_nobody.discard(self)
         _unproven.discard(self)
         for owned in _owned_by_module.values():
@@ -260,6 +261,7 @@ def attach(
         for owner in module_or_params.modules():
             if owner is module_or_params or next(owner.parameters(recurse=False), None) is not None:
                 _owned_by_module.setdefault(owner, []).append(sync)
+                remember(owner, sync)
         _unproven.add(sync)
     else:
         _owned_by_nobody.add(sync)

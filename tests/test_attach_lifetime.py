@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import fastsync
 from tests.attached import (
     Fallible,
     assert_averages,
@@ -357,3 +359,30 @@ def _run_script(rank: int, world_size: int, folder: str, ways: list[str]) -> Non
 
 def test_scripts_that_exit_with_an_attached_model(tmp_path: Path) -> None:
     run_ranks(_run_script, 2, str(tmp_path), ["destroy", "keep", "loose"])
+
+
+def _handles_are_found(rank: int, world_size: int) -> None:
+    model, other = Mlp(), Mlp()
+    with pytest.raises(ValueError, match="no handles of fastsync look after this Mlp"):
+        fastsync.handle_of(model)
+    sync = attach(model)
+    assert fastsync.handle_of(model) is sync
+    assert fastsync.handle_of(model.layers[0]) is sync
+    ddp_model = DistributedDataParallel(other)
+    hook = fastsync.register_comm_hook(ddp_model)
+    assert fastsync.handle_of(ddp_model) is hook
+    sync.detach()
+    with pytest.raises(ValueError, match="no handles"):
+        fastsync.handle_of(model)
+    again = attach(model)
+    assert fastsync.handle_of(model) is again
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    both = nn.ModuleList([first, second])
+    of_first, of_second = attach(first), attach(second)
+    assert (fastsync.handle_of(first), fastsync.handle_of(second)) == (of_first, of_second)
+    with pytest.raises(ValueError, match="no handles of fastsync look after this ModuleList"):
+        fastsync.handle_of(both)
+
+
+def test_handles_are_found_by_their_modules() -> None:
+    run_ranks(_handles_are_found, 2)

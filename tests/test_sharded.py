@@ -281,6 +281,7 @@ def _divides_by_another_factor(rank: int, world_size: int) -> None:
     for module in (*model.blocks, model):
         module.set_gradient_divide_factor(4.0)  # which Gloo's own reduce-scatter does not take
     handle = fastsync.register_reduce_scatter(model, "none")
+    assert fastsync.handle_of(model) is handle
     step_of(model, 0, rank, world_size)
     alone = Tied()
     loss_of(alone, *batch_of(0)).backward()
