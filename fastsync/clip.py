@@ -17,8 +17,10 @@ def clip_grad_norm_(
     *,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales the gradients so that their 2-norm is at most ``max_norm``.
+    """Scales the gradients so that their norm is at most ``max_norm``.
 
     Given a handle, which ``attach`` and the functions called ``register_...`` return, the norm is the one its unpack
     found out, of shards that over all of them, so clipping reads the gradients no more than once. It is the norm of
@@ -38,6 +40,9 @@ def clip_grad_norm_(
         scaler: the one that has scaled the loss; ``max_norm`` is then meant for the gradients without its scale. It
             goes with the optimizer that it will step, which then may step other gradients, too. One that is not enabled
             is as good as None.
+        norm_type: of which p-norm; ``inf`` for the largest magnitude. The engine knows the 2-norm alone, any other
+            takes a pass.
+        error_if_nonfinite: raise where the norm is inf or nan, before anything is scaled. On a GPU the host waits.
 
     Returns:
         The norm before clipping, without the scaler's scale, a 0-dim float32 tensor on the gradients' device. Where it
@@ -52,7 +57,8 @@ def clip_grad_norm_(
             with ``attach``, their version counters tell that something changed them (what bypasses those counters, such
             as ``.data``, goes unnoticed, and then they are clipped by a wrong norm); or ``scaler`` is missing though a
             GradScaler has unscaled them (one that was there when this handle's gradients were first clipped); or
-            ``unscale_`` was called where ``synchronize()`` was, which leaves open which of them came first.
+            ``unscale_`` was called where ``synchronize()`` was, which leaves open which of them came first; or the
+            norm is not finite and ``error_if_nonfinite`` is set.
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
@@ -63,12 +69,20 @@ def clip_grad_norm_(
                 f"optimizer: it also steps a parameter of shape {list(others[0].shape)} that is not clipped here; "
                 "leave optimizer out, or clip all of its parameters together"
             )
+        gradients = [p.grad for p in sync_or_params.parameters() if p.grad is not None]
         grad_norm = _known_norm(sync_or_params, optimizer, scaler)
+        if norm_type != 2.0:
+            grad_norm = _norm_of(gradients, norm_type, optimizer, scaler)
+        if error_if_nonfinite and not grad_norm.isfinite():
+            raise RuntimeError(
+                f"fastsync.clip_grad_norm_: the norm of the gradients is {grad_norm.item()}; skip this step, or leave "
+                "out error_if_nonfinite"
+            )
         divisor = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0)
         if optimizer is not None and not others and _takes_grad_scale(optimizer):
             _scale_next_step(optimizer, divisor)
         else:
-            _multiply([p.grad for p in sync_or_params.parameters() if p.grad is not None], divisor.reciprocal())
+            _multiply(gradients, divisor.reciprocal())
         return grad_norm
     if isinstance(sync_or_params, nn.Module | SyncHandle):
         raise ValueError(
@@ -80,7 +94,7 @@ def clip_grad_norm_(
             raise ValueError(
                 f"{name}: serves only with what attach or register_comm_hook returned, not with parameters"
             )
-    return torch.nn.utils.clip_grad_norm_(sync_or_params, float(max_norm), foreach=None)
+    return torch.nn.utils.clip_grad_norm_(sync_or_params, float(max_norm), norm_type, error_if_nonfinite)
 
 
 def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
@@ -98,6 +112,16 @@ def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradS
         sync.check_backward_synchronised()
     scale = scale_of(scaler, next(iter(sync.parameters())).device)
     return sync.claim_norm() / scale
+
+
+def _norm_of(
+    gradients: list[Tensor], norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None
+) -> Tensor:
+    """Any norm of them, likewise."""
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type).float()
+    if scaler is None or optimizer is None or not scaler.is_enabled() or has_unscaled(scaler, optimizer):
+        return norm
+    return norm / scale_of(scaler, norm.device)
 
 
 def _takes_grad_scale(optimizer: Optimizer) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -119,7 +120,35 @@ def _clips_what_is_attached(rank: int, world_size: int) -> None:
         _assert_clips_like_torch(sync, model, 0.5)
 
 
+def _other_norms(rank: int, world_size: int) -> None:
+    grads = random_grads(rank, 0, SHAPES, torch.float32)
+    model, twin = Given(grads), Given(grads)
+    sync = fastsync.attach(model)
+    for norm_type in (1.0, 3.0, math.inf):
+        for each in (model, twin):
+            each.zero_grad()
+        model(grads).backward()
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            other.grad = parameter.grad.clone()
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.5, norm_type)
+        norm = fastsync.clip_grad_norm_(sync, 0.5, norm_type=norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        assert_all_close(grads_of(model), grads_of(twin))
+    model.zero_grad()
+    model([*grads[:-1], torch.full_like(grads[-1], math.inf if rank else 1.0)]).backward()
+    before = [gradient.clone() for gradient in grads_of(model)]
+    with pytest.raises(RuntimeError, match="the norm of the gradients is inf; skip this step"):
+        fastsync.clip_grad_norm_(sync, 0.5, error_if_nonfinite=True)
+    assert_all_bitwise_equal(grads_of(model), before, "gradient")
+
+
+def assert_all_close(some: list[Tensor], others: list[Tensor]) -> None:
+    for one, other in zip(some, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
 def _clips(rank: int, world_size: int) -> None:
+    _other_norms(rank, world_size)
     _clips_like_torch(rank, world_size)
     _clips_what_is_not_finite(rank, world_size)
     _clips_the_parameters_that_were_synchronised(rank, world_size)
