@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +57,8 @@ class _Unit:
             return "fully_shard divides the sums afterwards"
         if any(parameter.grad is not None for parameter in self.parameters()):
             return "gradients were added to those that were there"
+        if any(getattr(parameter, "is_dtensor", False) for parameter in self.group.fsdp_params):
+            return "other dimensions of a mesh, such as tensor parallelism, split some parameters further"
         return ""
 
 
@@ -97,28 +100,32 @@ class ShardedGradients(GradientHandle):
                 averaged over HSDP's replicas afterwards.
         """
         squares = self._engine.grad_stats()[:, SUM_OF_SQUARES].sum()
-        if self._why_norm_is_unknown:
-            raise RuntimeError(
-                f"grad_norm: {self._why_norm_is_unknown}, so the norm of what is in .grad is not known; use "
-                "torch.nn.utils.clip_grad_norm_, which also tells it"
-            )
+        self._check_norm_is_known()
         if (shard_group := self._units[0].shard_group) is not None:
             dist.all_reduce(squares, group=shard_group)
         return squares.sqrt().float()
 
     def claim_norm(self) -> Tensor:
         """As ``GradientHandle.claim_norm``, over all shards: every rank has to call it."""
+        self._check_norm_is_known()
         super().claim_norm()
         return self.grad_norm()
 
+    def _check_norm_is_known(self) -> None:
+        if self._why_norm_is_unknown:
+            raise RuntimeError(
+                f"grad_norm: {self._why_norm_is_unknown}, so the norm of what is in .grad is not known; use "
+                "torch.nn.utils.clip_grad_norm_, which also tells it"
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``SyncHandle.load_state_dict``, with what the same rank has saved."""
-        residuals = state_dict.get("residuals") if isinstance(state_dict, dict) else None
-        for key, residual in residuals.items() if isinstance(residuals, dict) else ():
-            own = residual.get("own") if isinstance(residual, dict) else None
+        for key in _keys_of(state_dict):
             for unit in self._units:
-                if isinstance(own, Tensor) and unit.key(own.numel()) == key:
-                    self._identify(unit, own)
+                numel = re.search(r"\[(\d+)\] of rank \d+$", key)
+                if numel is not None and unit.key(int(numel[1])) == key:
+                    own = state_dict["residuals"].get(key, {}).get("own")
+                    self._identify(key, int(numel[1]), torch.float32 if own is None else own.dtype)
         super().load_state_dict(state_dict)
 
     def reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
@@ -126,13 +133,15 @@ class ShardedGradients(GradientHandle):
         why_norm_is_unknown = unit.why_norm_is_unknown(values.dtype)
         if unit.replica_group is not None:
             why_norm_is_unknown = "HSDP averages the shards over its replicas afterwards"
-        self._engine.reduce_scatter(self._identify(unit, values), str(unit), output, values, op)
+        elif getattr(unit.group, "_all_reduce_hook", None) is not None:
+            why_norm_is_unknown = "an all-reduce hook averages the shards afterwards"
+        self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op)
         self._note(why_norm_is_unknown)
 
     def all_reduce(self, unit: _Unit, values: Tensor) -> None:
         """Averages them in place, likewise."""
         why_norm_is_unknown = unit.why_norm_is_unknown(values.dtype)
-        self._engine.all_reduce(self._identify(unit, values), str(unit), values)
+        self._engine.all_reduce(self._identity_of(unit, values), str(unit), values)
         self._note(why_norm_is_unknown)
 
     def _note(self, why_norm_is_unknown: str) -> None:
@@ -141,12 +150,15 @@ class ShardedGradients(GradientHandle):
             self._noted_step, self._why_norm_is_unknown = step, ""
         self._why_norm_is_unknown = self._why_norm_is_unknown or why_norm_is_unknown
 
-    def _identify(self, unit: _Unit, values: Tensor) -> Tensor:
-        """Returns what the engine knows such values by from step to step. It has no memory."""
-        key = unit.key(values.numel())
+    def _identity_of(self, unit: _Unit, values: Tensor) -> Tensor:
+        is_wide = values.dtype == torch.float64
+        return self._identify(unit.key(values.numel()), values.numel(), torch.float64 if is_wide else torch.float32)
+
+    def _identify(self, key: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns what the engine knows such values by from step to step, of its residuals' dtype. It has no memory."""
         identity = self._identities.get(key)
-        if identity is None or identity.dtype != values.dtype:
-            identity = torch.empty(values.numel(), dtype=values.dtype, device="meta")
+        if identity is None or identity.dtype != dtype:
+            identity = torch.empty(numel, dtype=dtype, device="meta")
             self._identities[key] = identity
         return identity
 
@@ -158,6 +170,12 @@ class ShardedGradients(GradientHandle):
 
     def _follow(self, compression: Compression | Auto | Schedule, *, remeasure: bool = False) -> None:
         super()._follow(_of_reduce_scatter(compression) if self._scatters else compression, remeasure=remeasure)
+
+
+def _keys_of(state_dict: object) -> set[str]:
+    """Of what it keeps, where it is a state at all."""
+    parts = [state_dict.get(name) for name in ("scales", "residuals")] if isinstance(state_dict, dict) else []
+    return {str(key) for part in parts if isinstance(part, dict) for key in part}
 
 
 class _EngineReduceScatter:

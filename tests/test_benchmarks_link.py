@@ -364,7 +364,7 @@ def test_what_is_missing_is_said(
 ):
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr(*missing)
-    assert link.main([]) == 2
+    assert link.main(["--sizes", "5k"]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -373,7 +373,7 @@ def test_a_signal_before_there_are_ranks_is_no_traceback(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(link, "why_not", lambda: signal.raise_signal(number))
-    assert link.main([]) == 128 + number
+    assert link.main(["--sizes", "5k"]) == 128 + number
     assert "interrupted" in capsys.readouterr().err
 
 
@@ -383,7 +383,7 @@ def test_each_phase_of_a_rank_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(link.faulthandler, "dump_traceback_later", lambda seconds, exit: events.append(seconds))
     monkeypatch.setattr(link, "check_links", lambda *arguments: events.append("check"))
-    options = link.Options(timeout=777.0, json=tmp_path / "rows.json").benchmark_options()
+    options = link.Options(sizes=("5k",), timeout=777.0, json=tmp_path / "rows.json").benchmark_options()
 
     def measure_all(options: object, rows: object) -> list[str]:
         events.append("measure")

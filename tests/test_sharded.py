@@ -141,6 +141,8 @@ def train(model: nn.Module, rank: int, world_size: int, *, steps: int = STEPS, m
     for step in range(steps):
         optimizer.zero_grad()
         step_of(model, step, rank, world_size, micro_batches)
+        if step == 0:
+            assert_gradients_are_the_mean(model)
         optimizer.step()
 
 
@@ -149,6 +151,17 @@ def step_of(model: Any, step: int, rank: int, world_size: int, micro_batches: in
     for index, (tokens, targets) in enumerate(zip(*parts, strict=True)):
         model.set_requires_gradient_sync(index == micro_batches - 1)
         (loss_of(model, tokens, targets) / micro_batches).backward()
+
+
+def assert_gradients_are_the_mean(model: nn.Module) -> None:
+    """But for what the wire loses: Adam would not notice a factor, such as that of a sum."""
+    alone = Tied()
+    loss_of(alone, *batch_of(0)).backward()
+    mine, theirs = (
+        torch.cat([full(p.grad).float().flatten() for p in each.parameters() if p.grad is not None])
+        for each in (model, alone)
+    )
+    assert (mine - theirs).norm() < 0.05 * theirs.norm()
 
 
 def full(parameter: Tensor) -> Tensor:
@@ -273,6 +286,67 @@ def _as_without_it(rank: int, world_size: int) -> None:
 
 def test_full_width_between_two_ranks_is_what_fully_shard_does_by_itself() -> None:
     run_ranks(_as_without_it, 2)
+
+
+def _norm_before_another_average(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh["shard"])
+    scatter = fastsync.register_reduce_scatter(model, "none")
+    replicas = fastsync.register_all_reduce_hook(model, "none", process_group=mesh["replicate"])
+    step_of(model, 0, rank, world_size)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="an all-reduce hook averages the shards afterwards"):
+            fastsync.clip_grad_norm_(scatter, 1.0)
+    squares = [full(p.grad).square().sum() for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(replicas.grad_norm(), torch.stack(squares).sum().sqrt())
+
+
+def test_a_norm_before_another_average_is_not_told() -> None:
+    run_ranks(_norm_before_another_average, 4)
+
+
+def _state_of_narrow_gradients(rank: int, world_size: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def with_handle() -> tuple[nn.Module, fastsync.ShardedGradients]:
+        model = sharded(mesh, mp_policy=policy)
+        return model, fastsync.register_reduce_scatter(model, "int8+ef")
+
+    model, handle = with_handle()
+    other, resumed = with_handle()
+    step_of(model, 0, rank, world_size)
+    resumed.load_state_dict(handle.state_dict())
+    for each in (model, other):
+        each.zero_grad()
+        step_of(each, 1, rank, world_size)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert_bitwise_equal(full(mine.grad), full(theirs.grad))
+
+
+def test_what_error_feedback_has_of_narrow_gradients_goes_on() -> None:
+    run_ranks(_state_of_narrow_gradients, 2)
+
+
+def _scales_go_on(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    states = []
+    for _ in range(2):
+        model = sharded(mesh["shard"])
+        handle = fastsync.register_all_reduce_hook(model, "fp16", process_group=mesh["replicate"])
+        if states:
+            handle.load_state_dict(states[0])
+            assert handle.state_dict()["scales"] == states[0]["scales"]
+        else:
+            step_of(model, 0, rank, world_size)
+            states.append(handle.state_dict())
+            assert states[0]["scales"]
+    step_of(model, 1, rank, world_size)
+
+
+def test_the_scales_of_a_hook_go_on() -> None:
+    run_ranks(_scales_go_on, 2)
 
 
 def _divides_by_another_factor(rank: int, world_size: int) -> None:

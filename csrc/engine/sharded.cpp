@@ -1,6 +1,7 @@
 #include "engine/sharded.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 
@@ -68,13 +69,14 @@ void ShardedState::all_reduce(const at::Tensor& identity, const std::string& nam
       [&](BucketSync& bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch) {
         return bucket.send({values}, sync, std::move(stopwatch));
       });
+  use_on_current_stream(values);  // which another one has made, and may free as soon as fully_shard has read them
 }
 
 void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, bool same_for_all,
                        const Send& send) {
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
-  TORCH_INTERNAL_ASSERT(identity.numel() == values.numel() && identity.scalar_type() == values.scalar_type());
+  TORCH_INTERNAL_ASSERT(identity.numel() == values.numel());
   if (values.numel() == 0) {
     return;
   }
@@ -91,11 +93,13 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   const auto place = std::find(known_buckets_.begin(), known_buckets_.end(), bucket) - known_buckets_.begin();
   const Sync sync{compression_for(*schedule_, step, values.numel(), values.device()), step, static_cast<int64_t>(place),
                   first_tag(bucket->agreement->number), /*ends_step=*/true};
+  const auto forget_scale = c10::make_scope_exit([&] {
+    if (!same_for_all) {
+      bucket->sync->set_scale({});  // it has followed what this rank got: the next one is agreed on anew
+    }
+  });
   const auto flight = send(*bucket->sync, sync, start_bucket(*bucket));
   BucketSync::receive(*flight);
-  if (!same_for_all) {
-    bucket->sync->set_scale({});  // it has followed what this rank got: the next one is agreed on anew
-  }
 }
 
 std::shared_ptr<EngineBucket> ShardedState::find_or_add(const at::Tensor& identity, const std::string& name,
