@@ -202,6 +202,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<BucketTotals>(m, "BucketTotals")
       .def_readonly("elements", &BucketTotals::elements)
       .def_readonly("shares_memory", &BucketTotals::shares_memory)
+      .def_readonly("is_in_place", &BucketTotals::is_in_place)
       .def_readonly("num_hosts", &BucketTotals::num_hosts)
       .def_readonly("why_not_shared", &BucketTotals::why_not_shared)
       .def_readonly("wire_bytes", &BucketTotals::wire_bytes)

@@ -15,6 +15,7 @@ def launch_ranges(numels: list[int], capacity: int) -> list[tuple[int, int]]: ..
 class BucketTotals:
     elements: int
     shares_memory: bool
+    is_in_place: bool
     num_hosts: int
     why_not_shared: str
     wire_bytes: int

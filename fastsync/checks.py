@@ -40,7 +40,7 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
     if not dist.is_initialized():
         raise ValueError(
             "process_group: None stands for the default group, and there is none yet; call "
-            "torch.distributed.init_process_group first"
+            "torch.distributed.init_process_group first, or use fastsync.distributed.process_group"
         )
     default = dist.group.WORLD
     assert default is not None

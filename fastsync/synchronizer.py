@@ -240,6 +240,8 @@ def attach(
     """
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
+    if not isinstance(gradient_as_bucket_view, bool):
+        raise ValueError(f"gradient_as_bucket_view: expected True or False, got {gradient_as_bucket_view!r}")
     given = _named_parameters(module_or_params, "module_or_params")
     named = _able(given, "module_or_params")
     _check_unattached(named)

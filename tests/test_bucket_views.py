@@ -84,7 +84,7 @@ def _as_the_engine_that_copies(rank: int, world_size: int, dtype: torch.dtype) -
             assert torch.equal(views.riders[f"rider {step}"], copies.riders[f"rider {step}"])
             torch.testing.assert_close(views.grad_stats.grad_norm, copies.grad_stats.grad_norm, rtol=1e-6, atol=0)
             assert_same_on_all_ranks([views.grad_stats.grad_norm, *(view for view, _ in present if view.numel())])
-        assert views.stats().transport == "shared memory"
+        assert views.stats().transport == "shared memory, gradients in place"
 
 
 @pytest.mark.parametrize(
@@ -433,8 +433,11 @@ def test_messages_leave_gradients_where_they_are() -> None:
 
 
 def _ranks_differ(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="gradient_as_bucket_view"):
+    message = "rank 1: gradient_as_bucket_view False; rank 0: gradient_as_bucket_view True"
+    with pytest.raises(ValueError, match=message):
         fastsync.attach([nn.Parameter(torch.zeros(3))], gradient_as_bucket_view=rank == 0)
+    with pytest.raises(ValueError, match="gradient_as_bucket_view: expected True or False, got 'yes'"):
+        fastsync.attach([nn.Parameter(torch.zeros(3))], gradient_as_bucket_view="yes")  # type: ignore[arg-type]
 
 
 def test_ranks_that_differ_are_told() -> None:

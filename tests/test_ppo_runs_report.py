@@ -161,7 +161,7 @@ def test_lines_are_about_twenty(tmp_path: Path):
     assert len(said) == 20
     assert said[0] == (
         "step        10 of 1,000  return      -  loss 0.5 nan  KL nan  50/s  "
-        "env - policy - learn - comm -  1 MB  ETA 20 s"
+        "env - policy - learn - comm -  1 MB/update  ETA 20 s"
     )
     assert said[10].startswith("step       510 of 1,000  return  510.0")
 
@@ -178,7 +178,7 @@ def test_a_line_says_how_learning_goes_and_where_time_goes():
     (said,) = written.getvalue().splitlines()
     assert said == (
         "step 9,876,543 of 10,000,000  return   40.0  loss -0.00012 1.2e+04  KL 0.012  123,457/s  "
-        "env 40% policy 13% learn 7% comm 40%  1 MB  ETA 1 s"
+        "env 40% policy 13% learn 7% comm 40%  1 MB/update  ETA 1 s"
     )
     assert len(said) < 150
 

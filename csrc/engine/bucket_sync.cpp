@@ -208,7 +208,8 @@ std::shared_ptr<Team> BucketSync::team_for(const Compression& compression) const
 }
 
 std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync, bool is_for_future) {
-  if (may_share_ && takes_views(sync.compression)) {
+  totals_->is_in_place = may_share_ && takes_views(sync.compression);
+  if (totals_->is_in_place) {
     totals_->shares_memory = true;
     totals_->num_hosts = 1;
     view_team_->begin(sync.attempt);

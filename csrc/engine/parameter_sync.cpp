@@ -440,7 +440,7 @@ void ParameterSync::agree() {
   text << settings(*schedule_, step_,
                    c10::str(agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number),
                             "\nbucket_cap_mb ", static_cast<double>(bucket_cap_bytes_) / (1 << 20),
-                            gradient_as_bucket_view_ ? "\ngradient_as_bucket_view\n" : "\n"));
+                            "\ngradient_as_bucket_view ", gradient_as_bucket_view_ ? "True\n" : "False\n"));
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor = parameter.lock();
     text << "parameter " << parameter.name << " of shape " << tensor.sizes() << ", strides " << tensor.strides() << ", "

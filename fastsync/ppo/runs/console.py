@@ -56,7 +56,8 @@ class Lines:
         self._console.print(
             f"step {status.step:>9,} of {self._total_steps:,}  return {returned:>6}  "
             f"loss {policy_loss} {value_loss}  KL {kl}  {speed:,.0f}/s  {' '.join(shares)}  "
-            f"{format_bytes(_wire_bytes(status))}  ETA {_duration(_remaining(status.step, self._total_steps, speed))}",
+            f"{format_bytes(_wire_bytes(status))}/update  "
+            f"ETA {_duration(_remaining(status.step, self._total_steps, speed))}",
             highlight=False,
             soft_wrap=True,
         )
