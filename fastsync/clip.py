@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .grad_scaler import has_unscaled, scale_of
@@ -69,10 +70,9 @@ def clip_grad_norm_(
                 f"optimizer: it also steps a parameter of shape {list(others[0].shape)} that is not clipped here; "
                 "leave optimizer out, or clip all of its parameters together"
             )
-        gradients = [p.grad for p in sync_or_params.parameters() if p.grad is not None]
         grad_norm = _known_norm(sync_or_params, optimizer, scaler)
         if norm_type != 2.0:
-            grad_norm = _norm_of(gradients, norm_type, optimizer, scaler)
+            grad_norm = _norm_of(_gradients(sync_or_params), norm_type, optimizer, scaler)
         if error_if_nonfinite and not grad_norm.isfinite():
             raise RuntimeError(
                 f"fastsync.clip_grad_norm_: the norm of the gradients is {grad_norm.item()}; skip this step, or leave "
@@ -82,7 +82,7 @@ def clip_grad_norm_(
         if optimizer is not None and not others and _takes_grad_scale(optimizer):
             _scale_next_step(optimizer, divisor)
         else:
-            _multiply(gradients, divisor.reciprocal())
+            _multiply(_gradients(sync_or_params), divisor.reciprocal())
         return grad_norm
     if isinstance(sync_or_params, nn.Module | SyncHandle):
         raise ValueError(
@@ -114,11 +114,17 @@ def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradS
     return sync.claim_norm() / scale
 
 
+def _gradients(sync: GradientHandle) -> list[Tensor]:
+    return [parameter.grad for parameter in sync.parameters() if parameter.grad is not None]
+
+
 def _norm_of(
     gradients: list[Tensor], norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None
 ) -> Tensor:
     """Any norm of them, likewise."""
     norm = torch.nn.utils.get_total_norm(gradients, norm_type).float()
+    if isinstance(norm, DTensor):  # of shards
+        norm = norm.full_tensor()
     if scaler is None or optimizer is None or not scaler.is_enabled() or has_unscaled(scaler, optimizer):
         return norm
     return norm / scale_of(scaler, norm.device)

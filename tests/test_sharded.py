@@ -299,6 +299,9 @@ def _norm_before_another_average(rank: int, world_size: int) -> None:
             fastsync.clip_grad_norm_(scatter, 1.0)
     squares = [full(p.grad).square().sum() for p in model.parameters() if p.grad is not None]
     torch.testing.assert_close(replicas.grad_norm(), torch.stack(squares).sum().sqrt())
+    cubes = [full(p.grad).abs().pow(3).sum() for p in model.parameters() if p.grad is not None]
+    norm = fastsync.clip_grad_norm_(replicas, 1e3, norm_type=3.0)
+    torch.testing.assert_close(norm, torch.stack(cubes).sum().pow(1 / 3))
 
 
 def test_a_norm_before_another_average_is_not_told() -> None:

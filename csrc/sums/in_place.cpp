@@ -2,7 +2,6 @@
 // are, and writes it to everybody's.
 #include <ATen/Parallel.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <array>

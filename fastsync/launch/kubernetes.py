@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from fastsync.wording import check_at_least
+
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 RUNS = "/runs"
 """Where the claim is mounted."""
@@ -44,10 +46,7 @@ class TrainJob:
     """PersistentVolumeClaim for the run's folder, by which a job that is started again goes on."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "nproc", "gpus_per_node", "cpus_per_node"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_at_least(self, nodes=1, nproc=1, gpus_per_node=1, cpus_per_node=1)
         for name in ("name", "namespace", "claim"):
             value = getattr(self, name)
             if value is not None and not _NAME.fullmatch(value):

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from fastsync.wording import check_at_least
+
 
 @dataclass(frozen=True)
 class Task:
@@ -37,9 +39,7 @@ class Task:
     """A port that is free on the first machine."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "nproc"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least(self, nodes=1, nproc=1)
 
 
 def task_file(task: Task, command: Sequence[str]) -> str:
