@@ -78,7 +78,7 @@ def clip_grad_norm_(
                 f"fastsync.clip_grad_norm_: the norm of the gradients is {grad_norm.item()}; skip this step, or leave "
                 "out error_if_nonfinite"
             )
-        divisor = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0)
+        divisor = (grad_norm + 1e-6).div_(max_norm).clamp_(min=1.0)
         if optimizer is not None and not others and _takes_grad_scale(optimizer):
             _scale_next_step(optimizer, divisor)
         else:
@@ -138,9 +138,9 @@ def _takes_grad_scale(optimizer: Optimizer) -> bool:
 
 def _other_gradients(optimizer: Optimizer, sync: GradientHandle) -> list[Tensor]:
     """Finds those that it steps, but the handle does not clip."""
-    clipped = {id(parameter) for parameter in sync.parameters()}
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [parameter.grad for parameter in stepped if parameter.grad is not None and id(parameter) not in clipped]
+    clipped = set(map(id, sync.parameters()))
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in clipped]
+    return [parameter.grad for parameter in others if parameter.grad is not None]
 
 
 def _scale_next_step(optimizer: Optimizer, divisor: Tensor) -> None:

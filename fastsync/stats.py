@@ -34,7 +34,7 @@ class GradStats:
     @property
     def grad_norm(self) -> Tensor:
         """2-norm over all synchronised gradients, float32; inf or nan if a gradient is."""
-        return self._rows[:, SUM_OF_SQUARES].sum().sqrt().float()
+        return self._rows.select(1, SUM_OF_SQUARES).sum().sqrt().float()
 
     @property
     def num_nonfinite(self) -> Tensor:

@@ -124,9 +124,11 @@ class GradientSynchronizer(GradientHandle):
 
         Their version counters tell. ``GradScaler.unscale_`` does not count itself as a change.
         """
-        _check_that_the_model_has(self)
+        num_steps = self._engine.num_steps()
+        if num_steps in (0, self._claimed_step):  # else gradients came
+            _check_that_the_model_has(self)
         if (
-            self._engine.num_steps() > 0
+            num_steps > 0
             and not self._engine.is_captured()  # a replay of a CUDA graph writes gradients and counts nothing
             and not self._engine.gradients_are_unchanged()
         ):

@@ -48,6 +48,27 @@ def test_perceptron_is_its_layers(activation: str, shape: tuple[int, ...], dtype
         assert torch.equal(fused(inputs), result)
 
 
+@pytest.mark.parametrize("sizes", [(3, 70, 33, 5), (17, 64, 1), (130, 16, 4), (20, 260, 260, 2)])
+@pytest.mark.parametrize("num_rows", [1, 5, 64, 700])
+def test_perceptron_of_any_size(sizes: tuple[int, ...], num_rows: int):
+    torch.manual_seed(0)
+    modules: list[nn.Module] = []
+    for num_inputs, num_outputs in itertools.pairwise(sizes):
+        modules += [nn.Linear(num_inputs, num_outputs), nn.Tanh()]
+    plain = nn.Sequential(*modules[:-1])
+    fused = Perceptron(copy.deepcopy(plain), "tanh")
+    inputs = torch.randn(num_rows, sizes[0])
+    exact = copy.deepcopy(plain).double()
+    grad = torch.randn(num_rows, sizes[-1])
+    for model, rows in ((plain, inputs), (fused, inputs), (exact, inputs.double())):
+        outputs = model(rows)
+        outputs.backward(grad.to(outputs.dtype))
+    torch.testing.assert_close(fused(inputs), plain(inputs), rtol=1e-5, atol=1e-6)
+    for mine, theirs, true in zip(fused.parameters(), plain.parameters(), exact.parameters(), strict=True):
+        bound = 4 * (theirs.grad - true.grad).abs().max() + 1e-6  # as near to the true one as the library is
+        assert (mine.grad - true.grad).abs().max() <= bound
+
+
 def test_perceptron_follows_its_parameters():
     fused = Perceptron(layers("tanh"), "tanh").double()
     inputs = torch.randn(2, 4, dtype=torch.float64)

@@ -7,9 +7,12 @@
 
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <utility>
 #include <vector>
 
-#include "ppo/fast_tanh.h"
+#include "ppo/float_loops.h"
+#include "ppo/matmul.h"
 
 namespace fastsync {
 namespace {
@@ -31,8 +34,12 @@ Activation activation_from_name(std::string_view name) {
   return Activation::kElu;
 }
 
+bool suits_float_loops(const at::Tensor& values) {
+  return values.device().is_cpu() && values.scalar_type() == at::kFloat && values.is_contiguous();
+}
+
 void apply_tanh_(at::Tensor& values) {
-  if (values.device().is_cpu() && values.scalar_type() == at::kFloat && values.is_contiguous()) {
+  if (suits_float_loops(values)) {
     fast_tanh(values.data_ptr<float>(), values.numel());
   } else {
     values.tanh_();
@@ -53,17 +60,75 @@ void activate_(at::Tensor& values, Activation activation) {
   }
 }
 
-// From the activations themselves, so that nothing else has to be kept.
-at::Tensor activation_backward(const at::Tensor& grad, const at::Tensor& activated, Activation activation) {
+// The gradient of a layer's outputs from that of its activations, which it may overwrite, and its sum over rows: the
+// bias's. From the activations themselves, so that nothing else has to be kept.
+std::pair<at::Tensor, at::Tensor> activation_backward(at::Tensor grad, const at::Tensor& activated,
+                                                      Activation activation) {
   switch (activation) {
     case Activation::kTanh:
-      return at::tanh_backward(grad, activated);
+      if (suits_float_loops(grad)) {
+        auto sums = at::empty({grad.size(1)}, grad.options());
+        tanh_backward(grad.data_ptr<float>(), activated.const_data_ptr<float>(), grad.size(0), grad.size(1),
+                      sums.data_ptr<float>());
+        return {std::move(grad), std::move(sums)};
+      }
+      grad = at::tanh_backward(grad, activated);
+      break;
     case Activation::kRelu:
-      return at::threshold_backward(grad, activated, 0);
+      grad = at::threshold_backward(grad, activated, 0);
+      break;
     case Activation::kElu:
-      return at::elu_backward(grad, 1, 1, 1, /*is_result=*/true, activated);
+      grad = at::elu_backward(grad, 1, 1, 1, /*is_result=*/true, activated);
+      break;
   }
-  TORCH_INTERNAL_ASSERT(false);
+  auto sums = grad.sum(0);
+  return {std::move(grad), std::move(sums)};
+}
+
+// Of the weights of a layer that lies in a core's second cache; where they do not, libraries are ahead.
+constexpr int64_t kSmall = 1 << 16;
+
+bool suits_matmul(const at::Tensor& weight, const at::Tensor& rows) {
+  return has_matmul() && weight.numel() <= kSmall && suits_float_loops(weight) && suits_float_loops(rows);
+}
+
+Matrix as_it_is(const at::Tensor& tensor) { return {tensor.const_data_ptr<float>(), tensor.size(1), 1}; }
+Matrix transposed(const at::Tensor& tensor) { return {tensor.const_data_ptr<float>(), 1, tensor.size(1)}; }
+
+// rows [B, inputs], weight [outputs, inputs], bias [outputs]: a layer's outputs [B, outputs].
+at::Tensor linear(const at::Tensor& bias, const at::Tensor& rows, const at::Tensor& weight) {
+  if (!suits_matmul(weight, rows) || !bias.is_contiguous()) {
+    return at::addmm(bias, rows, weight.t());
+  }
+  const int64_t inputs = weight.size(1), outputs = weight.size(0);
+  std::vector<float> by_input(static_cast<size_t>(weight.numel()));
+  transpose(weight.const_data_ptr<float>(), outputs, inputs, by_input.data());
+  auto result = at::empty({rows.size(0), outputs}, rows.options());
+  matmul(as_it_is(rows), {by_input.data(), outputs, 1}, bias.const_data_ptr<float>(), rows.size(0), inputs, outputs,
+         result.data_ptr<float>());
+  return result;
+}
+
+// From the gradient of its outputs, [B, outputs], that of its inputs.
+at::Tensor input_gradient(const at::Tensor& grad, const at::Tensor& weight) {
+  if (!suits_matmul(weight, grad)) {
+    return at::mm(grad, weight);
+  }
+  auto result = at::empty({grad.size(0), weight.size(1)}, grad.options());
+  matmul(as_it_is(grad), as_it_is(weight), nullptr, grad.size(0), weight.size(0), weight.size(1),
+         result.data_ptr<float>());
+  return result;
+}
+
+// And that of its weight.
+at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& inputs, const at::Tensor& weight) {
+  if (!suits_matmul(weight, grad) || !suits_float_loops(inputs)) {
+    return at::mm(grad.t(), inputs);
+  }
+  auto result = at::empty_like(weight);
+  matmul(transposed(grad), as_it_is(inputs), nullptr, weight.size(0), grad.size(0), weight.size(1),
+         result.data_ptr<float>());
+  return result;
 }
 
 void check(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {
@@ -89,7 +154,7 @@ std::vector<at::Tensor> layers_forward(at::Tensor rows, at::TensorList weights, 
   std::vector<at::Tensor> outputs;
   outputs.reserve(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    rows = at::addmm(biases[i], rows, weights[i].t());
+    rows = linear(biases[i], rows, weights[i]);
     if (i + 1 < weights.size()) {
       activate_(rows, activation);
     }
@@ -119,18 +184,20 @@ class Perceptron : public torch::autograd::Function<Perceptron> {
     // In the order of forward's arguments: rows, weights, biases, activation.
     variable_list grads(2 * num_layers + 2);
     at::Tensor grad = grad_outputs.front();
+    at::Tensor bias_grad = grad.sum(0);
     for (size_t i = num_layers; i-- > 0;) {
       const at::Tensor& inputs = saved[i];
+      const at::Tensor& weight = saved[num_layers + i];
       if (context->needs_input_grad(1 + i)) {
-        grads[1 + i] = at::mm(grad.t(), inputs);
+        grads[1 + i] = weight_gradient(grad, inputs, weight);
       }
       if (context->needs_input_grad(1 + num_layers + i)) {
-        grads[1 + num_layers + i] = grad.sum(0);
+        grads[1 + num_layers + i] = bias_grad;
       }
       if (i > 0) {
-        grad = activation_backward(at::mm(grad, saved[num_layers + i]), inputs, activation);
+        std::tie(grad, bias_grad) = activation_backward(input_gradient(grad, weight), inputs, activation);
       } else if (context->needs_input_grad(0)) {
-        grads[0] = at::mm(grad, saved[num_layers]);
+        grads[0] = input_gradient(grad, weight);
       }
     }
     return grads;

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 class _Columns(NamedTuple):
@@ -43,8 +44,17 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """As torch's, without a closure. Parameters without a gradient stay as they are."""
-        # Not by torch's own step, which, once wrapped by a plain Adam somewhere, would run this one's hooks again.
+        """As torch's, without a closure and its entry in a profile. Parameters without a gradient stay as they are."""
+        for before in (*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()):
+            before(self, (), {})
+        # Not by torch's own step, which, once wrapped by a plain Adam somewhere, would run the hooks again.
+        self._update()
+        for after in (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            after(self, (), {})
+
+    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it, for hooks and profile
+
+    def _update(self) -> None:
         (group,) = self.param_groups
         if self._columns is None:
             self._columns = self._look_up(group["params"])

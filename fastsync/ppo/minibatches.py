@@ -35,9 +35,13 @@ class Batch:
     memory: MemoryState | None = None
     """[B, size] each, for a recurrent policy: what it remembered before the first rows."""
 
+    def columns(self) -> dict[str, Tensor]:
+        """All but the memory."""
+        return {name: column for name, column in vars(self).items() if isinstance(column, Tensor)}
+
     def map(self, change: Callable[[Tensor], Tensor], change_memory: Callable[[Tensor], Tensor]) -> Batch:
         """A batch of changed columns."""
-        columns = {name: change(column) for name, column in vars(self).items() if isinstance(column, Tensor)}
+        columns = {name: change(column) for name, column in self.columns().items()}
         memory = self.memory and (change_memory(self.memory[0]), change_memory(self.memory[1]))
         return replace(self, **columns, memory=memory)
 
@@ -83,10 +87,12 @@ class Shuffler:
             return
         dim = 0 if batch.memory is None else 1
         size = batch.log_probs.shape[dim] // num_parts
-        for start in range(0, size * num_parts, size):
-            yield batch.map(
-                lambda column, at=start: column.narrow(dim, at, size),  # type: ignore[misc]
-                lambda state, at=start: state.narrow(0, at, size),  # type: ignore[misc]
+        columns = {name: column.split(size, dim) for name, column in batch.columns().items()}
+        memory = None if batch.memory is None else [state.split(size) for state in batch.memory]
+        for part in range(num_parts):
+            yield Batch(
+                **{name: parts[part] for name, parts in columns.items()},
+                memory=None if memory is None else (memory[0][part], memory[1][part]),
             )
 
     def _row_orders(self, num_steps: int, num_envs: int, num_epochs: int) -> Sequence[Tensor]:

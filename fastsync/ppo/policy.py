@@ -96,7 +96,7 @@ class ActorCritic(nn.Module):
         """Computes what actor and critic are given; arguments as in ``forward``."""
         if self.normalizer is not None:
             observations = self.normalizer(observations)
-        features = self.trunk(observations)
+        features = self.trunk(observations) if self.is_shared else observations
         if self.memory is None:
             return features, None
         assert state is not None
@@ -179,8 +179,7 @@ class Perceptron(nn.Sequential):
         if (
             torch.is_autocast_enabled(rows.device.type)
             or torch.compiler.is_compiling()
-            or [type(layer) for layer in layers] != self._types
-            or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+            or not self._are_as_built(layers)
         ):
             layer_by_layer: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
             return layer_by_layer
@@ -189,6 +188,14 @@ class Perceptron(nn.Sequential):
         weights, biases = [layer["weight"] for layer in linear], [layer["bias"] for layer in linear]
         outputs: Tensor = torch.ops.fastsync.perceptron.default(rows, weights, biases, self._activation)
         return outputs
+
+    def _are_as_built(self, layers: list[nn.Module]) -> bool:
+        if len(layers) != len(self._types):
+            return False
+        for layer, built in zip(layers, self._types, strict=True):
+            if type(layer) is not built or layer._forward_hooks or layer._forward_pre_hooks:
+                return False
+        return True
 
 
 def _layers(sizes: Sequence[int], activation: Activation) -> nn.Sequential:

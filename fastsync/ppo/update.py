@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -60,16 +61,22 @@ class StepGate:
 
     Fused optimizers look at ``found_inf`` before they change anything, as GradScaler makes use of.
 
+    Args:
+        optimizer: a fused one.
+        device: its own.
+        can_refuse: whether anything ever will.
+
     Attributes:
         closed: 0-dim float32, 1 for no steps.
         refused: 0-dim float32, 1 if the last step was none, because of this or of a GradScaler.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, can_refuse: bool = True) -> None:
         self.closed = torch.zeros((), device=device)
         self.refused = torch.zeros((), device=device)
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        if can_refuse:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         of_scaler: Tensor | None = getattr(optimizer, "found_inf", None)
@@ -102,7 +109,8 @@ class Updater:
     """Of the policy."""
 
     def __post_init__(self) -> None:
-        self._gate = StepGate(self.optimizer, self.device)
+        can_refuse = self.settings.target_kl is not None or self.scaler.is_enabled()
+        self._gate = StepGate(self.optimizer, self.device, can_refuse=can_refuse)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a rollout whose columns are [T, N, ...].
@@ -112,14 +120,17 @@ class Updater:
             If none was, the means are NaN.
         """
         self._gate.closed.zero_()
-        logged, refused = [], []
+        losses, norms, refused = [], [], []
         for minibatch in self._minibatches(batch):
-            logged.append(self._step(minibatch))
+            losses_of_step, norm = self._step(minibatch)
+            losses.append(losses_of_step)
+            norms.append(norm)
             refused.append(self._gate.refused)
         was_taken = torch.stack(refused) == 0
         num_taken = was_taken.sum()
+        logged = torch.cat([torch.stack(losses), torch.stack(norms).unsqueeze(1)], dim=1).float()
         # Not a product: what was refused may be inf.
-        mean = torch.where(was_taken.unsqueeze(1), torch.stack(logged), 0).sum(0) / num_taken
+        mean = torch.where(was_taken.unsqueeze(1), logged, 0).sum(0) / num_taken
         names = (*LOSSES, "grad_norm", "optimizer_steps")
         return dict(zip(names, [*mean.tolist(), num_taken.item()], strict=True))
 
@@ -130,8 +141,8 @@ class Updater:
                 return
             yield minibatch
 
-    def _step(self, minibatch: Batch) -> Tensor:
-        """One optimizer step; LOSSES and the norm of the gradient, float32."""
+    def _step(self, minibatch: Batch) -> tuple[Tensor, Tensor]:
+        """One optimizer step; LOSSES and the norm of the gradient, 0-dim."""
         self.optimizer.zero_grad()
         losses, kl = self._backward(minibatch)
         if kl is not None:
@@ -139,19 +150,19 @@ class Updater:
         grad_norm = self.sync.clip(self.settings.max_grad_norm, self.optimizer, self.scaler)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return torch.cat([losses, grad_norm.reshape(1)]).float()
+        return losses, grad_norm
 
     def _backward(self, minibatch: Batch) -> tuple[Tensor, Tensor | None]:
         """LOSSES of the minibatch on this rank, and where the settings ask for it the KL divergence over all ranks."""
         *first, last = Shuffler.cut(minibatch, self.settings.num_micro_batches)
-        losses = torch.zeros(len(LOSSES), device=self.device)
+        of_parts = []
         for part in first:
             with self.sync.no_sync():
-                loss, part_losses = self._loss(part)
+                loss, losses = self._loss(part)
                 self.scaler.scale(loss).backward()
-            losses = losses + part_losses
-        loss, part_losses = self._loss(last)
-        losses = losses + part_losses
+            of_parts.append(losses)
+        loss, losses = self._loss(last)
+        losses = reduce(torch.add, [*of_parts, losses])
         rider = losses[_KL].float() if self.settings.target_kl is not None else None
         return losses, self.sync.backward(self.scaler.scale(loss), rider)
 

@@ -1,7 +1,8 @@
-// tanh in single precision, in a form that the compiler turns into vector instructions. Libraries that promise 1 unit
-// in the last place take several times as long.
-#include "ppo/fast_tanh.h"
+// Loops in a form that the compiler turns into vector instructions.
+#include "ppo/float_loops.h"
 
+#include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 
@@ -16,9 +17,15 @@
 namespace fastsync {
 namespace {
 
-// Up to 0.625 an odd polynomial, beyond it 1 - 2 / (exp(2x) + 1), as in Cephes (S. Moshier, Methods and Programs for
-// Mathematical Functions, 1989), whose coefficients the two polynomials have; exp by halving the range with ln 2 in two
-// parts. At 9.1 and beyond the nearest float is 1.
+// Sums over rows begin anew after so many, for they grow less exact with their length.
+constexpr int64_t kRowsOfSum = 256;
+// Sums that the compiler keeps in registers.
+constexpr int64_t kColumns = 64;
+
+// tanh; libraries that promise 1 unit in the last place take several times as long. Up to 0.625 an odd polynomial,
+// beyond it 1 - 2 / (exp(2x) + 1), as in Cephes (S. Moshier, Methods and Programs for Mathematical Functions, 1989),
+// whose coefficients the two polynomials have; exp by halving the range with ln 2 in two parts. At 9.1 and beyond the
+// nearest float is 1.
 inline __attribute__((always_inline)) float tanh_of(float x) {
   const float magnitude = std::abs(x);
 
@@ -53,6 +60,27 @@ inline __attribute__((always_inline)) float tanh_of(float x) {
 FASTSYNC_WIDE void fast_tanh(float* values, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
     values[i] = tanh_of(values[i]);
+  }
+}
+
+FASTSYNC_WIDE void tanh_backward(float* grad, const float* activated, int64_t rows, int64_t width, float* sums) {
+  std::fill_n(sums, width, 0.0F);
+  for (int64_t column = 0; column < width; column += kColumns) {
+    const int64_t columns = std::min(kColumns, width - column);
+    for (int64_t begin = 0; begin < rows; begin += kRowsOfSum) {
+      std::array<float, kColumns> part{};
+      for (int64_t row = begin; row < std::min(begin + kRowsOfSum, rows); ++row) {
+        float* __restrict g = grad + row * width + column;
+        const float* __restrict y = activated + row * width + column;
+        for (int64_t i = 0; i < columns; ++i) {
+          g[i] *= 1 - y[i] * y[i];
+          part[i] += g[i];
+        }
+      }
+      for (int64_t i = 0; i < columns; ++i) {
+        sums[column + i] += part[i];
+      }
+    }
   }
 }
 
