@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fastsync.ppo import discounted_sums
 from fastsync.ppo.actions import Categorical
 from fastsync.ppo.adam import Adam
 from fastsync.ppo.objective import in_plain_pytorch, ppo_objective
@@ -188,6 +189,19 @@ def test_categorical_refuses_what_does_not_fit():
         op(torch.ones(1, 2), torch.tensor([1], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"actions: expected one for each row of logits \[1, 2\], got \[2\]"):
         op(torch.ones(1, 2), torch.tensor([1, 1]))
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (7, 1), (40, 5), (0, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_discounted_sums_are_as_specified(shape: tuple[int, int], dtype: torch.dtype):
+    torch.manual_seed(2)
+    summands, decays = torch.randn(*shape, dtype=dtype), torch.rand(*shape, dtype=dtype)
+    expected = discounted_sums.in_plain_pytorch(summands, decays) if shape[0] else summands
+    torch.testing.assert_close(discounted_sums.discounted_sums(summands, decays), expected)
+    with pytest.raises(ValueError, match=r"decays: expected .* like summands"):
+        torch.ops.fastsync.discounted_sums(summands, decays[:, :1].expand(shape[0], shape[1] + 1))
+    with pytest.raises(ValueError, match=r"summands: expected real numbers \[T, N\]"):
+        torch.ops.fastsync.discounted_sums(summands.flatten(), decays)
 
 
 COLUMNS = ("log_prob", "entropy", "values", "old_log_probs", "advantages", "old_values", "returns", "weights")

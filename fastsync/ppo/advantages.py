@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from fastsync.ppo.discounted_sums import discounted_sums
 from fastsync.ppo.normalize import mean_and_variance
 
 
@@ -38,11 +38,7 @@ def estimate_advantages(
     """
     deltas = rewards + gamma * next_values * ~terminated - values
     decays = gamma * gae_lambda * (~done).to(deltas.dtype)
-    advantages = torch.empty_like(deltas)
-    following = torch.zeros_like(deltas[0])
-    for delta, decay, advantage in zip(deltas.flip(0), decays.flip(0), reversed(advantages.unbind()), strict=True):
-        following = torch.addcmul(delta, decay, following, out=advantage)
-    return advantages
+    return discounted_sums(deltas, decays)
 
 
 def normalize_advantages(advantages: Tensor, moments: Tensor) -> Tensor:

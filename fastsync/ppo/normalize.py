@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastsync.ppo.discounted_sums import discounted_sums
+
 LIMIT = 10.0
 """Normalised observations and rewards are cut off here, as is customary (Andrychowicz et al., ICLR 2021, B.6)."""
 
@@ -90,8 +92,10 @@ class RewardNormalizer(RunningMoments):
             done: [T, N] bool: the episode ended with this step, so the next one begins at 0.
             carried: [N], R of the step before, 0 at the beginning of an episode; overwritten for the next rollout.
         """
-        returns = torch.empty_like(rewards)
-        for row, reward, over in zip(returns, rewards, done, strict=True):
-            torch.add(reward, carried, alpha=self._gamma, out=row)
-            carried.copy_(row * ~over)
+        goes_on = (~done).to(rewards.dtype)
+        summands = torch.cat([torch.add(rewards[:1], carried, alpha=self._gamma), rewards[1:]])
+        decays = torch.cat([torch.zeros_like(summands[:1]), self._gamma * goes_on[:-1]])
+        # The past takes the place of what is to come.
+        returns = discounted_sums(summands.flip(0), decays.flip(0)).flip(0)
+        carried.copy_(returns[-1] * goes_on[-1])
         return returns

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
+from statistics import quantiles
 
-import numpy as np
 import torch
 
 from fastsync.distributed import dist_mean
@@ -210,5 +210,6 @@ class Status:
         returns = self.window.returns
         if not returns:
             return None
-        low, high = np.percentile(returns, [10, 90])
-        return mean(returns), float(low), float(high)
+        # Of a single one all are the same.
+        low, *_, high = quantiles(returns if len(returns) > 1 else 2 * returns, n=10, method="inclusive")
+        return mean(returns), low, high
