@@ -9,30 +9,19 @@ The model is a small GPT-2 made from a config, which learns to count; nothing is
 import tempfile
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.distributed import process_group
 
 try:
-    from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
+
+    from fastsync.hf_trainer import FastsyncCallback
 except ImportError:
     raise SystemExit("this example needs transformers and accelerate: pip install transformers accelerate") from None
 
 NUM_TOKENS = 16
 NUM_STEPS = 60
-
-
-class FastsyncCallback(TrainerCallback):
-    """Registers the hook once Trainer has wrapped the model in DDP. Alone, there is no DDP."""
-
-    def __init__(self, trainer, compression):
-        self.trainer, self.compression, self.hook = trainer, compression, None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        model = self.trainer.model_wrapped
-        if isinstance(model, DistributedDataParallel):
-            self.hook = fastsync.register_comm_hook(model, self.compression)
 
 
 def counting(num=1024, length=12):
@@ -70,7 +59,7 @@ def main(device):
     fastsync.check_consistency(model)
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        stats = callback.hook.stats() if callback.hook else None
+        stats = callback.handle.stats() if callback.handle else None
         sent = (
             f"{stats.num_steps} steps of {stats.elements} gradients in {stats.wire_bytes} bytes" if stats else "alone"
         )

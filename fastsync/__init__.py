@@ -31,6 +31,7 @@ __all__ = [
     "measure_group",
     "register_all_reduce_hook",
     "register_comm_hook",
+    "register_prepared",
     "register_reduce_scatter",
 ]
 
@@ -55,6 +56,7 @@ else:
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
     from .handle import handle_of
+    from .prepared import register_prepared
     from .sharded import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
     from .stats import BucketStats, GradStats, SyncStats
     from .synchronizer import GradientSynchronizer, attach

@@ -127,9 +127,10 @@ def check_not_sharded(named: Mapping[str, Tensor], argument: str) -> None:
         if is_wrapper(parameter):
             raise ValueError(
                 f"{argument}: parameter {name} is a {type(parameter).__name__}, which wraps other tensors, as those "
-                "that fully_shard or tensor parallelism hands out do, and whose gradients PyTorch averages itself; "
-                "this handles plain tensors that every rank holds whole, and fastsync.register_reduce_scatter models "
-                "under fully_shard"
+                "that fully_shard or tensor parallelism hands out do; this handles plain tensors that every rank holds "
+                "whole. Use fastsync.register_reduce_scatter for models under fully_shard; after tensor parallelism "
+                "call fully_shard with the data-parallel dimension of the mesh first, or, where ranks are to hold "
+                "whole replicas, with one of a single rank, and fastsync.register_all_reduce_hook"
             )
 
 

@@ -16,6 +16,7 @@ from .checks import check_dense, check_group, check_not_sharded, check_parameter
 from .compression import Compression
 from .handle import GradientHandle, SyncHandle, remember
 from .optimizer_steps import watch
+from .pipelines import has_a_stage_of
 
 
 class HookState(SyncHandle):
@@ -43,6 +44,7 @@ class CommHook(HookState, GradientHandle):
     """The handle of a hook that ``register_comm_hook`` put into a DDP model."""
 
     _argument = "ddp_model"
+    _is_stage: bool | None = None  # of a pipeline; None until somebody asks
 
     def __init__(
         self,
@@ -65,6 +67,17 @@ class CommHook(HookState, GradientHandle):
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients the hook averages."""
         return self._parameters
+
+    def claim_norm(self) -> Tensor:
+        """As ``GradientHandle.claim_norm``; also refuses where a pipeline's schedule divides what the hook has left."""
+        if self._is_stage is None:
+            self._is_stage = has_a_stage_of(self._parameters)
+        if self._is_stage:
+            raise RuntimeError(
+                "fastsync.clip_grad_norm_: a pipeline's schedule divides the gradients after the hook has averaged "
+                "them, so their norm is not known; use torch.nn.utils.clip_grad_norm_"
+            )
+        return super().claim_norm()
 
 
 # Of the hooks that are called for one bucket at a time.

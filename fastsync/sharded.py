@@ -16,8 +16,10 @@ from . import _C
 from .autotune.request import AnyCompression, Auto, Schedule
 from .checks import resolve_group
 from .compression import Compression
-from .handle import GradientHandle, remember
+from .handle import GradientHandle, forget_handle, remember
 from .reference import SUM_OF_SQUARES
+
+_NO_GRAPH_TASK = -1  # outside of any backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,8 @@ class _Unit:
 
     def why_norm_is_unknown(self, dtype: torch.dtype) -> str:
         """Tells what keeps the gradients of this dtype that come next from being what ``.grad`` will be; or nothing."""
+        if torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
+            return "a pipeline's schedule divides the gradients afterwards"
         if dtype not in (torch.float32, torch.bfloat16) or self.group.force_sum_reduction_for_comms:
             return "fully_shard divides the sums afterwards"
         if any(parameter.grad is not None for parameter in self.parameters()):
@@ -70,7 +74,8 @@ class ShardedGradients(GradientHandle):
 
     State goes by module, number of values that travel together, and rank, such as ``layers.0[4096] of rank 1``: it is
     meant for the same number of ranks, each of which saves its own, as with ``torch.save``. What error feedback has not
-    sent yet is as large as all of the model's gradients, not as their shards.
+    sent yet is as large as all of the model's gradients, not as their shards. ``torch.distributed.checkpoint`` loads
+    into tensors that are there, which a new handle has not: give it the bytes of ``torch.save``, under a key a rank.
     """
 
     _argument = "model"
@@ -83,9 +88,20 @@ class ShardedGradients(GradientHandle):
         self._scatters = scatters
         self._engine: _C.ShardedState = _C.ShardedState(group)
         self._identities: dict[str, Tensor] = {}
+        self._is_in_use = True
         self._noted_step = -1
         self._why_norm_is_unknown = ""
         self.compression = compression
+
+    def detach(self) -> None:
+        """Gives the modules back what they reduce-scattered with before, or takes the all-reduce hook off."""
+        for unit in self._units if self._is_in_use else ():
+            if self._scatters:
+                unit.module.set_custom_reduce_scatter(unit.group._reduce_scatter_comm.replaced)
+            else:
+                unit.module.set_all_reduce_hook(None)
+        self._is_in_use = False
+        forget_handle(self)
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters whose gradients are synchronised."""
@@ -96,8 +112,8 @@ class ShardedGradients(GradientHandle):
 
         Raises:
             RuntimeError: it is not known: no backward was synchronised yet, or what was is not what ``.grad`` is,
-                because it was added to gradients of an earlier backward, divided afterwards (as float16 is), or
-                averaged over HSDP's replicas afterwards.
+                because it was added to gradients of an earlier backward, divided afterwards (as float16 is, and as a
+                pipeline's schedule does), or averaged over HSDP's replicas afterwards.
         """
         squares = self._engine.grad_stats()[:, SUM_OF_SQUARES].sum()
         self._check_norm_is_known()
@@ -184,6 +200,8 @@ class _EngineReduceScatter:
     def __init__(self, handle: ShardedGradients, unit: _Unit) -> None:
         self._handle = handle
         self._unit = unit
+        self._group = unit.shard_group
+        self.replaced = unit.group._reduce_scatter_comm
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -196,6 +214,11 @@ class _EngineReduceScatter:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
+        if group is not self._group:
+            raise RuntimeError(
+                f"fastsync.register_reduce_scatter: {self._unit} got another process group since, as by "
+                "set_separate_reduce_scatter_group; call that first, or detach() the handle before it and register anew"
+            )
         self._handle.reduce_scatter(self._unit, output_tensor, input_tensor, op)
 
 

@@ -20,6 +20,7 @@ from .autotune.request import AnyCompression
 from .checks import check_dense, check_group, check_not_sharded, is_sharded_by_fsdp1, resolve_nodes
 from .handle import GradientHandle, forget_handle, remember
 from .optimizer_steps import check_no_optimizer_in_backward, forget, watch
+from .pipelines import check_no_stage
 
 BUCKET_CAP_MB = 25.0
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
@@ -49,6 +50,7 @@ class GradientSynchronizer(GradientHandle):
             list(named.values()), list(named), group, int(bucket_cap_mb * 2**20), gradient_as_bucket_view
         )
         self._is_enabled = True
+        self._overlaps = False
         self._called_step = -1  # the newest that synchronize() was called for
         self.compression = compression
 
@@ -174,8 +176,8 @@ def _check_that_the_model_has(sync: GradientSynchronizer) -> None:
         )
 
 
-# Attached to modules, and nobody knows yet whether their parameters get gradients. Where they are not used any more,
-# no hook of theirs is called, so it is noticed before an optimizer steps.
+# Nobody knows yet whether their parameters get gradients, and from whom. Where they are not used any more, or belong to
+# a pipeline's stage, their hooks may not be called, so it is noticed before an optimizer steps.
 _unproven: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
 
 
@@ -184,6 +186,8 @@ def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[st
         _check_that_the_model_has(sync)
         # The engine, which knows, must not be asked: it may be waiting for its ranks in another thread.
         if any(parameter.grad is not None for parameter in sync._named.values()):
+            if sync._overlaps:
+                check_no_stage(sync._named.values())
             _unproven.discard(sync)
 
 
@@ -224,7 +228,8 @@ def attach(
             ``Compression.ranks_per_node``; what an all-reduce would add, the ranks then add in float32. Several
             attached to one group send one after the other, and only the first during backward. On CPUs each overlaps if
             it has a group of its own. On GPUs that helps nothing: NCCL asks for one order of all groups' calls.
-        overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it.
+        overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it, or, for
+            the stage of a pipeline, after ``schedule.step()``.
         broadcast: first give every rank the parameters and buffers of the group's rank 0.
         gradient_as_bucket_view: on CPUs, where all ranks are on one host and gradients travel at full width, keep every
             ``.grad`` in memory that the ranks share, and average it there. With
@@ -248,6 +253,8 @@ def attach(
     named = _able(given, "module_or_params")
     _check_unattached(named)
     check_no_optimizer_in_backward(named, "module_or_params")
+    if overlap:
+        check_no_stage(named.values())
     group, ranks_per_node = resolve_nodes(process_group)
     check_group(group, named)
     sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb, gradient_as_bucket_view)
@@ -258,7 +265,9 @@ def attach(
         _broadcast(sync, named, others, group)
     if overlap:
         sync._engine.attach(list(named.values()))
+    sync._overlaps = overlap
     _attached.add(sync)
+    _unproven.add(sync)
     watch(sync)
     if isinstance(module_or_params, nn.Module):
         # Each that has parameters, for the module itself may be a container made for this call alone.
@@ -266,7 +275,6 @@ def attach(
             if owner is module_or_params or next(owner.parameters(recurse=False), None) is not None:
                 _owned_by_module.setdefault(owner, []).append(sync)
                 remember(owner, sync)
-        _unproven.add(sync)
     else:
         _owned_by_nobody.add(sync)
     return sync

@@ -186,6 +186,13 @@ def test_hugging_faces_trainer_learns_with_two_bytes_a_gradient():
     assert 0 < num_bytes / num_steps - 2 * num_elements <= 4 * STAMP * 2 + 2
 
 
+def test_two_pipelines_train_a_transformer():
+    line = "".join(run_ranks(main_says, 4, "pipeline_transformer", (), {}, timeout=TIME_LIMIT)).strip()
+    first, last, _, num_pipelines = numbers(r"loss ([\d.]+) -> ([\d.]+); (\d+) steps over (\d+) pipelines", line)
+    assert last < first / 4
+    assert num_pipelines == 2
+
+
 @pytest.mark.parametrize("name", ["lightning_ddp", "accelerate_ddp"])
 def test_ddp_hooks_learn_with_two_bytes_a_gradient(name: str):
     line = run_on_two_ranks(name)
@@ -201,12 +208,13 @@ def test_ddp_hooks_learn_with_two_bytes_a_gradient(name: str):
 
 # What each example is run with alone, and says then.
 ALONE = {
-    "accelerate_ddp": ((), "0 bytes"),
+    "accelerate_ddp": ((), "alone"),
     "cleanrl_ppo": (("--total-timesteps", "5000"), "1 ranks"),
     "cleanrl_sac": (("--total-timesteps", "2000"), "1 ranks"),
     "hf_trainer": ((), "alone"),
     "image_classifier": (("--epochs", "1"), "epoch 1: loss"),
     "lightning_ddp": ((), "256 steps"),
+    "pipeline_transformer": ((), "over 1 pipelines"),
     "rl_games_ppo": ((), "learning rates [0.0"),
     "rsl_rl_reduce_parameters": ((), "loss"),
     "sb3_ppo": (("--total-timesteps", "1000"), "mean return of 1 x 10 episodes"),

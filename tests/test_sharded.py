@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import signal
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._tensor import DTensor
+from torch.distributed._tensor import DTensor, Shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fastsync
@@ -202,6 +204,35 @@ def test_trains_as_one_process_with_all_data(world_size: int, shared_memory: boo
     assert all(found[wire] <= LIMITS[wire] for wire in WIRES), found
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32 sums of bfloat16": {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    },
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+    "micro-batches": {"micro_batches": 2},
+    "activation checkpointing": {"checkpointed": True},
+}
+
+
+def _trains_in_variants(rank: int, world_size: int) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    alone = trained_alone()
+    found = {}
+    for name, options in VARIANTS.items():
+        micro_batches = options.pop("micro_batches", 1)
+        model = sharded(mesh, **options)
+        fastsync.register_reduce_scatter(model, "bf16")
+        train(model, rank, world_size, micro_batches=micro_batches)
+        found[name] = distance(model, alone)
+    return found
+
+
+def test_trains_in_variants_as_one_process_with_all_data() -> None:
+    found = run_ranks(_trains_in_variants, 2)[0]
+    assert all(found[name] <= LIMITS["bf16"] * (10 if "bfloat16" in name else 1) for name in VARIANTS), found
+
+
 def _trains_in_replicas(rank: int, world_size: int) -> list[dict[str, float]]:
     """HSDP of two replicas: fully_shard's own, and with an all-reduce of the engine's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -253,6 +284,36 @@ def test_replicas_that_are_not_sharded() -> None:
     assert max(run_ranks(_replicates, 2)) <= LIMITS["fp16"]
 
 
+def _trains_beside_tensor_parallelism(rank: int, world_size: int) -> list[float]:
+    """Shards of the tensors' parts, and whole replicas of them."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "alone", "tensor"))
+    found = []
+    for is_sharded in (True, False):
+        model = Tied()
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+        for call in (fastsync.attach, fastsync.all_reduce_gradients):
+            with pytest.raises(ValueError, match=r"is a DTensor.*data-parallel dimension"):
+                call(model, process_group=mesh["data"])
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh["data" if is_sharded else "alone"])
+        if is_sharded:
+            handle = fastsync.register_reduce_scatter(model, "bf16")
+        else:
+            handle = fastsync.register_all_reduce_hook(model, "bf16", process_group=mesh["data"])
+        train(model, mesh.get_local_rank("data"), 2)
+        assert handle.stats().num_syncs == 3 * STEPS
+        found.append(distance(model, trained_alone()))
+        with pytest.raises(RuntimeError, match="tensor parallelism, split some parameters"):
+            handle.grad_norm()
+    return found
+
+
+def test_trains_beside_tensor_parallelism() -> None:
+    for found in run_ranks(_trains_beside_tensor_parallelism, 4):
+        assert max(found) <= LIMITS["bf16"], found
+
+
 # Between two ranks a sum of float32 values is the same whoever adds, and its half is exact.
 POLICIES = [
     MixedPrecisionPolicy(),
@@ -286,6 +347,52 @@ def _as_without_it(rank: int, world_size: int) -> None:
 
 def test_full_width_between_two_ranks_is_what_fully_shard_does_by_itself() -> None:
     run_ranks(_as_without_it, 2)
+
+
+def _detaches(rank: int, world_size: int) -> None:
+    """The model is PyTorch's again, as in the step before, and may be registered anew: also in another group."""
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("shard", "replicate"))
+    register: list[Callable[[nn.Module], fastsync.ShardedGradients]] = [
+        lambda model: fastsync.register_reduce_scatter(model, "int8"),
+        lambda model: fastsync.register_all_reduce_hook(model, "int8", process_group=mesh["replicate"]),
+    ]
+
+    def gradients(model: Any) -> list[Tensor]:
+        model.zero_grad()
+        step_of(model, 0, rank, world_size)
+        return [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+
+    for one in register:
+        model = sharded(mesh["shard"])
+        expected = gradients(model)
+        handle = one(model)
+        gradients(model)
+        handle.detach()
+        with pytest.raises(ValueError, match="no handles of fastsync look after"):
+            fastsync.handle_of(model)
+        for mine, theirs in zip(gradients(model), expected, strict=True):
+            assert_bitwise_equal(mine, theirs)
+        assert handle.stats().num_steps == 1
+        handle = one(model)
+        gradients(model)
+        assert handle.stats().num_steps == 1
+    if hasattr(model, "set_separate_reduce_scatter_group"):
+        for is_told in (False, True):
+            model = sharded(mesh["shard"])
+            handle = register[0](model)
+            if is_told:
+                handle.detach()
+            model.set_separate_reduce_scatter_group()
+            if is_told:
+                register[0](model)
+                gradients(model)
+            else:
+                with pytest.raises(RuntimeError, match="got another process group since"):
+                    gradients(model)
+
+
+def test_a_model_is_given_back() -> None:
+    run_ranks(_detaches, 2)
 
 
 def _norm_before_another_average(rank: int, world_size: int) -> None:
@@ -478,8 +585,9 @@ def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
 
     model, optimizer, handle = begin()
     go_on(model, optimizer, range(4))
-    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/shards")
+    torch.save(handle.state_dict(), saved := io.BytesIO())
     torch.save(handle.state_dict(), f"{folder}/{rank}.pt")
+    dcp.save({"model": model.state_dict(), f"fastsync {rank}": saved.getvalue()}, checkpoint_id=f"{folder}/shards")
     state = handle.state_dict()
     assert state["step"] == 4
     assert state["scales"] == {}  # each sum begins with one of its own
@@ -489,11 +597,12 @@ def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
     go_on(model, optimizer, range(4, 8))
 
     resumed, optimizer, handle = begin()
-    dcp.load(resumed.state_dict(), checkpoint_id=f"{folder}/shards")
+    loaded = {"model": resumed.state_dict(), f"fastsync {rank}": b""}
+    dcp.load(loaded, checkpoint_id=f"{folder}/shards")
     if residuals:
         with pytest.raises(ValueError, match=f"no parameter named .* of rank {1 - rank}'"):
             handle.load_state_dict(torch.load(f"{folder}/{1 - rank}.pt"))
-    handle.load_state_dict(torch.load(f"{folder}/{rank}.pt"))
+    handle.load_state_dict(torch.load(io.BytesIO(loaded[f"fastsync {rank}"])))
     go_on(resumed, optimizer, range(4, 8))
     for index, (one, other) in enumerate(zip(resumed.parameters(), model.parameters(), strict=True)):
         assert_bitwise_equal(one.to_local(), other.to_local(), f"parameter {index}")
@@ -521,6 +630,30 @@ def _loses_a_rank(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_rank_that_is_lost_is_named(shared_memory: bool) -> None:
     run_ranks(_loses_a_rank, 2, shared_memory=shared_memory, lost={1})
+
+
+def _meets_others(rank: int, world_size: int) -> None:
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("bf16", reduce="fp32"))])]))
+    whole = [torch.empty(numel * world_size, device="meta") for numel in (64, 512, 512)]
+
+    def send(index: int) -> Tensor:
+        numel = whole[index].numel()
+        output = torch.empty(numel // world_size)
+        engine.reduce_scatter(whole[index], f"part {index}", output, torch.ones(numel), dist.ReduceOp.AVG)
+        return output
+
+    for step in range(2):
+        assert all(send(index).eq(1).all() for index in range(3)), step
+    with pytest.raises(
+        RuntimeError, match=r"averaging part \d failed on rank(.|\n)*rank \d has (sent gradients of oth|fai)"
+    ):
+        send(1 if rank == world_size - 1 else 0 if world_size == 2 else 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_send_others_are_noticed_in_shared_memory(world_size: int) -> None:
+    run_ranks(_meets_others, world_size)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -566,6 +699,18 @@ def _refused(rank: int, world_size: int) -> None:
         register(mixed)
     register(mixed.blocks[0])
     register(mixed)
+
+    several = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if hasattr(common, "ShardPlacementResult"):  # before it there were no several groups
+        other = common.FSDPMeshInfo(pair["shard"], shard_mesh_dim=0)
+
+        def place(parameter: nn.Parameter) -> Any:
+            return common.ShardPlacementResult(Shard(0), other) if parameter is several[1].weight else None
+
+        fully_shard(several, mesh=mesh, shard_placement_fn=place)
+        with pytest.raises(ValueError, match="2 groups of parameters on different meshes"):
+            register(several)
 
     hook = fastsync.register_all_reduce_hook
     with pytest.raises(ValueError, match="averages over replicas itself"):

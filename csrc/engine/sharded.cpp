@@ -55,6 +55,9 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
         const auto make = [&](Bucket values) {
           const auto team = team_for(values, *bucket.totals());
           team->begin(/*attempt=*/0);
+          if (shared_) {
+            shared_->announce(known_buckets_[sync.index]->agreement->number);
+          }
           SumBuffers& kept = team->shares_memory() ? shared_buffers_ : buffers_;
           return reduce_scatter_sum(team, sync.tag, std::move(values), output, factor,
                                     input.is_cpu() ? kept : for_once);

@@ -31,11 +31,17 @@ class SharedTeam::Arrival final : public Transfer {
     sent_bytes_ = bytes;
   }
 
-  void send() override { team_->numbers_of(team_->rank())[phase_].raise_to(number_); }
+  // What is announced only now, for before it others may still read the rows of the sum before.
+  void send() override {
+    Numbers& own = team_->numbers_of(team_->rank());
+    own[kAnnounced].raise_to(team_->announced_);
+    own[phase_].raise_to(number_);
+  }
 
   void wait_for_rows() override {
     RECORD_FUNCTION("fastsync::wait", {});
     team_->wait_for_all(phase_, number_);
+    team_->check_announced();
   }
 
  private:
@@ -86,6 +92,18 @@ void SharedTeam::begin(int64_t attempt) {
   const int64_t sum = attempt == 0 ? sum_ + 1 : attempt;
   if (sum != sum_) {
     sum_before_ = std::exchange(sum_, sum);
+  }
+}
+
+void SharedTeam::announce(int64_t what) {
+  constexpr int64_t kWhats = 1 << 20;
+  announced_ = sum_ * kWhats + what % kWhats;
+}
+
+void SharedTeam::check_announced() const {
+  for (int64_t peer = 0; announced_ != 0 && peer < size(); ++peer) {
+    TORCH_CHECK(numbers_of(peer)[kAnnounced].value.load(std::memory_order_relaxed) == announced_, "rank ", ranks_[peer],
+                " has sent ", in_rows_, " of others, or fewer or more of them, where this rank has sent these");
   }
 }
 

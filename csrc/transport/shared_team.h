@@ -30,6 +30,9 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
 
   at::Tensor allocate(int64_t region) override;
   void begin(int64_t attempt) override;
+  // After begin, of a sum that another rank may take for another one: what it is of, a number that the ranks have
+  // agreed on. Where theirs is another, this rank does not read their rows: what waits for them throws.
+  void announce(int64_t what);
   std::shared_ptr<void> use_rows() override;
   void have_read() override { numbers_of(rank())[kRead].raise_to(sum_); }
   void give_up() override { numbers_of(rank())[kGivenUp].raise_to(1); }
@@ -41,7 +44,8 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   static constexpr size_t kPhases = 4;
   static constexpr size_t kRead = kPhases;  // the sums whose rows this rank has read
   static constexpr size_t kGivenUp = kRead + 1;
-  using Numbers = std::array<SharedNumber, kGivenUp + 1>;
+  static constexpr size_t kAnnounced = kGivenUp + 1;
+  using Numbers = std::array<SharedNumber, kAnnounced + 1>;
 
   class Arrival;
 
@@ -53,6 +57,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   void check_not_failed();
   void look(size_t which, int64_t number) const;
   void wait_for_all(size_t which, int64_t number);
+  void check_announced() const;
 
   std::shared_ptr<Host> host_;
   std::shared_ptr<SharedMemory> shared_;
@@ -62,6 +67,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   std::array<Waiting, kPhases + 1> waiting_;
   int64_t sum_ = 0;  // the newest, as every rank counts them
   int64_t sum_before_ = 0;
+  int64_t announced_ = 0;                      // of the newest, 0 where nothing was
   std::array<int64_t, kPhases> num_pieces_{};  // of the newest
   std::weak_ptr<void> use_;                    // of the rows, by a sum of this rank's
   std::mutex mutex_;                           // guards the next

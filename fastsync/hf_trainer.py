@@ -1,0 +1,38 @@
+"""Hugging Face's Trainer: the callback that has its gradients go through the engine. Needs transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from .autotune.request import AnyCompression
+from .ddp import CommHook
+from .prepared import register_prepared
+from .sharded import ShardedGradients
+
+
+class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is checked of transformers
+    """Calls ``register_prepared`` once Trainer has wrapped its model.
+
+    Hand it over as ``trainer.add_callback(FastsyncCallback(trainer))``.
+
+    ``handle`` is what it returned, None before training begins, and where there is one rank.
+
+    Args:
+        trainer: the one that this is a callback of.
+        compression: what travels, as in ``register_comm_hook``.
+    """
+
+    def __init__(self, trainer: Trainer, compression: AnyCompression = "bf16") -> None:
+        self.handle: CommHook | ShardedGradients | None = None
+        self._trainer = trainer
+        self._compression = compression
+        self._model: nn.Module | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        model = self._trainer.model_wrapped
+        if model is not self._model:  # where training goes on it is the same
+            self._model = model
+            self.handle = register_prepared(model, self._compression)
