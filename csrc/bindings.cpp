@@ -240,10 +240,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Synchronizer, std::shared_ptr<Synchronizer>> synchronizer(m, "Synchronizer");
   synchronizer
-      .def(
-          py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool>),
-          py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
-          py::arg("gradient_as_bucket_view") = false)
+      .def(py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool,
+                                 bool>),
+           py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
+           py::arg("gradient_as_bucket_view") = false, py::arg("sums") = false)
       .def("attach", &Synchronizer::attach, py::arg("parameters"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("set_enabled", &Synchronizer::set_enabled, py::arg("enabled"), no_gil)
@@ -251,6 +251,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("agree", locked<Synchronizer>(&ParameterSync::agree), no_gil)
       .def("ride", locked<Synchronizer>(&ParameterSync::ride), py::arg("name"), py::arg("value"), no_gil)
       .def("riders", locked<Synchronizer>(&ParameterSync::riders), no_gil)
+      .def("set_weight", locked<Synchronizer>(&ParameterSync::set_weight), py::arg("weight"), no_gil)
+      .def("set_joining", locked<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
+      .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
+      .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
+      .def("set_buffers", locked<Synchronizer>(&ParameterSync::set_buffers), py::arg("buffers"), py::arg("means"),
+           no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil);
   bind_state(synchronizer);
 

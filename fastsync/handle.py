@@ -43,7 +43,9 @@ class SyncHandle(ABC):
         """Returns what a resumed run needs to go on as if it had not stopped.
 
         The step and each parameter's fp16 scale are equal on all ranks. What error feedback has not sent yet is each
-        rank's own: with it, save the states of all ranks. Waits for the device.
+        rank's own, and has its rank in its name, such as ``layer.weight of rank 1``: with it, save the states of all
+        ranks, each to a file of its own or all with ``torch.distributed.checkpoint``. Before the first sync it is
+        zeros, for that to load into. Waits for the device.
         """
         named = self._named_parameters()
         scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
@@ -51,8 +53,12 @@ class SyncHandle(ABC):
         return {
             "step": self._engine.step(),
             "scales": {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of},
-            "residuals": {name: residual_of[id(p)] for name, p in named.items() if id(p) in residual_of},
+            "residuals": {self._own(name): residual_of[id(p)] for name, p in named.items() if id(p) in residual_of},
         }
+
+    def _own(self, name: str) -> str:
+        """What this rank's part of a state is called that each rank has one of."""
+        return f"{name} of rank {dist.get_rank()}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what ``state_dict()`` returned. Call it on every rank, with the states of one step.
@@ -72,9 +78,14 @@ class SyncHandle(ABC):
         residuals, step = state_dict.get("residuals", {}), state_dict.get("step", 0)
         if not isinstance(residuals, dict):
             raise ValueError(f"state_dict: expected 'residuals' to be a dict by name, got {residuals!r}")
+        names = {self._own(name): name for name in named}  # residuals of older checkpoints have no rank
+        residuals = {names.get(name, name): residual for name, residual in residuals.items()}
         for name in (*scales, *residuals):
             if name not in named:
-                raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")
+                raise ValueError(
+                    f"state_dict: the model has no parameter named {name!r}; is it another model's state? "
+                    "What has a rank in its name is for that rank alone"
+                )
         for name, scale in scales.items():
             if not _is_scale(scale):
                 raise ValueError(
@@ -103,6 +114,8 @@ class GradientHandle(SyncHandle):
     _group: dist.ProcessGroup
     _ranks_per_node: int | None = None
     """As the caller's DeviceMesh says; None where all links are alike."""
+    _asked: Compression | Auto | Schedule
+    """The compression, without what a DeviceMesh says."""
     _compression: Compression | Auto | Schedule
     _plan: Plan
     _claimed_step = -1
@@ -116,6 +129,15 @@ class GradientHandle(SyncHandle):
             f"compression: {self._compression}, {self._group.size()} ranks)"
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """As ``SyncHandle.state_dict``."""
+        state = super().state_dict()
+        chosen = (candidate.compression for _, candidates in self._plan.phases for candidate in candidates)
+        if self._engine.num_steps() == 0 and not state["residuals"] and any(each.error_feedback for each in chosen):
+            trained = {name: p for name, p in self._named_parameters().items() if p.requires_grad and p.numel() > 0}
+            state["residuals"] = {self._own(name): _no_residual(parameter) for name, parameter in trained.items()}
+        return state
+
     @property
     def compression(self) -> Compression | Auto | Schedule:
         """The compression. May be set, also to a shorthand, between steps: at the same one on all ranks."""
@@ -123,7 +145,8 @@ class GradientHandle(SyncHandle):
 
     @compression.setter
     def compression(self, compression: AnyCompression) -> None:
-        self._follow(on_nodes(as_compression(compression), self._ranks_per_node))
+        self._asked = as_compression(compression)
+        self._follow(on_nodes(self._asked, self._ranks_per_node))
 
     def explain(self) -> Explanation:
         """Tells what each bucket of the next step travels with, how it gets to other ranks, and why: to be printed.
@@ -209,6 +232,12 @@ def _is_scale(scale: object) -> bool:
         return False
     fraction, exponent = math.frexp(scale)
     return fraction == 0.5 and abs(exponent - 1) <= MAX_SCALE_EXPONENT
+
+
+def _no_residual(parameter: Tensor) -> dict[str, Tensor]:
+    real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return {part: torch.zeros(real.numel(), dtype=dtype, device=real.device) for part in ("own", "of_sums")}
 
 
 def _is_residual(residual: object, parameter: Tensor) -> bool:

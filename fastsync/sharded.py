@@ -134,6 +134,9 @@ class ShardedGradients(GradientHandle):
                 "torch.nn.utils.clip_grad_norm_, which also tells it"
             )
 
+    def _own(self, name: str) -> str:
+        return name  # which ends in the rank
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``SyncHandle.load_state_dict``, with what the same rank has saved."""
         for key in _keys_of(state_dict):

@@ -42,16 +42,24 @@ class GradientSynchronizer(GradientHandle):
         ranks_per_node: int | None,
         bucket_cap_mb: float,
         gradient_as_bucket_view: bool = False,
+        op: str = "mean",
     ) -> None:
         self._named = dict(named)
+        self._options = (int(bucket_cap_mb * 2**20), gradient_as_bucket_view, op == "sum")
+        self._others: dict[str, Tensor] = {}  # what has no gradient, by what it is called
+        self._weight: float | None = None
+        self._synced_buffers: tuple[list[Tensor], bool] | None = None
+        self._is_enabled = True
+        self._called_step = -1  # the newest that synchronize() was called for
+        self._num_calls = 0  # of synchronize()
+        self._seen_calls: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._begin(group, ranks_per_node, compression)
+
+    def _begin(self, group: dist.ProcessGroup, ranks_per_node: int | None, compression: AnyCompression) -> None:
         self._group = group
         self._ranks_per_node = ranks_per_node
-        self._engine: _C.Synchronizer = _C.Synchronizer(
-            list(named.values()), list(named), group, int(bucket_cap_mb * 2**20), gradient_as_bucket_view
-        )
-        self._is_enabled = True
-        self._overlaps = False
-        self._called_step = -1  # the newest that synchronize() was called for
+        named = self._named
+        self._engine: _C.Synchronizer = _C.Synchronizer(list(named.values()), list(named), group, *self._options)
         self.compression = compression
 
     @contextmanager
@@ -78,8 +86,45 @@ class GradientSynchronizer(GradientHandle):
             RuntimeError: another rank did not take part in time, or is lost; or the model was sharded after attach.
         """
         _check_that_the_model_has(self)
+        self._num_calls += 1
         self._engine.synchronize()
         self._called_step = self._engine.num_steps()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Lets ranks run out of batches at different times: put the training loop inside, on every rank.
+
+        A rank whose loop has ended goes on taking part in the syncs of the others, with gradients that count for
+        nothing, until all loops have ended. The mean is over the ranks that still have batches (or over their weights):
+        what DDP does with ``divide_by_initial_world_size=False``. At the end all ranks get the parameters and buffers
+        of one that has taken the most steps; optimizers' state stays what it is on each rank. One engine at a time.
+
+        Raises:
+            RuntimeError: as ``synchronize()``: no longer than the process group's time-out a rank waits for others.
+        """
+        self._engine.set_joining(True)
+        try:
+            before = self._engine.num_steps()
+            yield
+            num_steps = self._engine.num_steps() - before
+            self._engine.run_out()
+            while True:
+                for parameter in self.parameters():
+                    parameter.grad = None
+                self.synchronize()
+                if self._engine.num_active() == 0:
+                    break
+        finally:
+            self._engine.set_joining(False)
+        _broadcast(self, root=self._rank_of_most(num_steps))
+
+    def _rank_of_most(self, number: int) -> int:
+        """The first of the ranks whose number is the largest."""
+        size = self._group.size()
+        device = next(iter(self._named.values())).device
+        newest = torch.tensor(number * size + size - 1 - self._group.rank(), device=device)
+        dist.all_reduce(newest, dist.ReduceOp.MAX, group=self._group)
+        return size - 1 - int(newest) % size
 
     def ride(self, name: str, tensor: Tensor) -> None:
         """Sends a small tensor along with the next sync, to be averaged over the ranks in float32, at any compression.
@@ -105,6 +150,66 @@ class GradientSynchronizer(GradientHandle):
         """The means over the ranks of what rode on the newest sync, float32, on the gradients' device."""
         return self._engine.riders()
 
+    def set_weight(self, weight: float) -> None:
+        """Has this rank's gradients count so much, from the next sync on: ``.grad`` becomes ``sum(w * g) / sum(w)``.
+
+        Where ranks have different numbers of tokens or samples, and each takes the mean loss over its own, those
+        numbers make it the mean over all. With ``op="sum"`` it becomes ``sum(w * g)``. No collective of its own: the
+        weight travels beside the gradients. Call it before ``backward()``, for the first time on every rank before the
+        same sync; it holds until it is set again. Parameters of 16 bits want weights around 1, by which their gradients
+        are multiplied.
+
+        Args:
+            weight: 0 or more. With 0 gradients here count for nothing, even if they are nan; where all ranks have 0,
+                the result is zeros.
+
+        Raises:
+            ValueError: it is no finite number, or less than 0.
+        """
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight: expected a number that is 0 or more, got {weight!r}")
+        self._weight = float(weight)
+        self._engine.set_weight(self._weight)
+
+    def use_group(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, broadcast: bool = True) -> None:
+        """Averages over another process group from now on, such as that of the ranks that are left.
+
+        Every rank of the new group must call it, between steps, each with a synchronizer of the same parameters: one
+        that comes new attaches to a group of its own first, as of ``dist.new_group([rank])``. The step and the fp16
+        scales are those of the group's rank 0; what error feedback has not sent yet goes on on the rank that has it,
+        with its part of a mean over another number of ranks. ``stats()`` begin anew.
+
+        Args:
+            process_group: as in ``attach``.
+            broadcast: first give every rank the parameters and buffers of the group's rank 0.
+
+        Raises:
+            ValueError: the group is none, or its ranks hold different parameters or settings.
+            RuntimeError: ``detach()`` was called.
+        """
+        if self not in _attached:
+            raise RuntimeError("fastsync: use_group() was called after detach(); attach to the new group")
+        group, ranks_per_node = resolve_nodes(process_group)
+        check_group(group, self._named)
+        state, share = self.state_dict(), group.size() / self._group.size()
+        for residual in state["residuals"].values():
+            residual["own"] *= share
+        self._engine.detach()
+        self._begin(group, ranks_per_node, self._asked)
+        self._called_step = self._claimed_step = -1
+        of_rank_0 = [(state["step"], state["scales"])]
+        dist.broadcast_object_list(of_rank_0, group=group, group_src=0)
+        self.load_state_dict(dict(zip(("step", "scales"), of_rank_0[0], strict=True), residuals=state["residuals"]))
+        self._engine.set_enabled(self._is_enabled)
+        if self._weight is not None:
+            self._engine.set_weight(self._weight)
+        if self not in _without_hooks:
+            self._engine.attach(list(self._named.values()))
+        if broadcast:
+            _broadcast(self)
+        if self._synced_buffers is not None:
+            self._engine.set_buffers(*self._synced_buffers)
+
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before."""
         self._engine.detach()
@@ -113,6 +218,7 @@ class GradientSynchronizer(GradientHandle):
         forget_handle(self)
         _owned_by_nobody.discard(self)
         _unproven.discard(self)
+        _without_hooks.discard(self)
         for owned in _owned_by_module.values():
             if self in owned:
                 owned.remove(self)
@@ -140,6 +246,21 @@ class GradientSynchronizer(GradientHandle):
                 "backward, or use torch.nn.utils.clip_grad_norm_"
             )
         return super().claim_norm()
+
+    def check_synchronized(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError where ``synchronize()`` was forgotten before an optimizer's step, not under no_sync."""
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        with_gradients = (name for name, p in self._named.items() if id(p) in stepped and p.grad is not None)
+        name = next(with_gradients, None)
+        if name is None or not self._is_enabled:
+            return
+        if self._seen_calls.get(optimizer, 0) == self._num_calls and not self._engine.is_captured():
+            raise RuntimeError(
+                f"fastsync.attach(overlap=False): {type(optimizer).__name__} was about to step with gradients that no "
+                f"rank has averaged, of {name} for one; call synchronize() after backward() and before the step, on "
+                "every rank. A step that is meant to be this rank's own belongs inside no_sync()"
+            )
+        self._seen_calls[optimizer] = self._num_calls
 
     def check_backward_synchronised(self) -> None:
         """As ``GradientHandle.check_backward_synchronised``."""
@@ -181,12 +302,18 @@ def _check_that_the_model_has(sync: GradientSynchronizer) -> None:
 _unproven: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
 
 
+# Attached without hooks, so that only what the user calls averages gradients.
+_without_hooks: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
+
+
 def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    for sync in list(_without_hooks):
+        sync.check_synchronized(optimizer)
     for sync in list(_unproven):
         _check_that_the_model_has(sync)
         # The engine, which knows, must not be asked: it may be waiting for its ranks in another thread.
         if any(parameter.grad is not None for parameter in sync._named.values()):
-            if sync._overlaps:
+            if sync not in _without_hooks:
                 check_no_stage(sync._named.values())
             _unproven.discard(sync)
 
@@ -203,6 +330,8 @@ def attach(
     overlap: bool = True,
     broadcast: bool = True,
     gradient_as_bucket_view: bool = False,
+    op: str = "mean",
+    sync_buffers: str | None = None,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
@@ -229,7 +358,8 @@ def attach(
             attached to one group send one after the other, and only the first during backward. On CPUs each overlaps if
             it has a group of its own. On GPUs that helps nothing: NCCL asks for one order of all groups' calls.
         overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it, or, for
-            the stage of a pipeline, after ``schedule.step()``.
+            the stage of a pipeline, after ``schedule.step()``. An optimizer that steps without it raises RuntimeError,
+            except inside ``no_sync()``.
         broadcast: first give every rank the parameters and buffers of the group's rank 0.
         gradient_as_bucket_view: on CPUs, where all ranks are on one host and gradients travel at full width, keep every
             ``.grad`` in memory that the ranks share, and average it there. With
@@ -238,7 +368,13 @@ def attach(
             own besides, and is another tensor after the sync. Later syncs write to the same memory: clone what you
             keep, and do not read ``.grad`` in other backward hooks. After a backward that failed gradients hold
             anything: call ``zero_grad()``. In a forked child they are not there: call ``detach()``, which sets them to
-            None. Elsewhere, with a compression, and with ``ranks_per_node`` it changes nothing.
+            None. Elsewhere, with a compression, with ``ranks_per_node`` and with weights it changes nothing.
+        op: what ``.grad`` becomes: the ``"mean"`` over the ranks, or the ``"sum"``, for a loss that is divided by the
+            number of samples of all ranks. Weights: see ``GradientSynchronizer.set_weight``.
+        sync_buffers: with each sync, beside the gradients and so before the next forward, give every rank the module's
+            buffers, such as BatchNorm's running statistics: ``"broadcast"`` rank 0's, as DDP does before each forward,
+            or ``"mean"`` the mean in float32 of those that are floating, and rank 0's of the rest. None leaves them to
+            each rank. They travel whole each time, constant ones too.
 
     Raises:
         ValueError: an argument is not what it should be, a parameter is attached already or is of a kind that fastsync
@@ -249,6 +385,12 @@ def attach(
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
     if not isinstance(gradient_as_bucket_view, bool):
         raise ValueError(f"gradient_as_bucket_view: expected True or False, got {gradient_as_bucket_view!r}")
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op: expected 'mean' or 'sum', got {op!r}")
+    if sync_buffers not in (None, "broadcast", "mean"):
+        raise ValueError(f"sync_buffers: expected 'broadcast', 'mean' or None, got {sync_buffers!r}")
+    if sync_buffers and not isinstance(module_or_params, nn.Module):
+        raise ValueError(f"sync_buffers: loose parameters have no buffers to {sync_buffers}; pass their module")
     given = _named_parameters(module_or_params, "module_or_params")
     named = _able(given, "module_or_params")
     _check_unattached(named)
@@ -257,15 +399,19 @@ def attach(
         check_no_stage(named.values())
     group, ranks_per_node = resolve_nodes(process_group)
     check_group(group, named)
-    sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb, gradient_as_bucket_view)
+    sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb, gradient_as_bucket_view, op)
+    buffers = dict(module_or_params.named_buffers()) if isinstance(module_or_params, nn.Module) else {}
+    sync._others = {f"parameter {name}": p for name, p in given.items() if name not in named}
+    sync._others |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
     if broadcast:
-        others = {f"parameter {name}": p for name, p in given.items() if name not in named}
-        if isinstance(module_or_params, nn.Module):
-            others |= {f"buffer {name}": buffer for name, buffer in module_or_params.named_buffers()}
-        _broadcast(sync, named, others, group)
+        _broadcast(sync)
+    if sync_buffers:
+        sync._synced_buffers = (list(buffers.values()), sync_buffers == "mean")
+        sync._engine.set_buffers(*sync._synced_buffers)
     if overlap:
         sync._engine.attach(list(named.values()))
-    sync._overlaps = overlap
+    else:
+        _without_hooks.add(sync)
     _attached.add(sync)
     _unproven.add(sync)
     watch(sync)
@@ -365,21 +511,16 @@ def _as_vector(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _broadcast(
-    sync: GradientSynchronizer, named: Mapping[str, Tensor], others: Mapping[str, Tensor], group: dist.ProcessGroup
-) -> None:
-    """Rank 0's values for all, once the ranks know that they have the same tensors.
-
-    Args:
-        others: what has no gradient, by what it is called.
-    """
+def _broadcast(sync: GradientSynchronizer, root: int = 0) -> None:
+    """Parameters and buffers of one rank of the group for all, once they know that they have the same tensors."""
+    named, others, group = sync._named, sync._others, sync._group
     sync._engine.agree()
     if others:
         lines = [f"{name} of shape {list(tensor.shape)}, {tensor.dtype}" for name, tensor in others.items()]
         _C.check_agreement(group, "\n".join(lines), next(iter(named.values())).device)
     tensors = [tensor.detach() for tensor in (*named.values(), *others.values())]
     sent = [_as_vector(tensor) if tensor.dtype in _BROADCAST_DTYPES else _as_bytes(tensor) for tensor in tensors]
-    dist._broadcast_coalesced(group, sent, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]  # as DDP does
+    dist._broadcast_coalesced(group, sent, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
     for tensor, values in zip(tensors, sent, strict=True):
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))

@@ -125,6 +125,39 @@ def test_explicit_synchronisation() -> None:
     run_ranks(_explicit, 2)
 
 
+def _forgotten(rank: int, world_size: int) -> None:
+    everyone = [_whole(other, 0) for other in range(world_size)]
+    model = Given(everyone[0])
+    sync = fastsync.attach(model, overlap=False)
+    actor, critic = (torch.optim.SGD(list(model.parameters())[part], lr=0.1) for part in (slice(2), slice(2, 4)))
+    actor.step()  # without a gradient
+    for _ in range(3):
+        model.zero_grad()
+        with sync.no_sync():
+            model(everyone[rank]).backward()
+        model(everyone[rank]).backward()
+        sync.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        actor.step()
+        critic.step()
+    model(everyone[rank]).backward()
+    before = [parameter.clone() for parameter in model.parameters()]
+    for optimizer, name in ((actor, "0"), (critic, "2")):
+        with pytest.raises(RuntimeError, match=rf"SGD was about to step .* of weights\.{name} .*call synchronize\(\)"):
+            optimizer.step()
+    assert_all_bitwise_equal(list(model.parameters()), before, "it stepped all the same")
+    with sync.no_sync():
+        actor.step()
+    sync.synchronize()
+    critic.step()
+    sync.detach()
+    critic.step()
+
+
+def test_a_forgotten_synchronize_is_noticed() -> None:
+    run_ranks(_forgotten, 2)
+
+
 # ---- which parameters get gradients -----------------------------------------------------------------------------
 
 

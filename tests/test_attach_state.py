@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 import fastsync
@@ -75,6 +78,62 @@ def _resume(rank: int, world_size: int, saved_by_rank: list[list[dict[str, Any]]
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
     run_ranks(_resume, 2, run_ranks(_save, 2))
+
+
+def _steps(model: nn.Module, rank: int, steps: range) -> list[list[Tensor]]:
+    grads = []
+    for step in steps:
+        model.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        grads.append([grad.clone() for grad in grads_of(model) if grad is not None])
+    return grads
+
+
+def _distributed_checkpoint(rank: int, world_size: int, folder: str, compression: Any, door: str) -> None:
+    """Each rank gets back what it has not sent itself, into an engine that has not begun."""
+
+    def begin() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        if door == "attach":
+            model: nn.Module = Mlp()
+            return model, fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
+        model = DistributedDataParallel(Mlp())
+        return model, fastsync.register_comm_hook(model, compression)
+
+    model, sync = begin()
+    _steps(model, rank, range(4))
+    state = sync.state_dict()
+    assert len(state["residuals"]) == len(list(model.parameters()))
+    dcp.save({"sync": state}, checkpoint_id=folder)
+    expected = _steps(model, rank, range(4, 7))
+
+    resumed, sync = begin()
+    resumed.load_state_dict(model.state_dict())
+    loaded = {"sync": sync.state_dict()}
+    dcp.load(loaded, checkpoint_id=folder)
+    sync.load_state_dict(loaded["sync"])
+    for name, residual in sync.state_dict()["residuals"].items():
+        assert torch.equal(residual["own"], state["residuals"][name]["own"])
+    if door == "hook":
+        return  # DDP regroups its buckets after one backward
+    for step, (actual, grads) in enumerate(zip(_steps(resumed, rank, range(4, 7)), expected, strict=True)):
+        assert_all_bitwise_equal(actual, grads, f"step {step}")
+
+    older = {name.split(" of ")[0]: residual for name, residual in state["residuals"].items()}
+    again, sync = begin()
+    sync.load_state_dict(state | {"residuals": older})
+    for actual, grads in zip(_steps(again, rank, range(4, 7)), expected, strict=True):
+        assert_all_bitwise_equal(actual, grads, "without ranks in names")
+    others = {name.replace(f"rank {rank}", f"rank {1 - rank}"): kept for name, kept in state["residuals"].items()}
+    with pytest.raises(ValueError, match=f"of rank {1 - rank}'; is it another model's state"):
+        sync.load_state_dict(state | {"residuals": others})
+
+
+@pytest.mark.parametrize("door", ["attach", "hook"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_a_distributed_checkpoint_keeps_ranks_apart(tmp_path: Path, algorithm: str, door: str) -> None:
+    compression = fastsync.Compression("bf16", reduce="fp32", error_feedback=True, algorithm=algorithm)
+    run_ranks(_distributed_checkpoint, 2, str(tmp_path), compression, door)
 
 
 def test_bad_states_are_refused() -> None:

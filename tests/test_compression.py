@@ -74,7 +74,7 @@ def _takes_shorthands(rank: int, world_size: int) -> None:
         sync = fastsync.attach([weight], compression)
         (weight * values).sum().backward()
         attached.append(weight.grad)
-        assert sync.state_dict()["residuals"]["0"]["own"].any()
+        assert sync.state_dict()["residuals"][f"0 of rank {rank}"]["own"].any()
         weight = torch.nn.Parameter(torch.ones(300))
         weight.grad = values.clone()
         fastsync.all_reduce_gradients([weight], compression)

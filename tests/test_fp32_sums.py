@@ -250,7 +250,8 @@ def unsent(sync: Any, model: nn.Module) -> list[Tensor]:
     residuals = sync.state_dict()["residuals"]
     total = []
     for name, parameter in model.named_parameters():
-        of_this = residuals.get(name, {"own": torch.zeros(parameter.numel()), "of_sums": None})
+        nothing = {"own": torch.zeros(parameter.numel()), "of_sums": None}
+        of_this = residuals.get(f"{name} of rank {dist.get_rank()}", nothing)
         value = of_this["own"].double() / dist.get_world_size()
         if of_this["of_sums"] is not None:
             value = value + of_this["of_sums"].double()
@@ -446,7 +447,7 @@ def _by_a_chance_of_its_own(rank: int, world_size: int, how: dict[str, Any]) -> 
     sync = fastsync.attach([parameter], compression, overlap=False)
     parameter.grad = torch.linspace(-1.0, 1.0, 128).sin().repeat(8700)
     sync.synchronize()
-    own = sync.state_dict()["residuals"]["0"]["own"].view(-1, 128)
+    own = sync.state_dict()["residuals"][f"0 of rank {rank}"]["own"].view(-1, 128)
     lost = own[own.count_nonzero(dim=1) > 0]
     assert len(lost) >= len(own) / world_size
     assert len(lost.unique(dim=0)) == len(lost)
@@ -465,7 +466,7 @@ def _sums_by_another_chance(rank: int, world_size: int) -> None:
     parameter.grad = torch.full((128 * 200,), 10.5)
     parameter.grad[::128] = 127.0
     sync.synchronize()
-    residual = sync.state_dict()["residuals"]["0"]
+    residual = sync.state_dict()["residuals"][f"0 of rank {rank}"]
     of_sums = residual["of_sums"].view(world_size, -1)[rank]
     is_rounded = of_sums != 0
     assert is_rounded.sum() > 1000

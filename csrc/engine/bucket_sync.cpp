@@ -114,6 +114,7 @@ Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) co
   const DType wire = wire_dtype(sync.compression.wire, dtype_of(grads.front().scalar_type()));
   Bucket bucket(std::move(grads), wire, device_);
   bucket.is_lossless = sync.compression.wire == Wire::kNone;
+  bucket.mean_factor = mean_factor_;
   bucket.stats = stats_;
   bucket.workspace = workspace_;
   return bucket;
@@ -292,6 +293,13 @@ void BucketSync::receive(Flight& flight) {
 const Extras& BucketSync::extras(const Flight& flight) { return flight.sum->extras(); }
 
 const std::vector<at::Tensor>* BucketSync::views(const Flight& flight) { return flight.sum->views(); }
+
+void BucketSync::multiply(Flight& flight, const at::Tensor& factor) {
+  const Bucket& bucket = flight.sum->bucket();
+  at::_foreach_mul_(bucket.grads, factor);
+  bucket.stats.select(0, kSumOfSquares).mul_(factor * factor);
+  bucket.stats.select(0, kMaxMagnitude).mul_(factor);
+}
 
 void BucketSync::discard(Flight& flight) {
   Bucket& bucket = flight.sum->bucket();

@@ -53,9 +53,12 @@ class BucketSync {
   BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
              std::shared_ptr<Whereabouts> whereabouts);
 
-  // From now on gradients of full width are averaged where ranks share memory, if they do, and stay there: see views.
-  void use_views() { uses_views_ = true; }
+  // Whether gradients of full width are averaged where ranks share memory, if they do, and stay there: see views.
+  void use_views(bool uses_views) { uses_views_ = uses_views; }
   bool has_views_at(const void* data) const { return views_.contain(data); }
+
+  // From now on the result is the mean times this.
+  void set_mean_factor(double factor) { mean_factor_ = factor; }
 
   // What is on its way between send and receive.
   struct Flight;
@@ -83,6 +86,9 @@ class BucketSync {
 
   // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
   static void receive(Flight& flight);
+
+  // After receive: multiplies what it has brought, and its statistics.
+  static void multiply(Flight& flight, const at::Tensor& factor);
 
   // The extras' sums, after receive. They may lie in memory that the bucket's next send writes to.
   static const Extras& extras(const Flight& flight);
@@ -158,6 +164,7 @@ class BucketSync {
   Levels hosts_;                        // those, and their counterparts on other hosts
   bool may_share_;                      // until a try has failed
   bool uses_views_ = false;
+  double mean_factor_ = 1.0;
   std::shared_ptr<SharedTeam> view_team_;  // as shared_, of views_
   std::shared_ptr<const Failure> failure_;
   c10::Device device_;

@@ -32,6 +32,11 @@ void Pairing::note_update() {
   was_updated_ = true;
 }
 
+void Pairing::say_nothing() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  says_nothing_ = true;
+}
+
 void Pairing::begin_step(int64_t step, std::vector<uint32_t> versions, bool has_gradients) {
   const std::lock_guard<std::mutex> lock(mutex_);
   step_ = step;

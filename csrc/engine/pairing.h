@@ -26,6 +26,8 @@ class Pairing {
   // gradients of its own, as one that joins others (DDP's join), says nothing.
   void begin_step(int64_t step, std::vector<uint32_t> versions, bool has_gradients = true);
   void note_update();
+  // In the next stamp, for this rank's parameters have become what another's are.
+  void say_nothing();
 
   // What every rank sends beside its gradients, in the same steps: its engine and the updates since the stamp before,
   // as whole numbers up to 255, which any wire's dtype holds, in places where the other ranks send zeros. Empty where

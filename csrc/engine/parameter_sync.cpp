@@ -17,10 +17,11 @@ namespace fastsync {
 
 ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                              c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes,
-                             bool gradient_as_bucket_view)
+                             bool gradient_as_bucket_view, bool sums)
     : EngineState(std::move(group), "the engine of parameter " + names.front()),
       bucket_cap_bytes_(bucket_cap_bytes),
       gradient_as_bucket_view_(gradient_as_bucket_view),
+      sums_(sums),
       agreement_(std::make_shared<Agreement>(*group_, "the engine of parameter " + names.front())) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     parameters_.emplace_back(parameters[i], std::move(names[i]));
@@ -154,6 +155,9 @@ void ParameterSync::send_next(bool is_poisoned) {
     grads.push_back(is_poisoned ? parameter.poison() : parameter.gradient_to_send());
     stand_in.push_back(!presence_.is_here(parameter.place));
   }
+  if (weight_.is_on()) {
+    weight_.apply(grads);
+  }
   send(bucket, std::move(grads), stand_in, is_poisoned);
 }
 
@@ -169,6 +173,12 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
     }
     extras = {presence_.flags(agreement_->pairing.stamp(agreement_->number, device), device),
               riders_.board(device, is_poisoned)};
+    if (weight_.is_on()) {
+      extras.riders = weight_.board(extras.riders, device, is_poisoned);
+    }
+    if (buffers_to_sync_.exist()) {
+      extras.riders = buffers_to_sync_.board(extras.riders, group_->getRank(), device, is_poisoned);
+    }
   }
   const auto index = static_cast<int>(next_bucket_);
   const Sync sync{compression_for(*schedule_, step_, bucket.numel, device),
@@ -177,6 +187,7 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
                   first_tag(agreement_->number) + index * kTagsPerBucket,
                   /*ends_step=*/false,
                   num_steps()};
+  bucket.sync().use_views(gradient_as_bucket_view_ && !weight_.is_on());
   bucket.flight = bucket.sync().send(std::move(grads), sync, start_bucket(*bucket.in_engine), extras, stand_in);
   next_bucket_ += 1;
   if (is_last) {
@@ -201,11 +212,51 @@ void ParameterSync::receive() {
     leave_views();
     throw;
   }
+  at::Tensor riders = buckets_.empty() ? at::Tensor() : BucketSync::extras(*buckets_.back().flight).riders;
+  if (buffers_to_sync_.exist() && riders.defined()) {
+    riders = buffers_to_sync_.arrive(riders, group_->getSize());
+  }
+  if (weight_.is_on() && riders.defined()) {
+    riders = weight_.arrive(riders, group_->getSize());
+    weigh();
+  }
   hand_out();
   if (!buckets_.empty() && riders_.have_seats()) {
-    riders_.arrive(BucketSync::extras(*buckets_.back().flight).riders, group_->getSize());
+    riders_.arrive(riders, group_->getSize());
   }
   check_pairing();
+}
+
+// Sums are weighted already.
+void ParameterSync::weigh() {
+  if (!sums_ && weight_.factor().defined()) {
+    for (const Bucket& bucket : buckets_) {
+      BucketSync::multiply(*bucket.flight, weight_.factor());
+    }
+  }
+}
+
+at::Tensor ParameterSync::mean_of(const at::Tensor& result) const {
+  if (!result.defined() || (!sums_ && !weight_.factor().defined())) {
+    return result;
+  }
+  return sums_ ? result.div(group_->getSize()) : result.div(weight_.factor());
+}
+
+void ParameterSync::set_weight(double weight) {
+  if (!weight_.is_set()) {
+    agree_anew("a weight was set");
+    for (const Bucket& bucket : buckets_) {
+      bucket.sync().set_scale({});  // it has followed gradients without one
+    }
+  }
+  weight_.set(weight);
+}
+
+void ParameterSync::set_joining(bool is_joining) {
+  agree_anew(is_joining ? "join() began" : "join() ended");
+  weight_.set_joining(is_joining);
+  agreement_->pairing.say_nothing();
 }
 
 void ParameterSync::check_pairing() {
@@ -226,7 +277,8 @@ void ParameterSync::hand_out() {
           presence_.on_some_rank(parameter.place, BucketSync::extras(*buckets_.back().flight).flags, parameter.name);
       parameter.take_average(exists, views != nullptr ? (*views)[i] : at::Tensor());
       // What error feedback sent of a gradient that nobody has goes nowhere, now.
-      if (!exists && !parameter.tensor.grad().defined() && bucket.sync().feedback().take_back(i, parameter.average())) {
+      if (!exists && !parameter.tensor.grad().defined() &&
+          bucket.sync().feedback().take_back(i, mean_of(parameter.average()))) {
         parameter.stand_in.reset();
         took_back = true;
       }
@@ -333,7 +385,7 @@ void ParameterSync::begin_pairing() {
     // Ranks may do as they like with what is frozen.
     versions.push_back(parameter.takes_part() ? parameter.tensor._version() : 0);
   }
-  agreement_->pairing.begin_step(step_, std::move(versions));
+  agreement_->pairing.begin_step(step_, std::move(versions), weight_.is_active());
 }
 
 // ---- the layout -------------------------------------------------------------------------------------------------
@@ -390,9 +442,7 @@ void ParameterSync::lay_out() {
     }
     bucket.in_engine = add_bucket(std::move(ids), agreement_, "bucket " + std::to_string(buckets.size()),
                                   parameters_[bucket.parameters.front()].device);
-    if (gradient_as_bucket_view_) {
-      bucket.sync().use_views();
-    }
+    bucket.sync().set_mean_factor(sums_ ? static_cast<double>(group_->getSize()) : 1.0);
     buckets.push_back(std::move(bucket));
   }
   presence_.lay_out(num_places);
@@ -440,7 +490,8 @@ void ParameterSync::agree() {
   text << settings(*schedule_, step_,
                    c10::str(agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number),
                             "\nbucket_cap_mb ", static_cast<double>(bucket_cap_bytes_) / (1 << 20),
-                            "\ngradient_as_bucket_view ", gradient_as_bucket_view_ ? "True\n" : "False\n"));
+                            "\ngradient_as_bucket_view ", gradient_as_bucket_view_ ? "True" : "False", "\nop ",
+                            sums_ ? "sum" : "mean", weight_.is_on() ? ", weighted\n" : "\n"));
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor = parameter.lock();
     text << "parameter " << parameter.name << " of shape " << tensor.sizes() << ", strides " << tensor.strides() << ", "

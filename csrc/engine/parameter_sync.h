@@ -12,19 +12,22 @@
 #include <utility>
 #include <vector>
 
+#include "engine/buffers.h"
 #include "engine/engine_state.h"
 #include "engine/parameter.h"
 #include "engine/presence.h"
 #include "engine/riders.h"
+#include "engine/weight.h"
 
 namespace fastsync {
 
 class ParameterSync : public EngineState {
  public:
   // The names, one for each parameter, are for errors. Gradients that are bucket views lie in memory that the ranks
-  // share, where they can share any.
+  // share, where they can share any. sums: the result is the sum over the ranks and not the mean.
   ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool gradient_as_bucket_view);
+                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool gradient_as_bucket_view,
+                bool sums);
 
   const std::string& name(size_t index) const { return parameters_[index].name; }
 
@@ -61,6 +64,19 @@ class ParameterSync : public EngineState {
   // The averages that came with the newest sync.
   const Riders::Tensors& riders() { return riders_.means(); }
 
+  // From the next sync on, this rank's gradients count so much. To be called on all ranks before the same sync, at
+  // first.
+  void set_weight(double weight);
+
+  // While ranks join, the gradients of one that has run out of them count for nothing. The mean is over the others.
+  void set_joining(bool is_joining);
+  void run_out() { weight_.run_out(); }
+  // How many ranks had not, in the newest sync; nan where one has failed. Waits for the device.
+  double num_active() { return weight_.num_active(); }
+
+  // Brings them together with each sync, see Buffers. On all ranks the same ones, before the first sync.
+  void set_buffers(std::vector<at::Tensor> buffers, bool means) { buffers_to_sync_.set(std::move(buffers), means); }
+
   // In a forked child, which does not have the memory: gradients that lie in views are none.
   void forget_views();
 
@@ -94,16 +110,21 @@ class ParameterSync : public EngineState {
   void begin_pairing();
   void check_pairing();
   void hand_out();
+  void weigh();
+  at::Tensor mean_of(const at::Tensor& result) const;  // of what the ranks have sent
   void measure(const Bucket& bucket);
   void end();
 
   std::vector<Parameter> parameters_;
   const int64_t bucket_cap_bytes_;
   const bool gradient_as_bucket_view_;
+  const bool sums_;
   const std::shared_ptr<Agreement> agreement_;
   std::vector<Bucket> buckets_;  // in the order in which they are sent; none while there is no layout
   Presence presence_;
   Riders riders_;
+  Weight weight_;
+  Buffers buffers_to_sync_;
 
   std::atomic<bool> is_under_way_ = false;
   std::vector<size_t> order_;  // in which gradients got ready, while there is no layout

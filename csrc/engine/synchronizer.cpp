@@ -51,12 +51,12 @@ constexpr char kLaneOfAllGroups = 0;
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes,
-                           bool gradient_as_bucket_view)
+                           bool gradient_as_bucket_view, bool sums)
     : is_on_cpu_(parameters.front().is_cpu()),
       lane_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kLaneOfAllGroups),
       process_id_(getpid()),
       backward_({[this] { return sync_.is_under_way(); }, &finish, &send_leftovers}),
-      sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes, gradient_as_bucket_view) {}
+      sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes, gradient_as_bucket_view, sums) {}
 
 Synchronizer::~Synchronizer() {
   if (getpid() == process_id_) {  // in a forked child another thread's locks stay locked

@@ -106,10 +106,11 @@ void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Tur
 void Bucket::unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
                     std::optional<double> factor) const {
   RECORD_FUNCTION("fastsync::unpack", {});
-  run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
-              stats.data_ptr<double>(), num_wires, stride, factor.value_or(1.0 / static_cast<double>(num_wires)), turn,
-              step.defined() ? step.data_ptr<int64_t>() : nullptr},
-             device, workspace);
+  run_unpack(
+      {to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
+       stats.data_ptr<double>(), num_wires, stride, factor.value_or(mean_factor / static_cast<double>(num_wires)), turn,
+       step.defined() ? step.data_ptr<int64_t>() : nullptr},
+      device, workspace);
 }
 
 // Differences are measured once in a bucket's life, if ever, so there is no pass for them.

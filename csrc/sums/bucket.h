@@ -63,6 +63,7 @@ struct Bucket {
   Rounding rounding;
   at::Tensor step;           // int64 [1], what the rounding's points to; undefined where it has none
   bool is_lossless = false;  // nothing saturates where the process group adds
+  double mean_factor = 1.0;  // of what is unpacked
   double multiplier = 1.0;   // this and the next: of what is packed
   double limit;
 
@@ -82,7 +83,7 @@ struct Bucket {
   void redirect(std::vector<at::Tensor> elsewhere);
 
   void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn, uint64_t seed) const;
-  // The sum of the wires' values times the factor, which makes it their mean where none is given.
+  // The sum of the wires' values times the factor, which makes it their mean, times mean_factor, where none is given.
   void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
               std::optional<double> factor = {}) const;
   void measure() const;  // gradients that are averaged where they are, or the differences

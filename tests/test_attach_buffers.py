@@ -1,0 +1,100 @@
+"""Buffers that are brought together with each sync."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from tests.models import Fails, assert_same_on_all_ranks
+from tests.ranks import run_ranks
+
+
+class Normed(nn.Module):
+    """Buffers of several dtypes, some of which each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        self.register_buffer("samples", torch.tensor(2**40, dtype=torch.int64))
+        self.register_buffer("precise", torch.full((2, 2), 1 / 3, dtype=torch.float64))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("phase", torch.tensor([1 + 2j, 3 - 1j]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.samples += int(inputs[0, 0].abs() * 1000)
+            self.precise += inputs[:2, :2].double() / 7
+            self.mask ^= inputs[0, :3] > 0
+            self.phase *= torch.complex(inputs[0, 1], inputs[0, 2])
+        return self.layers(inputs)
+
+
+def _inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _as_ddp(rank: int, world_size: int, wire: str) -> None:
+    """Before each forward buffers are what DDP has broadcast by then, and never what other dtypes would round."""
+    ddp = DistributedDataParallel(Normed())
+    model = Normed()
+    sync = fastsync.attach(model, wire, sync_buffers="broadcast")
+    for step in range(4):
+        for each in (ddp, model):
+            for again in range(2):
+                sync.ride("step", torch.tensor(float(step)))
+                each(_inputs(rank, 10 * step + again)).square().mean().backward()
+        assert_same_on_all_ranks([buffer.float().view(-1) for buffer in model.buffers() if not buffer.is_complex()])
+    inputs = _inputs(rank, 1000)
+    ddp(inputs)
+    model(inputs)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, dict(ddp.module.named_buffers())[name]), name
+
+
+@pytest.mark.parametrize(("wire", "shared_memory"), [("none", True), ("int8", True), ("bf16", False)])
+def test_broadcast_is_what_ddp_does(wire: str, shared_memory: bool) -> None:
+    run_ranks(_as_ddp, 2, wire, shared_memory=shared_memory)
+
+
+def _means(rank: int, world_size: int) -> None:
+    model = Normed()
+    sync = fastsync.attach(model, sync_buffers="mean")
+    alone = [Normed() for _ in range(world_size)]
+    for step in range(3):
+        sync.set_weight(1.0 + rank)  # which is the gradients' alone
+        model(_inputs(rank, step)).sum().backward()
+        for other, each in enumerate(alone):
+            each(_inputs(other, step))
+        for name, buffer in model.named_buffers():
+            of_ranks = [dict(each.named_buffers())[name] for each in alone]
+            is_mean = buffer.is_floating_point() or buffer.is_complex()
+            expected = torch.stack(of_ranks).mean(dim=0) if is_mean else of_ranks[0]
+            torch.testing.assert_close(buffer, expected, rtol=1e-5, atol=1e-6)
+            for each in of_ranks:
+                each.copy_(buffer)
+    before = [buffer.clone() for buffer in model.buffers()]
+    with pytest.raises(ArithmeticError) if rank == 0 else torch.enable_grad():
+        first, last = model.layers[0].weight, model.layers[2].weight
+        late = (Fails.apply(first) if rank == 0 else first).sum()
+        (late + last.sum()).backward()
+    assert all(map(torch.equal, model.buffers(), before)), "a failed backward changed buffers"
+
+
+def test_means() -> None:
+    run_ranks(_means, 3)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    model = Normed()
+    with pytest.raises(ValueError, match="sync_buffers: expected 'broadcast', 'mean' or None, got 'sum'"):
+        fastsync.attach(model, sync_buffers="sum")
+    with pytest.raises(ValueError, match="sync_buffers: loose parameters have no buffers to broadcast"):
+        fastsync.attach(model.parameters(), sync_buffers="broadcast")
+
+
+def test_what_is_refused() -> None:
+    run_ranks(_refused, 1)

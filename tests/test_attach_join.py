@@ -1,0 +1,86 @@
+"""Ranks that run out of batches at different times."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastsync
+from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks
+from tests.ranks import run_ranks
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.BatchNorm1d(40), nn.Linear(40, 3))
+
+
+def _inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _joins(rank: int, world_size: int, num_steps: list[int], wire: str, weighted: bool) -> None:
+    model, reference = _model(), _model()
+    sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS, sync_buffers="broadcast")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = [1.0 + other if weighted else 1.0 for other in range(world_size)]
+
+    def gradients_of(model: nn.Module, other: int, step: int) -> list[Tensor]:
+        loss = model(_inputs(other, step)).square().mean()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    if weighted:
+        sync.set_weight(weights[rank])
+    for epoch in range(2):
+        with sync.join():
+            for step in range(num_steps[rank]):
+                optimizer.zero_grad()
+                model(_inputs(rank, 10 * epoch + step)).square().mean().backward()
+                if wire == "none":
+                    active = [other for other in range(world_size) if step < num_steps[other]]
+                    if epoch == 0:
+                        everyone = [gradients_of(reference, other, step) for other in active]
+                        total = sum(weights[other] for other in active)
+                        with torch.no_grad():
+                            for index, parameter in enumerate(reference.parameters()):
+                                mean = sum(weights[o] * g[index] for o, g in zip(active, everyone, strict=True)) / total
+                                got = list(model.parameters())[index].grad
+                                torch.testing.assert_close(got, mean, rtol=1e-4, atol=1e-6)
+                                parameter -= 0.1 * mean
+                optimizer.step()
+        assert_same_on_all_ranks([p.detach() for p in model.parameters()])
+        assert_same_on_all_ranks([b.float() for b in model.buffers()])
+    assert sync.stats().num_steps == 2 * (max(num_steps) + 1)
+    model(_inputs(rank, 99)).sum().backward()  # and afterwards it is as before
+    assert_same_on_all_ranks([p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "wire", "weighted", "shared_memory"),
+    [([4, 2], "none", False, True), ([0, 3], "none", True, False), ([2, 2, 5], "int8+ef", False, True)],
+)
+def test_join(num_steps: list[int], wire: str, weighted: bool, shared_memory: bool) -> None:
+    run_ranks(_joins, len(num_steps), num_steps, wire, weighted, shared_memory=shared_memory)
+
+
+def _lost(rank: int, world_size: int) -> None:
+    """One that leaves its loop by an error keeps nobody waiting beyond the time-out."""
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    model = _model()
+    sync = fastsync.attach(model, process_group=group)
+    if rank == 1:
+        with pytest.raises(ArithmeticError), sync.join():
+            raise ArithmeticError
+        dist.barrier()
+        return
+    with pytest.raises(RuntimeError, match="rank 1"), sync.join():
+        model(_inputs(rank, 0)).sum().backward()
+    dist.barrier()
+
+
+def test_nobody_waits_for_ever() -> None:
+    run_ranks(_lost, 2)
