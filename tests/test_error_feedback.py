@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
@@ -25,7 +26,7 @@ def given_gradients(rank: int, step: int, *parameters: Tensor) -> None:
 
 
 def residual_of(sync: Any, name: str) -> Tensor:
-    own: Tensor = sync.state_dict()["residuals"][name]["own"]
+    own: Tensor = sync.state_dict()["residuals"][f"{name} of rank {dist.get_rank()}"]["own"]
     return own
 
 
