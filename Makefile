@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-slow test-gpu test-asan test-ubsan lint format bench check-cuda check-aarch64 prove-gpu clean
+.PHONY: help venv build train test test-slow test-gpu test-asan test-ubsan test-trainers lint format bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
+	@echo 'make test-trainers  run the tests with Ray and PufferLib, each in an environment of its own beside $(VENV)'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make lint        ruff, mypy and clang-format'
@@ -73,6 +74,25 @@ test-asan: venv
 
 test-ubsan: venv
 	$(call test_sanitized,undefined,libubsan.so,UBSAN_OPTIONS=print_stacktrace=1)
+
+# Ray takes minutes, and PufferLib contradicts what else is installed. An environment of each has what $(VENV) has, and its
+# own packages before that.
+test-trainers: $(VENV)/with-ray/.installed $(VENV)/with-pufferlib/.installed
+	$(VENV)/with-ray/bin/python -m pytest tests/test_launch_ray.py $(PYTEST_ARGS)
+	$(VENV)/with-pufferlib/bin/python -m pytest tests/test_examples.py -k pufferlib $(PYTEST_ARGS)
+
+$(VENV)/with-ray/.installed: PACKAGES = 'ray[default,train]'
+# Without Ocean, whose libraries come from elsewhere than PyPI, and without nvcc, which a torch for CPUs does not go with.
+$(VENV)/with-pufferlib/.installed: PACKAGES = --no-build-isolation pufferlib==3.0.0
+$(VENV)/with-pufferlib/.installed: export NO_OCEAN := 1
+$(VENV)/with-pufferlib/.installed: export PYTHONPATH := tests/pufferlib_build
+$(VENV)/with-pufferlib/.installed: export PATH := $(abspath $(BIN)):/usr/bin:/bin
+$(VENV)/with-%/.installed: | venv
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+		> $$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/dev.pth
+	$(@D)/bin/python -m pip --disable-pip-version-check install $(PACKAGES)
+	touch $@
 
 lint: venv
 	$(BIN)/ruff check .

@@ -30,7 +30,8 @@ def process_group(
     """Opens the default process group for the time of a ``with`` block and yields this rank's device.
 
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without RANK this process is the only rank of a world of one.
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without RANK this process is the only rank of a world of one. A group
+    that is open already, as Ray opens one for its workers, is used as it is, and stays open.
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
@@ -40,11 +41,15 @@ def process_group(
             tests, and for nothing else.
 
     Raises:
-        ValueError: a backend that there is not, or ``"nccl"`` where not every rank has a GPU: on every rank.
+        ValueError: a backend that there is not, or ``"nccl"`` where not every rank has a GPU: on every rank. Or a group
+            of another backend is open.
         RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
     """
     if backend not in ("nccl", "gloo", None):
         raise ValueError(f"backend: expected 'nccl', 'gloo' or None, got {backend!r}")
+    if dist.is_initialized():
+        yield _device_of_open_group(backend)
+        return
     # Optimizers import it. Imported while a group is open, it keeps that group alive for good, and Gloo's threads with
     # it; a thread that then drops a tensor while the interpreter shuts down aborts the process.
     import torch._dynamo
@@ -53,8 +58,10 @@ def process_group(
     if "RANK" in os.environ:
         store, rank, world_size = next(rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
-        # Ranks that torchrun starts again meet in the same store, which still holds the addresses of those before.
-        store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # Ranks that torchrun starts again meet in the same store, which still holds the addresses of those before.
+            # Elsewhere the store is new, and machines that have joined later count their attempts anew.
+            store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     else:
         store, rank, world_size = HashStore(), 0, 1
     gpu = None if backend == "gloo" else _candidate_gpu()
@@ -158,6 +165,14 @@ _ABOUT_BUFFERS = (
     "; it is a buffer: where every rank takes it from its own samples, as BatchNorm and normalisers do, leave buffers "
     "out with buffers=False, or share the statistics, as torch.nn.SyncBatchNorm does"
 )
+
+
+def _device_of_open_group(backend: str | None) -> torch.device:
+    opened = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
+    if backend is not None and backend not in opened:
+        raise ValueError(f"backend={backend!r}: a process group of {opened} is open already; leave backend out")
+    takes_gpu = "nccl" in opened and backend != "gloo"
+    return torch.device("cuda", torch.cuda.current_device()) if takes_gpu else torch.device("cpu")
 
 
 def _candidate_gpu() -> torch.device | None:

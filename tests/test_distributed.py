@@ -17,6 +17,7 @@ from torch import nn
 
 from fastsync.distributed import _takes_gpus, check_consistency, dist_mean, dist_sum, process_group
 from tests.ranks import run_ranks
+from tests.test_launch_torchrun import free_port
 
 WORLD_SIZE = 3
 
@@ -225,3 +226,32 @@ def test_a_backend_that_there_is_not_is_refused() -> None:
         process_group(timeout=10, backend="mpi"),  # type: ignore[arg-type]
     ):
         pass
+
+
+def uses_the_open_group(rank: int, world_size: int) -> tuple[str, bool, str]:
+    with process_group(timeout=60) as device:
+        assert dist.get_world_size() == world_size
+    with pytest.raises(ValueError, match="backend='nccl'") as error, process_group(timeout=60, backend="nccl"):
+        pass
+    return str(device), dist.is_initialized(), str(error.value)
+
+
+def test_a_group_that_is_open_is_used_and_stays_open():
+    for device, is_open, refusal in run_ranks(uses_the_open_group, 2):
+        assert (device, is_open) == ("cpu", True)
+        assert refusal.endswith("gloo is open already; leave backend out")
+
+
+def meets_as_of_another_attempt(rank: int, world_size: int, port: int) -> int:
+    dist.destroy_process_group()
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": False, "TORCHELASTIC_RESTART_COUNT": rank}
+    os.environ.update({name: str(value) for name, value in {**place, **agent}.items()})
+    with process_group(timeout=20):
+        number = dist.get_world_size()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for run_ranks to end
+    return number
+
+
+def test_machines_that_joined_later_count_their_restarts_anew():
+    assert run_ranks(meets_as_of_another_attempt, 2, free_port()) == [2, 2]

@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fastsync
 from tests.models import STAMP
@@ -29,7 +31,7 @@ TIME_LIMIT = 120.0
 # Returns of CartPole: a random policy gets 22 on average, and 500 is the most there is.
 BEYOND_RANDOM = 100.0
 # Packages that print lines of their own.
-TALKATIVE = ("rl_games_ppo",)
+TALKATIVE = ("pufferlib_ppo", "rl_games_ppo")
 each_example = pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
 
 
@@ -83,7 +85,7 @@ def run_in_a_group(name: str, *words: str, num_lines: int = 1, **settings: int) 
 
 def main_says(rank: int, world_size: int, name: str, words: tuple[str, ...], settings: dict[str, int]) -> str:
     module = load(name)
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as said, mock.patch.object(sys, "argv", [name]):
         module.main(*arguments_of(module, words, settings), torch.device("cpu"))
     return said.getvalue()
 
@@ -132,6 +134,41 @@ def test_torchrl_learns_cartpole():
     line = run_in_a_group("torchrl_ppo", total_timesteps=20_000)
     (mean_return,) = numbers(r"mean return of the last 20 episodes of each rank, 2 ranks: ([\d.]+)", line)
     assert mean_return > BEYOND_RANDOM
+
+
+def test_pufferlib_learns_cartpole():
+    needs_pufferlib()
+    line = run_in_a_group("pufferlib_ppo")
+    (mean_return,) = numbers(r"mean return of 2 ranks in the last 5 updates: ([\d.]+)", line)
+    assert mean_return > BEYOND_RANDOM
+
+
+def needs_pufferlib() -> None:
+    pytest.importorskip("pufferlib", reason="make test-trainers has an environment with PufferLib")
+
+
+def test_atari_ends_with_the_weights_of_cleanrls_own_all_reduce():
+    for weights, of_cleanrls_own in run_ranks(play_breakout_twice, 2, timeout=TIME_LIMIT):
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, of_cleanrls_own[name]), name
+
+
+def play_breakout_twice(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    module = load("cleanrl_ppo_atari")
+    args = module.Args(total_timesteps=64, num_envs=2, num_steps=16)
+    weights = []
+    for reduce in (fastsync.all_reduce_gradients, concatenate_and_copy_back):
+        with mock.patch.object(fastsync, "all_reduce_gradients", reduce):
+            weights.append(module.main(args, torch.device("cpu")).state_dict())
+    return weights
+
+
+def concatenate_and_copy_back(parameters: Iterable[torch.nn.Parameter]) -> None:
+    gradients = [parameter.grad for parameter in parameters]
+    together = torch.cat([gradient.view(-1) for gradient in gradients])
+    dist.all_reduce(together)
+    for gradient, part in zip(gradients, together.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient) / dist.get_world_size())
 
 
 def test_sac_learns_pendulum():
@@ -210,11 +247,13 @@ def test_ddp_hooks_learn_with_two_bytes_a_gradient(name: str):
 ALONE = {
     "accelerate_ddp": ((), "alone"),
     "cleanrl_ppo": (("--total-timesteps", "5000"), "1 ranks"),
+    "cleanrl_ppo_atari": (("--total-timesteps", "32", "--num-envs", "2", "--num-steps", "16"), "32 steps"),
     "cleanrl_sac": (("--total-timesteps", "2000"), "1 ranks"),
     "hf_trainer": ((), "alone"),
     "image_classifier": (("--epochs", "1"), "epoch 1: loss"),
     "lightning_ddp": ((), "256 steps"),
     "pipeline_transformer": ((), "over 1 pipelines"),
+    "pufferlib_ppo": ((), "mean return of 1 ranks"),
     "rl_games_ppo": ((), "learning rates [0.0"),
     "rsl_rl_reduce_parameters": ((), "loss"),
     "sb3_ppo": (("--total-timesteps", "1000"), "mean return of 1 x 10 episodes"),
@@ -235,6 +274,8 @@ def run_as_main(script: str, arguments: tuple[str, ...], said: str) -> None:
 
 @each_example
 def test_one_process_is_enough(script: Path, tmp_path: Path):
+    if script.stem == "pufferlib_ppo":
+        needs_pufferlib()
     arguments, result = ALONE[script.stem]
     said = tmp_path / "said"
     process = fresh_process_context().Process(target=run_as_main, args=(str(script), arguments, str(said)))
@@ -301,8 +342,10 @@ def test_without_their_line_the_ranks_part():
         ("sb3_ppo", "stable_baselines3", "pip install stable-baselines3 tyro"),
         ("lightning_ddp", "lightning", "pip install lightning"),
         ("accelerate_ddp", "accelerate", "pip install accelerate"),
+        ("cleanrl_ppo_atari", "ale_py", "pip install 'gymnasium>=1.4' ale-py opencv-python-headless tyro"),
         ("cleanrl_sac", "tyro", "pip install 'gymnasium>=1.4' tyro"),
         ("hf_trainer", "transformers", "pip install transformers accelerate"),
+        ("pufferlib_ppo", "pufferlib", "see test-trainers in the Makefile"),
         ("rl_games_ppo", "rl_games", "pip install rl-games 'gymnasium>=1.4'"),
         ("torchrl_ppo", "tensordict", "pip install torchrl tyro 'gymnasium>=1.4'"),
     ],

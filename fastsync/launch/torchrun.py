@@ -171,7 +171,10 @@ def _ctrl_c_kept_from_children() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    resource_tracker.ensure_running()  # started later, it would let signals through again
+    # multiprocessing's helper, which Slurm signals too. Started later, it would let Ctrl-C through again.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     with thread_meanwhile(lambda over: over.wait(), "takes Ctrl-C"):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import tyro
@@ -27,8 +27,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fastsync._C import num_usable_cores
 from fastsync.distributed import process_group
+from fastsync.installation import install_command
 from fastsync.launch.failures import describe
 from fastsync.launch.machines import find_this_machine, read_machines
+from fastsync.launch.ray import launch_on_ray
 from fastsync.launch.torchrun import Nodes, launch_ranks
 from fastsync.ppo.config import Settings
 from fastsync.ppo.preflight import check_environment, check_run
@@ -109,7 +111,9 @@ class Launch:
     """Train a policy with PPO on several ranks, each a process of its own."""
 
     nproc: int = 1
-    """Ranks on each machine."""
+    """Ranks on each machine; with Ray, of the cluster."""
+    launcher: Literal["torchrun", "ray"] = "torchrun"
+    """Who starts them: this command, or Ray on its cluster, whose machines all have to see runs_dir."""
     nnodes: int = 1
     """Machines. The same command is started on each, with a node-rank of its own."""
     node_rank: int | None = None
@@ -134,6 +138,12 @@ class Launch:
         check_at_least(self, nproc=1, nnodes=1, node_rank=0, max_restarts=0)
         if not self.stop_timeout > 0:
             raise ValueError(f"stop_timeout={self.stop_timeout} must be more than 0 seconds")
+        if self.launcher == "ray" and (self.nnodes != 1 or self.node_rank is not None or self.nodes is not None):
+            raise ValueError("launcher='ray' has its own machines; leave out nnodes, node_rank and nodes")
+        if self.launcher == "ray" and self.settings.resume not in (None, "auto"):
+            raise ValueError(
+                f"resume={self.settings.resume!r}: with launcher='ray' a run goes on with resume='auto'; set run_name"
+            )
         if self.nodes is not None:
             if self.nnodes != 1 or self.master_addr is not None:
                 raise ValueError(
@@ -181,6 +191,8 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
     for note in (_preset_note(options, nodes.number), _cores_note(options.nproc)):
         if note:
             print(f"fastsync train: {note}", file=sys.stderr)
+    if options.launcher == "ray":
+        return _launch_on_ray(options, settings, work)
     # What it says in words of its own when it is stopped, or a rank fails for good, is told below.
     logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
@@ -214,6 +226,21 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
         reason = next((reason for reason in reasons if reason in signal.Signals.__members__), reasons[0])
         print(f"fastsync train: stopped by {reason}{_how_to_go_on(settings, arguments)}", file=sys.stderr)
         return STOPPED
+    return 0
+
+
+def _launch_on_ray(options: Launch, settings: Settings, work: Callable[[Settings], str | None]) -> int:
+    """Trains on Ray's workers, as ``launch``. Workers that Ray starts again go on from the last checkpoint."""
+    try:
+        from ray.train import TrainingFailedError
+    except ImportError:
+        raise ValueError(f"launcher='ray' needs Ray: {install_command('ray')}") from None
+    settings = replace(settings, runs_dir=str(Path(settings.runs_dir).absolute()), resume="auto")
+    try:
+        launch_on_ray(work, options.nproc, settings, max_restarts=options.max_restarts, timeout=settings.timeout)
+    except TrainingFailedError as error:
+        print(f"fastsync train: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
