@@ -17,11 +17,12 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-slow test-gpu test-asan test-ubsan test-trainers lint format bench check-cuda check-aarch64 prove-gpu clean
+.PHONY: help venv build train test test-all test-slow test-gpu test-asan test-ubsan test-trainers lint format bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
 	@echo 'make test        set up, then run the tests; SUITE=engine, ppo or benchmarks for some'
+	@echo 'make test-all    and those that run whole commands and other trainers, as every change has to pass'
 	@echo 'make test-slow   run the tests that take minutes: trainings that must reach published returns'
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
@@ -44,8 +45,10 @@ train: $(VENV)/.train build
 	$(BIN)/fastsync train --env CartPole-v1 --nproc 2
 
 # A file's tests stay together: they share what is dear to make.
-test: venv
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(if $(SUITE),--suite $(SUITE)) $(PYTEST_ARGS)
+test: CHOSEN := not slow and not end_to_end
+test-all: CHOSEN := not slow
+test test-all: venv
+	$(BIN)/python -m pytest -m '$(CHOSEN)' -n $(TEST_JOBS) --dist loadfile $(if $(SUITE),--suite $(SUITE)) $(PYTEST_ARGS)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -41,6 +41,8 @@ from fastsync import SyncStats
 from tests.models import group_of_one
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.end_to_end
+
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 

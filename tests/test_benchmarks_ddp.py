@@ -21,6 +21,8 @@ from benchmarks.rivals.ways import LIMITS, WAYS, Way
 from tests.models import group_of_one
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.end_to_end
+
 CPU = torch.device("cpu")
 
 

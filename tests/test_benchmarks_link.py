@@ -28,6 +28,8 @@ from tests.namespaced import rank_that
 from tests.test_benchmarks import ROOT
 from tests.test_launch_torchrun import free_port
 
+pytestmark = pytest.mark.end_to_end
+
 MBIT = 10**6
 
 

@@ -11,6 +11,8 @@ from benchmarks.__main__ import main
 from benchmarks.commands.overhead import DDP, Overhead, to_records
 from tests.benchmark_rows import WHERE
 
+pytestmark = pytest.mark.end_to_end
+
 HOOK, ATTACH = "fastsync.register_comm_hook/none", "fastsync.attach/fp16"
 
 

@@ -14,6 +14,8 @@ from benchmarks.__main__ import main
 from benchmarks.harness.records import Record, RowFile, read_json
 from benchmarks.rivals.trainers import Outcome, Training, run_alone
 
+pytestmark = pytest.mark.end_to_end
+
 
 def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """With trainings that are made up: 1000 steps/s a rank, SB3 half of that, and CleanRL learns nothing.

@@ -31,6 +31,8 @@ from tests.benchmark_rows import all_reduce_row, step_row
 from tests.ranks import run_ranks
 from tests.test_launch_torchrun import free_port
 
+pytestmark = pytest.mark.end_to_end
+
 ROOT = Path(__file__).parent.parent
 TINY = ("--ways", "fastsync.attach/none", "--model", "mlp", "--batch-size", "2", "--steps", "2", "--warmup", "2")
 TINY += ("--sweep", "1024", "--sweep-repetitions", "2")

@@ -23,6 +23,8 @@ from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.settings_file import load_settings
 from fastsync.train import main as train_main
 
+pytestmark = pytest.mark.end_to_end
+
 FASTSYNC = (sys.executable, "-m", "fastsync.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fastsync.train")
 ALONE = (sys.executable, "-m", "fastsync.train")

@@ -24,6 +24,8 @@ import fastsync
 from tests.models import STAMP
 from tests.ranks import fresh_process_context, run_ranks
 
+pytestmark = pytest.mark.end_to_end
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

@@ -16,6 +16,8 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from fastsync.cli import main
 from fastsync.ppo.evaluate import find_checkpoint
 
+pytestmark = pytest.mark.end_to_end
+
 ROOT = Path(__file__).parent.parent
 TINY = ("--total-steps", "1000", "--num-envs", "4", "--compression", "int8+ef")
 

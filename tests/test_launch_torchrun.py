@@ -23,6 +23,8 @@ from fastsync.ppo.config import Settings
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from tests.test_ppo_runs_checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.end_to_end
+
 ROOT = Path(__file__).parent.parent
 SAVED = "runs/x/checkpoints/step-000000001.pt"
 LIMIT = 60

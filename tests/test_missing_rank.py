@@ -24,6 +24,8 @@ import fastsync
 from tests.ranks import run_ranks
 from tests.test_launch_torchrun import LIMIT, ROOT, free_port, launched
 
+pytestmark = pytest.mark.end_to_end
+
 TIMEOUT = timedelta(seconds=6)
 TWO_SHOT = fastsync.Compression("bf16", reduce="fp32", algorithm="two_shot")
 GOOD_STEPS = 2

@@ -33,6 +33,9 @@ def test_cart_pole_is_learnt(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("preset", "least"), [("CartPole-v1", 475), ("Acrobot-v1", -100), ("Pendulum-v1", -250)])
+@pytest.mark.parametrize(
+    ("preset", "least"),
+    [("CartPole-v1", 475), ("Acrobot-v1", -100), ("Pendulum-v1", -250), ("LunarLander-v3", 200)],
+)
 def test_a_preset_learns(tmp_path: Path, preset: str, least: float):
     assert return_of(load_settings(preset), tmp_path) >= least

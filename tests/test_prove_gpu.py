@@ -22,6 +22,8 @@ from tools.prove_gpu.results import LARGEST, Result, kept, publish, summary
 from tools.prove_gpu.running import Command, run
 from tools.prove_gpu.wheels import ROOT
 
+pytestmark = pytest.mark.end_to_end
+
 GPU = {
     "torch": "torch 2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "gpus": ["NVIDIA H200"], "built": True,
     "driver": "580.1", "commit": None,
