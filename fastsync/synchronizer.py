@@ -456,7 +456,7 @@ def _named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, a
             if not isinstance(parameter, Tensor):
                 raise ValueError(
                     f"{argument}: expected a module or tensors, but number {index} is a {type(parameter).__name__}"
-                    + ("; pass them without their names" if isinstance(parameter, str | tuple) else "")
+                    + ("; pass the module or its parameters, not names" if isinstance(parameter, str | tuple) else "")
                     + ("; pass its parameters()" if isinstance(parameter, nn.Module) else "")
                 )
         unique = {id(parameter): (str(index), parameter) for index, parameter in reversed(list(enumerate(given)))}

@@ -47,7 +47,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "lazy": (lambda: nn.LazyLinear(3), "parameter weight is not initialised yet; run a forward first"),
     "frozen": (_frozen, "none of its 2 parameters requires a gradient"),
     "nothing": (list, "none of its 0 parameters requires a gradient"),
-    "named": (lambda: Mlp().named_parameters(), "number 0 is a tuple; pass them without their names"),
+    "string": (lambda: "model", "is a str; pass the module or its parameters, not"),
+    "named": (lambda: Mlp().named_parameters(), "number 0 is a tuple; pass the module or its parameters, not"),
     "optimizer": (lambda: torch.optim.SGD(Mlp().parameters()).param_groups, "number 0 is a dict"),
     "expanded": (
         lambda: [nn.Parameter(torch.zeros(1, 6).expand(4, 6))],

@@ -13,8 +13,6 @@ import pytest
 from tests.convergence import COMPRESSIONS, Run, Train, compare, table, train_all, train_digits, train_text
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.end_to_end
-
 WITHIN_NOISE = [name for name in COMPRESSIONS if name not in ("none", "int8")]
 """int8 without error feedback is in the table of the long runs, whatever it gives."""
 

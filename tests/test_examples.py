@@ -139,14 +139,24 @@ def test_torchrl_learns_cartpole():
 
 
 def test_pufferlib_learns_cartpole():
-    needs_pufferlib()
+    needs_its_package("pufferlib_ppo")
     line = run_in_a_group("pufferlib_ppo")
     (mean_return,) = numbers(r"mean return of 2 ranks in the last 5 updates: ([\d.]+)", line)
     assert mean_return > BEYOND_RANDOM
 
 
-def needs_pufferlib() -> None:
-    pytest.importorskip("pufferlib", reason="make test-trainers has an environment with PufferLib")
+def test_skrl_learns_cartpole():
+    needs_its_package("skrl_ppo")
+    line = run_on_two_ranks("skrl_ppo")
+    (mean_return,) = numbers(r"mean return of the last 50 episodes of each rank, 2 ranks: ([\d.]+)", line)
+    assert mean_return > BEYOND_RANDOM
+
+
+def needs_its_package(name: str) -> None:
+    """Skips the examples whose packages `make test-trainers` has environments for."""
+    package = {"pufferlib_ppo": "pufferlib", "skrl_ppo": "skrl"}.get(name)
+    if package:
+        pytest.importorskip(package, reason=f"make test-trainers has an environment with {package}")
 
 
 def test_atari_ends_with_the_weights_of_cleanrls_own_all_reduce():
@@ -260,6 +270,7 @@ ALONE = {
     "rsl_rl_reduce_parameters": ((), "loss"),
     "sb3_ppo": (("--total-timesteps", "1000"), "mean return of 1 x 10 episodes"),
     "skrl_per_model": ((), "by rank: [[20]]"),
+    "skrl_ppo": ((), "1 ranks"),
     "torchrl_ppo": (("--total-timesteps", "2000"), "1 ranks"),
 }
 
@@ -276,8 +287,7 @@ def run_as_main(script: str, arguments: tuple[str, ...], said: str) -> None:
 
 @each_example
 def test_one_process_is_enough(script: Path, tmp_path: Path):
-    if script.stem == "pufferlib_ppo":
-        needs_pufferlib()
+    needs_its_package(script.stem)
     arguments, result = ALONE[script.stem]
     said = tmp_path / "said"
     process = fresh_process_context().Process(target=run_as_main, args=(str(script), arguments, str(said)))
