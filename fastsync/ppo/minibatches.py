@@ -68,6 +68,9 @@ class Shuffler:
         num_steps, num_envs = batch.log_probs.shape
         if batch.memory is None:
             rows = batch.map(lambda column: column.flatten(0, 1), torch.clone)
+            if self._num_minibatches == 1:  # whose order is of no importance
+                yield from [rows] * num_epochs
+                return
             for order in self._row_orders(num_steps, num_envs, num_epochs):
                 shuffled = rows.map(lambda column, at=order: column.index_select(0, at), torch.clone)  # type: ignore[misc]
                 yield from self.cut(shuffled, self._num_minibatches)
