@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.commands.ppo import OTHERS
 from benchmarks.harness.records import Record, RowFile, read_json
-from benchmarks.rivals.trainers import Outcome, Training, run_alone
+from benchmarks.rivals.trainers import TRAINERS, Outcome, Training, run_alone
+
+
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
 pytestmark = pytest.mark.end_to_end
 
@@ -30,9 +37,11 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return Outcome(training.total_steps, training.total_steps / speed, returned)
 
     monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
+    all_installed(monkeypatch)
     script = tmp_path / "ppo.py"
     script.touch()
-    status = main(["ppo", "--hyperparameters", "zoo", "--cleanrl", str(script), "--json", str(tmp_path / "rows.json")])
+    rivals = ("--cleanrl", str(script), "--pufferlib", sys.executable)
+    status = main(["ppo", "--hyperparameters", "zoo", *rivals, "--json", str(tmp_path / "rows.json")])
     rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     said = capsys.readouterr()
     assert status == 1
@@ -42,24 +51,27 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "stable-baselines3",
         "CleanRL's loop",
         "cleanrl",
+        "PufferLib",
         "fastsync, 1 rank",
         "fastsync, 1 rank, SyncVectorEnv",
+        "fastsync, 1 rank, EnvPool",
         "fastsync, 2 ranks, same batch",
+        "fastsync, 2 × 1 rank, a part of the batch each, no communication",
         "fastsync, 2 ranks, 2 × the batch",
-        "fastsync, 2 × 1 rank, no communication",
+        "fastsync, 2 × 1 rank, the batch each, no communication",
     ]
     assert all(way in said.out for way in rows)
     figures = rows["fastsync, 2 ranks, same batch"]["figures"]
     assert (figures["steps_per_second"], figures["steps_per_second_per_rank"]) == (2000, 1000)
     assert [figures[f"over_{rival}"] for rival in ("stable-baselines3", "CleanRL's loop", "cleanrl")] == [4, 8, 8]
     assert figures["weak_scaling"] is None
-    assert figures["over_apart"] is None
+    assert figures["over_apart"] == 0.8
     assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3
     wide = rows["fastsync, 2 ranks, 2 × the batch"]
     assert wide["settings"]["num_envs"] == 2 * rows["fastsync, 1 rank"]["settings"]["num_envs"]
     assert wide["figures"]["weak_scaling"] == 1
     assert wide["figures"]["over_apart"] == 0.8
-    assert rows["fastsync, 2 × 1 rank, no communication"]["figures"]["weak_scaling"] == 1.25
+    assert rows["fastsync, 2 × 1 rank, the batch each, no communication"]["figures"]["weak_scaling"] == 1.25
 
 
 def ends_training(ending: str) -> float:
@@ -111,11 +123,12 @@ def test_ppo_keeps_the_repetitions_of_a_set_and_the_sets_before(tmp_path: Path, 
         return Outcome(training.total_steps, 1.0, 100.0)
 
     monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
+    all_installed(monkeypatch)
     options = ("--hyperparameters", "zoo", "fastsync", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
     assert main(["ppo", *options]) == 130
     samples = {"zoo": 2, "fastsync": 1}
     records = read_json(tmp_path / "rows.json")
-    assert len(records) == len({(record.settings["hyperparameters"], record.way) for record in records}) == 16
+    assert len(records) == len({(record.settings["hyperparameters"], record.way) for record in records}) == 20
     assert all(len(record.samples) == samples[record.settings["hyperparameters"]] for record in records)
 
 
@@ -164,6 +177,46 @@ def test_gpus_that_trainings_do_not_see_are_no_places(
     assert "nproc=2: this machine has 1 cores" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ("--num-envs", "4", "16", "64", "256", "1024"),
+            [(4, 128, 4), (16, 128, 4), (64, 64, 4), (256, 32, 8), (1024, 16, 8)],
+        ),
+        (("--num-envs", "31", "5000"), [(31, 96, 4), (5000, 8, 8)]),
+        (("--env", "HalfCheetah-v5"), [(1, 2048, 32)]),
+        (("--env", "ALE/Pong-v5"), [(8, 128, 4)]),
+    ],
+)
+def test_ppo_trains_with_what_was_asked_for(
+    options: tuple[str, ...], expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    trained: list[Training] = []
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
+        del timeout
+        assert training.batch_size % training.num_minibatches == 0
+        if trainer == "stable-baselines3":
+            trained.append(training)
+        return Outcome(training.total_steps, 1.0, 100.0)
+
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
+    all_installed(monkeypatch)
+    assert main(["ppo", *options, "--repetitions", "1", "--oversubscribe"]) == 0
+    assert [(each.num_envs, each.num_steps, each.num_minibatches) for each in trained] == expected
+
+
+@pytest.mark.parametrize("trainer", ["fastsync", "environment alone", "stable-baselines3", "cleanrl loop"])
+@pytest.mark.parametrize("env", ["HalfCheetah-v5", "ALE/Pong-v5"])
+def test_trainings_of_other_environments_run(env: str, trainer: str):
+    pytest.importorskip("mujoco" if env == "HalfCheetah-v5" else "ale_py")
+    few = {"total_steps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 1, "num_epochs": 1}
+    outcome = TRAINERS[trainer](replace(OTHERS[env], **few))
+    assert outcome.steps == 64
+    assert outcome.mean_return is None  # no episode is as short
+
+
 @pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
 def test_trainings_run_in_processes_of_their_own(trainer: str):
     training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, nproc=2)
@@ -177,7 +230,9 @@ def test_trainings_run_in_processes_of_their_own(trainer: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--nproc", "3"), "nproc=3 does not divide the 4 environments of cleanrl"),
+        (("--pufferlib", "/nowhere/python"), "pufferlib=/nowhere/python: there is no such Python"),
+        (("--num-envs", "4", "0"), "num_envs=(4, 0) must be at least 1 each"),
+        (("--num-envs", "4", "--env", "ALE/Pong-v5"), "num_envs are scaled for CartPole-v1"),
         (("--cleanrl", "/nowhere/ppo.py"), "cleanrl=/nowhere/ppo.py: there is no such file"),
         (("--repetitions", "0"), "repetitions=0 must be at least 1"),
         (("--hyperparameters",), "hyperparameters: choose at least one of cleanrl"),

@@ -1,10 +1,11 @@
 """``python -m benchmarks ppo``: environment steps per second of whole trainings, ours and the rivals', in turns.
 
-All train CartPole-v1 with the same hyperparameters and the same network, on the same cores, one thread a process. A
-sample is the time of a training's loop: collecting and learning, without start-up.
+All train with the same hyperparameters and the same network, on the same cores, one thread a process. A sample is the
+time of a training's loop: collecting and learning, without start-up.
 """
 
 import importlib.util
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,23 +37,59 @@ HYPERPARAMETERS = {
 }
 """CleanRL's defaults, those of RL Baselines3 Zoo for CartPole-v1, ours, and a network that there is something to do for
 between two syncs."""
+OTHERS = {
+    "HalfCheetah-v5": Training(
+        total_steps=0, num_envs=1, num_steps=2048, num_minibatches=32, num_epochs=10, seed=1, env="HalfCheetah-v5",
+        learning_rate=3e-4, entropy=0.0, normalize=True,
+    ),
+    "ALE/Pong-v5": Training(
+        total_steps=0, num_envs=8, num_steps=128, num_minibatches=4, num_epochs=4, seed=1, env="ALE/Pong-v5", clip=0.1,
+    ),
+}  # fmt: skip
+"""CleanRL's for continuous actions and for games."""
+CARTPOLE = "CartPole-v1"
 CLEANRL_HIDDEN_SIZE = 64
-LEARNT = 40.0
-"""A random policy has a mean return of 22: what has learnt nothing has not done the work."""
+LEARNT = {CARTPOLE: 40.0}
+"""A random policy has a mean return of 22: what has learnt nothing has not done the work. Other environments take
+longer than a benchmark does."""
 if TYPE_CHECKING:
     Name = str
 else:
     Name = tyro.extras.literal_type_from_choices(HYPERPARAMETERS)
 
 
+def scaled_to(num_envs: int) -> Training:
+    """Hyperparameters for that many environments of CartPole-v1.
+
+    More environments take fewer steps each, so that an update comes as often as its rows allow: 512 / sqrt(N) steps, of
+    which 128 are the most, and 4 minibatches an epoch, or 8 from 8192 rows on: 128 steps of 16 environments, 64 of 64,
+    32 of 256, 16 of 1024.
+    """
+    num_steps = min(128, max(8, 512 // math.isqrt(num_envs) // 8 * 8))
+    num_minibatches = 8 if num_envs * num_steps >= 8192 else 4
+    return Training(
+        total_steps=0, num_envs=num_envs, num_steps=num_steps, num_minibatches=num_minibatches, num_epochs=4, seed=1,
+        learning_rate=1e-3,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Options:
-    """Measure whole trainings of CartPole-v1: fastsync on one rank and on several, and its rivals."""
+    """Measure whole trainings: fastsync on one rank and on several, and its rivals."""
 
+    env: Literal["CartPole-v1", "HalfCheetah-v5", "ALE/Pong-v5"] = CARTPOLE
+    """What to train on. HalfCheetah and Pong have CleanRL's hyperparameters."""
     hyperparameters: tuple[Name, ...] = tuple(HYPERPARAMETERS)
-    """Whose: they differ in how much is learnt from each step."""
+    """Whose, on CartPole: they differ in how much is learnt from each step."""
+    num_envs: tuple[int, ...] = ()
+    """In place of them: numbers of environments on each rank, such as 4 16 64 256 1024. The more there are, the fewer
+    steps each takes between updates: 128, 128, 64, 32 and 16, in 4 minibatches or, from 256 on, 8. How far a training
+    comes depends on total_steps: with 500,000 the table's returns tell which settings learn."""
     cleanrl: Path | None = None
     """CleanRL's ppo.py (https://github.com/vwxyzjn/cleanrl), to be measured beside its loop written anew."""
+    pufferlib: Path | None = None
+    """The Python of an environment with PufferLib 3, whose trainer is measured on CartPole. docs/performance.md tells
+    how to make one."""
     nproc: int = 2
     """Ranks of fastsync's runs on several, and trainings at once of the one without communication."""
     oversubscribe: bool = False
@@ -75,15 +112,24 @@ class Options:
         check_at_least(self, nproc=1, total_steps=1, repetitions=1)
         if self.cleanrl is not None and not self.cleanrl.is_file():
             raise ValueError(f"cleanrl={self.cleanrl}: there is no such file")
+        if self.pufferlib is not None and not self.pufferlib.is_file():
+            raise ValueError(f"pufferlib={self.pufferlib}: there is no such Python")
         check_json(self.json)
-        for name in self.hyperparameters:
-            if HYPERPARAMETERS[name].num_envs % self.nproc:
-                raise ValueError(
-                    f"nproc={self.nproc} does not divide the {HYPERPARAMETERS[name].num_envs} environments of {name}"
-                )
+        if self.num_envs and self.env != CARTPOLE:
+            raise ValueError(f"num_envs are scaled for {CARTPOLE}: leave them out, or env={self.env!r}")
+        if any(number < 1 for number in self.num_envs):
+            raise ValueError(f"num_envs={self.num_envs} must be at least 1 each")
         if self.device == "cuda" and self.nproc > torch.cuda.device_count():
             raise ValueError(f"device=cuda: torch sees {torch.cuda.device_count()} GPUs, for {self.nproc} ranks")
         check_places(self.nproc, self.oversubscribe, cpu=self.device == "cpu")
+
+    def sets(self) -> dict[str, Training]:
+        """The hyperparameters to train with, by their names."""
+        if self.num_envs:
+            return {f"{number} environments a rank": scaled_to(number) for number in self.num_envs}
+        if self.env != CARTPOLE:
+            return {f"CleanRL for {self.env}": OTHERS[self.env]}
+        return {name: HYPERPARAMETERS[name] for name in self.hyperparameters}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -116,8 +162,8 @@ def measure_all(options: Options, rows: RowFile) -> None:
     done: list[Record] = []
     where = environment(torch.device(options.device))
     with progress_bars(shown=True) as progress:
-        for name in dict.fromkeys(options.hyperparameters):
-            ways = dict(ways_of(HYPERPARAMETERS[name], options))
+        for name, base in options.sets().items():
+            ways = dict(ways_of(base, options))
             task = progress.add_task(f"hyperparameters of {name}", total=len(ways) * options.repetitions)
             outcomes: dict[str, list[Outcome]] = {}
             for repetition in range(options.repetitions):
@@ -133,26 +179,42 @@ def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, 
     """Lists what is compared: a name, who trains, and with what."""
     training = replace(base, total_steps=options.total_steps, device=options.device)
     n = options.nproc
+    of_cleanrl = training.env == CARTPOLE and training.hidden_size == CLEANRL_HIDDEN_SIZE  # its script has no other
+    has_envpool = importlib.util.find_spec("envpool") is not None
     yield "environment alone", ("environment alone", training)
     if importlib.util.find_spec("stable_baselines3"):
         yield SB3, ("stable-baselines3", training)
     yield CLEANRL_LOOP, ("cleanrl loop", training)
-    if options.cleanrl and training.hidden_size == CLEANRL_HIDDEN_SIZE:  # it has no other
+    if options.cleanrl and of_cleanrl:
         yield CLEANRL, ("cleanrl", replace(training, cleanrl=str(options.cleanrl)))
+    if options.pufferlib and takes_pufferlib(training):
+        yield "PufferLib", ("pufferlib", replace(training, pufferlib=str(options.pufferlib.absolute())))
     yield ALONE, ("fastsync", training)
-    yield "fastsync, 1 rank, SyncVectorEnv", ("fastsync", replace(training, vectorization="sync"))
+    if training.env == CARTPOLE:  # the others have no vectorised implementation of their own to compare it with
+        yield "fastsync, 1 rank, SyncVectorEnv", ("fastsync", replace(training, vectorization="sync"))
+    if has_envpool:
+        yield "fastsync, 1 rank, EnvPool", ("fastsync", replace(training, vectorization="envpool"))
     if n > 1:
-        yield f"fastsync, {n} ranks, same batch", ("fastsync", replace(training, nproc=n))
+        if training.num_envs % n == 0:
+            split = replace(training, nproc=n)
+            yield f"fastsync, {n} ranks, same batch", ("fastsync", split)
+            yield apart(n, SPLIT), ("fastsync apart", split)
         wide = replace(training, nproc=n, num_envs=n * training.num_envs, total_steps=n * training.total_steps)
         yield f"fastsync, {n} ranks, {n} × the batch", ("fastsync", wide)
         yield apart(n), ("fastsync apart", wide)
 
 
-def apart(nproc: int) -> str:
+def takes_pufferlib(training: Training) -> bool:
+    """Its minibatches are whole sequences of some environments, and it computes on CPUs here."""
+    return training.env == CARTPOLE and training.device == "cpu" and training.num_envs % training.num_minibatches == 0
+
+
+def apart(nproc: int, batch: str = "the batch each") -> str:
     """The way that shows what the machine gives: as many trainings at once, each on its own."""
-    return f"fastsync, {nproc} × 1 rank, no communication"
+    return f"fastsync, {nproc} × 1 rank, {batch}, no communication"
 
 
+SPLIT = "a part of the batch each"
 SB3, CLEANRL_LOOP, CLEANRL, ALONE = "stable-baselines3", "CleanRL's loop", "cleanrl", "fastsync, 1 rank"
 
 
@@ -181,6 +243,7 @@ def records_of(
         }
         on_cpu = training.device == "cpu"
         is_wide = training.num_envs > ways[ALONE][1].num_envs
+        without = apart(training.nproc) if is_wide else apart(training.nproc, SPLIT)
         yield Record(
             benchmark="ppo",
             way=way,
@@ -196,11 +259,11 @@ def records_of(
                 "fastest": max(of_speed),
                 "over_environment": ratio(way, "environment alone"),
                 "weak_scaling": ratio(way, ALONE, training.nproc) if is_wide else None,
-                "over_apart": ratio(way, apart(training.nproc)) if is_wide else None,
+                "over_apart": ratio(way, without) if training.nproc > 1 else None,
                 "mean_return": median(known) if known else None,
                 **ratios,
             },
-            correct=all(value > LEARNT for value in known),
+            correct=all(value > LEARNT.get(training.env, -math.inf) for value in known),
             samples=[outcome.seconds for outcome in outcomes[way]],
             environment=where,
         )
@@ -238,15 +301,17 @@ COLUMNS: Columns = {
 LEGEND = (
     "steps/s: environment steps of all ranks by the time of the training's loop, median of the repetitions. weak "
     "scaling: speed by number of ranks, over that of one rank with as many environments as each of them; of no "
-    "communication: over as many trainings at once that never communicate, whose own weak scaling is what the cores "
-    "give. return: of the last 100 episodes; with so few steps it only shows that something was learnt."
+    "communication: over as many trainings at once that never communicate, with the same batch on each rank; their own "
+    "weak scaling is what the cores give. return: of the last 100 episodes; after few steps it "
+    "shows that something was learnt."
 )
 
 
 def _title(record: Record) -> str:
     settings = record.settings
     return (
-        f"CartPole-v1, hyperparameters of {settings['hyperparameters']}: {settings['num_envs']} environments × "
-        f"{settings['num_steps']} steps, {settings['num_epochs']} epochs of {settings['num_minibatches']} minibatches\n"
+        f"{settings['env']}, hyperparameters of {settings['hyperparameters']}: {settings['num_envs']} environments × "
+        f"{settings['num_steps']} steps, {settings['num_epochs']} epochs of {settings['num_minibatches']} minibatches, "
+        f"{settings['total_steps']:,} steps a rank\n"
         f"{measured_on(record)}"
     )

@@ -1,9 +1,10 @@
-"""Whole trainings of CartPole-v1, one a process: ``python -m benchmarks.rivals.trainers TRAINER OPTIONS``.
+"""Whole trainings, one a process: ``python -m benchmarks.rivals.trainers TRAINER OPTIONS``.
 
 Prints one JSON object: the fields of ``Outcome``.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -32,13 +33,27 @@ class Training:
     num_minibatches: int
     num_epochs: int
     seed: int
+    env: str = "CartPole-v1"
+    """A game of ALE is seen in pictures, by convolutions that actor and critic share."""
+    learning_rate: float = 2.5e-4
+    """At the start; it falls to 0 over the training."""
+    clip: float = 0.2
+    entropy: float = 0.01
+    normalize: bool = False
+    """Observations and rewards, by running moments."""
     hidden_size: int = 64
     nproc: int = 1
     vectorization: str = "auto"
     cleanrl: str | None = None
     """CleanRL's ppo.py."""
+    pufferlib: str | None = None
+    """The Python that has PufferLib."""
     device: str = "cpu"
     """What policies compute on: cpu or cuda."""
+
+    @property
+    def is_atari(self) -> bool:
+        return self.env.startswith("ALE/")
 
     @property
     def batch_size(self) -> int:
@@ -65,7 +80,7 @@ class Outcome:
         return self.steps / self.seconds
 
 
-LEARNING_RATE, GAMMA, GAE_LAMBDA, CLIP, ENTROPY = 2.5e-4, 0.99, 0.95, 0.2, 0.01
+GAMMA, GAE_LAMBDA = 0.99, 0.95
 
 
 def train_fastsync(training: Training) -> Outcome:
@@ -94,19 +109,22 @@ def _settings(training: Training, folder: str) -> Any:
     from fastsync.ppo.config import Settings
 
     return Settings(
+        env=training.env,
         total_steps=training.total_steps,
         num_envs=training.num_envs // training.nproc,
         num_steps=training.num_steps,
         num_minibatches=training.num_minibatches,
         num_epochs=training.num_epochs,
         vectorization=training.vectorization,  # type: ignore[arg-type]
-        learning_rate=LEARNING_RATE,
+        learning_rate=training.learning_rate,
         gamma=GAMMA,
         gae_lambda=GAE_LAMBDA,
-        clip_coef=CLIP,
+        clip_coef=training.clip,
         clip_value_loss=True,
         hidden_sizes=(training.hidden_size, training.hidden_size),
-        ent_coef=ENTROPY,
+        ent_coef=training.entropy,
+        norm_observations=training.normalize,
+        norm_rewards=training.normalize,
         seed=training.seed,
         runs_dir=folder,
     )
@@ -119,7 +137,7 @@ def fastsync_rank(settings: Any) -> Outcome:
     sys.stdout = sys.stderr  # which the parent lets through
     with process_group(settings.timeout) as device:
         _, result = train(settings, device)
-    return Outcome(result.step, result.seconds, result.mean_return)
+    return Outcome(result.step, result.seconds, None if math.isnan(result.mean_return) else result.mean_return)
 
 
 def fastsync_rank_apart(settings: Any) -> Outcome:
@@ -136,21 +154,20 @@ def fastsync_rank_apart(settings: Any) -> Outcome:
 
 def train_sb3(training: Training) -> Outcome:
     from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
 
     model = PPO(
-        "MlpPolicy",
-        make_vec_env("CartPole-v1", n_envs=training.num_envs, seed=training.seed),
+        "CnnPolicy" if training.is_atari else "MlpPolicy",
+        _sb3_environments(training),
         n_steps=training.num_steps,
         batch_size=training.minibatch_size,
         n_epochs=training.num_epochs,
-        learning_rate=lambda remaining: LEARNING_RATE * remaining,
+        learning_rate=lambda remaining: training.learning_rate * remaining,
         gamma=GAMMA,
         gae_lambda=GAE_LAMBDA,
-        clip_range=CLIP,
-        clip_range_vf=CLIP,
-        ent_coef=ENTROPY,
-        policy_kwargs={"net_arch": [training.hidden_size, training.hidden_size]},
+        clip_range=training.clip,
+        clip_range_vf=training.clip,
+        ent_coef=training.entropy,
+        policy_kwargs={} if training.is_atari else {"net_arch": [training.hidden_size, training.hidden_size]},
         seed=training.seed,
         device=training.device,
     )
@@ -158,7 +175,20 @@ def train_sb3(training: Training) -> Outcome:
     model.learn(training.total_steps)
     seconds = time.perf_counter() - began
     returns = [episode["r"] for episode in model.ep_info_buffer or []]
-    return Outcome(model.num_timesteps, seconds, float(np.mean(returns)))
+    return Outcome(model.num_timesteps, seconds, float(np.mean(returns)) if returns else None)
+
+
+def _sb3_environments(training: Training) -> Any:
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
+
+    many: Any = {"n_envs": training.num_envs, "seed": training.seed}
+    if training.is_atari:
+        import ale_py  # noqa: F401 registers the games
+
+        return VecFrameStack(make_atari_env(training.env, env_kwargs={"frameskip": 1}, **many), n_stack=4)
+    envs = make_vec_env(training.env, **many)
+    return VecNormalize(envs, gamma=GAMMA) if training.normalize else envs
 
 
 def train_cleanrl(training: Training) -> Outcome:
@@ -169,6 +199,7 @@ def train_cleanrl(training: Training) -> Outcome:
         "num-steps": training.num_steps,
         "num-minibatches": training.num_minibatches,
         "update-epochs": training.num_epochs,
+        "learning-rate": training.learning_rate,
         "seed": training.seed,
     }
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -189,18 +220,36 @@ def train_cleanrl_loop(training: Training) -> Outcome:
     return train(training)
 
 
+def train_pufferlib(training: Training) -> Outcome:
+    """PufferLib needs older packages than all others, so it runs in a Python of its own."""
+    assert training.pufferlib is not None
+    script = Path(__file__).with_name("pufferlib_trainer.py")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [training.pufferlib, str(script), json.dumps(asdict(training)), str(GAMMA), str(GAE_LAMBDA)]
+        printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return Outcome(**json.loads(printed.splitlines()[-1]))
+
+
 def step_environment_alone(training: Training) -> Outcome:
-    """Random actions, by the environment's own vectorised implementation."""
+    """Random actions, by the environment's own vectorised implementation where it has one that trainings take."""
     import gymnasium
 
-    envs = gymnasium.make_vec("CartPole-v1", training.num_envs, vectorization_mode="vector_entry_point")
+    from fastsync.ppo.envs.lookup import find_env
+    from fastsync.ppo.envs.spaces import random_actions
+
+    source = find_env(training.env)
+    if source.spec and source.spec.vector_entry_point and not source.is_atari:
+        envs: Any = gymnasium.make_vec(training.env, training.num_envs, vectorization_mode="vector_entry_point")
+    else:
+        envs = gymnasium.vector.SyncVectorEnv([source.make] * training.num_envs)
     envs.reset(seed=training.seed)
+    generator = np.random.default_rng(training.seed)
     num_rows = training.total_steps // training.num_envs
-    actions = np.random.default_rng(training.seed).integers(2, size=(num_rows, training.num_envs))
+    rows = [random_actions(envs.single_action_space, training.num_envs, generator) for _ in range(num_rows)]
     began = time.perf_counter()
-    for row in actions:
+    for row in rows:
         envs.step(row)
-    return Outcome(actions.size, time.perf_counter() - began)
+    return Outcome(num_rows * training.num_envs, time.perf_counter() - began)
 
 
 TRAINERS: dict[str, Callable[[Training], Outcome]] = {
@@ -209,6 +258,7 @@ TRAINERS: dict[str, Callable[[Training], Outcome]] = {
     "stable-baselines3": train_sb3,
     "cleanrl": train_cleanrl,
     "cleanrl loop": train_cleanrl_loop,
+    "pufferlib": train_pufferlib,
     "environment alone": step_environment_alone,
 }
 
