@@ -21,6 +21,7 @@ from benchmarks.rivals.trainers import TRAINERS, Outcome, Training, run_alone
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
+
 pytestmark = pytest.mark.end_to_end
 
 
