@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cannot work end rank 0 with one sentence and status 2.
     """
     require_extra()
-    from fastsync.ppo.cli import STOPPED, Arguments, parse, train_rank
+    from fastsync.ppo.cli import STOPPED, Arguments, cores_note, parse, train_rank
     from fastsync.ppo.preflight import check_environment, check_run
 
     prog = "python -m fastsync.train"
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ValueError as error:
             print(f"{prog}: {error}", file=sys.stderr)
             sys.exit(2)
+    if os.environ.get("LOCAL_RANK") == "0" and (note := cores_note(int(os.environ["LOCAL_WORLD_SIZE"]))):
+        print(f"{prog}: {note}", file=sys.stderr)
     if train_rank(settings) and "RANK" not in os.environ:
         sys.exit(STOPPED)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.commands.ppo import OTHERS
 from benchmarks.harness.records import Record, RowFile, read_json
+from benchmarks.rivals.trainer_phases import PHASES
 from benchmarks.rivals.trainers import TRAINERS, Outcome, Training, run_alone
 
 
@@ -73,6 +75,25 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert wide["figures"]["weak_scaling"] == 1
     assert wide["figures"]["over_apart"] == 0.8
     assert rows["fastsync, 2 × 1 rank, the batch each, no communication"]["figures"]["weak_scaling"] == 1.25
+
+
+def test_a_profile_draws_where_the_time_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    picture = tmp_path / "phases.svg"
+    few = ("--hyperparameters", "zoo", "--total-steps", "512", "--oversubscribe")
+    assert main(["ppo", *few, "--profile", str(picture)]) == 0
+    assert capsys.readouterr().out.split() == [str(picture), "is", "written"]
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_phases_are_disjoint():
+    training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1)
+    outcome = TRAINERS["fastsync phases"](training)
+    assert outcome.phases is not None
+    assert tuple(outcome.phases) == PHASES
+    assert all(seconds > 0 for seconds in outcome.phases.values())
+    num_optimizer_steps = 2 * math.ceil(outcome.steps / 128)
+    # It has what comes between the last update and the end besides.
+    assert sum(outcome.phases.values()) * num_optimizer_steps == pytest.approx(outcome.seconds, rel=0.5, abs=1.0)
 
 
 def ends_training(ending: str) -> float:
@@ -232,6 +253,7 @@ def test_trainings_run_in_processes_of_their_own(trainer: str):
     ("options", "message"),
     [
         (("--pufferlib", "/nowhere/python"), "pufferlib=/nowhere/python: there is no such Python"),
+        (("--profile", "/nowhere/out.png"), "profile=/nowhere/out.png: there is no folder /nowhere"),
         (("--num-envs", "4", "0"), "num_envs=(4, 0) must be at least 1 each"),
         (("--num-envs", "4", "--env", "ALE/Pong-v5"), "num_envs are scaled for CartPole-v1"),
         (("--cleanrl", "/nowhere/ppo.py"), "cleanrl=/nowhere/ppo.py: there is no such file"),

@@ -310,6 +310,21 @@ def test_more_ranks_than_cores_are_warned_of(
     assert capsys.readouterr().err == ""
 
 
+def test_more_ranks_of_torchrun_than_cores_are_warned_of_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fastsync.ppo.cli.train_rank", lambda settings: None)
+    monkeypatch.setattr("fastsync.ppo.cli.num_usable_cores", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for rank in "3", "4":  # on another machine than rank 0, which checks the settings
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", str(int(rank) - 3))
+        train_main([])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m fastsync.train: warning: nproc=3 ranks on 2 cores take turns")
+
+
 def test_eval_names_what_it_misses(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["eval"])

@@ -208,7 +208,7 @@ def test_actions_arrive_in_their_space(env: str, actions: Any, rewards: list[flo
             {"env": "tests.toy_envs:Image", "norm_observations": True},
             "norm_observations=True is for vectors, .* leave norm_observations at False",
         ),
-        ({"env": "tests.toy_envs:Named"}, "has observations Dict.*FlattenObservation"),
+        ({"env": "tests.toy_envs:Spoken"}, "has observations Dict.*FilterObservation, with the keys that can"),
         ({"env": "tests.toy_envs:Binary"}, "has actions MultiBinary.*TransformAction"),
         ({"env": "tests.toy_envs:Table"}, "a MultiDiscrete must have one dimension"),
         ({"env": "tests.toy_envs:Whole"}, "a Box of actions must have one dimension and real numbers"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import fields
 
 import pytest
 
+from fastsync.ppo.config import Settings
 from fastsync.ppo.runs.metrics import PhaseTimes
-from fastsync.ppo.runs.straggler import WORK, WaitingTimes
+from fastsync.ppo.runs.straggler import REMEDIES, WORK, WaitingTimes
 
 
 def ranks_that_meet(*work: tuple[float, ...]) -> list[PhaseTimes]:
@@ -29,7 +32,13 @@ def test_the_rank_that_takes_longer_is_named_with_what_it_does_longer(slow: int,
     assert straggler is not None
     assert (straggler.rank, straggler.phase, straggler.seconds) == (slow, phase, 8.0)
     assert straggler.share == 8.0 / 24.0
-    assert str(straggler) == f"rank {slow} makes the others wait in {phase}: 8.0 s, 33%"
+    assert str(straggler) == f"rank {slow} makes the others wait in {phase}: 8.0 s, 33%; {REMEDIES[phase]}"
+
+
+def test_what_to_do_names_settings_that_there_are():
+    named = {word.replace("-", "_") for advice in REMEDIES.values() for word in re.findall(r"--([a-z-]+)", advice)}
+    assert named <= {setting.name for setting in fields(Settings)}
+    assert REMEDIES.keys() == {*WORK, "communication"}
 
 
 def test_ranks_that_take_turns_do_not_cancel_out():

@@ -100,7 +100,62 @@ class SmallImage(Countdown):
 
 
 class Named(Countdown):
-    observation_space = spaces.Dict({"position": spaces.Box(0, 1, (2,))})
+    """Has a dictionary in a dictionary, and every kind of numbers."""
+
+    observation_space = spaces.Dict(
+        noise=spaces.Box(-np.inf, np.inf, (1, 2), dtype=np.float64),
+        counts=spaces.Dict(remaining=spaces.Discrete(9, start=-1), both=spaces.MultiDiscrete([8, 9], start=[0, -1])),
+        odd=spaces.MultiBinary(2),
+    )
+
+    def look(self) -> Any:
+        return {
+            "noise": np.array([[self.noise, -self.noise]]),
+            "counts": {"remaining": np.int64(self.remaining), "both": np.array([self.length, self.remaining])},
+            "odd": np.array([self.length % 2, self.remaining % 2], dtype=np.int8),
+        }
+
+
+class Pictured(Countdown):
+    """Has two pictures and a number."""
+
+    observation_space = spaces.Dict(
+        far=spaces.Box(0, 255, (1, 37, 41), dtype=np.uint8),
+        near=spaces.Box(0, 255, (3, 36, 40), dtype=np.uint8),
+        noise=spaces.Box(-np.inf, np.inf, (), dtype=np.float32),
+    )
+
+    def look(self) -> Any:
+        far, near = np.full((1, 37, 41), self.length, np.uint8), np.full((3, 36, 40), self.remaining, np.uint8)
+        return {"far": far, "near": near, "noise": np.float32(self.noise)}
+
+
+class Spoken(Countdown):
+    observation_space = spaces.Dict(mission=spaces.Text(3), place=spaces.Discrete(3))
+
+
+class Both(gymnasium.Env[Any, Any]):
+    """Half of a reward is for telling whether the picture is bright, half for whether the number is positive."""
+
+    observation_space = spaces.Dict(
+        number=spaces.Box(-1, 1, (1,), dtype=np.float32), picture=spaces.Box(0, 255, (1, 36, 36), dtype=np.uint8)
+    )
+    action_space = spaces.MultiDiscrete([2, 2])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.look(), {}
+
+    def step(self, action: Any):
+        reward = float(np.mean(action == np.array([self.bright, self.positive])))
+        self.count += 1
+        return self.look(), reward, False, self.count == 8, {}
+
+    def look(self) -> Any:
+        self.bright, self.positive = self.np_random.integers(2, size=2)
+        picture = np.full((1, 36, 36), 255 * self.bright, np.uint8)
+        return {"number": np.array([2 * self.positive - 1], np.float32), "picture": picture}
 
 
 class Binary(Countdown):

@@ -102,6 +102,9 @@ class Options:
     """Trainings of each kind, with other seeds. The kinds take turns."""
     timeout: float = 600.0
     """Seconds after which a training counts as hanging."""
+    profile: Path | None = None
+    """Measure no rivals: draw what the time between two optimizer steps goes into, on one rank and on nproc, into
+    this picture (.svg, .png)."""
     json: Path | None = None
     """File to write all rows to, with every sample, the settings, versions and hardware."""
 
@@ -115,6 +118,8 @@ class Options:
         if self.pufferlib is not None and not self.pufferlib.is_file():
             raise ValueError(f"pufferlib={self.pufferlib}: there is no such Python")
         check_json(self.json)
+        if self.profile is not None and not self.profile.parent.is_dir():
+            raise ValueError(f"profile={self.profile}: there is no folder {self.profile.parent}")
         if self.num_envs and self.env != CARTPOLE:
             raise ValueError(f"num_envs are scaled for {CARTPOLE}: leave them out, or env={self.env!r}")
         if any(number < 1 for number in self.num_envs):
@@ -145,13 +150,16 @@ def main(arguments: Sequence[str]) -> int:
         note, status = "", 0
         try:
             with termination_raises():
-                measure_all(options, rows)
+                if options.profile:
+                    draw_profile(options, options.profile)
+                else:
+                    measure_all(options, rows)
         except (KeyboardInterrupt, SignalException) as error:
             status, note = ending(error)
         except RuntimeError as error:
             note, status = str(error), 1
         records = rows.read()
-    learnt_nothing = report(records)
+    learnt_nothing = report(records) if records else 0
     if note:
         print(f"{note}; what was measured before is shown", file=sys.stderr)
     return status or learnt_nothing
@@ -173,6 +181,22 @@ def measure_all(options: Options, rows: RowFile) -> None:
                     rows.replace([*done, *records_of(name, ways, outcomes, where)])
                     progress.update(TaskID(task), advance=1, refresh=True)
             done += records_of(name, ways, outcomes, where)
+
+
+def draw_profile(options: Options, path: Path) -> None:
+    """Draws where trainings of one rank and of several spend their time, a bar each."""
+    from benchmarks.report.phases import draw_phases
+
+    bars = {}
+    for name, base in options.sets().items():
+        training = replace(base, total_steps=options.total_steps)
+        for n in sorted({1, options.nproc}):
+            wide = replace(training, nproc=n, num_envs=n * base.num_envs, total_steps=n * options.total_steps)
+            outcome = run_alone("fastsync phases", wide, timeout=options.timeout)
+            assert outcome.phases is not None
+            bars[f"{name}, {n} {'rank' if n == 1 else 'ranks'}"] = outcome.phases
+    draw_phases(path, bars, title=f"{options.env}: time between two optimizer steps, of rank 0")
+    print(f"{path} is written")
 
 
 def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:

@@ -74,6 +74,8 @@ class Outcome:
     """Of collecting and learning, without start-up."""
     mean_return: float | None = None
     """Of the last 100 episodes; None where the trainer does not tell it."""
+    phases: dict[str, float] | None = None
+    """Where it was asked for: seconds of rank 0 for an optimizer step, by what they go into."""
 
     @property
     def speed(self) -> float:
@@ -88,6 +90,16 @@ def train_fastsync(training: Training) -> Outcome:
 
     with tempfile.TemporaryDirectory() as folder:
         return launch_ranks(fastsync_rank, training.nproc, _settings(training, folder))[0]
+
+
+def train_fastsync_phases(training: Training) -> Outcome:
+    """As ``train_fastsync``, telling where the time goes."""
+    from benchmarks.rivals.trainer_phases import fastsync_rank_phases
+    from fastsync.launch.torchrun import launch_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        outcome, phases = launch_ranks(fastsync_rank_phases, training.nproc, _settings(training, folder))[0]
+    return replace(outcome, phases=phases)
 
 
 def train_fastsync_apart(training: Training) -> Outcome:
@@ -255,6 +267,7 @@ def step_environment_alone(training: Training) -> Outcome:
 TRAINERS: dict[str, Callable[[Training], Outcome]] = {
     "fastsync": train_fastsync,
     "fastsync apart": train_fastsync_apart,
+    "fastsync phases": train_fastsync_phases,
     "stable-baselines3": train_sb3,
     "cleanrl": train_cleanrl,
     "cleanrl loop": train_cleanrl_loop,

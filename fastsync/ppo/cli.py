@@ -188,7 +188,7 @@ def launch(options: Launch, arguments: Sequence[str] = (), work: Callable[[Setti
     check_environment(settings)
     if nodes.rank == 0:
         check_run(settings, options.nproc * nodes.number)
-    for note in (_preset_note(options, nodes.number), _cores_note(options.nproc)):
+    for note in (_preset_note(options, nodes.number), cores_note(options.nproc)):
         if note:
             print(f"fastsync train: {note}", file=sys.stderr)
     if options.launcher == "ray":
@@ -258,7 +258,7 @@ def _preset_note(options: Launch, nnodes: int) -> str | None:
     )
 
 
-def _cores_note(nproc: int) -> str | None:
+def cores_note(nproc: int) -> str | None:
     """Says where ranks have to take turns: on the CPU, with fewer cores than ranks."""
     cores = num_usable_cores()
     if nproc <= cores or nproc <= torch.cuda.device_count():

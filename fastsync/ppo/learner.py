@@ -159,7 +159,7 @@ class Learner:
         if returns is not None:
             mine.append(moments(returns.unsqueeze(-1), rollout.valid))
         if self.policy.normalizer is not None:
-            mine.append(moments(rollout.observations, rollout.valid))
+            mine.append(moments(self.policy.numbers(rollout.observations), rollout.valid))
         if not mine:
             return rollout.rewards, None
         over_all_ranks = list(self._sum_over_ranks(torch.cat(mine)).split([len(part) for part in mine]))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fastsync._ppo  # noqa: F401 registers torch.ops.fastsync.perceptron
 from fastsync.ppo.actions import make_distribution
 from fastsync.ppo.config import Activation, Settings
+from fastsync.ppo.envs.dictionaries import PackedSpace, has_images, images_of, numbers_of
 from fastsync.ppo.memory import Memory, MemoryState
 from fastsync.ppo.normalize import ObservationNormalizer
 
@@ -29,7 +30,8 @@ class ActorCritic(nn.Module):
     The trunk is what actor and critic share: nothing, or layers, or layers and an LSTM. Weights are orthogonal with
     gain sqrt(2), 0.01 for the distribution's outputs so that the first policy is nearly uniform, and 1 for the value;
     biases are 0 (Engstrom et al., "Implementation Matters in Deep RL", ICLR 2020). Images go through the network of
-    Mnih et al. ("Human-level control", Nature 2015).
+    Mnih et al. ("Human-level control", Nature 2015). Of a dictionary with images each has such a network of its own,
+    and the hidden layers get what these make of them beside the numbers.
     """
 
     def __init__(
@@ -41,18 +43,26 @@ class ActorCritic(nn.Module):
         super().__init__()
         assert isinstance(observation_space, spaces.Box)
         shape = observation_space.shape
-        sees_images = self._sees_images = len(shape) == 3
+        sees_images = self._sees_images = has_images(observation_space)
+        packed = observation_space if isinstance(observation_space, PackedSpace) else None
+        self._num_packed = None if packed is None else packed.num_numbers
         auto_shared = sees_images or settings.is_recurrent
         self.is_shared = settings.network == "shared" or (settings.network == "auto" and auto_shared)
 
         def body() -> tuple[nn.Sequential, int]:
+            if packed is not None:
+                extractor = _Extractor(packed)
+                sizes = (extractor.num_features, *settings.hidden_sizes)
+                return nn.Sequential(extractor, *_layers(sizes, settings.activation)), sizes[-1]
             if sees_images:
                 return nn.Sequential(_Convolutions(shape)), _IMAGE_FEATURES
             sizes = (shape[0], *settings.hidden_sizes)
             return _layers(sizes, settings.activation), sizes[-1]
 
         self.normalizer: ObservationNormalizer | None = None
-        if settings.norm_observations and not sees_images:
+        if settings.norm_observations and packed is not None:
+            self.normalizer = _PackedNormalizer(packed.num_numbers)
+        elif settings.norm_observations and not sees_images:
             self.normalizer = ObservationNormalizer(shape[0])
         self.distribution = make_distribution(action_space, log_std_init=settings.log_std_init)
         self.memory: Memory | None = None
@@ -120,6 +130,10 @@ class ActorCritic(nn.Module):
         """Expected discounted return [...]. In full precision also under autocast."""
         return _in_full_precision(self.critic(features)).squeeze(-1)
 
+    def numbers(self, observations: Tensor) -> Tensor:
+        """What of observations is normalised: all of vectors, and of dictionaries with images what is no image."""
+        return observations if self._num_packed is None else numbers_of(observations, self._num_packed)
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
@@ -129,7 +143,7 @@ class ActorCritic(nn.Module):
 
     @property
     def observation_dtype(self) -> torch.dtype:
-        """Of observations that are kept: images as bytes, everything else as the parameters."""
+        """Of observations that are kept: images, and rows with images in them, as bytes; else as the parameters."""
         return torch.uint8 if self._sees_images else self.dtype
 
 
@@ -233,3 +247,28 @@ class _Convolutions(nn.Module):
         flat = images.reshape(-1, *images.shape[-3:])
         features: Tensor = self.layers(flat.to(next(self.parameters()).dtype) / 255)
         return features.reshape(*images.shape[:-3], _IMAGE_FEATURES)
+
+
+class _Extractor(nn.Module):
+    """Features [..., num_features] of packed rows [..., size]: the numbers as they are, and those of each image."""
+
+    def __init__(self, space: PackedSpace) -> None:
+        super().__init__()
+        self._space = space
+        self.convolutions = nn.ModuleList(_Convolutions(shape) for shape in space.images)
+        self.num_features = space.num_numbers + len(space.images) * _IMAGE_FEATURES
+
+    def forward(self, rows: Tensor) -> Tensor:
+        images = images_of(rows, self._space)
+        seen = [layers(image) for layers, image in zip(self.convolutions, images, strict=True)]
+        return torch.cat([numbers_of(rows, self._space.num_numbers), *seen], dim=-1)
+
+
+class _PackedNormalizer(ObservationNormalizer):
+    """Normalises the numbers of packed rows, and leaves the images."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = rows.clone()
+        numbers = numbers_of(rows, len(self.mean))
+        numbers.copy_(super().forward(numbers))
+        return rows

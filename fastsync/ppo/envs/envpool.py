@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 
 from fastsync import _C
@@ -108,6 +109,11 @@ def make_envpool(settings: Settings, *, rank: int, restart: int) -> EnvPoolEnvir
     options: dict[str, Any] = {"episodic_life": True, "reward_clip": True} if is_atari else {}
     if name != settings.env:
         options["repeat_action_probability"] = REPEAT_ACTION_PROBABILITY
+    if isinstance(spec.gymnasium_observation_space, spaces.Dict):
+        raise ValueError(
+            f"env={settings.env!r} of EnvPool has dictionaries of observations, which can only be learnt from with "
+            f"vectorization='sync' or 'async', where gymnasium has such an environment"
+        )
     check_spaces(settings, spec.gymnasium_observation_space, spec.gymnasium_action_space)
     pool = envpool.make(
         name,

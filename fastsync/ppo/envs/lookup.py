@@ -14,6 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from fastsync.installation import install_command
 from fastsync.ppo.envs.atari import wrap_atari
+from fastsync.ppo.envs.dictionaries import pack
 from fastsync.wording import did_you_mean
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
@@ -48,7 +49,8 @@ class EnvSource:
         return self.spec.reward_threshold if self.spec else None
 
     def make(self, wrap: Callable[[Env], Env] = lambda env: env) -> Env:
-        """One environment; games in the wrappers of ``wrap_atari``, which see it as ``wrap`` makes it.
+        """One environment; games in the wrappers of ``wrap_atari``, which see it as ``wrap`` makes it, and
+        dictionaries of observations as rows (``dictionaries.pack``).
 
         Raises:
             ValueError: it cannot be made here.
@@ -60,12 +62,12 @@ class EnvSource:
                 raise cannot_be_made(self.name, error) from error
             if not isinstance(env, gymnasium.Env):
                 raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
-            return wrap(env)
+            return pack(wrap(env))
         assert self.spec is not None
         try:
             if self.is_atari:
                 return wrap_atari(wrap(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1)))
-            return wrap(gymnasium.make(self.spec, disable_env_checker=True))
+            return pack(wrap(gymnasium.make(self.spec, disable_env_checker=True)))
         except (gymnasium.error.Error, ImportError) as error:
             raise cannot_be_made(self.name, error, needed_for=str(self.spec.entry_point)) from error
 

@@ -14,6 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from fastsync.launch.signals import STOP_SIGNALS
 from fastsync.ppo.config import Settings
+from fastsync.ppo.envs.dictionaries import has_images, pack_vector
 from fastsync.ppo.envs.envpool import make_envpool
 from fastsync.ppo.envs.interface import Environments, FinishedEpisode, Step
 from fastsync.ppo.envs.lookup import EnvSource, cannot_be_made, find_env
@@ -84,7 +85,7 @@ def try_environments(settings: Settings, seconds: float = TRIAL_SECONDS) -> Tria
 
     def make() -> Environments:
         one = make_one(settings)
-        if len(one.single_observation_space.shape or ()) == 3:
+        if has_images(one.single_observation_space):
             return one  # more pictures would take long
         one.close()
         return make_one(settings, TRIED)
@@ -144,7 +145,9 @@ def _make_own_vector(settings: Settings, source: EnvSource) -> VectorEnv[Any, An
             f"choose vectorization='sync' or 'async'"
         )
     try:
-        vector = gymnasium.make_vec(source.spec, settings.num_envs, vectorization_mode="vector_entry_point")
+        vector = pack_vector(
+            gymnasium.make_vec(source.spec, settings.num_envs, vectorization_mode="vector_entry_point")
+        )
     except (gymnasium.error.Error, ImportError) as error:
         raise cannot_be_made(settings.env, error, needed_for=str(source.spec.vector_entry_point)) from error
     try:

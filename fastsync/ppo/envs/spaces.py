@@ -10,6 +10,7 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from fastsync.ppo.config import Settings
+from fastsync.ppo.envs.dictionaries import PackedSpace
 
 Array = NDArray[Any]
 
@@ -22,7 +23,8 @@ def check_spaces(settings: Settings, observations: Space[Any], actions: Space[An
     """Checks that a policy can be made for these spaces.
 
     Raises:
-        ValueError: observations are neither vectors of numbers nor 8-bit images with channels first, or actions neither
+        ValueError: observations are neither vectors of numbers nor 8-bit images with channels first, nor rows that
+            ``dictionaries.pack`` has made of a Dict of such, or actions neither
             Discrete, nor MultiDiscrete, nor vectors of real numbers; or observations cannot be normalised as the
             settings want it. The message says what to do about it.
     """
@@ -34,11 +36,17 @@ def check_spaces(settings: Settings, observations: Space[Any], actions: Space[An
         )
 
     seen, done = f"observations {observations}", f"actions {actions}"
+    if isinstance(observations, spaces.Dict):
+        wanted = "of a Dict, Box, Discrete, MultiDiscrete and MultiBinary can be learnt from, and Dicts of them"
+        raise refused(seen, wanted, "FilterObservation, with the keys that can")
     if not isinstance(observations, spaces.Box):
         wanted = "vectors (a Box of one dimension) and images can be learnt from"
         raise refused(seen, wanted, "FlattenObservation")
-    if len(observations.shape) == 3 and observations.dtype == np.uint8:
-        _check_image(settings, observations)
+    if isinstance(observations, PackedSpace):
+        for shape in observations.images:
+            _check_image(settings, shape, has_numbers=observations.num_numbers > 0)
+    elif len(observations.shape) == 3 and observations.dtype == np.uint8:
+        _check_image(settings, observations.shape)
     elif len(observations.shape) != 1:
         wanted = "a Box must have one dimension, or be an image of three dimensions and dtype uint8"
         raise refused(seen, wanted, "FlattenObservation or ReshapeObservation")
@@ -52,9 +60,9 @@ def check_spaces(settings: Settings, observations: Space[Any], actions: Space[An
         raise refused(done, "Discrete, MultiDiscrete and Box can be learnt", "TransformAction")
 
 
-def _check_image(settings: Settings, observations: spaces.Box) -> None:
-    first, height, width = observations.shape
-    refused = f"env={settings.env!r} has observations of shape {observations.shape}"
+def _check_image(settings: Settings, shape: tuple[int, ...], *, has_numbers: bool = False) -> None:
+    first, height, width = shape
+    refused = f"env={settings.env!r} has observations of shape {shape}"
     if min(height, width) < LEAST_IMAGE_SIZE:
         wanted = f"images are read as (C, H, W), and H and W must be at least {LEAST_IMAGE_SIZE}"
         if min(first, height) >= LEAST_IMAGE_SIZE:
@@ -68,7 +76,7 @@ def _check_image(settings: Settings, observations: spaces.Box) -> None:
             f"{refused}; {wanted}: enlarge them with gymnasium.wrappers.ResizeObservation, which takes channels last, "
             f"or make vectors of them with FlattenObservation, and give the environment as 'module:function'"
         )
-    if settings.norm_observations:
+    if settings.norm_observations and not has_numbers:
         raise ValueError(
             f"norm_observations=True is for vectors, but {refused}: those are images, whose bytes are divided by 255 "
             f"anyway; leave norm_observations at False"

@@ -8,6 +8,17 @@ from dataclasses import dataclass
 from fastsync.ppo.runs.metrics import PhaseTimes, mean
 
 WORK = ("environment", "policy", "learning", "reporting")
+REMEDIES = {
+    "environment": "give all ranks fewer environments, step them in processes (--vectorization async), or move that "
+    "rank to cores of its own",
+    "policy": "that rank's cores or GPU do other work too: move it, or pin each rank to cores of its own",
+    "learning": "that rank's cores or GPU do other work too: move it, pin each rank to cores of its own, or give each "
+    "fewer threads (--num-threads)",
+    "reporting": "save more seldom (--checkpoint-interval), or put --runs-dir on a faster disk",
+    "communication": "the way to that rank is slow: look at its network with fastsync doctor, or send fewer bytes "
+    "(--compression)",
+}
+"""What the user can do, by what a rank spends more time with."""
 NOTABLE_SHARE = 0.02
 """Share of the time below which waiting is not worth a word: ranks are never equally fast."""
 
@@ -26,7 +37,8 @@ class Straggler:
     they do, so that its way to them must be slow."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} makes the others wait in {self.phase}: {self.seconds:.1f} s, {self.share:.0%}"
+        waiting = f"rank {self.rank} makes the others wait in {self.phase}: {self.seconds:.1f} s, {self.share:.0%}"
+        return f"{waiting}; {REMEDIES[self.phase]}"
 
 
 class WaitingTimes:

@@ -1,0 +1,187 @@
+"""Dictionaries of observations as rows of one array: what stores, shuffles and saves rows need not know of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import Space, spaces
+from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+_WORD = 4
+
+
+def is_image(space: Space[Any]) -> bool:
+    """Tells whether observations are read as an image: three dimensions of bytes."""
+    return isinstance(space, spaces.Box) and len(space.shape) == 3 and space.dtype == np.uint8
+
+
+def has_images(space: Space[Any]) -> bool:
+    """Tells whether an observation is an image, or a row with images in it."""
+    return isinstance(space, PackedSpace) or len(space.shape or ()) == 3
+
+
+def numbers_of(rows: Tensor, num_numbers: int) -> Tensor:
+    """The numbers in rows of a ``PackedSpace`` [..., size], as a view [..., num_numbers]."""
+    return rows[..., : num_numbers * _WORD].view(torch.float32)
+
+
+def images_of(rows: Tensor, space: PackedSpace) -> Iterator[Tensor]:
+    """The images in rows of a ``PackedSpace`` [..., size]: bytes [..., C, H, W]."""
+    first = space.num_numbers * _WORD
+    for shape in space.images:
+        size = math.prod(shape)
+        yield rows[..., first : first + size].unflatten(-1, shape)
+        first += size
+
+
+def parts_of(space: Space[Any], name: str = "") -> Iterator[tuple[str, Space[Any]]]:
+    """What a dictionary holds, in the order of its keys, with that of dictionaries in it."""
+    if isinstance(space, spaces.Dict):
+        for key, part in space.items():
+            yield from parts_of(part, f"{name}.{key}" if name else key)
+    else:
+        yield name, space
+
+
+class PackedSpace(spaces.Box):
+    """Rows of bytes that hold a dictionary with images: its numbers as float32, then its images.
+
+    Args:
+        images: shapes of the images, in their order.
+        num_numbers: how many numbers there are.
+    """
+
+    def __init__(self, images: list[tuple[int, ...]], num_numbers: int) -> None:
+        self.images = images
+        self.num_numbers = num_numbers
+        size = num_numbers * _WORD + sum(math.prod(shape) for shape in images)
+        # Whole words, or the numbers of the second row could not be read where they lie.
+        super().__init__(0, 255, (-(-size // _WORD) * _WORD,), np.uint8)
+
+
+class Packer:
+    """Makes rows of dictionaries: of numbers where there are no images in them, else of bytes, as ``PackedSpace`` says.
+
+    Numbers are those of all parts in the order of their keys: arrays flattened, discrete ones one-hot.
+
+    Args:
+        space: of one dictionary, of which ``can_pack`` holds.
+    """
+
+    def __init__(self, space: spaces.Dict) -> None:
+        self._space = space
+        self._images = [part for _, part in parts_of(space) if is_image(part)]
+        numbers = [part for _, part in parts_of(space) if not is_image(part)]
+        self.space: spaces.Box
+        """Of one row."""
+        if self._images:
+            count = sum(spaces.flatdim(part) for part in numbers)
+            self.space = PackedSpace([part.shape or () for part in self._images], count)
+        else:
+            flat = spaces.flatten_space(space)
+            assert isinstance(flat, spaces.Box)
+            self.space = flat
+
+    @staticmethod
+    def can_pack(space: Space[Any]) -> bool:
+        """Tells whether rows can be made of such observations."""
+        kinds = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+        return isinstance(space, spaces.Dict) and all(isinstance(part, kinds) for _, part in parts_of(space))
+
+    def __call__(self, observations: dict[str, Any]) -> Array:
+        """[N, size] of a dictionary of arrays [N, ...]."""
+        numbers: list[Array] = []
+        images: list[Array] = []
+        for part, values in _leaves(self._space, observations):
+            rows = values.reshape(len(values), -1)
+            if is_image(part):
+                images.append(rows)
+            elif isinstance(part, spaces.Discrete):
+                numbers.append(_one_hot(rows - part.start, np.array([part.n])))
+            elif isinstance(part, spaces.MultiDiscrete):
+                numbers.append(_one_hot(rows - part.start.reshape(-1), part.nvec.reshape(-1)))
+            else:
+                numbers.append(rows)
+        if not images:
+            return np.concatenate(numbers, axis=1, dtype=self.space.dtype)
+        if numbers:
+            images.insert(0, np.concatenate(numbers, axis=1, dtype=np.float32).view(np.uint8))
+        packed = np.concatenate(images, axis=1)
+        return np.pad(packed, [(0, 0), (0, self.space.shape[0] - packed.shape[1])])
+
+
+def pack(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """The environment, with rows in place of dictionaries that rows can be made of."""
+    return _Packed(env) if Packer.can_pack(env.observation_space) else env
+
+
+def pack_vector(vector: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
+    """As ``pack``, of environments with a vectorised implementation of their own."""
+    return _PackedVector(vector) if Packer.can_pack(vector.single_observation_space) else vector
+
+
+class _Packed(gymnasium.ObservationWrapper[Any, Any, Any]):
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        assert isinstance(env.observation_space, spaces.Dict)
+        self._packer = Packer(env.observation_space)
+        self.observation_space = self._packer.space
+
+    def observation(self, observation: Any) -> Array:
+        row: Array = self._packer(_as_batch(observation))[0]
+        return row
+
+
+class _PackedVector(VectorWrapper[Any, Any, Any]):
+    """Not gymnasium's wrapper of observations, which refuses those that restart in the step that ended an episode."""
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        super().__init__(env)
+        assert isinstance(env.single_observation_space, spaces.Dict)
+        self._packer = Packer(env.single_observation_space)
+        self.single_observation_space = self._packer.space
+        self.observation_space = batch_space(self._packer.space, self.num_envs)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
+        observations, infos = self.env.reset(seed=seed, options=options)
+        return self._packer(observations), infos
+
+    def step(self, actions: Any) -> tuple[Array, Any, Any, Any, dict[str, Any]]:
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        if "final_obs" in infos:
+            last = np.empty(self.num_envs, dtype=object)
+            for index, final in enumerate(infos["final_obs"]):
+                last[index] = None if final is None else self._packer(_as_batch(final))[0]
+            infos["final_obs"] = last
+        return self._packer(observations), rewards, terminated, truncated, infos
+
+
+def _leaves(space: Space[Any], values: Any) -> Iterator[tuple[Space[Any], Array]]:
+    if isinstance(space, spaces.Dict):
+        for key, part in space.items():
+            yield from _leaves(part, values[key])
+    else:
+        yield space, np.asarray(values)
+
+
+def _as_batch(observation: Any) -> Any:
+    """A batch of one."""
+    if isinstance(observation, dict):
+        return {key: _as_batch(value) for key, value in observation.items()}
+    return np.asarray(observation)[None]
+
+
+def _one_hot(values: Array, sizes: Array) -> Array:
+    """[N, sum(sizes)] of whole numbers [N, len(sizes)] counted from 0."""
+    return np.concatenate(
+        [np.eye(size, dtype=np.int8)[column] for size, column in zip(sizes, values.T, strict=True)], axis=1
+    )

@@ -1,0 +1,178 @@
+"""Dictionaries of observations: what rows are made of them, and that trainings go on, remember and learn with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+
+from fastsync.ppo.config import Settings
+from fastsync.ppo.envs.dictionaries import PackedSpace, Packer, images_of, numbers_of, pack_vector
+from fastsync.ppo.envs.make import make_environments, try_environments
+from fastsync.ppo.envs.vector import VectorizedEnvironments
+from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
+from fastsync.ppo.trainer import train
+from tests.ranks import run_ranks
+from tests.toy_envs import Named, OwnVector, Pictured
+
+NAMED = Settings(env="tests.toy_envs:Named", num_envs=4, num_steps=8, num_minibatches=2, num_epochs=2)
+PICTURED = replace(NAMED, env="tests.toy_envs:Pictured")
+
+
+def stacked(observations: Any) -> Any:
+    if isinstance(observations[0], dict):
+        return {key: stacked([each[key] for each in observations]) for key in observations[0]}
+    return np.stack(observations)
+
+
+def looks(kind: type[Named] | type[Pictured], number: int = 5) -> list[Any]:
+    env = kind()
+    return [env.reset(seed=seed)[0] for seed in range(number)]
+
+
+def test_numbers_are_those_that_gymnasium_flattens_to():
+    packer = Packer(Named.observation_space)
+    seen = looks(Named)
+    rows = packer(stacked(seen))
+    assert rows.dtype == packer.space.dtype == np.float64
+    np.testing.assert_array_equal(rows, [spaces.flatten(Named.observation_space, each) for each in seen])
+    assert packer.space == spaces.flatten_space(Named.observation_space)
+
+
+def test_rows_hold_numbers_and_images():
+    packer = Packer(Pictured.observation_space)
+    seen = stacked(looks(Pictured))
+    rows = torch.from_numpy(packer(seen))
+    space = packer.space
+    assert isinstance(space, PackedSpace)
+    assert rows.shape == (5, *space.shape)
+    assert numbers_of(rows, space.num_numbers).flatten().tolist() == seen["noise"].tolist()
+    far, near = images_of(rows.unflatten(0, (5, 1)), space)
+    assert torch.equal(far.squeeze(1), torch.from_numpy(seen["far"]))
+    assert torch.equal(near.squeeze(1), torch.from_numpy(seen["near"]))
+
+
+@pytest.mark.parametrize("settings", [NAMED, PICTURED])
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_environments_with_dictionaries_can_be_saved_and_restored(settings: Settings, autoreset: Any):
+    trial = try_environments(replace(settings, autoreset=autoreset), seconds=100)
+    assert (trial.is_restorable, trial.note) == (True, None)
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_last_observations_are_rows_too(vectorization: Any):
+    settings = replace(NAMED, autoreset="same_step", vectorization=vectorization)
+    with make_environments(settings, rank=0) as environments:
+        environments.reset()
+        finals = [row for _ in range(8) for row in environments.step(np.zeros(4)).final_observations.values()]
+    assert len(finals) >= 4
+    assert all(row[2 + 1] == 1.0 for row in finals)  # behind two numbers: none remain, counted from -1
+
+
+class OwnDictionaries(OwnVector):
+    def __init__(self, mode: AutoresetMode) -> None:
+        super().__init__(2, mode)
+        self.single_observation_space = spaces.Dict(count=spaces.Discrete(100), zero=spaces.Box(0, 9, (1,)))
+
+    def reset(self, *, seed: Any = None, options: Any = None):
+        return self.named(super().reset()[0]), {}
+
+    def step(self, actions: Any):
+        observations, *others, infos = super().step(actions)
+        if "final_obs" in infos:
+            last = {"count": np.int64(self.count), "zero": np.zeros(1, np.float32)}
+            infos["final_obs"] = np.array([last, last])
+        return self.named(observations), *others, infos
+
+    def named(self, zeros: Any) -> Any:
+        return {"count": np.full(2, self.count), "zero": zeros}
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_environments_vectorised_by_themselves_give_rows(mode: AutoresetMode):
+    environments = VectorizedEnvironments(pack_vector(OwnDictionaries(mode)), seed=1, first_index=0)
+    assert environments.single_observation_space.shape == (101,)
+    assert environments.reset().argmax(axis=1).tolist() == [0, 0]
+    steps = [environments.step(np.zeros(2, np.int64)) for _ in range(3)]
+    assert [step.observations.argmax(axis=1).tolist() for step in steps] == [[1, 1], [2, 2], [3, 3]]
+    finals = {index: int(row.argmax()) for index, row in steps[-1].final_observations.items()}
+    assert finals == ({0: 3, 1: 3} if mode == AutoresetMode.SAME_STEP else {})
+
+
+class OnlyPictures(Pictured):
+    observation_space = spaces.Dict(near=spaces.Box(0, 255, (3, 36, 40), dtype=np.uint8))
+
+
+class SmallPicture(Pictured):
+    observation_space = spaces.Dict(near=spaces.Box(0, 255, (3, 7, 7), dtype=np.uint8), place=spaces.Discrete(3))
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("OnlyPictures", r"norm_observations=True is for vectors"),
+        ("SmallPicture", r"shape \(3, 7, 7\).* at least 36.*FlattenObservation"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_refused(env: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        make_environments(replace(PICTURED, env=f"{__name__}:{env}", norm_observations=True), rank=0)
+
+
+def test_envpools_dictionaries_are_refused():
+    pytest.importorskip("envpool")
+    with pytest.raises(ValueError, match=r"of EnvPool has dictionaries of observations.*'sync' or 'async'"):
+        make_environments(replace(NAMED, env="CartpoleBalance-v1", vectorization="envpool"), rank=0)
+
+
+def train_all(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
+    """Each run at once, and in two halves."""
+    del rank, world_size
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    weights = []
+    for name, settings in {
+        "named": replace(NAMED, norm_observations=True, norm_rewards=True),
+        "pictured": replace(PICTURED, norm_observations=True, lstm_size=8, autoreset="same_step"),
+    }.items():
+        steps = 8 * 4 * 2
+        run = replace(settings, runs_dir=folder, lr_schedule="constant", total_steps=4 * steps, run_name=name)
+        weights.append(train(run, device)[0].state_dict())
+        halves = replace(run, run_name=f"{name} in halves", resume="auto")
+        train(replace(halves, total_steps=2 * steps), device)
+        weights.append(train(halves, device)[0].state_dict())
+    return weights
+
+
+def test_runs_of_two_ranks_go_on_bitwise(tmp_path: Path):
+    for whole_named, named, whole_pictured, pictured in run_ranks(train_all, 2, str(tmp_path), timeout=240):
+        for whole, halves in ((whole_named, named), (whole_pictured, pictured)):
+            assert all(torch.equal(value, halves[name]) for name, value in whole.items())
+            assert whole["normalizer.count"] > 0
+        assert len(whole_pictured["normalizer.mean"]) == 1
+
+
+def learn(rank: int, world_size: int, folder: str) -> float:
+    del rank, world_size
+    torch.set_num_threads(1)
+    settings = Settings(
+        env="tests.toy_envs:Both", total_steps=4_000, num_envs=8, num_steps=16, num_epochs=6, gamma=0.0,
+        learning_rate=2e-3, runs_dir=folder, run_name="learns", seed=3,
+    )  # fmt: skip
+    return train(settings, torch.device("cpu"))[1].mean_return
+
+
+def test_picture_and_number_are_learnt_from(tmp_path: Path):
+    (mean_return,) = run_ranks(learn, 1, str(tmp_path), timeout=240)
+    assert mean_return > 5.5  # of 8, while it learns; chance has 4
+    checkpoint = find_checkpoint(tmp_path / "learns")
+    with make_environment(checkpoint, seed=1) as environment:
+        result = play(load_policy(checkpoint, environment), environment, 10)
+    assert np.mean(result.returns) > 7
