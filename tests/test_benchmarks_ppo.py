@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import os
 import signal
 import sys
@@ -16,7 +16,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.commands.ppo import OTHERS
 from benchmarks.harness.records import Record, RowFile, read_json
-from benchmarks.rivals.trainer_phases import PHASES
+from benchmarks.rivals.trainer_phases import PHASES, Stopwatches
 from benchmarks.rivals.trainers import TRAINERS, Outcome, Training, run_alone
 
 
@@ -85,15 +85,30 @@ def test_a_profile_draws_where_the_time_goes(tmp_path: Path, capsys: pytest.Capt
     assert picture.read_text().startswith("<?xml")
 
 
-def test_phases_are_disjoint():
+def test_a_training_tells_all_its_phases():
     training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1)
     outcome = TRAINERS["fastsync phases"](training)
     assert outcome.phases is not None
     assert tuple(outcome.phases) == PHASES
     assert all(seconds > 0 for seconds in outcome.phases.values())
-    num_optimizer_steps = 2 * math.ceil(outcome.steps / 128)
-    # It has what comes between the last update and the end besides.
-    assert sum(outcome.phases.values()) * num_optimizer_steps == pytest.approx(outcome.seconds, rel=0.5, abs=1.0)
+
+
+def test_time_within_another_phase_counts_once(monkeypatch: pytest.MonkeyPatch):
+    class Work:
+        def inner(self) -> None: ...
+
+        def outer(self) -> None:
+            self.inner()
+            self.inner()
+
+    watches = Stopwatches()
+    watches.wrap(Work, "inner", "policy")
+    watches.wrap(Work, "outer", "rest")
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    Work().outer()  # from 0 to 5: the inner ones from 1 to 2 and from 3 to 4
+    assert dict(watches.seconds) == {"policy": 2.0, "rest": 3.0}
+    assert watches.calls == {"Work.inner": 2, "Work.outer": 1}
 
 
 def ends_training(ending: str) -> float:
