@@ -38,7 +38,7 @@ def test_ops_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[
         assert len(row["samples"]) == 2
         assert row["settings"]["numel"] == 512
         assert row["figures"]["bytes"] == 512 * (6 if row["settings"]["wire"] == "bf16" else 8)
-        assert 0 < row["figures"]["harness"] < row["quantiles"]["p90"]
+        assert row["figures"]["harness"] > 0
         if row["way"] == COPY:
             assert row["figures"]["of_copy"] == 1
         if row["way"].startswith("fastsync"):
