@@ -44,8 +44,9 @@ class SyncHandle(ABC):
 
         The step and each parameter's fp16 scale are equal on all ranks. What error feedback has not sent yet is each
         rank's own, and has its rank in its name, such as ``layer.weight of rank 1``: with it, save the states of all
-        ranks, each to a file of its own or all with ``torch.distributed.checkpoint``. Before the first sync it is
-        zeros, for that to load into. Waits for the device.
+        ranks, each to a file of its own or all with ``torch.distributed.checkpoint``. Before the first sync that is to
+        keep any it is zeros, for that to load into; scales are not there by then, and begin anew where that loads them.
+        Waits for the device.
         """
         named = self._named_parameters()
         scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
@@ -133,7 +134,7 @@ class GradientHandle(SyncHandle):
         """As ``SyncHandle.state_dict``."""
         state = super().state_dict()
         chosen = (candidate.compression for _, candidates in self._plan.phases for candidate in candidates)
-        if self._engine.num_steps() == 0 and not state["residuals"] and any(each.error_feedback for each in chosen):
+        if not state["residuals"] and any(each.error_feedback for each in chosen):
             trained = {name: p for name, p in self._named_parameters().items() if p.requires_grad and p.numel() > 0}
             state["residuals"] = {self._own(name): _no_residual(parameter) for name, parameter in trained.items()}
         return state

@@ -45,7 +45,8 @@ class GradientSynchronizer(GradientHandle):
         op: str = "mean",
     ) -> None:
         self._named = dict(named)
-        self._options = (int(bucket_cap_mb * 2**20), gradient_as_bucket_view, op == "sum")
+        self._options = (int(bucket_cap_mb * 2**20), gradient_as_bucket_view)
+        self._op = op
         self._others: dict[str, Tensor] = {}  # what has no gradient, by what it is called
         self._weight: float | None = None
         self._synced_buffers: tuple[list[Tensor], bool] | None = None
@@ -59,7 +60,9 @@ class GradientSynchronizer(GradientHandle):
         self._group = group
         self._ranks_per_node = ranks_per_node
         named = self._named
-        self._engine: _C.Synchronizer = _C.Synchronizer(list(named.values()), list(named), group, *self._options)
+        self._engine: _C.Synchronizer = _C.Synchronizer(
+            list(named.values()), list(named), group, *self._options, self._op == "sum"
+        )
         self.compression = compression
 
     @contextmanager
@@ -96,8 +99,10 @@ class GradientSynchronizer(GradientHandle):
 
         A rank whose loop has ended goes on taking part in the syncs of the others, with gradients that count for
         nothing, until all loops have ended. The mean is over the ranks that still have batches (or over their weights):
-        what DDP does with ``divide_by_initial_world_size=False``. At the end all ranks get the parameters and buffers
-        of one that has taken the most steps; optimizers' state stays what it is on each rank. One engine at a time.
+        what DDP does with ``divide_by_initial_world_size=False``. So is what ``ride`` sends, by names that have ridden
+        on every rank before. ``sync_buffers`` brings together those of these ranks, rank 0's being those of the first
+        of them. At the end all ranks get the parameters and buffers of one that has taken the most steps; optimizers'
+        state stays what it is on each rank. One engine at a time.
 
         Raises:
             RuntimeError: as ``synchronize()``: no longer than the process group's time-out a rank waits for others.
@@ -177,7 +182,7 @@ class GradientSynchronizer(GradientHandle):
         Every rank of the new group must call it, between steps, each with a synchronizer of the same parameters: one
         that comes new attaches to a group of its own first, as of ``dist.new_group([rank])``. The step and the fp16
         scales are those of the group's rank 0; what error feedback has not sent yet goes on on the rank that has it,
-        with its part of a mean over another number of ranks. ``stats()`` begin anew.
+        and adds as much to the mean, or the sum, as it would have. ``stats()`` begin anew.
 
         Args:
             process_group: as in ``attach``.
@@ -193,22 +198,27 @@ class GradientSynchronizer(GradientHandle):
         check_group(group, self._named)
         state, share = self.state_dict(), group.size() / self._group.size()
         for residual in state["residuals"].values():
-            residual["own"] *= share
+            if self._op == "mean":
+                residual["own"] *= share
+            elif residual["of_sums"] is not None:
+                residual["of_sums"] /= share  # the engine keeps it of means
         self._engine.detach()
         self._begin(group, ranks_per_node, self._asked)
         self._called_step = self._claimed_step = -1
-        of_rank_0 = [(state["step"], state["scales"])]
-        dist.broadcast_object_list(of_rank_0, group=group, group_src=0)
-        self.load_state_dict(dict(zip(("step", "scales"), of_rank_0[0], strict=True), residuals=state["residuals"]))
         self._engine.set_enabled(self._is_enabled)
-        if self._weight is not None:
-            self._engine.set_weight(self._weight)
         if self not in _without_hooks:
             self._engine.attach(list(self._named.values()))
-        if broadcast:
-            _broadcast(self)
+        if self._weight is not None:
+            self._engine.set_weight(self._weight)
         if self._synced_buffers is not None:
             self._engine.set_buffers(*self._synced_buffers)
+        of_rank_0 = [(state["step"], state["scales"])]
+        dist.broadcast_object_list(of_rank_0, group=group, group_src=0)
+        step, scales = of_rank_0[0]
+        ours = {name: scale for name, scale in scales.items() if name in self._named}  # others are told to all below
+        self.load_state_dict({"step": step, "scales": ours, "residuals": state["residuals"]})
+        if broadcast:
+            _broadcast(self)
 
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before."""
@@ -403,11 +413,11 @@ def attach(
     buffers = dict(module_or_params.named_buffers()) if isinstance(module_or_params, nn.Module) else {}
     sync._others = {f"parameter {name}": p for name, p in given.items() if name not in named}
     sync._others |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
-    if broadcast:
-        _broadcast(sync)
     if sync_buffers:
         sync._synced_buffers = (list(buffers.values()), sync_buffers == "mean")
         sync._engine.set_buffers(*sync._synced_buffers)
+    if broadcast:
+        _broadcast(sync)
     if overlap:
         sync._engine.attach(list(named.values()))
     else:

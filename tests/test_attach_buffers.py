@@ -98,3 +98,19 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_what_is_refused() -> None:
     run_ranks(_refused, 1)
+
+
+def _differ(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
+        fastsync.attach(Normed(), sync_buffers="broadcast" if rank == 0 else None)
+    with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
+        fastsync.attach(Normed(), sync_buffers="broadcast" if rank == 0 else "mean")
+    model = Normed()
+    model.register_buffer("other", torch.zeros(2 + rank))
+    fastsync.attach(model, sync_buffers="mean", broadcast=False)
+    with pytest.raises(ValueError, match=r"rank 0: synced buffer of shape \[2\]"):
+        model(_inputs(rank, 0)).sum().backward()
+
+
+def test_ranks_that_differ_are_told() -> None:
+    run_ranks(_differ, 2)

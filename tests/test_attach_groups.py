@@ -83,6 +83,39 @@ def test_ranks_leave_and_return(wire: str, shared_memory: bool) -> None:
     run_ranks(_leaves_and_returns, 3, wire, shared_memory=shared_memory)
 
 
+def _keeps_residuals_of_sums(rank: int, world_size: int, algorithm: str) -> None:
+    pair, alone = dist.new_group([0, 1]), dist.new_group([2])
+    model = Given(_grads(0, 0))
+    compression = fastsync.Compression("int8", "fp32", error_feedback=True, algorithm=algorithm)
+    sync = fastsync.attach(model, compression, op="sum", bucket_cap_mb=SMALL_BUCKETS)
+    _step(model, rank, 0)
+    before = _unsent(sync, world_size, pair) * world_size
+    sync.use_group(pair if rank < 2 else alone)
+    if rank < 2:
+        torch.testing.assert_close(_unsent(sync, 2, pair) * 2, before)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_what_was_not_sent_of_sums(algorithm: str) -> None:
+    run_ranks(_keeps_residuals_of_sums, 3, algorithm, shared_memory=False)
+
+
+def _differ(rank: int, world_size: int) -> None:
+    """All are told, and their backwards stay synchronised."""
+    alone = [dist.new_group([other]) for other in range(world_size)]
+    model = torch.nn.ParameterDict({"left" if rank == 0 else "right": torch.nn.Parameter(torch.ones(3))})
+    sync = fastsync.attach(model, "fp16", process_group=alone[rank])
+    next(model.parameters()).sum().backward()
+    with pytest.raises(ValueError, match="the ranks do not agree on what to synchronise"):
+        sync.use_group(None)
+    with pytest.raises(ValueError, match="the ranks do not agree on what to synchronise"):
+        next(model.parameters()).sum().backward()
+
+
+def test_models_that_differ_are_refused() -> None:
+    run_ranks(_differ, 2)
+
+
 def _keeps_what_was_asked_for(rank: int, world_size: int) -> None:
     group = dist.new_group()
     model = torch.nn.BatchNorm1d(3)

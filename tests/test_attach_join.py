@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks
+from tests.models import SMALL_BUCKETS, Given, assert_same_on_all_ranks
 from tests.ranks import run_ranks
 
 
@@ -65,6 +65,55 @@ def _joins(rank: int, world_size: int, num_steps: list[int], wire: str, weighted
 )
 def test_join(num_steps: list[int], wire: str, weighted: bool, shared_memory: bool) -> None:
     run_ranks(_joins, len(num_steps), num_steps, wire, weighted, shared_memory=shared_memory)
+
+
+def _brings_together(rank: int, world_size: int, sync_buffers: str) -> None:
+    """What rides and buffers go on with the ranks that still have batches."""
+    model = nn.BatchNorm1d(1, momentum=1.0, affine=True)
+    sync = fastsync.attach(model, sync_buffers=sync_buffers)
+    with sync.join():
+        for step in range(3 if rank else 1):
+            sync.ride("rank", torch.tensor(float(rank)))
+            model(torch.tensor([[9.0 * step + rank], [9.0 * step + rank]])).sum().backward()
+            active = [0, 1, 2] if step == 0 else [1, 2]
+            assert sync.riders["rank"] == sum(active) / len(active)
+            assert model.running_mean is not None
+            if sync_buffers == "mean":
+                assert model.running_mean.item() == pytest.approx(9 * step + sum(active) / len(active))
+            else:  # which of them it is, is known once a sync without rank 0 has ended
+                assert model.running_mean.item() == [0, 0, 19][step]
+    assert model.running_mean.item() == pytest.approx(19.5 if sync_buffers == "mean" else 19)
+
+
+@pytest.mark.parametrize("sync_buffers", ["broadcast", "mean"])
+def test_ranks_without_batches_do_not_count(sync_buffers: str) -> None:
+    run_ranks(_brings_together, 3, sync_buffers)
+
+
+def _keeps_residuals(rank: int, world_size: int) -> None:
+    """The sync in which nobody has gradients does not lose what error feedback has kept."""
+    grads = [torch.randn(300, generator=torch.Generator().manual_seed(7 * rank + step)) for step in range(3)]
+    model = Given(grads[:1])
+    sync = fastsync.attach(model, fastsync.Compression("int8", "fp32", error_feedback=True, algorithm="two_shot"))
+
+    def unsent() -> Tensor:
+        residual = sync.state_dict()["residuals"][f"weights.0 of rank {rank}"]
+        of_sums = 0 if residual["of_sums"] is None else residual["of_sums"]
+        total = (residual["own"] / world_size + of_sums).double()
+        dist.all_reduce(total)
+        return total
+
+    with sync.join():
+        for grad in grads:
+            model.zero_grad()
+            model([grad]).backward()
+        before = unsent()
+    assert before.norm() > 0
+    torch.testing.assert_close(unsent(), before, rtol=0, atol=0.01 * float(before.abs().max()))
+
+
+def test_what_was_not_sent_is_kept() -> None:
+    run_ranks(_keeps_residuals, 2, shared_memory=False)
 
 
 def _lost(rank: int, world_size: int) -> None:

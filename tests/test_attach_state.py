@@ -136,6 +136,24 @@ def test_a_distributed_checkpoint_keeps_ranks_apart(tmp_path: Path, algorithm: s
     run_ranks(_distributed_checkpoint, 2, str(tmp_path), compression, door)
 
 
+def _before_error_feedback(rank: int, world_size: int, folder: str) -> None:
+    """What a schedule begins later has a place in checkpoints from before."""
+    schedule = {0: "bf16", 2: "int8+ef"}
+    model = Mlp()
+    sync = fastsync.attach(model, schedule)
+    _steps(model, rank, range(1))
+    dcp.save({"sync": sync.state_dict()}, checkpoint_id=folder)
+    resumed = fastsync.attach(Mlp(), schedule)
+    loaded = {"sync": resumed.state_dict()}
+    dcp.load(loaded, checkpoint_id=folder)
+    resumed.load_state_dict(loaded["sync"])
+    assert resumed.state_dict()["step"] == 1
+
+
+def test_a_distributed_checkpoint_before_error_feedback_begins(tmp_path: Path) -> None:
+    run_ranks(_before_error_feedback, 2, str(tmp_path))
+
+
 def test_bad_states_are_refused() -> None:
     with group_of_one():
         model = nn.Linear(2, 2)

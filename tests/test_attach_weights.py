@@ -12,6 +12,7 @@ from torch import Tensor
 import fastsync
 from tests.models import (
     SMALL_BUCKETS,
+    Fails,
     Given,
     assert_same_on_all_ranks,
     grads_of,
@@ -133,6 +134,24 @@ def _missing(rank: int, world_size: int) -> None:
 
 def test_weights_of_missing_gradients() -> None:
     run_ranks(_missing, 2)
+
+
+def _fails(rank: int, world_size: int) -> None:
+    """What a rank that counts for nothing could not compute is none the less no sum."""
+    model = Given(_whole(0, 0))
+    sync = fastsync.attach(model, op="sum")
+    sync.set_weight(rank)
+    model(_whole(rank, 0)).backward()
+    first, second, *_ = model.weights
+    with pytest.raises(ArithmeticError) if rank == 0 else torch.enable_grad():
+        ((Fails.apply(first) if rank == 0 else first).sum() + second.sum()).backward()
+    if rank == 1:
+        assert first.grad is not None
+        assert first.grad.isnan().all()
+
+
+def test_a_failure_counts_at_any_weight() -> None:
+    run_ranks(_fails, 2)
 
 
 def _refused(rank: int, world_size: int) -> None:

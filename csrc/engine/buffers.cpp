@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <limits>
+#include <sstream>
 
 namespace fastsync {
 
@@ -27,7 +28,17 @@ at::Tensor decode(const at::Tensor& values, const at::Tensor& like, bool is_mean
 
 }  // namespace
 
-at::Tensor Buffers::board(const at::Tensor& riders, int64_t rank, c10::Device device, bool stay_empty) const {
+std::string Buffers::description() const {
+  std::ostringstream text;
+  text << "sync_buffers " << (!exist() ? "None" : means_ ? "mean" : "broadcast") << "\n";
+  for (const at::Tensor& buffer : buffers_) {
+    text << "synced buffer of shape " << buffer.sizes() << ", " << buffer.scalar_type() << "\n";
+  }
+  return text.str();
+}
+
+at::Tensor Buffers::board(const at::Tensor& riders, int64_t rank, const Weight& weight, c10::Device device,
+                          bool stay_empty) const {
   std::vector<at::Tensor> all;
   if (riders.defined()) {
     all.push_back(riders);
@@ -36,7 +47,9 @@ at::Tensor Buffers::board(const at::Tensor& riders, int64_t rank, c10::Device de
     at::Tensor values = encode(buffer, is_mean(buffer)).to(device, /*non_blocking=*/true);
     if (stay_empty) {
       values = at::full_like(values, std::numeric_limits<double>::quiet_NaN());
-    } else if (rank != 0 && !is_mean(buffer)) {
+    } else if (!is_mean(buffer)) {
+      values = weight.of_first_active(values, rank);
+    } else if (!weight.is_active()) {
       values = at::zeros_like(values);
     }
     all.push_back(std::move(values));
@@ -44,15 +57,15 @@ at::Tensor Buffers::board(const at::Tensor& riders, int64_t rank, c10::Device de
   return at::cat(all);
 }
 
-at::Tensor Buffers::arrive(const at::Tensor& sums, int64_t world_size) const {
+at::Tensor Buffers::arrive(const at::Tensor& sums, const Weight& weight, int64_t world_size) const {
   int64_t end = sums.numel();
   for (size_t i = buffers_.size(); i-- > 0;) {
     const at::Tensor& buffer = buffers_[i];
     const at::Tensor before = encode(buffer, is_mean(buffer)).to(sums.device(), /*non_blocking=*/true);
     end -= before.numel();
     const at::Tensor sum = sums.narrow(0, end, before.numel());
-    const at::Tensor values = is_mean(buffer) ? sum.div(world_size) : sum;
-    buffer.copy_(decode(at::where(sum.isnan(), before, values), buffer, is_mean(buffer)));
+    const at::Tensor values = is_mean(buffer) ? weight.mean(sum, world_size) : sum;
+    buffer.copy_(decode(at::where(values.isnan(), before, values), buffer, is_mean(buffer)));
   }
   return sums.narrow(0, 0, end);
 }

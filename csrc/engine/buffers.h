@@ -4,25 +4,31 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
+
+#include "engine/weight.h"
 
 namespace fastsync {
 
 class Buffers {
  public:
-  // means: floating ones become their mean over the ranks, the rest what rank 0 has. Else all do.
+  // means: floating ones become their mean over the ranks, the rest what rank 0 has. Else all do. While ranks join,
+  // those that still have gradients count alone, and the first of them is rank 0.
   void set(std::vector<at::Tensor> buffers, bool means) {
     buffers_ = std::move(buffers);
     means_ = means;
   }
   bool exist() const { return !buffers_.empty(); }
+  std::string description() const;  // on which the ranks have to agree
 
   // The riders, with these behind them, empty where riders stay empty.
-  at::Tensor board(const at::Tensor& riders, int64_t rank, c10::Device device, bool stay_empty) const;
+  at::Tensor board(const at::Tensor& riders, int64_t rank, const Weight& weight, c10::Device device,
+                   bool stay_empty) const;
   // From the sums over the ranks of what board returned; returns those of the riders. Where a rank has failed the
   // buffers stay what they are.
-  at::Tensor arrive(const at::Tensor& sums, int64_t world_size) const;
+  at::Tensor arrive(const at::Tensor& sums, const Weight& weight, int64_t world_size) const;
 
  private:
   bool is_mean(const at::Tensor& buffer) const { return means_ && (buffer.is_floating_point() || buffer.is_complex()); }

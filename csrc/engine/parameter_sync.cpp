@@ -155,7 +155,7 @@ void ParameterSync::send_next(bool is_poisoned) {
     grads.push_back(is_poisoned ? parameter.poison() : parameter.gradient_to_send());
     stand_in.push_back(!presence_.is_here(parameter.place));
   }
-  if (weight_.is_on()) {
+  if (weight_.is_on() && !is_poisoned) {
     weight_.apply(grads);
   }
   send(bucket, std::move(grads), stand_in, is_poisoned);
@@ -173,11 +173,14 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
     }
     extras = {presence_.flags(agreement_->pairing.stamp(agreement_->number, device), device),
               riders_.board(device, is_poisoned)};
-    if (weight_.is_on()) {
-      extras.riders = weight_.board(extras.riders, device, is_poisoned);
+    if (extras.riders.defined() && !weight_.is_active() && !is_poisoned) {
+      extras.riders.zero_();
     }
     if (buffers_to_sync_.exist()) {
-      extras.riders = buffers_to_sync_.board(extras.riders, group_->getRank(), device, is_poisoned);
+      extras.riders = buffers_to_sync_.board(extras.riders, group_->getRank(), weight_, device, is_poisoned);
+    }
+    if (weight_.is_on()) {
+      extras.riders = weight_.board(extras.riders, group_->getRank(), group_->getSize(), device, is_poisoned);
     }
   }
   const auto index = static_cast<int>(next_bucket_);
@@ -213,16 +216,16 @@ void ParameterSync::receive() {
     throw;
   }
   at::Tensor riders = buckets_.empty() ? at::Tensor() : BucketSync::extras(*buckets_.back().flight).riders;
-  if (buffers_to_sync_.exist() && riders.defined()) {
-    riders = buffers_to_sync_.arrive(riders, group_->getSize());
-  }
   if (weight_.is_on() && riders.defined()) {
     riders = weight_.arrive(riders, group_->getSize());
     weigh();
   }
+  if (buffers_to_sync_.exist() && riders.defined()) {
+    riders = buffers_to_sync_.arrive(riders, weight_, group_->getSize());
+  }
   hand_out();
   if (!buckets_.empty() && riders_.have_seats()) {
-    riders_.arrive(riders, group_->getSize());
+    riders_.arrive(weight_.mean(riders, group_->getSize()));
   }
   check_pairing();
 }
@@ -487,11 +490,12 @@ void ParameterSync::forget_layout() {
 void ParameterSync::agree() {
   c10::Device device = c10::kCPU;
   std::ostringstream text;
-  text << settings(*schedule_, step_,
-                   c10::str(agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number),
-                            "\nbucket_cap_mb ", static_cast<double>(bucket_cap_bytes_) / (1 << 20),
-                            "\ngradient_as_bucket_view ", gradient_as_bucket_view_ ? "True" : "False", "\nop ",
-                            sums_ ? "sum" : "mean", weight_.is_on() ? ", weighted\n" : "\n"));
+  text << settings(
+      *schedule_, step_,
+      c10::str(agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number), "\nbucket_cap_mb ",
+               static_cast<double>(bucket_cap_bytes_) / (1 << 20), "\ngradient_as_bucket_view ",
+               gradient_as_bucket_view_ ? "True" : "False", "\nop ", sums_ ? "sum" : "mean",
+               weight_.is_on() ? ", weighted\n" : "\n", buffers_to_sync_.description()));
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor = parameter.lock();
     text << "parameter " << parameter.name << " of shape " << tensor.sizes() << ", strides " << tensor.strides() << ", "

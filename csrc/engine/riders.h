@@ -27,8 +27,8 @@ class Riders {
   // All seats in one vector on the device; undefined where there are none. Those who wait sit down, unless all stay
   // empty.
   at::Tensor board(c10::Device device, bool stay_empty = false);
-  // From the sums over the ranks of what board returned.
-  void arrive(const at::Tensor& sums, int64_t world_size);
+  // From the means over the ranks of what board returned.
+  void arrive(const at::Tensor& means);
 
   bool have_seats() const { return !seats_.empty(); }
   // Of those who rode on the newest sync.
