@@ -107,7 +107,13 @@ class Synchronizer:
 class ShardedState:
     def __init__(self, process_group: ProcessGroup) -> None: ...
     def reduce_scatter(
-        self, identity: Tensor, name: str, output: Tensor, input: Tensor, op: ReduceOp | ReduceOp.RedOpType
+        self,
+        identity: Tensor,
+        name: str,
+        output: Tensor,
+        input: Tensor,
+        op: ReduceOp | ReduceOp.RedOpType,
+        in_background: bool = False,
     ) -> None: ...
     def all_reduce(self, identity: Tensor, name: str, values: Tensor) -> None: ...
     def set_schedule(self, schedule: CandidateSchedule) -> None: ...

@@ -53,6 +53,12 @@ class _Unit:
         """The one over which ``fully_shard`` itself averages; None where it does not."""
         return getattr(self.group.mesh_info, "replicate_process_group", None)
 
+    def keeps_gradients_of(self, dtype: torch.dtype) -> bool:
+        """Tells whether nothing else is done to shards of this dtype, so that nobody reads them within the backward."""
+        return all(p.orig_dtype == dtype for p in self.group.fsdp_params) and not any(
+            getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters()
+        )
+
     def why_norm_is_unknown(self, dtype: torch.dtype) -> str:
         """Tells what keeps the gradients of this dtype that come next from being what ``.grad`` will be; or nothing."""
         if torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
@@ -69,8 +75,10 @@ class _Unit:
 class ShardedGradients(GradientHandle):
     """What ``register_reduce_scatter`` and ``register_all_reduce_hook`` return.
 
-    Statistics are of this rank's shards, and of a reduce-scatter what it gave, before anything else is done to it. On a
-    CPU ``fully_shard`` waits for each, so all of their time is exposed, of which ``exposed_time`` has the last one's.
+    Statistics are of this rank's shards, and of a reduce-scatter what it gave, before anything else is done to it. On
+    CPUs messages of one module travel while backward goes on with the next ones; ``.grad`` is complete when
+    ``backward()`` returns. ``fully_shard`` waits for each where ranks share memory or something reads a shard at once,
+    as mixed precision does; then all of their time is exposed, of which ``exposed_time`` has the last one's.
 
     State goes by module, number of values that travel together, and rank, such as ``layers.0[4096] of rank 1``: it is
     meant for the same number of ranks, each of which saves its own, as with ``torch.save``. What error feedback has not
@@ -154,7 +162,9 @@ class ShardedGradients(GradientHandle):
             why_norm_is_unknown = "HSDP averages the shards over its replicas afterwards"
         elif getattr(unit.group, "_all_reduce_hook", None) is not None:
             why_norm_is_unknown = "an all-reduce hook averages the shards afterwards"
-        self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op)
+        # What makes the norm unknown reads the shard as soon as it is there, or may.
+        in_background = not why_norm_is_unknown and unit.keeps_gradients_of(values.dtype)
+        self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op, in_background)
         self._note(why_norm_is_unknown)
 
     def all_reduce(self, unit: _Unit, values: Tensor) -> None:

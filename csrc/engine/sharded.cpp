@@ -43,13 +43,13 @@ ShardedState::ShardedState(c10::intrusive_ptr<c10d::ProcessGroup> group)
       backward_({[this] { return step_is_open_.load(); }, [this](int) { leave_step(); }, nullptr}) {}
 
 void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string& name, const at::Tensor& output,
-                                  const at::Tensor& input, const c10d::ReduceOp& op) {
+                                  const at::Tensor& input, const c10d::ReduceOp& op, bool in_background) {
   TORCH_CHECK_VALUE(input.is_contiguous() && output.is_contiguous() && input.scalar_type() == output.scalar_type() &&
                         input.numel() == output.numel() * group_->getSize(),
                     "input: expected ", group_->getSize(), " times the output's ", output.numel(),
                     " values, contiguous and of its dtype, got ", input.numel(), " of ", input.scalar_type());
   const double factor = factor_of(op, group_->getSize());
-  run(identity, name, input, /*same_for_all=*/false,
+  run(identity, name, input, /*same_for_all=*/false, in_background && input.is_cpu(),
       [&](BucketSync& bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch) {
         SumBuffers for_once;  // where an allocator keeps memory for all
         const auto make = [&](Bucket values) {
@@ -58,6 +58,7 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
           if (shared_) {
             shared_->announce(known_buckets_[sync.index]->agreement->number);
           }
+          std::swap(buffers_, other_buffers_);
           SumBuffers& kept = team->shares_memory() ? shared_buffers_ : buffers_;
           return reduce_scatter_sum(team, sync.tag, std::move(values), output, factor,
                                     input.is_cpu() ? kept : for_once);
@@ -68,7 +69,7 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
 
 void ShardedState::all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values) {
   TORCH_CHECK_VALUE(values.is_contiguous(), "values: expected contiguous ones");
-  run(identity, name, values, /*same_for_all=*/true,
+  run(identity, name, values, /*same_for_all=*/true, /*in_background=*/false,
       [&](BucketSync& bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch) {
         return bucket.send({values}, sync, std::move(stopwatch));
       });
@@ -76,7 +77,7 @@ void ShardedState::all_reduce(const at::Tensor& identity, const std::string& nam
 }
 
 void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, bool same_for_all,
-                       const Send& send) {
+                       bool in_background, const Send& send) {
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
   TORCH_INTERNAL_ASSERT(identity.numel() == values.numel());
@@ -101,8 +102,24 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
       bucket->sync->set_scale({});  // it has followed what this rank got: the next one is agreed on anew
     }
   });
-  const auto flight = send(*bucket->sync, sync, start_bucket(*bucket));
-  BucketSync::receive(*flight);
+  if (bucket == bucket_under_way_) {
+    finish();
+  }
+  const auto before = std::exchange(flight_, send(*bucket->sync, sync, start_bucket(*bucket)));
+  bucket_under_way_ = bucket;
+  if (before) {
+    BucketSync::receive(*before);
+  }
+  if (!in_background || shared_) {
+    finish();
+  }
+}
+
+void ShardedState::finish() {
+  bucket_under_way_.reset();
+  if (const auto flight = std::exchange(flight_, nullptr)) {
+    BucketSync::receive(*flight);
+  }
 }
 
 std::shared_ptr<EngineBucket> ShardedState::find_or_add(const at::Tensor& identity, const std::string& name,
@@ -124,6 +141,7 @@ void ShardedState::enter_step(const at::Tensor& identity) {
   const bool is_outside = current_graph_task() == kNoGraphTask;
   const bool has_come = std::any_of(newest_buckets_.begin(), newest_buckets_.end(), same);
   if (!step_is_open_ || (is_outside ? has_come : backward_.is_interrupted())) {
+    finish();  // of a backward that failed
     newest_buckets_.clear();
     begin_step();
     step_ += 1;
@@ -140,6 +158,7 @@ void ShardedState::enter_step(const at::Tensor& identity) {
 void ShardedState::leave_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
   step_is_open_ = false;
+  finish();
   end_step();
 }
 

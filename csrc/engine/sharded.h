@@ -26,9 +26,11 @@ class ShardedState : public std::enable_shared_from_this<ShardedState>, private 
   // kept of. Each call is the same on all ranks. On a CPU it is done on return, on CUDA the current stream waits.
 
   // The input is one shard after the other, one for each rank: the output becomes this rank's of their mean, or of
-  // what else the op is. Sums are taken in float32 whatever the compression says.
+  // what else the op is. Sums are taken in float32 whatever the compression says. in_background: nobody reads the
+  // output before the next call has returned or the backward has ended, so a CPU may do something else while messages
+  // travel.
   void reduce_scatter(const at::Tensor& identity, const std::string& name, const at::Tensor& output,
-                      const at::Tensor& input, const c10d::ReduceOp& op);
+                      const at::Tensor& input, const c10d::ReduceOp& op, bool in_background);
 
   // Averages the values in place.
   void all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values);
@@ -45,7 +47,8 @@ class ShardedState : public std::enable_shared_from_this<ShardedState>, private 
                                                                  std::shared_ptr<Stopwatch> stopwatch)>;
   // same_for_all: all ranks get the same values.
   void run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, bool same_for_all,
-           const Send& send);
+           bool in_background, const Send& send);
+  void finish();
   std::shared_ptr<EngineBucket> find_or_add(const at::Tensor& identity, const std::string& name, c10::Device device);
   void enter_step(const at::Tensor& identity);
   void leave_step();
@@ -56,14 +59,19 @@ class ShardedState : public std::enable_shared_from_this<ShardedState>, private 
   std::atomic<bool> step_is_open_ = false;
   Backward backward_;  // that the step belongs to
 
-  // Of all reduce-scatters, which come one after the other.
+  // The newest, while messages travel in the background.
+  std::shared_ptr<EngineBucket> bucket_under_way_;
+  std::shared_ptr<BucketSync::Flight> flight_;
+
+  // Of all reduce-scatters.
   std::shared_ptr<Team> team_;
   std::shared_ptr<Host> host_;
   std::shared_ptr<SharedTeam> shared_;
   bool may_share_ = true;  // until a try has failed
   std::string why_not_;
-  SumBuffers buffers_;  // this and the next: of the one team, and of the other
-  SumBuffers shared_buffers_;
+  SumBuffers buffers_;  // this and the next take turns, for two may be under way
+  SumBuffers other_buffers_;
+  SumBuffers shared_buffers_;  // of the team that shares memory, one at a time
 };
 
 }  // namespace fastsync

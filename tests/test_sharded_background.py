@@ -1,0 +1,182 @@
+"""Reduce-scatters that travel while backward goes on: the same bits, and nobody reads a shard too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fastsync
+from fastsync import _C, Compression
+from fastsync.autotune.candidates import Candidate, engine_schedule
+from fastsync.sharded import _Unit
+from tests.bitwise import assert_bitwise_equal
+from tests.ranks import run_ranks
+
+STEPS = 4
+
+
+class Chain(nn.Module):
+    """Three layers, the last of which is used twice: it reduce-scatters once, or twice, in each backward."""
+
+    def __init__(self, *, repeats: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(17, 17) for _ in range(3))
+        self.repeats = repeats
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.layers:
+            values = torch.tanh(layer(values))
+        for _ in range(self.repeats - 1):
+            values = torch.tanh(self.layers[-1](values))
+        return values
+
+
+def sharded(world_size: int, *, repeats: int = 1, **options: Any) -> Any:
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = Chain(repeats=repeats)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(5, 17, generator=generator)).float().square().mean()
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [p.to_local().clone() if isinstance(p, DTensor) else p.clone() for p in model.parameters()]
+
+
+def trained(rank: int, world_size: int, compression: Compression, **options: Any) -> list[Tensor]:
+    model = sharded(world_size, **options)
+    fastsync.register_reduce_scatter(model, compression)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"repeats": 3},
+    {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+]
+
+
+def _as_one_after_the_other(rank: int, world_size: int) -> None:
+    keeps = _Unit.keeps_gradients_of
+    for options in VARIANTS:
+        for compression in (Compression("none"), Compression("fp16"), Compression("int8", error_feedback=True)):
+            found = trained(rank, world_size, compression, **options)
+            _Unit.keeps_gradients_of = lambda *_: False  # type: ignore[method-assign]
+            expected = trained(rank, world_size, compression, **options)
+            _Unit.keeps_gradients_of = keeps  # type: ignore[method-assign]
+            for mine, theirs in zip(found, expected, strict=True):
+                assert_bitwise_equal(mine, theirs, f"{compression}, {options}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_same_bits_as_one_after_the_other(world_size: int) -> None:
+    run_ranks(_as_one_after_the_other, world_size, shared_memory=False)
+
+
+def _goes_on_meanwhile(rank: int, world_size: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    model = sharded(world_size, reshard_after_forward=False)  # else backward gathers weights, and ranks wait in there
+    fastsync.register_reduce_scatter(model, "bf16")
+    loss_of(model, rank, 0).backward()  # the ranks agree on each module when it first comes
+
+    def in_turns(_module: nn.Module, _grads: Any) -> None:
+        if rank == 0:
+            store.set("the last layer's gradients have gone", "")
+        else:
+            store.wait(["the last layer's gradients have gone"])
+
+    # Rank 1 sends nothing before rank 0 has gone on to the layer in the middle, whose backward comes second.
+    watched = model.layers[2 if rank == 1 else 1]
+    watched.register_full_backward_pre_hook(in_turns)
+    model.zero_grad()
+    loss_of(model, rank, 1).backward()
+
+
+def test_backward_goes_on_meanwhile() -> None:
+    run_ranks(_goes_on_meanwhile, 2, shared_memory=False)
+
+
+def _is_read_by_hooks(rank: int, world_size: int) -> None:
+    model = sharded(world_size)
+    fastsync.register_reduce_scatter(model, Compression("none"))
+    seen: list[tuple[Tensor, Tensor]] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: seen.append((p.grad.to_local(), p.grad.to_local().clone()))
+        )
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+    assert len(seen) == STEPS * len(list(model.parameters()))
+    for after_backward, in_hook in seen:
+        assert_bitwise_equal(in_hook, after_backward)
+
+
+def test_hooks_of_parameters_read_whole_gradients() -> None:
+    run_ranks(_is_read_by_hooks, 2, shared_memory=False)
+
+
+class _InBackward(torch.autograd.Function):
+    """Makes a call in the middle of backward."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, call: Callable[[], None]) -> Tensor:
+        context.call = call
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        context.call()
+        return *grads, None
+
+
+def _fails_in_backward(rank: int, world_size: int) -> None:
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("none"))])]))
+    identities = [torch.empty(world_size * 100, device="meta") for _ in range(2)]
+    outputs = [torch.zeros(100) for _ in range(2)]
+
+    def send(which: int, value: float) -> None:
+        values = torch.full([world_size * 100], value + rank)
+        engine.reduce_scatter(
+            identities[which], f"module {which}", outputs[which], values, dist.ReduceOp.SUM, in_background=True
+        )
+
+    def fail() -> None:
+        raise ArithmeticError("in the middle of backward")
+
+    def backward(*calls: Callable[[], None]) -> None:
+        values = torch.ones((), requires_grad=True)
+        for call in reversed(calls):
+            values = _InBackward.apply(values, call)
+        values.backward()
+
+    with pytest.raises(ArithmeticError, match="in the middle"):
+        backward(lambda: send(0, 1.0), fail)
+    backward(lambda: send(0, 10.0), lambda: send(1, 20.0), lambda: send(1, 30.0))
+    assert [output.unique().tolist() for output in outputs] == [[21.0], [61.0]]
+    assert engine.num_steps() == 2
+
+
+def test_a_backward_that_fails_leaves_nothing_behind() -> None:
+    run_ranks(_fails_in_backward, 2, shared_memory=False)
