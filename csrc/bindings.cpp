@@ -264,6 +264,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   sharded_state.def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))
       .def("reduce_scatter", &ShardedState::reduce_scatter, py::arg("identity"), py::arg("name"), py::arg("output"),
            py::arg("input"), py::arg("op"), py::arg("in_background") = false, no_gil)
+      .def("allocate_input", &ShardedState::allocate_input, py::arg("numel"), py::arg("dtype"), no_gil)
       .def("all_reduce", &ShardedState::all_reduce, py::arg("identity"), py::arg("name"), py::arg("values"), no_gil);
   bind_state(sharded_state);
 

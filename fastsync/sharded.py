@@ -155,6 +155,10 @@ class ShardedGradients(GradientHandle):
                     self._identify(key, int(numel[1]), torch.float32 if own is None else own.dtype)
         super().load_state_dict(state_dict)
 
+    def allocate_input(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns memory for values to be reduce-scattered, on a CPU: kept from step to step, two of the largest."""
+        return self._engine.allocate_input(numel, dtype)
+
     def reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
         """Gives this rank its shard; on a CPU when it returns, else on the current stream."""
         why_norm_is_unknown = unit.why_norm_is_unknown(values.dtype)
@@ -214,9 +218,12 @@ class _EngineReduceScatter:
         self._handle = handle
         self._unit = unit
         self._group = unit.shard_group
+        self._input_sizes: set[int] = set()
         self.replaced = unit.group._reduce_scatter_comm
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type == "cpu" and size[0] in self._input_sizes:
+            return self._handle.allocate_input(int(size[0]), dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -232,6 +239,7 @@ class _EngineReduceScatter:
                 f"fastsync.register_reduce_scatter: {self._unit} got another process group since, as by "
                 "set_separate_reduce_scatter_group; call that first, or detach() the handle before it and register anew"
             )
+        self._input_sizes.add(input_tensor.numel())
         self._handle.reduce_scatter(self._unit, output_tensor, input_tensor, op)
 
 

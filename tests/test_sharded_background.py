@@ -180,3 +180,24 @@ def _fails_in_backward(rank: int, world_size: int) -> None:
 
 def test_a_backward_that_fails_leaves_nothing_behind() -> None:
     run_ranks(_fails_in_backward, 2, shared_memory=False)
+
+
+def _keeps_inputs(rank: int, world_size: int) -> None:
+    engine = _C.ShardedState(dist.group.WORLD)
+    first = engine.allocate_input(100, torch.float32)
+    where = first.data_ptr()
+    second = engine.allocate_input(100, torch.float32)
+    third = engine.allocate_input(100, torch.float32)
+    assert len({where, second.data_ptr(), third.data_ptr()}) == 3
+    view = first[5:]
+    del first
+    assert engine.allocate_input(100, torch.float32).data_ptr() != where  # somebody still reads it
+    del view
+    narrower = engine.allocate_input(150, torch.bfloat16)
+    assert (narrower.data_ptr(), narrower.shape, narrower.dtype) == (where, (150,), torch.bfloat16)
+    del narrower
+    assert engine.allocate_input(101, torch.float32).shape == (101,)
+
+
+def test_memory_is_used_again_once_nobody_has_it() -> None:
+    run_ranks(_keeps_inputs, 1)

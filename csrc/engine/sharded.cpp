@@ -67,6 +67,21 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
       });
 }
 
+at::Tensor ShardedState::allocate_input(int64_t numel, at::ScalarType dtype) {
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (at::Tensor& kept : inputs_) {
+    if (kept.defined() && kept.storage().use_count() > 1) {
+      continue;
+    }
+    if (!kept.defined() || kept.numel() < bytes) {
+      kept = at::empty({bytes}, at::kByte);
+    }
+    return at::empty({0}, dtype).set_(kept.storage(), /*storage_offset=*/0, {numel}, {1});
+  }
+  return at::empty({numel}, dtype);
+}
+
 void ShardedState::all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values) {
   TORCH_CHECK_VALUE(values.is_contiguous(), "values: expected contiguous ones");
   run(identity, name, values, /*same_for_all=*/true, /*in_background=*/false,

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -31,6 +32,10 @@ class ShardedState : public std::enable_shared_from_this<ShardedState>, private 
   // travel.
   void reduce_scatter(const at::Tensor& identity, const std::string& name, const at::Tensor& output,
                       const at::Tensor& input, const c10d::ReduceOp& op, bool in_background);
+
+  // Memory for an input on a CPU: an earlier one's, once nobody has that any more. Fresh pages cost more than what is
+  // copied to them.
+  at::Tensor allocate_input(int64_t numel, at::ScalarType dtype);
 
   // Averages the values in place.
   void all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values);
@@ -72,6 +77,7 @@ class ShardedState : public std::enable_shared_from_this<ShardedState>, private 
   SumBuffers buffers_;  // this and the next take turns, for two may be under way
   SumBuffers other_buffers_;
   SumBuffers shared_buffers_;  // of the team that shares memory, one at a time
+  std::array<at::Tensor, 2> inputs_;
 };
 
 }  // namespace fastsync
