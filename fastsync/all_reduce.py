@@ -15,8 +15,9 @@ from . import _C
 from .autotune.request import AnyCompression, Auto, Schedule, as_compression, on_nodes
 from .checks import check_group, resolve_nodes
 from .compression import Compression
+from .parameters import trainable_parameters
 from .stats import GradStats
-from .synchronizer import BUCKET_CAP_MB, GradientSynchronizer, trainable_parameters
+from .synchronizer import BUCKET_CAP_MB, GradientSynchronizer
 
 
 def all_reduce_gradients(

@@ -5,25 +5,27 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
+from .attached import check_that_the_model_has, check_unattached, is_attached, keep, let_go
 from .autotune.request import AnyCompression
-from .checks import check_dense, check_group, check_not_sharded, is_sharded_by_fsdp1, resolve_nodes
-from .handle import GradientHandle, forget_handle, remember
-from .optimizer_steps import check_no_optimizer_in_backward, forget, watch
+from .checks import check_group, resolve_nodes
+from .handle import GradientHandle
+from .joining import joining
+from .optimizer_steps import check_no_optimizer_in_backward
+from .parameters import named_parameters, with_gradients
 from .pipelines import check_no_stage
+from .regroup import move_to_group
+from .replicas import broadcast
 
 BUCKET_CAP_MB = 25.0
-_BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
 
 
 class GradientSynchronizer(GradientHandle):
@@ -43,10 +45,12 @@ class GradientSynchronizer(GradientHandle):
         bucket_cap_mb: float,
         gradient_as_bucket_view: bool = False,
         op: str = "mean",
+        overlap: bool = True,
     ) -> None:
         self._named = dict(named)
         self._options = (int(bucket_cap_mb * 2**20), gradient_as_bucket_view)
         self._op = op
+        self._overlaps = overlap
         self._others: dict[str, Tensor] = {}  # what has no gradient, by what it is called
         self._weight: float | None = None
         self._synced_buffers: tuple[list[Tensor], bool] | None = None
@@ -88,13 +92,12 @@ class GradientSynchronizer(GradientHandle):
             ValueError: at the first sync, where the ranks differ in parameters or settings.
             RuntimeError: another rank did not take part in time, or is lost; or the model was sharded after attach.
         """
-        _check_that_the_model_has(self)
+        check_that_the_model_has(self)
         self._num_calls += 1
         self._engine.synchronize()
         self._called_step = self._engine.num_steps()
 
-    @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self) -> AbstractContextManager[None]:
         """Lets ranks run out of batches at different times: put the training loop inside, on every rank.
 
         A rank whose loop has ended goes on taking part in the syncs of the others, with gradients that count for
@@ -107,29 +110,7 @@ class GradientSynchronizer(GradientHandle):
         Raises:
             RuntimeError: as ``synchronize()``: no longer than the process group's time-out a rank waits for others.
         """
-        self._engine.set_joining(True)
-        try:
-            before = self._engine.num_steps()
-            yield
-            num_steps = self._engine.num_steps() - before
-            self._engine.run_out()
-            while True:
-                for parameter in self.parameters():
-                    parameter.grad = None
-                self.synchronize()
-                if self._engine.num_active() == 0:
-                    break
-        finally:
-            self._engine.set_joining(False)
-        _broadcast(self, root=self._rank_of_most(num_steps))
-
-    def _rank_of_most(self, number: int) -> int:
-        """The first of the ranks whose number is the largest."""
-        size = self._group.size()
-        device = next(iter(self._named.values())).device
-        newest = torch.tensor(number * size + size - 1 - self._group.rank(), device=device)
-        dist.all_reduce(newest, dist.ReduceOp.MAX, group=self._group)
-        return size - 1 - int(newest) % size
+        return joining(self)
 
     def ride(self, name: str, tensor: Tensor) -> None:
         """Sends a small tensor along with the next sync, to be averaged over the ranks in float32, at any compression.
@@ -192,46 +173,18 @@ class GradientSynchronizer(GradientHandle):
             ValueError: the group is none, or its ranks hold different parameters or settings.
             RuntimeError: ``detach()`` was called.
         """
-        if self not in _attached:
+        if not is_attached(self):
             raise RuntimeError("fastsync: use_group() was called after detach(); attach to the new group")
         group, ranks_per_node = resolve_nodes(process_group)
         check_group(group, self._named)
-        state, share = self.state_dict(), group.size() / self._group.size()
-        for residual in state["residuals"].values():
-            if self._op == "mean":
-                residual["own"] *= share
-            elif residual["of_sums"] is not None:
-                residual["of_sums"] /= share  # the engine keeps it of means
-        self._engine.detach()
-        self._begin(group, ranks_per_node, self._asked)
-        self._called_step = self._claimed_step = -1
-        self._engine.set_enabled(self._is_enabled)
-        if self not in _without_hooks:
-            self._engine.attach(list(self._named.values()))
-        if self._weight is not None:
-            self._engine.set_weight(self._weight)
-        if self._synced_buffers is not None:
-            self._engine.set_buffers(*self._synced_buffers)
-        of_rank_0 = [(state["step"], state["scales"])]
-        dist.broadcast_object_list(of_rank_0, group=group, group_src=0)
-        step, scales = of_rank_0[0]
-        ours = {name: scale for name, scale in scales.items() if name in self._named}  # others are told to all below
-        self.load_state_dict({"step": step, "scales": ours, "residuals": state["residuals"]})
+        move_to_group(self, group, ranks_per_node)
         if broadcast:
-            _broadcast(self)
+            self._broadcast()
 
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before."""
         self._engine.detach()
-        _attached.discard(self)
-        forget(self)
-        forget_handle(self)
-        _owned_by_nobody.discard(self)
-        _unproven.discard(self)
-        _without_hooks.discard(self)
-        for owned in _owned_by_module.values():
-            if self in owned:
-                owned.remove(self)
+        let_go(self)
 
     def parameters(self) -> Sequence[Tensor]:
         """The parameters whose gradients are averaged."""
@@ -244,7 +197,7 @@ class GradientSynchronizer(GradientHandle):
         """
         num_steps = self._engine.num_steps()
         if num_steps in (0, self._claimed_step):  # else gradients came
-            _check_that_the_model_has(self)
+            check_that_the_model_has(self)
         if (
             num_steps > 0
             and not self._engine.is_captured()  # a replay of a CUDA graph writes gradients and counts nothing
@@ -281,54 +234,16 @@ class GradientSynchronizer(GradientHandle):
                 "torch.nn.utils.clip_grad_norm_"
             )
 
+    def _broadcast(self, root: int = 0) -> None:
+        """Gives all ranks of the group the parameters and buffers of one."""
+        self._engine.agree()
+        broadcast(self._named, self._others, self._group, root)
+
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-
-# Whose hooks are on; those of a module live as long as it does, those of loose parameters until detach().
-_attached: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
-_owned_by_module: weakref.WeakKeyDictionary[nn.Module, list[GradientSynchronizer]] = weakref.WeakKeyDictionary()
-_owned_by_nobody: set[GradientSynchronizer] = set()
-
-
-def _check_that_the_model_has(sync: GradientSynchronizer) -> None:
-    """Raises RuntimeError where none of the attached parameters is the model's any more: none gets a gradient then."""
-    owners = [module for module, syncs in _owned_by_module.items() if sync in syncs]
-    attached = {id(parameter) for parameter in sync._named.values()}
-    present = (p for owner in owners for p in owner.parameters() if id(p) in attached and not is_sharded_by_fsdp1(p))
-    if owners and next(present, None) is None:
-        raise RuntimeError(
-            "fastsync.attach: the model has other parameters by now than those that were attached, as after "
-            "fully_shard or FullyShardedDataParallel, so nothing was averaged; those average gradients themselves: "
-            "call fully_shard first, and attach only to what it leaves whole, or call detach()"
-        )
-
-
-# Nobody knows yet whether their parameters get gradients, and from whom. Where they are not used any more, or belong to
-# a pipeline's stage, their hooks may not be called, so it is noticed before an optimizer steps.
-_unproven: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
-
-
-# Attached without hooks, so that only what the user calls averages gradients.
-_without_hooks: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
-
-
-def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    for sync in list(_without_hooks):
-        sync.check_synchronized(optimizer)
-    for sync in list(_unproven):
-        _check_that_the_model_has(sync)
-        # The engine, which knows, must not be asked: it may be waiting for its ranks in another thread.
-        if any(parameter.grad is not None for parameter in sync._named.values()):
-            if sync not in _without_hooks:
-                check_no_stage(sync._named.values())
-            _unproven.discard(sync)
-
-
-register_optimizer_step_pre_hook(_before_step)
 
 
 def attach(
@@ -401,147 +316,27 @@ def attach(
         raise ValueError(f"sync_buffers: expected 'broadcast', 'mean' or None, got {sync_buffers!r}")
     if sync_buffers and not isinstance(module_or_params, nn.Module):
         raise ValueError(f"sync_buffers: loose parameters have no buffers to {sync_buffers}; pass their module")
-    given = _named_parameters(module_or_params, "module_or_params")
-    named = _able(given, "module_or_params")
-    _check_unattached(named)
+    given = named_parameters(module_or_params, "module_or_params")
+    named = with_gradients(given, "module_or_params")
+    check_unattached(named)
     check_no_optimizer_in_backward(named, "module_or_params")
     if overlap:
         check_no_stage(named.values())
     group, ranks_per_node = resolve_nodes(process_group)
     check_group(group, named)
-    sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb, gradient_as_bucket_view, op)
-    buffers = dict(module_or_params.named_buffers()) if isinstance(module_or_params, nn.Module) else {}
+    owner = module_or_params if isinstance(module_or_params, nn.Module) else None
+    buffers = {} if owner is None else dict(owner.named_buffers())
+    sync = GradientSynchronizer(
+        named, compression, group, ranks_per_node, bucket_cap_mb, gradient_as_bucket_view, op, overlap
+    )
     sync._others = {f"parameter {name}": p for name, p in given.items() if name not in named}
     sync._others |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
     if sync_buffers:
         sync._synced_buffers = (list(buffers.values()), sync_buffers == "mean")
         sync._engine.set_buffers(*sync._synced_buffers)
     if broadcast:
-        _broadcast(sync)
+        sync._broadcast()
     if overlap:
         sync._engine.attach(list(named.values()))
-    else:
-        _without_hooks.add(sync)
-    _attached.add(sync)
-    _unproven.add(sync)
-    watch(sync)
-    if isinstance(module_or_params, nn.Module):
-        # Each that has parameters, for the module itself may be a container made for this call alone.
-        for owner in module_or_params.modules():
-            if owner is module_or_params or next(owner.parameters(recurse=False), None) is not None:
-                _owned_by_module.setdefault(owner, []).append(sync)
-                remember(owner, sync)
-    else:
-        _owned_by_nobody.add(sync)
+    keep(sync, owner)
     return sync
-
-
-def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
-    """Picks those that can have gradients, by name, loose ones by index. Raises ValueError if there are none.
-
-    Args:
-        argument: what the caller calls them, for errors.
-    """
-    return _able(_named_parameters(module_or_params, argument), argument)
-
-
-def _able(named: Mapping[str, Tensor], argument: str) -> dict[str, Tensor]:
-    able: dict[str, Tensor] = {name: p for name, p in named.items() if p.is_floating_point() or p.is_complex()}
-    if not any(parameter.requires_grad for parameter in able.values()):
-        raise ValueError(f"{argument}: none of its {len(named)} parameters requires a gradient; nothing to synchronise")
-    return able
-
-
-def _named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
-    if isinstance(module_or_params, nn.Module):
-        _check_unwrapped(module_or_params, argument)
-        check_dense(module_or_params, argument)
-        # torch.compile's wrapper must not show in the names, for checkpoints come from models with and without it.
-        named: dict[str, Tensor] = {
-            name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters()
-        }
-    else:
-        given = [module_or_params] if isinstance(module_or_params, Tensor) else list(module_or_params)
-        for index, parameter in enumerate(given):
-            if not isinstance(parameter, Tensor):
-                raise ValueError(
-                    f"{argument}: expected a module or tensors, but number {index} is a {type(parameter).__name__}"
-                    + ("; pass the module or its parameters, not names" if isinstance(parameter, str | tuple) else "")
-                    + ("; pass its parameters()" if isinstance(parameter, nn.Module) else "")
-                )
-        unique = {id(parameter): (str(index), parameter) for index, parameter in reversed(list(enumerate(given)))}
-        named = dict(reversed(list(unique.values())))
-    for name, parameter in named.items():
-        _check_parameter(name, parameter, argument)
-    check_not_sharded(named, argument)
-    return named
-
-
-def _check_unwrapped(module: nn.Module, argument: str) -> None:
-    for name, child in module.named_modules():
-        if isinstance(child, DistributedDataParallel):
-            raise ValueError(
-                f"{argument}: {name or 'the module'} is wrapped in DistributedDataParallel, which averages gradients "
-                "itself; use fastsync.register_comm_hook(ddp_model), or attach to the model without the wrapper"
-            )
-
-
-def _check_parameter(name: str, parameter: Tensor, argument: str) -> None:
-    if nn.parameter.is_lazy(parameter):
-        raise ValueError(f"{argument}: parameter {name} is not initialised yet; run a forward first")
-    if not parameter.is_leaf:
-        raise ValueError(
-            f"{argument}: tensor {name} is no leaf of the graph (it came from {parameter.grad_fn}), so it has no "
-            ".grad; pass the parameters it was computed from"
-        )
-    if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
-        raise ValueError(
-            f"{argument}: elements of parameter {name} share memory (shape {list(parameter.shape)}, strides "
-            f"{list(parameter.stride())}), so no optimizer can step it; attach what it was expanded from"
-        )
-
-
-def _check_unattached(named: Mapping[str, Tensor]) -> None:
-    attached = {id(p): name for sync in _attached for name, p in sync._named.items()}
-    for name, parameter in named.items():
-        if id(parameter) in attached:
-            raise ValueError(
-                f"module_or_params: parameter {name} is attached already (as {attached[id(parameter)]}); call detach() "
-                "of what the first attach() returned, or set its .compression to change what travels"
-            )
-
-
-def _as_vector(tensor: Tensor) -> Tensor:
-    """Its elements as they lie in memory, where they fill a block of it; else the tensor.
-
-    Strides of dimensions of size 1 may be anything, and torch takes some for elements that overlap.
-    """
-    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor
-
-
-@torch.no_grad()
-def _broadcast(sync: GradientSynchronizer, root: int = 0) -> None:
-    """Parameters and buffers of one rank of the group for all, once they know that they have the same tensors."""
-    named, others, group = sync._named, sync._others, sync._group
-    sync._engine.agree()
-    if others:
-        lines = [f"{name} of shape {list(tensor.shape)}, {tensor.dtype}" for name, tensor in others.items()]
-        _C.check_agreement(group, "\n".join(lines), next(iter(named.values())).device)
-    tensors = [tensor.detach() for tensor in (*named.values(), *others.values())]
-    sent = [_as_vector(tensor) if tensor.dtype in _BROADCAST_DTYPES else _as_bytes(tensor) for tensor in tensors]
-    dist._broadcast_coalesced(group, sent, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
-    for tensor, values in zip(tensors, sent, strict=True):
-        if values.data_ptr() != tensor.data_ptr():
-            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
-
-
-# Gloo knows these, but no other integers and no float8: those go as bytes.
-_BROADCAST_DTYPES = {
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
-}
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

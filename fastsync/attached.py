@@ -1,0 +1,100 @@
+"""What is attached, for how long, and whether its gradients still come: noticed before an optimizer steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .checks import is_sharded_by_fsdp1
+from .handle import forget_handle, remember
+from .optimizer_steps import forget, watch
+from .pipelines import check_no_stage
+
+if TYPE_CHECKING:
+    from .synchronizer import GradientSynchronizer
+
+# Those of a module live as long as it does, those of loose parameters until detach().
+_attached: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
+_owned_by_module: weakref.WeakKeyDictionary[nn.Module, list[GradientSynchronizer]] = weakref.WeakKeyDictionary()
+_owned_by_nobody: set[GradientSynchronizer] = set()
+
+# Nobody knows yet whether their parameters get gradients, and from whom. Where they are not used any more, or belong to
+# a pipeline's stage, their hooks may not be called, so it is noticed before an optimizer steps.
+_unproven: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
+
+
+def keep(sync: GradientSynchronizer, owner: nn.Module | None) -> None:
+    """It is attached from now on, for as long as its owner lives; None: until ``let_go``."""
+    _attached.add(sync)
+    _unproven.add(sync)
+    watch(sync)
+    if owner is None:
+        _owned_by_nobody.add(sync)
+        return
+    # Each that has parameters, for the module itself may be a container made for this call alone.
+    for module in owner.modules():
+        if module is owner or next(module.parameters(recurse=False), None) is not None:
+            _owned_by_module.setdefault(module, []).append(sync)
+            remember(module, sync)
+
+
+def let_go(sync: GradientSynchronizer) -> None:
+    """Ends that."""
+    _attached.discard(sync)
+    forget(sync)
+    forget_handle(sync)
+    _owned_by_nobody.discard(sync)
+    _unproven.discard(sync)
+    for owned in _owned_by_module.values():
+        if sync in owned:
+            owned.remove(sync)
+
+
+def is_attached(sync: GradientSynchronizer) -> bool:
+    """Whether it is."""
+    return sync in _attached
+
+
+def check_unattached(named: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where one of these parameters is attached already."""
+    attached = {id(p): name for sync in _attached for name, p in sync._named.items()}
+    for name, parameter in named.items():
+        if id(parameter) in attached:
+            raise ValueError(
+                f"module_or_params: parameter {name} is attached already (as {attached[id(parameter)]}); call detach() "
+                "of what the first attach() returned, or set its .compression to change what travels"
+            )
+
+
+def check_that_the_model_has(sync: GradientSynchronizer) -> None:
+    """Raises RuntimeError where none of the attached parameters is the model's any more: none gets a gradient then."""
+    owners = [module for module, syncs in _owned_by_module.items() if sync in syncs]
+    attached = {id(parameter) for parameter in sync._named.values()}
+    present = (p for owner in owners for p in owner.parameters() if id(p) in attached and not is_sharded_by_fsdp1(p))
+    if owners and next(present, None) is None:
+        raise RuntimeError(
+            "fastsync.attach: the model has other parameters by now than those that were attached, as after "
+            "fully_shard or FullyShardedDataParallel, so nothing was averaged; those average gradients themselves: "
+            "call fully_shard first, and attach only to what it leaves whole, or call detach()"
+        )
+
+
+def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    for sync in list(_attached):
+        if not sync._overlaps:
+            sync.check_synchronized(optimizer)
+    for sync in list(_unproven):
+        check_that_the_model_has(sync)
+        # The engine, which knows, must not be asked: it may be waiting for its ranks in another thread.
+        if any(parameter.grad is not None for parameter in sync._named.values()):
+            if sync._overlaps:
+                check_no_stage(sync._named.values())
+            _unproven.discard(sync)
+
+
+register_optimizer_step_pre_hook(_before_step)
