@@ -12,10 +12,14 @@ if TYPE_CHECKING:
 
 def move_to_group(sync: GradientSynchronizer, group: dist.ProcessGroup, ranks_per_node: int | None) -> None:
     """As ``GradientSynchronizer.use_group``, for parameters that the group serves."""
-    state = sync.state_dict()
-    _rescale(state["residuals"], sync._op, group.size() / sync._group.size())
-    sync._engine.detach()
-    sync._begin(group, ranks_per_node, sync._asked)
+    state, growth = sync.state_dict(), group.size() / sync._group.size()
+    before = sync._engine, sync._group, sync._ranks_per_node
+    try:
+        sync._begin(group, ranks_per_node, sync._asked)
+    except BaseException:  # the group is too small for the compression, or could not be measured
+        sync._engine, sync._group, sync._ranks_per_node = before
+        raise
+    before[0].detach()
     sync._called_step = sync._claimed_step = -1
     sync._engine.set_enabled(sync._is_enabled)
     if sync._overlaps:
@@ -24,11 +28,15 @@ def move_to_group(sync: GradientSynchronizer, group: dist.ProcessGroup, ranks_pe
         sync._engine.set_weight(sync._weight)
     if sync._synced_buffers is not None:
         sync._engine.set_buffers(*sync._synced_buffers)
+    _rescale(state["residuals"], sync._op, growth)
+    sync.load_state_dict(state)  # first, so that nothing is lost where rank 0 does not answer
     of_rank_0 = [(state["step"], state["scales"])]
     dist.broadcast_object_list(of_rank_0, group=group, group_src=0)
     step, scales = of_rank_0[0]
-    ours = {name: scale for name, scale in scales.items() if name in sync._named}  # others are told to all below
-    sync.load_state_dict({"step": step, "scales": ours, "residuals": state["residuals"]})
+    # Others than ours are told to all ranks at the next sync.
+    ours = [(sync._named[name], scale) for name, scale in scales.items() if name in sync._named]
+    sync._engine.set_step(step)
+    sync._engine.set_scales(ours)
 
 
 def _rescale(residuals: dict[str, Any], op: str, growth: float) -> None:
