@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -17,6 +16,7 @@ from . import _C
 from .attached import check_that_the_model_has, check_unattached, is_attached, keep, let_go
 from .autotune.request import AnyCompression
 from .checks import check_group, resolve_nodes
+from .forgotten import ForgottenCalls
 from .handle import GradientHandle
 from .joining import joining
 from .optimizer_steps import check_no_optimizer_in_backward
@@ -56,8 +56,7 @@ class GradientSynchronizer(GradientHandle):
         self._synced_buffers: tuple[list[Tensor], bool] | None = None
         self._is_enabled = True
         self._called_step = -1  # the newest that synchronize() was called for
-        self._num_calls = 0  # of synchronize()
-        self._seen_calls: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._forgotten = ForgottenCalls()  # of synchronize()
         self._begin(group, ranks_per_node, compression)
 
     def _begin(self, group: dist.ProcessGroup, ranks_per_node: int | None, compression: AnyCompression) -> None:
@@ -93,7 +92,7 @@ class GradientSynchronizer(GradientHandle):
             RuntimeError: another rank did not take part in time, or is lost; or the model was sharded after attach.
         """
         check_that_the_model_has(self)
-        self._num_calls += 1
+        self._forgotten.note_call()
         self._engine.synchronize()
         self._called_step = self._engine.num_steps()
 
@@ -213,17 +212,16 @@ class GradientSynchronizer(GradientHandle):
     def check_synchronized(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError where ``synchronize()`` was forgotten before an optimizer's step, not under no_sync."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        with_gradients = (name for name, p in self._named.items() if id(p) in stepped and p.grad is not None)
-        name = next(with_gradients, None)
-        if name is None or not self._is_enabled:
+        gradients = {name: p.grad for name, p in self._named.items() if id(p) in stepped and p.grad is not None}
+        if not gradients or not self._is_enabled:
             return
-        if self._seen_calls.get(optimizer, 0) == self._num_calls and not self._engine.is_captured():
+        if self._forgotten.is_forgotten(optimizer, gradients) and not self._engine.is_captured():
             raise RuntimeError(
                 f"fastsync.attach(overlap=False): {type(optimizer).__name__} was about to step with gradients that no "
-                f"rank has averaged, of {name} for one; call synchronize() after backward() and before the step, on "
-                "every rank. A step that is meant to be this rank's own belongs inside no_sync()"
+                f"rank has averaged, of {next(iter(gradients))} for one; call synchronize() after backward() and "
+                "before the step, on every rank. A step that is meant to be this rank's own belongs inside no_sync()"
             )
-        self._seen_calls[optimizer] = self._num_calls
+        self._forgotten.note_step(optimizer, gradients)
 
     def check_backward_synchronised(self) -> None:
         """As ``GradientHandle.check_backward_synchronised``."""

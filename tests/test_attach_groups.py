@@ -135,18 +135,19 @@ def test_options_stay() -> None:
 
 def _is_refused(rank: int, world_size: int) -> None:
     """A group that the compression is not for: the engine goes on in the one that it has, with all that it keeps."""
-    pair = dist.new_group([0, 1])
+    trio = dist.new_group([0, 1, 2])
     model = Given(_grads(0, 0))
-    sync = fastsync.attach(model, fastsync.Compression("int8", "fp32", error_feedback=True, ranks_per_node=3))
+    sync = fastsync.attach(model, fastsync.Compression("int8", "fp32", error_feedback=True, ranks_per_node=2))
     _step(model, rank, 0)
     before = sync.state_dict()
-    if rank < 2:
-        with pytest.raises(ValueError, match="ranks_per_node=3 does not divide the process group's 2 ranks"):
-            sync.use_group(pair)
+    assert before["residuals"]
+    if rank < 3:
+        with pytest.raises(ValueError, match="ranks_per_node=2 does not divide the process group's 3 ranks"):
+            sync.use_group(trio)
     assert str(sync.state_dict()) == str(before)
     assert_same_on_all_ranks(_step(model, rank, 1))
     assert sync.stats().num_steps == 2
 
 
 def test_a_group_that_is_refused_changes_nothing() -> None:
-    run_ranks(_is_refused, 3)
+    run_ranks(_is_refused, 4)
