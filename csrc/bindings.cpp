@@ -255,7 +255,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_joining", locked<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
       .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
-      .def("set_buffers", locked<Synchronizer>(&ParameterSync::set_buffers), py::arg("buffers"), py::arg("means"),
+      .def("set_buffers", locked<Synchronizer>(&ParameterSync::set_buffers), py::arg("find"), py::arg("means"),
            no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil);
   bind_state(synchronizer);

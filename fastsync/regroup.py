@@ -26,8 +26,7 @@ def move_to_group(sync: GradientSynchronizer, group: dist.ProcessGroup, ranks_pe
         sync._engine.attach(list(sync._named.values()))
     if sync._weight is not None:
         sync._engine.set_weight(sync._weight)
-    if sync._synced_buffers is not None:
-        sync._engine.set_buffers(*sync._synced_buffers)
+    sync._follow_buffers()
     _rescale(state["residuals"], sync._op, growth)
     sync.load_state_dict(state)  # first, so that nothing is lost where rank 0 does not answer
     of_rank_0 = [(state["step"], state["scales"])]

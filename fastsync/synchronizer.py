@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from . import _C
 from .attached import check_that_the_model_has, check_unattached, is_attached, keep, let_go
 from .autotune.request import AnyCompression
+from .buffers import Buffers
 from .checks import check_group, resolve_nodes
 from .forgotten import ForgottenCalls
 from .handle import GradientHandle
@@ -51,9 +52,10 @@ class GradientSynchronizer(GradientHandle):
         self._options = (int(bucket_cap_mb * 2**20), gradient_as_bucket_view)
         self._op = op
         self._overlaps = overlap
-        self._others: dict[str, Tensor] = {}  # what has no gradient, by what it is called
+        self._without_gradients: dict[str, Tensor] = {}
+        self._buffers: Buffers | None = None
         self._weight: float | None = None
-        self._synced_buffers: tuple[list[Tensor], bool] | None = None
+        self._sync_buffers: str | None = None
         self._is_enabled = True
         self._called_step = -1  # the newest that synchronize() was called for
         self._forgotten = ForgottenCalls()  # of synchronize()
@@ -235,7 +237,14 @@ class GradientSynchronizer(GradientHandle):
     def _broadcast(self, root: int = 0) -> None:
         """Gives all ranks of the group the parameters and buffers of one."""
         self._engine.agree()
-        broadcast(self._named, self._others, self._group, root)
+        others = {f"parameter {name}": p for name, p in self._without_gradients.items()}
+        if self._buffers is not None:
+            others |= {f"buffer {name}": buffer for name, buffer in self._buffers.named().items()}
+        broadcast(self._named, others, self._group, root)
+
+    def _follow_buffers(self) -> None:
+        if self._sync_buffers is not None and self._buffers is not None:
+            self._engine.set_buffers(self._buffers.tensors, self._sync_buffers == "mean")
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named
@@ -297,7 +306,8 @@ def attach(
         sync_buffers: with each sync, beside the gradients and so before the next forward, give every rank the module's
             buffers, such as BatchNorm's running statistics: ``"broadcast"`` rank 0's, as DDP does before each forward,
             or ``"mean"`` the mean in float32 of those that are floating, and rank 0's of the rest. None leaves them to
-            each rank. They travel whole each time, constant ones too.
+            each rank. They travel whole each time, constant ones too, and are looked up by module and name as backward
+            ends: the module may put other tensors in their places.
 
     Raises:
         ValueError: an argument is not what it should be, a parameter is attached already or is of a kind that fastsync
@@ -323,15 +333,13 @@ def attach(
     group, ranks_per_node = resolve_nodes(process_group)
     check_group(group, named)
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
-    buffers = {} if owner is None else dict(owner.named_buffers())
     sync = GradientSynchronizer(
         named, compression, group, ranks_per_node, bucket_cap_mb, gradient_as_bucket_view, op, overlap
     )
-    sync._others = {f"parameter {name}": p for name, p in given.items() if name not in named}
-    sync._others |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
-    if sync_buffers:
-        sync._synced_buffers = (list(buffers.values()), sync_buffers == "mean")
-        sync._engine.set_buffers(*sync._synced_buffers)
+    sync._without_gradients = {name: p for name, p in given.items() if name not in named}
+    sync._buffers = None if owner is None else Buffers(owner)
+    sync._sync_buffers = sync_buffers
+    sync._follow_buffers()
     if broadcast:
         sync._broadcast()
     if overlap:

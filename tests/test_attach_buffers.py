@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fastsync
-from tests.models import Fails, assert_same_on_all_ranks
+from tests.models import SMALL_BUCKETS, Fails, assert_same_on_all_ranks
 from tests.ranks import run_ranks
 
 
@@ -86,6 +88,50 @@ def _means(rank: int, world_size: int) -> None:
 
 def test_means() -> None:
     run_ranks(_means, 3)
+
+
+class Averaging(nn.Module):
+    """Puts new tensors in the places of its buffers; again where a checkpoint repeats it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("average", torch.zeros(5))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.average = 0.5 * self.average + inputs.mean(dim=0).detach()
+        self.seen = self.seen + 1
+        return self.linear(inputs)
+
+
+def _other_tensors(rank: int, world_size: int, checkpointed: bool) -> None:
+    model, alone = Averaging(), [Averaging() for _ in range(world_size)]
+    sync = fastsync.attach(model, sync_buffers="mean", bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(3):
+        inputs = _inputs(rank, step).requires_grad_()
+        (checkpoint(model, inputs, use_reentrant=False) if checkpointed else model(inputs)).sum().backward()
+        for other, each in enumerate(alone):
+            for _ in range(1 + checkpointed):
+                each(_inputs(other, step))
+        mean = torch.stack([each.average for each in alone]).mean(dim=0)
+        torch.testing.assert_close(model.average, mean)
+        assert model.seen == alone[0].seen
+        for each in alone:
+            each.average = mean
+    model.average = torch.full((5,), float(rank))
+    sync.use_group(dist.new_group())
+    assert not model.average.any(), "not rank 0's"
+    model.average = torch.zeros(4)  # on all ranks
+    model.linear(_inputs(rank, 9)).sum().backward()
+    model.average = torch.zeros(2 + rank)
+    with pytest.raises(ValueError, match=r"rank 0: synced buffer of shape \[2\].*; rank 1: .* of shape \[3\]"):
+        model.linear(_inputs(rank, 9)).sum().backward()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_other_tensors_in_their_places(checkpointed: bool) -> None:
+    run_ranks(_other_tensors, 2, checkpointed)
 
 
 def _refused(rank: int, world_size: int) -> None:

@@ -20,6 +20,12 @@ at::Tensor encode(const at::Tensor& buffer, bool is_mean) {
   return (travels_as_bytes(buffer, is_mean) ? flat.view(at::kByte) : flat).to(at::kFloat);
 }
 
+// How many float32 values it travels as.
+int64_t num_values(const at::Tensor& buffer, bool is_mean) {
+  return travels_as_bytes(buffer, is_mean) ? static_cast<int64_t>(buffer.nbytes())
+                                           : buffer.numel() * (buffer.is_complex() ? 2 : 1);
+}
+
 at::Tensor decode(const at::Tensor& values, const at::Tensor& like, bool is_mean) {
   const at::ScalarType dtype = c10::toRealValueType(like.scalar_type());
   const at::Tensor flat = travels_as_bytes(like, is_mean) ? values.to(at::kByte).view(dtype) : values.to(dtype);
@@ -27,6 +33,15 @@ at::Tensor decode(const at::Tensor& values, const at::Tensor& like, bool is_mean
 }
 
 }  // namespace
+
+bool Buffers::look_up() {
+  if (!find_) {
+    return false;
+  }
+  const std::string before = description();
+  buffers_ = find_();
+  return description() != before;
+}
 
 std::string Buffers::description() const {
   std::ostringstream text;
@@ -37,35 +52,41 @@ std::string Buffers::description() const {
   return text.str();
 }
 
+// Behind them the number of ranks that have buffers, nan where one has failed.
 at::Tensor Buffers::board(const at::Tensor& riders, int64_t rank, const Weight& weight, c10::Device device,
                           bool stay_empty) const {
+  const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   std::vector<at::Tensor> all;
   if (riders.defined()) {
     all.push_back(riders);
   }
   for (const at::Tensor& buffer : buffers_) {
-    at::Tensor values = encode(buffer, is_mean(buffer)).to(device, /*non_blocking=*/true);
     if (stay_empty) {
-      values = at::full_like(values, std::numeric_limits<double>::quiet_NaN());
-    } else if (!is_mean(buffer)) {
-      values = weight.of_first_active(values, rank);
-    } else if (!weight.is_active()) {
-      values = at::zeros_like(values);
+      all.push_back(at::full({num_values(buffer, is_mean(buffer))}, kNan, options));
+      continue;
     }
-    all.push_back(std::move(values));
+    const at::Tensor values = encode(buffer, is_mean(buffer)).to(device, /*non_blocking=*/true);
+    if (!is_mean(buffer)) {
+      all.push_back(weight.of_first_active(values, rank));
+    } else {
+      all.push_back(weight.is_active() ? values : at::zeros_like(values));
+    }
   }
+  all.push_back(at::full({1}, stay_empty ? kNan : weight.is_active() ? 1.0 : 0.0, options));
   return at::cat(all);
 }
 
 at::Tensor Buffers::arrive(const at::Tensor& sums, const Weight& weight, int64_t world_size) const {
-  int64_t end = sums.numel();
+  int64_t end = sums.numel() - 1;
+  const at::Tensor have_come = sums.select(0, end) > 0;
   for (size_t i = buffers_.size(); i-- > 0;) {
     const at::Tensor& buffer = buffers_[i];
-    const at::Tensor before = encode(buffer, is_mean(buffer)).to(sums.device(), /*non_blocking=*/true);
-    end -= before.numel();
-    const at::Tensor sum = sums.narrow(0, end, before.numel());
-    const at::Tensor values = is_mean(buffer) ? weight.mean(sum, world_size) : sum;
-    buffer.copy_(decode(at::where(values.isnan(), before, values), buffer, is_mean(buffer)));
+    const int64_t length = num_values(buffer, is_mean(buffer));
+    end -= length;
+    const at::Tensor sum = sums.narrow(0, end, length);
+    const at::Tensor values = decode(is_mean(buffer) ? weight.mean(sum, world_size) : sum, buffer, is_mean(buffer));
+    buffer.copy_(at::where(have_come, values, buffer.to(values.device())));
   }
   return sums.narrow(0, 0, end);
 }

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,26 +15,33 @@ namespace fastsync {
 
 class Buffers {
  public:
+  // The model's buffers by now: it may have put other tensors in their places.
+  using Find = std::function<std::vector<at::Tensor>()>;
+
   // means: floating ones become their mean over the ranks, the rest what rank 0 has. Else all do. While ranks join,
   // those that still have gradients count alone, and the first of them is rank 0.
-  void set(std::vector<at::Tensor> buffers, bool means) {
-    buffers_ = std::move(buffers);
+  void set(Find find, bool means) {
+    find_ = std::move(find);
     means_ = means;
+    look_up();
   }
+  // Before a sync. Returns whether the ranks have to agree on them anew.
+  bool look_up();
   bool exist() const { return !buffers_.empty(); }
   std::string description() const;  // on which the ranks have to agree
 
   // The riders, with these behind them, empty where riders stay empty.
   at::Tensor board(const at::Tensor& riders, int64_t rank, const Weight& weight, c10::Device device,
                    bool stay_empty) const;
-  // From the sums over the ranks of what board returned; returns those of the riders. Where a rank has failed the
-  // buffers stay what they are.
+  // From the sums over the ranks of what board returned; returns those of the riders. Where a rank has failed, or
+  // none has gradients, the buffers stay what they are.
   at::Tensor arrive(const at::Tensor& sums, const Weight& weight, int64_t world_size) const;
 
  private:
   bool is_mean(const at::Tensor& buffer) const { return means_ && (buffer.is_floating_point() || buffer.is_complex()); }
 
-  std::vector<at::Tensor> buffers_;
+  Find find_;
+  std::vector<at::Tensor> buffers_;  // as they were found last
   bool means_ = false;
 };
 

@@ -102,14 +102,14 @@ void ParameterSync::mark_all_ready() {
 // all ranks until then.
 void ParameterSync::send_full_buckets() {
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].num_waiting == 0 && have_agreed() &&
-         !waits_to_send(buckets_[next_bucket_])) {
+         !waits_to_send(buckets_[next_bucket_]) && !(is_last(buckets_[next_bucket_]) && buffers_to_sync_.exist())) {
     send_next();
   }
 }
 
 bool ParameterSync::waits_to_send(const Bucket& bucket) const {
-  const bool is_last = &bucket == &buckets_.back();
-  return bucket.sync().waits_to_send(schedule_->at(step_, bucket.numel)) || (is_last && riders_.need_agreement());
+  return bucket.sync().waits_to_send(schedule_->at(step_, bucket.numel)) ||
+         (is_last(bucket) && riders_.need_agreement());
 }
 
 bool ParameterSync::rest_waits() const {
@@ -119,7 +119,11 @@ bool ParameterSync::rest_waits() const {
           std::any_of(next, buckets_.end(), [&](const Bucket& bucket) { return waits_to_send(bucket); }));
 }
 
+// Forward has put buffers where it wants them, also one that a checkpoint repeats.
 void ParameterSync::send_rest() {
+  if (buffers_to_sync_.look_up()) {
+    agree_anew("a buffer that is synced is of another shape or dtype");
+  }
   prepare();
   while (next_bucket_ < buckets_.size()) {
     send_next();
@@ -164,9 +168,9 @@ void ParameterSync::send_next(bool is_poisoned) {
 void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in,
                          bool is_poisoned) {
   const c10::Device device = bucket.sync().device();
-  const bool is_last = next_bucket_ + 1 == buckets_.size();
+  const bool ends_step = is_last(bucket);
   Extras extras;
-  if (is_last) {
+  if (ends_step) {
     if (const auto* name = riders_.need_agreement()) {
       whereabouts_->agree(step_, c10::str("rider '", *name, "' is new"));
       wait_for_ranks("agreement on riders", [&] { riders_.agree(group_, device); });
@@ -193,7 +197,7 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
   bucket.sync().use_views(gradient_as_bucket_view_ && !weight_.is_on());
   bucket.flight = bucket.sync().send(std::move(grads), sync, start_bucket(*bucket.in_engine), extras, stand_in);
   next_bucket_ += 1;
-  if (is_last) {
+  if (ends_step) {
     end_step();
   }
   // While backward goes on, or another bucket is waited for, something else has to see to what follows on the arrival

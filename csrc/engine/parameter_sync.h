@@ -75,7 +75,7 @@ class ParameterSync : public EngineState {
   double num_active() { return weight_.num_active(); }
 
   // Brings them together with each sync, see Buffers. On all ranks the same ones, before the first sync.
-  void set_buffers(std::vector<at::Tensor> buffers, bool means) { buffers_to_sync_.set(std::move(buffers), means); }
+  void set_buffers(Buffers::Find find, bool means) { buffers_to_sync_.set(std::move(find), means); }
 
   // In a forked child, which does not have the memory: gradients that lie in views are none.
   void forget_views();
@@ -102,6 +102,7 @@ class ParameterSync : public EngineState {
   std::vector<int64_t> order_of_rank_0(const std::vector<size_t>& taking_part);
 
   void wait_for_gradients(const Bucket& bucket) const;
+  bool is_last(const Bucket& bucket) const { return &bucket == &buckets_.back(); }
   bool waits_to_send(const Bucket& bucket) const;
   void send_next(bool is_poisoned = false);
   void send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in, bool is_poisoned);
