@@ -11,6 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import FrameStackObservation
 from torch import Tensor
 
 from fastsync.ppo.config import Settings
@@ -18,6 +19,7 @@ from fastsync.ppo.envs.dictionaries import PackedSpace, Packer, images_of, numbe
 from fastsync.ppo.envs.make import make_environments, try_environments
 from fastsync.ppo.envs.vector import VectorizedEnvironments
 from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
+from fastsync.ppo.policy import make_policy
 from fastsync.ppo.trainer import train
 from tests.ranks import run_ranks
 from tests.toy_envs import Named, OwnVector, Pictured
@@ -59,6 +61,33 @@ def test_rows_hold_numbers_and_images():
     assert torch.equal(near.squeeze(1), torch.from_numpy(seen["near"]))
 
 
+class Grey(Pictured):
+    """Of its pictures the near one has no channels."""
+
+    observation_space = spaces.Dict(
+        {**Pictured.observation_space.spaces, "near": spaces.Box(0, 255, (36, 40), dtype=np.uint8)}
+    )
+
+    def look(self) -> Any:
+        return {**super().look(), "near": super().look()["near"][0]}
+
+
+def test_frames_of_a_stack_are_channels():
+    env = FrameStackObservation(Grey(), 2)
+    assert isinstance(env.observation_space, spaces.Dict)
+    packer = Packer(env.observation_space)
+    assert isinstance(packer.space, PackedSpace)
+    assert packer.space.images == {"far": (2, 37, 41), "near": (2, 36, 40)}
+    env.reset(seed=1)
+    seen = env.step(0)[0]
+    row = torch.from_numpy(packer(stacked([seen])))
+    assert numbers_of(row, packer.space.num_numbers).flatten().tolist() == seen["noise"].tolist()
+    far, near = images_of(row, packer.space)
+    assert torch.equal(far.squeeze(0), torch.from_numpy(seen["far"].squeeze(1)))
+    assert torch.equal(near.squeeze(0), torch.from_numpy(seen["near"]))
+    assert seen["near"][0, 0, 0] == seen["near"][1, 0, 0] + 1  # one step more remained
+
+
 @pytest.mark.parametrize("settings", [NAMED, PICTURED])
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 def test_environments_with_dictionaries_can_be_saved_and_restored(settings: Settings, autoreset: Any):
@@ -76,9 +105,20 @@ def test_last_observations_are_rows_too(vectorization: Any):
     assert all(row[2 + 1] == 1.0 for row in finals)  # behind two numbers: none remain, counted from -1
 
 
+def test_images_come_from_processes():
+    rows = []
+    for vectorization in ("sync", "async"):
+        with make_environments(replace(PICTURED, vectorization=vectorization), rank=0) as environments:
+            rows.append([environments.reset(), *(environments.step(np.zeros(4)).observations for _ in range(3))])
+    for here, there in zip(*rows, strict=True):
+        assert here.dtype == np.uint8
+        np.testing.assert_array_equal(here, there)
+
+
 class OwnDictionaries(OwnVector):
-    def __init__(self, mode: AutoresetMode) -> None:
+    def __init__(self, mode: AutoresetMode, are_final_ones_batched: bool) -> None:
         super().__init__(2, mode)
+        self.are_final_ones_batched = are_final_ones_batched
         self.single_observation_space = spaces.Dict(count=spaces.Discrete(100), zero=spaces.Box(0, 9, (1,)))
 
     def reset(self, *, seed: Any = None, options: Any = None):
@@ -88,16 +128,18 @@ class OwnDictionaries(OwnVector):
         observations, *others, infos = super().step(actions)
         if "final_obs" in infos:
             last = {"count": np.int64(self.count), "zero": np.zeros(1, np.float32)}
-            infos["final_obs"] = np.array([last, last])
+            infos["final_obs"] = stacked([last, last]) if self.are_final_ones_batched else np.array([last, last])
         return self.named(observations), *others, infos
 
     def named(self, zeros: Any) -> Any:
         return {"count": np.full(2, self.count), "zero": zeros}
 
 
+@pytest.mark.parametrize("are_final_ones_batched", [False, True])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_environments_vectorised_by_themselves_give_rows(mode: AutoresetMode):
-    environments = VectorizedEnvironments(pack_vector(OwnDictionaries(mode)), seed=1, first_index=0)
+def test_environments_vectorised_by_themselves_give_rows(mode: AutoresetMode, are_final_ones_batched: bool):
+    vector = pack_vector(OwnDictionaries(mode, are_final_ones_batched))
+    environments = VectorizedEnvironments(vector, seed=1, first_index=0)
     assert environments.single_observation_space.shape == (101,)
     assert environments.reset().argmax(axis=1).tolist() == [0, 0]
     steps = [environments.step(np.zeros(2, np.int64)) for _ in range(3)]
@@ -109,6 +151,20 @@ def test_environments_vectorised_by_themselves_give_rows(mode: AutoresetMode):
 class OnlyPictures(Pictured):
     observation_space = spaces.Dict(near=spaces.Box(0, 255, (3, 36, 40), dtype=np.uint8))
 
+    def look(self) -> Any:
+        return {"near": super().look()["near"]}
+
+
+def test_pictures_alone_are_learnt_from():
+    with make_environments(replace(PICTURED, env=f"{__name__}:OnlyPictures"), rank=0) as environments:
+        policy = make_policy(PICTURED, environments.single_observation_space, environments.single_action_space)
+        outputs, values, _ = policy(torch.from_numpy(environments.reset()))
+    assert (outputs.shape, values.shape) == ((4, 3), (4,))
+
+
+class ChannelsLast(Pictured):
+    observation_space = spaces.Dict(eye=spaces.Dict(far=spaces.Box(0, 255, (96, 80, 3), dtype=np.uint8)))
+
 
 class SmallPicture(Pictured):
     observation_space = spaces.Dict(near=spaces.Box(0, 255, (3, 7, 7), dtype=np.uint8), place=spaces.Discrete(3))
@@ -117,8 +173,9 @@ class SmallPicture(Pictured):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ("OnlyPictures", r"norm_observations=True is for vectors"),
-        ("SmallPicture", r"shape \(3, 7, 7\).* at least 36.*FlattenObservation"),
+        ("OnlyPictures", r"norm_observations=True is for vectors, but .* has nothing but images"),
+        ("SmallPicture", r"shape \(3, 7, 7\) under 'near'.* at least 36.*FlattenObservation"),
+        ("ChannelsLast", r"shape \(96, 80, 3\) under 'eye.far'; .*put the channels first"),
     ],
 )
 def test_what_cannot_be_learnt_from_is_refused(env: str, message: str):

@@ -255,7 +255,7 @@ class _Extractor(nn.Module):
     def __init__(self, space: PackedSpace) -> None:
         super().__init__()
         self._space = space
-        self.convolutions = nn.ModuleList(_Convolutions(shape) for shape in space.images)
+        self.convolutions = nn.ModuleList(_Convolutions(shape) for shape in space.images.values())
         self.num_features = space.num_numbers + len(space.images) * _IMAGE_FEATURES
 
     def forward(self, rows: Tensor) -> Tensor:

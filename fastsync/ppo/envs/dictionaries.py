@@ -19,9 +19,16 @@ Array = NDArray[Any]
 _WORD = 4
 
 
-def is_image(space: Space[Any]) -> bool:
-    """Tells whether observations are read as an image: three dimensions of bytes."""
-    return isinstance(space, spaces.Box) and len(space.shape) == 3 and space.dtype == np.uint8
+def image_shape(space: Space[Any]) -> tuple[int, int, int] | None:
+    """The channels, height and width of what a dictionary holds, or None where it is no image.
+
+    Bytes of two or more dimensions are an image. What comes before height and width, as the frames of a stack, are
+    channels.
+    """
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) < 2:
+        return None
+    *channels, height, width = space.shape
+    return math.prod(channels), height, width
 
 
 def has_images(space: Space[Any]) -> bool:
@@ -37,7 +44,7 @@ def numbers_of(rows: Tensor, num_numbers: int) -> Tensor:
 def images_of(rows: Tensor, space: PackedSpace) -> Iterator[Tensor]:
     """The images in rows of a ``PackedSpace`` [..., size]: bytes [..., C, H, W]."""
     first = space.num_numbers * _WORD
-    for shape in space.images:
+    for shape in space.images.values():
         size = math.prod(shape)
         yield rows[..., first : first + size].unflatten(-1, shape)
         first += size
@@ -56,14 +63,14 @@ class PackedSpace(spaces.Box):
     """Rows of bytes that hold a dictionary with images: its numbers as float32, then its images.
 
     Args:
-        images: shapes of the images, in their order.
+        images: channels, height and width of each image by its name, in their order.
         num_numbers: how many numbers there are.
     """
 
-    def __init__(self, images: list[tuple[int, ...]], num_numbers: int) -> None:
+    def __init__(self, images: dict[str, tuple[int, int, int]], num_numbers: int) -> None:
         self.images = images
         self.num_numbers = num_numbers
-        size = num_numbers * _WORD + sum(math.prod(shape) for shape in images)
+        size = num_numbers * _WORD + sum(math.prod(shape) for shape in images.values())
         # Whole words, or the numbers of the second row could not be read where they lie.
         super().__init__(0, 255, (-(-size // _WORD) * _WORD,), np.uint8)
 
@@ -79,13 +86,12 @@ class Packer:
 
     def __init__(self, space: spaces.Dict) -> None:
         self._space = space
-        self._images = [part for _, part in parts_of(space) if is_image(part)]
-        numbers = [part for _, part in parts_of(space) if not is_image(part)]
+        images = {name: shape for name, part in parts_of(space) if (shape := image_shape(part)) is not None}
         self.space: spaces.Box
         """Of one row."""
-        if self._images:
-            count = sum(spaces.flatdim(part) for part in numbers)
-            self.space = PackedSpace([part.shape or () for part in self._images], count)
+        if images:
+            count = sum(spaces.flatdim(part) for name, part in parts_of(space) if name not in images)
+            self.space = PackedSpace(images, count)
         else:
             flat = spaces.flatten_space(space)
             assert isinstance(flat, spaces.Box)
@@ -103,7 +109,7 @@ class Packer:
         images: list[Array] = []
         for part, values in _leaves(self._space, observations):
             rows = values.reshape(len(values), -1)
-            if is_image(part):
+            if image_shape(part) is not None:
                 images.append(rows)
             elif isinstance(part, spaces.Discrete):
                 numbers.append(_one_hot(rows - part.start, np.array([part.n])))
@@ -158,11 +164,17 @@ class _PackedVector(VectorWrapper[Any, Any, Any]):
     def step(self, actions: Any) -> tuple[Array, Any, Any, Any, dict[str, Any]]:
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         if "final_obs" in infos:
-            last = np.empty(self.num_envs, dtype=object)
-            for index, final in enumerate(infos["final_obs"]):
-                last[index] = None if final is None else self._packer(_as_batch(final))[0]
-            infos["final_obs"] = last
+            infos["final_obs"] = self._rows_of_some(infos["final_obs"])
         return self._packer(observations), rewards, terminated, truncated, infos
+
+    def _rows_of_some(self, observations: Any) -> Array:
+        """[N] of dictionaries [N], None where there is none; or [N, size] of a dictionary of arrays."""
+        if isinstance(observations, dict):
+            return self._packer(observations)
+        rows = np.empty(self.num_envs, dtype=object)
+        for index, observation in enumerate(observations):
+            rows[index] = None if observation is None else self._packer(_as_batch(observation))[0]
+        return rows
 
 
 def _leaves(space: Space[Any], values: Any) -> Iterator[tuple[Space[Any], Array]]:
@@ -182,6 +194,7 @@ def _as_batch(observation: Any) -> Any:
 
 def _one_hot(values: Array, sizes: Array) -> Array:
     """[N, sum(sizes)] of whole numbers [N, len(sizes)] counted from 0."""
-    return np.concatenate(
-        [np.eye(size, dtype=np.int8)[column] for size, column in zip(sizes, values.T, strict=True)], axis=1
-    )
+    ends = np.cumsum(sizes)
+    hot = np.zeros((len(values), ends[-1]), np.int8)
+    np.put_along_axis(hot, values + (ends - sizes), 1, axis=1)
+    return hot

@@ -17,6 +17,7 @@ Array = NDArray[Any]
 
 LEAST_IMAGE_SIZE = 36
 """Height and width that the convolutions need at the least."""
+_WANTED_OF_IMAGES = f"images are read as (C, H, W), and H and W must be at least {LEAST_IMAGE_SIZE}"
 
 
 def check_spaces(settings: Settings, observations: Space[Any], actions: Space[Any]) -> None:
@@ -43,8 +44,10 @@ def check_spaces(settings: Settings, observations: Space[Any], actions: Space[An
         wanted = "vectors (a Box of one dimension) and images can be learnt from"
         raise refused(seen, wanted, "FlattenObservation")
     if isinstance(observations, PackedSpace):
-        for shape in observations.images:
-            _check_image(settings, shape, has_numbers=observations.num_numbers > 0)
+        for name, shape in observations.images.items():
+            _check_image_of_dict(settings, name, shape)
+        if observations.num_numbers == 0:
+            _check_norm_observations(settings, "nothing but images")
     elif len(observations.shape) == 3 and observations.dtype == np.uint8:
         _check_image(settings, observations.shape)
     elif len(observations.shape) != 1:
@@ -60,26 +63,40 @@ def check_spaces(settings: Settings, observations: Space[Any], actions: Space[An
         raise refused(done, "Discrete, MultiDiscrete and Box can be learnt", "TransformAction")
 
 
-def _check_image(settings: Settings, shape: tuple[int, ...], *, has_numbers: bool = False) -> None:
+def _check_image(settings: Settings, shape: tuple[int, ...]) -> None:
     first, height, width = shape
     refused = f"env={settings.env!r} has observations of shape {shape}"
     if min(height, width) < LEAST_IMAGE_SIZE:
-        wanted = f"images are read as (C, H, W), and H and W must be at least {LEAST_IMAGE_SIZE}"
         if min(first, height) >= LEAST_IMAGE_SIZE:
             raise ValueError(
-                f"{refused}; {wanted}: where the channels come last, wrap the environment in "
+                f"{refused}; {_WANTED_OF_IMAGES}: where the channels come last, wrap the environment in "
                 f"gymnasium.wrappers.TransformObservation(env, lambda image: image.transpose(2, 0, 1), "
                 f"gymnasium.spaces.Box(0, 255, ({width}, {first}, {height}), numpy.uint8)), and give it as "
                 f"'module:function'"
             )
         raise ValueError(
-            f"{refused}; {wanted}: enlarge them with gymnasium.wrappers.ResizeObservation, which takes channels last, "
-            f"or make vectors of them with FlattenObservation, and give the environment as 'module:function'"
+            f"{refused}; {_WANTED_OF_IMAGES}: enlarge them with gymnasium.wrappers.ResizeObservation, which takes "
+            f"channels last, or make vectors of them with FlattenObservation, and give the environment as "
+            f"'module:function'"
         )
-    if settings.norm_observations and not has_numbers:
+    _check_norm_observations(settings, f"observations of shape {shape}")
+
+
+def _check_image_of_dict(settings: Settings, name: str, shape: tuple[int, int, int]) -> None:
+    if min(shape[1:]) < LEAST_IMAGE_SIZE:
         raise ValueError(
-            f"norm_observations=True is for vectors, but {refused}: those are images, whose bytes are divided by 255 "
-            f"anyway; leave norm_observations at False"
+            f"env={settings.env!r} has observations with bytes of shape {shape} under {name!r}; {_WANTED_OF_IMAGES}: "
+            f"put the channels first or enlarge the image in a gymnasium.ObservationWrapper, or make one vector of all "
+            f"with gymnasium.wrappers.FlattenObservation, and give the environment as 'module:function'"
+        )
+
+
+def _check_norm_observations(settings: Settings, seen: str) -> None:
+    """Of observations that are images only."""
+    if settings.norm_observations:
+        raise ValueError(
+            f"norm_observations=True is for vectors, but env={settings.env!r} has {seen}: those are images, whose "
+            f"bytes are divided by 255 anyway; leave norm_observations at False"
         )
 
 
