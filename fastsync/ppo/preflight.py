@@ -6,11 +6,11 @@ import importlib.util
 
 import numpy as np
 
-from fastsync.installation import install_command
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.make import make_one
 from fastsync.ppo.envs.spaces import random_actions
 from fastsync.ppo.runs.folder import check_room, find_run
+from fastsync.ppo.runs.loggers import PACKAGES, not_installed
 
 
 def check_environment(settings: Settings) -> None:
@@ -19,8 +19,10 @@ def check_environment(settings: Settings) -> None:
     Raises:
         ValueError: the environment, or an extra that the settings ask for, is not there or does not suit.
     """
-    if settings.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise ValueError(f"wandb_project={settings.wandb_project!r} needs wandb: {install_command('wandb')}")
+    for extra, package in PACKAGES.items():
+        project = getattr(settings, f"{extra}_project")
+        if project is not None and importlib.util.find_spec(package) is None:
+            raise not_installed(extra, project)
     with make_one(settings) as environments:
         try:
             environments.reset()

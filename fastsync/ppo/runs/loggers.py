@@ -1,10 +1,11 @@
-"""Loggers, which take figures update by update: a CSV file, TensorBoard, Weights & Biases."""
+"""Loggers, which take figures update by update: a CSV file, TensorBoard, Weights & Biases, Neptune."""
 
 from __future__ import annotations
 
 import csv
 import importlib
 import math
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any, Protocol
 
 from fastsync.files import replacing
 from fastsync.installation import install_command
+
+PACKAGES = {"wandb": "wandb", "neptune": "neptune_scale"}
+"""What loggers import that the trainer does not need, by the extra that brings it."""
 
 
 class Logger(Protocol):
@@ -85,9 +89,8 @@ class TensorBoardLog:
         self._writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}", resumed_step)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        known = {name: value for name, value in scalars.items() if not math.isnan(value)}
         # All in one event: an add_scalar each took most of the time of an update's report.
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in known.items()]
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in _known(scalars).items()]
         self._writer._get_file_writer().add_summary(self._summary(value=values), step)
 
     def close(self) -> None:
@@ -107,21 +110,76 @@ class WandbLog:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError:
-            raise ValueError(f"wandb_project={project!r} needs wandb: {install_command('wandb')}") from None
-        id_file = folder / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
+            raise not_installed("wandb", project) from None
         self._run = wandb.init(
             project=project,
             name=folder.name,
-            id=id_file.read_text(),
+            id=_kept_id(folder / "wandb_id"),
             resume="allow",
             dir=str(folder),
             config=dict(settings),
         )
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log({name: value for name, value in scalars.items() if not math.isnan(value)}, step=step)
+        self._run.log(_known(scalars), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+class NeptuneLog:
+    """A run of Neptune 3. Its id is kept in the folder, so that a resumed run goes on in the same one.
+
+    It stays in the folder's ``neptune``, a database for each time that the run began or went on. The environment
+    variables of Neptune count: NEPTUNE_MODE=async sends figures to the server that NEPTUNE_API_TOKEN is for.
+
+    Args:
+        folder: of the run.
+        project: "workspace/project".
+        settings: of the run.
+
+    Raises:
+        ValueError: neptune-scale is not installed.
+    """
+
+    def __init__(self, folder: Path, project: str, settings: Mapping[str, object]) -> None:
+        try:
+            neptune_scale = importlib.import_module("neptune_scale")
+        except ImportError:
+            raise not_installed("neptune", project) from None
+        self._run = neptune_scale.Run(
+            project=project,
+            experiment_name=folder.name,
+            run_id=_kept_id(folder / "neptune_id"),
+            mode=os.environ.get("NEPTUNE_MODE", "offline"),
+            log_directory=folder / "neptune",
+            enable_console_log_capture=False,  # the dashboard would fill it
+        )
+        self._run.log_configs({"settings": settings}, flatten=True, cast_unsupported=True)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log_metrics(_known(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.close()
+
+
+def not_installed(extra: str, project: str) -> ValueError:
+    """The error for a logger whose package is missing.
+
+    Args:
+        extra: that brings it.
+        project: where the user wants to log.
+    """
+    return ValueError(f"{extra}_project={project!r} needs {PACKAGES[extra]}: {install_command(extra)}")
+
+
+def _known(scalars: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in scalars.items() if not math.isnan(value)}
+
+
+def _kept_id(file: Path) -> str:
+    """What the file holds; at first a new id."""
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:8])
+    return file.read_text()
