@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node=2 examples/skrl_ppo.py
     python examples/skrl_ppo.py
 
-Told of several ranks, skrl opens an NCCL group and takes a GPU for each as soon as it is imported, and RSL-RL when its
-runner is made. So open the group first, take what torchrun has set out of the environment, and import skrl then. What
-it would have averaged besides, the KL divergence that KLAdaptiveLR goes by, is not needed here.
+Told of several ranks, skrl opens an NCCL group and takes a GPU for each as soon as it is imported. So open the group
+first, take what torchrun has set out of the environment, and import skrl then. What it would have averaged besides, the
+KL divergence that KLAdaptiveLR goes by, is not needed here.
 """
 
 import os

@@ -33,12 +33,12 @@ TIME_LIMIT = 120.0
 # Returns of CartPole: a random policy gets 22 on average, and 500 is the most there is.
 BEYOND_RANDOM = 100.0
 # Packages that print lines of their own.
-TALKATIVE = ("pufferlib_ppo", "rl_games_ppo")
+TALKATIVE = ("pufferlib_ppo", "rl_games_ppo", "rsl_rl_ppo")
 each_example = pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
 
 
-def run(*command: str) -> str:
-    """Runs a command, which must succeed in time and end with one line of result; returns that line."""
+def run(*command: str, num_lines: int | None = 1) -> str:
+    """Runs a command, which must succeed in time and print so many lines, None for any; returns the last one."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -51,12 +51,12 @@ def run(*command: str) -> str:
             pytest.fail(f"{command} was not done within {TIME_LIMIT:g} s\n{out}\n{err}", pytrace=False)
     assert process.returncode == 0, f"{command} exited with status {process.returncode}\n{out}\n{err}"
     lines = out.splitlines()
-    assert len(lines) == 1, f"{command}: expected one line of result\n{out}\n{err}"
-    return lines[0]
+    assert num_lines in (len(lines), None), f"{command}: expected {num_lines} lines of result\n{out}\n{err}"
+    return lines[-1]
 
 
-def run_on_two_ranks(name: str, *arguments: str) -> str:
-    return run(*TORCHRUN, f"examples/{name}.py", *arguments)
+def run_on_two_ranks(name: str, *arguments: str, num_lines: int | None = 1) -> str:
+    return run(*TORCHRUN, f"examples/{name}.py", *arguments, num_lines=num_lines)
 
 
 def test_the_script_of_the_readme_learns(tmp_path: Path):
@@ -154,7 +154,7 @@ def test_skrl_learns_cartpole():
 
 def needs_its_package(name: str) -> None:
     """Skips the examples whose packages `make test-trainers` has environments for."""
-    package = {"pufferlib_ppo": "pufferlib", "skrl_ppo": "skrl"}.get(name)
+    package = {"pufferlib_ppo": "pufferlib", "rsl_rl_ppo": "rsl_rl", "skrl_ppo": "skrl"}.get(name)
     if package:
         pytest.importorskip(package, reason=f"make test-trainers has an environment with {package}")
 
@@ -205,6 +205,29 @@ def test_rl_games_ranks_part_where_each_goes_by_its_own_kl():
 def adapts_alone(rank: int, world_size: int) -> str:
     module = load("rl_games_ppo")
     module.AgreedSchedule = lambda schedule, sync: schedule
+    with redirect_stdout(io.StringIO()), pytest.raises(RuntimeError) as error:
+        module.main(torch.device("cpu"))
+    return str(error.value)
+
+
+def test_rsl_rl_ranks_learn_and_adapt_their_learning_rate_alike():
+    needs_its_package("rsl_rl_ppo")
+    line = run_on_two_ranks("rsl_rl_ppo", num_lines=None)
+    mean_return, _, rates = line.partition("; learning rates ")
+    assert numbers(r"mean return of 2 ranks ([-\d.]+)", mean_return)[0] > -900  # about -1200 at random
+    first, other = ast.literal_eval(rates)
+    assert first == other != 1e-3
+
+
+def test_rsl_rl_ranks_part_where_each_goes_by_its_own_kl():
+    needs_its_package("rsl_rl_ppo")
+    for said in run_ranks(follows_its_own_kl, 2, timeout=TIME_LIMIT):
+        assert "differs between ranks" in said
+
+
+def follows_its_own_kl(rank: int, world_size: int) -> str:
+    module = load("rsl_rl_ppo")
+    module.agree_on_kl, module.NUM_UPDATES = lambda actor, sync: None, 4
     with redirect_stdout(io.StringIO()), pytest.raises(RuntimeError) as error:
         module.main(torch.device("cpu"))
     return str(error.value)
@@ -267,6 +290,7 @@ ALONE = {
     "pipeline_transformer": ((), "over 1 pipelines"),
     "pufferlib_ppo": ((), "mean return of 1 ranks"),
     "rl_games_ppo": ((), "learning rates [0.0"),
+    "rsl_rl_ppo": ((), "mean return of 1 ranks"),
     "rsl_rl_reduce_parameters": ((), "loss"),
     "sb3_ppo": (("--total-timesteps", "1000"), "mean return of 1 x 10 episodes"),
     "skrl_per_model": ((), "by rank: [[20]]"),
@@ -308,6 +332,11 @@ def test_the_docstring_says_how_to_run_it(script: Path):
     said = [line.strip() for line in docstring.splitlines()]
     assert f"torchrun --standalone --nproc-per-node=2 examples/{script.name}" in said
     assert f"python examples/{script.name}" in said
+
+
+def test_the_index_has_every_example():
+    linked = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(linked) == sorted(script.name for script in EXAMPLES.glob("*.py"))
 
 
 def load(name: str) -> ModuleType:
@@ -359,6 +388,7 @@ def test_without_their_line_the_ranks_part():
         ("hf_trainer", "transformers", "pip install transformers accelerate"),
         ("pufferlib_ppo", "pufferlib", "see test-trainers in the Makefile"),
         ("rl_games_ppo", "rl_games", "pip install rl-games 'gymnasium>=1.4'"),
+        ("rsl_rl_ppo", "rsl_rl", "pip install rsl-rl-lib 'gymnasium>=1.4'"),
         ("torchrl_ppo", "tensordict", "pip install torchrl tyro 'gymnasium>=1.4'"),
     ],
 )

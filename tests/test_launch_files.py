@@ -97,6 +97,20 @@ def test_a_task_of_skypilot_asks_for_what_was_said_and_trains(tmp_path: Path, mo
     run(tmp_path, ["bash", "-c", task["run"]], **ips)
 
 
+def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sky = pytest.importorskip("sky", reason="make test-trainers has an environment with SkyPilot")
+    (tmp_path / "code").mkdir()
+    launch(
+        tmp_path, monkeypatch, "skypilot", "--nodes", "2", "--nproc", "8", "--name", "mine", "--infra", "kubernetes",
+        "--accelerators", "H100:8", "--cpus", "16+", "--workdir", "code", "--setup", "pip install here", *TINY,
+    )  # fmt: skip
+    task = sky.Task.from_yaml(str(tmp_path / "sky.yaml"))  # refuses what its schema does not know
+    (resources,) = task.resources
+    assert (task.name, task.num_nodes, task.setup) == ("mine", 2, "pip install here\n")
+    assert (str(resources.cloud), resources.accelerators, resources.cpus) == ("Kubernetes", {"H100": 8}, "16+")
+    assert "-m fastsync.train" in task.run
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
