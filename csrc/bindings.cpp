@@ -248,6 +248,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("detach", &Synchronizer::detach, no_gil)
       .def("set_enabled", &Synchronizer::set_enabled, py::arg("enabled"), no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
+      .def("set_before_sync", &Synchronizer::set_before_sync, py::arg("call").none(true), no_gil)
       .def("agree", locked<Synchronizer>(&ParameterSync::agree), no_gil)
       .def("ride", locked<Synchronizer>(&ParameterSync::ride), py::arg("name"), py::arg("value"), no_gil)
       .def("riders", locked<Synchronizer>(&ParameterSync::riders), no_gil)
@@ -255,8 +256,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_joining", locked<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
       .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
-      .def("set_buffers", locked<Synchronizer>(&ParameterSync::set_buffers), py::arg("find"), py::arg("means"),
-           no_gil)
+      .def("set_buffers", locked<Synchronizer>(&ParameterSync::set_buffers), py::arg("find"), py::arg("means"), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil);
   bind_state(synchronizer);
 

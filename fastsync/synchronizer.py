@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -19,7 +21,7 @@ from .buffers import Buffers
 from .checks import check_group, resolve_nodes
 from .forgotten import ForgottenCalls
 from .handle import GradientHandle
-from .joining import joining
+from .joining import UnevenInputs, joining
 from .optimizer_steps import check_no_optimizer_in_backward
 from .parameters import named_parameters, with_gradients
 from .pipelines import check_no_stage
@@ -29,7 +31,7 @@ from .replicas import broadcast
 BUCKET_CAP_MB = 25.0
 
 
-class GradientSynchronizer(GradientHandle):
+class GradientSynchronizer(GradientHandle, Joinable):
     """Averages the gradients of some parameters whenever a backward ends: what ``attach`` returns.
 
     A copy or a pickle of it is None: a copied model is a plain one.
@@ -48,6 +50,7 @@ class GradientSynchronizer(GradientHandle):
         op: str = "mean",
         overlap: bool = True,
     ) -> None:
+        Joinable.__init__(self)
         self._named = dict(named)
         self._options = (int(bucket_cap_mb * 2**20), gradient_as_bucket_view)
         self._op = op
@@ -56,6 +59,7 @@ class GradientSynchronizer(GradientHandle):
         self._buffers: Buffers | None = None
         self._weight: float | None = None
         self._sync_buffers: str | None = None
+        self._uneven: UnevenInputs | None = None  # while ranks join
         self._is_enabled = True
         self._called_step = -1  # the newest that synchronize() was called for
         self._forgotten = ForgottenCalls()  # of synchronize()
@@ -104,14 +108,42 @@ class GradientSynchronizer(GradientHandle):
         A rank whose loop has ended goes on taking part in the syncs of the others, with gradients that count for
         nothing, until all loops have ended. The mean is over the ranks that still have batches (or over their weights):
         what DDP does with ``divide_by_initial_world_size=False``. So is what ``ride`` sends, by names that have ridden
-        on every rank before. ``sync_buffers`` brings together those of these ranks, rank 0's being those of the first
-        of them. At the end all ranks get the parameters and buffers of one that has taken the most steps; optimizers'
-        state stays what it is on each rank. One engine at a time.
+        on every rank before, or do with the first sync inside. ``sync_buffers`` brings together those of these ranks,
+        rank 0's being those of the first of them. At the end all ranks get the parameters and buffers of one that has
+        taken the most steps; optimizers' state stays what it is on each rank. One engine at a time; for several, or
+        with what else has collectives of its own, see ``join_hook``.
 
         Raises:
             RuntimeError: as ``synchronize()``: no longer than the process group's time-out a rank waits for others.
         """
         return joining(self)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Makes ``torch.distributed.algorithms.join.Join([sync, zero_redundancy_optimizer])`` do what ``join`` does.
+
+        ``Join`` is notified, by an all-reduce, at the first gradient of each backward that averages, and by
+        ``synchronize()``: so list this before optimizers, and step each once after every such backward.
+
+        Raises:
+            ValueError: ``divide_by_initial_world_size=True``: the mean is over the ranks that still have batches.
+        """
+        if kwargs.get("divide_by_initial_world_size", False):
+            raise ValueError(
+                "divide_by_initial_world_size: fastsync's means are over those that still have batches; leave it out"
+            )
+        uneven = UnevenInputs(self)
+        uneven.notify_before_syncs()
+        return uneven
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` has its own collectives: the parameters' device."""
+        return next(iter(self._named.values())).device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that is averaged over."""
+        return self._group
 
     def ride(self, name: str, tensor: Tensor) -> None:
         """Sends a small tensor along with the next sync, to be averaged over the ranks in float32, at any compression.
@@ -184,6 +216,8 @@ class GradientSynchronizer(GradientHandle):
 
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before."""
+        if self._uneven is not None:
+            self._uneven.end()
         self._engine.detach()
         let_go(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 
 import pytest
@@ -88,6 +89,35 @@ def _brings_together(rank: int, world_size: int, sync_buffers: str) -> None:
 @pytest.mark.parametrize("sync_buffers", ["broadcast", "mean"])
 def test_ranks_without_batches_do_not_count(sync_buffers: str) -> None:
     run_ranks(_brings_together, 3, sync_buffers)
+
+
+def _new_riders(rank: int, world_size: int) -> None:
+    """Rank 0 has no batch at all in the first loop, and one less in the second."""
+    model = Given([torch.ones(3)])
+    sync = fastsync.attach(model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(ValueError, match=r"rank 0: nothing; rank 1: rider loss of shape \[\]"))
+        stack.enter_context(sync.join())
+        if rank == 1:
+            sync.ride("loss", torch.tensor(1.0))
+            model([torch.ones(3)]).backward()
+    model = Given([torch.ones(3)])
+    sync = fastsync.attach(model)
+    with sync.join():
+        for step in range(1 + rank):
+            sync.ride("loss", torch.tensor(1.0 + rank))
+            if step == 1:
+                with pytest.raises(ValueError, match=r"rider 'new' of shape \[2\] is new, and ranks that have run out"):
+                    sync.ride("new", torch.ones(2))
+            model([torch.ones(3)]).backward()
+            assert sync.riders["loss"] == (1.5 if step == 0 else 2.0)
+    sync.ride("new", torch.ones(2))
+    model([torch.ones(3)]).backward()
+    assert sync.riders["new"].tolist() == [1.0, 1.0]
+
+
+def test_what_rides_first_where_ranks_have_run_out() -> None:
+    run_ranks(_new_riders, 2, timeout=40.0)
 
 
 def _keeps_residuals(rank: int, world_size: int) -> None:

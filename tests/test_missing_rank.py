@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -127,6 +128,18 @@ def last_does_it_alone(group: Group, what: Callable[[nn.Module, fastsync.Gradien
     return said
 
 
+def last_joins_alone(group: Group) -> str:
+    model = small_model()
+    sync = fastsync.attach(model, process_group=group)
+    for _ in range(GOOD_STEPS):
+        backward(model)
+    with contextlib.suppress(ArithmeticError), sync.join() if group.rank() == 1 else contextlib.nullcontext():
+        said = where_ranks_are(lambda: backward(model))
+        wait_for_the_other(group)
+        raise ArithmeticError  # or it would wait for the others at the end
+    return said
+
+
 def last_compresses_hook(group: Group) -> str:
     model = DistributedDataParallel(small_model(), process_group=group)
     hook = fastsync.register_comm_hook(model)
@@ -174,6 +187,12 @@ CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
         partial(last_does_it_alone, what=lambda model, sync: setattr(sync, "compression", "bf16")),
         {1: AGREEING + "its compression was set", 0: AVERAGING},
     ),
+    "weight": (
+        2,
+        partial(last_does_it_alone, what=lambda model, sync: sync.set_weight(2.0)),
+        {1: AGREEING + "a weight was set", 0: AVERAGING},
+    ),
+    "join": (2, last_joins_alone, {1: AGREEING + "join() began", 0: AVERAGING}),
     "hook, compression": (
         2,
         last_compresses_hook,
@@ -185,11 +204,11 @@ CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
 }
 
 
-def _all_cases(rank: int, world_size: int) -> str:
+def _all_cases(rank: int, world_size: int, names: Sequence[str]) -> str:
     """Each case has a group of its own, so that all of them wait at the same time."""
     first = 0
     mine: tuple[Case, Group] | None = None
-    for size, case, _ in CASES.values():
+    for size, case, _ in (CASES[name] for name in names):
         members = list(range(first, first + size))
         group = dist.new_group(members, timeout=TIMEOUT)
         if rank in members:
@@ -209,9 +228,14 @@ def _positions(said: str) -> dict[int, str]:
     return positions
 
 
-def test_every_rank_says_who_is_missing_or_did_something_alone() -> None:
-    said = iter(run_ranks(_all_cases, sum(size for size, _, _ in CASES.values()), shared_memory=False))
-    for name, (size, _, where) in CASES.items():
+@pytest.mark.parametrize(
+    ("names", "shared_memory"), [(tuple(CASES), False), (("rider", "compression", "weight", "join"), True)]
+)
+def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[str], shared_memory: bool) -> None:
+    world_size = sum(CASES[name][0] for name in names)
+    said = iter(run_ranks(_all_cases, world_size, names, shared_memory=shared_memory))
+    for name in names:
+        size, _, where = CASES[name]
         of_ranks = [next(said) for _ in range(size)]
         for rank, text in enumerate(of_ranks):
             raises = where[rank].startswith(("averaging", "agreeing"))

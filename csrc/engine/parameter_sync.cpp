@@ -250,6 +250,15 @@ at::Tensor ParameterSync::mean_of(const at::Tensor& result) const {
   return sums_ ? result.div(group_->getSize()) : result.div(weight_.factor());
 }
 
+// Ranks agree on new ones. One that has run out of gradients knows of none, but begins to join with the others.
+void ParameterSync::ride(const std::string& name, const at::Tensor& value) {
+  TORCH_CHECK_VALUE(!weight_.is_joining() || !have_agreed() || riders_.has_seat(name, value), "name: rider '", name,
+                    "' of shape ", value.sizes(),
+                    " is new, and ranks that have run out of batches cannot know it: let ",
+                    "it ride with the first sync inside join(), or with an earlier one, on every rank");
+  riders_.add(name, value);
+}
+
 void ParameterSync::set_weight(double weight) {
   if (!weight_.is_set()) {
     agree_anew("a weight was set");
@@ -506,7 +515,9 @@ void ParameterSync::agree() {
          << tensor.scalar_type() << (tensor.requires_grad() ? "" : ", frozen") << "\n";
     device = tensor.device();
   }
+  text << riders_.newcomers();
   EngineState::agree(*agreement_, "agreement", schedule_, step_, text.str(), device);
+  riders_.seat_newcomers();
   if (!is_under_way_) {
     whereabouts_->rest();
   }

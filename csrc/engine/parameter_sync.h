@@ -60,7 +60,7 @@ class ParameterSync : public EngineState {
   void agree();
 
   // A float32 tensor to be averaged with the next sync, in place of an earlier one of that name.
-  void ride(const std::string& name, const at::Tensor& value) { riders_.add(name, value); }
+  void ride(const std::string& name, const at::Tensor& value);
   // The averages that came with the newest sync.
   const Riders::Tensors& riders() { return riders_.means(); }
 
@@ -70,6 +70,7 @@ class ParameterSync : public EngineState {
 
   // While ranks join, the gradients of one that has run out of them count for nothing. The mean is over the others.
   void set_joining(bool is_joining);
+  bool is_joining() const { return weight_.is_joining(); }
   void run_out() { weight_.run_out(); }
   // How many ranks had not, in the newest sync; nan where one has failed. Waits for the device.
   double num_active() { return weight_.num_active(); }

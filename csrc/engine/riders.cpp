@@ -15,10 +15,14 @@ void Riders::add(const std::string& name, const at::Tensor& value) {
   waiting_.insert_or_assign(name, value.detach().clone(at::MemoryFormat::Contiguous));
 }
 
+bool Riders::has_seat(const std::string& name, const at::Tensor& value) const {
+  const auto seat = seats_.find(name);
+  return seat != seats_.end() && seat->second.sizes() == value.sizes();
+}
+
 const std::string* Riders::need_agreement() const {
   for (const auto& [name, value] : waiting_) {
-    const auto seat = seats_.find(name);
-    if (seat == seats_.end() || seat->second.sizes() != value.sizes()) {
+    if (!has_seat(name, value)) {
       return &name;
     }
   }
@@ -26,16 +30,24 @@ const std::string* Riders::need_agreement() const {
 }
 
 void Riders::agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device) {
-  Tensors seats = seats_;
-  std::ostringstream description;
+  check_agreement(group, newcomers(), device);
+  seat_newcomers();
+}
+
+std::string Riders::newcomers() const {
+  std::ostringstream text;
   for (const auto& [name, value] : waiting_) {
-    seats.insert_or_assign(name, at::full(value.sizes(), std::numeric_limits<float>::quiet_NaN()));
+    if (!has_seat(name, value)) {
+      text << "rider " << name << " of shape " << value.sizes() << "\n";
+    }
   }
-  for (const auto& [name, seat] : seats) {
-    description << "rider " << name << " of shape " << seat.sizes() << "\n";
+  return text.str();
+}
+
+void Riders::seat_newcomers() {
+  for (const auto& [name, value] : waiting_) {
+    seats_.insert_or_assign(name, at::full(value.sizes(), std::numeric_limits<float>::quiet_NaN()));
   }
-  check_agreement(group, description.str(), device);
-  seats_ = std::move(seats);
 }
 
 at::Tensor Riders::board(c10::Device device, bool stay_empty) {

@@ -19,10 +19,14 @@ class Riders {
   // For the next sync, in place of an earlier one of that name.
   void add(const std::string& name, const at::Tensor& value);
 
+  bool has_seat(const std::string& name, const at::Tensor& value) const;
   // The name of one that is waiting and has no seat, or another shape than its seat; null where there is none.
   const std::string* need_agreement() const;
   // Gives them seats. Raises c10::ValueError where the ranks differ.
   void agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device);
+  // The same in two parts, for an agreement on more than riders.
+  std::string newcomers() const;
+  void seat_newcomers();
 
   // All seats in one vector on the device; undefined where there are none. Those who wait sit down, unless all stay
   // empty.

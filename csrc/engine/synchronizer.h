@@ -39,6 +39,10 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   // Averages every gradient there is, now. On a CPU it waits, on CUDA the current stream does.
   void synchronize();
 
+  // Is called before each sync, from any thread, and must not call this. What it throws ends the backward. Returns
+  // whether ranks may have run out of gradients from this sync on, as set_joining tells. Empty for none.
+  void set_before_sync(std::function<bool()> call);
+
   // An optimizer has updated the parameters.
   void note_update() { sync_.note_update(); }
 
@@ -74,6 +78,7 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   ParameterSync sync_;
   GradientHooks hooks_;  // on from attach until detach
   bool is_enabled_ = true;
+  std::function<bool()> before_sync_;
   std::exception_ptr leftover_error_;  // of a sync that has ended, for the next one to throw
 };
 

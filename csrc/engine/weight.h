@@ -14,12 +14,13 @@ class Weight {
  public:
   bool is_on() const { return value_.has_value() || is_joining_; }
   bool is_set() const { return value_.has_value(); }
+  bool is_joining() const { return is_joining_; }
   void set(double value) { value_ = value; }
 
   // While ranks join, one that has no gradients any more counts for nothing.
   void set_joining(bool is_joining) {
     is_joining_ = is_joining;
-    is_active_ = true;
+    is_active_ |= !is_joining;  // a rank without any gradients has run out before
     factor_.reset();
     active_.reset();
   }
