@@ -33,11 +33,17 @@ struct Hook : Base {
 
 // Runs before a parameter's gradient is accumulated, whichever accumulator it has by then.
 struct BeforeGradient : Hook<torch::autograd::FunctionPreHook, std::function<void(size_t)>> {
-  using Hook::Hook;
+  BeforeGradient(const GradientHooks* owner, size_t index, const GradientHooks::Calls& calls)
+      : Hook(owner, index, calls.before), lost(calls.lost) {}
+  BeforeGradient(const BeforeGradient&) = delete;
+  BeforeGradient& operator=(const BeforeGradient&) = delete;
+  ~BeforeGradient() override { lost(index); }
   variable_list operator()(const variable_list& grads) override {
     call(index);
     return grads;
   }
+
+  std::function<void(size_t)> lost;
 };
 
 // Runs after a parameter's gradient was accumulated.
@@ -61,43 +67,80 @@ auto is_of(const GradientHooks* owner) {
 }  // namespace
 
 void GradientHooks::put_on(const std::vector<at::Tensor>& parameters, const Calls& calls) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   parameters_ = parameters;
-  after_ = calls.after;
+  calls_ = calls;
   for (size_t index = 0; index < parameters.size(); ++index) {
     at::Tensor parameter = parameters[index];
     const bool is_frozen = !parameter.requires_grad();
     if (is_frozen) {
       parameter.set_requires_grad(true);  // only then does it take hooks, which it keeps
     }
-    torch::autograd::impl::hooks(parameter).push_back(std::make_unique<BeforeGradient>(this, index, calls.before));
+    put_on_before(index);
     if (is_frozen) {
       parameter.set_requires_grad(false);
     }
   }
 }
 
+void GradientHooks::put_on_before(size_t index) {
+  torch::autograd::impl::hooks(parameters_[index]).push_back(std::make_unique<BeforeGradient>(this, index, calls_));
+}
+
 // The accumulator is not ours to keep alive: it remembers the stream that was current when it was made, and one that
 // outlives its graph would take its gradient there for good. A parameter gets a new one with the next forward, and
 // also where it is moved or cast.
 void GradientHooks::renew(size_t index) {
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[index]);
-  if (!accumulator) {
-    return;  // the hook runs for torch.autograd.grad, too
+  // Without one it is torch.autograd.grad that the hook runs for.
+  if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[index])) {
+    put_on_after(*accumulator, index);
   }
-  const auto& hooks = accumulator->post_hooks();
+}
+
+void GradientHooks::put_on_after(torch::autograd::Node& accumulator, size_t index) {
+  const auto& hooks = accumulator.post_hooks();
   if (std::none_of(hooks.begin(), hooks.end(), is_of<AfterGradient>(this))) {
-    accumulator->add_post_hook(std::make_unique<AfterGradient>(this, index, after_));
+    accumulator.add_post_hook(std::make_unique<AfterGradient>(this, index, calls_.after));
+  }
+}
+
+void GradientHooks::lose(size_t index) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (index >= parameters_.size()) {
+    return;  // they have been taken off
+  }
+  if (auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index])) {
+    put_on_after(*accumulator, index);
+    accumulators_[index] = std::move(accumulator);
+    has_lost_ = true;
+  }
+}
+
+void GradientHooks::restore(size_t index) {
+  if (!has_lost_) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (accumulators_.erase(index) > 0) {
+    put_on_before(index);
+    has_lost_ = !accumulators_.empty();
   }
 }
 
 void GradientHooks::take_off() {
-  for (const at::Tensor& parameter : parameters_) {
+  std::vector<at::Tensor> parameters;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    parameters = std::exchange(parameters_, {});
+    accumulators_.clear();
+    has_lost_ = false;
+  }
+  for (const at::Tensor& parameter : parameters) {
     std::erase_if(torch::autograd::impl::hooks(parameter), is_of<BeforeGradient>(this));
     if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter)) {
       std::erase_if(accumulator->post_hooks(), is_of<AfterGradient>(this));
     }
   }
-  parameters_.clear();
 }
 
 }  // namespace fastsync

@@ -76,7 +76,8 @@ void Synchronizer::attach(const std::vector<at::Tensor>& parameters) {
   };
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    hooks_.put_on(parameters, {call(&Synchronizer::before_gradient), call(&Synchronizer::on_gradient)});
+    hooks_.put_on(parameters, {call(&Synchronizer::before_gradient), call(&Synchronizer::on_gradient),
+                               call(&Synchronizer::lose_hooks)});
   }
   const std::lock_guard<std::mutex> lock(attached().mutex);
   attached().engines.push_back({this, lane_, weak_from_this()});
@@ -88,6 +89,9 @@ void Synchronizer::before_gradient(size_t index) {
     hooks_.renew(index);
   }
 }
+
+// While Python puts a hook on, which nothing here may wait for.
+void Synchronizer::lose_hooks(size_t index) { hooks_.lose(index); }
 
 void Synchronizer::take_hooks_off() {
   {
@@ -140,6 +144,7 @@ void Synchronizer::on_gradient(size_t index, bool was_given) {
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
+  hooks_.restore(index);
   TORCH_CHECK_VALUE(!was_given || !hooks_.are_on() || hooks_.parameter(index).grad().defined(),
                     "fastsync: the gradient of ", sync_.name(index),
                     " was gone as soon as backward had made it, before the ranks could average it. ",

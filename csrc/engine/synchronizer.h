@@ -55,6 +55,7 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
 
  private:
   void before_gradient(size_t index);
+  void lose_hooks(size_t index);
   void on_gradient(size_t index, bool was_given);
   void take_hooks_off();
 
