@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.network.namespaces import why_not
-from tests import emulated
-from tests.ranks import fresh_process_context
+# A process that only hands out tests to others imports this file too, and would need seconds for torch: so what imports
+# torch is imported where it is used.
 
 # A file belongs to the suite that its name begins with, test_ppo_envs.py to ppo; any other to the first.
 SUITES = ("engine", "ppo", "benchmarks")
@@ -37,11 +36,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     One thread: several wait for each other in spinning loops, which take for ever where the cores have other work.
     TESTS_WITHOUT_RANKS=1 is for sessions that start no rank: the server takes seconds to import, and to end.
     """
+    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
+        return  # others run the tests
+    import torch
+
+    from tests.ranks import fresh_process_context
+
     torch.set_num_threads(1)
-    only_hands_out_tests = session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput")
-    starts_ranks = os.environ.get("TESTS_WITHOUT_RANKS") != "1" and not only_hands_out_tests
-    if starts_ranks and fresh_process_context().get_start_method() == "forkserver":
+    if os.environ.get("TESTS_WITHOUT_RANKS") != "1" and fresh_process_context().get_start_method() == "forkserver":
         forkserver.ensure_running()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Takes what was imported and collected out of each later search for garbage, which took a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -55,6 +65,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def why_no_gpu() -> str | None:
     """What a gpu test lacks here, or None."""
+    import torch
+
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     from fastsync import _C
@@ -68,6 +80,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if not request.param.startswith("emulated"):
         yield request.param
         return
+    import torch
+
+    from tests import emulated
+
     emulated.load()
     emulated.ops.namespace = "fastsync_emulated"
     torch.ops.fastsync_emulated.set_descending(request.param.endswith("descending"))
@@ -78,5 +94,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def namespaces() -> None:
     """Skips where there can be no network namespaces, which is found out by making some."""
+    from benchmarks.network.namespaces import why_not
+
     if lacking := why_not():
         pytest.skip(f"no network namespaces: {lacking}")

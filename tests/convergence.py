@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
-from scipy import stats
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -53,6 +51,8 @@ class Comparison:
 
 
 def compare(losses: Sequence[float], full_width: Sequence[float]) -> Comparison:
+    from scipy import stats
+
     differences = [one - other for one, other in zip(losses, full_width, strict=True)]
     shift, count = mean(differences), len(differences)
     error = stdev(differences) / math.sqrt(count)
@@ -108,6 +108,8 @@ def train_digits(rank: int, compression: Compression, seed: int, num_steps: int)
 
 
 def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     return torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 

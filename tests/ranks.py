@@ -110,6 +110,17 @@ def fresh_process_context() -> BaseContext:
     return context
 
 
+def open_group(file: str, rank: int, world_size: int, *, backend: str = "gloo", timeout: float = 120.0) -> None:
+    """Opens the default process group by way of a file that is new, and returns once all ranks are connected.
+
+    A rank that ended before that would break off connections that others still wait for.
+    """
+    store, limit = dist.FileStore(file, world_size), timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {other}" for other in range(world_size)], limit)
+
+
 def _rank_main(
     rank: int, world_size: int, call: bytes, folder_name: str, timeout: float, backend: str, shared_memory: bool
 ) -> None:
@@ -127,12 +138,7 @@ def _rank_main(
         # DDP and optimizers import it; imported while a group is open, it keeps the group's threads alive until the
         # interpreter shuts down, which may then abort.
         importlib.import_module("torch._dynamo")
-        store = dist.FileStore(str(folder / "store"), world_size)
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-        # One that ended at once would break off connections that others still wait for.
-        store.set(f"connected {rank}", "")
-        store.wait([f"connected {other}" for other in range(world_size)], limit)
+        open_group(str(folder / "store"), rank, world_size, backend=backend, timeout=timeout)
         fn, args = pickle.loads(call)
         result = pickle.dumps(fn(rank, world_size, *args))
         dist.destroy_process_group()

@@ -30,9 +30,9 @@ from tests.attached import (
     references_to,
 )
 from tests.models import Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
-from tests.ranks import run_ranks
+from tests.ranks import open_group, run_ranks
 
-CHILD_SECONDS = 25  # how long a script may take after its imports
+CHILD_SECONDS = 100  # how long a script may take after its imports
 
 
 # ---- the model and its handle ---------------------------------------------------------------------------------------
@@ -209,8 +209,7 @@ def _group_goes_first(rank: int, world_size: int, folder: str) -> None:
             assert_averages(model, rank, number)
         dist.destroy_process_group()
         if number == 0:
-            store = dist.FileStore(f"{folder}/store", world_size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            open_group(f"{folder}/store", rank, world_size)
             with pytest.raises(ValueError, match="attached already"):
                 attach(models[0])
             attach(models[2])
@@ -220,8 +219,7 @@ def _group_goes_first(rank: int, world_size: int, folder: str) -> None:
     references = [reference for model in models for reference in references_to(model)]
     del model, models, handles  # the last owners of both groups
     assert_freed(references)
-    store = dist.FileStore(f"{folder}/another", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    open_group(f"{folder}/another", rank, world_size)
 
 
 def test_group_destroyed_while_a_model_is_attached(tmp_path: Path) -> None:
@@ -316,6 +314,7 @@ def test_backward_that_raises_on_one_rank_gives_the_others_nan() -> None:
 # ---- the interpreter ------------------------------------------------------------------------------------------------
 
 _SCRIPT = """
+import itertools
 import os
 import signal
 import sys
@@ -324,41 +323,41 @@ import torch.distributed as dist
 from torch import nn
 import fastsync
 
-rank, folder, seconds, ways = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
-for way in ways:
+folder, seconds, ways = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+children = {}
+for way, rank in itertools.product(ways, range(2)):
     if (child := os.fork()) == 0:
         signal.alarm(seconds)  # which ends the child where it hangs
         break  # what follows happens in the child, up to the interpreter's exit
-    _, status = os.waitpid(child, 0)
-    assert status == 0, (way, status)
+    children[child] = (way, rank)
 else:
+    statuses = [(children[child], os.waitpid(child, 0)[1]) for child in children]
+    assert not any(status for _, status in statuses), statuses
     sys.exit()
 
 dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{way}", 2), rank=rank, world_size=2)
-model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
-sync = fastsync.attach(list(model.parameters()) if way == "loose" else model, "fp16", bucket_cap_mb=2**-10)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.randn(8, 16)).square().mean().backward()
-    optimizer.step()
-assert sync.stats().num_steps == 3
+models = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(2)]
+of_module = fastsync.attach(models[0], "fp16", bucket_cap_mb=2**-10)
+of_parameters = fastsync.attach(list(models[1].parameters()), "fp16", bucket_cap_mb=2**-10)
+for model in models:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+assert of_module.stats().num_steps == of_parameters.stats().num_steps == 3
 if way == "destroy":
     dist.destroy_process_group()
 """
 
 
-def _run_script(rank: int, world_size: int, folder: str, ways: list[str]) -> None:
-    """Each way has an interpreter of its own, forked from one that has only imported."""
-    script = Path(folder) / f"script{rank}.py"
-    script.write_text(_SCRIPT)
-    command = [sys.executable, "-X", "faulthandler", str(script), str(rank), folder, str(CHILD_SECONDS), *ways]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", ""), result
-
-
 def test_scripts_that_exit_with_an_attached_model(tmp_path: Path) -> None:
-    run_ranks(_run_script, 2, str(tmp_path), ["destroy", "keep", "loose"])
+    """Each rank of each way has an interpreter of its own, forked from one that has only imported."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    command = [sys.executable, "-X", "faulthandler", str(script), str(tmp_path), str(CHILD_SECONDS), "destroy", "keep"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", ""), result
 
 
 def _handles_are_found(rank: int, world_size: int) -> None:

@@ -255,7 +255,7 @@ from tests.models import backward_of, given_ddp
 
 for ending in sys.argv[1:]:
     if (child := os.fork()) == 0:
-        signal.alarm(25)  # which ends the child where it hangs
+        signal.alarm(100)  # which ends the child where it hangs
         break  # what follows happens in the child, up to the interpreter's exit
     _, status = os.waitpid(child, 0)
     assert status == 0, (ending, status)

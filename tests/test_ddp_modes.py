@@ -29,7 +29,7 @@ from tests.models import (
     random_grads,
     train_step,
 )
-from tests.ranks import run_ranks
+from tests.ranks import open_group, run_ranks
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
 FLOAT_WIRES = ["none", "fp16", "bf16"]
@@ -291,8 +291,7 @@ def _a_new_default_group(rank: int, world_size: int, folder: str) -> None:
         assert backward_of(ddp, [torch.full((2,), float(rank))])[0].tolist() == [0.5, 0.5]
         del ddp  # while others have the group as well: torch may hang where a DDP model is its last owner
         dist.destroy_process_group()
-        store = dist.FileStore(f"{folder}/store{number}", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        open_group(f"{folder}/store{number}", rank, world_size)
 
 
 def test_state_none_follows_the_default_group_when_it_is_made_anew(tmp_path: object) -> None:

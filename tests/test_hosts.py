@@ -22,7 +22,7 @@ from fastsync import Compression, reference
 from fastsync.compression import Wire
 from tests.hosts import entered, host_of, hosts
 from tests.models import assert_same_on_all_ranks, random_grads
-from tests.ranks import RankError, RankTimeoutError, run_ranks
+from tests.ranks import run_ranks
 
 DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
@@ -227,39 +227,43 @@ def test_nodes_that_are_named_share_memory_where_they_are_the_hosts() -> None:
 # ---- a rank that is lost --------------------------------------------------------------------------------------------
 
 
-def _some_are_lost(rank: int, world_size: int, nodes: Nodes, names: list[str], lost: Sequence[int], how: int) -> None:
-    group = dist.new_group(timeout=TIMEOUT)
-    parameter = nn.Parameter(torch.zeros(200_000))
-    sync = fastsync.attach([parameter], overlap=False, process_group=group)
-    for step in range(12):
-        parameter.grad = torch.full((200_000,), float(rank))
-        if step == 10 and rank in lost:
-            os.kill(os.getpid(), how)
-        with entered(names[host_of(nodes, rank)]) if step == 0 else nullcontext():
-            sync.synchronize()
-        assert torch.equal(parameter.grad, torch.full((200_000,), (world_size - 1) / 2))
-
-
-CUT_OFF = (PAIRS, [2, 3], signal.SIGSTOP)
 LOST = {
     "first": (PAIRS, [0], signal.SIGKILL),
     "last": (PAIRS, [3], signal.SIGKILL),
     "alone": (UNEQUAL, [0], signal.SIGKILL),
     "one of three": (UNEQUAL, [3], signal.SIGKILL),
     "stopped": (PAIRS, [1], signal.SIGSTOP),
-    "a host": CUT_OFF,
+    "a host": (PAIRS, [2, 3], signal.SIGSTOP),
 }
 
 
-@pytest.mark.parametrize("case", LOST)
-def test_ranks_that_are_lost_are_noticed_on_all_hosts(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Some notice only when those end who have noticed first, and these ask the others where they are before that.
-    monkeypatch.setattr("tests.ranks.GRACE_SECONDS", 12.0)
-    nodes, lost, how = LOST[case]
-    with hosts(len(nodes)) as names, pytest.raises((RankError, RankTimeoutError)) as caught:
-        run_ranks(_some_are_lost, 4, nodes, names, lost, int(how), timeout=90.0)
-    for rank in set(range(4)) - set(lost):
-        assert f"failed on rank {rank} of 4" in str(caught.value)
+def _some_are_lost(rank: int, world_size: int, names: list[str]) -> str:
+    """Each case has four ranks of its own, so that all of them wait at the same time. What the error says."""
+    groups = [dist.new_group(range(first, first + 4), timeout=TIMEOUT) for first in range(0, world_size, 4)]
+    case, rank = divmod(rank, 4)
+    nodes, lost, how = list(LOST.values())[case]
+    parameter = nn.Parameter(torch.zeros(200_000))
+    sync = fastsync.attach([parameter], overlap=False, process_group=groups[case])
+    for step in range(10):
+        parameter.grad = torch.full((200_000,), float(rank))
+        with entered(names[host_of(nodes, rank)]) if step == 0 else nullcontext():
+            sync.synchronize()
+        assert torch.equal(parameter.grad, torch.full((200_000,), 1.5))
+    dist.barrier()  # before any is lost
+    if rank in lost:
+        os.kill(os.getpid(), how)
+    with pytest.raises(RuntimeError) as error:
+        sync.synchronize()
+    return str(error.value)
+
+
+def test_ranks_that_are_lost_are_noticed_on_all_hosts() -> None:
+    lost_ranks = [4 * index + rank for index, (_, lost, _) in enumerate(LOST.values()) for rank in lost]
+    with hosts(2) as names:
+        said = run_ranks(_some_are_lost, 4 * len(LOST), names, lost=lost_ranks)
+    for index, (case, (_, lost, _)) in enumerate(LOST.items()):
+        for rank in set(range(4)) - set(lost):
+            assert f"failed on rank {rank} of 4" in said[4 * index + rank], f"{case}: {said[4 * index + rank]}"
 
 
 def _profile_of_hosts(rank: int, world_size: int, nodes: Nodes) -> None:

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from tests.ranks import run_ranks
 
 PACKAGE = Path(__file__).resolve().parent.parent / "fastsync"
 
 
-def _python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` with ``folder`` first on the import path.
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
 
-    -S keeps the import hook of an editable installation out, which would find the extension in spite of that.
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
-    command = [sys.executable, "-S", "-c", code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+def _run_with(rank: int, world_size: int, folder: Path, code: str) -> Said:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fastsync"]:
+        del sys.modules[name]
+    # The import hook of an editable installation would find the extension in spite of what comes first on the path.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in finder.__module__]
+    sys.path.insert(0, str(folder))
+    status = 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            exec(code, {})
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else 1
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    return Said(status, out.getvalue(), err.getvalue())
+
+
+def _python(code: str, folder: Path) -> Said:
+    """Runs ``code`` with ``folder`` first on the import path, and without a fastsync that was imported before."""
+    (said,) = run_ranks(_run_with, 1, folder, code)
+    return said
 
 
 @pytest.fixture
@@ -47,8 +74,8 @@ def test_package_needs_no_import_of_torch_before_it() -> None:
 
 def test_unbuilt_package_says_what_to_do_in_one_sentence(unbuilt: Path) -> None:
     result = _python("from fastsync import register_comm_hook", unbuilt)
-    assert result.returncode == 1
-    sentence = result.stderr.strip().splitlines()[-1]
+    assert result.status == 1
+    sentence = result.err.strip().splitlines()[-1]
     assert sentence.startswith("ImportError: ")
     assert f"fastsync in {unbuilt}/fastsync has no extension" in sentence
     assert "No module named 'fastsync._C'" in sentence
@@ -57,8 +84,8 @@ def test_unbuilt_package_says_what_to_do_in_one_sentence(unbuilt: Path) -> None:
 
 def test_unbuilt_package_says_it_in_the_trainer(unbuilt: Path) -> None:
     result = _python("import sys; from fastsync.cli import main; sys.exit(main(['train']))", unbuilt)
-    assert result.returncode == 1
-    (sentence,) = result.stderr.strip().splitlines()
+    assert result.status == 1
+    (sentence,) = result.err.strip().splitlines()
     assert sentence.startswith(f"fastsync train: fastsync in {unbuilt}/fastsync has no extension")
 
 
@@ -68,8 +95,8 @@ def test_unbuilt_package_names_a_copy_that_is_built(unbuilt: Path) -> None:
     (other / "fastsync/_C.abi3.so").touch()
     (other / "fastsync_torch-0.1.0.dist-info").mkdir()
     (other / "fastsync_torch-0.1.0.dist-info/METADATA").write_text("Name: fastsync-torch\nVersion: 0.1.0\n")
-    result = _python(f"import sys; sys.path.insert(2, '{other}'); from fastsync import attach", unbuilt)
-    sentence = result.stderr.strip().splitlines()[-1]
+    result = _python(f"import sys; sys.path.insert(1, '{other}'); from fastsync import attach", unbuilt)
+    sentence = result.err.strip().splitlines()[-1]
     assert f"there is one in {other}/fastsync, but Python looks into {unbuilt} first" in sentence
 
 
@@ -78,11 +105,11 @@ def test_extension_for_another_torch_is_not_loaded(tmp_path: Path) -> None:
     for note in (tmp_path / "fastsync").glob("*.torch"):
         note.write_text("1.2.3+cpu")
     result = _python("from fastsync import attach", tmp_path)
-    assert "it was built for torch 1.2.3+cpu" in result.stderr.strip().splitlines()[-1]
+    assert "it was built for torch 1.2.3+cpu" in result.err.strip().splitlines()[-1]
 
 
 def test_doctor_runs_on_the_unbuilt_package(unbuilt: Path) -> None:
     result = _python("import sys; from fastsync import doctor; sys.exit(doctor.main())", unbuilt)
-    assert result.returncode == 1, result.stderr
-    assert "the engine: fastsync in" in result.stdout
-    assert "No module named 'fastsync._C'" in result.stdout
+    assert result.status == 1, result.err
+    assert "the engine: fastsync in" in result.out
+    assert "No module named 'fastsync._C'" in result.out

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from fastsync.cli import main
 from fastsync.ppo.evaluate import find_checkpoint
@@ -49,6 +48,8 @@ def free_port() -> int:
 
 
 def test_a_train_job_is_what_kubeflow_says_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
     job = launch(
         tmp_path, monkeypatch, "kubernetes", "--image", "registry/mine", "--nodes", "2", "--nproc", "8",
         "--gpus-per-node", "8", "--memory", "64Gi", "--shared-memory", "4Gi", "--claim", "disk", "--namespace", "rl",

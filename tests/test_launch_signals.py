@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from fastsync.launch.signals import StopSignals
+from tests.ranks import fresh_process_context
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -53,21 +52,18 @@ def test_another_thread_listens_to_nothing():
     assert outcome == [(before, False)]
 
 
-SECOND = """
-import os, signal
-from fastsync.launch.signals import StopSignals
-with StopSignals(same_within=0):
-    os.kill(os.getpid(), signal.SIGUSR1)
-    print("noted", flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-    print("still here", flush=True)
-"""
+def signalled_twice(said: Path) -> None:
+    with StopSignals(same_within=0):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        said.write_text("noted")
+        os.kill(os.getpid(), signal.SIGTERM)
+        said.write_text("still here")
 
 
-def test_a_second_one_ends_at_once():
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    process = subprocess.run(
-        [sys.executable, "-c", SECOND], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert process.stdout == "noted\n"
-    assert process.returncode == -signal.SIGTERM
+def test_a_second_one_ends_at_once(tmp_path: Path):
+    said = tmp_path / "said"
+    process = fresh_process_context().Process(target=signalled_twice, args=(said,))
+    process.start()
+    process.join()
+    assert said.read_text() == "noted"
+    assert process.exitcode == -signal.SIGTERM

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from fastsync.ppo.envs.replay import seed_from
 from fastsync.ppo.envs.spaces import random_actions
 from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
 from fastsync.ppo.preflight import check_environment
+from tests.ranks import fresh_process_context
 from tests.toy_envs import Countdown, OwnVector
 
 
@@ -379,27 +379,25 @@ def test_processes_outlive_signals_to_the_whole_job_and_their_end_is_told():
         assert not second.is_alive()
 
 
+def leave_processes(said: Path, how: str) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # they tell that their pipe broke
+    left = make_environments(settings("tests.toy_envs:Countdown", 2, vectorization="async"), rank=0)
+    left.reset()
+    said.write_text(" ".join(str(process.pid) for process in environment_processes(left)))
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("how", ["of itself", "killed"])
 def test_processes_that_nobody_closed_end_with_their_rank(tmp_path: Path, how: str):
-    script = (
-        "import os, pathlib, signal, sys\n"
-        "from fastsync.ppo.envs.make import make_environments\n"
-        "from tests.test_ppo_envs import environment_processes, settings\n"
-        "if __name__ == '__main__':\n"
-        "    left = make_environments(settings('tests.toy_envs:Countdown', 2, vectorization='async'), rank=0)\n"
-        "    left.reset()\n"
-        "    pids = [str(process.pid) for process in environment_processes(left)]\n"
-        "    pathlib.Path(sys.argv[1]).write_text(' '.join(pids))\n"
-        "    if sys.argv[2] == 'killed':\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
     said = tmp_path / "pids"
-    command = [sys.executable, "-c", script, str(said), how]
-    ended = subprocess.run(command, cwd=Path(__file__).parent.parent, timeout=60, check=False)
-    assert ended.returncode == (0 if how == "of itself" else -signal.SIGKILL)
+    rank = fresh_process_context().Process(target=leave_processes, args=(said, how))
+    rank.start()
+    rank.join()
+    assert rank.exitcode == (0 if how == "of itself" else -signal.SIGKILL)
     pids = [int(pid) for pid in said.read_text().split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in alive:

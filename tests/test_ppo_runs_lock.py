@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -21,34 +21,32 @@ from fastsync.ppo.preflight import check_run
 from fastsync.ppo.runs import lock as run_lock
 from fastsync.ppo.runs.folder import CHECKPOINTS, close_run, find_run, open_run
 from fastsync.ppo.runs.lock import LOCK
+from tests.ranks import fresh_process_context
 from tests.test_ppo_runs_folder import everything, save
 
-HOLDER = """
-import os, sys, time
-from fastsync.ppo.config import Settings
-from fastsync.ppo.runs.folder import open_run
-open_run(Settings(runs_dir=sys.argv[1], run_name="run", resume="auto"), 1)
-if os.fork() == 0:  # as environments in processes, which may outlive their rank for a moment
-    os.close(1)
+
+def hold_a_run(runs_dir: str, said: Connection) -> None:
+    os.setsid()
+    open_run(Settings(runs_dir=runs_dir, run_name="run", resume="auto"), 1)
+    if os.fork() > 0:  # the other is as environments in processes, which may outlive their rank for a moment
+        said.send("open")
     time.sleep(60)
-    os._exit(0)
-print("open", flush=True)
-time.sleep(60)
-"""
 
 
 @contextmanager
-def a_run_that_is_alive(runs_dir: Path) -> Iterator[subprocess.Popen[str]]:
+def a_run_that_is_alive(runs_dir: Path) -> Iterator[BaseProcess]:
     """``open_run`` by another process, in a group of its own."""
-    command = [sys.executable, "-c", HOLDER, str(runs_dir)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    context = fresh_process_context()
+    said, saying = context.Pipe(duplex=False)
+    process = context.Process(target=hold_a_run, args=(str(runs_dir), saying))
+    process.start()
     try:
-        assert process.stdout
-        assert process.stdout.readline() == "open\n"
+        assert said.recv() == "open"
         yield process
     finally:
+        assert process.pid
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.join()
 
 
 @pytest.fixture
@@ -76,7 +74,7 @@ def test_a_run_that_is_alive_is_left_alone(settings: Settings, tmp_path: Path, e
                     door(resumed, 1)
         assert everything(tmp_path) == before
         process.kill()
-        process.wait()
+        process.join()
         # The process that it started is still there.
         _, checkpoint, _ = open_run(settings, 1)
         assert checkpoint is not None
