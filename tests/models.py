@@ -111,12 +111,19 @@ def assert_all_bitwise_equal(actual: Sequence[Tensor], expected: Sequence[Tensor
 
 def assert_same_on_all_ranks(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Raises AssertionError unless every rank of the group has the same bits."""
-    for index, tensor in enumerate(tensors):
-        mine = tensor.detach().contiguous()
-        theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(theirs, mine, group=group)
-        for rank, other in enumerate(theirs):
-            assert_bitwise_equal(mine, other, f"tensor {index} here and on rank {rank}")
+    if not tensors:
+        return
+    mine = [tensor.detach().contiguous() for tensor in tensors]
+    bits = torch.cat([tensor.flatten().view(torch.uint8) for tensor in mine])
+    theirs = [torch.empty_like(bits) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(theirs, bits, group=group)
+    sizes = [tensor.nbytes for tensor in mine]
+    for rank, all_of_rank in enumerate(theirs):
+        if torch.equal(all_of_rank, bits):
+            continue
+        for index, (tensor, other) in enumerate(zip(mine, all_of_rank.split(sizes), strict=True)):
+            same = other.clone().view(tensor.dtype).view(tensor.shape)
+            assert_bitwise_equal(tensor, same, f"tensor {index} here and on rank {rank}")
 
 
 @contextmanager

@@ -23,6 +23,8 @@ DEVICES = ["cpu", "emulated", "emulated-descending", pytest.param("cuda", marks=
 on_each_device = pytest.mark.parametrize("device", DEVICES, indirect=True)  # see conftest.py
 # For tests of single values, in which nobody waits for anybody.
 in_either_order = pytest.mark.parametrize("device", [*DEVICES[:2], DEVICES[-1]], indirect=True)
+# For what torch knows of an operator, which is the same of an emulated one.
+on_real_devices = pytest.mark.parametrize("device", [DEVICES[0], DEVICES[-1]], indirect=True)
 OPERATORS = ["pack", "unpack", "reduce", "measure"]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 WIRE_DTYPES = [None, torch.float16, torch.bfloat16, torch.uint8]  # None: the gradients' own; uint8: blocks of int8

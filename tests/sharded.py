@@ -10,7 +10,7 @@ from torch.distributed._tensor import DTensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-STEPS = 20
+STEPS = 8
 ROWS = 8  # of a step's batch, over all ranks
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.bitwise import assert_bitwise_equal
+from tests.models import assert_same_on_all_ranks
+from tests.ranks import run_ranks
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -51,3 +53,14 @@ def test_bits_of_negative_values_are_not_signed() -> None:
 def test_other_shape_or_dtype_differs(other: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match=r"torch\.float32 of shape \(2,\) is not"):
         assert_bitwise_equal(torch.zeros(2), other)
+
+
+def _same_and_not(rank: int, world_size: int) -> None:
+    nan = torch.tensor([0x7FC00000 + rank], dtype=torch.int32).view(torch.float32)
+    assert_same_on_all_ranks([torch.ones(3, 2).t(), nan, torch.tensor(1.0, dtype=torch.float16)])
+    with pytest.raises(AssertionError, match=rf"tensor 1 here and on rank {1 - rank}: 1 of 2 elements differ.* at \[1\]"):
+        assert_same_on_all_ranks([torch.ones(3), torch.tensor([1.0, rank], dtype=torch.bfloat16)])
+
+
+def test_what_differs_between_ranks_is_named() -> None:
+    run_ranks(_same_and_not, 2)

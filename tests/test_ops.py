@@ -31,6 +31,7 @@ from tests.sample_inputs import (
     Gradient,
     in_either_order,
     on_each_device,
+    on_real_devices,
     random_buckets,
     sample_inputs,
 )
@@ -553,7 +554,7 @@ def test_bucket_scale_rises_by_two_falls_at_once_and_ignores_what_is_not_finite(
 # ---- as torch sees them ---------------------------------------------------------------------------------------------
 
 
-@in_either_order
+@on_real_devices
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_opcheck(operator: str, device: str) -> None:
     for built in sample_inputs(device):
@@ -563,7 +564,7 @@ def test_opcheck(operator: str, device: str) -> None:
         assert len(results) == 4
 
 
-@in_either_order
+@on_real_devices
 def test_compiled_function_gives_the_same_and_its_writes_are_seen(device: str) -> None:
     def average(grads: list[Tensor], wire: Tensor, stats: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         ops.pack(grads, wire, stats, scale, multiplier=0.5, limit=100.0)
@@ -624,7 +625,7 @@ def test_more_than_2_to_the_31_elements_on_meta() -> None:
         ops.unpack(wire[:-1], grads, stats)
 
 
-@in_either_order
+@on_real_devices
 def test_autograd_sees_that_tensors_were_written(device: str) -> None:
     saved = torch.ones(4, device=device)
     weight = torch.ones(4, device=device, requires_grad=True)
