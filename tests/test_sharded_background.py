@@ -93,6 +93,30 @@ def test_the_same_bits_as_one_after_the_other(world_size: int) -> None:
     run_ranks(_as_one_after_the_other, world_size, shared_memory=False)
 
 
+def _has_no_root(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    model, alone = Chain(), Chain()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    handle = fastsync.register_reduce_scatter(model, Compression("none"))
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+        alone.zero_grad()
+        torch.stack([loss_of(alone, each, step) for each in range(world_size)]).mean().backward()
+        for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in alone.parameters()])
+        torch.testing.assert_close(handle.grad_norm(), norm)
+    assert handle.stats().num_steps == STEPS
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_modules_without_a_root_are_complete_after_backward(shared_memory: bool) -> None:
+    """Each has an end of backward of its own, in which the first layer's gradients are reduce-scattered."""
+    run_ranks(_has_no_root, 2, shared_memory=shared_memory)
+
+
 def _goes_on_meanwhile(rank: int, world_size: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     model = sharded(world_size, reshard_after_forward=False)  # else backward gathers weights, and ranks wait in there

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 
@@ -40,7 +41,7 @@ double factor_of(const c10d::ReduceOp& op, int64_t num_ranks) {
 
 ShardedState::ShardedState(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : EngineState(std::move(group), "fully_shard's modules"),
-      backward_({[this] { return step_is_open_.load(); }, [this](int) { leave_step(); }, nullptr}) {}
+      backward_({[this] { return step_is_open_.load(); }, [this](int) { leave_step_last(); }, nullptr}) {}
 
 void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string& name, const at::Tensor& output,
                                   const at::Tensor& input, const c10d::ReduceOp& op, bool in_background) {
@@ -168,6 +169,12 @@ void ShardedState::enter_step(const at::Tensor& identity) {
   if (std::none_of(newest_buckets_.begin(), newest_buckets_.end(), same)) {
     newest_buckets_.push_back(*std::find_if(known_buckets_.begin(), known_buckets_.end(), same));
   }
+}
+
+// fully_shard reduce-scatters at the end of backward what it has not before, of each model without a parent in a call of
+// its own: after all of those.
+void ShardedState::leave_step_last() {
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->leave_step(); });
 }
 
 void ShardedState::leave_step() {

@@ -56,6 +56,7 @@ class ShardedState : public std::enable_shared_from_this<ShardedState>, private 
   void finish();
   std::shared_ptr<EngineBucket> find_or_add(const at::Tensor& identity, const std::string& name, c10::Device device);
   void enter_step(const at::Tensor& identity);
+  void leave_step_last();
   void leave_step();
   std::shared_ptr<Team> team_for(const Bucket& bucket, BucketTotals& totals);
   void share_memory(const Bucket& bucket);
