@@ -113,7 +113,7 @@ def assert_same_on_all_ranks(tensors: Sequence[Tensor], group: ProcessGroup | No
     """Raises AssertionError unless every rank of the group has the same bits."""
     if not tensors:
         return
-    mine = [tensor.detach().contiguous() for tensor in tensors]
+    mine = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     bits = torch.cat([tensor.flatten().view(torch.uint8) for tensor in mine])
     theirs = [torch.empty_like(bits) for _ in range(dist.get_world_size(group))]
     dist.all_gather(theirs, bits, group=group)

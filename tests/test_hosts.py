@@ -128,7 +128,7 @@ def test_no_row_is_read_too_early_or_written_too_late(nodes: Nodes) -> None:
 
 def _hook_and_feedback(rank: int, world_size: int, nodes: Nodes) -> None:
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 3_000)))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 1_000)))
     hook = fastsync.register_comm_hook(model, Compression("int8", error_feedback=True))
     inputs = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
     total = [torch.zeros_like(parameter) for parameter in model.parameters()]

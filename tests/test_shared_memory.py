@@ -352,7 +352,7 @@ def what_is_open() -> tuple[int, int, int]:
 
 def _again_and_again(rank: int, world_size: int) -> None:
     counts = []
-    for again in range(200):
+    for again in range(100):
         group = dist.new_group()
         parameters, sync = engine_of([5_000], group=group)
         set_grads(parameters, float(rank))
@@ -366,7 +366,7 @@ def _again_and_again(rank: int, world_size: int) -> None:
             counts.append(what_is_open())
     descriptors, mappings, threads = counts[-1]
     assert mappings == 0
-    # One that is about to go may still be there; of a hundred and sixty that leak none is missed.
+    # One that is about to go may still be there; of the sixty after the first forty that leak none is missed.
     assert descriptors <= counts[1][0] + 5
     assert threads <= counts[1][2] + 5
     assert not [name for name in os.listdir("/dev/shm") if "fastsync" in name]
