@@ -171,8 +171,8 @@ void ShardedState::enter_step(const at::Tensor& identity) {
   }
 }
 
-// fully_shard reduce-scatters at the end of backward what it has not before, of each model without a parent in a call of
-// its own: after all of those.
+// fully_shard reduce-scatters at the end of backward what it has not before, of each model without a parent in a call
+// of its own: after all of those.
 void ShardedState::leave_step_last() {
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->leave_step(); });
 }
