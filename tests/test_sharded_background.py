@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -164,7 +165,7 @@ class _InBackward(torch.autograd.Function):
     """Makes a call in the middle of backward."""
 
     @staticmethod
-    def forward(context: Any, values: Tensor, call: Callable[[], None]) -> Tensor:
+    def forward(context: Any, values: Tensor, call: Callable[[], object]) -> Tensor:
         context.call = call
         return values.clone()
 
@@ -172,6 +173,13 @@ class _InBackward(torch.autograd.Function):
     def backward(context: Any, *grads: Tensor) -> Any:
         context.call()
         return *grads, None
+
+
+def _backward(*calls: Callable[[], object]) -> None:
+    values = torch.ones((), requires_grad=True)
+    for call in reversed(calls):
+        values = _InBackward.apply(values, call)
+    values.backward()
 
 
 def _fails_in_backward(rank: int, world_size: int) -> None:
@@ -189,21 +197,45 @@ def _fails_in_backward(rank: int, world_size: int) -> None:
     def fail() -> None:
         raise ArithmeticError("in the middle of backward")
 
-    def backward(*calls: Callable[[], None]) -> None:
-        values = torch.ones((), requires_grad=True)
-        for call in reversed(calls):
-            values = _InBackward.apply(values, call)
-        values.backward()
-
     with pytest.raises(ArithmeticError, match="in the middle"):
-        backward(lambda: send(0, 1.0), fail)
-    backward(lambda: send(0, 10.0), lambda: send(1, 20.0), lambda: send(1, 30.0))
+        _backward(lambda: send(0, 1.0), fail)
+    _backward(lambda: send(0, 10.0), lambda: send(1, 20.0), lambda: send(1, 30.0))
     assert [output.unique().tolist() for output in outputs] == [[21.0], [61.0]]
     assert engine.num_steps() == 2
 
 
 def test_a_backward_that_fails_leaves_nothing_behind() -> None:
     run_ranks(_fails_in_backward, 2, shared_memory=False)
+
+
+def _waits_for_the_newest(rank: int, world_size: int) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    engine = _C.ShardedState(dist.new_group(timeout=timedelta(seconds=3)))
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("none"))])]))
+    identities = [torch.empty(world_size, device="meta") for _ in range(2)]
+
+    def send(which: int) -> None:
+        engine.reduce_scatter(
+            identities[which], f"module {which}", torch.empty(1), torch.ones(world_size), dist.ReduceOp.SUM, True
+        )
+
+    _backward(lambda: send(0), lambda: send(1))
+    error = ""
+    if rank == 2:
+        _backward(lambda: send(0), lambda: store.wait(["rank 0 has given up", "rank 1 has given up"]))
+    else:
+        with pytest.raises(RuntimeError, match="averaging module 1 failed") as raised:
+            _backward(lambda: send(0), lambda: send(1))
+        error = str(raised.value)
+        store.set(f"rank {rank} has given up", "")
+    return error
+
+
+def test_who_waits_for_the_newest_says_so() -> None:
+    """While the one before it has come."""
+    of_rank = run_ranks(_waits_for_the_newest, 3, shared_memory=False)
+    for error in of_rank[:2]:
+        assert error.endswith("rank 0, 1, 2: averaging in step 1 of fully_shard's modules")
 
 
 def _keeps_inputs(rank: int, world_size: int) -> None:

@@ -112,7 +112,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   }
   const auto place = std::find(known_buckets_.begin(), known_buckets_.end(), bucket) - known_buckets_.begin();
   const Sync sync{compression_for(*schedule_, step, values.numel(), values.device()), step, static_cast<int64_t>(place),
-                  first_tag(bucket->agreement->number), /*ends_step=*/true};
+                  first_tag(bucket->agreement->number)};
   const auto forget_scale = c10::make_scope_exit([&] {
     if (!same_for_all) {
       bucket->sync->set_scale({});  // it has followed what this rank got: the next one is agreed on anew
@@ -135,6 +135,7 @@ void ShardedState::finish() {
   bucket_under_way_.reset();
   if (const auto flight = std::exchange(flight_, nullptr)) {
     BucketSync::receive(*flight);
+    whereabouts_->rest();
   }
 }
 
