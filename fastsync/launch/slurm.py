@@ -46,10 +46,25 @@ class BatchJob:
         check_at_least(self, nodes=1, nproc=1, stop_before=1, max_restarts=0, gpus_per_node=1, cpus_per_node=1)
         if not _TIME.fullmatch(self.time):
             raise ValueError(f"time={self.time!r} is no time limit; write it as 1-12:00:00, 12:00:00 or 90")
+        if 0 < _seconds(self.time) <= self.stop_before:
+            raise ValueError(
+                f"stop_before={self.stop_before} seconds leave nothing of time={self.time!r}, so that the job would go "
+                "back into the queue again and again; ask for more time, or stop later"
+            )
         for name in ("job_name", "partition", "account"):
             value = getattr(self, name)
             if value is not None and not _NAME.fullmatch(value.replace(",", "")):
                 raise ValueError(f"{name}={value!r} may hold letters, digits, '.', '_' and '-' only")
+
+
+def _seconds(time: str) -> int:
+    """How long Slurm takes a time limit to be: minutes and seconds come first, after days hours; 0 is no limit."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if not dash and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def batch_script(job: BatchJob, command: Sequence[str]) -> str:
