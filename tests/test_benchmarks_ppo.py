@@ -85,6 +85,20 @@ def test_a_profile_draws_where_the_time_goes(tmp_path: Path, capsys: pytest.Capt
     assert picture.read_text().startswith("<?xml")
 
 
+def test_a_profile_is_of_the_device_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    devices = []
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
+        devices.append(training.device)
+        return Outcome(1, 1.0, phases=dict.fromkeys(PHASES, 1.0))
+
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    few = ("--hyperparameters", "zoo", "--device", "cuda", "--oversubscribe")
+    assert main(["ppo", *few, "--profile", str(tmp_path / "phases.svg")]) == 0
+    assert devices == ["cuda", "cuda"]
+
+
 def test_a_training_tells_all_its_phases():
     training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1)
     outcome = TRAINERS["fastsync phases"](training)

@@ -189,7 +189,7 @@ def draw_profile(options: Options, path: Path) -> None:
 
     bars = {}
     for name, base in options.sets().items():
-        training = replace(base, total_steps=options.total_steps)
+        training = replace(base, total_steps=options.total_steps, device=options.device)
         for n in sorted({1, options.nproc}):
             wide = replace(training, nproc=n, num_envs=n * base.num_envs, total_steps=n * options.total_steps)
             outcome = run_alone("fastsync phases", wide, timeout=options.timeout)
