@@ -58,7 +58,8 @@ def test_other_shape_or_dtype_differs(other: torch.Tensor) -> None:
 def _same_and_not(rank: int, world_size: int) -> None:
     nan = torch.tensor([0x7FC00000 + rank], dtype=torch.int32).view(torch.float32)
     assert_same_on_all_ranks([torch.ones(3, 2).t(), nan, torch.tensor(1.0, dtype=torch.float16)])
-    with pytest.raises(AssertionError, match=rf"tensor 1 here and on rank {1 - rank}: 1 of 2 elements differ.* at \[1\]"):
+    difference = rf"tensor 1 here and on rank {1 - rank}: 1 of 2 elements differ.* at \[1\]"
+    with pytest.raises(AssertionError, match=difference):
         assert_same_on_all_ranks([torch.ones(3), torch.tensor([1.0, rank], dtype=torch.bfloat16)])
 
 
