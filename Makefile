@@ -2,8 +2,8 @@
 # again: stamp files in .venv remember what is installed and built.
 
 PYTHON   ?= $(shell command -v python3.11 || command -v python3)
-# Processes that run tests. Many tests wait, so a core may have more than one.
-TEST_JOBS ?= $(shell nproc)
+# Processes that run tests. Many tests wait, so there is one more than cores.
+TEST_JOBS ?= $(shell expr $$(nproc) + 1)
 VENV     := .venv
 BIN      := $(VENV)/bin
 # torch looks for ninja on the PATH; pip puts it into the environment.
@@ -44,11 +44,11 @@ build: $(VENV)/.built
 train: $(VENV)/.train build
 	$(BIN)/fastsync train --env CartPole-v1 --nproc 2
 
-# A file's tests stay together: they share what is dear to make.
+# Each process begins with neighbours, which share what is dear to make; one that has done takes tests of another.
 test: CHOSEN := not slow and not end_to_end
 test-all: CHOSEN := not slow
 test test-all: venv
-	$(BIN)/python -m pytest -m '$(CHOSEN)' -n $(TEST_JOBS) --dist loadfile $(if $(SUITE),--suite $(SUITE)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m '$(CHOSEN)' -n $(TEST_JOBS) --dist worksteal $(if $(SUITE),--suite $(SUITE)) $(PYTEST_ARGS)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

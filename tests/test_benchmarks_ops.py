@@ -26,6 +26,7 @@ def buffers(wire: str = "fp16", device: torch.device = CPU) -> Buffers:
     return made
 
 
+@pytest.mark.end_to_end
 def test_ops_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     chosen = ("--sizes", "2KiB", "--tensors", "1", "6", "--wires", "bf16", "none", "--device", "cpu")
     path = tmp_path / "rows.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -42,15 +43,12 @@ def built(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[set
     return extensions
 
 
-def _run_setup(*words: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs setup.py, by default far enough to decide what to build; ``path`` comes first on the import path."""
-    variables = {**os.environ, **environment}
-    if path is not None:
-        variables["PYTHONPATH"] = str(path)
+def _run_setup(*words: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Runs setup.py; ``path`` comes first on the import path."""
     return subprocess.run(
-        [sys.executable, "setup.py", *(words or ["--name"])],
+        [sys.executable, "setup.py", *words],
         cwd=ROOT,
-        env=variables,
+        env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -122,17 +120,27 @@ def test_unknown_setting_is_refused(
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
-def test_insisting_on_cuda_without_a_cuda_torch_fails_with_the_reason() -> None:
-    result = _run_setup(FASTSYNC_CUDA="1")
-    assert result.returncode == 1
-    assert f"FASTSYNC_CUDA=1, but the CUDA half cannot be built: torch {torch.__version__}" in result.stderr
+@pytest.mark.usefixtures("built")
+def test_insisting_on_cuda_without_a_cuda_torch_fails_with_the_reason(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTSYNC_CUDA", "1")
+    message = f"FASTSYNC_CUDA=1, but the CUDA half cannot be built: torch {torch.__version__}"
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        setup_script.main()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
-def test_leaving_cuda_out_by_itself_is_said() -> None:
-    result = _run_setup(FASTSYNC_CUDA="")
-    assert result.returncode == 0
-    assert "building the CPU half only: torch" in result.stderr
+def test_leaving_cuda_out_by_itself_is_said(
+    setup_script: ModuleType,
+    built: list[setuptools.Extension],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("FASTSYNC_CUDA", "")
+    setup_script.main()
+    assert [extension.name for extension in built] == ["fastsync._C", "fastsync._ppo"]
+    assert "building the CPU half only: torch" in capfd.readouterr().err
 
 
 def test_leaving_cuda_out_on_request_is_silent(

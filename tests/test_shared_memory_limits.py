@@ -203,6 +203,7 @@ def hook_on_a_model() -> str:
     return hook.stats().transport
 
 
+@pytest.mark.end_to_end
 @pytest.mark.usefixtures("namespaces")
 def test_ranks_in_several_network_namespaces_send_messages() -> None:
     """As pods have them, on one host or on several."""
