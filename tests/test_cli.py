@@ -294,6 +294,18 @@ def test_this_machine_is_found_in_a_list():
     assert find_this_machine(["10.255.255.1", socket.gethostname(), "10.255.255.2"], "nodes.yaml") == 1
 
 
+def test_this_machine_is_found_by_any_of_its_addresses(monkeypatch: pytest.MonkeyPatch):
+    found = {
+        "here": [(socket.AF_INET6, ("2001:db8::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))],
+        "elsewhere": [(socket.AF_INET6, ("2001:db8::1", 0, 0, 0))],
+    }
+    monkeypatch.setattr(
+        "socket.getaddrinfo",
+        lambda name, *_, type: [(family, type, 0, "", address) for family, address in found[name]],
+    )
+    assert find_this_machine(["elsewhere", "here"], "nodes.yaml") == 1
+
+
 def test_more_ranks_than_cores_are_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -48,6 +48,13 @@ def test_numbers_are_those_that_gymnasium_flattens_to():
     assert packer.space == spaces.flatten_space(Named.observation_space)
 
 
+@pytest.mark.parametrize("value", [1, 5])
+def test_whole_numbers_outside_of_their_space_are_refused(value: int):
+    packer = Packer(spaces.Dict(first=spaces.Discrete(3), second=spaces.Discrete(3, start=2)))
+    with pytest.raises(ValueError, match=rf"outside of its .* of \[3\] values is \[{value - 2}\]; mend"):
+        packer({"first": np.array([0, 2]), "second": np.array([2, value])})
+
+
 def test_rows_hold_numbers_and_images():
     packer = Packer(Pictured.observation_space)
     seen = stacked(looks(Pictured))

@@ -59,12 +59,13 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
           if (shared_) {
             shared_->announce(known_buckets_[sync.index]->agreement->number);
           }
-          std::swap(buffers_, other_buffers_);
-          SumBuffers& kept = team->shares_memory() ? shared_buffers_ : buffers_;
+          SumBuffers& kept = team->shares_memory() ? shared_buffers_ : next_buffers_;
           return reduce_scatter_sum(team, sync.tag, std::move(values), output, factor,
                                     input.is_cpu() ? kept : for_once);
         };
-        return bucket.send_by(make, input, sync, std::move(stopwatch));
+        auto flight = bucket.send_by(make, input, sync, std::move(stopwatch));
+        std::swap(buffers_, next_buffers_);  // only now: if that throws, the one before is still under way
+        return flight;
       });
 }
 

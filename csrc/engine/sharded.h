@@ -75,8 +75,8 @@ class ShardedState : public std::enable_shared_from_this<ShardedState>, private 
   std::shared_ptr<SharedTeam> shared_;
   bool may_share_ = true;  // until a try has failed
   std::string why_not_;
-  SumBuffers buffers_;  // this and the next take turns, for two may be under way
-  SumBuffers other_buffers_;
+  SumBuffers buffers_;  // of the newest; it and the next take turns, for two may be under way
+  SumBuffers next_buffers_;
   SumBuffers shared_buffers_;  // of the team that shares memory, one at a time
   std::array<at::Tensor, 2> inputs_;
 };

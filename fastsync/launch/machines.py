@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -39,9 +40,16 @@ def find_this_machine(machines: list[str], path: str) -> int:
 
 
 def _is_here(name: str) -> bool:
-    """Only an address of this machine can be bound to."""
+    """Only an address of this machine can be bound to. A name may have several, of which not all are in use."""
     try:
-        (family, *_, address), *_ = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, *_, address in found)
+
+
+def _can_bind(family: int, address: Any) -> bool:
+    try:
         with socket.socket(family, socket.SOCK_DGRAM) as bound:
             bound.bind(address)
     except OSError:

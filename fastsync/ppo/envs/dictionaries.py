@@ -193,7 +193,17 @@ def _as_batch(observation: Any) -> Any:
 
 
 def _one_hot(values: Array, sizes: Array) -> Array:
-    """[N, sum(sizes)] of whole numbers [N, len(sizes)] counted from 0."""
+    """[N, sum(sizes)] of whole numbers [N, len(sizes)] counted from 0.
+
+    Raises:
+        ValueError: one of them is beyond its size, and would be taken for one of its neighbours'.
+    """
+    outside = ((values < 0) | (values >= sizes)).any(axis=1)
+    if outside.any():
+        raise ValueError(
+            f"an observation is outside of its Discrete or MultiDiscrete space: counted from its start, one of "
+            f"{sizes.tolist()} values is {values[outside][0].tolist()}; mend the environment's observation_space"
+        )
     ends = np.cumsum(sizes)
     hot = np.zeros((len(values), ends[-1]), np.int8)
     np.put_along_axis(hot, values + (ends - sizes), 1, axis=1)
