@@ -74,3 +74,29 @@ def _is_detached(rank: int, world_size: int) -> None:
 
 def test_detached_with_hooks_put_on_since() -> None:
     run_ranks(_is_detached, 2)
+
+
+def _is_cast(rank: int, world_size: int) -> None:
+    """Between the hook and the next gradient, which another accumulator than before takes."""
+    parameters = [nn.Parameter(torch.zeros(SIZE)) for _ in range(3)]
+    sync = fastsync.attach(parameters)
+    calls: list[Tensor] = []
+    for parameter in parameters:
+        parameter.register_hook(lambda grad: 2 * grad)
+        parameter.data = parameter.data.double()
+    parameters[1].register_post_accumulate_grad_hook(calls.append)
+    for step in range(3):
+        _backward(parameters[::2], rank, step)
+        for parameter in parameters[::2]:
+            assert torch.equal(parameter.grad, _gradient(0, step) + _gradient(1, step))
+    assert sync.stats().num_steps == 3
+    sync.detach()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in parameters[::2])
+    _backward(parameters, rank, 3)
+    for parameter in parameters:
+        assert torch.equal(parameter.grad, 2 * _gradient(rank, 3).double())
+    assert len(calls) == 1
+
+
+def test_cast_after_a_hook_was_put_on() -> None:
+    run_ranks(_is_cast, 2)

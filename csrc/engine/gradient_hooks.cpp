@@ -55,13 +55,31 @@ struct AfterGradient : Hook<torch::autograd::FunctionPostHook, std::function<voi
   }
 };
 
-// Ours is a BeforeGradient or an AfterGradient.
+// Runs with each gradient that an accumulator has taken, whichever that is by then, before the accumulator's own hooks.
+struct WithGradient : Hook<torch::autograd::PostAccumulateGradHook, std::function<void(size_t, bool)>> {
+  using Hook::Hook;
+  void operator()(const torch::autograd::Variable& parameter) override;
+};
+
+// Ours is one of these.
 template <class Ours>
 auto is_of(const GradientHooks* owner) {
   return [owner](const auto& hook) {
     const auto* ours = dynamic_cast<const Ours*>(hook.get());
     return ours != nullptr && ours->owner == owner;
   };
+}
+
+bool has_hook_after(torch::autograd::Node& accumulator, const GradientHooks* owner) {
+  const auto& hooks = accumulator.post_hooks();
+  return std::any_of(hooks.begin(), hooks.end(), is_of<AfterGradient>(owner));
+}
+
+void WithGradient::operator()(const torch::autograd::Variable& parameter) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (accumulator && !has_hook_after(*accumulator, owner)) {
+    call(index, true);
+  }
 }
 
 }  // namespace
@@ -98,8 +116,7 @@ void GradientHooks::renew(size_t index) {
 }
 
 void GradientHooks::put_on_after(torch::autograd::Node& accumulator, size_t index) {
-  const auto& hooks = accumulator.post_hooks();
-  if (std::none_of(hooks.begin(), hooks.end(), is_of<AfterGradient>(this))) {
+  if (!has_hook_after(accumulator, this)) {
     accumulator.add_post_hook(std::make_unique<AfterGradient>(this, index, calls_.after));
   }
 }
@@ -113,6 +130,10 @@ void GradientHooks::lose(size_t index) {
     put_on_after(*accumulator, index);
     accumulators_[index] = std::move(accumulator);
     has_lost_ = true;
+  }
+  // One that is moved or cast before its next gradient gets another accumulator.
+  if (auto& free = torch::autograd::impl::post_acc_grad_hooks(parameters_[index]); !free) {
+    free = std::make_unique<WithGradient>(this, index, calls_.after);
   }
 }
 
@@ -139,6 +160,9 @@ void GradientHooks::take_off() {
     std::erase_if(torch::autograd::impl::hooks(parameter), is_of<BeforeGradient>(this));
     if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter)) {
       std::erase_if(accumulator->post_hooks(), is_of<AfterGradient>(this));
+    }
+    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter); is_of<WithGradient>(this)(hook)) {
+      hook.reset();
     }
   }
 }
