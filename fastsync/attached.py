@@ -27,6 +27,9 @@ _owned_by_nobody: set[GradientSynchronizer] = set()
 # a pipeline's stage, their hooks may not be called, so it is noticed before an optimizer steps.
 _unproven: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
 
+# Those that have stepped. With another all is asked anew: load_state_dict(assign=True) brings other parameters, too.
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
 
 def keep(sync: GradientSynchronizer, owner: nn.Module | None) -> None:
     """It is attached from now on, for as long as its owner lives; None: until ``let_go``."""
@@ -78,9 +81,10 @@ def check_that_the_model_has(sync: GradientSynchronizer) -> None:
     present = (p for owner in owners for p in owner.parameters() if id(p) in attached and not is_sharded_by_fsdp1(p))
     if owners and next(present, None) is None:
         raise RuntimeError(
-            "fastsync.attach: the model has other parameters by now than those that were attached, as after "
-            "fully_shard or FullyShardedDataParallel, so nothing was averaged; those average gradients themselves: "
-            "call fully_shard first, and attach only to what it leaves whole, or call detach()"
+            "fastsync.attach: the model has other parameters by now than those that were attached, so nothing was "
+            "averaged. After load_state_dict(assign=True) call detach(), and attach anew; fully_shard and "
+            "FullyShardedDataParallel average gradients themselves: call fully_shard first, and attach only to what it "
+            "leaves whole, or call detach()"
         )
 
 
@@ -88,6 +92,9 @@ def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[st
     for sync in list(_attached):
         if not sync._overlaps:
             sync.check_synchronized(optimizer)
+    if optimizer not in _optimizers:
+        _optimizers.add(optimizer)
+        _unproven.update(_attached)
     for sync in list(_unproven):
         check_that_the_model_has(sync)
         # The engine, which knows, must not be asked: it may be waiting for its ranks in another thread.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -112,6 +113,24 @@ def test_a_parameter_is_attached_once() -> None:
             fastsync.attach(model)
         sync.detach()
     fastsync.attach(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_parameters_in_the_places_of_those_that_were_attached() -> None:
+    """Also once these have been averaged."""
+    model, unrelated = Mlp(), nn.Linear(2, 2)
+    sync = fastsync.attach(model)
+    for step in range(2):
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(1, 32)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\)") if step else nullcontext():
+            optimizer.step()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    sync.detach()
+    fastsync.attach(model)
+    torch.optim.SGD(model.parameters()).step()
+    torch.optim.SGD(unrelated.parameters()).step()
 
 
 @pytest.mark.usefixtures("one_rank")
