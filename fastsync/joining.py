@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,11 +61,31 @@ class UnevenInputs(JoinHook):
         self._sync._broadcast(root=size - int(first))
 
 
+class _Thread(threading.local):
+    sync: GradientSynchronizer | None = None
+    """Whose ``join()`` it is inside of."""
+
+
+_thread = _Thread()
+
+
+def check_outside_join(sync: GradientSynchronizer, call: str) -> None:
+    """Raises RuntimeError inside of ``sync.join()``, whose end is for the engine that began it."""
+    if _thread.sync is sync:
+        raise RuntimeError(f"fastsync: {call} was called inside join(); call it after, on every rank")
+
+
 @contextmanager
 def joining(sync: GradientSynchronizer) -> Iterator[None]:
     """As ``GradientSynchronizer.join``: what ``Join`` does, but that who has run out travels beside the gradients."""
+    if _thread.sync is not None:
+        raise RuntimeError(
+            "fastsync: join() was called inside another join(), so that ranks that have run out of batches would wait "
+            "for each other; let several engines join together: torch.distributed.algorithms.join.Join([first, second])"
+        )
     uneven = UnevenInputs(sync)
     sync._engine.set_joining(True)
+    _thread.sync = sync
     try:
         yield
         uneven.main_hook()
@@ -74,4 +95,6 @@ def joining(sync: GradientSynchronizer) -> Iterator[None]:
     except BaseException:
         uneven.end()
         raise
+    finally:
+        _thread.sync = None
     uneven.post_hook(is_last_joiner)

@@ -21,7 +21,7 @@ from .buffers import Buffers
 from .checks import check_group, resolve_nodes
 from .forgotten import ForgottenCalls
 from .handle import GradientHandle
-from .joining import UnevenInputs, joining
+from .joining import UnevenInputs, check_outside_join, joining
 from .optimizer_steps import check_no_optimizer_in_backward
 from .parameters import named_parameters, with_gradients
 from .pipelines import check_no_stage
@@ -114,7 +114,8 @@ class GradientSynchronizer(GradientHandle, Joinable):
         with what else has collectives of its own, see ``join_hook``.
 
         Raises:
-            RuntimeError: as ``synchronize()``: no longer than the process group's time-out a rank waits for others.
+            RuntimeError: it is inside another ``join``; or as ``synchronize()``: no longer than the process group's
+                time-out a rank waits for others.
         """
         return joining(self)
 
@@ -204,8 +205,9 @@ class GradientSynchronizer(GradientHandle, Joinable):
 
         Raises:
             ValueError: the group is none, or its ranks hold different parameters or settings.
-            RuntimeError: ``detach()`` was called.
+            RuntimeError: ``detach()`` was called, or this is inside of ``join``.
         """
+        check_outside_join(self, "use_group()")
         if not is_attached(self):
             raise RuntimeError("fastsync: use_group() was called after detach(); attach to the new group")
         group, ranks_per_node = resolve_nodes(process_group)
@@ -215,7 +217,12 @@ class GradientSynchronizer(GradientHandle, Joinable):
             self._broadcast()
 
     def detach(self) -> None:
-        """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before."""
+        """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before.
+
+        Raises:
+            RuntimeError: it was called inside of ``join``, or of a backward.
+        """
+        check_outside_join(self, "detach()")
         if self._uneven is not None:
             self._uneven.end()
         self._engine.detach()

@@ -163,3 +163,32 @@ def _lost(rank: int, world_size: int) -> None:
 
 def test_nobody_waits_for_ever() -> None:
     run_ranks(_lost, 2)
+
+
+def _one_inside_another(rank: int, world_size: int) -> None:
+    """What cannot end well is refused where it begins, on every rank, and the loop goes on."""
+    models = [Given([torch.ones(3)]) for _ in range(2)]
+    first, second = (fastsync.attach(model) for model in models)
+    for _ in range(2):
+        with first.join():
+            for sync in (first, second):
+                with (
+                    pytest.raises(RuntimeError, match=r"join\(\) was called inside another join\(\).*Join\("),
+                    sync.join(),
+                ):
+                    pass
+            with pytest.raises(RuntimeError, match=r"use_group\(\) was called inside join\(\); call it after"):
+                first.use_group(None)
+            with pytest.raises(RuntimeError, match=r"detach\(\) was called inside join\(\); call it after"):
+                first.detach()
+            second.use_group(None)
+            for step in range(1 + rank):
+                models[0]([torch.full((3,), 1.0 + rank)]).backward()
+                assert models[0].weights[0].grad.tolist() == [2.0 if step else 1.5] * 3
+                models[0].zero_grad()
+    for sync in (first, second):
+        sync.detach()
+
+
+def test_one_join_inside_another() -> None:
+    run_ranks(_one_inside_another, 2, timeout=40.0)
