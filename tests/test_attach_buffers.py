@@ -62,6 +62,21 @@ def test_broadcast_is_what_ddp_does(wire: str, shared_memory: bool) -> None:
     run_ranks(_as_ddp, 2, wire, shared_memory=shared_memory)
 
 
+def _complex(rank: int, world_size: int) -> None:
+    """Whatever travels before them."""
+    model = nn.Linear(5, 3)
+    for index in range(2):
+        model.register_buffer(f"number{index}", torch.tensor([1.0 + rank]))
+        model.register_buffer(f"phase{index}", torch.tensor([1 + 2j]) * (1 + rank))
+    fastsync.attach(model, sync_buffers="broadcast", broadcast=False)
+    model(_inputs(rank, 0)).sum().backward()
+    assert [buffer.item() for buffer in model.buffers()] == [1, 1 + 2j] * 2
+
+
+def test_complex_buffers_behind_others() -> None:
+    run_ranks(_complex, 2)
+
+
 def _means(rank: int, world_size: int) -> None:
     model = Normed()
     sync = fastsync.attach(model, sync_buffers="mean")
@@ -132,6 +147,24 @@ def _other_tensors(rank: int, world_size: int, checkpointed: bool) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_other_tensors_in_their_places(checkpointed: bool) -> None:
     run_ranks(_other_tensors, 2, checkpointed)
+
+
+def _several_backwards(rank: int, world_size: int) -> None:
+    """Of one graph, and of several forwards before them."""
+    model = Normed()
+    sync = fastsync.attach(model, sync_buffers="broadcast")
+    graphs = [model.layers(_inputs(rank, step)) for step in range(2)]
+    with sync.no_sync():
+        for graph in graphs:
+            graph.sum().backward(retain_graph=True)
+    (graphs[0] * graphs[1]).sum().backward()
+    assert sync.stats().num_steps == 1
+    assert_same_on_all_ranks([parameter.grad for parameter in model.parameters()])
+    assert_same_on_all_ranks([model.layers[1].running_mean])
+
+
+def test_several_backwards_of_one_graph() -> None:
+    run_ranks(_several_backwards, 2)
 
 
 def _refused(rank: int, world_size: int) -> None:

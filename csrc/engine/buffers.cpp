@@ -29,7 +29,9 @@ int64_t num_values(const at::Tensor& buffer, bool is_mean) {
 at::Tensor decode(const at::Tensor& values, const at::Tensor& like, bool is_mean) {
   const at::ScalarType dtype = c10::toRealValueType(like.scalar_type());
   const at::Tensor flat = travels_as_bytes(like, is_mean) ? values.to(at::kByte).view(dtype) : values.to(dtype);
-  return like.is_complex() ? at::view_as_complex(flat.view({-1, 2})).view(like.sizes()) : flat.view(like.sizes());
+  // A complex number begins at an even offset, which what is narrowed need not have.
+  return like.is_complex() ? at::view_as_complex(flat.clone().view({-1, 2})).view(like.sizes())
+                           : flat.view(like.sizes());
 }
 
 }  // namespace
