@@ -348,7 +348,9 @@ def attach(
             buffers, such as BatchNorm's running statistics: ``"broadcast"`` rank 0's, as DDP does before each forward,
             or ``"mean"`` the mean in float32 of those that are floating, and rank 0's of the rest. None leaves them to
             each rank. They travel whole each time, constant ones too, and are looked up by module and name as backward
-            ends: the module may put other tensors in their places.
+            ends: the module may put other tensors in their places. A graph that needs their values from before goes
+            backward no more, as with ``retain_graph`` or after several forwards: put all its backwards but the last
+            inside ``no_sync()``.
 
     Raises:
         ValueError: an argument is not what it should be, a parameter is attached already or is of a kind that fastsync

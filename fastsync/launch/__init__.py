@@ -1,1 +1,1 @@
-"""From a command to running ranks: torchrun's launcher and Slurm."""
+"""From a command to running ranks: torchrun's launcher, Ray, Slurm, Kubernetes and SkyPilot."""
