@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import Tensor, nn
+
+from .checks import shares_memory
 
 
 class Buffers:
@@ -28,6 +31,19 @@ class Buffers:
             if buffer is not None:
                 found[full_name] = buffer
         return found
+
+    def check_can_be_sent(self, argument: str) -> None:
+        """Raises ValueError where one cannot be written element by element, so that it cannot become rank 0's."""
+        for name, buffer in self.named().items():
+            if buffer.layout != torch.strided:
+                what, way_out = f"buffer {name} is {buffer.layout}, which fastsync does not send", ""
+            elif shares_memory(buffer):
+                what, way_out = f"elements of buffer {name} share memory", "register a clone() of it, or "
+            else:
+                continue
+            raise ValueError(
+                f"{argument}: {what}; {way_out}leave it to each rank, with broadcast=False and without sync_buffers"
+            )
 
     def tensors(self) -> list[Tensor]:
         """As ``named``, without the names."""

@@ -142,3 +142,8 @@ def is_sharded_by_fsdp1(parameter: Tensor) -> bool:
 def is_wrapper(tensor: Tensor) -> bool:
     """Tells whether it is of a subclass that wraps other tensors, such as DTensor, and has no memory of its own."""
     return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Tells whether elements of a strided tensor lie at one place, as those of an expanded one do."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

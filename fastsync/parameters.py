@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .checks import check_dense, check_not_sharded
+from .checks import check_dense, check_not_sharded, shares_memory
 
 
 def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def _check_parameter(name: str, parameter: Tensor, argument: str) -> None:
             f"{argument}: tensor {name} is no leaf of the graph (it came from {parameter.grad_fn}), so it has no "
             ".grad; pass the parameters it was computed from"
         )
-    if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+    if shares_memory(parameter):
         raise ValueError(
             f"{argument}: elements of parameter {name} share memory (shape {list(parameter.shape)}, strides "
             f"{list(parameter.stride())}), so no optimizer can step it; attach what it was expanded from"

@@ -376,11 +376,14 @@ def attach(
     group, ranks_per_node = resolve_nodes(process_group)
     check_group(group, named)
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
+    buffers = None if owner is None else Buffers(owner)
+    if buffers is not None and (broadcast or sync_buffers):
+        buffers.check_can_be_sent("module_or_params")
     sync = GradientSynchronizer(
         named, compression, group, ranks_per_node, bucket_cap_mb, gradient_as_bucket_view, op, overlap
     )
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
-    sync._buffers = None if owner is None else Buffers(owner)
+    sync._buffers = buffers
     sync._sync_buffers = sync_buffers
     sync._follow_buffers()
     if broadcast:

@@ -173,6 +173,19 @@ def _refused(rank: int, world_size: int) -> None:
         fastsync.attach(model, sync_buffers="sum")
     with pytest.raises(ValueError, match="sync_buffers: loose parameters have no buffers to broadcast"):
         fastsync.attach(model.parameters(), sync_buffers="broadcast")
+    for buffer, what in (
+        (
+            torch.ones(1, 3).expand(2, 3),
+            r"elements of buffer seen share memory; register a clone\(\) of it, or leave it",
+        ),
+        (torch.eye(3).to_sparse(), r"buffer seen is torch.sparse_coo, .*; leave it to each rank, with broadcast=False"),
+    ):
+        model = Averaging()
+        model.seen = buffer
+        for options in ({}, {"sync_buffers": "mean", "broadcast": False}):
+            with pytest.raises(ValueError, match=what):
+                fastsync.attach(model, **options)
+        fastsync.attach(model, broadcast=False)
 
 
 def test_what_is_refused() -> None:
