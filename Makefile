@@ -60,7 +60,7 @@ test-gpu: venv
 # exceptions it watches. That build comes before the package in this folder on the import path, in the tests and in what
 # they start.
 SANITIZED_TESTS ?= tests/test_agreement.py tests/test_fp32_sums.py tests/test_two_level.py \
-	$(wildcard tests/test_ops*.py tests/test_ddp*.py tests/test_attach*.py)
+	tests/test_ppo_ops.py $(wildcard tests/test_ops*.py tests/test_ddp*.py tests/test_attach*.py tests/test_sharded*.py)
 # sanitizer, its runtime, its options
 define test_sanitized
 	mkdir -p build/$(1)

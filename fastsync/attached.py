@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -10,13 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .checks import is_sharded_by_fsdp1
+from .checks import is_sharded_by_fsdp1, is_wrapper
 from .handle import forget_handle, remember
 from .optimizer_steps import forget, watch
 from .pipelines import check_no_stage
 
 if TYPE_CHECKING:
     from .synchronizer import GradientSynchronizer
+
+# One thread may attach while another steps.
+_lock = threading.RLock()
 
 # Those of a module live as long as it does, those of loose parameters until detach().
 _attached: weakref.WeakSet[GradientSynchronizer] = weakref.WeakSet()
@@ -33,29 +38,31 @@ _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 def keep(sync: GradientSynchronizer, owner: nn.Module | None) -> None:
     """It is attached from now on, for as long as its owner lives; None: until ``let_go``."""
-    _attached.add(sync)
-    _unproven.add(sync)
     watch(sync)
-    if owner is None:
-        _owned_by_nobody.add(sync)
-        return
-    # Each that has parameters, for the module itself may be a container made for this call alone.
-    for module in owner.modules():
-        if module is owner or next(module.parameters(recurse=False), None) is not None:
-            _owned_by_module.setdefault(module, []).append(sync)
-            remember(module, sync)
+    with _lock:
+        _attached.add(sync)
+        _unproven.add(sync)
+        if owner is None:
+            _owned_by_nobody.add(sync)
+            return
+        # Each that has parameters, for the module itself may be a container made for this call alone.
+        for module in owner.modules():
+            if module is owner or next(module.parameters(recurse=False), None) is not None:
+                _owned_by_module.setdefault(module, []).append(sync)
+                remember(module, sync)
 
 
 def let_go(sync: GradientSynchronizer) -> None:
     """Ends that."""
-    _attached.discard(sync)
     forget(sync)
     forget_handle(sync)
-    _owned_by_nobody.discard(sync)
-    _unproven.discard(sync)
-    for owned in _owned_by_module.values():
-        if sync in owned:
-            owned.remove(sync)
+    with _lock:
+        _attached.discard(sync)
+        _owned_by_nobody.discard(sync)
+        _unproven.discard(sync)
+        for owned in _owned_by_module.values():
+            if sync in owned:
+                owned.remove(sync)
 
 
 def is_attached(sync: GradientSynchronizer) -> bool:
@@ -65,7 +72,8 @@ def is_attached(sync: GradientSynchronizer) -> bool:
 
 def check_unattached(named: Mapping[str, Tensor]) -> None:
     """Raises ValueError where one of these parameters is attached already."""
-    attached = {id(p): name for sync in _attached for name, p in sync._named.items()}
+    with _lock:
+        attached = {id(p): name for sync in _attached for name, p in sync._named.items()}
     for name, parameter in named.items():
         if id(parameter) in attached:
             raise ValueError(
@@ -76,7 +84,8 @@ def check_unattached(named: Mapping[str, Tensor]) -> None:
 
 def check_that_the_model_has(sync: GradientSynchronizer) -> None:
     """Raises RuntimeError where none of the attached parameters is the model's any more: none gets a gradient then."""
-    owners = [module for module, syncs in _owned_by_module.items() if sync in syncs]
+    with _lock:
+        owners = [module for module, syncs in _owned_by_module.items() if sync in syncs]
     attached = {id(parameter) for parameter in sync._named.values()}
     present = (p for owner in owners for p in owner.parameters() if id(p) in attached and not is_sharded_by_fsdp1(p))
     if owners and next(present, None) is None:
@@ -88,20 +97,45 @@ def check_that_the_model_has(sync: GradientSynchronizer) -> None:
         )
 
 
+def _warn_of_later_parameters(optimizer: Optimizer) -> None:
+    """Names those that attached modules got since, as adapters and new heads are: nobody averages their gradients."""
+    with _lock:
+        known = {id(parameter) for sync in _attached for parameter in sync._named.values()}
+        owners = [module for module, syncs in _owned_by_module.items() if syncs]
+    owned = {p: name for owner in reversed(owners) for name, p in owner.named_parameters()}  # the outermost's name
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if id(p) not in known)
+    later = [owned[p] for p in stepped if p in owned and p.requires_grad and not _is_sharded(p)]
+    if later:
+        warnings.warn(
+            f"fastsync.attach: {len(later)} of the optimizer's parameters are not averaged, for the attached model got "
+            f"them later: {', '.join(later[:3])}{', ...' if len(later) > 3 else ''}; call detach(), and attach anew",
+            stacklevel=4,  # where step() is called
+        )
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Whether FSDP averages its gradients."""
+    return is_wrapper(parameter) or is_sharded_by_fsdp1(parameter)
+
+
 def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    for sync in list(_attached):
+    with _lock:
+        attached, unproven, is_new = list(_attached), list(_unproven), optimizer not in _optimizers
+    for sync in attached:
         if not sync._overlaps:
             sync.check_synchronized(optimizer)
-    if optimizer not in _optimizers:
-        _optimizers.add(optimizer)
-        _unproven.update(_attached)
-    for sync in list(_unproven):
+    for sync in attached if is_new else unproven:
         check_that_the_model_has(sync)
         # The engine, which knows, must not be asked: it may be waiting for its ranks in another thread.
         if any(parameter.grad is not None for parameter in sync._named.values()):
             if sync._overlaps:
                 check_no_stage(sync._named.values())
-            _unproven.discard(sync)
+            with _lock:
+                _unproven.discard(sync)
+    if is_new:
+        _warn_of_later_parameters(optimizer)
+        with _lock:
+            _optimizers.add(optimizer)
 
 
 register_optimizer_step_pre_hook(_before_step)

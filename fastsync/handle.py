@@ -236,9 +236,8 @@ def _is_scale(scale: object) -> bool:
 
 
 def _no_residual(parameter: Tensor) -> dict[str, Tensor]:
-    real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return {part: torch.zeros(real.numel(), dtype=dtype, device=real.device) for part in ("own", "of_sums")}
+    return {part: torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device) for part in ("own", "of_sums")}
 
 
 def _is_residual(residual: object, parameter: Tensor) -> bool:
@@ -272,8 +271,12 @@ def handle_of(module: nn.Module) -> GradientHandle:
             given, or of an attached model a part with parameters of its own.
 
     Raises:
-        ValueError: there is none, or there are several.
+        ValueError: it is no module, there is none, or there are several.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     handles = _handles.get(module, WeakSet())
     if len(handles) != 1:
         raise ValueError(

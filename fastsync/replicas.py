@@ -34,7 +34,10 @@ def broadcast(
         ValueError: the ranks have different others.
     """
     if others:
-        lines = [f"{name} of shape {list(tensor.shape)}, {tensor.dtype}" for name, tensor in others.items()]
+        lines = [
+            f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
+            for name, tensor in others.items()
+        ]
         _C.check_agreement(group, "\n".join(lines), next(iter(named.values())).device)
     tensors = [tensor.detach() for tensor in (*named.values(), *others.values())]
     sent = [_as_vector(tensor) if tensor.dtype in _DTYPES else _as_bytes(tensor) for tensor in tensors]

@@ -186,10 +186,14 @@ class GradientSynchronizer(GradientHandle, Joinable):
         Raises:
             ValueError: it is no finite number, or less than 0.
         """
-        if not 0 <= weight < math.inf:
+        try:
+            number = float(weight)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not 0 <= number < math.inf:
             raise ValueError(f"weight: expected a number that is 0 or more, got {weight!r}")
-        self._weight = float(weight)
-        self._engine.set_weight(self._weight)
+        self._weight = number
+        self._engine.set_weight(number)
 
     def use_group(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, broadcast: bool = True) -> None:
         """Averages over another process group from now on, such as that of the ranks that are left.
@@ -348,9 +352,9 @@ def attach(
             buffers, such as BatchNorm's running statistics: ``"broadcast"`` rank 0's, as DDP does before each forward,
             or ``"mean"`` the mean in float32 of those that are floating, and rank 0's of the rest. None leaves them to
             each rank. They travel whole each time, constant ones too, and are looked up by module and name as backward
-            ends: the module may put other tensors in their places. A graph that needs their values from before goes
-            backward no more, as with ``retain_graph`` or after several forwards: put all its backwards but the last
-            inside ``no_sync()``.
+            ends: the module may put other tensors in their places. What it registers later stays each rank's. A graph
+            that needs their values from before goes backward no more, as with ``retain_graph`` or after several
+            forwards: put all its backwards but the last inside ``no_sync()``.
 
     Raises:
         ValueError: an argument is not what it should be, a parameter is attached already or is of a kind that fastsync

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,6 +132,23 @@ def test_parameters_in_the_places_of_those_that_were_attached() -> None:
     fastsync.attach(model)
     torch.optim.SGD(model.parameters()).step()
     torch.optim.SGD(unrelated.parameters()).step()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_parameters_that_the_model_got_later_are_told_of() -> None:
+    model, unrelated = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), nn.Linear(2, 2)
+    fastsync.attach(model)
+    model[1] = nn.Linear(2, 1)
+    model[0].adapter = nn.Linear(2, 2)
+    model[0].adapter.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([*model.parameters(), *unrelated.parameters()])
+    told = r"3 of the optimizer's parameters .*: 0\.adapter\.weight, 1\.weight, 1\.bias; call detach\(\)"
+    with pytest.warns(UserWarning, match=told) as warned:
+        optimizer.step()
+    assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
+    optimizer.step()  # once
+    fastsync.attach([*model[1].parameters(), model[0].adapter.weight])
+    torch.optim.SGD(model.parameters()).step()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -309,6 +327,11 @@ def _differences(rank: int, world_size: int) -> None:
         model.register_buffer("count", torch.zeros(1 + rank))
         return fastsync.attach(model)
 
+    def other_strides() -> object:
+        model = nn.Linear(2, 3)
+        model.register_buffer("table", torch.zeros(2, 3) if rank else torch.zeros(3, 2).t())
+        return fastsync.attach(model)
+
     def other_number() -> object:
         return fastsync.attach([nn.Parameter(torch.ones(2)) for _ in range(1 + rank)])
 
@@ -318,6 +341,7 @@ def _differences(rank: int, world_size: int) -> None:
         other_cap: "rank 0: bucket_cap_mb 1; rank 1: bucket_cap_mb 2",
         other_frozen: "bias of shape .*frozen",
         other_buffer: r"buffer count of shape \[1\].*buffer count of shape \[2\]",
+        other_strides: r"buffer table of shape .*strides \[1, 2\].*strides \[3, 1\]",
         other_number: "rank 0: nothing; rank 1: parameter 1 of shape|rank 1: parameter 1 of shape.*; rank 0: nothing",
     }
     for attach, message in expected.items():

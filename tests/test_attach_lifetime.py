@@ -364,6 +364,8 @@ def _handles_are_found(rank: int, world_size: int) -> None:
     model, other = Mlp(), Mlp()
     with pytest.raises(ValueError, match="no handles of fastsync look after this Mlp"):
         fastsync.handle_of(model)
+    with pytest.raises(ValueError, match=r"module: expected .*, got NoneType"):
+        fastsync.handle_of(None)  # type: ignore[arg-type]
     sync = attach(model)
     assert fastsync.handle_of(model) is sync
     assert fastsync.handle_of(model.layers[0]) is sync

@@ -159,7 +159,7 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="op: expected 'mean' or 'sum', got 'avg'"):
         fastsync.attach(model, op="avg")
     sync = fastsync.attach(model)
-    for weight in (-1.0, math.inf, math.nan):
+    for weight in (-1.0, math.inf, math.nan, 10**400, None, "many"):
         with pytest.raises(ValueError, match="weight: expected a number that is 0 or more"):
             sync.set_weight(weight)
     other = Given([torch.ones(3)])

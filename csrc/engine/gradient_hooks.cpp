@@ -150,10 +150,11 @@ void GradientHooks::restore(size_t index) {
 
 void GradientHooks::take_off() {
   std::vector<at::Tensor> parameters;
+  decltype(accumulators_) accumulators;  // they may take hooks of Python's with them, which wait for the GIL
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     parameters = std::exchange(parameters_, {});
-    accumulators_.clear();
+    accumulators = std::exchange(accumulators_, {});
     has_lost_ = false;
   }
   for (const at::Tensor& parameter : parameters) {
