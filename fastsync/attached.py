@@ -84,8 +84,7 @@ def check_unattached(named: Mapping[str, Tensor]) -> None:
 
 def check_that_the_model_has(sync: GradientSynchronizer) -> None:
     """Raises RuntimeError where none of the attached parameters is the model's any more: none gets a gradient then."""
-    with _lock:
-        owners = [module for module, syncs in _owned_by_module.items() if sync in syncs]
+    owners = _owners(sync)
     attached = {id(parameter) for parameter in sync._named.values()}
     present = (p for owner in owners for p in owner.parameters() if id(p) in attached and not is_sharded_by_fsdp1(p))
     if owners and next(present, None) is None:
@@ -95,6 +94,11 @@ def check_that_the_model_has(sync: GradientSynchronizer) -> None:
             "FullyShardedDataParallel average gradients themselves: call fully_shard first, and attach only to what it "
             "leaves whole, or call detach()"
         )
+
+
+def _owners(sync: GradientSynchronizer) -> list[nn.Module]:
+    with _lock:
+        return [module for module, syncs in _owned_by_module.items() if sync in syncs]
 
 
 def _warn_of_later_parameters(optimizer: Optimizer) -> None:
@@ -124,7 +128,10 @@ def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[st
     for sync in attached:
         if not sync._overlaps:
             sync.check_synchronized(optimizer)
-    for sync in attached if is_new else unproven:
+    if is_new:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        unproven += [sync for sync in attached if any(id(p) in stepped for m in _owners(sync) for p in m.parameters())]
+    for sync in unproven:
         check_that_the_model_has(sync)
         # The engine, which knows, must not be asked: it may be waiting for its ranks in another thread.
         if any(parameter.grad is not None for parameter in sync._named.values()):

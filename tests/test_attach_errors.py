@@ -128,6 +128,7 @@ def test_parameters_in_the_places_of_those_that_were_attached() -> None:
             optimizer.step()
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
+    torch.optim.SGD(unrelated.parameters()).step()
     sync.detach()
     fastsync.attach(model)
     torch.optim.SGD(model.parameters()).step()
