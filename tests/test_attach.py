@@ -474,7 +474,7 @@ def _rank_0s_are_everybodys(rank: int, world_size: int) -> None:
 
     model = nn.Linear(2, 2)
     model.register_parameter("table", nn.Parameter(torch.zeros(2 + rank, dtype=torch.int64), requires_grad=False))
-    with pytest.raises(ValueError, match=r"rank 0: parameter table of shape \[2\], torch.int64; rank 1: .*\[3\]"):
+    with pytest.raises(ValueError, match=r"rank 0: parameter table of shape \[2\], .*torch.int64; rank 1: .*\[3\]"):
         fastsync.attach(model)
 
 
