@@ -45,6 +45,8 @@ def _as_ddp(rank: int, world_size: int, wire: str) -> None:
     model = Normed()
     sync = fastsync.attach(model, wire, sync_buffers="broadcast")
     for step in range(4):
+        if step == 2:
+            sync.ride("one more", torch.tensor(1.0))  # so that complex numbers lie at odd places, too
         for each in (ddp, model):
             for again in range(2):
                 sync.ride("step", torch.tensor(float(step)))
@@ -81,6 +83,8 @@ def _means(rank: int, world_size: int) -> None:
     model = Normed()
     sync = fastsync.attach(model, sync_buffers="mean")
     alone = [Normed() for _ in range(world_size)]
+    for each in (model, *alone):
+        each.phase = each.phase.conj()
     for step in range(3):
         sync.set_weight(1.0 + rank)  # which is the gradients' alone
         model(_inputs(rank, step)).sum().backward()
