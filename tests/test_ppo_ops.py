@@ -20,6 +20,11 @@ from fastsync.ppo.update import StepGate
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 
 
+def view_of(values: Tensor) -> Tensor:
+    """The same values, which do not lie one behind the other."""
+    return torch.stack([values, torch.zeros_like(values)], dim=-1)[..., 0]
+
+
 def layers(activation: str, sizes: tuple[int, ...] = (4, 32, 16, 3)) -> nn.Sequential:
     torch.manual_seed(0)
     modules: list[nn.Module] = []
@@ -68,6 +73,31 @@ def test_perceptron_of_any_size(sizes: tuple[int, ...], num_rows: int):
     for mine, theirs, true in zip(fused.parameters(), plain.parameters(), exact.parameters(), strict=True):
         bound = 4 * (theirs.grad - true.grad).abs().max() + 1e-6  # as near to the true one as the library is
         assert (mine.grad - true.grad).abs().max() <= bound
+
+
+def test_sums_over_many_rows_are_exact():
+    ones, inputs = [torch.ones(1, 1)] * 2, torch.full((100_000, 1), 0.1)
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        weights, biases = ([each.to(dtype, copy=True).requires_grad_() for each in ones] for _ in range(2))
+        flat = [bias.flatten() for bias in biases]
+        torch.ops.fastsync.perceptron(inputs.to(dtype), weights, flat, "tanh").mean().backward()
+        grads.append([each.grad.double() for each in weights + biases])
+    torch.testing.assert_close(*grads, rtol=3e-5, atol=0)
+
+
+@pytest.mark.parametrize("viewed", range(3))
+def test_perceptron_takes_views(viewed: int):
+    torch.manual_seed(0)
+    operands = [torch.randn(7, 4), torch.randn(3, 4), torch.randn(3)]
+    operands[viewed] = view_of(operands[viewed])
+    inputs, weight, bias = (each.requires_grad_() for each in operands)
+    result = torch.ops.fastsync.perceptron(inputs, [weight], [bias], "tanh")
+    expected = nn.functional.linear(inputs, weight, bias)
+    torch.testing.assert_close(result, expected)
+    grad = torch.randn(7, 3)
+    mine, theirs = (torch.autograd.grad(outputs, operands, grad) for outputs in (result, expected))
+    torch.testing.assert_close(mine, theirs)
 
 
 def test_perceptron_follows_its_parameters():
@@ -161,7 +191,7 @@ def test_tanh_is_within_two_units_in_the_last_place():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_categorical_is_as_specified(shape: tuple[int, ...], dtype: torch.dtype):
     torch.manual_seed(1)
-    logits = (5 * torch.randn(*shape, 6, dtype=dtype)).requires_grad_()
+    logits = view_of(5 * torch.randn(*shape, 6, dtype=dtype)).requires_grad_()
     actions = torch.randint(6, shape)
     log_prob, entropy = Categorical(6).log_prob_and_entropy(logits, actions)
     expected = Categorical.in_plain_pytorch(logits, actions)
@@ -171,8 +201,10 @@ def test_categorical_is_as_specified(shape: tuple[int, ...], dtype: torch.dtype)
     total = (expected[0] * weights[0] + expected[1] * weights[1]).sum()
     theirs = torch.autograd.grad(total, logits, retain_graph=True)
     torch.testing.assert_close(mine, theirs)
-    of_one = torch.autograd.grad(Categorical(6).log_prob(logits, actions).sum(), logits)
-    torch.testing.assert_close(of_one, torch.autograd.grad(expected[0].sum(), logits))
+    alone = Categorical(6).log_prob(logits, actions), Categorical(6).log_prob_and_entropy(logits, actions)[1]
+    for result, right in zip(alone, expected, strict=True):
+        of_one = torch.autograd.grad(result.sum(), logits)
+        torch.testing.assert_close(of_one, torch.autograd.grad(right.sum(), logits, retain_graph=True))
 
 
 def test_categorical_keeps_its_precision_far_from_zero():
@@ -183,8 +215,9 @@ def test_categorical_keeps_its_precision_far_from_zero():
 
 def test_categorical_refuses_what_does_not_fit():
     op = torch.ops.fastsync.categorical
-    with pytest.raises(IndexError, match=r"actions: expected choices from 0 to 1, got 2"):
-        op(torch.ones(1, 2), torch.tensor([2]))
+    for action in (-1, 2):
+        with pytest.raises(IndexError, match=rf"actions: expected choices from 0 to 1, got {action}"):
+            op(torch.ones(1, 2), torch.tensor([action]))
     with pytest.raises(ValueError, match=r"actions: expected int64, got Int"):
         op(torch.ones(1, 2), torch.tensor([1], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"actions: expected one for each row of logits \[1, 2\], got \[2\]"):
@@ -195,7 +228,7 @@ def test_categorical_refuses_what_does_not_fit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_discounted_sums_are_as_specified(shape: tuple[int, int], dtype: torch.dtype):
     torch.manual_seed(2)
-    summands, decays = torch.randn(*shape, dtype=dtype), torch.rand(*shape, dtype=dtype)
+    summands, decays = view_of(torch.randn(*shape, dtype=dtype)), view_of(torch.rand(*shape, dtype=dtype))
     expected = discounted_sums.in_plain_pytorch(summands, decays) if shape[0] else summands
     torch.testing.assert_close(discounted_sums.discounted_sums(summands, decays), expected)
     with pytest.raises(ValueError, match=r"decays: expected .* like summands"):
@@ -216,8 +249,10 @@ def columns(num_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
     result["values"] = result["old_values"] + 0.3 * torch.randn(num_rows, dtype=dtype)
     for name, old in (("log_prob", "old_log_probs"), ("values", "old_values")):
         result[name][:10] = result[old][:10]
-    result["values"][10:15] = result["old_values"][10:15] + 0.25
-    result["returns"][15:20] = result["values"][15:20]
+    result["old_values"][10:20] = 0  # so that what is added is exact
+    result["values"][10:15] = 0.25
+    result["values"][15:20], result["returns"][15:20] = 0.5, 0.375  # as far off as with the bound
+    result["returns"][20:25] = result["values"][20:25]
     for name in ("log_prob", "entropy", "values"):
         result[name].requires_grad_()
     return result
