@@ -24,7 +24,7 @@ def _backward(parameters: list[nn.Parameter], rank: int, step: int) -> None:
 def _assert_means(parameters: list[nn.Parameter], step: int, factor: float = 1.0) -> None:
     expected = factor * (_gradient(0, step) + _gradient(1, step)) / 2
     for parameter in parameters:
-        assert torch.equal(parameter.grad, expected)
+        assert torch.equal(parameter.grad.float(), expected)
 
 
 def _is_hooked_after_attach(rank: int, world_size: int) -> None:
@@ -51,7 +51,11 @@ def _is_hooked_after_attach(rank: int, world_size: int) -> None:
         parameter.register_hook(lambda grad: 4 * grad)
     loss.backward()
     _assert_means(parameters[:1] + parameters[2:], 6, factor=4.0)
-    assert sync.stats().num_steps == 7
+    for parameter in parameters:
+        parameter.data = parameter.data.double()  # with a new accumulator
+    _backward(parameters, rank, 7)
+    _assert_means(parameters[:1] + parameters[2:], 7, factor=4.0)
+    assert sync.stats().num_steps == 8
 
 
 def test_a_hook_put_on_after_attach() -> None:

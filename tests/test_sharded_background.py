@@ -202,6 +202,9 @@ def _fails_in_backward(rank: int, world_size: int) -> None:
     _backward(lambda: send(0, 10.0), lambda: send(1, 20.0), lambda: send(1, 30.0))
     assert [output.unique().tolist() for output in outputs] == [[21.0], [61.0]]
     assert engine.num_steps() == 2
+    assert len(engine.grad_stats()) == 2
+    _backward(lambda: send(0, 1.0))
+    assert len(engine.grad_stats()) == 1  # of what has come in the newest step
 
 
 def test_a_backward_that_fails_leaves_nothing_behind() -> None:
@@ -257,3 +260,16 @@ def _keeps_inputs(rank: int, world_size: int) -> None:
 
 def test_memory_is_used_again_once_nobody_has_it() -> None:
     run_ranks(_keeps_inputs, 1)
+
+
+def _forgets_modules(rank: int, world_size: int) -> None:
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("none"))])]))
+    for numel in (4, 8):
+        identity = torch.empty(numel, device="meta")
+        engine.reduce_scatter(identity, "part", torch.empty(numel), torch.ones(numel), dist.ReduceOp.SUM)
+        assert len(engine.totals().buckets) == 1
+
+
+def test_nothing_is_kept_of_modules_that_are_gone() -> None:
+    run_ranks(_forgets_modules, 1)

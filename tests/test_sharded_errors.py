@@ -66,6 +66,26 @@ def test_ranks_that_send_others_are_noticed_in_shared_memory(world_size: int) ->
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
+def _misfits(rank: int, world_size: int) -> None:
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("none"))])]))
+
+    def send(numel: int, of_output: int, op: Any) -> None:
+        identity = torch.empty(numel, device="meta")
+        engine.reduce_scatter(identity, "part", torch.empty(of_output), torch.ones(numel), op)
+
+    with pytest.raises(ValueError, match=r"input: expected 2 times the output's 3 values, .*, got 5 of Float"):
+        send(5, 3, dist.ReduceOp.SUM)
+    with pytest.raises(ValueError, match="takes AVG, SUM and PREMUL_SUM with a number, got another one"):
+        send(6, 3, dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match=r"ranks do not agree on .*rank 0: part with 6 values of Float"):
+        send(6 + 2 * rank, 3 + rank, dist.ReduceOp.SUM)
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    run_ranks(_misfits, 2)
+
+
 class Foreign:
     """A reduce-scatter of somebody else's."""
 
