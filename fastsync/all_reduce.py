@@ -15,7 +15,7 @@ from . import _C
 from .autotune.request import AnyCompression, Auto, Schedule, as_compression, on_nodes
 from .checks import check_group, resolve_nodes
 from .compression import Compression
-from .parameters import trainable_parameters
+from .parameters import listed, trainable_parameters
 from .stats import GradStats
 from .synchronizer import BUCKET_CAP_MB, GradientSynchronizer
 
@@ -51,7 +51,7 @@ def all_reduce_gradients(
     group, ranks_per_node = resolve_nodes(process_group)
     chosen = on_nodes(as_compression(compression), ranks_per_node)
     if not isinstance(params, nn.Module):
-        params = [params] if isinstance(params, Tensor) else list(params)
+        params = listed(params, "params")
 
     def make_engine() -> _C.Synchronizer:
         named = trainable_parameters(params, argument="params")
@@ -85,7 +85,10 @@ class _Reducer:
             self.engine is not None
             and self.compression == compression
             and len(self.given) == len(parameters)
-            and all(mine() is theirs for mine, theirs in zip(self.given, parameters, strict=True))
+            # None in the place of a parameter, as of a missing .grad, is not one that is gone.
+            and all(
+                (p := mine()) is not None and p is theirs for mine, theirs in zip(self.given, parameters, strict=True)
+            )
         )
 
     def can_serve(self) -> bool:

@@ -117,7 +117,7 @@ def register_comm_hook(
     if not isinstance(ddp_model, DistributedDataParallel):
         raise ValueError(
             f"ddp_model: expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}; "
-            "wrap the model first"
+            "wrap the model first, or use fastsync.attach, which needs no wrapper"
         )
     if ddp_model.mixed_precision is not None:
         raise ValueError(

@@ -132,9 +132,11 @@ def check_consistency(
             from its own samples, differ after the first forward.
 
     Raises:
-        ValueError: a parameter is sharded, so that ranks are meant to hold different ones.
+        ValueError: it is no module, or a parameter is sharded, so that ranks are meant to hold different ones.
         RuntimeError: on every rank, naming the first that differs and which ranks agree on it.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module: expected a module, got {type(module).__name__}; put several into an nn.ModuleList")
     group = resolve_group(process_group)
     check_not_sharded(dict(module.named_parameters()), "module")
     of_module = type(module).__name__

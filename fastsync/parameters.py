@@ -37,7 +37,7 @@ def named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, ar
             name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters()
         }
     else:
-        given = [module_or_params] if isinstance(module_or_params, Tensor) else list(module_or_params)
+        given = listed(module_or_params, argument)
         for index, parameter in enumerate(given):
             if not isinstance(parameter, Tensor):
                 raise ValueError(
@@ -51,6 +51,15 @@ def named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, ar
         _check_parameter(name, parameter, argument)
     check_not_sharded(named, argument)
     return named
+
+
+def listed(params: Iterable[Tensor] | Tensor, argument: str) -> list[Tensor]:
+    """Lists loose parameters, one or many. Raises ValueError for what is neither, such as an optimizer."""
+    if not isinstance(params, Iterable):
+        raise ValueError(
+            f"{argument}: expected a module or tensors, got {type(params).__name__}; pass the module or its parameters"
+        )
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _check_unwrapped(module: nn.Module, argument: str) -> None:

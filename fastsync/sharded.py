@@ -372,8 +372,9 @@ def _units_of(model: nn.Module) -> list[_Unit]:
         units.extend(_Unit(name, module, group) for group in groups)
     if not units:
         raise ValueError(
-            f"model: no module of this {type(model).__name__} went through fully_shard; call it first, or use "
-            "fastsync.attach for a model that every rank holds whole"
+            f"model: no module of this {type(model).__name__} went through fully_shard; call it first "
+            "(FullyShardedDataParallel is not supported), or use fastsync.register_comm_hook for a model in "
+            "DistributedDataParallel, fastsync.attach for one without a wrapper"
         )
     return units
 

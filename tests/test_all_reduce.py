@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 import fastsync
 from fastsync.all_reduce import _MAX_REDUCERS
 from tests.bitwise import assert_bitwise_equal
+from tests.models import group_of_one
 from tests.ranks import run_ranks
 
 
@@ -40,6 +42,13 @@ def _fast_weights(rank: int, world_size: int) -> None:
 
 def test_what_still_lives_on_one_rank_decides_nothing() -> None:
     run_ranks(_fast_weights, 2, timeout=60)
+
+
+def test_none_does_not_pass_for_a_parameter_that_is_gone() -> None:
+    with group_of_one():
+        _averages([_parameter()], 0, 1)
+        with pytest.raises(ValueError, match="number 0 is a NoneType"):
+            fastsync.all_reduce_gradients([None])
 
 
 def _with_error_feedback(rank: int, world_size: int) -> None:

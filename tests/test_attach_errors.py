@@ -51,7 +51,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "nothing": (list, "none of its 0 parameters requires a gradient"),
     "string": (lambda: "model", "is a str; pass the module or its parameters, not"),
     "named": (lambda: Mlp().named_parameters(), "number 0 is a tuple; pass the module or its parameters, not"),
-    "optimizer": (lambda: torch.optim.SGD(Mlp().parameters()).param_groups, "number 0 is a dict"),
+    "optimizer": (
+        lambda: torch.optim.SGD(Mlp().parameters()),
+        "expected a module or tensors, got SGD; pass the module",
+    ),
+    "optimizer's groups": (lambda: torch.optim.SGD(Mlp().parameters()).param_groups, "number 0 is a dict"),
     "expanded": (
         lambda: [nn.Parameter(torch.zeros(1, 6).expand(4, 6))],
         r"elements of parameter 0 share memory \(shape \[4, 6\], strides \[0, 1\]\).*attach what it was expanded from",

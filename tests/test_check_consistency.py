@@ -80,6 +80,11 @@ def test_what_is_compared() -> None:
     run_ranks(_consistency, 2)
 
 
+def test_only_a_module_is_compared() -> None:
+    with group_of_one(), pytest.raises(ValueError, match="expected a module, got list; put several into"):
+        fastsync.check_consistency([nn.Linear(2, 2)])
+
+
 def test_tensors_that_are_not_plain() -> None:
     compared: list[Tensor] = [torch.tensor(1.0), torch.zeros(0), torch.zeros(2, dtype=torch.cfloat).conj()]
     skipped: list[Tensor] = [torch.eye(3).to_sparse(), torch.zeros(3, device="meta")]

@@ -21,7 +21,7 @@ def _registers(rank: int, world_size: int) -> None:
         assert isinstance(handle, kind or fastsync.ShardedGradients)
         model(batch(rank, 0)).sum().backward()
         assert handle.stats().num_steps == 1
-    with pytest.raises(ValueError, match=r"use fastsync\.attach"):
+    with pytest.raises(ValueError, match=r"fastsync\.attach for one without a wrapper"):
         fastsync.register_prepared(Mlp())
 
 

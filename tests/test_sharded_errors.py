@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._tensor import Shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import _C, Compression
@@ -100,6 +101,8 @@ def _refused(rank: int, world_size: int) -> None:
         register(3)
     with pytest.raises(ValueError, match="no module of this Tied went through fully_shard"):
         register(Tied())
+    with pytest.raises(ValueError, match=r"use fastsync\.register_comm_hook for a model in DistributedDataParallel"):
+        register(DistributedDataParallel(Tied()))
     model = sharded(mesh)
     for compression, message in (
         ("auto", "measures all-reduces"),
