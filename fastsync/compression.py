@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from fastsync.wording import did_you_mean
+
 Wire = Literal["none", "bf16", "fp16", "int8"]
 Reduce = Literal["wire", "fp32"]
 Rounding = Literal["nearest", "stochastic"]
@@ -22,8 +24,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What stands behind a wire's name in a shorthand, and the fields that it sets."""
 
+_NAMES = (*get_args(Wire), "auto", *(f"auto:{wire}" for wire in LOSSIER))
+
 _EXPECTED = (
-    ", ".join(repr(name) for name in (*get_args(Wire), "auto", *(f"auto:{wire}" for wire in LOSSIER)))
+    ", ".join(map(repr, _NAMES))
     + f", a wire with options such as 'int8+ef' ({', '.join(_OPTIONS)}), a Compression, an Auto, or a mapping of first "
     "steps to these"
 )
@@ -136,7 +140,8 @@ class Compression:
 
 def unknown(compression: object) -> ValueError:
     """Makes the error for what is no compression."""
-    return ValueError(f"compression: expected one of {_EXPECTED}, got {compression!r}")
+    meant = did_you_mean(compression, _NAMES) if isinstance(compression, str) else ""
+    return ValueError(f"compression: expected one of {_EXPECTED}, got {compression!r}{meant}")
 
 
 def is_int(value: Any) -> bool:

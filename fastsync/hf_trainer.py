@@ -23,9 +23,14 @@ class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is che
     Args:
         trainer: the one that this is a callback of.
         compression: what travels, as in ``register_comm_hook``.
+
+    Raises:
+        ValueError: the trainer is none.
     """
 
     def __init__(self, trainer: Trainer, compression: AnyCompression = "bf16") -> None:
+        if not isinstance(trainer, Trainer):
+            raise ValueError(f"trainer: expected the Trainer that this is added to, got {trainer!r}")
         self.handle: CommHook | ShardedGradients | None = None
         self._trainer = trainer
         self._compression = compression

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -293,6 +293,10 @@ class GradientSynchronizer(GradientHandle, Joinable):
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises TypeError, for who takes it for the model, as what DDP returns is one."""
+        raise TypeError("fastsync.attach returns no model; call the one that you gave it, which stays as it was")
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

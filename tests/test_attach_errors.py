@@ -121,6 +121,12 @@ def test_a_parameter_is_attached_once() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_what_attach_returns_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"returns no model; call the one that you gave it"):
+        fastsync.attach(Mlp())(torch.ones(1, 32))
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_parameters_in_the_places_of_those_that_were_attached() -> None:
     """Also once these have been averaged."""
     model, unrelated = Mlp(), nn.Linear(2, 2)

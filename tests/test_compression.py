@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -88,9 +89,22 @@ def test_every_door_takes_shorthands() -> None:
     run_ranks(_takes_shorthands, 2, shared_memory=False)
 
 
-@pytest.mark.parametrize("wire", ["fp8", "", "FP16", None, 16, "auto:fp8"])
-def test_an_unknown_name_is_refused_with_the_names_there_are(wire: object) -> None:
-    message = rf"compression: expected one of 'none', 'bf16', 'fp16', 'int8', 'auto', 'auto:int8', .*, got {wire!r}$"
+@pytest.mark.parametrize(
+    ("wire", "meant"),
+    [
+        ("fp8", "; did you mean fp16?"),
+        ("FP16", "; did you mean fp16 or bf16?"),
+        ("float16", "; did you mean fp16 or bf16?"),
+        ("bfloat16", "; did you mean bf16?"),
+        ("auto:fp8", "; did you mean auto:int8 or auto?"),
+        ("", ""),
+        (None, ""),
+        (16, ""),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_names_there_are(wire: object, meant: str) -> None:
+    names = "'none', 'bf16', 'fp16', 'int8', 'auto', 'auto:int8'"
+    message = rf"compression: expected one of {names}, .*, got {wire!r}{re.escape(meant)}$"
     with pytest.raises(ValueError, match=message):
         as_compression(wire)
     with pytest.raises(ValueError, match=message):

@@ -258,6 +258,12 @@ def test_hugging_faces_trainer_learns_with_two_bytes_a_gradient():
     assert 0 < num_bytes / num_steps - 2 * num_elements <= 4 * STAMP * 2 + 2
 
 
+def test_hugging_faces_callback_asks_for_its_trainer():
+    hf_trainer = pytest.importorskip("fastsync.hf_trainer", exc_type=ImportError)
+    with pytest.raises(ValueError, match="trainer: expected the Trainer that this is added to, got 'fp16'"):
+        hf_trainer.FastsyncCallback("fp16")
+
+
 def test_two_pipelines_train_a_transformer():
     line = "".join(run_ranks(main_says, 4, "pipeline_transformer", (), {}, timeout=TIME_LIMIT)).strip()
     first, last, _, num_pipelines = numbers(r"loss ([\d.]+) -> ([\d.]+); (\d+) steps over (\d+) pipelines", line)
