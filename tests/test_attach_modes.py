@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
+from typing import Any
 
 import pytest
 import torch
@@ -467,6 +468,29 @@ def _fails_between_checkpoint_and_parameter(rank: int, world_size: int) -> None:
 
 def test_a_checkpointed_backward_that_fails_spoils_nothing() -> None:
     run_ranks(_fails_between_checkpoint_and_parameter, 2)
+
+
+class _GivesNone(torch.autograd.Function):
+    """Takes a parameter, and has no gradient for it."""
+
+    @staticmethod
+    def forward(context: Any, parameter: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        return None, *grads
+
+
+def _has_none(rank: int, world_size: int) -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    fastsync.attach(parameters)
+    _GivesNone.apply(parameters[0], (1 + rank) * parameters[1]).sum().backward()
+    assert parameters[1].grad.eq(1.5).all()
+
+
+def test_an_operator_without_a_gradient_for_a_parameter() -> None:
+    run_ranks(_has_none, 2)
 
 
 # ---- several engines --------------------------------------------------------------------------------------------
