@@ -7,8 +7,8 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,33 +53,47 @@ def run(command: Command, folder: Path, log: Path, limit: float | None = None) -
     with log.open("ab") as output:
         output.write(f"\n$ {command}\n".encode())
         output.flush()
+        process: subprocess.Popen[bytes] | None = None
         try:
-            process = subprocess.Popen(
-                command.words,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a process group of its own, which is ended as a whole
-            )
+            with _uninterrupted() as signals:
+                process = subprocess.Popen(
+                    command.words,
+                    cwd=folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a process group of its own, which is ended as a whole
+                    preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, signals),
+                )
+            status: int | None = process.wait(timeout=seconds)
         except OSError as error:
             output.write(f"{error}\n".encode())
             return Outcome(127, time.monotonic() - began)
-        try:
-            status: int | None = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
+            assert process is not None
             status = None
             _signal_group(process, signal.SIGTERM)  # some have started process groups of their own, and end them
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=GRACE_SECONDS)
         finally:
-            _signal_group(process, signal.SIGKILL)
-            process.wait()
+            if process is not None:
+                _signal_group(process, signal.SIGKILL)
+                process.wait()
     elapsed = time.monotonic() - began
     with log.open("ab") as output:
         output.write(f"[{describe(status, seconds)} after {elapsed:.1f} s]\n".encode())
     return Outcome(status, elapsed)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[set[signal.Signals]]:
+    """Holds signals back, or one that comes while a process begins would leave it behind. Yields those held before."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def describe(status: int | None, limit: float) -> str:
