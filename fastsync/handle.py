@@ -275,8 +275,6 @@ def handle_of(module: nn.Module) -> GradientHandle:
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     handles = _handles.get(module, WeakSet())
     if len(handles) != 1:
         raise ValueError(
