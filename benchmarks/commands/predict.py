@@ -1,29 +1,43 @@
-"""``python -m benchmarks predict``: how well a job would scale, from a cost model fitted on measured syncs.
+"""``python -m benchmarks predict``: how well a job would scale, by a model of two link parameters fitted on rows.
 
-Rows of ``sync`` or ``link`` at two or more world sizes give the parameters; points that were held back give the error,
-which stands beside every figure. What is not measured may be given instead: another link, a GPU's passes. Then, and
-beyond the measured ranks and bytes, a figure is marked as extrapolated.
+Note [The α-β model]
+    A sync of N values over n ranks takes
+
+        T = steps(n) · α + volume(n) · bytes · β + N · γ + δ
+
+    α is a message's latency and β the seconds a byte of the link, the same for all ways. γ and δ are what one way costs
+    the host, a value and a call. Steps and volume follow from who adds (``ROUTES``). This is Hockney's model of a
+    message (R. Hockney, The communication challenge for MPP, 1994), as R. Thakur et al. use it (Optimization of
+    collective communication operations in MPICH, 2005). T is linear in the four, so non-negative least squares of the
+    relative errors find them. How far the model can be trusted is measured: each world size, or message size where
+    there are two world sizes only, is left out of a fit and predicted by it.
 """
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 import torch
 import tyro
 
-from benchmarks.cost.fit import Fit, HeldBack, fit, link_of, points_of
-from benchmarks.cost.model import GRAD_BYTES, Algorithm, CostModel, Host, Job, Link, Topology, efficiency, slower
 from benchmarks.harness.options import check_json, check_positive
 from benchmarks.harness.records import Record, RowFile, environment, read_json
-from benchmarks.report.prediction import report
+from benchmarks.report.table import OVERSUBSCRIBED, Columns, console, milliseconds, table
+from benchmarks.rivals import compressions
 from benchmarks.rivals.compressions import WIRE_BYTES
-from benchmarks.units import format_rate, parse_rate, parse_seconds
+from benchmarks.units import format_rate, format_seconds, parse_rate, parse_seconds
 
+ROUTES: Mapping[str, Callable[[int], tuple[float, float]]] = {
+    # From the number of ranks: messages that follow each other, and what a rank sends as a multiple of the bytes.
+    "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),  # a ring: Gloo's, and NCCL's for large messages
+    "one_shot": lambda n: (1, n - 1),
+    "two_shot": lambda n: (2, 2 * (n - 1) / n),
+}
 MODELS = {
     # Parameters, and floating-point operations of one training step: three times those of the forward pass.
     "ppo-mlp": (9_155, 3 * 256 * 2 * 9_155),  # fastsync's policy for CartPole-v1, minibatch of 256
@@ -31,7 +45,10 @@ MODELS = {
     "resnet50": (25_557_032, 3 * 64 * 8.2e9),  # 64 images of 224 × 224
     "gpt2-small": (124_439_808, 6 * 8 * 1024 * 124_439_808),  # 8 sequences of 1,024 tokens
 }
-MAX_RANKS = 1024
+BACKWARD_SHARE = 2 / 3
+"""Of a step's compute: backward computes two gradients where forward computes one product."""
+NEAR = 4.0
+"""Messages within this factor of each other are taken to be off by about as much."""
 if TYPE_CHECKING:
     ModelName = str
     Compression = str
@@ -42,14 +59,10 @@ else:
 
 @dataclass(frozen=True)
 class Options:
-    """Predict weak-scaling efficiency and where compression pays, from measured rows, with the error of both."""
+    """Predict weak-scaling efficiency from measured rows, with the error that the prediction of measured rows has."""
 
-    rows: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    rows: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """JSON files that sync or link wrote with --json: several message sizes at two world sizes or more."""
-    link: str | None = None
-    """Rows over which shaped link to take, such as 100mbit, where the files have several."""
-    hold_back: tuple[int, ...] = ()
-    """World sizes not to fit on, but to check the model with; each of their points is shown."""
     model: ModelName = "resnet50"
     """What is trained: its parameters, and a step's floating-point operations."""
     numel: int | None = None
@@ -58,32 +71,18 @@ class Options:
     """Of one step without communication, such as 15ms; by default the model's operations by --flops."""
     flops: float = 1e14
     """Floating-point operations per second that a rank reaches: 1e14 is a third of an A100's peak in bfloat16."""
+    world_sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    """Numbers of ranks to predict."""
     compression: tuple[Compression, ...] = ("none", "fp16", "bf16")
     """What is compared."""
-    door: Literal["fastsync.attach", "fastsync.register_comm_hook"] = "fastsync.attach"
-    """Whose costs on the host."""
-    algorithm: Algorithm | None = None
-    """How ranks reduce; by default a ring, as in the rows."""
-    ranks_per_node: int = 8
-    """Of two levels. World sizes that do not fill nodes are left out."""
-    inner_bandwidth: str = "3600gbit"
-    """Of two levels, inside of a node, for each rank; by default NVLink 4's 450 GB/s each way."""
-    inner_latency: str = "5us"
-    """Of two levels, inside of a node, a step."""
-    bandwidth: str | None = None
-    """Of the link, such as 25gbit, in place of the fitted one. Of two levels it is that of a node."""
-    latency: str | None = None
-    """A step's, such as 10us, in place of the fitted one."""
-    local_bandwidth: float | None = None
-    """GB/s that a rank's passes read and write, in place of the fitted one: an H100's memory has 3350."""
-    overhead: str | None = None
-    """Of a call, such as 30us, in place of the fitted one."""
+    entry_point: Literal["attach", "register_comm_hook"] = "attach"
+    """Whose rows to take."""
+    bandwidth: tuple[str, ...] = ()
+    """Of the link, such as 1gbit 25gbit, in place of the fitted one: compression pays where its row is ahead."""
+    link: str | None = None
+    """Rows over which shaped link to take, such as 100mbit, where the files have several."""
     bucket_mb: float = 25.0
     """MiB of gradients that travel together; as many buckets overlap with backward."""
-    overlap: bool = True
-    """Whether a bucket travels while backward goes on."""
-    world_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    """Numbers of ranks to predict."""
     json: Path | None = None
     """File to write the predictions to."""
 
@@ -91,40 +90,110 @@ class Options:
         for path in self.rows:
             if not path.is_file():
                 raise ValueError(f"rows: there is no file {path}")
-        check_positive(self, "flops", "bucket_mb", "numel", "local_bandwidth", "ranks_per_node", unit="")
-        for size in self.world_sizes:
-            if not 1 <= size <= MAX_RANKS:
-                raise ValueError(f"world_sizes: {size} must be from 1 to {MAX_RANKS}")
-        for name in ("bandwidth", "inner_bandwidth", "link"):
-            if getattr(self, name) is not None:
-                parse_rate(getattr(self, name))
-        for name in ("latency", "inner_latency", "overhead", "compute_time"):
-            if getattr(self, name) is not None:
-                parse_seconds(getattr(self, name))
-        if not self.compression or not self.world_sizes:
-            raise ValueError("compression and world_sizes: choose at least one of each")
-        assumed = ("bandwidth", "latency", "local_bandwidth", "overhead")
-        if not self.rows and (missing := [name for name in assumed if getattr(self, name) is None]):
-            options = ", ".join("--" + name.replace("_", "-") for name in missing)
-            raise ValueError(f"rows: name files to fit the model on, or give {options} as well")
-        if self.hold_back and not self.rows:
-            raise ValueError(f"hold_back={self.hold_back} takes rows to hold back")
+        if not self.rows or not self.compression or not self.world_sizes:
+            raise ValueError("rows, compression and world_sizes: choose at least one of each")
+        check_positive(self, "flops", "bucket_mb", "numel", unit="")
+        if min(self.world_sizes) < 2:
+            raise ValueError(f"world_sizes: {min(self.world_sizes)} must be 2 or more; one rank sends nothing")
+        for rate in (*self.bandwidth, *([self.link] if self.link else [])):
+            parse_rate(rate)
+        if self.compute_time is not None:
+            parse_seconds(self.compute_time)
         check_json(self.json)
 
     @property
-    def job(self) -> Job:
-        numel, operations = MODELS[self.model]
-        numel = self.numel or numel
-        buckets = math.ceil(GRAD_BYTES * numel / (self.bucket_mb * 2**20)) if self.overlap else 1
-        compute = parse_seconds(self.compute_time) if self.compute_time else operations / self.flops
-        return Job(numel, compute, buckets)
+    def ways(self) -> list[str]:
+        """What is compared, as rows name it."""
+        return [f"fastsync.{self.entry_point}/{compression}" for compression in self.compression]
 
     @property
-    def all_sizes(self) -> list[int]:
-        """The world sizes in order; of two levels those that fill their nodes."""
-        fills = self.algorithm != "two-level"
-        sizes = sorted(set(self.world_sizes))
-        return [size for size in sizes if fills or size <= self.ranks_per_node or size % self.ranks_per_node == 0]
+    def job(self) -> "Job":
+        numel, operations = MODELS[self.model]
+        numel = self.numel or numel
+        compute = parse_seconds(self.compute_time) if self.compute_time else operations / self.flops
+        return Job(numel, compute, math.ceil(4 * numel / (self.bucket_mb * 2**20)))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step of one rank: float32 gradients, seconds without communication, equal buckets."""
+
+    numel: int
+    compute: float
+    num_buckets: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """What synchronisation adds to a step, in seconds: a measured median."""
+
+    way: str
+    numel: int
+    num_ranks: int
+    seconds: float
+    burst: float = 0.0
+    """Bytes that the link, idle before, lets through at once."""
+    oversubscribed: bool = False
+
+
+def demands(way: str, numel: float, num_ranks: int, burst: float = 0.0) -> tuple[float, float]:
+    """Messages of a sync that follow each other, and the bytes that a rank sends beyond a burst."""
+    compression = way.partition("/")[2]
+    steps, volume = ROUTES[compressions.algorithm(compression, num_ranks)](num_ranks)
+    nbytes = numel * WIRE_BYTES[compressions.split(compression)[0]]
+    return steps, max(0.0, volume * nbytes - burst)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """See Note [The α-β model]. Seconds."""
+
+    latency: float
+    per_byte: float
+    hosts: Mapping[str, tuple[float, float]]
+    """By way: seconds a value, and a call."""
+
+    def link_time(
+        self, way: str, numel: float, num_ranks: int, per_byte: float | None = None, burst: float = 0.0
+    ) -> float:
+        """Seconds on the link; ``per_byte`` may be another link's."""
+        steps, nbytes = demands(way, numel, num_ranks, burst)
+        return steps * self.latency + nbytes * (self.per_byte if per_byte is None else per_byte)
+
+    def host_time(self, way: str, numel: float) -> float:
+        per_value, per_call = self.hosts[way]
+        return per_value * numel + per_call
+
+    def sync_time(self, way: str, numel: float, num_ranks: int, burst: float = 0.0) -> float:
+        """Seconds of one sync on its own."""
+        return self.link_time(way, numel, num_ranks, burst=burst) + self.host_time(way, numel)
+
+    def exposed_time(
+        self, way: str, job: Job, num_ranks: int, per_byte: float | None = None, slower: float = 1
+    ) -> float:
+        """Seconds that synchronisation adds to a step, if each sync takes ``slower`` times what the model says.
+
+        Equal buckets get ready at equal distances during backward and travel one after the other. The first one's
+        compute and the last one's communication hide nothing, and the host's work never hides.
+        """
+        in_bucket = job.numel / job.num_buckets
+        link = slower * self.link_time(way, in_bucket, num_ranks, per_byte)
+        hidden = job.compute * BACKWARD_SHARE * (1 - 1 / job.num_buckets)
+        host = job.num_buckets * slower * self.host_time(way, in_bucket)
+        return max(link, job.num_buckets * link - hidden) + host
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A point that a fit had not seen, and what that fit says of it."""
+
+    point: Point
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative to what was measured."""
+        return abs(self.predicted / self.point.seconds - 1)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -135,143 +204,147 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = tyro.cli(Options, prog="python -m benchmarks predict", args=arguments)
     try:
-        fitted = fit_rows(options)
-        model = model_for(options, fitted)
+        points = read_points(options)
+        model, left_out = fit(points), leave_out(points)
     except ValueError as error:
         print(f"python -m benchmarks predict: {error}", file=sys.stderr)
         return 2
-    held_back = [_held_back_record(held) for held in (fitted.held_back if fitted else ())]
-    predictions = list(predict(options, model, fitted))
+    predictions = list(predict(options, model, points, left_out))
     if options.json is not None:
-        RowFile(options.json).add([*held_back, *predictions])
-    report(options, model, fitted, held_back, predictions)
+        RowFile(options.json).add(predictions)
+    report(options, model, points, left_out, predictions)
     return 0
 
 
-def fit_rows(options: Options) -> Fit | None:
-    """The fit on all rows over one link; None without rows.
+def read_points(options: Options) -> list[Point]:
+    """The points in the files, of the ways that are compared.
 
     Raises:
-        ValueError: the files hold no rows, or those of several links or backends, or too few.
+        ValueError: the rows are of several links or backends, or there are none of a way.
     """
-    if not options.rows:
-        return None
-    records = [record for path in options.rows for record in read_json(path) if record.benchmark == "sync"]
+    rows = [row for path in options.rows for row in read_json(path) if row.benchmark == "sync"]
     if options.link is not None:
-        records = [record for record in records if link_of(record) == parse_rate(options.link)]
-    links = {"the machine's own" if (link := link_of(record)) is None else format_rate(link) for record in records}
-    backends = {record.settings["backend"] for record in records}
-    if len(links) > 1:
-        raise ValueError(f"the rows are of several links, {', '.join(sorted(links))}: choose one with --link")
-    if len(backends) > 1:
-        raise ValueError(f"the rows are of several backends, {', '.join(sorted(backends))}: name files of one only")
-    if not records:
-        raise ValueError("there are no rows of sync over that link in these files")
-    return fit(points_of(records), "ring", options.hold_back)
+        rows = [row for row in rows if row.settings.get("link") == parse_rate(options.link)]
+    for name, remedy in (("link", "choose one with --link"), ("backend", "name files of one only")):
+        if len(found := sorted({str(row.settings.get(name, "unshaped")) for row in rows})) > 1:
+            raise ValueError(f"the rows are of several {name}s, {', '.join(found)}: {remedy}")
+    alone = {_case(row): row.quantiles["median"] for row in rows if row.way == "no_sync" and row.samples}
+    points = []
+    for row in rows:
+        if row.way in options.ways and row.correct and row.settings["world_size"] > 1 and _case(row) in alone:
+            added = row.quantiles["median"] - alone[_case(row)]
+            if added > 0:  # else it is less than the noise, and has no relative error
+                size, crowded = row.settings["numel"], bool(row.settings.get(OVERSUBSCRIBED))
+                burst = row.settings.get("link_burst", 0.0)
+                points.append(Point(row.way, size, row.settings["world_size"], added, burst, crowded))
+    if missing := set(options.ways) - {point.way for point in points}:
+        raise ValueError(f"there are no rows of {', '.join(sorted(missing))}: measure it, or change --compression")
+    return points
 
 
-def algorithm_of(options: Options, fitted: Fit | None) -> Algorithm:
-    """The chosen one, or that of the rows."""
-    return options.algorithm or (fitted.model.topology.algorithm if fitted else "ring")
+def _case(row: Record) -> tuple[object, ...]:
+    """Rows that took turns with each other have the same."""
+    names = ("link", "size", "world_size", "backend")
+    return (*(row.settings.get(name) for name in names), row.environment.get("time"))
 
 
-def model_for(options: Options, fitted: Fit | None) -> CostModel:
-    """The fitted model, with what the options put in its place.
+def fit(points: Sequence[Point]) -> CostModel:
+    """Non-negative least squares of the relative errors.
 
     Raises:
-        ValueError: a compression was not measured, and its costs are not given.
+        ValueError: the points cannot tell the link from the host, or latency from bandwidth.
     """
-    hosts = {}
-    for compression in options.compression:
-        measured = f"{options.door}/{compression}"
-        host = fitted.model.hosts.get(measured) if fitted else None
-        overhead = parse_seconds(options.overhead) if options.overhead else host and host.overhead
-        bandwidth = options.local_bandwidth * 1e9 if options.local_bandwidth else host and host.bandwidth
-        if overhead is None or bandwidth is None:
-            raise ValueError(f"there are no rows of {measured}: measure it, or choose another --compression")
-        hosts[f"{options.door}/{compression}"] = Host(overhead, bandwidth)
-    # Without rows the options give both of its figures.
-    link = fitted.model.topology.link if fitted else Link(latency=0.0, bandwidth=1.0)
-    if options.latency:
-        link = replace(link, latency=parse_seconds(options.latency), work=0.0)
-    if options.bandwidth:
-        link = replace(link, bandwidth=parse_rate(options.bandwidth) / 8)
-    algorithm = algorithm_of(options, fitted)
-    if algorithm == "two-level":
-        inner = Link(parse_seconds(options.inner_latency), parse_rate(options.inner_bandwidth) / 8)
-        return CostModel(Topology("two-level", link, options.ranks_per_node, inner), hosts)
-    return CostModel(Topology(algorithm, link), hosts)
+    from scipy.optimize import nnls
+
+    ways = list(dict.fromkeys(point.way for point in points))
+    if len({point.num_ranks for point in points}) < 2:
+        raise ValueError("rows of two world sizes above 1 are needed at least, to tell the link from the host")
+    for way in ways:
+        if len({point.numel for point in points if point.way == way}) < 2:
+            raise ValueError(f"rows of {way} with two sizes are needed at least, to tell latency from bandwidth")
+    rows = []
+    for point in points:
+        host = [value if way == point.way else 0.0 for way in ways for value in (point.numel, 1.0)]
+        rows.append([*demands(point.way, point.numel, point.num_ranks, point.burst), *host])
+    relative = np.array(rows) / np.array([point.seconds for point in points])[:, None]
+    scale = np.maximum(relative.max(axis=0), 1e-300)  # columns of one magnitude
+    found = nnls(relative / scale, np.ones(len(points)))[0] / scale
+    return CostModel(found[0], found[1], {way: (found[2 + 2 * i], found[3 + 2 * i]) for i, way in enumerate(ways)})
 
 
-def predict(options: Options, model: CostModel, fitted: Fit | None) -> Iterator[Record]:
-    """A row for each compression and number of ranks. low and high: every sync off by the worst error that was seen."""
-    job, link, where = options.job, model.topology.link, environment(torch.device("cpu"))
-    errors = fitted.errors(job.numel / job.num_buckets) if fitted else []
-    factors = (1.0, *slower(max(errors))) if errors else (1.0,)
-    for way, host in model.hosts.items():
-        for num_ranks in options.all_sizes:
-            exposed = [model.exposed_time(way, job, num_ranks, factor) if num_ranks > 1 else 0.0 for factor in factors]
-            efficiencies = [efficiency(job, seconds) for seconds in exposed]
-            high, low = efficiencies[1:] if errors else (None, None)
-            yield Record(
-                benchmark="predict",
-                way=way,
-                settings={
-                    "model": options.model,
-                    "world_size": num_ranks,
-                    **asdict(job),
-                    "algorithm": model.topology.algorithm,
-                    "latency": link.latency + link.work,
-                    "bandwidth": _finite(link.bandwidth),
-                    "overhead": host.overhead,
-                    "local_bandwidth": _finite(host.bandwidth),
-                    "extrapolated": num_ranks > 1 and is_extrapolated(options, fitted, way, num_ranks),
-                    "fitted_on_oversubscribed": fitted is not None and fitted.num_oversubscribed > 0,
-                },
-                figures={
-                    "exposed_time": exposed[0],
-                    "efficiency": efficiencies[0],
-                    "low": low,
-                    "high": high,
-                    "median_error": _finite(median(errors)) if errors else None,
-                    "worst_error": _finite(max(errors)) if errors else None,
-                },
-                correct=True,
-                samples=[],
-                environment=where,
-            )
+def leave_out(points: Sequence[Point]) -> list[LeftOut]:
+    """Predicts each world size, or with two of them each message size, from a fit on the others."""
+    by_ranks = len({point.num_ranks for point in points}) > 2
+    key: Callable[[Point], int] = (lambda point: point.num_ranks) if by_ranks else (lambda point: point.numel)
+    left_out = []
+    for part in sorted({key(point) for point in points}):
+        try:
+            model = fit([point for point in points if key(point) != part])
+        except ValueError:
+            continue  # what is left does not allow a fit
+        unseen = [point for point in points if key(point) == part and point.way in model.hosts]
+        left_out += [LeftOut(p, model.sync_time(p.way, p.numel, p.num_ranks, p.burst)) for p in unseen]
+    if not left_out:
+        raise ValueError("the rows allow no fit without some of them: measure three world sizes, or three sizes")
+    return left_out
 
 
-def is_extrapolated(options: Options, fitted: Fit | None, way: str, num_ranks: int) -> bool:
-    """Tells whether ranks, bytes or any of the parameters are beyond what was measured."""
-    given = (options.bandwidth, options.latency, options.local_bandwidth, options.overhead)
-    if fitted is None or any(given) or way not in fitted.model.hosts:
-        return True
-    if algorithm_of(options, fitted) != fitted.model.topology.algorithm:
-        return True
-    in_bucket = options.job.numel / options.job.num_buckets
-    ranks = [point.num_ranks for point in fitted.points]
-    numels = [point.numel for point in fitted.points]
-    return not (min(ranks) <= num_ranks <= max(ranks) and min(numels) <= in_bucket <= max(numels))
+def errors_near(left_out: Sequence[LeftOut], numel: float) -> list[float]:
+    """Of points with about as many values, or of those nearest to that where it is beyond them."""
+    numels = [left.point.numel for left in left_out]
+    wanted = min(max(numel, min(numels)), max(numels))
+    near = [left.error for left in left_out if 1 / NEAR <= left.point.numel / wanted <= NEAR]
+    return near or [left.error for left in left_out]
 
 
-def _held_back_record(held: HeldBack) -> Record:
-    point = held.point
-    return Record(
-        benchmark="predict",
-        way=point.way,
-        settings={
-            "numel": point.numel,
-            "world_size": point.num_ranks,
-            "held_back": True,
-            **({"oversubscribed": True} if point.oversubscribed else {}),
-        },
-        figures={"measured": point.sync, "predicted": held.predicted, "error": _finite(held.error)},
-        correct=True,
-        samples=[],
-        environment={},
+def predict(
+    options: Options, model: CostModel, points: Sequence[Point], left_out: Sequence[LeftOut]
+) -> Iterator[Record]:
+    """A row for each bandwidth, way and number of ranks. low and high: every sync off by the worst error near it."""
+    job, where = options.job, environment(torch.device("cpu"))
+    in_bucket = job.numel / job.num_buckets
+    worst = max(errors_near(left_out, in_bucket))
+    factors = (1.0, 1 / (1 + worst), 1 / max(1 - worst, 1e-9))
+    ranks, numels = {point.num_ranks for point in points}, {point.numel for point in points}
+    for rate in options.bandwidth or [None]:
+        per_byte = None if rate is None else 8 / parse_rate(rate)
+        for way in options.ways:
+            for num_ranks in sorted(set(options.world_sizes)):
+                exposed = [model.exposed_time(way, job, num_ranks, per_byte, slower) for slower in factors]
+                efficiency, high, low = (job.compute / (job.compute + seconds) for seconds in exposed)
+                measured = num_ranks <= max(ranks) and min(numels) <= in_bucket <= max(numels) and rate is None
+                settings = {"world_size": num_ranks, "bandwidth": rate, "extrapolated": not measured}
+                figures = {"exposed_time": exposed[0], "efficiency": efficiency, "low": low, "high": high}
+                yield Record("predict", way, settings, figures, correct=True, samples=[], environment=where)
+
+
+COLUMNS: Columns = {
+    "way": lambda row: row.way,
+    "link": lambda row: row.settings["bandwidth"] or "as fitted",
+    "ranks": lambda row: f"{row.settings['world_size']}{'*' if row.settings['extrapolated'] else ''}",
+    "exposed, ms": lambda row: milliseconds(row.figures["exposed_time"]),
+    "efficiency": lambda row: f"{row.figures['efficiency']:.1%}",
+    "with the worst error": lambda row: f"[{row.figures['low']:.1%}, {row.figures['high']:.1%}]",
+}
+
+
+def report(
+    options: Options, model: CostModel, points: Sequence[Point], left_out: Sequence[LeftOut], rows: Sequence[Record]
+) -> None:
+    """Prints the parameters, how far they can be trusted, the predictions and what is assumed."""
+    out, job = console(), options.job
+    rate = "no measurable cost a byte" if model.per_byte == 0 else format_rate(8 / model.per_byte)
+    crowded = ", some of more ranks than cores (OVERSUBSCRIBED)" if any(p.oversubscribed for p in points) else ""
+    out.print(f"Link: {format_seconds(model.latency)} a message, {rate}; fitted on {len(points)} rows{crowded}.")
+    out.print("How far to trust it: the error of rows that a fit had not seen.")
+    for numel in sorted({left.point.numel for left in left_out}):
+        found = [left.error for left in left_out if left.point.numel == numel]
+        out.print(f"  {numel:>12,} values: median {median(found):.1%}, worst {max(found):.1%} of {len(found)}")
+    compute = format_seconds(job.compute)
+    out.print(table(f"{job.numel:,} parameters, {compute} of compute a step and rank", COLUMNS, rows))
+    out.print(
+        f"Assumed: {job.num_buckets} equal buckets, each sent behind the one before while backward, "
+        f"{BACKWARD_SHARE:.0%} of the compute, goes on; a ring where the process group adds; an idle link. "
+        "*: beyond measured ranks or bytes, or over another link: the error was seen elsewhere.",
+        markup=False,
     )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -1,1 +1,0 @@
-"""Predicts what a sync costs elsewhere: a model, and its parameters from measured rows."""
