@@ -9,12 +9,15 @@ parallel compilations.
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import setuptools
@@ -28,6 +31,8 @@ HOW_TO_BUILD = "pip install torch ninja 'setuptools>=77.0.3', then the same comm
 CUDA_ARCHITECTURES = {"8.0": (11, 0), "9.0": (11, 8), "10.0": (12, 8), "12.0": (12, 8)}
 # More compile faster in all, and slower after a change of one.
 FILES_A_UNIT = 6
+ON_REQUEST = "FASTSYNC_CUDA=0 was set when it was built"
+TERMINAL = "/dev/tty"
 
 # -fopenmp belongs to compiling only. at::parallel_for is a template, so its parallel region is compiled into the
 # extension, but the OpenMP runtime has to be the one that torch has loaded: linking another would give the process a
@@ -90,16 +95,6 @@ def toolkit_of(nvcc: str) -> str | None:
     return os.path.normpath(top.group(1).strip()) if top and dryrun.returncode == 0 else None
 
 
-def choose_toolkit() -> None:
-    """Sets CUDA_HOME, unless it is set, to the toolkit of the nvcc on the PATH, before torch looks for one.
-
-    torch takes the folder above the nvcc that it finds, which is no toolkit where that is a wrapper script.
-    """
-    nvcc = shutil.which("nvcc")
-    if nvcc is not None and not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys() and (toolkit := toolkit_of(nvcc)):
-        os.environ["CUDA_HOME"] = toolkit
-
-
 def toolkit_version(cuda_home: str) -> str | None:
     """The release of the nvcc under ``cuda_home``, such as "13.0"; None where there is none that runs."""
     try:
@@ -110,30 +105,68 @@ def toolkit_version(cuda_home: str) -> str | None:
     return release.group(1) if release else None
 
 
-def cuda_obstacle(torch_version: str, torch_cuda: str | None, cuda_home: str | None) -> str | None:
-    """Why the CUDA half cannot be built against this torch; None where it can. A GPU need not be present."""
-    if torch_cuda is None:
-        return f"torch {torch_version} is built without CUDA (torch.version.cuda is None)"
-    if cuda_home is None:
-        return "no CUDA toolkit was found: set CUDA_HOME or put nvcc on the PATH"
+def toolkit_folders(torch_cuda: str) -> list[str]:
+    """Where a toolkit may be: where CUDA_HOME says, or else the PATH or torch; then where PyPI's packages lie.
+
+    The folder above the nvcc on the PATH, which torch takes, is no toolkit where that nvcc is a wrapper script.
+    """
+    nvcc = shutil.which("nvcc")
+    chosen = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    usual = [chosen] if chosen else [(nvcc and toolkit_of(nvcc)) or "", "/usr/local/cuda"]
+    from_pypi = [f"{folder}/nvidia/cu{torch_cuda.split('.')[0]}" for folder in sys.path]
+    return [folder for folder in (*usual, *from_pypi) if folder == chosen or os.path.exists(f"{folder}/bin/nvcc")]
+
+
+def toolkit_obstacle(cuda_home: str, torch_cuda: str) -> str | None:
+    """Why this toolkit cannot compile for a torch with CUDA ``torch_cuda``; None where it can."""
     toolkit = toolkit_version(cuda_home)
     if toolkit is None:
-        return f"{cuda_home}/bin/nvcc does not run: point CUDA_HOME at a CUDA toolkit"
+        return f"{cuda_home}/bin/nvcc does not run"
     if toolkit.split(".")[0] != torch_cuda.split(".")[0]:
-        return f"torch {torch_version} is built with CUDA {torch_cuda}, but the toolkit in {cuda_home} is {toolkit}"
-    if not has_headers(cuda_home):
-        return f"{cuda_home} has nvcc, but no cuda_runtime_api.h: point CUDA_HOME at a toolkit that has both"
+        return f"torch is built with CUDA {torch_cuda}, but the toolkit in {cuda_home} is {toolkit}"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "probe.cu").write_text("#include <cuda_bf16.h>\n__global__ void fill(float* x) { *x = 1; }\n")
+        headers = ["-include", "cuda_runtime_api.h", "-I", f"{cuda_home}/include"]
+        for command in (
+            [os.environ.get("CXX", "c++"), "-E", *headers, "-x", "c++", os.devnull],
+            [f"{cuda_home}/bin/nvcc", "-c", "probe.cu", "-o", "probe.o"],
+        ):
+            result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if result.returncode != 0:
+                said = re.search(r"^.*\b(?:error|fatal)\b.*$", result.stderr, re.MULTILINE)
+                reason = said.group() if said else f"{command[0]} exits with {result.returncode}"
+                return f"the toolkit in {cuda_home} does not compile ({reason})"
     return None
 
 
-def has_headers(cuda_home: str) -> bool:
-    """Tells whether the C++ compiler finds the runtime's headers, in the toolkit or where the system has them.
+def toolkit_advice(torch_cuda: str, requirements: Iterable[str]) -> str:
+    """How to get a toolkit: from PyPI, in the release of torch's other CUDA packages, where torch's metadata pins one.
 
-    torch's own packages do not suffice: they bring cuda_runtime_api.h, but not crt/host_defines.h, which it includes.
+    nvcc alone would come with the newest of what it calls, whose output it cannot read.
     """
-    header = ["-include", "cuda_runtime_api.h", "-I", f"{cuda_home}/include"]
-    command = [os.environ.get("CXX", "c++"), "-E", *header, "-x", "c++", os.devnull]
-    return subprocess.run(command, capture_output=True).returncode == 0
+    pins = [re.match(r"cuda-toolkit\b.*?==([\d.]+)", requirement) for requirement in requirements]
+    for pin in filter(None, pins):
+        return f"run: pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]=={pin.group(1)}'"
+    return f"install a CUDA toolkit of release {torch_cuda}, and set CUDA_HOME"
+
+
+def choose_toolkit(torch_version: str, torch_cuda: str | None) -> str | None:
+    """Sets CUDA_HOME to the first toolkit that works with this torch. A GPU need not be present.
+
+    Returns why the CUDA half cannot be built and what to do; None where it can.
+    """
+    if torch_cuda is None:
+        return f"torch {torch_version} is built without CUDA, and GPUs take one that is built with it"
+    obstacles = []
+    for folder in toolkit_folders(torch_cuda):
+        obstacle = toolkit_obstacle(folder, torch_cuda)
+        if obstacle is None:
+            os.environ["CUDA_HOME"] = folder
+            return None
+        obstacles.append(obstacle)
+    installed = next(iter(importlib.metadata.distributions(name="torch")), None)
+    requirements = (installed and installed.requires) or []
+    return "; ".join([*(obstacles or ["no nvcc was found"]), toolkit_advice(torch_cuda, requirements)])
 
 
 def architectures(toolkit: str) -> str:
@@ -142,14 +175,30 @@ def architectures(toolkit: str) -> str:
     return ";".join(name for name, since in CUDA_ARCHITECTURES.items() if since <= release) + "+PTX"
 
 
-def wants_cuda(setting: str, obstacle: str | None) -> bool:
+def cuda_left_out(setting: str, torch_version: str, torch_cuda: str | None) -> str | None:
+    """Why the CUDA half is left out; None where it is built."""
     if setting not in ("", "0", "1"):
         raise fail(f"FASTSYNC_CUDA={setting!r} means nothing: 1 insists on the CUDA half, 0 leaves it out")
-    if setting == "1" and obstacle is not None:
-        raise fail(f"FASTSYNC_CUDA=1, but the CUDA half cannot be built: {obstacle}")
-    if setting == "" and obstacle is not None:
-        print(f"fastsync: building the CPU half only: {obstacle}", file=sys.stderr)
-    return setting != "0" and obstacle is None
+    reason = ON_REQUEST if setting == "0" else choose_toolkit(torch_version, torch_cuda)
+    if setting == "1" and reason is not None:
+        raise fail(f"FASTSYNC_CUDA=1, but the CUDA half cannot be built: {reason}")
+    return reason
+
+
+def leave_note(path: Path, torch_version: str, left_out: str | None) -> None:
+    """Writes what the extension was built for, and why without the CUDA half, for fastsync/installation.py to read.
+
+    Another torch may load the extension, and crash. The user is told on the terminal: pip hides what a build prints.
+    """
+    path.write_text("\n".join(filter(None, (torch_version, left_out))))
+    if left_out in (None, ON_REQUEST):
+        return
+    sentence = f"fastsync: built without its CUDA kernels: {left_out}"
+    try:
+        with open(TERMINAL, "w") as terminal:
+            print(f"\n{sentence}", file=terminal)
+    except OSError:
+        print(sentence, file=sys.stderr)
 
 
 def check_sanitizer(setting: str) -> None:
@@ -164,6 +213,13 @@ def files(pattern: str) -> list[str]:
 def system_includes(folders: list[str]) -> list[str]:
     """The flags that g++ and nvcc both understand: nvcc refuses -isystem and its folder in one word."""
     return [word for folder in folders for word in ("-isystem", folder)]
+
+
+def runtime_library() -> str:
+    """CUDA's runtime, as the linker is told of it. PyPI's has the name libcudart.so.13 alone."""
+    folder = Path(os.environ["CUDA_HOME"], "lib")
+    versioned = sorted(path.name for path in folder.glob("libcudart.so.*"))
+    return f":{versioned[0]}" if versioned and not (folder / "libcudart.so").exists() else "cudart"
 
 
 def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanitizer: str = "") -> setuptools.Extension:
@@ -185,6 +241,8 @@ def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanit
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         extra_link_args=SANITIZERS.get(sanitizer, []),
     )
+    if with_cuda:
+        extension.libraries = [runtime_library() if name == "cudart" else name for name in extension.libraries]
     # torch's headers become system headers: the warnings are for our own code.
     for flags in (cxx, nvcc):
         flags += system_includes(extension.include_dirs)
@@ -231,12 +289,10 @@ def main() -> None:
         return
     # torch looks there for ninja, which pip puts beside this Python.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    choose_toolkit()
-    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension
+    left_out = cuda_left_out(os.environ.get("FASTSYNC_CUDA", ""), torch.__version__, torch.version.cuda)
+    from torch.utils.cpp_extension import BuildExtension  # which reads CUDA_HOME
 
-    obstacle = cuda_obstacle(torch.__version__, torch.version.cuda, CUDA_HOME)
-    with_cuda = wants_cuda(os.environ.get("FASTSYNC_CUDA", ""), obstacle)
-    if with_cuda and (toolkit := toolkit_version(CUDA_HOME)) is not None:
+    if left_out is None and (toolkit := toolkit_version(os.environ["CUDA_HOME"])) is not None:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(toolkit))
     sanitizer = os.environ.get("FASTSYNC_SANITIZE", "")
     check_sanitizer(sanitizer)
@@ -258,10 +314,10 @@ def main() -> None:
             for extension in self.extensions:
                 extension.sources = units(extension.sources, Path("build/units"))
             super().run()
-            # Another torch may load the extension, and crash. fastsync/installation.py reads this first.
-            Path(self.get_ext_fullpath("fastsync._C")).with_suffix(".torch").write_text(torch.__version__)
+            note = Path(self.get_ext_fullpath("fastsync._C")).with_suffix(".torch")
+            leave_note(note, torch.__version__, left_out)
 
-    setuptools.setup(ext_modules=make_extensions(with_cuda, sanitizer), cmdclass={"build_ext": BuildInOneFolder})
+    setuptools.setup(ext_modules=make_extensions(left_out is None, sanitizer), cmdclass={"build_ext": BuildInOneFolder})
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ import importlib.util
 import os
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from fastsync.installation import DISTRIBUTION, install_command, load, rebuild_command
+from fastsync.installation import DISTRIBUTION, cuda_left_out, install_command, load
 
 TRAIN_MODULES = {
     "gymnasium": "gymnasium",
@@ -36,7 +37,7 @@ def main() -> int:
     """Prints the report.
 
     Returns:
-        0 if the engine works on the CPU of this machine, 1 if not.
+        0 if the engine works on this machine; 1 if not, or if there is an NVIDIA GPU and no kernels for it were built.
     """
     extension, error = _load_extension()
     obstacles = _engine_obstacles(extension, error)
@@ -47,7 +48,8 @@ def main() -> int:
     print("will not work here")
     for line in [*obstacles, *_gpu_limits(extension), *_training_limits()] or ["nothing that doctor looks for"]:
         print(f"  {line}")
-    return 1 if obstacles else 0
+    without_kernels = extension is not None and not extension.built_with_cuda() and _has_nvidia_gpu()
+    return 1 if obstacles or without_kernels else 0
 
 
 def _load_extension() -> tuple[ModuleType | None, str]:
@@ -104,7 +106,25 @@ def _shared_memory(extension: ModuleType | None) -> Facts:
 def _devices(extension: ModuleType | None) -> Facts:
     cores = extension.num_usable_cores() if extension else len(os.sched_getaffinity(0))
     cpu = f"{cores} cores for this process, {torch.get_num_threads()} torch threads"
-    return [("cpu", cpu), *((f"cuda:{index}", _describe_gpu(index)) for index in range(torch.cuda.device_count()))]
+    gpus = [(f"cuda:{index}", _describe_gpu(index)) for index in range(torch.cuda.device_count())]
+    accelerator = torch.accelerator.current_accelerator()
+    types = ["cpu", *([accelerator.type] if accelerator else [])]
+    return [("cpu", cpu), *gpus, *((f"kernels on {name}", _kernels(extension, name)) for name in types if extension)]
+
+
+def _kernels(extension: ModuleType, device_type: str) -> str:
+    """Which kernels the engine runs on such a device, in words."""
+    if not hasattr(extension, "kernels"):
+        return "unknown: the extension was built from older sources; build it again"
+    if extension.kernels(device_type) == "fused":
+        return f"fused {'CUDA' if device_type == 'cuda' else 'C++'}"
+    advice = "" if extension.built_with_cuda() else "; install nvcc and build again for fused ones"
+    return "generic: torch's own operations" + (advice if device_type == "cuda" else "")
+
+
+def _has_nvidia_gpu() -> bool:
+    """As torch sees it, or the system, where torch is built without CUDA."""
+    return (torch.version.cuda is not None and torch.cuda.is_available()) or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _describe_gpu(index: int) -> str:
@@ -129,11 +149,7 @@ def _gpu_limits(extension: ModuleType | None) -> list[str]:
     elif not torch.cuda.is_available():
         limits.append("NCCL: torch sees no GPU; use Gloo")
     if extension is not None and not extension.built_with_cuda():
-        if torch.version.cuda is None:
-            way_out = "install a torch with CUDA, then rebuild"
-        else:
-            way_out = "rebuild with FASTSYNC_CUDA=1, which fails with the reason where it cannot be built"
-        limits.append(f"gradients on a GPU: the CUDA half is not built; {way_out}: {rebuild_command()}")
+        limits.append(f"fused CUDA kernels: {cuda_left_out() or 'not built, and the build has noted no reason'}")
     return limits
 
 

@@ -35,8 +35,18 @@ def load(extension: str) -> ModuleType:
 
 def built_for() -> str:
     """The version of torch that the extensions were built for, as setup.py notes it; this torch's if it is unknown."""
+    return next(iter(_note()), torch.__version__)
+
+
+def cuda_left_out() -> str:
+    """Why the extension was built without its CUDA kernels, and how to get them; empty where it was built with them."""
+    return "".join(f"{reason}; to build again: {rebuild_command()}" for reason in _note()[1:])
+
+
+def _note() -> list[str]:
+    """What setup.py noted beside the extension, a line for each."""
     note = HERE.joinpath(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").with_suffix(".torch")
-    return note.read_text().strip() if note.exists() else torch.__version__
+    return note.read_text().splitlines() if note.exists() else []
 
 
 def rebuild_command() -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pty
 import re
 import subprocess
 import sys
 import tarfile
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import setuptools
@@ -59,12 +61,32 @@ def _sources(*patterns: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
 
 
-def _fake_toolkit(folder: Path, release: str) -> str:
+def _fake_toolkit(folder: Path, release: str, refusal: str = "") -> str:
+    """A toolkit whose nvcc names this release, and compiles, or refuses with these words."""
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    refuses = f"echo '{refusal}' >&2; exit 1" if refusal else ":"
+    says = f"echo 'Cuda compilation tools, release {release}, V{release}.88'"
+    nvcc.write_text(
+        f'#!/bin/sh\ncase $1 in --version) {says};; -c) {refuses};; *) echo "#\\$ TOP={folder}" >&2;; esac\n'
+    )
     nvcc.chmod(0o755)
+    (folder / "include").mkdir()
+    (folder / "include/cuda_runtime_api.h").touch()
     return str(folder)
+
+
+@pytest.fixture
+def no_toolkit(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No toolkit is found, but those that a test makes; those of PyPI's packages in the folder that is returned."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, "")  # so that what is set is undone
+        monkeypatch.delenv(name)
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: "/usr/local/cuda" not in str(path) and exists(path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site-packages")])
+    return tmp_path / "site-packages"
 
 
 @pytest.fixture
@@ -125,84 +147,136 @@ def test_insisting_on_cuda_without_a_cuda_torch_fails_with_the_reason(
     setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTSYNC_CUDA", "1")
-    message = f"FASTSYNC_CUDA=1, but the CUDA half cannot be built: torch {torch.__version__}"
+    message = f"FASTSYNC_CUDA=1, but the CUDA half cannot be built: torch {torch.__version__} is built without CUDA"
     with pytest.raises(SystemExit, match=re.escape(message)):
         setup_script.main()
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
-def test_leaving_cuda_out_by_itself_is_said(
-    setup_script: ModuleType,
-    built: list[setuptools.Extension],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("FASTSYNC_CUDA", "")
-    setup_script.main()
-    assert [extension.name for extension in built] == ["fastsync._C", "fastsync._ppo"]
-    assert "building the CPU half only: torch" in capfd.readouterr().err
-
-
-def test_leaving_cuda_out_on_request_is_silent(
-    setup_script: ModuleType,
-    built: list[setuptools.Extension],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+def test_on_request_the_cpu_half_is_built(
+    setup_script: ModuleType, built: list[setuptools.Extension], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTSYNC_CUDA", "0")
     setup_script.main()
     assert [extension.name for extension in built] == ["fastsync._C", "fastsync._ppo"]
-    assert "CPU half only" not in capfd.readouterr().err
+    assert setup_script.cuda_left_out("0", "2.15.0", "13.2") == setup_script.ON_REQUEST
 
 
-def test_obstacles_to_the_cuda_half(setup_script: ModuleType, tmp_path: Path) -> None:
+def test_what_keeps_a_toolkit_from_compiling_is_said(setup_script: ModuleType, tmp_path: Path) -> None:
+    obstacle = setup_script.toolkit_obstacle
     toolkit = _fake_toolkit(tmp_path / "cuda", "13.0")
-    obstacle = setup_script.cuda_obstacle
-    assert "no cuda_runtime_api.h: point CUDA_HOME" in obstacle("2.13.0", "13.2", toolkit)
-    (tmp_path / "cuda/include").mkdir()
-    (tmp_path / "cuda/include/cuda_runtime_api.h").touch()
-    assert obstacle("2.13.0", "13.2", toolkit) is None
-    assert "torch.version.cuda is None" in obstacle("2.13.0+cpu", None, toolkit)
-    assert "set CUDA_HOME or put nvcc on the PATH" in obstacle("2.13.0", "13.0", None)
-    assert f"{tmp_path}/empty/bin/nvcc does not run" in obstacle("2.13.0", "13.0", f"{tmp_path}/empty")
-    mismatch = obstacle("2.13.0", "12.8", toolkit)
-    assert mismatch == f"torch 2.13.0 is built with CUDA 12.8, but the toolkit in {toolkit} is 13.0"
+    assert obstacle(toolkit, "13.2") is None
+    assert obstacle(toolkit, "12.8") == f"torch is built with CUDA 12.8, but the toolkit in {toolkit} is 13.0"
+    (tmp_path / "cuda/include/cuda_runtime_api.h").unlink()
+    assert "cuda_runtime_api.h: No such file or directory)" in obstacle(toolkit, "13.2")
+    assert obstacle(f"{tmp_path}/empty", "13.0") == f"{tmp_path}/empty/bin/nvcc does not run"
+    broken = _fake_toolkit(tmp_path / "broken", "13.0", "ptxas x.ptx, line 9; fatal   : Unsupported .version 9.4")
+    assert obstacle(broken, "13.0") == (
+        f"the toolkit in {broken} does not compile (ptxas x.ptx, line 9; fatal   : Unsupported .version 9.4)"
+    )
 
 
-def test_the_toolkit_is_that_of_the_nvcc_behind_a_wrapper(
-    setup_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+PINNED = 'cuda-toolkit[cublas,cudart,nvrtc]==13.2.2; platform_system == "Linux"'
+PIP_LINE = "pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.2.2'"
+
+
+def test_the_toolkit_to_install_is_of_the_release_that_torch_pins(setup_script: ModuleType) -> None:
+    advice = setup_script.toolkit_advice
+    assert advice("13.2", ["filelock", "cuda-bindings<14,>=13.0.3", PINNED]) == f"run: {PIP_LINE}"
+    assert advice("13.2", ["cuda-toolkit==13.2.2"]) == f"run: {PIP_LINE}"
+    assert advice("12.8", ["filelock"]) == "install a CUDA toolkit of release 12.8, and set CUDA_HOME"
+
+
+@pytest.mark.usefixtures("no_toolkit")
+def test_without_a_toolkit_the_reason_ends_in_the_line_to_run(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrapper = tmp_path / "bin" / "nvcc"
-    wrapper.parent.mkdir()
-    wrapper.write_text("#!/bin/sh\necho '#$ _SPACE_= ' >&2\necho '#$ TOP=/opt/cuda-13.0/bin/..' >&2\n")
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("PATH", str(wrapper.parent), prepend=":")
-    for chosen, expected in ((None, "/opt/cuda-13.0"), ("/opt/mine", "/opt/mine")):
-        monkeypatch.setenv("CUDA_HOME", "")
-        monkeypatch.delenv("CUDA_HOME")
-        monkeypatch.delenv("CUDA_PATH", raising=False)
-        if chosen is not None:
-            monkeypatch.setenv("CUDA_HOME", chosen)
-        setup_script.choose_toolkit()
-        assert os.environ["CUDA_HOME"] == expected
+    monkeypatch.setattr(
+        setup_script.importlib.metadata, "distributions", lambda name: iter([SimpleNamespace(requires=[PINNED])])
+    )
+    assert setup_script.cuda_left_out("", "2.15.0", "13.2") == f"no nvcc was found; run: {PIP_LINE}"
+    with pytest.raises(SystemExit, match="FASTSYNC_CUDA=1, but the CUDA half cannot be built: no nvcc was found; run"):
+        setup_script.cuda_left_out("1", "2.15.0", "13.2")
+    assert "CUDA_HOME" not in os.environ
+
+
+def test_the_first_toolkit_that_works_is_taken_and_pypis_last(
+    setup_script: ModuleType, no_toolkit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose() -> str:
+        monkeypatch.delenv("CUDA_HOME", raising=False)
+        assert setup_script.cuda_left_out("", "2.15.0", "13.2") is None
+        return os.environ["CUDA_HOME"]
+
+    from_pypi = _fake_toolkit(no_toolkit / "nvidia/cu13", "13.2")
+    assert choose() == from_pypi
+    too_old = _fake_toolkit(tmp_path / "too-old", "11.5")
+    monkeypatch.setenv("PATH", f"{too_old}/bin", prepend=":")
+    assert choose() == from_pypi
+    monkeypatch.setenv("CUDA_PATH", f"{tmp_path}/nowhere")
+    assert choose() == from_pypi
+    monkeypatch.delenv("CUDA_PATH")
+    # A wrapper elsewhere tells where its toolkit is.
+    system = _fake_toolkit(tmp_path / "system", "13.0")
+    (tmp_path / "wrapper").mkdir()
+    (tmp_path / "wrapper/nvcc").symlink_to(f"{system}/bin/nvcc")
+    monkeypatch.setenv("PATH", f"{tmp_path}/wrapper", prepend=":")
+    assert choose() == system
 
 
 def test_an_nvcc_that_does_not_tell_chooses_no_toolkit(setup_script: ModuleType, tmp_path: Path) -> None:
-    assert setup_script.toolkit_of(_fake_toolkit(tmp_path / "cuda", "13.0") + "/bin/nvcc") is None
+    silent = tmp_path / "nvcc"
+    silent.write_text("#!/bin/sh\n")
+    silent.chmod(0o755)
+    assert setup_script.toolkit_of(str(silent)) is None
     assert setup_script.toolkit_of(str(tmp_path / "nowhere")) is None
 
 
-@pytest.mark.parametrize(
-    ("setting", "obstacle", "built"),
-    [("", None, True), ("", "no toolkit", False), ("0", None, False), ("0", "no toolkit", False), ("1", None, True)],
-)
-def test_when_the_cuda_half_is_built(setup_script: ModuleType, setting: str, obstacle: str | None, built: bool) -> None:
-    assert setup_script.wants_cuda(setting, obstacle) is built
+def test_pypis_runtime_is_linked_by_the_one_name_that_it_has(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "lib").mkdir()
+    assert setup_script.runtime_library() == "cudart"
+    (tmp_path / "lib/libcudart.so.13").touch()
+    assert setup_script.runtime_library() == ":libcudart.so.13"
+    (tmp_path / "lib/libcudart.so").touch()
+    assert setup_script.runtime_library() == "cudart"
 
 
-def test_insisting_without_a_toolkit_fails_with_the_reason(setup_script: ModuleType) -> None:
-    with pytest.raises(SystemExit, match="cannot be built: no CUDA toolkit was found"):
-        setup_script.wants_cuda("1", setup_script.cuda_obstacle("2.13.0", "13.0", None))
+def test_what_kept_the_cuda_half_out_is_kept_and_said_once(
+    setup_script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    note = tmp_path / "_C.torch"
+    monkeypatch.setattr(setup_script, "TERMINAL", "/nowhere/tty")
+    setup_script.leave_note(note, "2.15.0", "no nvcc was found; run: pip")
+    assert capfd.readouterr().err == "fastsync: built without its CUDA kernels: no nvcc was found; run: pip\n"
+    assert note.read_text() == "2.15.0\nno nvcc was found; run: pip"
+    setup_script.leave_note(note, "2.15.0", setup_script.ON_REQUEST)
+    assert note.read_text().endswith("\nFASTSYNC_CUDA=0 was set when it was built")
+    setup_script.leave_note(note, "2.15.0", None)
+    assert note.read_text() == "2.15.0"
+    assert capfd.readouterr().err == ""
+
+
+def test_the_user_sees_it_though_pip_keeps_what_the_build_prints(tmp_path: Path) -> None:
+    """On the terminal that pip was called from, which the build shares."""
+    code = f"import setup, pathlib; setup.leave_note(pathlib.Path({str(tmp_path / 'note')!r}), '2.15.0', 'no nvcc')"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    shown = b""
+    with suppress(OSError):  # how the end is told
+        while part := os.read(terminal, 1000):
+            shown += part
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert shown.split() == b"fastsync: built without its CUDA kernels: no nvcc".split()
 
 
 def test_cpu_half_is_always_built(setup_script: ModuleType) -> None:
@@ -228,6 +302,7 @@ def test_architectures_are_those_that_the_toolkit_knows(setup_script: ModuleType
 
 def test_cuda_half_adds_the_kernels(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     extension, trainer = setup_script.make_extensions(with_cuda=True)
     assert set(extension.sources) == _sources("csrc/**/*.cpp", "csrc/**/*.cu") - set(trainer.sources)
     assert "-DFASTSYNC_WITH_CUDA" not in trainer.extra_compile_args["cxx"]

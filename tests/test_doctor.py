@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fastsync import doctor
+from fastsync import doctor, installation
 
 
 def _extension(with_cuda: bool = False) -> SimpleNamespace:
@@ -20,6 +22,7 @@ def _extension(with_cuda: bool = False) -> SimpleNamespace:
         shared_memory_obstacle=lambda: "",
         __file__="/somewhere/_C.so",
         built_with_cuda=lambda: with_cuda,
+        kernels=lambda device_type: "fused" if with_cuda or device_type == "cpu" else "generic",
         build_info=lambda: {"torch": torch.__version__, "compiler": "g++ 12.2.0"},
     )
 
@@ -61,19 +64,58 @@ def test_what_the_extension_was_built_with_is_printed(
     output = capsys.readouterr().out
     assert "built with compiler    g++ 12.2.0" in output
     assert "CUDA half              built" in output
-    assert "the CUDA half is not built" not in output
+    assert "fused CUDA kernels" not in output
 
 
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has CUDA; there is no GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(doctor, "_has_nvidia_gpu", lambda: False)
+
+
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
-    ("torch_cuda", "way_out"), [(None, "install a torch with CUDA"), ("13.0", "rebuild with FASTSYNC_CUDA=1")]
+    ("with_cuda", "said"),
+    [
+        (True, "fused CUDA"),
+        (False, "generic: torch's own operations; install nvcc and build again for fused ones"),
+    ],
 )
-def test_missing_cuda_half_comes_with_a_way_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], torch_cuda: str | None, way_out: str
+def test_each_devices_kernels_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], with_cuda: bool, said: str
+) -> None:
+    _use(monkeypatch, _extension(with_cuda=with_cuda))
+    doctor.main()
+    output = capsys.readouterr().out
+    assert "\n  kernels on cpu         fused C++\n" in output
+    assert f"\n  kernels on cuda        {said}\n" in output
+
+
+@pytest.mark.usefixtures("cuda")
+def test_what_kept_the_cuda_kernels_out_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     _use(monkeypatch, _extension())
-    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(installation, "HERE", tmp_path)
     assert doctor.main() == 0
-    assert f"gradients on a GPU: the CUDA half is not built; {way_out}" in _limits(capsys.readouterr().out)
+    assert "fused CUDA kernels: not built, and the build has noted no reason" in _limits(capsys.readouterr().out)
+    note = tmp_path.joinpath(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").with_suffix(".torch")
+    note.write_text(f"{torch.__version__}\nno nvcc was found; run: pip install 'cuda-toolkit[nvcc]==13.2.2'")
+    assert doctor.main() == 0
+    line = "fused CUDA kernels: no nvcc was found; run: pip install 'cuda-toolkit[nvcc]==13.2.2'; to build again: `pip"
+    assert line in _limits(capsys.readouterr().out)
+    assert installation.built_for() == torch.__version__
+
+
+@pytest.mark.parametrize(("with_cuda", "gpu", "status"), [(False, True, 1), (True, True, 0), (False, False, 0)])
+def test_an_nvidia_gpu_without_kernels_for_it_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, with_cuda: bool, gpu: bool, status: int
+) -> None:
+    _use(monkeypatch, _extension(with_cuda=with_cuda))
+    monkeypatch.setattr(doctor.Path, "glob", lambda self, pattern: iter([self / "nvidia0"] if gpu else []))
+    assert doctor.main() == status
 
 
 def test_missing_backends_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
