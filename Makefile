@@ -128,7 +128,7 @@ check-aarch64: venv
 # On a machine that has torch already, maybe without a network: no environment is made.
 PROVE_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 prove-gpu:
-	$(PROVE_PYTHON) -m tools.prove_gpu $(if $(PLAN),--plan) $(PART)
+	$(PROVE_PYTHON) tools/prove_gpu.py $(if $(PLAN),--plan) $(PART)
 
 clean:
 	rm -rf build dist *.egg-info fastsync/_*.so fastsync/_*.torch $(VENV)/.built

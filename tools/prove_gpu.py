@@ -1,0 +1,300 @@
+"""Does on a GPU what only a GPU can prove, part by part: ``make prove-gpu``, or this file with the names of parts.
+
+It takes torch with CUDA, nvcc, ninja and pytest, but no network, no git and no .venv. At its limit a command is ended
+with all that it has started, and the next one runs. At most eight files go to the folder that OUT names, by default
+build/prove-gpu: summary.txt, logs, and benchmarks.json, the rows of all benchmarks. The exit status is 0 if all parts
+passed, 3 where there is no GPU, and else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = Path(os.environ.get("OUT") or ROOT / "build/prove-gpu")
+KEPT = ROOT / "build/prove-gpu-kept"  # for later calls, which may have another OUT
+# Of pure Python, so that they fit any Python there: tests of the trainer import gymnasium, and benchmarks tyro.
+CARRIED = ROOT / "build/gpu-packages"
+PACKAGES = ("gymnasium>=1.4", "farama-notifications", "tyro", "docstring-parser", "typeguard")
+LARGEST_LOG = 15 << 20
+PASSED, FAILED, TIMED_OUT, UNFINISHED, NO_GPU = "passed", "FAILED", "TIMED OUT", "unfinished", "no GPU"
+NOTHING_COLLECTED = 5  # pytest's exit status
+
+TESTS = "mark.gpu|on_each_device|on_real_devices|in_either_order"
+OF_RANKS = ("test_nccl_algorithms.py", "test_fp32_sums.py", "test_two_level.py")
+OPERATORS = ("test_ops.py", "test_ops_int8.py", "test_ops_residuals.py")
+# Not on random buckets by the hundred, which would take too long there.
+SANITIZED = {"memcheck": "samples or sizes", "racecheck": "samples", "synccheck": "samples"}
+FUSED, GENERIC = {"FASTSYNC_KERNELS": "auto"}, {"FASTSYNC_KERNELS": "aten"}
+DDP, HOOK, ATTACH = "ddp", "fastsync.register_comm_hook", "fastsync.attach"
+OURS = (f"{HOOK}/none", f"{HOOK}/fp16", f"{ATTACH}/none", f"{ATTACH}/fp16", f"{ATTACH}/int8+ef")
+WAYS = " ".join((DDP, "ddp/fp16_compress_hook", *OURS))
+# Those whose medians the summary has.
+SHOWN = (DDP, f"{HOOK}/none", f"{ATTACH}/none", "copy of as many bytes", "fastsync, 1 rank", "CleanRL's loop")
+CASE = ("pass", "hyperparameters", "model", "size", "num_tensors", "wire", "world_size")
+
+PROBE = """import torch
+print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep=", ")
+print(f"torch {torch.__version__}, CUDA {torch.version.cuda}", end="")"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to run for how many seconds at most, with ``environment`` beside that of this process."""
+
+    words: Sequence[str]
+    limit: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rows: Path | None = None  # where a benchmark writes them
+
+    def __str__(self) -> str:
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*settings, shlex.join(self.words)])
+
+
+@dataclass(frozen=True)
+class Part:
+    """Commands that belong together, with a limit for all of them in seconds, and a log, maybe with other parts."""
+
+    name: str
+    limit: float
+    log: str
+    commands: Sequence[Command]
+
+
+def python(limit: float, *words: str, **environment: str) -> Command:
+    return Command((sys.executable, *words), limit, environment)
+
+
+def pytest(file: str, keywords: str, limit: float, before: Sequence[str] = (), **environment: str) -> Command:
+    """One file's tests in a process of their own: a kernel that fails spoils all that comes after it there."""
+    words = ["-m", "pytest", f"tests/{file}", "-m", "gpu", "-k", keywords, "--timeout", "150", "--tb", "short", "-q"]
+    plugins = ["-rfEs", "-p", "pytest_timeout", "-p", "pytest_benchmark.plugin", "-p", "no:cacheprovider"]
+    environment |= {"TESTS_WITHOUT_RANKS": "1"} if file in OPERATORS else {}
+    settings = {"FAIL_WITHOUT_CUDA": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
+    return Command((*before, sys.executable, *words, *plugins), limit, settings)
+
+
+def sanitizer(tool: str, keywords: str) -> Command:
+    """Watches the operators. With an allocation for each tensor, what lies behind one is nobody's."""
+    options = ("--target-processes", "application-only", "--error-exitcode", "9")
+    before = ("compute-sanitizer", "--tool", tool, *options)
+    return pytest("test_ops.py", keywords, 150, before, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+
+def benchmark(command: str, limit: float, words: str, **environment: str) -> Command:
+    rows = KEPT / f"{'-'.join([command, *words.split()[-1:], *environment.values()])}.json"
+    options = ("-m", "benchmarks", command, *words.split(), "--json", str(rows))
+    return Command((sys.executable, *options), limit, environment, rows)
+
+
+def on_one_and_two_ranks(command: str, limit: float, words: str) -> list[Command]:
+    """Two ranks share a GPU where there is one: that they work is shown, and nothing of how training scales."""
+    return [benchmark(command, limit, f"{words} --ways {WAYS} --share-gpus --nproc {nproc}") for nproc in (1, 2)]
+
+
+def all_parts() -> dict[str, Part]:
+    texts = {path.name: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    files = [name for name, text in texts.items() if re.search(TESTS, text)]
+    alone = [name for name in files if name not in OF_RANKS]
+    captured = [name for name in files if "captur" in texts[name]]
+    into = ("--target", str(CARRIED), "--upgrade", "--no-deps", "--no-compile", "--only-binary=:all:")
+    # Where the build fails, nothing that follows may run with what an earlier one has made.
+    remove = Command(("rm", "-f", *map(str, (ROOT / "fastsync").glob("_*.so"))), 10)
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    build = python(450, "setup.py", "build_ext", "--inplace", FASTSYNC_CUDA="1", MAX_JOBS=jobs)
+    ops = "--device cuda --sizes 1MiB 25MiB 256MiB --tensors 1 160"
+    of_kernels = "--device cuda --sizes 25MiB --tensors 160"
+    ppo = "--device cuda --hyperparameters fastsync --repetitions 1 --timeout 100 --nproc 1"
+    sync, cost = "--sizes 0.5m 12m 100MiB --repetitions 20", "--sizes 5k 0.5m 12m"
+    parts = [
+        # Where there is a network: for another machine, that has none.
+        Part("carry", 200, "build", [python(180, "-m", "pip", "install", *into, *PACKAGES)]),
+        Part("build", 470, "build", [remove, build, python(60, "-m", "fastsync.cli", "doctor")]),
+        Part("tests", 450, "tests", [pytest(file, "not captur", 240) for file in alone]),
+        Part("captured", 240, "tests", [pytest(file, "captur", 180) for file in captured]),
+        Part("ranks", 450, "ranks", [pytest(file, "not captur", 300) for file in OF_RANKS]),
+        Part("generic", 450, "generic", [pytest(file, "", 240, **GENERIC) for file in alone]),
+        Part("sanitizer", 460, "sanitizer", [sanitizer(tool, tests) for tool, tests in SANITIZED.items()]),
+        Part("kernels", 300, "benchmarks", [benchmark("ops", 150, of_kernels, **each) for each in (FUSED, GENERIC)]),
+        Part("ops", 240, "benchmarks", [benchmark("ops", 240, ops)]),
+        Part("sync", 300, "benchmarks", on_one_and_two_ranks("sync", 150, sync)),
+        Part("ddp", 420, "benchmarks", on_one_and_two_ranks("ddp", 210, "--models resnet50 gpt2 --scale full")),
+        Part("ppo", 300, "benchmarks", [benchmark("ppo", 300, ppo)]),
+        Part("cost", 240, "benchmarks", on_one_and_two_ranks("overhead", 120, cost)),
+    ]
+    return {part.name: part for part in parts}
+
+
+def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] | None = None) -> int:
+    """Runs the parts that are named, by default all but carry, and returns the exit status."""
+    parts = all_parts() if parts is None else parts
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; by default all but carry")
+    parser.add_argument("--plan", action="store_true", help="show the commands, and run nothing")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.parts if name not in parts]:
+        parser.error(f"no part {', '.join(unknown)}: choose from {', '.join(parts)}")
+    chosen = [parts[name] for name in options.parts or parts if options.parts or name != "carry"]
+    if options.plan:
+        for part in chosen:
+            print(f"{part.name}: at most {part.limit:.0f} s")
+            print(*(f"  {command.limit:4.0f} s  {command}" for command in part.commands), sep="\n")
+        return 0
+    for folder in (OUT, KEPT):
+        folder.mkdir(parents=True, exist_ok=True)
+    gpus, versions = machine()
+    statuses = []
+    for part in chosen:
+        report(part, UNFINISHED, 0.0, "", parts, f"{gpus}, {versions}")  # which stays if this call is ended
+        began = time.monotonic()
+        status, said = (NO_GPU, "") if gpus == NO_GPU and part.name != "carry" else run_part(part)
+        report(part, status, time.monotonic() - began, said, parts, f"{gpus}, {versions}")
+        statuses.append(status)
+    print(f"\n{(OUT / 'summary.txt').read_text()}\n{OUT}")
+    return 1 if {FAILED, TIMED_OUT} & set(statuses) else 3 if NO_GPU in statuses else 0
+
+
+def machine() -> tuple[str, str]:
+    """The GPUs, and torch's versions. Asked in a process of its own, for a driver in trouble may hang or crash."""
+    try:
+        result = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True)
+        *gpus, versions = result.stdout.splitlines()
+        return "".join(gpus) or NO_GPU, versions
+    except (subprocess.SubprocessError, ValueError) as error:
+        return NO_GPU, f"torch cannot be asked: {error}"
+
+
+def run_part(part: Part) -> tuple[str, str]:
+    """Runs a part's commands, whether or not one fails. Returns its status, and what it found."""
+    status, deadline, log = PASSED, time.monotonic() + part.limit, OUT / f"{part.log}.log"
+    begin = log.stat().st_size if log.exists() else 0
+    for command in part.commands:
+        if command.rows:
+            command.rows.unlink(missing_ok=True)  # of an earlier call
+        ended = run(command, log, min(command.limit, deadline - time.monotonic()))
+        print(f"  {'ended at its limit' if ended is None else f'exit status {ended}'}: {command}"[:200], flush=True)
+        if ended is None:
+            status = TIMED_OUT
+        elif ended not in (0, NOTHING_COLLECTED) and status == PASSED:
+            status = FAILED
+    printed = log.read_bytes()
+    if len(printed) > LARGEST_LOG:
+        log.write_bytes(printed[: LARGEST_LOG // 2] + b"\n[cut]\n" + printed[-LARGEST_LOG // 2 :])
+    return status, findings(part, printed[begin:].decode(errors="replace"))
+
+
+def run(command: Command, log: Path, limit: float) -> int | None:
+    """Runs a command and appends what it prints to ``log``. Returns its exit status, None if it was ended."""
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PROVE_GPU": mark, **command.environment}
+    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}:{CARRIED}"
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/local/cuda/bin"
+    with log.open("ab") as output, ended_at_exit(f"PROVE_GPU={mark}"):
+        output.write(f"\n$ {command}\n".encode())
+        output.flush()
+        # In a session of its own, for Ctrl-C is for this process, which ends the others.
+        options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
+        try:
+            result = subprocess.run(command.words, cwd=ROOT, env=environment, timeout=max(limit, 0.0), **options)
+            status: int | None = result.returncode
+        except OSError as error:
+            status = 127
+            output.write(f"{error}\n".encode())
+        except subprocess.TimeoutExpired:
+            status = None
+        output.write(f"[{'ended at its limit' if status is None else f'exit status {status}'}]\n".encode())
+    return status
+
+
+@contextmanager
+def ended_at_exit(mark: str) -> Iterator[None]:
+    """Ends every process with this in its environment, whatever parent and session it has by then."""
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and (alive := marked(mark)):
+            for pid in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def marked(mark: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def findings(part: Part, printed: str) -> str:
+    """What the summary says of a part: medians, or counts of tests, verdicts of sanitizers and what doctor sees."""
+    if rows := keep_rows(part):
+        return "".join(f"\n    {line}" for line in medians(rows))
+    counts: dict[str, int] = {}
+    for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)(?=.* in [\d.]+s)", printed):
+        counts[word] = counts.get(word, 0) + int(number)
+    verdicts = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", printed)
+    doctor = re.findall(r"^  ((?:kernels on|cuda:\d|nccl) .*)$", printed, re.MULTILINE)
+    failed = [f"\n    {line}" for line in re.findall(r"^(?:FAILED|ERROR) tests.*$", printed, re.MULTILINE)[:5]]
+    return ", ".join([*(f"{count} {word}" for word, count in counts.items()), *verdicts, *doctor]) + "".join(failed)
+
+
+def keep_rows(part: Part) -> list[dict[str, Any]]:
+    """Takes what a part's benchmarks have measured into benchmarks.json, in the place of what it had before."""
+    path, rows = OUT / "benchmarks.json", []
+    for command in part.commands:
+        if command.rows and command.rows.exists():
+            told = {"part": part.name, "kernels": command.environment.get("FASTSYNC_KERNELS", "auto")}
+            rows += [{**row, "settings": {**row["settings"], **told}} for row in json.loads(command.rows.read_text())]
+    if rows:
+        before = json.loads(path.read_text()) if path.exists() else []
+        kept = [row for row in before if row["settings"]["part"] != part.name]
+        path.write_text("[\n" + ",\n".join(map(json.dumps, [*kept, *rows])) + "\n]\n")
+    return rows
+
+
+def medians(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """For each case, the median of each way in milliseconds; of operators, of fused kernels and generic ones."""
+    cases: dict[str, dict[str, float]] = {}
+    for row in rows:
+        settings, way = row["settings"], row["way"]
+        if row["benchmark"] == "ops" and way.startswith("fastsync"):
+            way = "generic" if settings["kernels"] == "aten" else "fused"
+        if row["samples"] and way in ("fused", "generic", *SHOWN):
+            case = " ".join(f"{name}={settings[name]}" for name in CASE if settings.get(name) is not None)
+            cases.setdefault(case, {})[way] = 1e3 * median(row["samples"])
+    for case, ways in cases.items():
+        yield f"{case}: " + ", ".join(f"{way} {value:.3g} ms" for way, value in ways.items())
+
+
+def report(part: Part, status: str, seconds: float, said: str, parts: Mapping[str, Part], where: str) -> None:
+    """Writes the summary, with what earlier calls have found of other parts."""
+    line = f"{part.name:<10} {status:<10}{seconds:5.0f} s  {time.strftime('%Y-%m-%d %H:%M')}  {said}"
+    print(line, flush=True)
+    (KEPT / f"{part.name}.txt").write_text(line + "\n")
+    lines = [path.read_text() for name in parts if (path := KEPT / f"{name}.txt").exists()]
+    (OUT / "summary.txt").write_text("".join([f"prove-gpu: {where}\n\n", *lines]))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what runs is ended first
+    sys.exit(main())
