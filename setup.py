@@ -156,7 +156,7 @@ def choose_toolkit(torch_version: str, torch_cuda: str | None) -> str | None:
     Returns why the CUDA half cannot be built and what to do; None where it can.
     """
     if torch_cuda is None:
-        return f"torch {torch_version} is built without CUDA, and GPUs take one that is built with it"
+        return f"torch {torch_version} is built without CUDA; NVIDIA GPUs need one that has it"
     obstacles = []
     for folder in toolkit_folders(torch_cuda):
         obstacle = toolkit_obstacle(folder, torch_cuda)
