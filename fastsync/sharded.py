@@ -21,6 +21,9 @@ from .reference import SUM_OF_SQUARES
 
 _NO_GRAPH_TASK = -1  # outside of any backward
 
+# The newest torch of which it is known what fully_shard does to a shard that it was given, and when.
+_NEWEST_KNOWN_TORCH = (2, 14)
+
 
 @dataclass(frozen=True, eq=False)
 class _Unit:
@@ -55,8 +58,11 @@ class _Unit:
 
     def keeps_gradients_of(self, dtype: torch.dtype) -> bool:
         """Tells whether nothing else is done to shards of this dtype, so that nobody reads them within the backward."""
-        return all(p.orig_dtype == dtype for p in self.group.fsdp_params) and not any(
-            getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters()
+        return _is_torch_known() and all(
+            parameter.orig_dtype == dtype
+            and getattr(parameter.sharded_param, "grad_dtype", None) in (None, dtype)  # which later versions cast to
+            and not getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
+            for parameter in self.group.fsdp_params
         )
 
     def why_norm_is_unknown(self, dtype: torch.dtype) -> str:
@@ -72,13 +78,19 @@ class _Unit:
         return ""
 
 
+def _is_torch_known() -> bool:
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) <= _NEWEST_KNOWN_TORCH
+
+
 class ShardedGradients(GradientHandle):
     """What ``register_reduce_scatter`` and ``register_all_reduce_hook`` return.
 
     Statistics are of this rank's shards, and of a reduce-scatter what it gave, before anything else is done to it. On
     CPUs messages of one module travel while backward goes on with the next ones; ``.grad`` is complete when
     ``backward()`` returns. ``fully_shard`` waits for each where ranks share memory or something reads a shard at once,
-    as mixed precision does; then all of their time is exposed, of which ``exposed_time`` has the last one's.
+    as mixed precision and another ``grad_dtype`` do, or may, as of a torch newer than those that are known (2.14); then
+    all of their time is exposed, of which ``exposed_time`` has the last one's.
 
     State goes by module, number of values that travel together, and rank, such as ``layers.0[4096] of rank 1``: it is
     meant for the same number of ranks, each of which saves its own, as with ``torch.save``. What error feedback has not

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed._tensor import DTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.torch_version import TorchVersion
 
 import fastsync
 from fastsync import _C, Compression
 from fastsync.autotune.candidates import Candidate, engine_schedule
-from fastsync.sharded import _Unit
+from fastsync.sharded import _Unit, _units_of
 from tests.bitwise import assert_bitwise_equal
 from tests.ranks import run_ranks
 
@@ -159,6 +162,47 @@ def _is_read_by_hooks(rank: int, world_size: int) -> None:
 
 def test_hooks_of_parameters_read_whole_gradients() -> None:
     run_ranks(_is_read_by_hooks, 2, shared_memory=False)
+
+
+def _gradients_of_their_own_dtype(rank: int, world_size: int) -> None:
+    """As PyTorch after 2.14 does it: a shard is cast to its parameter's grad_dtype as soon as it is handed over."""
+    to_sharded = FSDPParam.to_sharded_dtensor
+    of_dtype: list[list[Tensor]] = []
+    for dtype in (torch.float32, torch.bfloat16, None):
+        model = sharded(world_size)
+        FSDPParam.to_sharded_dtensor = (  # type: ignore[method-assign]
+            lambda param, shard, dtype=dtype: to_sharded(param, shard if dtype is None else shard.to(dtype))
+        )
+        for parameter in model.parameters():
+            parameter.grad_dtype = dtype
+        fastsync.register_reduce_scatter(model, Compression("none"))
+        for step in range(STEPS):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+        of_dtype.append([parameter.grad.to_local() for parameter in model.parameters()])
+        FSDPParam.to_sharded_dtensor = to_sharded  # type: ignore[method-assign]
+    for wide, narrow, any_dtype in zip(*of_dtype, strict=True):
+        assert_bitwise_equal(narrow, wide.to(torch.bfloat16))
+        assert_bitwise_equal(any_dtype, wide)
+
+
+def test_gradients_that_are_cast_at_once() -> None:
+    run_ranks(_gradients_of_their_own_dtype, 2, shared_memory=False)
+
+
+def _goes_by_the_version(rank: int, world_size: int) -> None:
+    model = sharded(world_size)
+    loss_of(model, rank, 0)  # fully_shard finds out the parameters' dtypes
+    unit = _units_of(model)[0]
+    known = {"2.11.0": True, "2.14.1+cu130": True, "2.15.0.dev20261101": False, "2.15.0": False, "3.0.0": False}
+    with patch.object(torch, "__version__"):
+        for version, keeps in known.items():
+            torch.__version__ = TorchVersion(version)
+            assert unit.keeps_gradients_of(torch.float32) is keeps, version
+
+
+def test_what_an_unknown_version_does_with_shards_is_not_guessed() -> None:
+    run_ranks(_goes_by_the_version, 1)
 
 
 class _InBackward(torch.autograd.Function):
