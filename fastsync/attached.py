@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .checks import is_sharded_by_fsdp1, is_wrapper
 from .handle import forget_handle, remember
-from .optimizer_steps import forget, watch
+from .optimizer_steps import before_each_step, forget, watch
 from .pipelines import check_no_stage
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def _warn_of_later_parameters(optimizer: Optimizer) -> None:
         warnings.warn(
             f"fastsync.attach: {len(later)} of the optimizer's parameters are not averaged, for the attached model got "
             f"them later: {', '.join(later[:3])}{', ...' if len(later) > 3 else ''}; call detach(), and attach anew",
-            stacklevel=4,  # where step() is called
+            stacklevel=5,  # where step() is called
         )
 
 
@@ -122,7 +121,8 @@ def _is_sharded(parameter: Tensor) -> bool:
     return is_wrapper(parameter) or is_sharded_by_fsdp1(parameter)
 
 
-def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+@before_each_step
+def _check_attached(optimizer: Optimizer) -> None:
     with _lock:
         attached, unproven, is_new = list(_attached), list(_unproven), optimizer not in _optimizers
     for sync in attached:
@@ -143,6 +143,3 @@ def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[st
         _warn_of_later_parameters(optimizer)
         with _lock:
             _optimizers.add(optimizer)
-
-
-register_optimizer_step_pre_hook(_before_step)

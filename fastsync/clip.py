@@ -8,7 +8,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .grad_scaler import has_unscaled, scale_of
+from .grad_scaler import has_unscaled, note_scaler, scale_of
 from .handle import GradientHandle, SyncHandle
 
 
@@ -41,8 +41,8 @@ def clip_grad_norm_(
         scaler: the one that has scaled the loss; ``max_norm`` is then meant for the gradients without its scale. It
             goes with the optimizer that it will step, which then may step other gradients, too. One that is not enabled
             is as good as None.
-        norm_type: of which p-norm; ``inf`` for the largest magnitude. The engine knows the 2-norm alone, any other
-            takes a pass.
+        norm_type: of which p-norm; ``inf`` for the largest magnitude. The engine knows the 2-norm alone. Any other
+            takes a pass over the gradients as they are, whatever has changed them since.
         error_if_nonfinite: raise where the norm is inf or nan, before anything is scaled. On a GPU the host waits.
 
     Returns:
@@ -57,9 +57,10 @@ def clip_grad_norm_(
         RuntimeError: the norm is not known: no backward was synchronised since the gradients were last clipped; or,
             with ``attach``, their version counters tell that something changed them (what bypasses those counters, such
             as ``.data``, goes unnoticed, and then they are clipped by a wrong norm); or ``scaler`` is missing though a
-            GradScaler has unscaled them (one that was there when this handle's gradients were first clipped); or
-            ``unscale_`` was called where ``synchronize()`` was, which leaves open which of them came first; or the
-            norm is not finite and ``error_if_nonfinite`` is set.
+            GradScaler has unscaled them (one that was passed here before, or has stepped an optimizer since a model was
+            attached or got the hook: before its first step nothing tells of it); or ``unscale_`` was called where
+            ``synchronize()`` was, which leaves open which of them came first; or the norm is not finite and
+            ``error_if_nonfinite`` is set.
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
@@ -70,9 +71,17 @@ def clip_grad_norm_(
                 f"optimizer: it also steps a parameter of shape {list(others[0].shape)} that is not clipped here; "
                 "leave optimizer out, or clip all of its parameters together"
             )
-        grad_norm = _known_norm(sync_or_params, optimizer, scaler)
-        if norm_type != 2.0:
-            grad_norm = _norm_of(_gradients(sync_or_params), norm_type, optimizer, scaler)
+        if scaler is not None and scaler.is_enabled():
+            note_scaler(scaler)
+            if optimizer is None:
+                raise ValueError(
+                    "scaler: serves only together with optimizer=, the one that scaler.step() will be called with: for "
+                    "it the scaler knows whether the gradients are scaled"
+                )
+        if norm_type == 2.0:
+            grad_norm = _known_norm(sync_or_params, optimizer, scaler)
+        else:
+            grad_norm = _other_norm(sync_or_params, norm_type, optimizer, scaler)
         if error_if_nonfinite and not grad_norm.isfinite():
             raise RuntimeError(
                 f"fastsync.clip_grad_norm_: the norm of the gradients is {grad_norm.item()}; skip this step, or leave "
@@ -103,11 +112,7 @@ def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradS
         sync.check_not_unscaled(optimizer)
     if scaler is None or not scaler.is_enabled():
         return sync.claim_norm()
-    if optimizer is None:
-        raise ValueError(
-            "scaler: serves only together with optimizer=, the one that scaler.step() will be called with: for it the "
-            "scaler knows whether the gradients are scaled"
-        )
+    assert optimizer is not None
     if has_unscaled(scaler, optimizer):
         sync.check_backward_synchronised()
     scale = scale_of(scaler, next(iter(sync.parameters())).device)
@@ -118,11 +123,17 @@ def _gradients(sync: GradientHandle) -> list[Tensor]:
     return [parameter.grad for parameter in sync.parameters() if parameter.grad is not None]
 
 
-def _norm_of(
-    gradients: list[Tensor], norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None
+def _other_norm(
+    sync: GradientHandle, norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None
 ) -> Tensor:
-    """Any norm of them, likewise."""
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type).float()
+    """Any norm of the gradients there are, likewise: it takes a pass over them."""
+    if optimizer is not None and _takes_grad_scale(optimizer) and sync.is_norm_used_up():
+        raise RuntimeError(
+            "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step, so their "
+            "norm is not known; clip once after each synchronised backward, or leave optimizer out both times"
+        )
+    norm = torch.nn.utils.get_total_norm(_gradients(sync), norm_type).float()
+    sync.use_up_norm()
     if isinstance(norm, DTensor):  # of shards
         norm = norm.full_tensor()
     if scaler is None or optimizer is None or not scaler.is_enabled() or has_unscaled(scaler, optimizer):

@@ -1,6 +1,7 @@
 """Asks a GradScaler about the gradients that it has scaled, without waiting for the device."""
 
-import gc
+import inspect
+import threading
 import weakref
 from typing import Any
 
@@ -41,11 +42,13 @@ def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
 
 
 def some_scaler_has_unscaled(optimizer: Optimizer | None) -> bool:
-    """Tells whether a GradScaler that ``look_for_scalers`` found has unscaled the optimizer's gradients; None: any.
+    """Tells whether a GradScaler that is known has unscaled the optimizer's gradients; None: any optimizer's.
 
     Unscaling leaves no trace in the gradients: their version counters do not count it.
     """
-    for scaler in _known:
+    with _lock:
+        known = list(_known)
+    for scaler in known:
         stages = _stages(scaler)
         if OptState.UNSCALED in (stages.values() if optimizer is None else [stages.get(id(optimizer))]):
             return True
@@ -53,11 +56,22 @@ def some_scaler_has_unscaled(optimizer: Optimizer | None) -> bool:
 
 
 _known: "weakref.WeakSet[GradScaler]" = weakref.WeakSet()
+_lock = threading.Lock()
 
 
-def look_for_scalers() -> None:
-    """Finds the GradScalers of this process among all its objects, which takes tens of milliseconds."""
-    _known.update(thing for thing in gc.get_objects() if issubclass(type(thing), GradScaler))
+def note_scaler(scaler: GradScaler) -> None:
+    """It is known from now on."""
+    with _lock:
+        _known.add(scaler)
+
+
+def note_scaler_that_steps() -> None:
+    """Called as an optimizer steps, notices the GradScaler that has called it: nothing but the stack tells."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    if frame is not None:
+        note_scaler(frame.f_locals["self"])
 
 
 def _stages(scaler: GradScaler) -> dict[int, Any]:

@@ -1,6 +1,7 @@
 """The handles that hook and attach return: statistics, state for checkpoints, compression, the norm for clipping."""
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from .autotune.candidates import Explanation, engine_schedule
 from .autotune.plan import Plan, make_plan
 from .autotune.request import AnyCompression, Auto, Schedule, as_compression, on_nodes
 from .compression import Compression
-from .grad_scaler import look_for_scalers, some_scaler_has_unscaled
+from .grad_scaler import some_scaler_has_unscaled
 from .reference import MAX_SCALE_EXPONENT
 from .stats import GradStats, SyncStats
 
@@ -120,7 +121,6 @@ class GradientHandle(SyncHandle):
     _compression: Compression | Auto | Schedule
     _plan: Plan
     _claimed_step = -1
-    _has_looked_for_scalers = False
 
     def __repr__(self) -> str:
         # Asks nothing of the engine, which may be waiting for other ranks in another thread.
@@ -191,25 +191,29 @@ class GradientHandle(SyncHandle):
         Raises:
             RuntimeError: it has been used up, and no backward was synchronised since.
         """
-        num_steps = self._engine.num_steps()
-        if num_steps == self._claimed_step and not self._engine.is_captured():
+        if self.is_norm_used_up():
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: no backward was synchronised since these gradients were clipped, so their "
                 "norm is not known; clip once after each synchronised backward (the norm before clipping stays in "
                 "grad_stats), or use torch.nn.utils.clip_grad_norm_"
             )
         grad_norm = self.grad_stats.grad_norm
-        self._claimed_step = num_steps
+        self.use_up_norm()
         return grad_norm
+
+    def is_norm_used_up(self) -> bool:
+        """Tells whether the gradients have been clipped since they were synchronised."""
+        return self._engine.num_steps() == self._claimed_step and not self._engine.is_captured()
+
+    def use_up_norm(self) -> None:
+        """They are about to be clipped."""
+        self._claimed_step = self._engine.num_steps()
 
     def check_not_unscaled(self, optimizer: Optimizer | None) -> None:
         """Raises RuntimeError where a GradScaler is known to have unscaled the optimizer's gradients; None: anybody's.
 
-        A GradScaler that is made after the first call goes unnoticed.
+        One that was never handed over is known once it has stepped an optimizer.
         """
-        if not self._has_looked_for_scalers:
-            look_for_scalers()
-            self._has_looked_for_scalers = True
         if some_scaler_has_unscaled(optimizer):
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: a GradScaler has unscaled gradients since they were synchronised, so that "
@@ -250,17 +254,20 @@ def _is_residual(residual: object, parameter: Tensor) -> bool:
 
 # In use, by the module that they were made for, or that they look after. None keeps the other alive.
 _handles: "WeakKeyDictionary[nn.Module, WeakSet[GradientHandle]]" = WeakKeyDictionary()
+_lock = threading.RLock()  # for _handles: one thread may attach while another detaches
 
 
 def remember(module: nn.Module, handle: GradientHandle) -> None:
     """Lets ``handle_of`` find the handle."""
-    _handles.setdefault(module, WeakSet()).add(handle)
+    with _lock:
+        _handles.setdefault(module, WeakSet()).add(handle)
 
 
 def forget_handle(handle: GradientHandle) -> None:
     """Ends that, for one that is in use no more."""
-    for handles in _handles.values():
-        handles.discard(handle)
+    with _lock:
+        for handles in _handles.values():
+            handles.discard(handle)
 
 
 def handle_of(module: nn.Module) -> GradientHandle:
@@ -275,10 +282,11 @@ def handle_of(module: nn.Module) -> GradientHandle:
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    handles = _handles.get(module, WeakSet())
+    with _lock:
+        handles = list(_handles.get(module, WeakSet()))
     if len(handles) != 1:
         raise ValueError(
             f"module: {len(handles) or 'no'} handles of fastsync look after this {type(module).__name__}; pass the "
             "module that attach() or register_comm_hook() was given, or keep what they return"
         )
-    return next(iter(handles))
+    return handles[0]

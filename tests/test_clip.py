@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from functools import partial
 from unittest.mock import patch
@@ -142,6 +143,54 @@ def _other_norms(rank: int, world_size: int) -> None:
     assert_all_bitwise_equal(grads_of(model), before, "gradient")
 
 
+def _other_norms_where_the_engines_is_not_known(rank: int, world_size: int) -> None:
+    """They take a pass over the gradients as they are, whatever has become of those that were synchronised."""
+    like = [torch.ones(4), torch.ones(3)]
+    for way in ("attach", "hook"):
+        model = given_ddp(like) if way == "hook" else Given(like)
+        sync = fastsync.register_comm_hook(model) if way == "hook" else fastsync.attach(model)
+        assert fastsync.clip_grad_norm_(sync, 1.0, norm_type=math.inf).item() == 0.0  # before any backward
+        model([torch.full((4,), 8.0), torch.full((3,), 2.0)]).backward()
+        for expected in (8.0, 4.0):
+            norm = fastsync.clip_grad_norm_(sync, 4.0, norm_type=math.inf).item()
+            assert norm == pytest.approx(expected)
+        with pytest.raises(RuntimeError, match=r"changed since they were|no backward was synchronised since these"):
+            fastsync.clip_grad_norm_(sync, 1.0)  # what the engine knows is the norm before clipping
+        with model.no_sync() if way == "hook" else sync.no_sync():
+            model([torch.full((4,), 8.0), torch.ones(3)]).backward()
+        assert fastsync.clip_grad_norm_(sync, 1e3, norm_type=1.0).item() == pytest.approx(
+            4 * (4.0 + 8.0) + 3 * (1.0 + 1.0)
+        )
+
+
+def _other_norms_of_what_waits_for_the_step(rank: int, world_size: int) -> None:
+    model = Given([torch.ones(4)])
+    sync = fastsync.attach(model)
+    optimizer = FUSED["SGD"](model.parameters())
+    model([torch.full((4,), 8.0)]).backward()
+    fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer)
+    with pytest.raises(RuntimeError, match="clipped already, in the optimizer's next step"):
+        fastsync.clip_grad_norm_(sync, 1.0, norm_type=math.inf, optimizer=optimizer)
+
+
+def _other_norms_with_a_scaler(rank: int, world_size: int) -> None:
+    for unscales_first in (True, False):
+        model = Given([torch.ones(4)])
+        sync = fastsync.attach(model, overlap=False)
+        optimizer = torch.optim.SGD(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(model([torch.full((4,), 8.0)])).backward()
+        sync.synchronize()
+        with pytest.raises(ValueError, match="scaler: serves only together with optimizer="):
+            fastsync.clip_grad_norm_(sync, 1.0, scaler=scaler, norm_type=math.inf)
+        if unscales_first:
+            scaler.unscale_(optimizer)
+            assert fastsync.clip_grad_norm_(sync, 1e3, norm_type=math.inf).item() == 8.0  # as they are
+        given = {"scaler": scaler, "optimizer": optimizer}
+        assert fastsync.clip_grad_norm_(sync, 4.0, norm_type=math.inf, **given).item() == 8.0
+        assert grads_of(model)[0].tolist() == pytest.approx([4.0 if unscales_first else 4.0 * 1024] * 4)
+
+
 def assert_all_close(some: list[Tensor], others: list[Tensor]) -> None:
     for one, other in zip(some, others, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
@@ -149,6 +198,9 @@ def assert_all_close(some: list[Tensor], others: list[Tensor]) -> None:
 
 def _clips(rank: int, world_size: int) -> None:
     _other_norms(rank, world_size)
+    _other_norms_where_the_engines_is_not_known(rank, world_size)
+    _other_norms_of_what_waits_for_the_step(rank, world_size)
+    _other_norms_with_a_scaler(rank, world_size)
     _clips_like_torch(rank, world_size)
     _clips_what_is_not_finite(rank, world_size)
     _clips_the_parameters_that_were_synchronised(rank, world_size)
@@ -371,14 +423,26 @@ def test_a_scaler_that_is_not_enabled_changes_nothing() -> None:
         assert grads_of(model)[0].tolist() == pytest.approx([1.0] * 4)
 
 
+@pytest.mark.parametrize("is_known", ["it was passed", "it has stepped"])
 @pytest.mark.parametrize("gives_optimizer", [True, False])
 @pytest.mark.parametrize("way", ["attach", "hook"])
-def test_unscaled_gradients_are_not_clipped_by_the_norm_of_scaled_ones(way: str, gives_optimizer: bool) -> None:
+def test_unscaled_gradients_are_not_clipped_by_the_norm_of_scaled_ones(
+    way: str, gives_optimizer: bool, is_known: str
+) -> None:
     with group_of_one():
         model = given_ddp([torch.ones(4)]) if way == "hook" else Given([torch.ones(4)])
         sync = fastsync.register_comm_hook(model) if way == "hook" else fastsync.attach(model)
         optimizer = torch.optim.SGD(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        if is_known == "it was passed":
+            unscaled = {"optimizer": optimizer, "scaler": scaler}
+            scaler.scale(model([torch.full((4,), 2.0)])).backward()
+            assert fastsync.clip_grad_norm_(sync, 1.0, **unscaled).item() == 4.0
+        else:
+            scaler.scale(model([torch.full((4,), 0.0)])).backward()
+            scaler.step(optimizer)
+        scaler.update(1024.0)
+        optimizer.zero_grad()
         scaler.scale(model([torch.full((4,), 2.0)])).backward()
         scaler.unscale_(optimizer)
         given = {"optimizer": optimizer} if gives_optimizer else {}
@@ -386,6 +450,14 @@ def test_unscaled_gradients_are_not_clipped_by_the_norm_of_scaled_ones(way: str,
             fastsync.clip_grad_norm_(sync, 1.0, **given)
         assert grads_of(model)[0].tolist() == [2.0] * 4
         assert fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler).item() == 4.0
+
+
+def test_the_objects_of_the_process_are_not_looked_through() -> None:
+    with group_of_one(), patch.object(gc, "get_objects", side_effect=AssertionError("looked through all objects")):
+        model = Given([torch.ones(4)])
+        sync = fastsync.attach(model)
+        model([torch.full((4,), 2.0)]).backward()
+        assert fastsync.clip_grad_norm_(sync, 1.0).item() == 4.0
 
 
 def test_what_another_optimizers_scaler_has_unscaled_does_not_count() -> None:

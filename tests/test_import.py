@@ -113,3 +113,12 @@ def test_doctor_runs_on_the_unbuilt_package(unbuilt: Path) -> None:
     assert result.status == 1, result.err
     assert "the engine: fastsync in" in result.out
     assert "No module named 'fastsync._C'" in result.out
+
+
+def test_an_import_changes_no_optimizer(tmp_path: Path) -> None:
+    said = _python(
+        "import torch.optim.optimizer as o; import fastsync, fastsync.ppo\n"
+        "print(len(o._global_optimizer_pre_hooks), len(o._global_optimizer_post_hooks))",
+        PACKAGE.parent,
+    )
+    assert said == (0, "0 0\n", "")

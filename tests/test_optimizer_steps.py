@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import fastsync
 from tests.models import Mlp, assert_same_on_all_ranks, batch, group_of_one
@@ -93,3 +96,55 @@ def test_hooks_that_only_look_are_let_through() -> None:
         _pytorchs_own(model)
         model(batch(0, 0)).square().mean().backward()
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---- how long optimizers are watched --------------------------------------------------------------------------------
+
+
+def _num_hooks() -> tuple[int, int]:
+    return len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+
+
+def _hooks_come_and_go(rank: int, world_size: int) -> None:
+    assert _num_hooks() == (0, 0)
+    first, second = fastsync.attach(Mlp().layers), fastsync.attach([nn.Parameter(torch.ones(2))])
+    ddp = DistributedDataParallel(Mlp())
+    hook = fastsync.register_comm_hook(ddp)
+    present = _num_hooks()
+    assert present == (1, 1)
+    del first
+    gc.collect()
+    second.detach()
+    second.detach()
+    assert _num_hooks() == present
+    del ddp, hook
+    gc.collect()
+    assert _num_hooks() == (0, 0)
+    sync = fastsync.attach(Mlp().layers)
+    assert _num_hooks() == present
+    del sync
+    gc.collect()
+    assert _num_hooks() == (0, 0)
+
+
+def test_hooks_come_with_the_first_handle_and_go_with_the_last() -> None:
+    run_ranks(_hooks_come_and_go, 1)
+
+
+def test_another_thread_may_attach_while_an_optimizer_steps() -> None:
+    """Inside of a backward as well, where parameters are looked for."""
+    with group_of_one(), ThreadPoolExecutor(1) as pool:
+        model, alone = Mlp(), Mlp()
+        sync = fastsync.attach(model)
+        look = sync.parameters
+        others = []
+
+        def attach_meanwhile() -> Any:
+            others.append(pool.submit(fastsync.attach, Mlp(), broadcast=False).result(timeout=20))
+            return look()
+
+        sync.parameters = attach_meanwhile
+        optimizer = torch.optim.SGD(alone.parameters())
+        next(alone.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        alone(batch(0, 0)).sum().backward()
+        assert len(others) >= 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -96,6 +98,9 @@ def _clips(rank: int, world_size: int) -> None:
     step_of(with_sums, 0, rank, world_size)
     with pytest.raises(RuntimeError, match="divides the sums afterwards"):
         fastsync.clip_grad_norm_(handle, 1.0)
+    largest = max(full(p.grad).abs().max() for p in with_sums.parameters() if p.grad is not None)
+    with patch.object(handle, "grad_norm", side_effect=AssertionError("another norm needs no 2-norm")):
+        torch.testing.assert_close(fastsync.clip_grad_norm_(handle, 1.0, norm_type=math.inf), largest)
 
 
 def test_the_norm_over_all_shards() -> None:
