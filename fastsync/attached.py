@@ -69,15 +69,15 @@ def is_attached(sync: GradientSynchronizer) -> bool:
     return sync in _attached
 
 
-def check_unattached(named: Mapping[str, Tensor]) -> None:
+def check_unattached(named: Mapping[str, Tensor], argument: str) -> None:
     """Raises ValueError where one of these parameters is attached already."""
     with _lock:
         attached = {id(p): name for sync in _attached for name, p in sync._named.items()}
     for name, parameter in named.items():
         if id(parameter) in attached:
             raise ValueError(
-                f"module_or_params: parameter {name} is attached already (as {attached[id(parameter)]}); call detach() "
-                "of what the first attach() returned, or set its .compression to change what travels"
+                f"{argument}: parameter {name} is attached already (as {attached[id(parameter)]}); call detach() "
+                "of what attach() returned, or set its .compression to change what travels"
             )
 
 

@@ -1,6 +1,9 @@
 """Communication hooks for models wrapped in DistributedDataParallel."""
 
+import gc
+import threading
 import weakref
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
+from .attached import check_unattached
 from .autotune.candidates import Candidate, engine_schedule
 from .autotune.request import AnyCompression
 from .checks import check_dense, check_group, check_not_sharded, check_parameters, resolve_group, resolve_nodes
@@ -84,6 +88,24 @@ class CommHook(HookState, GradientHandle):
 _SCHEDULES = {wire: engine_schedule([(0, [Candidate(Compression(wire))])]) for wire in ("none", "fp16", "bf16")}
 
 _registered: "weakref.WeakKeyDictionary[nn.Module, CommHook]" = weakref.WeakKeyDictionary()
+_lock = threading.RLock()  # for _registered
+
+
+def check_unhooked(named: Mapping[str, Tensor], argument: str) -> None:
+    """Raises ValueError where ``register_comm_hook`` serves one of these parameters."""
+    if _first_hooked(named) is not None:
+        gc.collect()  # DDP is part of reference cycles, and this one may be in use no more
+    if (name := _first_hooked(named)) is not None:
+        raise ValueError(
+            f"{argument}: parameter {name} is averaged already, by register_comm_hook on a DistributedDataParallel "
+            "that has it; leave one of the two out. To attach a model that was wrapped, drop the wrapper first"
+        )
+
+
+def _first_hooked(named: Mapping[str, Tensor]) -> str | None:
+    with _lock:
+        hooked = {id(parameter) for hook in _registered.values() for parameter in hook.parameters()}
+    return next((name for name, parameter in named.items() if id(parameter) in hooked), None)
 
 
 def register_comm_hook(
@@ -107,9 +129,9 @@ def register_comm_hook(
         The hook's handle: its statistics, its state for checkpoints, and its compression, which may be changed later.
 
     Raises:
-        ValueError: an argument is not what it should be, the model has a hook already, it holds what the engine does
-            not handle (sparse gradients, complex parameters with a 16-bit wire, dtypes such as float8), or DDP was told
-            to send some parameters past its hook or to leave some buckets out.
+        ValueError: an argument is not what it should be, the model has a hook already or is attached, it holds what
+            the engine does not handle (sparse gradients, complex parameters with a 16-bit wire, dtypes such as float8),
+            or DDP was told to send some parameters past its hook or to leave some buckets out.
         RuntimeError: DDP runs in the mode compiled with the Python reducer, which would skip a C++ hook silently.
     """
     if isinstance(ddp_model, nn.Module):
@@ -141,8 +163,10 @@ def register_comm_hook(
     check_parameters(named, Compression(), "ddp_model")
     group, ranks_per_node = resolve_nodes(ddp_model.process_group if process_group is None else process_group)
     check_group(group, named)
+    check_unattached(named, "ddp_model")
     hook = CommHook(ddp_model, compression, group, ranks_per_node)
-    _registered[ddp_model] = hook
+    with _lock:
+        _registered[ddp_model] = hook
     remember(ddp_model, hook)
     watch(hook)
     return hook

@@ -19,6 +19,7 @@ from .attached import check_that_the_model_has, check_unattached, is_attached, k
 from .autotune.request import AnyCompression
 from .buffers import Buffers
 from .checks import check_group, resolve_nodes
+from .ddp import check_unhooked
 from .forgotten import ForgottenCalls
 from .handle import GradientHandle
 from .joining import UnevenInputs, check_outside_join, joining
@@ -361,9 +362,10 @@ def attach(
             forwards: put all its backwards but the last inside ``no_sync()``.
 
     Raises:
-        ValueError: an argument is not what it should be, a parameter is attached already or is of a kind that fastsync
-            does not handle, the module is or contains a DistributedDataParallel; or, with ``broadcast``, the ranks hold
-            different parameters or settings, on every rank.
+        ValueError: an argument is not what it should be, a parameter is attached already, is averaged by
+            ``register_comm_hook`` or is of a kind that fastsync does not handle, the module is or contains a
+            DistributedDataParallel; or, with ``broadcast``, the ranks hold different parameters or settings, on every
+            rank.
     """
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
@@ -377,7 +379,8 @@ def attach(
         raise ValueError(f"sync_buffers: loose parameters have no buffers to {sync_buffers}; pass their module")
     given = named_parameters(module_or_params, "module_or_params")
     named = with_gradients(given, "module_or_params")
-    check_unattached(named)
+    check_unattached(named, "module_or_params")
+    check_unhooked(named, "module_or_params")
     check_no_optimizer_in_backward(named, "module_or_params")
     if overlap:
         check_no_stage(named.values())

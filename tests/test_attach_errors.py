@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -118,6 +119,25 @@ def test_a_parameter_is_attached_once() -> None:
             fastsync.attach(model)
         sync.detach()
     fastsync.attach(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_model_is_averaged_by_one_engine() -> None:
+    """Not by attach and by DDP's hook, in whatever order they come."""
+    model = Mlp()
+    ddp = DistributedDataParallel(model)
+    hook = fastsync.register_comm_hook(ddp)
+    for again in (model, model.layers[2], [model.layers[4].bias]):
+        with pytest.raises(ValueError, match=r"parameter .* averaged already, by register_comm_hook .*; leave one"):
+            fastsync.attach(again)
+    del ddp, hook
+    gc.collect()
+    sync = fastsync.attach(model.layers[2])  # the wrapper is gone, and its hook with it
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"ddp_model: parameter layers\.2\.weight is attached already .*detach\(\)"):
+        fastsync.register_comm_hook(ddp)
+    sync.detach()
+    fastsync.register_comm_hook(ddp)
 
 
 @pytest.mark.usefixtures("one_rank")
