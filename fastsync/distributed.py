@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import numbers
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from .checks import check_not_sharded, is_wrapper, resolve_group
+from .replicas import broadcast
+
+_Mine = TypeVar("_Mine")
 
 
 @contextmanager
@@ -122,8 +126,9 @@ def check_consistency(
 ) -> None:
     """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it.
 
-    Only hashes travel. What else the state dict holds, as ``get_extra_state`` gives it, is compared where it is a
-    tensor, bytes, a number or a string; a warning names what is not compared.
+    Only hashes travel, and where they differ rank 0's tensors, to tell by how much. What else the state dict holds, as
+    ``get_extra_state`` gives it, is compared where it is a tensor, bytes, a number or a string; a warning names what is
+    not compared.
 
     Args:
         module: the model.
@@ -133,7 +138,8 @@ def check_consistency(
 
     Raises:
         ValueError: it is no module, or a parameter is sharded, so that ranks are meant to hold different ones.
-        RuntimeError: on every rank, naming the first that differs and which ranks agree on it.
+        RuntimeError: on every rank, naming the first that differs and which ranks agree on it, with how many differ and
+            the largest difference; or not every rank has called it in time.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module: expected a module, got {type(module).__name__}; put several into an nn.ModuleList")
@@ -141,26 +147,74 @@ def check_consistency(
     check_not_sharded(dict(module.named_parameters()), "module")
     of_module = type(module).__name__
     names_of_buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    entries = {name: value for name, value in module.state_dict().items() if buffers or name not in names_of_buffers}
     mine: dict[str, str] = {}
-    for name, value in module.state_dict().items():
-        if not buffers and name in names_of_buffers:
-            continue
+    for name, value in entries.items():
         mine[name] = f"sha256 {_digest(value)}" if _can_be_compared(value) else f"a {type(value).__name__}"
         if not _can_be_compared(value):
             warnings.warn(
                 f"check_consistency: {name!r} of {of_module} is {mine[name]}, which it does not compare", stacklevel=2
             )
-    of_rank: list[dict[str, str]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(of_rank, mine, group=group)
+    of_rank = _gathered(mine, group)
     names = dict.fromkeys(name for digests in of_rank for name in digests)
+    ranks_by_digest: dict[str, dict[str, list[int]]] = {name: defaultdict(list) for name in names}
     for name in names:
-        ranks_by_digest: dict[str, list[int]] = defaultdict(list)
         for rank, digests in enumerate(of_rank):
-            ranks_by_digest[digests.get(name, "missing")].append(rank)
-        if len(ranks_by_digest) > 1:
-            camps = "; ".join(f"ranks {ranks}: {_in_short(digest)}" for digest, ranks in ranks_by_digest.items())
-            way_out = _ABOUT_BUFFERS if name in names_of_buffers else ""
-            raise RuntimeError(f"{name!r} of {of_module} differs between ranks: {camps}{way_out}")
+            ranks_by_digest[name][digests.get(name, "missing")].append(rank)
+    differing = [name for name in names if len(ranks_by_digest[name]) > 1]
+    if differing:
+        first = differing[0]
+        camps = "; ".join(f"ranks {ranks}: {_in_short(digest)}" for digest, ranks in ranks_by_digest[first].items())
+        way_out = _ABOUT_BUFFERS if first in names_of_buffers else ""
+        raise RuntimeError(
+            f"{first!r} of {of_module} differs between ranks: {camps}; {len(differing)} of {len(names)} entries "
+            f"differ{_by_how_much({name: entries.get(name) for name in differing}, group)}{way_out}"
+        )
+
+
+def _gathered(mine: _Mine, group: dist.ProcessGroup) -> list[_Mine]:
+    """That of each rank."""
+    of_rank: list[_Mine | None] = [None] * group.size()
+    try:
+        dist.all_gather_object(of_rank, mine, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"check_consistency: on rank {group.rank()} of {group.size()} the other ranks did not all come in time, or "
+            f"one is lost ({error}); every rank has to call it, between steps. Where ranks have different numbers of "
+            "batches, put the training loop inside `with sync.join():`"
+        ) from error
+    return [theirs for theirs in of_rank if theirs is not None]
+
+
+def _by_how_much(differing: Mapping[str, object], group: dist.ProcessGroup) -> str:
+    """Says what differs most from rank 0's, of the tensors that have one shape and dtype on all ranks."""
+    kinds = {
+        name: (value.dtype, value.shape) if isinstance(value, Tensor) and _can_be_compared(value) else None
+        for name, value in differing.items()
+    }
+    of_rank = _gathered(kinds, group)
+    distances: dict[str, float] = {}
+    for name, value in differing.items():
+        if isinstance(value, Tensor) and all(theirs[name] == of_rank[0][name] is not None for theirs in of_rank):
+            of_rank_0 = value.detach().to(_device_for(value, group), copy=True)
+            broadcast({name: of_rank_0}, {}, group)
+            distances[name] = _distance(value.detach(), of_rank_0.to(value.device))
+    if not distances:
+        return ""
+    found = [(d, name, rank) for rank, theirs in enumerate(_gathered(distances, group)) for name, d in theirs.items()]
+    largest, name, rank = max(found, key=lambda each: (math.isnan(each[0]), each[0]))
+    return f", by up to {largest:.3g} from rank 0's ({name!r} on rank {rank})"
+
+
+def _device_for(tensor: Tensor, group: dist.ProcessGroup) -> torch.device:
+    """Where the group can send it from."""
+    served = {device.type for device in group._device_types}
+    return tensor.device if tensor.device.type in served else torch.device(min(served))
+
+
+def _distance(mine: Tensor, theirs: Tensor) -> float:
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    return float((mine.to(wide) - theirs.to(wide)).abs().max())
 
 
 _ABOUT_BUFFERS = (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
@@ -71,13 +73,61 @@ def _extra_state(rank: int, world_size: int) -> None:
         fastsync.check_consistency(WithExtraState([] if rank else {}))
 
 
+def _how_much(rank: int, world_size: int) -> None:
+    model = _normalised()
+    for name, tensor in model.state_dict().items():
+        if rank == 1 and name != "0.weight":
+            tensor.add_(3 if name == "1.num_batches_tracked" else 0.25)
+    with pytest.raises(
+        RuntimeError,
+        match=r"'0\.bias' of Sequential differs between ranks: ranks \[0, 2\]: sha256 \w+; ranks \[1\]: sha256 \w+; "
+        r"6 of 7 entries differ, by up to 3 from rank 0's \('1\.num_batches_tracked' on rank 1\)",
+    ):
+        fastsync.check_consistency(model)
+    with pytest.raises(
+        RuntimeError, match=r"3 of 4 entries differ, by up to 0\.25 from rank 0's \('0\.bias' on rank 1\)$"
+    ):
+        fastsync.check_consistency(model, buffers=False)
+    if rank == 2:
+        with torch.no_grad():
+            model[1].weight[0] = float("nan")
+    with pytest.raises(RuntimeError, match=r"by up to nan from rank 0's \('1\.weight' on rank 2\)"):
+        fastsync.check_consistency(model, buffers=False)
+    for dtype in (torch.bfloat16, torch.float64, torch.int16, torch.uint8, torch.bool, torch.complex64):
+        other = nn.Module()
+        other.register_buffer("values", torch.tensor([[1, 0], [0, rank == 2]]).to(dtype).T)
+        with pytest.raises(
+            RuntimeError, match=r"1 of 1 entries differ, by up to 1 from rank 0's \('values' on rank 2\)"
+        ):
+            fastsync.check_consistency(other)
+    other.register_buffer("values", torch.zeros(2 + rank))
+    with pytest.raises(RuntimeError, match=r"ranks \[2\]: sha256 \w+; 1 of 1 entries differ; it is a buffer"):
+        fastsync.check_consistency(other)
+
+
+def _alone(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    fastsync.check_consistency(_normalised(), group)
+    if rank == 0:
+        with pytest.raises(
+            RuntimeError, match=r"check_consistency: .* rank 0 of 2 .*; every rank has to call it, .*sync\.join\(\)"
+        ):
+            fastsync.check_consistency(_normalised(), group)
+    dist.barrier()
+
+
 def _consistency(rank: int, world_size: int) -> None:
     _buffers(rank, world_size)
     _extra_state(rank, world_size)
+    _alone(rank, world_size)
 
 
 def test_what_is_compared() -> None:
     run_ranks(_consistency, 2)
+
+
+def test_how_many_differ_and_by_how_much() -> None:
+    run_ranks(_how_much, 3)
 
 
 def test_only_a_module_is_compared() -> None:
