@@ -21,7 +21,8 @@ COMMANDS = {
     "report": "a report of rows that were measured before: tables, pictures, one page of HTML",
     "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }
-REQUIRED = ("jinja2", "matplotlib", "numpy", "rich", "scipy", "tyro")
+REQUIRED_FOR_HELP = ("numpy", "rich", "tyro")
+REQUIRED = (*REQUIRED_FOR_HELP, "jinja2", "matplotlib", "scipy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # No help of its own: `python -m benchmarks COMMAND --help` shows the options.
         commands.add_parser(name, help=description, add_help=False)
     options, rest = parser.parse_known_args(arguments)
-    if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
+    needed = REQUIRED_FOR_HELP if {"-h", "--help"} & set(rest) else REQUIRED
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         sys.exit(f"benchmarks need {', '.join(missing)}: {install_command('bench')}")
     return importlib.import_module(f"benchmarks.commands.{options.command}").main(rest)
 

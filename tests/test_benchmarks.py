@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
 import math
 import multiprocessing
@@ -10,8 +13,10 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.abc import MetaPathFinder
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -405,6 +410,44 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]):
     assert all(name in said for name in COMMANDS)
 
 
+class _NotInstalled(MetaPathFinder):
+    NAMES = ("scipy", "matplotlib", "jinja2")
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.partition(".")[0] in self.NAMES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def _help_of_all(rank: int, world_size: int) -> dict[str, str]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("benchmarks", *_NotInstalled.NAMES)]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _NotInstalled())
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name: None if name in _NotInstalled.NAMES else find_spec(name)
+    command = importlib.import_module("benchmarks.__main__")
+    said = {}
+    for name in command.COMMANDS:
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit, match=r"^0$"):
+            command.main([name, "--help"])
+        said[name] = out.getvalue()
+    return said
+
+
+def test_help_needs_nothing_that_only_measuring_and_reports_need():
+    (said,) = run_ranks(_help_of_all, 1)
+    for name, text in said.items():
+        assert f"usage: python -m benchmarks {name}" in text
+        assert "--cpu" not in text
+        computes = name not in ("link", "predict", "report", "compare")
+        assert ("--device " in text) == computes, name
+
+
+def test_gpus_that_are_not_there_are_not_taken(capfd: pytest.CaptureFixture[str]):
+    with patch("torch.cuda.device_count", lambda: 1), pytest.raises(SystemExit, match=r"^2$"):
+        main(["sync", "--device", "cuda"])
+    assert "device=cuda: torch sees 1 GPUs, for 2 ranks" in " ".join(capfd.readouterr().err.replace("│", " ").split())
+
+
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
     with pytest.raises(SystemExit, match=r"^benchmarks need tyro: pip install jinja2 matplotlib .* tyro$"):
@@ -412,7 +455,18 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_sync_beside_processes_that_never_sleep(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    few = ("--sizes", "1KiB", "--ways", "fastsync.attach/none", "--repetitions", "2", "--warmup", "2", "--cpu")
+    few = [
+        "--sizes",
+        "1KiB",
+        "--ways",
+        "fastsync.attach/none",
+        "--repetitions",
+        "2",
+        "--warmup",
+        "2",
+        "--device",
+        "cpu",
+    ]
     assert main(["sync", *few, "--busy", "1", "--json", str(tmp_path / "rows.json")]) == 0
     assert {row.settings["busy"] for row in read_json(tmp_path / "rows.json")} == {1}
     assert "1 busy processes beside them" in capfd.readouterr().out

@@ -21,7 +21,7 @@ def test_overhead_counts_launches_and_group_calls(
 ):
     monkeypatch.setenv("FASTSYNC_SHARED_MEMORY", "0")  # where no call of the group is needed
     path = tmp_path / "rows.json"
-    options = ("--cpu", "--sizes", "5k", "--repetitions", "3", "--warmup", "2", "--ways", HOOK, ATTACH)
+    options = ("--device", "cpu", "--sizes", "5k", "--repetitions", "3", "--warmup", "2", "--ways", HOOK, ATTACH)
     assert main(["overhead", *options, "--json", str(path)]) == 0
     said = capfd.readouterr().out
     rows = {row["way"]: row for row in json.loads(path.read_text())}

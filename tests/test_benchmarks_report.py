@@ -14,6 +14,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from benchmarks.__main__ import main
+from benchmarks.commands import ddp, sync
 from benchmarks.harness.records import Record, RowFile, read_json
 from benchmarks.report import pictures as drawn
 from benchmarks.report.document import Document, Section, Table
@@ -182,6 +183,33 @@ def test_the_same_rows_give_the_same_picture():
     assert drawn.efficiency_picture(points(scaling_rows()), "weak") == drawn.efficiency_picture(
         points(scaling_rows()), "weak"
     )
+
+
+def test_what_is_less_than_nothing_is_said_to_be_noise():
+    rows = [
+        step_row(ranks, [step, step], way="ddp", launch=0, compute=compute, stragglers=0.0)
+        for ranks, step, compute in ((1, 0.5, 0.5), (2, 0.4, 0.5))
+    ]
+    document = scaling_document(rows, "python -m benchmarks scaling")
+    assert document.summary[0].startswith("ddp on 2 ranks: 400.0 ms a step, exposed communication within noise; ")
+    (time,) = [section.table for section in document.sections if section.title == "Where the time goes"]
+    assert time is not None
+    assert list(time.rows[-1])[-2:] == ["within noise", "within noise"]
+    assert list(time.rows[0])[-2:] == ["0.000", "0%"]
+    ddp_hidden, sync_step = ddp.COLUMNS["hidden"], sync.COLUMNS_OF_A_SIZE
+    shown = {-1.22: "none", 0.0: "0%", 0.5: "50%", 1.0: "100%", 1.1: "within noise", None: ""}
+    for share, text in shown.items():
+        assert ddp_hidden(replace(rows[0], figures={"hidden": share})) == text
+    figures = dict.fromkeys(("over_no_sync", "over_all_reduce", "over_ddp", "over_shared_sum"))
+    for over, ratio, text in (
+        (None, None, ""),
+        (2.0, 0.5, "0.50"),
+        (-1.0, -0.5, "within noise"),
+        (-1.0, 0.5, "within noise"),
+    ):
+        row = replace(rows[0], figures=figures | {"over_no_sync": over, "over_ddp": ratio})
+        assert sync_step["× ddp"](row) == text
+        assert sync_step["over no_sync, ms"](row) == ("within noise" if over == -1.0 else "2000.000" if over else "")
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path):

@@ -19,14 +19,14 @@ from rich.table import Table
 
 from benchmarks.harness.records import Record, read_json
 from benchmarks.harness.statistics import CONFIDENCE, SAMPLES_ARE_LAUNCHES, noise_band, ratio_interval
-from benchmarks.report.table import console, grouped_by, milliseconds, share, told_apart
+from benchmarks.report.table import WITHIN_NOISE, console, grouped_by, milliseconds, share, told_apart
 
 PROG = "python -m benchmarks compare"
 HOW_OFTEN = ("seed", "launch", "repetitions", "warmup")
 """Settings that do not say what is measured."""
 EXPECTED = ("time", "commit", "fastsync")
 """What of the environment is to differ before and after a change."""
-FASTER, SLOWER, NOISE, WRONG = "faster", "slower", "within noise", "WRONG RESULT"
+FASTER, SLOWER, NOISE, WRONG = "faster", "slower", WITHIN_NOISE, "WRONG RESULT"
 UNKNOWN, TOO_FEW, NONE = "between launches: not known", "too few launches", "no samples"
 
 Key = tuple[str, str, tuple[tuple[str, str], ...]]

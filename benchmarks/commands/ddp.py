@@ -22,7 +22,17 @@ from benchmarks.harness.measure import Measurement, measure_each, measure_traini
 from benchmarks.harness.memory import check_ranks_fit
 from benchmarks.harness.options import RankOptions, run_on_ranks
 from benchmarks.harness.records import Record, RowFile
-from benchmarks.report.table import Columns, grouped_by, milliseconds, number, print_tables, ranks_on, spread
+from benchmarks.report.table import (
+    WITHIN_NOISE,
+    Columns,
+    cost,
+    grouped_by,
+    milliseconds,
+    number,
+    print_tables,
+    ranks_on,
+    spread,
+)
 from benchmarks.rivals.models import TRAININGS, Scale, Training
 from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC, PARTS
 from benchmarks.rivals.ways import BARE, BY_DEFAULT, WAYS, Way, with_their_limits
@@ -139,13 +149,20 @@ def report(options: Options, collected: Collected) -> None:
     print_tables(by_model, _title, COLUMNS, (LEGEND, *collected.notes))
 
 
+def _hidden(share: float | None) -> str:
+    """None where it adds more than the bare all_reduce takes; more than all where it adds less than nothing: noise."""
+    if share is None or 0 <= share <= 1:
+        return number(share, ".0%")
+    return "none" if share < 0 else WITHIN_NOISE
+
+
 COLUMNS: Columns = {
     "way": lambda record: record.way,
     "step, ms": lambda record: spread(record.quantiles),
     "samples/s": lambda record: number(record.figures["samples_per_second"], ",.1f"),
-    "over no_ddp, ms": lambda record: milliseconds(record.figures["over_no_ddp"]),
-    "exposed, ms": lambda record: milliseconds(record.figures["exposed"]),
-    "hidden": lambda record: number(record.figures["hidden"], ".0%"),
+    "over no_ddp, ms": lambda record: cost(record.figures["over_no_ddp"]),
+    "exposed, ms": lambda record: cost(record.figures["exposed"]),
+    "hidden": lambda record: _hidden(record.figures["hidden"]),
     "engine's exposed, ms": lambda record: milliseconds(record.figures["exposed_time"]),
     "wire bytes": lambda record: number(record.figures["wire_bytes"], ",.0f"),
     "error": lambda record: number(record.figures["error"], ".1e"),
@@ -155,8 +172,9 @@ LEGEND = (
     "all_reduce that alone. samples/s: of all ranks. over no_ddp: what the median adds to the plain model's; of "
     "no_sync it is DDP's own overhead. exposed: what it adds to no_sync's, or to no_ddp's where it is not in DDP: "
     "communication that backward did not hide, and its own work. hidden: the share of the bare all_reduce of the same "
-    "dtype that is not exposed; powerSGD_hook sends something else, in one bucket, as it would mix up two on Gloo, and "
-    "so hides nothing. engine's exposed, wire bytes: per step and rank, as the engine counts them. error: of the "
+    "dtype that is not exposed, none where more is; powerSGD_hook sends something else, in one bucket, as it would mix "
+    "up two on Gloo, and so hides nothing. engine's exposed, wire bytes: per step and rank, as the engine counts them. "
+    "error: of the "
     "gradients, relative, in the 2-norm. The learning rate is 0: the optimizer works, the weights stay."
 )
 

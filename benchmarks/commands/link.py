@@ -26,7 +26,17 @@ from benchmarks.network.launch import run_in_namespaces
 from benchmarks.network.namespaces import CONGESTION_CONTROL, Network, NetworkError, burst, why_not
 from benchmarks.network.raw_tcp import RawTcp, check_links
 from benchmarks.report.choices import against_the_best
-from benchmarks.report.table import Columns, grouped_by, measured_on, milliseconds, number, print_tables, spread
+from benchmarks.report.table import (
+    Columns,
+    cost,
+    grouped_by,
+    measured_on,
+    milliseconds,
+    multiple,
+    number,
+    print_tables,
+    spread,
+)
 from benchmarks.rivals.compressions import WIRE_BYTES, algorithm
 from benchmarks.rivals.models import Scale
 from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC
@@ -119,7 +129,7 @@ class Options:
         """The options of the benchmark that runs in the namespaces."""
         shared = {
             "nproc": self.ranks,
-            "cpu": True,  # GPUs of one machine would find each other past the links
+            "device": "cpu",  # GPUs of one machine would find each other past the links
             "ways": self.ways,
             "repetitions": self.repetitions,
             "warmup": self.warmup,
@@ -299,12 +309,12 @@ def slow_links(records: Sequence[Record]) -> list[str]:
 COLUMNS: Columns = {
     "way": lambda record: record.way,
     "step, ms": lambda record: spread(record.quantiles),
-    "exposed, ms": lambda record: milliseconds(record.figures[_EXPOSED[record.benchmark]]),
+    "exposed, ms": lambda record: cost(record.figures[_EXPOSED[record.benchmark]]),
     "sent, MB": lambda record: number(record.figures["sent_bytes"], ",.2f", 1e6),
     "link's limit, ms": lambda record: milliseconds(record.figures["link_limit"]),
-    "× limit": lambda record: number(record.figures["over_link_limit"], ".3f"),
-    "× plain TCP": lambda record: number(record.figures["over_raw_tcp"], ".3f"),
-    "DDP's time ÷ this": lambda record: number(record.figures["ddp_over_this"], ".2f"),
+    "× limit": lambda record: multiple(record.figures["over_link_limit"], ".3f"),
+    "× plain TCP": lambda record: multiple(record.figures["over_raw_tcp"], ".3f"),
+    "DDP's time ÷ this": lambda record: multiple(record.figures["ddp_over_this"], ".2f"),
     "error": lambda record: number(record.figures["error"], ".1e"),
 }
 _EXPOSED = {"sync": "over_no_sync", "ddp": "exposed"}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import tyro
@@ -18,7 +18,7 @@ from rich.progress import Progress
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.launches import LAUNCHES, count
 from benchmarks.harness.memory import available_on, check_fits
-from benchmarks.harness.options import check_json
+from benchmarks.harness.options import Device, check_json
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import rounds
@@ -49,7 +49,7 @@ class Options:
     """Numbers of tensors that they are divided into, unevenly."""
     wires: tuple[WireName, ...] = tuple(WIRES)
     """What they are packed to; none is float32."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """Where; auto takes the GPU if there is one."""
     threads: int = 1
     """Threads to compute with on a CPU; torchrun gives each rank one."""

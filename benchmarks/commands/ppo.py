@@ -20,7 +20,7 @@ from rich.progress import TaskID
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.harness.collect import ending, termination_raises
-from benchmarks.harness.options import check_json, check_places, check_positive, places
+from benchmarks.harness.options import check_gpus, check_json, check_places, check_positive, places
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.report.table import Columns, grouped_by, measured_on, number, print_tables
@@ -124,8 +124,8 @@ class Options:
             raise ValueError(f"num_envs are scaled for {CARTPOLE}: leave them out, or env={self.env!r}")
         if any(number < 1 for number in self.num_envs):
             raise ValueError(f"num_envs={self.num_envs} must be at least 1 each")
-        if self.device == "cuda" and self.nproc > torch.cuda.device_count():
-            raise ValueError(f"device=cuda: torch sees {torch.cuda.device_count()} GPUs, for {self.nproc} ranks")
+        if self.device == "cuda":
+            check_gpus(self.nproc)
         check_places(self.nproc, self.oversubscribe, cpu=self.device == "cpu")
 
     def sets(self) -> dict[str, Training]:

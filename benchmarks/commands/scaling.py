@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import tyro
@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from benchmarks.commands.ddp import check_installed, memory_needed
 from benchmarks.harness.collect import ENDINGS, ending
 from benchmarks.harness.memory import check_ranks_fit
-from benchmarks.harness.options import check_positive, check_warmup
+from benchmarks.harness.options import Device, check_positive, check_warmup
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile
 from benchmarks.harness.scaling_launch import Launch, measure_rank
@@ -93,7 +93,7 @@ class Options:
     """Bytes that the bare all_reduce sums, for busbw over size; none to leave it out."""
     sweep_repetitions: int = 20
     """Timed all_reduces of each size in a launch."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """What ranks compute on. auto: GPUs where this machine has one."""
     oversubscribe: bool = False
     """Measure world sizes that have more ranks than cores, too. They are marked everywhere."""

@@ -25,7 +25,18 @@ from benchmarks.harness.memory import check_ranks_fit
 from benchmarks.harness.options import RankOptions, run_on_ranks
 from benchmarks.harness.records import Record, RowFile
 from benchmarks.report.choices import against_the_best
-from benchmarks.report.table import Columns, grouped_by, milliseconds, number, print_tables, ranks_on, spread
+from benchmarks.report.table import (
+    WITHIN_NOISE,
+    Columns,
+    cost,
+    grouped_by,
+    milliseconds,
+    multiple,
+    number,
+    print_tables,
+    ranks_on,
+    spread,
+)
 from benchmarks.rivals.compressions import held_bytes
 from benchmarks.rivals.ways import BY_DEFAULT, WAYS, with_their_limits
 from benchmarks.rivals.workloads import SIZES, Size, size_of, sweep
@@ -115,14 +126,20 @@ def report(options: Options, collected: Collected) -> None:
         print_tables(by_size, _title, COLUMNS_OF_A_SIZE, below, against_the_best)
 
 
+def _multiple(record: Record, name: str) -> str:
+    value = record.figures[name]
+    is_noise = value is not None and (record.figures["over_no_sync"] or 0.0) < 0  # as what it is over may be, too
+    return WITHIN_NOISE if is_noise else multiple(value, ".2f")
+
+
 FIGURES: Columns = {
     "step, ms": lambda record: spread(record.quantiles),
-    "over no_sync, ms": lambda record: milliseconds(record.figures["over_no_sync"]),
+    "over no_sync, ms": lambda record: cost(record.figures["over_no_sync"]),
     "algbw, GB/s": lambda record: number(record.figures["algbw"], "#.3g", 1e9),
     "busbw, GB/s": lambda record: number(record.figures["busbw"], "#.3g", 1e9),
-    "× all_reduce": lambda record: number(record.figures["over_all_reduce"], ".2f"),
-    "× ddp": lambda record: number(record.figures["over_ddp"], ".2f"),
-    "× shared sum": lambda record: number(record.figures["over_shared_sum"], ".2f"),
+    "× all_reduce": lambda record: _multiple(record, "over_all_reduce"),
+    "× ddp": lambda record: _multiple(record, "over_ddp"),
+    "× shared sum": lambda record: _multiple(record, "over_shared_sum"),
     "exposed, ms": lambda record: milliseconds(record.figures["exposed_time"]),
     "pack, ms": lambda record: milliseconds(record.figures["pack_time"]),
     "unpack, ms": lambda record: milliseconds(record.figures["unpack_time"]),

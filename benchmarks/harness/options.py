@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -17,6 +17,8 @@ from benchmarks.rivals.ways import BY_DEFAULT, MIN_WARMUP
 from fastsync import _C
 from fastsync.wording import check_at_least
 
+Device = Literal["auto", "cpu", "cuda"]
+
 
 @dataclass(frozen=True)
 class RankOptions:
@@ -24,8 +26,8 @@ class RankOptions:
 
     nproc: int = 2
     """Number of ranks, each a process of its own on this machine."""
-    cpu: bool = False
-    """Compute on CPUs where there are GPUs, too."""
+    device: Device = "auto"
+    """What ranks compute on. auto: GPUs where there is one for each, or they may share."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
     share_gpus: bool = False
@@ -51,11 +53,18 @@ class RankOptions:
         check_warmup(self.warmup)
         check_positive(self, "timeout")
         check_json(self.json)
+        if self.device == "cuda" and not self.share_gpus:
+            check_gpus(self.nproc)
         check_places(self.nproc, self.oversubscribe, self.cpu, self.share_gpus)
 
     def sampling(self, repetitions: int, device: torch.device, progress: Progress) -> Sampling:
         """The warm-up, repetitions and order of each way, with ``repetitions`` where none were chosen."""
         return Sampling(self.warmup, self.repetitions or repetitions, self.seed, self.timeout, device, progress)
+
+    @property
+    def cpu(self) -> bool:
+        """True if ranks compute on CPUs where there are GPUs, too."""
+        return self.device == "cpu"
 
     @property
     def crowded(self) -> bool:
@@ -107,6 +116,12 @@ def check_places(nproc: int, oversubscribe: bool, cpu: bool = False, share_gpus:
             f"nproc={nproc}: this machine has {cores} cores, and GPUs for {gpus} ranks; "
             "ranks that share one slow each other down: choose fewer, or --oversubscribe, which every table then says"
         )
+
+
+def check_gpus(nproc: int) -> None:
+    """Refuses more ranks than torch sees GPUs."""
+    if nproc > torch.cuda.device_count():
+        raise ValueError(f"device=cuda: torch sees {torch.cuda.device_count()} GPUs, for {nproc} ranks")
 
 
 def check_positive(options: Any, *names: str, unit: str = " seconds") -> None:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.stats import binom, bootstrap
 
 CONFIDENCE = 0.95
 RESAMPLES = 9999
@@ -32,6 +31,8 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     none: then it is the whole range, which holds the median with a probability of 1 - 2^(1-n), 75 % for three. One
     sample tells nothing, so its interval has no end; without samples there is no median, and both ends are nan.
     """
+    from scipy.stats import binom  # not needed for --help
+
     number = len(samples)
     if number < 2:
         return (-math.inf, math.inf) if samples else (math.nan, math.nan)
@@ -82,6 +83,8 @@ def replicates(launches: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _interval(data: tuple[Sequence[float], ...], confidence: float) -> tuple[float, float]:
+    from scipy.stats import bootstrap
+
     result = bootstrap(
         data,
         _ratio_of_medians,

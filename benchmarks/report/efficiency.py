@@ -39,7 +39,7 @@ DEFINITIONS = {
     "stragglers": "What the slowest rank's step without communication takes beyond the mean over the ranks, as in each "
     "step all wait for the slowest.",
     "exposed": "Communication that backward does not hide, and what synchronising costs the rank itself: the rest of "
-    "the step, so that the parts add up to it. Negative where the noise is larger than it.",
+    "the step, so that the parts add up to it. Negative where the noise is larger than it, of which tables say so.",
     "algbw": "Bytes that an all_reduce sums, by its time.",
     "busbw": "algbw · 2 (n - 1) / n, as nccl-tests defines it: the rate at which each rank's link is used.",
     "overhead": "What measuring itself costs: an empty step, timed in turns with the others in the same way.",

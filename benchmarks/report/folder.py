@@ -6,8 +6,6 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from benchmarks.harness.records import QUANTILES, Record
 from benchmarks.report.document import Document
 from benchmarks.report.table import OVERSUBSCRIBED
@@ -49,6 +47,8 @@ def to_markdown(document: Document) -> str:
 
 
 def _render(template: str, document: Document) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not needed for --help
+
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=".html" in template,

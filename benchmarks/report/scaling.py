@@ -8,9 +8,8 @@ from benchmarks.harness.records import Record
 from benchmarks.harness.statistics import RATIO_HOLDS, SURE_FROM, range_holds_median
 from benchmarks.report.document import Document, Section, Table
 from benchmarks.report.efficiency import DEFINITIONS, Bandwidth, Point, baseline, overhead, points, sweep
-from benchmarks.report.pictures import bandwidth_picture, breakdown_picture, efficiency_picture
 from benchmarks.report.rows import environment_of
-from benchmarks.report.table import milliseconds
+from benchmarks.report.table import WITHIN_NOISE, cost, milliseconds, multiple
 from benchmarks.units import format_bytes
 
 
@@ -20,6 +19,8 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
     Raises:
         ValueError: the rows are of several.
     """
+    from benchmarks.report.pictures import bandwidth_picture, breakdown_picture, efficiency_picture  # not for --help
+
     found, bandwidths = points(records), sweep(records)
     settings = next((record.settings for record in records if "model" in record.settings), {})
     scaling = settings.get("scaling", "weak")
@@ -81,8 +82,8 @@ BREAKDOWN: dict[str, Callable[[Point], str]] = {
     "compute": lambda point: milliseconds(point.compute),
     "contention": lambda point: milliseconds(point.contention) or "not known",
     "stragglers": lambda point: milliseconds(point.stragglers),
-    "exposed": lambda point: milliseconds(point.exposed),
-    "exposed, of the step": lambda point: f"{point.exposed / point.step:.0%}",
+    "exposed": lambda point: cost(point.exposed),
+    "exposed, of the step": lambda point: multiple(point.exposed / point.step, ".0%"),
 }
 BANDWIDTHS: dict[str, Callable[[Bandwidth], str]] = {
     "bytes": lambda point: format_bytes(point.num_bytes),
@@ -119,13 +120,16 @@ def _title(settings: Mapping[str, Any], scaling: str) -> str:
 def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) -> Iterator[str]:
     for way in dict.fromkeys(point.way for point in found):
         last = [point for point in found if point.way == way][-1]
+        exposed = f"{last.exposed * 1e3:.1f} of them exposed communication"
+        if last.exposed < 0:
+            exposed = f"exposed communication {WITHIN_NOISE}"
         yield (
-            f"{way} on {last.ranks}: {last.step * 1e3:.1f} ms a step, {last.exposed * 1e3:.1f} of them exposed "
-            f"communication; {last.efficiency:.1%} {scaling} efficiency ({_sureness(last, baseline(found))})."
+            f"{way} on {last.ranks}: {last.step * 1e3:.1f} ms a step, {exposed}; "
+            f"{last.efficiency:.1%} {scaling} efficiency ({_sureness(last, baseline(found))})."
         )
-    cost = overhead(records)
-    if cost is not None:
-        yield f"Measuring itself costs {cost * 1e6:.1f} µs a step (an empty step, timed the same way)."
+    measuring = overhead(records)
+    if measuring is not None:
+        yield f"Measuring itself costs {measuring * 1e6:.1f} µs a step (an empty step, timed the same way)."
 
 
 def _relative(found: Sequence[Point], scaling: str) -> str:

@@ -12,6 +12,7 @@ from benchmarks.harness.records import Record
 T = TypeVar("T")
 Columns = Mapping[str, Callable[[Record], str]]
 WIDTH_IN_FILES = 180
+WITHIN_NOISE = "within noise"
 OVERSUBSCRIBED = "oversubscribed"
 """The setting of what had more ranks than cores or GPUs, and its mark wherever that is shown."""
 
@@ -36,6 +37,16 @@ def table(title: str, columns: Columns, records: Iterable[Record]) -> Table:
 
 def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+def cost(seconds: float | None) -> str:
+    """A difference of two times, in milliseconds, of something that can only take time: less than none is noise."""
+    return WITHIN_NOISE if seconds is not None and seconds < 0 else milliseconds(seconds)
+
+
+def multiple(value: float | None, form: str) -> str:
+    """Such a difference by something else, likewise."""
+    return WITHIN_NOISE if value is not None and value < 0 else number(value, form)
 
 
 def number(value: float | None, form: str, scale: float = 1) -> str:
