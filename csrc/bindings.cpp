@@ -284,8 +284,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("average_differences", &LoneBucket::average_differences, py::arg("minuends"), py::arg("subtrahends"),
            py::arg("destinations"), py::arg("compression"), no_gil);
 
-  m.def("check_agreement", &fastsync::check_agreement, py::arg("process_group"), py::arg("description"),
-        py::arg("device"), no_gil);
+  m.def(
+      "check_agreement",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& description, c10::Device device) {
+        return fastsync::check_agreement(group, description, device).number;
+      },
+      py::arg("process_group"), py::arg("description"), py::arg("device"), no_gil);
   py::class_<SharedGather, std::shared_ptr<SharedGather>>(m, "SharedGather")
       .def(
           "all_gather",

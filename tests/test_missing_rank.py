@@ -35,6 +35,7 @@ NO_ANSWER = "no answer, so it is stopped or gone, or has no engine of this group
 AVERAGING = "averaging in step 2 of the engine of parameter 0.weight"
 AGREEING = "agreeing before step 2 of the engine of parameter 0.weight, because "
 IN_HOOK = "averaging in step 2 of a DDP hook"
+CURE = ". Where ranks have different numbers of batches, put the training loop inside `with "
 
 Group = dist.ProcessGroup
 Case = Callable[[Group], str]
@@ -222,7 +223,7 @@ def _all_cases(rank: int, world_size: int, names: Sequence[str]) -> str:
 def _positions(said: str) -> dict[int, str]:
     """By rank of the group, from "ranks are: rank 1 (global 3): no answer; rank 0, 2 (global 2, 4): averaging"."""
     positions = {}
-    for camp in said.removeprefix("ranks are: ").split("; "):
+    for camp in said.partition(CURE)[0].removeprefix("ranks are: ").split("; "):
         ranks, where = re.fullmatch(r"rank ([\d, ]+?)(?: \(global [\d, -]+\))?: (.*)", camp).groups()
         positions.update(dict.fromkeys(map(int, ranks.split(", ")), where))
     return positions
@@ -240,6 +241,9 @@ def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[s
         for rank, text in enumerate(of_ranks):
             raises = where[rank].startswith(("averaging", "agreeing"))
             assert (_positions(text) if text else None) == (where if raises else None), (name, rank, text)
+            cure = CURE + ("Join([ddp_model]):`" if name.startswith("hook") else "sync.join():`")
+            may_have_no_batches = any(at.startswith(("no answer", "in no sync")) for at in where.values())
+            assert text.endswith(cure) == (CURE in text) == (raises and may_have_no_batches), (name, rank, text)
 
 
 def _holder_of_the_store_is_stopped(rank: int, world_size: int, port: int) -> str:
@@ -263,7 +267,7 @@ import os, sys, time, torch, torch.distributed as dist, fastsync
 dist.init_process_group("gloo")
 model = torch.nn.Linear(3, 2)
 sync = fastsync.attach(model)
-model(torch.ones(1, 3)).sum().backward()
+model(torch.full((1, 3), float(os.environ["RANK"]))).sum().backward()
 if os.environ["RANK"] == "1":
     if os.fork() == 0:
         fastsync.attach(torch.nn.Linear(3, 2), broadcast=False)

@@ -26,6 +26,20 @@ const Compression& compression_for(const Schedule& schedule, int64_t step, int64
   return schedule.at(step, numel);
 }
 
+std::string who_is_missing(Whereabouts& whereabouts) {
+  const std::string told = whereabouts.roll_call();
+  const auto says = [&](const char* text) { return told.find(text) != std::string::npos; };
+  if (!says(": in no sync") && !says("has let go of its engines") && !says(": no answer")) {
+    return told;
+  }
+  const char* const join = says("of the engine of parameter") ? "with sync.join():"
+                           : says("of a DDP hook")            ? "with Join([ddp_model]):"
+                                                              : nullptr;
+  return join == nullptr ? told
+                         : c10::str(told, ". Where ranks have different numbers of batches, put the training loop ",
+                                    "inside `", join, "`");
+}
+
 namespace {
 
 int64_t numel_of(const std::vector<at::Tensor>& tensors) {
@@ -44,7 +58,7 @@ struct BucketSync::Failure {
   std::shared_ptr<Whereabouts> whereabouts;
 
   [[noreturn]] void raise(const std::string& why) const {
-    TORCH_CHECK(false, beginning, why, whereabouts->roll_call());
+    TORCH_CHECK(false, beginning, why, who_is_missing(*whereabouts));
   }
 
   template <class Call>

@@ -47,6 +47,9 @@ inline int first_tag(int64_t number) {
   return static_cast<int>(1 << 30 | (number % (1 << 16)) * kMaxBuckets * kTagsPerBucket);
 }
 
+// For the error of a wait that failed: where the ranks are, and what helps where some have no more batches.
+std::string who_is_missing(Whereabouts& whereabouts);
+
 class BucketSync {
  public:
   // It notes where the engine stands.

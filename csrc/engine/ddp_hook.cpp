@@ -60,8 +60,12 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   // DDP sends its buckets in order. A backward that failed leaves the rest out.
   const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
   step_ += is_first ? 1 : 0;
+  const bool in_first_step = num_steps() == (is_first ? 0 : 1);
   if (!have_agreed(*bucket->agreement, schedule)) {
-    agree_on(*bucket, grad_bucket, schedule);
+    have_same_data_ &= agree_on(*bucket, grad_bucket, schedule, in_first_step);
+    if (in_first_step && have_same_data_ && grad_bucket.isLast()) {
+      warn_of_same_data();
+    }
   }
   if (is_first) {
     newest_buckets_.clear();
@@ -143,8 +147,8 @@ std::shared_ptr<EngineBucket> HookState::find_or_add(c10d::GradBucket& grad_buck
   return add_bucket(std::move(ids), std::move(agreement), name_of(grad_bucket), grad_bucket.getBuffer().device());
 }
 
-void HookState::agree_on(EngineBucket& bucket, c10d::GradBucket& grad_bucket,
-                         const std::shared_ptr<const Schedule>& schedule) {
+bool HookState::agree_on(EngineBucket& bucket, c10d::GradBucket& grad_bucket,
+                         const std::shared_ptr<const Schedule>& schedule, bool in_first_step) {
   // DDP hands over complex gradients as the floats they are made of, so the buffer does not tell.
   for (const at::Tensor& parameter : grad_bucket.getParameters()) {
     TORCH_CHECK_VALUE(schedule->is_lossless() || !parameter.is_complex(), "fastsync: ", name_of(grad_bucket), " holds ",
@@ -152,8 +156,9 @@ void HookState::agree_on(EngineBucket& bucket, c10d::GradBucket& grad_bucket,
                       "; use compression='none'");
   }
   const int64_t step = step_under_way();
-  agree(*bucket.agreement, "agreement on " + name_of(grad_bucket), schedule, step,
-        settings(*schedule, step) + describe(grad_bucket), grad_bucket.getBuffer().device());
+  return agree(*bucket.agreement, "agreement on " + name_of(grad_bucket), schedule, step,
+               settings(*schedule, step) + describe(grad_bucket), grad_bucket.getBuffer().device(),
+               in_first_step ? grad_bucket.getGradients() : std::vector<at::Tensor>());
 }
 
 namespace {

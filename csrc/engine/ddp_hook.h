@@ -38,11 +38,13 @@ class HookState : private EngineState {
  private:
   std::shared_ptr<EngineBucket> find_or_add(c10d::GradBucket& grad_bucket);
   at::Tensor stamp(EngineBucket& bucket, const std::vector<at::Tensor>& parameters, bool has_room);
-  void agree_on(EngineBucket& bucket, c10d::GradBucket& grad_bucket, const std::shared_ptr<const Schedule>& schedule);
+  bool agree_on(EngineBucket& bucket, c10d::GradBucket& grad_bucket, const std::shared_ptr<const Schedule>& schedule,
+                bool in_first_step);
   int64_t step_under_way() { return step_ - 1; }
 
   std::mutex mutex_;
   bool step_is_open_ = false;
+  bool have_same_data_ = true;  // all buckets of the first step so far
   size_t last_index_ = 0;
 };
 

@@ -10,6 +10,35 @@
 
 namespace fastsync {
 
+namespace {
+
+// One number of a gradient's first values, in which each counts by its place.
+at::Tensor number_of(const at::Tensor& gradient) {
+  constexpr int64_t kMost = 1 << 16;
+  const at::Tensor values =
+      (gradient.is_complex() ? at::view_as_real(gradient.resolve_conj()) : gradient).reshape({-1});
+  const at::Tensor first = values.narrow(0, 0, std::min(values.numel(), kMost)).to(at::kDouble);
+  return first.dot(at::arange(1, first.numel() + 1, first.options()));
+}
+
+// 0 where there is nothing to compare: gradients of zeros, or that are not finite.
+uint64_t fingerprint_of(const std::vector<at::Tensor>& gradients) {
+  if (gradients.empty()) {
+    return 0;
+  }
+  std::vector<at::Tensor> numbers;
+  for (const at::Tensor& gradient : gradients) {
+    numbers.push_back(number_of(gradient).to(gradients.front().device()));
+  }
+  const at::Tensor all = at::stack(numbers).cpu();
+  if (!all.isfinite().all().item<bool>() || !all.any().item<bool>()) {
+    return 0;
+  }
+  return fingerprint({static_cast<const char*>(all.const_data_ptr()), all.nbytes()});
+}
+
+}  // namespace
+
 EngineState::EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name)
     : group_(std::move(group)), whereabouts_(Whereabouts::of(*group_, std::move(name))) {}
 
@@ -33,12 +62,25 @@ std::string EngineState::settings(const Schedule& schedule, int64_t step, const 
   return c10::str(schedule.description(), "\n", lines, "step ", step, "\n", saved_scales_.description(), "\n");
 }
 
-void EngineState::agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const Schedule>& schedule,
-                        int64_t step, const std::string& text, c10::Device device) {
+bool EngineState::agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const Schedule>& schedule,
+                        int64_t step, const std::string& text, c10::Device device,
+                        const std::vector<at::Tensor>& gradients) {
   whereabouts_->agree(step, agreement.number < 0 ? "it is new" : why_agree_);
-  wait_for_ranks(what, [&] { agreement.number = check_agreement(group_, text, device); });
+  Agreed agreed;
+  const uint64_t data = group_->getSize() == 1 || is_capturing(device) ? 0 : fingerprint_of(gradients);
+  wait_for_ranks(what, [&] { agreed = check_agreement(group_, text, device, data); });
+  agreement.number = agreed.number;
   agreement.schedule = schedule;
   agreement.version = version_;
+  return agreed.have_same_data;
+}
+
+void EngineState::warn_of_same_data() const {
+  if (group_->getRank() == 0) {
+    TORCH_WARN("fastsync: all ", group_->getSize(), " ranks have the same gradients in their first step, so they seem ",
+               "to train on the same data, and learn no more than one would: give each rank its own part, as ",
+               "torch.utils.data.distributed.DistributedSampler does, or random numbers of its own");
+  }
 }
 
 void EngineState::wait_for_ranks(const std::string& what, const std::function<void()>& call) {
@@ -49,7 +91,7 @@ void EngineState::wait_for_ranks(const std::string& what, const std::function<vo
     throw;
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "fastsync: ", what, " failed on rank ", group_->getRank(), " of ", group_->getSize(), ": ",
-                error.what(), whereabouts_->roll_call());
+                error.what(), who_is_missing(*whereabouts_));
   }
 }
 

@@ -72,9 +72,12 @@ class EngineState {
   bool have_agreed(const Agreement& agreement, const std::shared_ptr<const Schedule>& schedule) const;
   // A text for agree, of this and the lines given. What it is of goes behind it.
   std::string settings(const Schedule& schedule, int64_t step, const std::string& lines = "") const;
-  // Raises c10::ValueError where the ranks' texts differ. What they agree on is named in other errors.
-  void agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const Schedule>& schedule,
-             int64_t step, const std::string& text, c10::Device device);
+  // Raises c10::ValueError where the ranks' texts differ. What they agree on is named in other errors. Tells whether
+  // the gradients, if any are given, are the same on all ranks, as those of the first step are where all have the same
+  // data.
+  bool agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const Schedule>& schedule,
+             int64_t step, const std::string& text, c10::Device device, const std::vector<at::Tensor>& gradients = {});
+  void warn_of_same_data() const;
   // What fails in the call, but for a c10::ValueError, is no fault of the ranks' settings.
   void wait_for_ranks(const std::string& what, const std::function<void()>& call);
 

@@ -500,6 +500,16 @@ void ParameterSync::forget_layout() {
   buckets_.clear();
 }
 
+std::vector<at::Tensor> ParameterSync::gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.takes_part() && parameter.tensor.grad().defined()) {
+      gradients.push_back(parameter.tensor.grad());
+    }
+  }
+  return gradients;
+}
+
 void ParameterSync::agree() {
   c10::Device device = c10::kCPU;
   std::ostringstream text;
@@ -516,7 +526,11 @@ void ParameterSync::agree() {
     device = tensor.device();
   }
   text << riders_.newcomers();
-  EngineState::agree(*agreement_, "agreement", schedule_, step_, text.str(), device);
+  const bool compares = is_under_way_ && num_steps() == 1 && !weight_.is_on();
+  if (EngineState::agree(*agreement_, "agreement", schedule_, step_, text.str(), device,
+                         compares ? gradients() : std::vector<at::Tensor>())) {
+    warn_of_same_data();
+  }
   riders_.seat_newcomers();
   if (!is_under_way_) {
     whereabouts_->rest();

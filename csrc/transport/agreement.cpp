@@ -97,20 +97,22 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& tex
   return texts;
 }
 
-int64_t check_agreement(const Group& group, const std::string& description, c10::Device device) {
+Agreed check_agreement(const Group& group, const std::string& description, c10::Device device, uint64_t data) {
   static std::atomic<int64_t> next_number{0};
   if (group->getSize() == 1) {
-    return next_number++;
+    return {next_number++};
   }
   TORCH_CHECK(!is_capturing(device),
               "fastsync: the ranks have to agree on what to synchronise, which cannot be part of ",
               "a CUDA graph: take a step like this one, on all ranks, before capturing it");
-  at::Tensor mine = at::empty({3}, at::kLong);
+  at::Tensor mine = at::empty({4}, at::kLong);
   auto* values = mine.data_ptr<int64_t>();
   values[0] = static_cast<int64_t>(fingerprint(description));
   values[1] = static_cast<int64_t>(description.size());
   values[2] = next_number;
+  values[3] = static_cast<int64_t>(data);
   bool agree = true;
+  bool have_same_data = data != 0;
   int64_t longest = 0;
   int64_t number = 0;
   for (const at::Tensor& theirs : all_gather(group, mine, device)) {
@@ -118,10 +120,11 @@ int64_t check_agreement(const Group& group, const std::string& description, c10:
     agree = agree && values[0] == their_values[0] && values[1] == their_values[1];
     longest = std::max(longest, their_values[1]);
     number = std::max(number, their_values[2]);
+    have_same_data = have_same_data && values[3] == their_values[3];
   }
   if (agree) {
     raise_to(next_number, number + 1);
-    return number;
+    return {number, have_same_data};
   }
   const auto texts = gather_texts(group, description, longest + 1, device);
   TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on what to synchronise: ", first_difference(texts),
