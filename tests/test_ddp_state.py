@@ -101,6 +101,34 @@ def test_a_run_resumed_in_new_processes_is_bitwise_the_uninterrupted_one() -> No
     run_ranks(_resume, 2, saved_by_rank)
 
 
+ODD_SHAPES = [(3,), (5, 7), (9,)]  # of no multiples of what gradients are aligned to on the wire
+
+
+def _residuals_of_one_rank(rank: int, world_size: int) -> None:
+    """What a rank holds does not change where gradients lie on the wire; it is sent with the next step, as ever."""
+    for wire in ("bf16", "fp16", "none"):
+        for reduce in ("wire", "fp32"):
+            ddp = given_ddp([torch.ones(shape) for shape in ODD_SHAPES])
+            hook = fastsync.register_comm_hook(ddp, fastsync.Compression(wire, reduce))
+            kept = {
+                f"weights.{index} of rank 1": {"own": torch.full((math.prod(shape),), 64.0), "of_sums": None}
+                for index, shape in enumerate(ODD_SHAPES)
+            }
+            hook.load_state_dict({**hook.state_dict(), "residuals": kept if rank == 1 else {}})
+            # Whole numbers that are powers of two, which every wire carries.
+            grads = [torch.full(shape, 2.0 ** (index + 1)) for index, shape in enumerate(ODD_SHAPES)]
+            for step in range(3):
+                mean = backward_of(ddp, grads)
+                expected = [grad + (32.0 if step == 0 else 0.0) for grad in grads]
+                assert_all_bitwise_equal(mean, expected, f"{wire}, {reduce}, step {step}: gradient")
+            assert hook.state_dict()["residuals"] == {}
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_residuals_of_one_rank_alone_are_sent(shared_memory: bool) -> None:
+    run_ranks(_residuals_of_one_rank, 2, shared_memory=shared_memory, timeout=40.0)
+
+
 def test_state_dict_names_the_parameters_that_have_a_scale() -> None:
     with group_of_one():
         ddp = given_ddp([torch.ones(2), torch.ones(3)], **KEPT_BUCKETS)

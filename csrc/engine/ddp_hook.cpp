@@ -40,13 +40,15 @@ std::string describe(const c10d::GradBucket& bucket) {
 }
 
 // The whole buffer is one gradient as far as the passes are concerned, except where each has blocks or a residual of
-// its own.
+// its own: by the compression, which is the same on all ranks, and not by what this one holds. What error feedback has
+// kept until now is then a part of the gradients.
 std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compression& compression,
-                                     const BucketSync& sync) {
-  if (compression.wire != Wire::kInt8 && !compression.error_feedback && !sync.feedback().has_residuals()) {
-    return {bucket.getBuffer().view({-1})};
+                                     ErrorFeedback& feedback) {
+  if (compression.wire == Wire::kInt8 || compression.error_feedback) {
+    return bucket.getGradients();
   }
-  return bucket.getGradients();
+  feedback.add_to(bucket.getGradients());
+  return {bucket.getBuffer().view({-1})};
 }
 
 }  // namespace
@@ -79,7 +81,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   const Sync sync{compression_for(*schedule, step, buffer.numel(), buffer.device()), step,
                   static_cast<int64_t>(grad_bucket.getIndex()), first_tag(bucket->agreement->number),
                   grad_bucket.isLast()};
-  auto grads = gradients_of(grad_bucket, sync.compression, *bucket->sync);
+  auto grads = gradients_of(grad_bucket, sync.compression, bucket->sync->feedback());
   Extras extras;
   if (grad_bucket.isLast()) {
     extras.flags = stamp(*bucket, grad_bucket.getParameters(), bucket->sync->has_room(grads, sync.compression));

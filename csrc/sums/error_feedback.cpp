@@ -56,6 +56,22 @@ void ErrorFeedback::hand_over(const Owned& now_owned) {
   }
 }
 
+// What is finite stays finite.
+void ErrorFeedback::add_to(const std::vector<at::Tensor>& grads) {
+  if (residuals_.empty()) {
+    return;
+  }
+  hand_over({});
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const at::Tensor flat = grads[i].as_strided({grads[i].numel()}, {1});
+    dispatch_grad(dtype_of(flat.scalar_type()), [&](auto zero) {
+      const auto largest = static_cast<double>(kLargest<decltype(zero)>);
+      flat.copy_(at::where(flat.isfinite(), at::add(residuals_[i], flat).clamp(-largest, largest), flat));
+    });
+  }
+  residuals_.clear();
+}
+
 // One for each gradient, with zeros where other ranks own the sums; none where nothing is owned.
 std::vector<at::Tensor> ErrorFeedback::residuals_of_sums() const {
   std::vector<at::Tensor> of_sums;

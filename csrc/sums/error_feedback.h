@@ -30,6 +30,9 @@ class ErrorFeedback {
   // part.
   void lend(Bucket& bucket, bool is_on, const Owned& owned, const std::vector<bool>& stand_in);
 
+  // Puts what is kept into the gradients themselves, one for each, where nothing is to be kept any more.
+  void add_to(const std::vector<at::Tensor>& grads);
+
   // One for each gradient. Setting them keeps what others held in of_sums.
   std::vector<Residual> residuals() const;
   void set_residuals(const std::vector<Residual>& residuals);
