@@ -42,6 +42,7 @@ def pack(
     alignment: int = 1,
     step: Tensor | None = None,
     subtrahends: Sequence[Tensor] | None = None,
+    weight: Tensor | None = None,
 ) -> None:
     """Gradients to wire: ``wire = (grads * multiplier * bucket_scale)``, one after the other, each in C order.
 
@@ -70,6 +71,8 @@ def pack(
         subtrahends: tensors of the gradients' dtype and shapes, or None. They are taken from the gradients before all
             else, and ``grads`` stands for the differences above: what these round or overflow to in the dtype that
             products are taken in.
+        weight: one float64 element that the gradients are multiplied with before residuals are added, or, where there
+            are none, a part of the multiplier; None means 1. With 0 they count as 0, whatever they are.
     """
     compute = _compute_dtype(grads[0].dtype)
     factor = torch.tensor(multiplier, dtype=compute, device=wire.device)
@@ -78,8 +81,12 @@ def pack(
     values = _lay_out(grads, wire.dtype, alignment).to(compute)
     if subtrahends:
         values = values - _lay_out(subtrahends, wire.dtype, alignment).to(compute)
+    own_weight = torch.ones_like(factor) if weight is None else weight.to(compute)
+    values = torch.where(own_weight == 0, 0.0, values)
     if residuals:
-        values = values + _lay_out(residuals, wire.dtype, alignment)
+        values = values * own_weight + _lay_out(residuals, wire.dtype, alignment)
+    else:
+        factor = factor * own_weight
     scaled, num_saturated = _saturate(values, factor, limit, wire.dtype)
     stats[NUM_SATURATED] = num_saturated + (0 if is_first else stats[NUM_SATURATED])
     if wire.dtype != torch.uint8:  # a negative factor makes −0 of what lies between
@@ -103,6 +110,7 @@ def unpack(
     is_first: bool = True,
     is_last: bool = True,
     step: Tensor | None = None,
+    scale_share: float = 1.0,
 ) -> None:
     """Wires to gradients: ``grads = sum(wires * multiplier) / bucket_scale``, and the statistics of what was written.
 
@@ -111,29 +119,33 @@ def unpack(
     Args:
         wire: vector as ``pack`` fills it, usually summed over the ranks since; or a matrix of which each row is one.
         grads: tensors as given to ``pack``. Written. What is finite as a sum is finite here: a value beyond the
-            largest of a 16-bit gradient dtype becomes that largest.
+            largest of the gradients' dtype becomes that largest.
         stats: float64 vector. ``SUM_OF_SQUARES``, ``NUM_NONFINITE`` and ``MAX_MAGNITUDE`` (over the finite values) are
-            written.
+            written. How many sums the gradients' dtype does not hold, not even by rounding, is added to
+            ``NUM_SATURATED``.
         bucket_scale: as in ``pack``. Moved on to the scale for the next step, see ``next_bucket_scale``.
         multiplier: of each wire's values; usually one over the number of wires.
         is_first: False adds to the statistics that earlier calls for the same bucket have left.
         is_last: False leaves ``bucket_scale`` and ``step`` as they are, for the calls that follow.
         step: as in ``pack``, of any wire. One is added to it.
+        scale_share: the scale follows the largest magnitude times this.
     """
     compute = _compute_dtype(grads[0].dtype)
     total = _sum_wires(wire, compute, multiplier)
     values = total if bucket_scale is None else total * (1 / bucket_scale.to(compute))
+    beyond = total.isfinite() & ~_round_to(values, grads[0].dtype).isfinite()
     values = _within_range(values, total, grads[0].dtype)
     for grad, part in zip(grads, _parts(values, grads, wire.dtype), strict=True):
         grad.copy_(_round_to(part, grad.dtype))
     before = stats.clone()
     measure(grads, stats)
+    stats[NUM_SATURATED] += sum(part.sum() for part in _parts(beyond, grads, wire.dtype))
     if not is_first:
         stats[SUM_OF_SQUARES] += before[SUM_OF_SQUARES]
         stats[NUM_NONFINITE] += before[NUM_NONFINITE]
         stats[MAX_MAGNITUDE] = torch.maximum(stats[MAX_MAGNITUDE], before[MAX_MAGNITUDE])
     if bucket_scale is not None and is_last:
-        bucket_scale.fill_(next_bucket_scale(bucket_scale.item(), stats[MAX_MAGNITUDE].item()))
+        bucket_scale.fill_(next_bucket_scale(bucket_scale.item(), stats[MAX_MAGNITUDE].item() * scale_share))
     if step is not None and is_last:
         step += 1
 
@@ -299,6 +311,7 @@ def all_reduce_mean(
     algorithm: Literal["one_shot", "two_shot"] = "one_shot",
     residuals: Sequence[Sequence[Tensor]] | None = None,
     reduced_residual: Tensor | None = None,
+    weights: Sequence[float] | None = None,
 ) -> list[Tensor]:
     """A whole sync without a process group: ``grads[rank]`` are one rank's gradients, the result is their mean.
 
@@ -311,29 +324,36 @@ def all_reduce_mean(
             and sent to every rank ("two_shot").
         residuals: of "fp32": for each rank the ``residuals`` of ``pack``. Written.
         reduced_residual: of "two_shot": the ``residual`` of ``reduce``, over all shards. Written.
+        weights: for each rank how much its gradients count; None means that all count the same.
     """
     world_size = len(grads)
     own = grads[0][0].dtype
     dtype = wire or own
     stats = torch.zeros(NUM_STATS, dtype=torch.float64)
-    scale = _first_scale(grads) if wire == torch.float16 else None
+    total_weight = sum(weights) if weights is not None else world_size
+    each = 1 / total_weight * world_size if total_weight else 0.0
+    shares = [torch.tensor(weight * each, dtype=torch.float64) for weight in weights or [1.0] * world_size]
+    scale = _first_scale(grads, shares) if wire == torch.float16 else None
     num_summed = world_size if reduce == "wire" else 1
     limit = saturation_limit(dtype, num_summed) if wire is not None else None
     numel = wire_numel([grad.numel() for grad in grads[0]], dtype)
     wires = torch.empty(world_size, numel, dtype=dtype)
     for rank, rank_grads in enumerate(grads):
         feedback = residuals[rank] if residuals is not None else None
-        pack(rank_grads, wires[rank], stats, scale, feedback, multiplier=1 / num_summed, limit=limit)
+        multiplier = 1 / (num_summed if weights is None else world_size)
+        share = shares[rank]
+        pack(rank_grads, wires[rank], stats, scale, feedback, multiplier=multiplier, limit=limit, weight=share)
     result = [torch.empty_like(grad) for grad in grads[0]]
+    row_share = 1 / world_size if weights is None else 1.0  # of what is weighted each rank sends a part of the mean
     if reduce == "wire":
         total = torch.zeros(numel, dtype=dtype)
         for part in wires:
             total += part
         unpack(total, result, stats, scale)
     elif algorithm == "one_shot":
-        unpack(wires, result, stats, scale, multiplier=1 / world_size)
+        unpack(wires, result, stats, scale, multiplier=row_share)
     else:
-        unpack(_mean_of(wires, own, scale, reduced_residual, limit), result, stats, scale)
+        unpack(_mean_of(wires, own, scale, reduced_residual, limit, share=row_share), result, stats, scale)
     return result
 
 
@@ -346,8 +366,8 @@ def two_level_mean(
 ) -> list[Tensor]:
     """As ``all_reduce_mean`` with sums in float32, for ranks that share nodes.
 
-    Each node adds its ranks' gradients, which get there at their own width. These sums, as shares of which the mean
-    over the nodes is that of all ranks, are encoded and sent between nodes.
+    Each node adds its ranks' gradients, which get there at their own width. These sums, divided by the number of ranks
+    of the largest node, so that none is beyond what its ranks have, are encoded and sent between nodes.
 
     Args:
         grads: for each rank its gradients.
@@ -367,14 +387,14 @@ def two_level_mean(
     for values, packed in zip(laid_out, full, strict=True):
         pack([values], packed, stats, scale, limit=limit)
     sums = torch.empty(len(nodes), wire_numel([full.shape[1]], dtype), dtype=dtype)
-    share = len(nodes) / len(grads)
+    most = max(len(members) for members in nodes)
     for members, encoded in zip(nodes, sums, strict=True):
-        encoded.copy_(_mean_of(full[list(members)], own, scale, None, limit, dtype, share))
+        encoded.copy_(_mean_of(full[list(members)], own, scale, None, limit, dtype, 1 / most))
     result = [torch.empty_like(grad) for grad in grads[0]]
     if algorithm == "one_shot":
-        unpack(sums, result, stats, scale, multiplier=1 / len(nodes))
+        unpack(sums, result, stats, scale, multiplier=most / len(grads))
     else:
-        unpack(_mean_of(sums, own, scale, None, limit), result, stats, scale)
+        unpack(_mean_of(sums, own, scale, None, limit, share=most / len(grads)), result, stats, scale)
     return result
 
 
@@ -437,12 +457,12 @@ def _mean_of(
     return out
 
 
-def _first_scale(grads: Sequence[Sequence[Tensor]]) -> Tensor:
+def _first_scale(grads: Sequence[Sequence[Tensor]], shares: Sequence[Tensor] | None = None) -> Tensor:
     stats = torch.zeros(NUM_STATS, dtype=torch.float64)
     largest = 0.0
-    for rank_grads in grads:
+    for rank, rank_grads in enumerate(grads):
         measure(rank_grads, stats)
-        largest = max(largest, stats[MAX_MAGNITUDE].item())
+        largest = max(largest, stats[MAX_MAGNITUDE].item() * (1.0 if shares is None else shares[rank].item()))
     return torch.tensor(initial_bucket_scale(largest))
 
 

@@ -43,7 +43,10 @@ class GradStats:
 
     @property
     def num_saturated(self) -> Tensor:
-        """Number of values of this rank that did not fit the wire and were sent as the largest that does, int64."""
+        """Number of values of this rank that did not fit the wire and were sent as the largest that does, int64.
+
+        So are sums (``op="sum"``) that the gradients' own dtype does not hold; they are counted on every rank.
+        """
         return self._rows[:, NUM_SATURATED].sum().long()
 
 

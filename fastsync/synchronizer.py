@@ -30,6 +30,7 @@ from .regroup import move_to_group
 from .replicas import broadcast
 
 BUCKET_CAP_MB = 25.0
+LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
 
 
 class GradientSynchronizer(GradientHandle, Joinable):
@@ -175,24 +176,23 @@ class GradientSynchronizer(GradientHandle, Joinable):
         """Has this rank's gradients count so much, from the next sync on: ``.grad`` becomes ``sum(w * g) / sum(w)``.
 
         Where ranks have different numbers of tokens or samples, and each takes the mean loss over its own, those
-        numbers make it the mean over all. With ``op="sum"`` it becomes ``sum(w * g)``. No collective of its own: the
-        weight travels beside the gradients. Call it before ``backward()``, for the first time on every rank before the
-        same sync; it holds until it is set again. Parameters of 16 bits want weights around 1, by which their gradients
-        are multiplied.
+        numbers make it the mean over all. With ``op="sum"`` it becomes ``sum(w * g)``. The weights are added up, in one
+        small collective a step, before the first gradients are sent. Call it before ``backward()``, for the first time
+        on every rank before the same sync; it holds until it is set again. A CUDA graph cannot hold it.
 
         Args:
             weight: 0 or more. With 0 gradients here count for nothing, even if they are nan; where all ranks have 0,
-                the result is zeros.
+                the result is zeros, and what error feedback has kept.
 
         Raises:
-            ValueError: it is no finite number, or less than 0.
+            ValueError: it is no number from 0 to 1e300.
         """
         try:
             number = float(weight)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not 0 <= number < math.inf:
-            raise ValueError(f"weight: expected a number that is 0 or more, got {weight!r}")
+        if not 0 <= number <= LARGEST_WEIGHT:
+            raise ValueError(f"weight: expected a number that is 0 or more, up to {LARGEST_WEIGHT:g}, got {weight!r}")
         self._weight = number
         self._engine.set_weight(number)
 

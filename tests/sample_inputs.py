@@ -54,7 +54,7 @@ class Bucket:
     """Everything that the operators are given. ``scale_exponent=None`` stands for no bucket scale.
 
     ``pack`` writes the first of ``num_wires``, ``unpack`` and ``reduce`` add all of them up. ``sums`` says which sides
-    of ``reduce`` are wires: "wire to wire", or that one side has the dtype that is summed in.
+    of ``reduce`` are wires: "wire to wire", or that one side has the dtype that is summed in. ``weight`` is pack's.
     """
 
     gradients: tuple[Gradient, ...]
@@ -72,6 +72,8 @@ class Bucket:
     values: str = "ordinary"
     seed: int = 0
     step: int | None = None
+    weight: float | None = None
+    scale_share: float = 1.0
 
     @property
     def wire(self) -> torch.dtype:
@@ -124,6 +126,8 @@ class Bucket:
             built.bucket_scale = torch.tensor(math.ldexp(1.0, self.scale_exponent), device=device)
         if self.step is not None:
             built.step = torch.tensor(self.step, device=device)
+        if self.weight is not None:
+            built.weight = torch.tensor(self.weight, dtype=torch.float64, device=device)
         return built
 
     def _rows(self, numel: int, dtype: torch.dtype, allocate: Callable[[int, int, torch.dtype], Tensor]) -> Tensor:
@@ -132,7 +136,7 @@ class Bucket:
 
 @dataclass
 class BuiltBucket:
-    """The tensors of a ``Bucket``; ``storages`` are the whole memory that all but the last three are part of."""
+    """The tensors of a ``Bucket``; ``storages`` are the whole memory that all but the last four are part of."""
 
     bucket: Bucket
     device: str
@@ -147,6 +151,7 @@ class BuiltBucket:
     stats: Tensor = field(default_factory=lambda: torch.empty(0))
     bucket_scale: Tensor | None = None
     step: Tensor | None = None
+    weight: Tensor | None = None
 
     @property
     def wire(self) -> Tensor:
@@ -159,11 +164,13 @@ class BuiltBucket:
         if operator == "pack":
             encoding["stochastic"] = bucket.stochastic and self.wire.dtype == torch.uint8
             encoding["subtrahends"] = self.subtrahends
+            encoding["weight"] = self.weight
             return (self.grads, self.wire, self.stats, self.bucket_scale, self.residuals), encoding
         if operator == "unpack":
             wires = self.wire if bucket.num_wires == 1 else self.wires
             factor = 1.0 if bucket.num_wires == 1 else bucket.multiplier
-            return (wires, self.grads, self.stats, self.bucket_scale), {"multiplier": factor, "step": self.step}
+            options = {"multiplier": factor, "step": self.step, "scale_share": bucket.scale_share}
+            return (wires, self.grads, self.stats, self.bucket_scale), options
         if operator == "reduce":
             encoding |= {"grad_dtype": bucket.grad_dtype}
             encoding["stochastic"] = bucket.stochastic and self.out.dtype == torch.uint8
@@ -262,6 +269,12 @@ def sample_inputs(device: str) -> list[BuiltBucket]:
         Bucket((Gradient((256,)),), num_wires=2, sums="sums to blocks", with_residuals=True),
         Bucket(forms, half, bfloat16, with_subtrahends=True, values="mostly_ordinary"),
         Bucket(forms, wire_dtype=torch.uint8, with_residuals=True, with_subtrahends=True, stochastic=True),
+        Bucket(sizes, wire_dtype=half, scale_exponent=2, multiplier=1 / 3, weight=2.7, scale_share=0.25),
+        Bucket(forms, half, weight=8192.0, with_residuals=True, values="mostly_ordinary"),
+        Bucket(sizes, half, num_wires=3, multiplier=1.0, values="special", scale_exponent=0, scale_share=1 / 3),
+        Bucket(sizes, torch.float64, weight=1 / 3, with_residuals=True, with_subtrahends=True),
+        Bucket(forms, bfloat16, weight=0.0, values="special"),
+        Bucket(forms, wire_dtype=torch.uint8, weight=0.0, with_residuals=True, values="mostly_ordinary"),
     ]
     return [bucket.build(device) for bucket in buckets]
 
@@ -297,4 +310,6 @@ def random_buckets(draw: st.DrawFn, *, expanded: bool = False) -> Bucket:
         values=draw(st.sampled_from(VALUES)),
         seed=draw(st.integers(0, 2**31)),
         step=draw(st.one_of(st.none(), st.integers(0, 2**40))),
+        weight=draw(st.one_of(st.none(), st.sampled_from([0.0, 1.0, 1 / 3, 2.7, 8192.0]))),
+        scale_share=draw(st.sampled_from([1.0, 0.5, 1 / 3])),
     )

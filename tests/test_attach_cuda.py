@@ -196,6 +196,80 @@ def test_a_captured_schedule_is_refused() -> None:
     run_ranks(_schedule, 1, backend="nccl")
 
 
+def _captured_riders(rank: int, world_size: int) -> None:
+    """What rides in a graph is what it computes anew in each replay; a value of before would ride again and again."""
+    model = Mlp().to("cuda")
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    inputs = batch(rank, 0).to("cuda")
+    value = torch.zeros(2, device="cuda")
+
+    def step(rides: bool = True) -> None:
+        model.zero_grad(set_to_none=False)
+        if rides:
+            sync.ride("value", value * 2)
+        model(inputs).square().mean().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for number in range(STEPS):
+        value.fill_(number + rank)
+        graph.replay()
+        assert sync.riders["value"].tolist() == [2 * number + world_size - 1.0] * 2
+    message = "rider 'value' was given outside of the CUDA graph that is captured, or on the CPU"
+    sync.ride("value", value)
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step(rides=False)
+
+
+def test_riders_of_a_captured_step() -> None:
+    run_ranks(_captured_riders, 1, backend="nccl")
+
+
+def _captured_weights(rank: int, world_size: int) -> None:
+    training = _Training("none")
+    training._sync.set_weight(2.0)
+    inputs = batch(rank, 0).to("cuda")
+    _warm_up(training, inputs=inputs)
+    with (
+        pytest.raises(ValueError, match="a CUDA graph repeats the weights of the step that it captures"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        training.step(inputs)
+
+
+def test_captured_weights_are_refused() -> None:
+    run_ranks(_captured_weights, 1, backend="nccl")
+
+
+def _weights(rank: int, world_size: int) -> None:
+    for wire in WIRE_DTYPES:
+        model = Given([grad.to("cuda") for grad in _grads(0, 0)])
+        sync = fastsync.attach(model, wire, bucket_cap_mb=1000.0)
+        for step in range(STEPS):
+            weights = [1.0 + 4096.0**step * other for other in range(world_size)]
+            sync.set_weight(weights[rank])
+            everyone = [_grads(other, 0) for other in range(world_size)]
+            model.zero_grad()
+            model([grad.to("cuda") for grad in everyone[rank]]).backward()
+            mean = reference.all_reduce_mean(everyone, WIRE_DTYPES[wire], weights=weights)
+            for got, expected in zip(grads_of(model), mean, strict=True):
+                torch.testing.assert_close(got.cpu(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+            assert sync.grad_stats.num_saturated.item() == 0
+            assert_same_on_all_ranks(grads_of(model))
+
+
+@on_one_and_two_ranks
+def test_weighted_means(world_size: int) -> None:
+    run_ranks(_weights, world_size, backend="nccl")
+
+
 def _gloo(rank: int, world_size: int) -> None:
     model = Mlp().to("cuda")
     fastsync.attach(model, broadcast=False)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import profile
 
 import fastsync
+from fastsync import Compression, reference
 from tests.models import (
     SMALL_BUCKETS,
     Fails,
     Given,
+    assert_all_bitwise_equal,
     assert_same_on_all_ranks,
     grads_of,
     random_grads,
@@ -126,9 +132,11 @@ def _missing(rank: int, world_size: int) -> None:
         assert expected[0] is not None
         torch.testing.assert_close(first, expected[0], rtol=0, atol=0.05 * float(expected[0].abs().max()))
         assert model.weights[1].grad is None
-    sync.set_weight(0)
-    model.zero_grad()
-    model(_whole(rank, 0)).backward()
+    sync.compression = "int8"
+    for _ in range(2):  # the first brings what error feedback has kept
+        sync.set_weight(0)
+        model.zero_grad()
+        model(_whole(rank, 0)).backward()
     assert all(grad is not None and not grad.any() for grad in grads_of(model)), "nobody counts for anything"
 
 
@@ -152,6 +160,215 @@ def _fails(rank: int, world_size: int) -> None:
 
 def test_a_failure_counts_at_any_weight() -> None:
     run_ranks(_fails, 2)
+
+
+def _as_the_reference(rank: int, world_size: int) -> None:
+    """One multiplication and one rounding on the way to the wire, whatever the gradients' dtype and the weights."""
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for wire, wire_dtype in (("none", None), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            for weights in ([1.0, 3.0, 2.5], [8192.0, 8192.0, 1e6], [3e38, 0.0, 1e38]):
+                everyone = [random_grads(other, 7, SHAPES, dtype) for other in range(world_size)]
+                expected = reference.all_reduce_mean(everyone, wire_dtype, reduce="fp32", weights=weights[:world_size])
+                model = Given(everyone[rank])
+                sync = fastsync.attach(model, Compression(wire, "fp32", algorithm="one_shot"), bucket_cap_mb=64)
+                sync.set_weight(weights[rank])
+                model(everyone[rank]).backward()
+                # The order of the buckets' gradients is the backward's, and of fp16 they share a scale.
+                assert_all_bitwise_equal(grads_of(model), expected, f"{dtype}, {wire}, {weights}: gradient")
+                sync.detach()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_weighted_means_are_the_references_to_the_bit(shared_memory: bool) -> None:
+    run_ranks(_as_the_reference, 3, shared_memory=shared_memory)
+
+
+def _large_weights(rank: int, world_size: int) -> None:
+    """Weights are no part of a gradient's range."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for wire in WIRES[:-1]:
+            model = Given([torch.ones(300, dtype=dtype)])
+            sync = fastsync.attach(model, wire)
+            for weight in (8192.0, 1.0, 1e30):
+                sync.set_weight(weight * (1 + 2 * rank))
+                model.zero_grad()
+                model([torch.full((300,), 16.0, dtype=dtype)]).backward()
+                (grad,) = grads_of(model)
+                torch.testing.assert_close(grad, torch.full_like(grad, 16.0), rtol=ROUNDING[wire], atol=0)
+                assert sync.grad_stats.num_nonfinite == 0
+                assert sync.grad_stats.num_saturated == 0
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_large_weights_of_small_gradients(shared_memory: bool) -> None:
+    run_ranks(_large_weights, 2, shared_memory=shared_memory)
+
+
+def _growing_weights(rank: int, world_size: int) -> None:
+    """The fp16 scale follows the mean, which does not depend on the weights' scale."""
+    model = Given(_whole(0, 0))
+    sync = fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
+    for step, weight in enumerate((1.0, 17.0, 4096.0, 1e9, 1e-9)):
+        everyone = [_whole(other, step) for other in range(world_size)]
+        weights = [weight * (1 + other) for other in range(world_size)]
+        sync.set_weight(weights[rank])
+        model.zero_grad()
+        model(everyone[rank]).backward()
+        expected = [each / sum(weights) for each in _weighted(everyone, weights)]
+        _assert_near(grads_of(model), expected, "fp16", f"step {step}")
+        assert sync.grad_stats.num_saturated == 0
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_weights_may_grow_by_any_factor(shared_memory: bool) -> None:
+    run_ranks(_growing_weights, 2, shared_memory=shared_memory)
+
+
+def _nothing_is_lost(rank: int, world_size: int, algorithm: Any) -> None:
+    """Whatever the weights do from step to step, even where nobody counts: what is kept is a part of the mean."""
+    model = Given(_whole(0, 0))
+    sync = fastsync.attach(model, Compression("int8", "fp32", error_feedback=True, algorithm=algorithm))
+    applied, wanted = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
+    all_weights = ([1.0, 2.0, 3.0], [500.0, 1e6, 3.0], [0.0, 0.0, 0.0], [0.0, 1e-3, 1e-3], [1.0, 1.0, 1.0])
+    for step, weights in enumerate(all_weights):
+        everyone = [_whole(other, step) for other in range(world_size)]
+        sync.set_weight(weights[rank])
+        model.zero_grad()
+        model(everyone[rank]).backward()
+        if any(weights):
+            for total, each in zip(wanted, _weighted(everyone, weights), strict=True):
+                total += each.double() / sum(weights)
+        residuals = sync.state_dict()["residuals"]
+        for index, (total, grad) in enumerate(zip(applied, grads_of(model), strict=True)):
+            total += grad.double()
+            residual = residuals[f"weights.{index} of rank {rank}"]
+            kept = residual["own"].double() / world_size
+            if residual["of_sums"] is not None:
+                kept = kept + residual["of_sums"].double()
+            dist.all_reduce(kept)
+            torch.testing.assert_close(total + kept.view_as(total), wanted[index], rtol=0, atol=1e-4)
+    assert sum(float(residual["own"].abs().sum()) for residual in residuals.values()) > 0
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_error_feedback_loses_nothing_where_weights_change(algorithm: str) -> None:
+    run_ranks(_nothing_is_lost, 3, algorithm)
+
+
+def _left_alone(rank: int, world_size: int) -> None:
+    """A sync that fails leaves gradients as they were."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = Given([torch.ones(3)])
+    sync = fastsync.attach(model, process_group=group, overlap=False)
+    sync.set_weight(2.0 + rank)
+    model.weights[0].grad = torch.ones(3)
+    sync.synchronize()
+    if rank == 0:
+        model.weights[0].grad = torch.full((3,), 5.0)
+        with pytest.raises(RuntimeError, match="rank 1"):
+            sync.synchronize()
+        assert model.weights[0].grad.tolist() == [5.0] * 3
+    dist.barrier()
+
+
+def test_a_failed_sync_leaves_gradients_as_they_were() -> None:
+    run_ranks(_left_alone, 2, timeout=40.0)
+
+
+def _calls(rank: int, world_size: int) -> None:
+    """One call of the process group's more, and only where somebody has asked for weights."""
+    model = Given([torch.ones(300), torch.ones(300)])
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    for weight, number in ((None, 0), (2.0, 1)):
+        if weight is not None:
+            sync.set_weight(weight + rank)
+        for _ in range(3):
+            model.zero_grad()
+            loss = model([torch.ones(300), torch.ones(300)])
+            with profile() as profiler:
+                loss.backward()
+        assert len([event for event in profiler.events() if event.name.startswith("gloo:")]) == number
+        assert [grad.tolist() for grad in grads_of(model)] == [[1.0] * 300] * 2
+
+
+def test_weights_take_one_call_a_step() -> None:
+    run_ranks(_calls, 2)
+
+
+def _several_engines(rank: int, world_size: int) -> None:
+    """Which get ready in another order on each rank, on one group and on groups of their own."""
+    for groups in ([None, None, None], [dist.new_group() for _ in range(3)]):
+        models = [Given(_whole(index, 0)) for index in range(3)]
+        syncs = [
+            fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+            for model, group in zip(models, groups, strict=True)
+        ]
+        for step in range(4):
+            for index, sync in enumerate(syncs):
+                sync.set_weight(1.0 + (rank + index) * step)
+            everyone = [_whole(other, step) for other in range(world_size)]
+            losses = []
+            for index in range(3):
+                model = models[(index + rank) % 3]
+                model.zero_grad()
+                losses.append(model(everyone[rank]))
+            torch.stack(losses).sum().backward()
+            for index, model in enumerate(models):
+                weights = [1.0 + (other + index) * step for other in range(world_size)]
+                expected = [each / sum(weights) for each in _weighted(everyone, weights)]
+                _assert_near(grads_of(model), expected, "none", f"engine {index}, step {step}")
+        for sync in syncs:
+            sync.detach()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_several_engines_with_weights(shared_memory: bool) -> None:
+    run_ranks(_several_engines, 2, timeout=60.0, shared_memory=shared_memory)
+
+
+def _scale_of_sums(rank: int, world_size: int) -> None:
+    """What travels is single ranks' values, so the fp16 scale is the one that means have."""
+    scales = []
+    for op in ("mean", "sum"):
+        model = Given(_whole(0, 0))
+        sync = fastsync.attach(model, "fp16", op=op, bucket_cap_mb=SMALL_BUCKETS)
+        for step in range(3):
+            model.zero_grad()
+            model(_whole(0, step)).backward()
+        scales.append(sync.state_dict()["scales"])
+        sync.detach()
+    assert scales[0] == scales[1]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sums_have_the_range_that_means_have(world_size: int) -> None:
+    run_ranks(_scale_of_sums, world_size)
+
+
+def _sums_beyond(rank: int, world_size: int) -> None:
+    """A sum that its own dtype does not hold saturates, and is counted on every rank."""
+    for wire in ("none", "fp16", "bf16"):
+        for view in (False, True) if wire == "none" else (False,):
+            model = Given([torch.ones(700, dtype=torch.float16)])
+            sync = fastsync.attach(model, wire, op="sum", gradient_as_bucket_view=view)
+            for step in range(2):
+                mine = torch.full((700,), 100.0, dtype=torch.float16)
+                mine[3:600:3] = -40000.0
+                mine[601] = math.inf if rank == 0 and step == 1 else 1.0
+                model.zero_grad(set_to_none=False)
+                model([mine]).backward()
+                (grad,) = grads_of(model)
+                what = f"{wire}, {view}, step {step}"
+                torch.testing.assert_close(grad[0::3][1:200], torch.full_like(grad[:199], -65504.0), rtol=0, atol=0)
+                assert (grad[1] - 100.0 * world_size).abs() <= 1, what
+                assert sync.grad_stats.num_saturated == 199, what
+                assert sync.grad_stats.num_nonfinite == step, what
+            sync.detach()
+
+
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (3, False)])
+def test_sums_that_their_dtype_does_not_hold_are_counted(world_size: int, shared_memory: bool) -> None:
+    run_ranks(_sums_beyond, world_size, shared_memory=shared_memory)
 
 
 def _refused(rank: int, world_size: int) -> None:

@@ -108,6 +108,32 @@ def test_gradients_of_every_dtype() -> None:
     run_on_hosts(_every_dtype, UNEQUAL)
 
 
+def _large_values(rank: int, world_size: int, nodes: Nodes) -> None:
+    """What a host sends is no larger than what its ranks have, however many they are beside other hosts."""
+    for dtype, large in ((torch.float16, 60000.0), (torch.bfloat16, 3.0e38)):
+        for wire in WIRES:
+            for algorithm in ("one_shot", "two_shot"):
+                parameter = nn.Parameter(torch.zeros(300, dtype=dtype))
+                sync = fastsync.attach(
+                    [parameter], Compression(wire, reduce="fp32", algorithm=algorithm), overlap=False
+                )
+                parameter.grad = torch.full((300,), large, dtype=dtype)
+                sync.synchronize()
+                rtol = 0.008 if wire in ("int8", "bf16") or dtype == torch.bfloat16 else 0.001
+                torch.testing.assert_close(
+                    parameter.grad.double(),
+                    torch.full((300,), large).double(),
+                    rtol=rtol,
+                    atol=0,
+                    msg=f"{dtype}, {wire}",
+                )
+                assert sync.grad_stats.num_saturated == 0
+
+
+def test_values_near_the_largest_between_uneven_hosts() -> None:
+    run_on_hosts(_large_values, [[0, 1, 2], [3]])
+
+
 def _many_steps(rank: int, world_size: int, nodes: Nodes) -> None:
     chance = random.Random(rank)
     parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 3000)]

@@ -73,6 +73,11 @@ BAD_INPUTS = [
     _bad(r"step: expected one int64 element on cpu, got \[\] Float", step=torch.ones(())),
     _bad(r"step: expected one int64 element on cpu, got \[2\] Long", step=torch.tensor([1, 2])),
     _bad(r"step: .* on meta", step=torch.tensor(1, device="meta")),
+    _bad(r"weight: expected one float64 element on cpu, got \[\] Float", "pack", weight=torch.ones(())),
+    _bad(r"weight: expected one float64 .* got \[2\] Double", "pack", weight=torch.ones(2, dtype=torch.float64)),
+    _bad(r"weight: .* on meta", "pack", weight=torch.ones((), dtype=torch.float64, device="meta")),
+    _bad(r"scale_share: expected a finite number above 0, got 0", "unpack", scale_share=0.0),
+    _bad(r"scale_share: expected a finite number above 0, got nan", "unpack", scale_share=float("nan")),
     _bad(r"grads\[0\]: expected a tensor to write to", "unpack", grads=[torch.ones(1).expand(6)]),
     _bad(r"multiplier: expected a finite number, got nan", multiplier=float("nan")),
     _bad(r"multiplier: expected a finite number, got inf", multiplier=float("inf")),
@@ -98,6 +103,8 @@ def test_bad_input_is_refused_and_nothing_is_written(
         "stochastic": False,
         "step": torch.tensor(5),
         "subtrahends": None,
+        "weight": None,
+        "scale_share": 1.0,
     } | changes
     before = {name: _snapshot(value) for name, value in arguments.items()}
     names = {
@@ -113,8 +120,9 @@ def test_bad_input_is_refused_and_nothing_is_written(
             "alignment",
             "step",
             "subtrahends",
+            "weight",
         ],
-        "unpack": ["wire", "grads", "stats", "bucket_scale", "multiplier", "step"],
+        "unpack": ["wire", "grads", "stats", "bucket_scale", "multiplier", "step", "scale_share"],
         "measure": ["grads", "stats"],
     }
     for operator in operators:

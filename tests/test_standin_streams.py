@@ -130,6 +130,41 @@ def test_attached_and_trained_under_side_streams(world_size: int, way: str) -> N
     standin.run_ranks(_trains_under_a_side_stream, world_size, way)
 
 
+def _weights_under_side_streams(rank: int, world_size: int, way: str) -> None:
+    """Nobody waits for the weights but streams, also for those of the last step."""
+    group = standin.new_group()
+    for compression in COMPRESSIONS[:-1]:
+        kept: dict[str, list[Tensor]] = {"cpu": [], DEVICE: []}
+        for device in kept:
+            with watched():
+                side = torch.Stream(device=DEVICE)
+                options = {"bucket_cap_mb": SMALL_BUCKETS, "process_group": group if device == DEVICE else None}
+                attach = partial(fastsync.attach, compression=compression, **options)
+                if device == DEVICE:
+                    model = WAYS[way](side, attach)
+                else:
+                    model = Given(_grads(0, 0))
+                    attach(model)
+                sync = fastsync.handle_of(model)
+                for step in range(STEPS):
+                    grads = [grad.to(device) for grad in _grads(rank, step)]
+                    with _on(side), unwaited() if step >= 2 and device == DEVICE else nullcontext():
+                        sync.set_weight(1.0 + step * rank)
+                        sync.ride("weight", torch.ones(2, device=device) * (1.0 + step * rank))
+                        model.zero_grad()
+                        model(grads).backward()
+                        kept[device] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                        kept[device].append(sync.riders["weight"].clone())
+                side.synchronize()
+        on_cpu = [tensor.cpu() for tensor in kept[DEVICE]]
+        assert_all_bitwise_equal(on_cpu, kept["cpu"], f"{way}, {compression}: gradient or rider")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_under_side_streams(way: str) -> None:
+    standin.run_ranks(_weights_under_side_streams, 2, way)
+
+
 def _hooked_under_a_side_stream(rank: int, world_size: int) -> None:
     group = standin.new_group()
     for compression in COMPRESSIONS[:-1]:

@@ -129,6 +129,11 @@ Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) co
   Bucket bucket(std::move(grads), wire, device_);
   bucket.is_lossless = sync.compression.wire == Wire::kNone;
   bucket.mean_factor = mean_factor_;
+  bucket.weight = sync.weight;
+  if (sync.is_weighted_mean) {  // one rank may count for almost all of the mean, so more than it may not travel
+    bucket.multiplier = 1.0 / static_cast<double>(team_->size());
+    bucket.rows_add_up = true;
+  }
   bucket.stats = stats_;
   bucket.workspace = workspace_;
   return bucket;
@@ -308,13 +313,6 @@ const Extras& BucketSync::extras(const Flight& flight) { return flight.sum->extr
 
 const std::vector<at::Tensor>* BucketSync::views(const Flight& flight) { return flight.sum->views(); }
 
-void BucketSync::multiply(Flight& flight, const at::Tensor& factor) {
-  const Bucket& bucket = flight.sum->bucket();
-  at::_foreach_mul_(bucket.grads, factor);
-  bucket.stats.select(0, kSumOfSquares).mul_(factor * factor);
-  bucket.stats.select(0, kMaxMagnitude).mul_(factor);
-}
-
 void BucketSync::discard(Flight& flight) {
   Bucket& bucket = flight.sum->bucket();
   std::vector<at::Tensor> nowhere;
@@ -384,6 +382,9 @@ bool BucketSync::has_lost_scale() const {
 void BucketSync::agree_on_scale(const Bucket& bucket) {
   bucket.measure();
   at::Tensor largest = stats_.narrow(0, kMaxMagnitude, 1).clone();
+  if (bucket.weight.defined()) {
+    largest.mul_(bucket.weight);
+  }
   failure_->guard([&] { team_->all_reduce({largest}, c10d::ReduceOp::MAX)->wait_for_rows(); });
   const at::Tensor exponent = kTargetExponent - std::get<1>(at::frexp(largest));
   const at::Tensor bits = exponent.clamp(-kMaxScaleExponent, kMaxScaleExponent).to(at::kInt).add(127).mul(1 << 23);

@@ -28,11 +28,13 @@ namespace fastsync {
 // One sync of a bucket: how, and what it has in common with its counterparts on other ranks.
 struct Sync {
   Compression compression;
-  int64_t step = 0;        // this and the next are what the rounding follows
-  int64_t index = 0;       // of the bucket
-  int tag = 0;             // of its messages; the next kTagsPerBucket - 1 are its as well
-  bool ends_step = false;  // once it has been received
-  int64_t attempt = 0;     // the same where one step is sent twice, because it failed; 0: each is another
+  int64_t step = 0;               // this and the next are what the rounding follows
+  int64_t index = 0;              // of the bucket
+  int tag = 0;                    // of its messages; the next kTagsPerBucket - 1 are its as well
+  bool ends_step = false;         // once it has been received
+  int64_t attempt = 0;            // the same where one step is sent twice, because it failed; 0: each is another
+  bool is_weighted_mean = false;  // on all ranks
+  at::Tensor weight = {};         // see Bucket
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -89,9 +91,6 @@ class BucketSync {
 
   // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
   static void receive(Flight& flight);
-
-  // After receive: multiplies what it has brought, and its statistics.
-  static void multiply(Flight& flight, const at::Tensor& factor);
 
   // The extras' sums, after receive. They may lie in memory that the bucket's next send writes to.
   static const Extras& extras(const Flight& flight);

@@ -22,7 +22,8 @@ ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vec
       bucket_cap_bytes_(bucket_cap_bytes),
       gradient_as_bucket_view_(gradient_as_bucket_view),
       sums_(sums),
-      agreement_(std::make_shared<Agreement>(*group_, "the engine of parameter " + names.front())) {
+      agreement_(std::make_shared<Agreement>(*group_, "the engine of parameter " + names.front())),
+      weight_(sums) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     parameters_.emplace_back(parameters[i], std::move(names[i]));
   }
@@ -52,6 +53,7 @@ void ParameterSync::begin() {
   order_.clear();
   next_bucket_ = 0;
   presence_.clear();
+  weight_.begin();
   begin_pairing();
   is_under_way_ = true;
   begin_step();
@@ -101,6 +103,10 @@ void ParameterSync::mark_all_ready() {
 // Nothing that waits for other ranks may happen before the end of backward: which engine comes first is not the same on
 // all ranks until then.
 void ParameterSync::send_full_buckets() {
+  post_weight();
+  if (weight_.is_on() && !weight_.has_come()) {
+    return;
+  }
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].num_waiting == 0 && have_agreed() &&
          !waits_to_send(buckets_[next_bucket_]) && !(is_last(buckets_[next_bucket_]) && buffers_to_sync_.exist())) {
     send_next();
@@ -119,12 +125,26 @@ bool ParameterSync::rest_waits() const {
           std::any_of(next, buckets_.end(), [&](const Bucket& bucket) { return waits_to_send(bucket); }));
 }
 
+// Before all that is sent, on every rank: whatever there is to agree on comes after it, unless it is known before the
+// first gradient.
+void ParameterSync::post_weight(bool is_poisoned) {
+  if (weight_.is_on() && !weight_.is_posted() && is_laid_out() && have_agreed()) {
+    weight_.post(*group_, buckets_.front().sync().device(), is_poisoned);
+  }
+}
+
 // Forward has put buffers where it wants them, also one that a checkpoint repeats.
 void ParameterSync::send_rest() {
+  post_weight();
   if (buffers_to_sync_.look_up()) {
     agree_anew("a buffer that is synced is of another shape or dtype");
   }
   prepare();
+  post_weight();
+  if (weight_.is_posted()) {
+    whereabouts_->average(step_);
+    wait_for_ranks("adding up the ranks' weights", [&] { weight_.wait(); });
+  }
   while (next_bucket_ < buckets_.size()) {
     send_next();
   }
@@ -149,6 +169,7 @@ void ParameterSync::send_next(bool is_poisoned) {
   Bucket& bucket = buckets_[next_bucket_];
   if (!is_poisoned) {
     wait_for_gradients(bucket);
+    weight_.use();
   }
   std::vector<at::Tensor> grads;
   std::vector<bool> stand_in;
@@ -158,9 +179,6 @@ void ParameterSync::send_next(bool is_poisoned) {
     presence_.set(parameter.place, is_poisoned || parameter.has_new_gradient());
     grads.push_back(is_poisoned ? parameter.poison() : parameter.gradient_to_send());
     stand_in.push_back(!presence_.is_here(parameter.place));
-  }
-  if (weight_.is_on() && !is_poisoned) {
-    weight_.apply(grads);
   }
   send(bucket, std::move(grads), stand_in, is_poisoned);
 }
@@ -183,9 +201,6 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
     if (buffers_to_sync_.exist()) {
       extras.riders = buffers_to_sync_.board(extras.riders, group_->getRank(), weight_, device, is_poisoned);
     }
-    if (weight_.is_on()) {
-      extras.riders = weight_.board(extras.riders, group_->getRank(), group_->getSize(), device, is_poisoned);
-    }
   }
   const auto index = static_cast<int>(next_bucket_);
   const Sync sync{compression_for(*schedule_, step_, bucket.numel, device),
@@ -193,7 +208,9 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
                   index,
                   first_tag(agreement_->number) + index * kTagsPerBucket,
                   /*ends_step=*/false,
-                  num_steps()};
+                  num_steps(),
+                  /*is_weighted_mean=*/weight_.is_on() && !sums_,
+                  weight_.is_on() && !is_poisoned ? weight_.factor(device) : at::Tensor()};
   bucket.sync().use_views(gradient_as_bucket_view_ && !weight_.is_on());
   bucket.flight = bucket.sync().send(std::move(grads), sync, start_bucket(*bucket.in_engine), extras, stand_in);
   next_bucket_ += 1;
@@ -219,11 +236,11 @@ void ParameterSync::receive() {
     leave_views();
     throw;
   }
-  at::Tensor riders = buckets_.empty() ? at::Tensor() : BucketSync::extras(*buckets_.back().flight).riders;
-  if (weight_.is_on() && riders.defined()) {
-    riders = weight_.arrive(riders, group_->getSize());
-    weigh();
+  if (!buckets_.empty()) {
+    buckets_.back().sync().totals()->wire_bytes += weight_.sent_bytes();
   }
+  at::Tensor riders = buckets_.empty() ? at::Tensor() : BucketSync::extras(*buckets_.back().flight).riders;
+  weight_.use();
   if (buffers_to_sync_.exist() && riders.defined()) {
     riders = buffers_to_sync_.arrive(riders, weight_, group_->getSize());
   }
@@ -234,20 +251,8 @@ void ParameterSync::receive() {
   check_pairing();
 }
 
-// Sums are weighted already.
-void ParameterSync::weigh() {
-  if (!sums_ && weight_.factor().defined()) {
-    for (const Bucket& bucket : buckets_) {
-      BucketSync::multiply(*bucket.flight, weight_.factor());
-    }
-  }
-}
-
 at::Tensor ParameterSync::mean_of(const at::Tensor& result) const {
-  if (!result.defined() || (!sums_ && !weight_.factor().defined())) {
-    return result;
-  }
-  return sums_ ? result.div(group_->getSize()) : result.div(weight_.factor());
+  return sums_ && result.defined() ? result.div(group_->getSize()) : result;
 }
 
 // Ranks agree on new ones. One that has run out of gradients knows of none, but begins to join with the others.
@@ -263,7 +268,7 @@ void ParameterSync::set_weight(double weight) {
   if (!weight_.is_set()) {
     agree_anew("a weight was set");
     for (const Bucket& bucket : buckets_) {
-      bucket.sync().set_scale({});  // it has followed gradients without one
+      bucket.sync().set_scale({});  // it has followed other values
     }
   }
   weight_.set(weight);
@@ -322,7 +327,9 @@ bool ParameterSync::gradients_are_unchanged() {
 // Those who wait for this rank's part of what it has sent before need not wait for its next backward.
 void ParameterSync::send_poisoned_rest() {
   leave_views();
+  post_weight(/*is_poisoned=*/true);
   prepare();
+  post_weight(/*is_poisoned=*/true);
   while (next_bucket_ < buckets_.size()) {
     send_next(/*is_poisoned=*/true);
   }

@@ -106,6 +106,7 @@ class ParameterSync : public EngineState {
   void wait_for_gradients(const Bucket& bucket) const;
   bool is_last(const Bucket& bucket) const { return &bucket == &buckets_.back(); }
   bool waits_to_send(const Bucket& bucket) const;
+  void post_weight(bool is_poisoned = false);
   void send_next(bool is_poisoned = false);
   void send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in, bool is_poisoned);
   void leave_views();
@@ -113,7 +114,6 @@ class ParameterSync : public EngineState {
   void begin_pairing();
   void check_pairing();
   void hand_out();
-  void weigh();
   at::Tensor mean_of(const at::Tensor& result) const;  // of what the ranks have sent
   void measure(const Bucket& bucket);
   void end();

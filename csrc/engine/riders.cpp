@@ -7,12 +7,18 @@
 #include <utility>
 #include <vector>
 
+#include "passes/backend.h"
 #include "transport/agreement.h"
 
 namespace fastsync {
 
 void Riders::add(const std::string& name, const at::Tensor& value) {
   waiting_.insert_or_assign(name, value.detach().clone(at::MemoryFormat::Contiguous));
+  if (is_capturing(value.device())) {
+    captured_.insert(name);
+  } else {
+    captured_.erase(name);
+  }
 }
 
 bool Riders::has_seat(const std::string& name, const at::Tensor& value) const {
@@ -55,7 +61,15 @@ at::Tensor Riders::board(c10::Device device, bool stay_empty) {
   std::vector<at::Tensor> values;
   for (const auto& [name, seat] : seats_) {
     const auto rider = aboard_.find(name);
-    values.push_back((rider == aboard_.end() ? seat : rider->second).to(device, /*non_blocking=*/true).view({-1}));
+    if (rider == aboard_.end()) {
+      constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+      values.push_back(at::full({seat.numel()}, kNan, at::TensorOptions().dtype(at::kFloat).device(device)));
+      continue;
+    }
+    TORCH_CHECK_VALUE(!is_capturing(device) || captured_.contains(name), "fastsync: rider '", name, "' was given ",
+                      "outside of the CUDA graph that is captured, or on the CPU, so each replay would send this one ",
+                      "value: call ride() inside of the capture, with a tensor on ", device);
+    values.push_back(rider->second.to(device, /*non_blocking=*/true).view({-1}));
   }
   return values.empty() ? at::Tensor() : at::cat(values);
 }

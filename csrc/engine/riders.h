@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 
 namespace fastsync {
@@ -29,7 +30,7 @@ class Riders {
   void seat_newcomers();
 
   // All seats in one vector on the device; undefined where there are none. Those who wait sit down, unless all stay
-  // empty.
+  // empty. Throws c10::ValueError where a CUDA graph is captured that would repeat the value of one of them.
   at::Tensor board(c10::Device device, bool stay_empty = false);
   // From the means over the ranks of what board returned.
   void arrive(const at::Tensor& means);
@@ -41,6 +42,7 @@ class Riders {
  private:
   Tensors seats_;  // nan, of each one's shape, on the CPU
   Tensors waiting_;
+  std::set<std::string> captured_;  // those given by the graph itself, anew in each replay
   Tensors aboard_;
   Tensors means_;
 };

@@ -2,50 +2,92 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <limits>
+#include <vector>
+
+#include "passes/backend.h"
+#include "transport/without_python_objects.h"
 
 namespace fastsync {
 
-// Gradients that count for nothing may be anything.
-void Weight::apply(std::vector<at::Tensor>& grads) const {
-  if (value() == 0.0) {
-    at::_foreach_zero_(grads);
-  } else if (value() != 1.0) {
-    at::_foreach_mul_(grads, value());
-  }
+void Weight::begin() {
+  is_posted_ = has_come_ = false;
+  reduction_.reset();
 }
 
-at::Tensor Weight::board(const at::Tensor& riders, int64_t rank, int64_t world_size, c10::Device device,
-                         bool stay_empty) const {
-  std::vector<double> numbers(1 + world_size, stay_empty ? std::numeric_limits<double>::quiet_NaN() : 0.0);
-  if (!stay_empty) {
-    numbers[0] = value();
-    numbers[1 + rank] = is_active_ ? 1.0 : 0.0;
+void Weight::post(c10d::ProcessGroup& group, c10::Device device, bool is_poisoned) {
+  TORCH_CHECK_VALUE(!is_capturing(device), "fastsync: a CUDA graph repeats the weights of the step that it captures, ",
+                    "whatever set_weight() and join() say later: capture without them, and multiply the loss by a ",
+                    "weight that is a tensor on ", device);
+  const WithoutPythonObjects without_python;
+  posted_ = value();
+  const at::Tensor on_host =
+      at::empty({1 + group.getSize()}, at::TensorOptions().dtype(at::kDouble).pinned_memory(!device.is_cpu()));
+  auto* const numbers = on_host.data_ptr<double>();
+  std::fill_n(numbers, on_host.numel(), is_poisoned ? std::numeric_limits<double>::quiet_NaN() : 0.0);
+  if (!is_poisoned) {
+    numbers[0] = posted_;
+    numbers[1 + group.getRank()] = is_active_ ? 1.0 : 0.0;
   }
-  const at::Tensor all = at::tensor(numbers, at::kFloat).to(device, /*non_blocking=*/true);
-  return riders.defined() ? at::cat({riders, all}) : all;
+  sums_ = on_host.to(device, /*non_blocking=*/true);
+  if (group.getSize() > 1) {
+    reduction_ = std::make_unique<Reduction>(group, device, std::vector<at::Tensor>{sums_}, c10d::ReduceOp::SUM);
+  }
+  is_posted_ = true;
 }
 
-at::Tensor Weight::arrive(const at::Tensor& sums, int64_t world_size) {
-  const int64_t num_riders = sums.numel() - 1 - world_size;
-  active_ = sums.narrow(0, num_riders + 1, world_size).clone();
-  const at::Tensor total = sums.select(0, num_riders).to(at::kDouble);
-  // Where nobody counts for anything the result is zeros, but where nobody has gradients, what error feedback has kept.
-  // What is not finite arrives as it is.
-  factor_ = at::where(total == 0.0, active_.sum().eq(0.0), total.reciprocal().mul(world_size));
+// A device's stream waits, and not its host.
+bool Weight::has_come() {
+  if (is_posted_ && !has_come_ && (!sums_.is_cpu() || !reduction_ || reduction_->have_come())) {
+    wait();
+  }
+  return has_come_;
+}
+
+void Weight::wait() {
+  if (has_come_) {
+    return;
+  }
+  if (reduction_) {
+    reduction_->wait_for_rows();
+  }
+  take();
+  has_come_ = true;
+}
+
+// Where nobody counts for anything the mean is zeros. What is not finite arrives as it is.
+void Weight::take() {
+  const at::Tensor total = sums_.narrow(0, 0, 1);
+  active_ = sums_.narrow(0, 1, sums_.numel() - 1);
+  factor_ = is_of_sums_ ? at::full_like(total, posted_)
+                        : at::where(total == 0.0, 0.0, total.reciprocal().mul(active_.numel()).mul(posted_));
   if (factor_.is_cpu() && factor_.item<double>() == 1.0) {
     factor_.reset();
   }
-  return sums.narrow(0, 0, num_riders);
+  taken_.set(sums_.device());
+}
+
+at::Tensor Weight::factor(c10::Device device) const {
+  return factor_.defined() ? factor_.to(device, /*non_blocking=*/true) : factor_;
+}
+
+void Weight::use() const {
+  if (!has_come_) {
+    return;
+  }
+  taken_.wait();
+  use_on_current_stream(sums_);
+  use_on_current_stream(factor_);
 }
 
 at::Tensor Weight::mean(const at::Tensor& sums, int64_t world_size) const {
-  return active_.defined() ? sums.div(active_.sum()) : sums.div(world_size);
+  return active_.defined() ? sums.div(active_.sum().to(sums.device())) : sums.div(world_size);
 }
 
 at::Tensor Weight::of_first_active(const at::Tensor& values, int64_t rank) const {
   if (active_.defined()) {
-    return at::where(active_.argmax() == rank, values, 0.0);
+    return at::where(active_.argmax().to(values.device()) == rank, values, 0.0);
   }
   return rank == 0 ? values : at::zeros_like(values);
 }

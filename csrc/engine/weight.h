@@ -1,17 +1,24 @@
-// How much a rank's gradients count in the mean, and which ranks still have any: float32 values that travel behind the
-// riders, where somebody has asked for weights.
+// How much a rank's gradients count in the mean, and which ranks still have any. Where somebody has asked for weights,
+// they travel before the gradients, in a collective of their own: so packing knows what part of the mean each rank's
+// gradients are, and nothing that follows from their magnitude depends on the weights'.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
-#include <vector>
+
+#include "transport/strand.h"
+#include "transport/team.h"
 
 namespace fastsync {
 
 class Weight {
  public:
+  explicit Weight(bool is_of_sums) : is_of_sums_(is_of_sums) {}
+
   bool is_on() const { return value_.has_value() || is_joining_; }
   bool is_set() const { return value_.has_value(); }
   bool is_joining() const { return is_joining_; }
@@ -21,38 +28,50 @@ class Weight {
   void set_joining(bool is_joining) {
     is_joining_ = is_joining;
     is_active_ |= !is_joining;  // a rank without any gradients has run out before
-    factor_.reset();
     active_.reset();
   }
   void run_out() { is_active_ = false; }
   bool is_active() const { return is_active_; }
 
-  // Multiplies what this rank sends.
-  void apply(std::vector<at::Tensor>& grads) const;
+  // One sync: begin, then post, which sends what others wait for and returns at once, then wait unless has_come, which
+  // never waits. One that failed posts poison, and waits for nobody.
+  void begin();
+  bool is_posted() const { return is_posted_; }
+  void post(c10d::ProcessGroup& group, c10::Device device, bool is_poisoned);
+  bool has_come();
+  void wait();
+  int64_t sent_bytes() const { return reduction_ ? reduction_->sent_bytes() : 0; }
 
-  // The riders, with these behind them, empty where riders stay empty.
-  at::Tensor board(const at::Tensor& riders, int64_t rank, int64_t world_size, c10::Device device,
-                   bool stay_empty) const;
-  // From the sums over the ranks of what board returned; returns those of the riders.
-  at::Tensor arrive(const at::Tensor& sums, int64_t world_size);
-
-  // What the newest mean is to be multiplied with, a scalar on its device. Undefined where that is 1.
-  const at::Tensor& factor() const { return factor_; }
+  // What follows is for after that. On a device: once the current stream may use it.
+  void use() const;
+  // What this rank's gradients are multiplied with, so that the mean over all ranks is the weighted one, or the sum is
+  // the weighted sum: float64 [1], undefined where it is 1.
+  at::Tensor factor(c10::Device device) const;
   // How many ranks still had gradients; nan where one has failed. Waits for the device.
   double num_active() const { return active_.sum().item<double>(); }
   // The mean over these of what the others have sent zeros for.
   at::Tensor mean(const at::Tensor& sums, int64_t world_size) const;
-  // The values on the first of those that had some in the sync before, zeros on the others.
+  // The values on the first of those, zeros on the others.
   at::Tensor of_first_active(const at::Tensor& values, int64_t rank) const;
 
  private:
   double value() const { return is_active_ ? value_.value_or(1.0) : 0.0; }
+  void take();
 
+  const bool is_of_sums_;
   std::optional<double> value_;
   bool is_joining_ = false;
   bool is_active_ = true;
+
+  // Of the newest sync.
+  bool is_posted_ = false;
+  bool has_come_ = false;
+  double posted_ = 1.0;
+  std::unique_ptr<Reduction> reduction_;  // null where this rank is alone
+  at::Tensor sums_;                       // float64: of the weights, and 1 or 0 for each rank that has gradients or not
+  at::Tensor active_;                     // those
   at::Tensor factor_;
-  at::Tensor active_;  // one for each rank, 1 or 0
+  StreamMark taken_;
 };
 
 }  // namespace fastsync

@@ -198,12 +198,19 @@ int64_t* step_or_null(const std::optional<at::Tensor>& step) {
   return step.has_value() ? step->data_ptr<int64_t>() : nullptr;
 }
 
+void check_weight(const std::optional<at::Tensor>& weight, c10::Device device) {
+  TORCH_CHECK_VALUE(!weight.has_value() || (weight->scalar_type() == at::kDouble && weight->sym_numel() == 1 &&
+                                            weight->layout() == at::kStrided && weight->device() == device),
+                    "weight: expected one float64 element on ", device, ", got ", weight->sym_sizes(), " ",
+                    weight->scalar_type(), " on ", weight->device());
+}
+
 double limit_or_none(std::optional<double> limit) { return limit.value_or(std::numeric_limits<double>::infinity()); }
 
 void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
                 const std::optional<at::Tensor>& bucket_scale, at::TensorList residuals, double multiplier,
                 std::optional<double> limit, bool stochastic, int64_t alignment, const std::optional<at::Tensor>& step,
-                at::TensorList subtrahends) {
+                at::TensorList subtrahends, const std::optional<at::Tensor>& weight) {
   check_grads(grads);
   check_gap(alignment);
   check_wire(wire, grads, /*is_matrix=*/false, alignment);
@@ -215,14 +222,16 @@ void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& 
   check_rounding(stochastic, wire);
   check_step(step, wire.device());
   check_subtrahends(subtrahends, grads);
+  check_weight(weight, wire.device());
 }
 
 void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
           const OptionalList& residuals, double multiplier, std::optional<double> limit, bool stochastic, int64_t seed,
-          bool is_first, int64_t alignment, const std::optional<at::Tensor>& step, const OptionalList& subtrahends) {
+          bool is_first, int64_t alignment, const std::optional<at::Tensor>& step, const OptionalList& subtrahends,
+          const std::optional<at::Tensor>& weight) {
   const at::TensorList kept = list_of(residuals);
   check_pack(grads, wire, stats, bucket_scale, kept, multiplier, limit, stochastic, alignment, step,
-             list_of(subtrahends));
+             list_of(subtrahends), weight);
   check_alignment(wire, "wire");
   const auto dense = as_contiguous(grads);
   const auto taken = as_contiguous(list_of(subtrahends));
@@ -238,7 +247,8 @@ void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::op
                       .stats = stats.data_ptr<double>(),
                       .rounding = {stochastic, static_cast<uint64_t>(seed), step_or_null(step)},
                       .turn = {.is_first = is_first},
-                      .alignment = alignment};
+                      .alignment = alignment,
+                      .weight = weight.has_value() ? weight->const_data_ptr<double>() : nullptr};
   run_pack(args, wire.device(), new_workspace(wire.device()));
   mark_written(wire);
   mark_written(stats);
@@ -249,18 +259,20 @@ void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::op
 
 void check_unpack(const at::Tensor& wire, at::TensorList grads, const at::Tensor& stats,
                   const std::optional<at::Tensor>& bucket_scale, double multiplier,
-                  const std::optional<at::Tensor>& step) {
+                  const std::optional<at::Tensor>& step, double scale_share) {
   check_grads(grads);
   check_wire(wire, grads, wire.dim() == 2);
   check_stats(stats, grads.front());
   check_bucket_scale(bucket_scale, grads.front());
   check_multiplier(multiplier);
   check_step(step, wire.device());
+  TORCH_CHECK_VALUE(scale_share > 0 && std::isfinite(scale_share),
+                    "scale_share: expected a finite number above 0, got ", scale_share);
 }
 
 void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale,
-            double multiplier, bool is_first, bool is_last, std::optional<at::Tensor> step) {
-  check_unpack(wire, grads, stats, bucket_scale, multiplier, step);
+            double multiplier, bool is_first, bool is_last, std::optional<at::Tensor> step, double scale_share) {
+  check_unpack(wire, grads, stats, bucket_scale, multiplier, step, scale_share);
   check_alignment(wire, "wire");
   check_writable(grads);
   std::vector<at::Tensor> dense;
@@ -279,7 +291,8 @@ void unpack(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std:
                         .stride_bytes = row_bytes(wire),
                         .multiplier = multiplier,
                         .turn = {is_first, is_last},
-                        .step = step_or_null(step)};
+                        .step = step_or_null(step),
+                        .scale_share = scale_share};
   run_unpack(args, wire.device(), new_workspace(wire.device()));
   for (size_t i = 0; i < grads.size(); ++i) {
     if (dense[i].is_same(grads[i])) {
@@ -383,14 +396,15 @@ void measure(at::TensorList grads, at::Tensor stats) {
 void pack_meta(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
                const OptionalList& residuals, double multiplier, std::optional<double> limit, bool stochastic,
                int64_t /*seed*/, bool /*is_first*/, int64_t alignment, const std::optional<at::Tensor>& step,
-               const OptionalList& subtrahends) {
+               const OptionalList& subtrahends, const std::optional<at::Tensor>& weight) {
   check_pack(grads, wire, stats, bucket_scale, list_of(residuals), multiplier, limit, stochastic, alignment, step,
-             list_of(subtrahends));
+             list_of(subtrahends), weight);
 }
 
 void unpack_meta(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale,
-                 double multiplier, bool /*is_first*/, bool /*is_last*/, std::optional<at::Tensor> step) {
-  check_unpack(wire, grads, stats, bucket_scale, multiplier, step);
+                 double multiplier, bool /*is_first*/, bool /*is_last*/, std::optional<at::Tensor> step,
+                 double scale_share) {
+  check_unpack(wire, grads, stats, bucket_scale, multiplier, step, scale_share);
 }
 
 void reduce_meta(const at::Tensor& wires, at::Tensor out, const std::optional<at::Tensor>& bucket_scale,
@@ -425,10 +439,11 @@ TORCH_LIBRARY(fastsync, library) {
       "residuals=None, "
       "*, "
       "float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, bool is_first=True, "
-      "int alignment=1, Tensor? step=None, Tensor[]? subtrahends=None) -> ()");
+      "int alignment=1, Tensor? step=None, Tensor[]? subtrahends=None, Tensor? weight=None) -> ()");
   library.def(
       "unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None, *, "
-      "float multiplier=1.0, bool is_first=True, bool is_last=True, Tensor(d!)? step=None) -> ()");
+      "float multiplier=1.0, bool is_first=True, bool is_last=True, Tensor(d!)? step=None, "
+      "float scale_share=1.0) -> ()");
   library.def(
       "reduce(Tensor wires, Tensor(a!) out, Tensor? bucket_scale=None, Tensor(b!)? residual=None, *, "
       "ScalarType? grad_dtype=None, float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, "

@@ -43,9 +43,11 @@ FASTSYNC_HOST_DEVICE uint32_t block_key(const Rounding& rounding, int64_t block)
 }
 
 // gradients → wire: wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite. The value is
-// gradient[i] - subtrahend[i] + residual[i], in Compute<G> and in this order, and the new residual[i] is the value
-// minus what decoding gives; where the value on the wire, or on int8 one of its block's, is not finite, the residual
-// stays as it was. Writes stats[kNumSaturated]. The wire may be the gradients' own memory where both have one type.
+// (gradient[i] - subtrahend[i]) * weight + residual[i], in Compute<G> and in this order, and the new residual[i] is the
+// value minus what decoding gives; where the value on the wire, or on int8 one of its block's, is not finite, the
+// residual stays as it was. Without a residual the weight is a part of the multiplier. With a weight of 0 the gradient
+// counts as 0, whatever it is. Writes stats[kNumSaturated]. The wire may be the gradients' own memory where both have
+// one type.
 struct PackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -58,7 +60,8 @@ struct PackArgs {
   double* stats;              // on the gradients' device
   Rounding rounding = {};
   Turn turn = {};
-  int64_t alignment = 1;  // behind each segment the wire is zeros up to the next multiple of so many elements
+  int64_t alignment = 1;           // behind each segment the wire is zeros up to the next multiple of so many elements
+  const double* weight = nullptr;  // on the gradients' device; null means 1
 };
 
 // How many zeros that makes.
@@ -69,8 +72,9 @@ FASTSYNC_HOST_DEVICE int64_t gap_behind(const Segment& segment, int64_t alignmen
 
 // wires → gradients: gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale), and the
 // statistics of what was written: stats[kSumOfSquares], stats[kNumNonfinite] and stats[kMaxMagnitude] (over the finite
-// ones). Products and sums are in Compute<G>, from the first wire to the last. Then moves bucket_scale and step on for
-// the next step.
+// ones). Products and sums are in Compute<G>, from the first wire to the last. A finite sum that the gradient's type
+// does not hold becomes its largest, and is added to what packing has counted in stats[kNumSaturated]. Then moves
+// bucket_scale, which follows the largest magnitude times scale_share, and step on for the next step.
 struct UnpackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -84,12 +88,13 @@ struct UnpackArgs {
   double multiplier = 1.0;   // of each wire's value, before the sum
   Turn turn = {};
   int64_t* step = nullptr;  // what Rounding's points to; null where nothing is counted
+  double scale_share = 1.0;
 };
 
 // What a bucket's last unpacking call does in the end. Either may be null.
-FASTSYNC_HOST_DEVICE void move_on(float* bucket_scale, int64_t* step, const double* stats) {
+FASTSYNC_HOST_DEVICE void move_on(float* bucket_scale, int64_t* step, const double* stats, double scale_share) {
   if (bucket_scale != nullptr) {
-    *bucket_scale = next_bucket_scale(*bucket_scale, stats[kMaxMagnitude]);
+    *bucket_scale = next_bucket_scale(*bucket_scale, stats[kMaxMagnitude] * scale_share);
   }
   if (step != nullptr) {
     *step += 1;
@@ -211,7 +216,7 @@ namespace cuda {
 // Scratch memory of one bucket on the device, all zero before its first use; the kernels leave it ready for the next.
 // Two launches that share it must not overlap.
 constexpr int64_t kMaxBlocks = 512;
-constexpr int64_t kWorkspaceBytes = (1 + 3 * kMaxBlocks) * 8;
+constexpr int64_t kWorkspaceBytes = (1 + 4 * kMaxBlocks) * 8;
 
 // stream is a cudaStream_t. Throw std::runtime_error with CUDA's message when a launch fails.
 void pack(const PackArgs& args, void* workspace, void* stream);

@@ -157,12 +157,19 @@ FASTSYNC_HOST_DEVICE C scale_and_clamp(C value, C multiplier, C limit, bool& sat
   return saturated ? (scaled < C(0) ? -limit : limit) : scaled;
 }
 
-// A wire value to the value stored in a gradient of type T. What was finite on the wire stays finite in T.
+// A wire value to the value stored in a gradient of type T. What was finite on the wire stays finite in T: saturated
+// where T has no such number, not even by rounding.
+template <class T, class Wire>
+FASTSYNC_HOST_DEVICE T decode_to(Wire wire, Compute<T> multiplier, bool& saturated) {
+  const auto value = static_cast<Compute<T>>(decode(wire));
+  const auto clamped = scale_and_clamp<Compute<T>>(value, multiplier, kLargest<T>, saturated);
+  saturated = saturated && !is_finite(decode(encode<T>(value * multiplier)));
+  return encode<T>(clamped);
+}
 template <class T, class Wire>
 FASTSYNC_HOST_DEVICE T decode_to(Wire wire, Compute<T> multiplier) {
   bool saturated;
-  const auto value = static_cast<Compute<T>>(decode(wire));
-  return encode<T>(scale_and_clamp<Compute<T>>(value, multiplier, kLargest<T>, saturated));
+  return decode_to<T>(wire, multiplier, saturated);
 }
 
 // ---- blocks of int8 -------------------------------------------------------------------------------------------------

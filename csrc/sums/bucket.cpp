@@ -100,17 +100,17 @@ void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Tur
   args.rounding.seed += seed;
   args.turn = turn;
   args.alignment = dtype == wire_dtype ? alignment : 1;  // the offsets are for the wire alone
+  args.weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr;
   run_pack(args, device, workspace);
 }
 
 void Bucket::unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
                     std::optional<double> factor) const {
   RECORD_FUNCTION("fastsync::unpack", {});
-  run_unpack(
-      {to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
-       stats.data_ptr<double>(), num_wires, stride, factor.value_or(mean_factor / static_cast<double>(num_wires)), turn,
-       step.defined() ? step.data_ptr<int64_t>() : nullptr},
-      device, workspace);
+  run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
+              stats.data_ptr<double>(), num_wires, stride, factor.value_or(mean_factor * share_of_row(num_wires)), turn,
+              step.defined() ? step.data_ptr<int64_t>() : nullptr, 1.0 / mean_factor},
+             device, workspace);
 }
 
 // Differences are measured once in a bucket's life, if ever, so there is no pass for them.
@@ -130,10 +130,19 @@ void Bucket::measure() const {
 }
 
 ReduceArgs Bucket::mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
-                        uint64_t seed) const {
-  const double share = 1.0 / static_cast<double>(num_rows);
-  ReduceArgs args{rows, num_rows,   stride, numel, grad_dtype,          dtype,
-                  out,  wire_dtype, share,  limit, data_or_null(scale), /*residual=*/nullptr};
+                        uint64_t seed, std::optional<double> share) const {
+  ReduceArgs args{rows,
+                  num_rows,
+                  stride,
+                  numel,
+                  grad_dtype,
+                  dtype,
+                  out,
+                  wire_dtype,
+                  share.value_or(share_of_row(num_rows)),
+                  limit,
+                  data_or_null(scale),
+                  /*residual=*/nullptr};
   args.rounding = rounding;
   args.rounding.seed += seed;
   return args;

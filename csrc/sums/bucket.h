@@ -64,6 +64,8 @@ struct Bucket {
   at::Tensor step;           // int64 [1], what the rounding's points to; undefined where it has none
   bool is_lossless = false;  // nothing saturates where the process group adds
   double mean_factor = 1.0;  // of what is unpacked
+  at::Tensor weight;         // float64 [1], of the gradients before residuals are added; undefined where it is 1
+  bool rows_add_up = false;  // what ranks pack is parts of the mean, and not what it is the mean of
   double multiplier = 1.0;   // this and the next: of what is packed
   double limit;
 
@@ -83,13 +85,16 @@ struct Bucket {
   void redirect(std::vector<at::Tensor> elsewhere);
 
   void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn, uint64_t seed) const;
-  // The sum of the wires' values times the factor, which makes it their mean, times mean_factor, where none is given.
+  // What each of so many rows counts in their sum.
+  double share_of_row(int64_t num_rows) const { return rows_add_up ? 1.0 : 1.0 / static_cast<double>(num_rows); }
+  // The sum of the wires' values times the factor, which makes it the mean, times mean_factor, where none is given.
   void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
               std::optional<double> factor = {}) const;
   void measure() const;  // gradients that are averaged where they are, or the differences
-  // The mean of rows that have the bucket's scale, encoded for the wire.
+  // The sum of rows that have the bucket's scale, each times the share, which makes it the mean where none is given,
+  // encoded for the wire.
   ReduceArgs mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
-                  uint64_t seed) const;
+                  uint64_t seed, std::optional<double> share = {}) const;
 
  private:
   // call(segment, how many of its values come before the part, and how many the part has).

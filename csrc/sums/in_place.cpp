@@ -101,11 +101,12 @@ class InPlaceSum final : public RankSum {
     sum_extras(values_, team_->size());
     on_reduced();
     double* const stats = bucket_.stats.data_ptr<double>();
-    stats[kSumOfSquares] = stats[kNumNonfinite] = stats[kMaxMagnitude] = 0.0;
+    std::fill_n(stats, kNumStats, 0.0);
     for (int64_t rank = 0; rank < team_->size(); ++rank) {
       const Tally& tally = tally_of(rank);
       stats[kSumOfSquares] += tally[kSumOfSquares];
       stats[kNumNonfinite] += tally[kNumNonfinite];
+      stats[kNumSaturated] += tally[kNumSaturated];
       stats[kMaxMagnitude] = std::max(stats[kMaxMagnitude], tally[kMaxMagnitude]);
     }
     release();

@@ -135,11 +135,11 @@ void RankSum::pack_parts(const ReduceScatter& scatter, const Span& span, int64_t
   }
 }
 
-void RankSum::reduce(const Rows& rows, int64_t num_rows, int64_t values, int64_t out, int64_t place,
-                     uint64_t seed) const {
+void RankSum::reduce(const Rows& rows, int64_t num_rows, int64_t values, int64_t out, int64_t place, uint64_t seed,
+                     std::optional<double> share) const {
   RECORD_FUNCTION("fastsync::reduce", {});
   ReduceArgs args =
-      bucket_.mean(address(rows.offset), bucket_.wire_dtype, num_rows, rows.stride, values, address(out), seed);
+      bucket_.mean(address(rows.offset), bucket_.wire_dtype, num_rows, rows.stride, values, address(out), seed, share);
   if (bucket_.residual_of_sums.defined()) {
     args.residual = bucket_.residual_of_sums.narrow(0, place, values).data_ptr();
   }

@@ -76,8 +76,10 @@ class RankSum : public BucketSum {
 
   // Packs everybody's part of the piece, with the extras if it is the last one.
   void pack_parts(const ReduceScatter& scatter, const Span& span, int64_t part, DType dtype, uint64_t seed) const;
-  // The mean of rows of the wire, so many values, to an offset; its loss is kept from this place on.
-  void reduce(const Rows& rows, int64_t num_rows, int64_t values, int64_t out, int64_t place, uint64_t seed) const;
+  // The mean of rows of the wire, so many values, to an offset; its loss is kept from this place on. share: as in
+  // Bucket::mean.
+  void reduce(const Rows& rows, int64_t num_rows, int64_t values, int64_t out, int64_t place, uint64_t seed,
+              std::optional<double> share = {}) const;
   // Extras lie at the end of rows.
   void put_extras(const ReduceScatter& scatter) const;
   void put_extras(const Rows& rows, int64_t first, int64_t count) const;

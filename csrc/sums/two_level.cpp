@@ -157,7 +157,7 @@ class TwoLevelSum final : public RankSum {
     for (Piece& piece : pieces_) {
       wait_for_rows(*piece.between_nodes.transfer);
       reduce(piece.between_nodes.from, levels_.num_nodes, piece.sub_shard, own_row(piece), piece.place,
-             2 * static_cast<uint64_t>(piece.begin) + 1);
+             2 * static_cast<uint64_t>(piece.begin) + 1, share_of_node());
       piece.to_nodes = levels_.peers->all_gather(memory_, piece.of_nodes, tag_ + 2);
       piece.to_nodes->send();
     }
@@ -167,6 +167,12 @@ class TwoLevelSum final : public RankSum {
   void wait_in_node(Transfer& transfer) {
     transfer.wait_for_rows();
     sent_bytes_ += levels_.node->shares_memory() ? 0 : transfer.sent_bytes();
+  }
+
+  // A node's sum is divided by the ranks of the largest node, so that it is never beyond what its own ranks have; times
+  // this, those of all nodes add up to the mean over the ranks.
+  double share_of_node() const {
+    return bucket_.rows_add_up ? 1.0 : static_cast<double>(levels_.most_ranks) / static_cast<double>(levels_.num_ranks);
   }
 
   int64_t own_row(const Piece& piece) const { return piece.of_nodes.begin(levels_.peers->rank()); }
@@ -189,10 +195,10 @@ class TwoLevelSum final : public RankSum {
     for (int64_t first = 0; first < piece.shard; first += piece.sub_shard) {
       const int64_t out = at_once_ ? own_row(piece) : piece.between_nodes.place_of(first / piece.sub_shard);
       // Even seeds here, odd ones for the sums over nodes.
-      ReduceArgs args = bucket_.mean(address(from.offset + first * size_of(bucket_.grad_dtype)), bucket_.grad_dtype,
-                                     levels_.node->size(), from.stride, piece.sub_shard, address(out),
-                                     2 * static_cast<uint64_t>(piece.begin + first));
-      args.multiplier = static_cast<double>(levels_.num_nodes) / static_cast<double>(levels_.num_ranks);
+      ReduceArgs args =
+          bucket_.mean(address(from.offset + first * size_of(bucket_.grad_dtype)), bucket_.grad_dtype,
+                       levels_.node->size(), from.stride, piece.sub_shard, address(out),
+                       2 * static_cast<uint64_t>(piece.begin + first), bucket_.share_of_row(levels_.most_ranks));
       if (lost.defined()) {
         args.residual = lost.narrow(0, first, piece.sub_shard).data_ptr();
       }
@@ -218,11 +224,11 @@ class TwoLevelSum final : public RankSum {
     run_reduce(args, bucket_.device);
   }
 
-  // Also of a gradient that this rank does not have, but others of its node. A loss is part of a mean over the nodes, a
-  // gradient of one over all ranks.
+  // Also of a gradient that this rank does not have, but others of its node. A loss counts in the mean as much as a
+  // gradient of each rank of the largest node.
   void keep_for_next_step(const Piece& piece, const at::Tensor& lost) const {
     const int64_t begin = begin_of_lane(piece);
-    const double share = static_cast<double>(levels_.num_ranks) / static_cast<double>(levels_.num_nodes);
+    const double share = static_cast<double>(levels_.num_ranks) * share_of_node();
     Owned owned;
     bucket_.own(owned, begin, std::min(begin + piece.shard, piece.end), /*place=*/0);
     for (const Owned::Part& part : owned.parts) {
@@ -241,7 +247,8 @@ class TwoLevelSum final : public RankSum {
       }
       const auto place_of = [&](int64_t lane) { return piece.blocks.begin(lane); };
       bucket_.unpack(parts(piece, piece.shard, bucket_.wire_dtype, piece.blocks.offset, place_of),
-                     address(piece.blocks.offset), at_once_ ? levels_.num_nodes : 1, piece.of_nodes.stride, piece.turn);
+                     address(piece.blocks.offset), at_once_ ? levels_.num_nodes : 1, piece.of_nodes.stride, piece.turn,
+                     at_once_ ? std::optional(bucket_.mean_factor * share_of_node()) : std::nullopt);
     }
     for (const Piece& piece : pieces_) {
       for (Transfer* sent : {piece.in_node.transfer.get(), piece.between_nodes.transfer.get(), piece.to_nodes.get()}) {

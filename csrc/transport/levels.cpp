@@ -6,10 +6,11 @@
 namespace fastsync {
 
 Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes) {
-  Levels levels{static_cast<int64_t>(nodes.size()), whole.size(), whole.size(), nullptr, nullptr};
+  Levels levels{static_cast<int64_t>(nodes.size()), whole.size(), whole.size(), 0, nullptr, nullptr};
   int64_t lane = 0;
   for (const auto& ranks : nodes) {
     levels.num_lanes = std::min(levels.num_lanes, static_cast<int64_t>(ranks.size()));
+    levels.most_ranks = std::max(levels.most_ranks, static_cast<int64_t>(ranks.size()));
     const auto place = std::find(ranks.begin(), ranks.end(), whole.group()->getRank());
     if (place == ranks.end()) {
       continue;

@@ -13,6 +13,7 @@ struct Levels {
   int64_t num_nodes = 0;
   int64_t num_lanes = 0;        // ranks of each node that have counterparts on all others: its first ones
   int64_t num_ranks = 0;        // of all nodes
+  int64_t most_ranks = 0;       // of one node
   std::shared_ptr<Team> node;   // this rank's
   std::shared_ptr<Team> peers;  // of its lane, by node; null where it has none
 };

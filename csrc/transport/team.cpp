@@ -113,6 +113,10 @@ void Transfer::wait_for_rows() {
   }
 }
 
+bool Transfer::have_come() const {
+  return std::all_of(arrivals_.begin(), arrivals_.end(), [](const Work& work) { return work->isCompleted(); });
+}
+
 void Transfer::wait_until_sent() {
   for (const Work& work : std::exchange(departures_, {})) {
     work->wait();

@@ -32,6 +32,9 @@ class Transfer {
   // Until all rows have come, within the group's time limit. On CUDA the current stream waits.
   virtual void wait_for_rows();
 
+  // On a CPU: whether that would not wait.
+  bool have_come() const;
+
   // Until those sent may be written again.
   void wait_until_sent();
 

@@ -68,6 +68,7 @@ void pack(const PackArgs& args, void* workspace, void* /*stream*/) {
     touches.writes(segment.residual, bytes_of(segment.numel, compute_dtype(args.grad_dtype)));
   }
   touches.reads(args.bucket_scale, sizeof(float));
+  touches.reads(args.weight, sizeof(double));
   touches.writes(args.stats, kNumStats * sizeof(double));
   touches.writes(workspace, cuda::kWorkspaceBytes);
   touches.run("pack");

@@ -30,18 +30,24 @@ Scaling<C> scaling_of(C multiplier, double limit) {
   return {multiplier, static_cast<C>(std::min<double>(limit, std::is_same_v<W, Int8Block> ? kInt8Limit : kNoLimit))};
 }
 
-// The values to be sent: the gradient's own where there is nothing to convert, to take away or to add, gathered else.
+// The values to be sent: the gradient's own where there is nothing to convert, to multiply, to take away or to add,
+// gathered else.
 template <class G, class C>
-const C* gather(const G* gradient, const G* subtrahend, const C* residual, int64_t numel, C* gathered) {
+const C* gather(const G* gradient, const G* subtrahend, const C* residual, C weight, int64_t numel, C* gathered) {
   if constexpr (std::is_same_v<G, C>) {
-    if (subtrahend == nullptr && residual == nullptr) {
+    if (subtrahend == nullptr && residual == nullptr && weight == C(1)) {
       return gradient;
     }
   }
-  if (subtrahend != nullptr) {
+  if (weight == C(0)) {
+    std::fill_n(gathered, numel, C(0));
+  } else if (subtrahend != nullptr) {
     subtract(gradient, subtrahend, numel, gathered);
   } else {
     convert(gradient, numel, gathered);
+  }
+  if (weight != C(0) && weight != C(1)) {
+    std::transform(gathered, gathered + numel, gathered, [weight](C value) { return value * weight; });
   }
   if (residual != nullptr) {
     add_residual(residual, C(1), numel, gathered);
@@ -51,10 +57,14 @@ const C* gather(const G* gradient, const G* subtrahend, const C* residual, int64
 
 template <class W, class G>
 int64_t pack_chunk(const G* gradient, const G* subtrahend, Compute<G>* residual, int64_t numel,
-                   const Scaling<Compute<G>>& scaling, Rounding rounding, void* wire, int64_t first) {
+                   Scaling<Compute<G>> scaling, Compute<G> weight, Rounding rounding, void* wire, int64_t first) {
   using C = Compute<G>;
+  if (residual == nullptr && weight != C(0)) {
+    scaling.multiplier = scaling.multiplier * weight;
+    weight = C(1);
+  }
   if constexpr (!std::is_same_v<W, Int8Block>) {
-    if (subtrahend == nullptr && residual == nullptr) {
+    if (subtrahend == nullptr && residual == nullptr && weight == C(1)) {
       return pack_rows(gradient, element_of<W>(wire, first), numel, scaling);
     }
   }
@@ -64,7 +74,7 @@ int64_t pack_chunk(const G* gradient, const G* subtrahend, Compute<G>* residual,
     W* const encoded = element_of<W>(wire, first + begin);
     C gathered[kBlock];
     const C* const values = gather<G, C>(gradient + begin, from_or_null(subtrahend, begin),
-                                         from_or_null(residual, begin), length, gathered);
+                                         from_or_null(residual, begin), weight, length, gathered);
     num_saturated += encode_values(values, length, scaling, rounding, first + begin, encoded);
     if (residual != nullptr) {
       keep_loss(values, length, encoded, C(1) / scaling.multiplier, C(1), residual + begin);
@@ -88,13 +98,14 @@ void pack_typed(const PackArgs& args) {
   using C = Compute<G>;
   const auto scale = static_cast<C>(args.bucket_scale != nullptr ? *args.bucket_scale : 1.0F);
   const auto scaling = scaling_of<W>(static_cast<C>(args.multiplier) * scale, args.limit);
+  const auto weight = static_cast<C>(args.weight != nullptr ? *args.weight : 1.0);
   const auto counts =
       for_each_chunk<int64_t>(args.segments, args.num_segments, [&](const Segment& segment, const Chunk& chunk) {
         fill_gap<W>(segment, chunk, args);
         return pack_chunk<W>(chunk_data<const G>(segment, chunk),
                              from_or_null(static_cast<const G*>(segment.subtrahend), chunk.begin),
                              from_or_null(static_cast<C*>(segment.residual), chunk.begin), chunk.length, scaling,
-                             args.rounding, args.wire, segment.offset + chunk.begin);
+                             weight, args.rounding, args.wire, segment.offset + chunk.begin);
       });
   double num_saturated = args.turn.is_first ? 0.0 : args.stats[kNumSaturated];
   for (const int64_t count : counts) {

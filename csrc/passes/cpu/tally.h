@@ -15,6 +15,7 @@ struct Tally {
   double columns[kRow] = {};
   double largest = 0.0;
   int64_t num_nonfinite = 0;
+  int64_t num_saturated = 0;
 
   template <class C>
   void add_value(C value, int column) {
@@ -55,9 +56,10 @@ struct Tally {
     }
     largest = std::max(largest, other.largest);
     num_nonfinite += other.num_nonfinite;
+    num_saturated += other.num_saturated;
   }
 
-  // Adds to the statistics of the calls before, or begins them.
+  // Adds to the statistics of the calls before, or begins them; but for what has saturated, which packing begins.
   void write_to(double* stats, bool is_first) const {
     double sum = 0.0;
     for (const double column : columns) {
@@ -66,6 +68,9 @@ struct Tally {
     stats[kSumOfSquares] = (is_first ? 0.0 : stats[kSumOfSquares]) + sum;
     stats[kNumNonfinite] = (is_first ? 0.0 : stats[kNumNonfinite]) + static_cast<double>(num_nonfinite);
     stats[kMaxMagnitude] = std::max(is_first ? 0.0 : stats[kMaxMagnitude], largest);
+    if (num_saturated > 0) {
+      stats[kNumSaturated] += static_cast<double>(num_saturated);
+    }
   }
 };
 

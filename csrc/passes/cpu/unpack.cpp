@@ -46,13 +46,26 @@ struct PaddedBlock {
   PaddedBlock(const T* source, int64_t numel) { std::memcpy(values, source, numel * sizeof(T)); }
 };
 
+template <class W, class G>
+int64_t count_saturated(const W* values, int64_t numel, Compute<G> multiplier) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    bool saturated;
+    decode_to<G>(values[i], multiplier, saturated);
+    count += saturated;
+  }
+  return count;
+}
+
 // At most a block of values, in the wire's own type or summed, to gradients.
 template <class W, class G>
 void unpack_values(const W* values, G* gradient, int64_t numel, Compute<G> multiplier, Tally& tally) {
   BlockSquares squares{};
   if constexpr (std::is_same_v<G, double>) {
     for (int64_t i = 0; i < numel; ++i) {
-      gradient[i] = decode_to<G>(values[i], multiplier);
+      bool saturated;
+      gradient[i] = decode_to<G>(values[i], multiplier, saturated);
+      tally.num_saturated += saturated;
     }
     tally.add_values(gradient, numel);
   } else if (numel == kBlock) {
@@ -64,6 +77,11 @@ void unpack_values(const W* values, G* gradient, int64_t numel, Compute<G> multi
     unpack_one_block(rest.values, unpacked, multiplier, squares);
     std::memcpy(gradient, unpacked, numel * sizeof(G));
     tally.add_block(squares, gradient, numel);
+  }
+  if constexpr (!std::is_same_v<G, double>) {
+    if (squares.largest_bits >= float_bits(kLargest<G>)) {  // else nothing can have been clamped
+      tally.num_saturated += count_saturated<W, G>(values, numel, multiplier);
+    }
   }
 }
 
@@ -124,7 +142,7 @@ void unpack_typed(const UnpackArgs& args) {
       });
   total_of(tallies).write_to(args.stats, args.turn.is_first);
   if (args.turn.is_last) {
-    move_on(args.bucket_scale, args.step, args.stats);
+    move_on(args.bucket_scale, args.step, args.stats, args.scale_share);
   }
 }
 

@@ -38,14 +38,19 @@ struct Pack {
 
   W* wire;
   const float* bucket_scale;
+  const double* weight;
   Compute<G> multiplier;
   Compute<G> limit;
   double* stats;
   int64_t alignment;
+  bool counts_for_nothing = false;
 
   __device__ Pack with_scale() const {
     Pack scaled = *this;
+    const auto own_weight = static_cast<Compute<G>>(*weight_or_unit(weight));
     scaled.multiplier *= static_cast<Compute<G>>(*scale_or_unit(bucket_scale));
+    scaled.multiplier *= own_weight;
+    scaled.counts_for_nothing = own_weight == Compute<G>(0);
     return scaled;
   }
 
@@ -54,7 +59,8 @@ struct Pack {
 
   __device__ W operator()(G gradient, Saturations& batch) const {
     bool saturated;
-    const Compute<G> scaled = scale_and_clamp<Compute<G>>(decode(gradient), multiplier, limit, saturated);
+    const Compute<G> value = counts_for_nothing ? Compute<G>(0) : decode(gradient);
+    const Compute<G> scaled = scale_and_clamp<Compute<G>>(value, multiplier, limit, saturated);
     batch.count += saturated;
     return encode<W>(static_cast<Compute<W>>(scaled));
   }
@@ -77,6 +83,7 @@ struct Unpack {
   int64_t* step;
   Compute<G> multiplier;
   double* stats;
+  double scale_share;
 
   __device__ Unpack with_scale() const {
     Unpack scaled = *this;
@@ -88,13 +95,15 @@ struct Unpack {
   __device__ G* output(const Segment& segment) const { return static_cast<G*>(segment.data); }
 
   __device__ G operator()(W value, Total::Batch& batch) const {
-    const G gradient = decode_to<G>(value, multiplier);
+    bool saturated;
+    const G gradient = decode_to<G>(value, multiplier, saturated);
     batch.add_value(decode(gradient));
+    batch.num_saturated += saturated;
     return gradient;
   }
 
   __device__ void end_segment(const Segment& /*segment*/) const {}
-  __device__ void move_on() const { fastsync::move_on(bucket_scale, step, stats); }
+  __device__ void move_on() const { fastsync::move_on(bucket_scale, step, stats, scale_share); }
 };
 
 template <class G>
@@ -380,13 +389,13 @@ void pack(const PackArgs& args, void* workspace, void* stream) {
     };
     if constexpr (!std::is_same_v<W, Int8Block>) {
       if (!feeds_back && !subtracts) {
-        return run_with(
-            Pack<G, W>{static_cast<W*>(args.wire), args.bucket_scale, multiplier, limit, args.stats, args.alignment});
+        return run_with(Pack<G, W>{static_cast<W*>(args.wire), args.bucket_scale, args.weight, multiplier, limit,
+                                   args.stats, args.alignment});
       }
     }
     const auto run_quads = [&](auto subtracting) {
-      run_with(PackQuads<G, W, decltype(subtracting)::value>{args.wire, args.bucket_scale, multiplier, limit,
-                                                             args.rounding, args.stats, args.alignment});
+      run_with(PackQuads<G, W, decltype(subtracting)::value>{args.wire, args.bucket_scale, args.weight, multiplier,
+                                                             limit, args.rounding, args.stats, args.alignment});
     };
     subtracts ? run_quads(std::true_type{}) : run_quads(std::false_type{});
   });
@@ -401,13 +410,13 @@ void unpack(const UnpackArgs& args, void* workspace, void* stream) {
     };
     if constexpr (!std::is_same_v<W, Int8Block>) {
       if (args.num_wires == 1 && args.multiplier == 1.0) {
-        return run_with(
-            Unpack<G, W>{static_cast<const W*>(args.wire), args.bucket_scale, args.step, Compute<G>(1), args.stats});
+        return run_with(Unpack<G, W>{static_cast<const W*>(args.wire), args.bucket_scale, args.step, Compute<G>(1),
+                                     args.stats, args.scale_share});
       }
     }
     const Sums<Compute<G>, W> sums{args.wire, args.num_wires, args.stride_bytes,
                                    static_cast<Compute<G>>(args.multiplier)};
-    run_with(UnpackQuads<G, W>{sums, args.bucket_scale, args.step, args.stats});
+    run_with(UnpackQuads<G, W>{sums, args.bucket_scale, args.step, args.stats, args.scale_share});
   });
 }
 

@@ -185,6 +185,7 @@ struct PackQuads {
 
   void* wire;
   const float* bucket_scale;
+  const double* weight;
   C multiplier;
   C limit;
   Rounding rounding;
@@ -198,6 +199,13 @@ struct PackQuads {
         subtract<G>(segment.subtrahend, index, num_valid, values);
       }
     }
+    const auto own_weight = static_cast<C>(*weight_or_unit(weight));
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      values[i] = own_weight == C(0)            ? C(0)
+                  : segment.residual != nullptr ? values[i] * own_weight
+                                                : values[i];  // then the factor has it
+    }
     if (segment.residual != nullptr) {
       add_residual(segment.residual, C(1), index, num_valid, values);
     }
@@ -205,7 +213,10 @@ struct PackQuads {
 
   __device__ void store(const Segment& segment, int64_t index, int num_valid, const C (&values)[kQuad],
                         Total::Batch& batch) const {
-    const C factor = multiplier * static_cast<C>(*scale_or_unit(bucket_scale));
+    C factor = multiplier * static_cast<C>(*scale_or_unit(bucket_scale));
+    if (segment.residual == nullptr) {
+      factor *= static_cast<C>(*weight_or_unit(weight));
+    }
     C scaled[kQuad];
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
@@ -236,6 +247,7 @@ struct UnpackQuads {
   float* bucket_scale;
   int64_t* step;
   double* stats;
+  double scale_share;
 
   __device__ void load(const Segment& segment, int64_t index, int num_valid, C (&values)[kQuad]) const {
     sums.load(segment.offset + index, num_valid, values);
@@ -247,16 +259,18 @@ struct UnpackQuads {
     Quad<G> gradients;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      gradients.values[i] = decode_to<G>(values[i], inverse);
+      bool saturated;
+      gradients.values[i] = decode_to<G>(values[i], inverse, saturated);
       if (i < num_valid) {
         batch.add_value(decode(gradients.values[i]));
+        batch.num_saturated += saturated;
       }
     }
     store_quad(static_cast<G*>(segment.data), index, num_valid, gradients);
   }
 
   __device__ void end_segment(const Segment& /*segment*/) const {}
-  __device__ void move_on() const { fastsync::move_on(bucket_scale, step, stats); }
+  __device__ void move_on() const { fastsync::move_on(bucket_scale, step, stats, scale_share); }
 };
 
 template <class T, class W, class Out>

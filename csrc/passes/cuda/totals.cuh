@@ -27,6 +27,7 @@ struct Saturations {
 struct FloatSquares {
   float sum;
   float largest;  // a nan shows in the sum alone
+  int num_saturated;
 
   __device__ void add_value(float value) {
     sum = fmaf(value, value, sum);
@@ -36,6 +37,7 @@ struct FloatSquares {
   __device__ void add(const FloatSquares& other) {
     sum += other.sum;
     largest = max(largest, other.largest);
+    num_saturated += other.num_saturated;
   }
 
   __device__ bool is_safe() const {
@@ -48,6 +50,7 @@ struct Squares {
   using Batch = std::conditional_t<std::is_same_v<C, double>, Squares, FloatSquares>;
   double sum;
   int64_t num_nonfinite;
+  int64_t num_saturated;
   C largest;
 
   __device__ void add_value(C value) {
@@ -70,11 +73,13 @@ struct Squares {
   __device__ void add(const FloatSquares& batch) {
     sum += static_cast<double>(batch.sum);
     largest = max(largest, batch.largest);
+    num_saturated += batch.num_saturated;
   }
 
   __device__ void add(const Squares& other) {
     sum += other.sum;
     num_nonfinite += other.num_nonfinite;
+    num_saturated += other.num_saturated;
     largest = max(largest, other.largest);
   }
 
@@ -82,6 +87,9 @@ struct Squares {
     stats[kSumOfSquares] = (is_first ? 0.0 : stats[kSumOfSquares]) + sum;
     stats[kNumNonfinite] = (is_first ? 0.0 : stats[kNumNonfinite]) + static_cast<double>(num_nonfinite);
     stats[kMaxMagnitude] = max(is_first ? 0.0 : stats[kMaxMagnitude], static_cast<double>(largest));
+    if (num_saturated > 0) {  // to what packing has counted
+      stats[kNumSaturated] += static_cast<double>(num_saturated);
+    }
   }
 };
 
@@ -90,6 +98,7 @@ template <class Total, class Again>
 __device__ void add_batch(const typename Total::Batch& batch, Total& total, const Again& again) {
   if constexpr (!std::is_same_v<typename Total::Batch, Total>) {
     if (!batch.is_safe()) {
+      total.num_saturated += batch.num_saturated;  // which what was written does not show
       return again(total);
     }
   }
@@ -110,6 +119,10 @@ __device__ inline void fill_gap(Int8Block* /*wire*/, const Segment& /*segment*/,
 __device__ const float kUnitScale = 1.0F;
 __device__ inline const float* scale_or_unit(const float* bucket_scale) {
   return bucket_scale != nullptr ? bucket_scale : &kUnitScale;
+}
+__device__ const double kUnitWeight = 1.0;
+__device__ inline const double* weight_or_unit(const double* weight) {
+  return weight != nullptr ? weight : &kUnitWeight;
 }
 
 }  // namespace fastsync::cuda
