@@ -31,7 +31,7 @@ TIMEOUT = timedelta(seconds=6)
 TWO_SHOT = fastsync.Compression("bf16", reduce="fp32", algorithm="two_shot")
 GOOD_STEPS = 2
 
-NO_ANSWER = "no answer, so it is stopped or gone, or has no engine of this group"
+NO_ANSWER = "no answer, so it is stopped or gone"
 AVERAGING = "averaging in step 2 of the engine of parameter 0.weight"
 AGREEING = "agreeing before step 2 of the engine of parameter 0.weight, because "
 IN_HOOK = "averaging in step 2 of a DDP hook"
@@ -76,9 +76,10 @@ def good_steps(way: str | fastsync.Compression, group: Group) -> Callable[[], No
     return step
 
 
-def is_stopped(group: Group, way: str | fastsync.Compression, who: int) -> str:
-    """Until all others have raised."""
+def is_stopped(group: Group, way: str | fastsync.Compression, who: int, seconds: float = 0.0) -> str:
+    """So long after its good steps, until all others have raised."""
     step = good_steps(way, group)
+    time.sleep(seconds)
     pids = [0] * group.size()
     dist.all_gather_object(pids, os.getpid(), group=group)
     if group.rank() == who:
@@ -170,7 +171,10 @@ CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
     "ended": (
         2,
         last_has_ended,
-        {1: "no answer any more, and this one before: has let go of its engines", 0: AVERAGING},
+        {
+            1: "has let go of its engines, before that: in no sync, after step 1 of the engine of parameter 0.weight",
+            0: AVERAGING,
+        },
     ),
     "busy": (2, last_is_busy, {1: "in no sync, after step 1 of the engine of parameter 0.weight", 0: AVERAGING}),
     "frozen": (
@@ -225,6 +229,11 @@ def _positions(said: str) -> dict[int, str]:
     positions = {}
     for camp in said.partition(CURE)[0].removeprefix("ranks are: ").split("; "):
         ranks, where = re.fullmatch(r"rank ([\d, ]+?)(?: \(global [\d, -]+\))?: (.*)", camp).groups()
+        if where.startswith(NO_ANSWER):
+            assert re.fullmatch(
+                r", or has no engine of this group|, last heard of \d+ s ago: .*", where[len(NO_ANSWER) :]
+            )
+            where = NO_ANSWER
         positions.update(dict.fromkeys(map(int, ranks.split(", ")), where))
     return positions
 
@@ -246,18 +255,115 @@ def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[s
             assert text.endswith(cure) == (CURE in text) == (raises and may_have_no_batches), (name, rank, text)
 
 
-def _holder_of_the_store_is_stopped(rank: int, world_size: int, port: int) -> str:
+def _open_group_over_tcp(rank: int, world_size: int, port: int) -> Group:
     dist.destroy_process_group()
     store = dist.TCPStore("localhost", port, world_size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-    return is_stopped(dist.distributed_c10d._get_default_group(), "none", who=0)
+    return dist.distributed_c10d._get_default_group()
+
+
+def _is_stopped_over_tcp(rank: int, world_size: int, port: int, who: int) -> str:
+    return is_stopped(_open_group_over_tcp(rank, world_size, port), "none", who=who, seconds=1.5)
+
+
+def test_when_a_rank_was_last_heard_of_is_said() -> None:
+    """As most jobs have it, over a TCPStore: to the second."""
+    said, _ = run_ranks(_is_stopped_over_tcp, 2, free_port(), 1)
+    assert re.fullmatch(
+        rf"ranks are: rank 1: {NO_ANSWER}, last heard of \d s ago: in no sync, after step 1 of the engine of "
+        rf"parameter 0.weight; rank 0: {AVERAGING}",
+        said,
+    )
+
+
+def _connections_to(port: int) -> int:
+    """Of this process, by the port at the other end."""
+    ends = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            ends[f"socket:[{fields[9]}]"] = int(fields[2].rpartition(":")[2], 16)
+    count = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            count += ends.get(os.readlink(f"/proc/self/fd/{number}")) == port
+    return count
+
+
+def _connections(rank: int, world_size: int, port: int) -> None:
+    default = _open_group_over_tcp(rank, world_size, port)
+    groups = [default, *(dist.new_group() for _ in range(3))]
+    before = _connections_to(port)
+    assert before >= 1
+    steps = [good_steps(way, group) for way in ("none", "hook") for group in groups]
+    time.sleep(1.5)
+    assert len(steps) == 8
+    assert _connections_to(port) == before
+
+
+def test_no_further_connection_to_the_store_is_needed() -> None:
+    """A process has 1,024 descriptors, as a rule: that which holds the store has one for each connection."""
+    run_ranks(_connections, 2, free_port())
+
+
+def _is_killed_at_first(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=TIMEOUT)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    model = small_model()
+    sync = fastsync.attach(model, process_group=group, broadcast=False)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(TIMEOUT.total_seconds())
+        sync.detach()
+        return ""
+    return where_ranks_are(lambda: backward(model))
+
+
+def test_a_rank_that_comes_while_another_asks_is_not_taken_for_lost() -> None:
+    said, _, _ = run_ranks(_is_killed_at_first, 3, shared_memory=False, lost=[2])
+    assert _positions(said) == {
+        0: "agreeing before step 0 of the engine of parameter 0.weight, because it is new",
+        1: "not yet in a sync of the engine of parameter 0.weight",
+        2: NO_ANSWER,
+    }
 
 
 def test_a_store_that_does_not_answer_is_said() -> None:
-    _, said = run_ranks(_holder_of_the_store_is_stopped, 2, free_port())
+    _, said = run_ranks(_is_stopped_over_tcp, 2, free_port(), 0)
     assert said == (
         "other ranks are is not known, for the store of their group does not answer: the process that holds it, as a "
         "rule rank 0's, is stopped or gone"
+    )
+
+
+ENDS_FIRST = """
+import os, torch, torch.distributed as dist, fastsync
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(3, 2)
+sync = fastsync.attach(model)
+model(torch.ones(1, 3)).sum().backward()
+if os.environ["RANK"] == "0":
+    try:
+        model(torch.ones(1, 3)).sum().backward()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_a_process_that_has_ended_is_not_taken_for_lost() -> None:
+    """With its engine, which nobody let go of."""
+    rank_0, rank_1 = start_ranks(ENDS_FIRST)
+    assert rank_1.communicate(timeout=LIMIT) == ("", "")
+    said, errors = rank_0.communicate(timeout=LIMIT)
+    assert (rank_0.returncode, rank_1.returncode, errors) == (0, 0, "")
+    assert re.search(
+        r"Where the ranks are: rank 1: has (ended|let go of its engines), before that: in no sync, after step 0 of the "
+        r"engine of parameter weight; rank 0: averaging in step 1 of the engine of parameter weight",
+        said,
     )
 
 
@@ -277,23 +383,29 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_ranks_end_without_a_word() -> None:
-    """With engines and a process group that nobody ends, in a fork, and where the store goes first."""
-    ranks = [
+def start_ranks(script: str) -> list[subprocess.Popen[str]]:
+    """Two of them, by a port that is free."""
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
+            [sys.executable, "-c", script],
             env=os.environ
             | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "localhost", "WORLD_SIZE": "2"}
             | {"MASTER_PORT": port, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for port in [str(free_port())]
         for rank in range(2)
     ]
+
+
+def test_ranks_end_without_a_word() -> None:
+    """With engines and a process group that nobody ends, in a fork, and where the store goes first."""
+    ranks = start_ranks(SCRIPT)
     for rank in ranks:
-        said = rank.communicate(timeout=LIMIT)[1]
-        assert (rank.returncode, said) == (0, "")
+        said = rank.communicate(timeout=LIMIT)
+        assert (rank.returncode, *said) == (0, "", "")
 
 
 def test_a_train_job_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:

@@ -1,85 +1,336 @@
 #include "transport/roll_call.h"
 
-#include <pthread.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdlib>
+#include <filesystem>
+#include <future>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
-
-#include "transport/roll_call_store.h"
 
 namespace fastsync {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-constexpr milliseconds kPeriod(1000);    // between looks at the store, while nobody asks here
-constexpr milliseconds kPause(50);       // while somebody does; more where there are many ranks
-constexpr milliseconds kPatience(3000);  // with ranks that do not answer
+constexpr milliseconds kPeriod(1000);    // between two words of a rank
+constexpr milliseconds kPatience(3000);  // with ranks that say nothing new
 constexpr milliseconds kLimit(4000);     // for the store, which may hang
+constexpr milliseconds kMoment(200);     // for a last word
+
+const char* const kQuestion = "fastsync/where";
+
+template <class Kind>
+const Kind* as(const StorePtr& store) {
+  auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return dynamic_cast<const Kind*>(prefixed == nullptr ? store.get() : prefixed->getUnderlyingNonPrefixStore().get());
+}
+
+// One that a thread may use that never has the GIL: a store may also be Python's.
+bool is_usable(const StorePtr& store) {
+  return store && (as<c10d::TCPStore>(store) != nullptr || as<c10d::FileStore>(store) != nullptr ||
+                   as<c10d::HashStore>(store) != nullptr);
+}
+
+// By the port of its peer, which stands at one place in both kinds of addresses.
+bool is_connected(int socket, uint16_t port) {
+  sockaddr_in6 peer{};
+  socklen_t length = sizeof(peer);
+  tcp_info info{};
+  socklen_t info_length = sizeof(info);
+  return getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &length) == 0 && ntohs(peer.sin6_port) == port &&
+         getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &info_length) == 0 && info.tcpi_state == TCP_ESTABLISHED;
+}
+
+// Throws where the server of a TCPStore has ended. Its client would warn of that, with a stack trace, as at the end of
+// a job whose rank 0 holds the store and ends first. The client does not tell which socket is its own.
+void check_server(const StorePtr& store) {
+  TORCH_CHECK(store, "the store is gone");
+  if (const auto* const tcp = as<c10d::TCPStore>(store)) {
+    thread_local int newest = -1;
+    bool is_there = is_connected(newest, tcp->getPort());
+    for (auto each = std::filesystem::directory_iterator("/proc/self/fd"); !is_there && each != end(each); ++each) {
+      newest = std::stoi(each->path().filename());
+      is_there = is_connected(newest, tcp->getPort());
+    }
+    TORCH_CHECK(is_there, "the store is gone");
+  }
+}
+
+std::vector<uint64_t> global_ranks_of(const c10d::ProcessGroup& group) {
+  try {
+    return group.getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
+std::string key_of(int64_t rank) { return c10::str(kQuestion, "/", rank); }
+
+int64_t now() {
+  return std::chrono::duration_cast<milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// What a rank writes: when, by its own clock, and where it stands. The last word of a rank is of time 0.
+std::string word_of(int64_t time, const std::string& where) { return c10::str(time, " ", where); }
+int64_t time_of(const std::string& word) { return std::atoll(word.c_str()); }
+
+// By the words of a rank before and after a while in which it had to write a new one.
+bool is_new(const std::string& before, const std::string& after) {
+  return before != after || (!after.empty() && time_of(after) == 0);
+}
+
+std::string where_is(const std::string& before, const std::string& after) {
+  const std::string where = after.substr(after.find(' ') + 1);
+  if (after.empty() || is_new(before, after)) {
+    return after.empty() ? "no answer, so it is stopped or gone, or has no engine of this group" : where;
+  }
+  const int64_t seconds = std::max<int64_t>(0, now() - time_of(after)) / 1000;
+  return c10::str("no answer, so it is stopped or gone, last heard of ", seconds, " s ago: ", where);
+}
+
+std::string why_none(bool has_server) {
+  const char* const of_agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  const char* const holder = of_agent != nullptr && std::string(of_agent) == "True"
+                                 ? ": the launcher, which holds it, is stopped or gone"
+                                 : ": the process that holds it, as a rule rank 0's, is stopped or gone";
+  return c10::str(". Where the other ranks are is not known, for the store of their group does not answer",
+                  has_server ? holder : "");
+}
+
+// Calls on a thread of its own, for a store may hang. False where that takes too long, or throws.
+bool is_done_in_time(milliseconds limit, std::function<void()> call) {
+  try {
+    std::packaged_task<void()> task(std::move(call));
+    auto done = task.get_future();
+    std::thread(std::move(task)).detach();
+    return done.wait_for(limit) == std::future_status::ready && (done.get(), true);
+  } catch (const std::exception&) {
+    return false;
+  }
+}
 
 }  // namespace
 
 // This process as one rank of a group.
-struct Whereabouts::Seat {
-  explicit Seat(const c10d::ProcessGroup& group) : group(&group), store(group) {}
+struct Whereabouts::Place {
+  explicit Place(const c10d::ProcessGroup& of)
+      : group(&of), rank(of.getRank()), size(of.getSize()), global_ranks(global_ranks_of(of)), store(of.getStore()) {}
+
+  void write(const std::string& where, bool is_last);
+  std::vector<std::string> read(c10d::Store& from) const;
+  std::string roll_call() const;
+  std::string names(const std::vector<int64_t>& ranks) const;
 
   const c10d::ProcessGroup* const group;  // to be compared only
-  const pid_t process_id = getpid();
-  RollCallStore store;                        // this and the next two: the thread's alone
-  std::optional<Clock::time_point> deadline;  // for answers to this rank's question
-  bool has_left_word = false;                 // for those who ask when it is gone
-
-  std::mutex asking;  // held by who asks; guards the next two
-  std::string newest_told;
-  Clock::time_point told_at;
-  bool is_asking = false;           // this and the rest: guarded by RollCall's mutex
-  std::optional<std::string> told;  // the answers
-  bool is_lost = false;             // the store is gone
+  const int64_t rank;
+  const int64_t size;
+  const std::vector<uint64_t> global_ranks;          // empty where they are the same, or not known
+  const c10::weak_intrusive_ptr<c10d::Store> store;  // the group's, which may have a server that has to end with it
+  std::mutex writing;                                // guards the next two
+  std::optional<std::string> answered;               // the newest question
+  bool has_left = false;
 };
 
-// One for a process, never destroyed: its thread may sit in a call of a store that hangs. A child that was forked gets
-// one of its own.
+// ---- what is in the store -------------------------------------------------------------------------------------------
+
+// A FileStore keeps all that was ever written. There a rank writes its first and last words, and when somebody asks.
+void Whereabouts::Place::write(const std::string& where, bool is_last) {
+  const std::lock_guard<std::mutex> lock(writing);
+  const StorePtr to = store.lock();
+  if (std::exchange(has_left, is_last || has_left)) {
+    return;
+  }
+  check_server(to);
+  if (as<c10d::FileStore>(to) != nullptr && !is_last) {
+    const std::string question = to->check({kQuestion}) ? to->get_to_str(kQuestion) : "";
+    if (std::exchange(answered, question) == question) {
+      return;
+    }
+  }
+  to->set(key_of(rank), word_of(is_last ? 0 : now(), where));
+}
+
+// The words of all ranks. multiGet waits for those that are not there, so they become empty ones.
+std::vector<std::string> Whereabouts::Place::read(c10d::Store& from) const {
+  std::vector<std::string> keys;
+  for (int64_t each = 0; each < size; ++each) {
+    keys.push_back(key_of(each));
+  }
+  if (!from.check(keys)) {
+    for (const std::string& key : keys) {
+      from.compareSet(key, std::string(), std::string());
+    }
+  }
+  std::vector<std::string> words;
+  for (const auto& bytes : from.multiGet(keys)) {
+    words.emplace_back(bytes.begin(), bytes.end());
+  }
+  return words;
+}
+
+// First who is missing, then who is elsewhere, last who is where this rank is.
+std::string Whereabouts::Place::roll_call() const {
+  const StorePtr from = store.lock();
+  check_server(from);
+  from->set(kQuestion, word_of(now(), std::to_string(rank)));
+  const auto deadline = Clock::now() + kPatience;
+  const std::vector<std::string> before = read(*from);
+  std::vector<std::string> after = before;
+  while (!std::equal(before.begin(), before.end(), after.begin(), is_new) && Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::max(kPeriod / 20, milliseconds(size)));
+    after = read(*from);
+  }
+  std::map<std::pair<int, std::string>, std::vector<int64_t>> ranks_at;
+  const std::string mine = where_is(before[rank], after[rank]);
+  for (int64_t each = 0; each < size; ++each) {
+    const std::string where = where_is(before[each], after[each]);
+    ranks_at[{where.starts_with("no answer") ? 0 : where == mine ? 2 : 1, where}].push_back(each);
+  }
+  std::string text;
+  for (const auto& [at, ranks] : ranks_at) {
+    text += (text.empty() ? ". Where the ranks are: " : "; ") + names(ranks) + ": " + at.second;
+  }
+  return text;
+}
+
+// "rank 0, 2 (global 4, 6)"
+std::string Whereabouts::Place::names(const std::vector<int64_t>& ranks) const {
+  std::string names;
+  std::string global;
+  bool differ = false;
+  for (const int64_t each : ranks) {
+    const auto of_rank = global_ranks.empty() ? each : static_cast<int64_t>(global_ranks[each]);
+    differ |= of_rank != each;
+    names += (names.empty() ? "rank " : ", ") + std::to_string(each);
+    global += (global.empty() ? "" : ", ") + std::to_string(of_rank);
+  }
+  return differ ? names + " (global " + global + ")" : names;
+}
+
+// ---- what the process does ------------------------------------------------------------------------------------------
+
+// The engines of this process, and a thread that writes where they stand. Never destroyed, for the thread may sit in a
+// call of a store that hangs. Children that are forked do without: the connections are their parent's.
 struct RollCall {
-  using Seat = Whereabouts::Seat;
-
   static RollCall& instance();
+  bool is_own() const { return process_id == getpid(); }
 
-  void add(const std::shared_ptr<Whereabouts>& engine, c10d::ProcessGroup& group);
-  std::string ask(Seat& seat);
+  void add(Whereabouts& engine, c10d::ProcessGroup& group);
+  void remove(Whereabouts& engine);
+  void write_all(bool is_last);
+  std::string position(const Whereabouts::Place& place) const;
 
-  void run();
-  milliseconds visit_all(std::unique_lock<std::mutex>& lock);
-  void visit(Seat& seat, bool is_left);
-  std::string position(const Seat& seat);
-  bool has_engines(const Seat& seat) const;
-  void stop();
-
-  static std::atomic<RollCall*> newest;
   const pid_t process_id = getpid();
-  std::mutex mutex;  // guards what follows; never held during a call of a store
-  std::condition_variable changed;
-  std::vector<std::shared_ptr<Seat>> seats;
-  std::vector<std::weak_ptr<Whereabouts>> engines;
-  bool has_thread = false;
-  bool has_news = false;
-  bool is_stopping = false;
-  bool has_ended = false;
+  std::mutex mutex;  // guards the next; never held during a call of a store
+  std::vector<Whereabouts*> engines;
 };
+
+RollCall& RollCall::instance() {
+  static RollCall* const only = [] {
+    auto* const made = new RollCall;
+    std::thread([made] {
+      for (;; std::this_thread::sleep_for(kPeriod)) {
+        made->write_all(/*is_last=*/false);
+      }
+    }).detach();
+    // After its last word a place touches no store: what stores are made of is torn down next.
+    std::atexit([] {
+      if (instance().is_own()) {
+        is_done_in_time(kMoment, [] { instance().write_all(/*is_last=*/true); });
+      }
+    });
+    return made;
+  }();
+  return *only;
+}
+
+void RollCall::add(Whereabouts& engine, c10d::ProcessGroup& group) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto other = std::find_if(engines.begin(), engines.end(),
+                                  [&](const Whereabouts* each) { return each->place_->group == &group; });
+  engine.place_ = other == engines.end() ? std::make_shared<Whereabouts::Place>(group) : (*other)->place_;
+  engines.push_back(&engine);
+}
+
+void RollCall::remove(Whereabouts& engine) {
+  std::unique_lock<std::mutex> lock(mutex);
+  std::erase(engines, &engine);
+  const bool is_last = std::none_of(engines.begin(), engines.end(),
+                                    [&](const Whereabouts* each) { return each->place_ == engine.place_; });
+  lock.unlock();
+  if (is_last) {
+    is_done_in_time(kMoment, [place = engine.place_, where = engine.text()] {
+      place->write("has let go of its engines, before that: " + where, /*is_last=*/true);
+    });
+  }
+}
+
+void RollCall::write_all(bool is_last) {
+  std::map<std::shared_ptr<Whereabouts::Place>, std::string> words;
+  std::unique_lock<std::mutex> lock(mutex);
+  for (const Whereabouts* engine : engines) {
+    words[engine->place_] = (is_last ? "has ended, before that: " : "") + position(*engine->place_);
+  }
+  lock.unlock();
+  for (const auto& [place, where] : words) {
+    try {
+      place->write(where, is_last);
+    } catch (const std::exception&) {  // the store is gone: whoever asks is told
+    }
+  }
+}
+
+// What others are told: where the engines of the group wait, or else those of other groups.
+std::string RollCall::position(const Whereabouts::Place& place) const {
+  std::string here;
+  std::string elsewhere;
+  std::vector<std::string> resting;
+  for (const Whereabouts* engine : engines) {
+    const bool is_here = engine->place_.get() == &place;
+    if (is_here && engine->is_resting()) {
+      resting.push_back(engine->text());
+    } else if (!engine->is_resting() && (is_here || !engine->has_failed_)) {
+      std::string& text = is_here ? here : elsewhere;
+      text += (text.empty() ? "" : " and ") + engine->text();
+    }
+  }
+  if (!here.empty()) {
+    return here;
+  }
+  if (!elsewhere.empty()) {
+    return "with another group, " + elsewhere;
+  }
+  return resting.size() == 1 ? resting.front() : "in no sync";
+}
 
 // ---- what an engine notes -------------------------------------------------------------------------------------------
 
 std::shared_ptr<Whereabouts> Whereabouts::of(c10d::ProcessGroup& group, std::string engine) {
   std::shared_ptr<Whereabouts> whereabouts(new Whereabouts(std::move(engine)));
-  if (group.getSize() > 1 && RollCallStore::is_usable(group.getStore())) {
-    RollCall::instance().add(whereabouts, group);
+  if (group.getSize() > 1 && is_usable(group.getStore()) && RollCall::instance().is_own()) {
+    RollCall::instance().add(*whereabouts, group);
   }
   return whereabouts;
+}
+
+Whereabouts::~Whereabouts() {
+  if (place_ && RollCall::instance().is_own()) {
+    RollCall::instance().remove(*this);
+  }
 }
 
 void Whereabouts::enter(Phase phase, int64_t step) {
@@ -123,183 +374,17 @@ std::string Whereabouts::text() const {
 
 std::string Whereabouts::roll_call() {
   has_failed_ = true;
-  if (!seat_ || seat_->process_id != getpid()) {
+  if (!place_ || !RollCall::instance().is_own()) {
     return "";
   }
-  const std::lock_guard<std::mutex> lock(seat_->asking);
-  if (seat_->newest_told.empty() || Clock::now() - seat_->told_at > kPatience) {  // else another bucket has just asked
-    seat_->newest_told = RollCall::instance().ask(*seat_);
-    seat_->told_at = Clock::now();
+  const std::lock_guard<std::mutex> lock(asking_);
+  if (told_.empty() || Clock::now() - told_at_ > kPatience) {  // else another bucket has just asked
+    const auto told = std::make_shared<std::string>();
+    const bool is_told = is_done_in_time(kLimit, [place = place_, told] { *told = place->roll_call(); });
+    told_ = is_told ? *told : why_none(as<c10d::TCPStore>(place_->store.lock()) != nullptr);
+    told_at_ = Clock::now();
   }
-  return seat_->newest_told;
-}
-
-// ---- what the process does ------------------------------------------------------------------------------------------
-
-std::atomic<RollCall*> RollCall::newest = nullptr;
-
-RollCall& RollCall::instance() {
-  RollCall* found = newest;
-  if (found != nullptr && found->process_id == getpid()) {
-    return *found;
-  }
-  auto* const made = new RollCall;
-  if (!newest.compare_exchange_strong(found, made)) {
-    delete made;
-    return *newest;
-  }
-  // Once what stores are made of is torn down, the thread must call none.
-  std::atexit([] {
-    if (RollCall& roll_call = *newest; roll_call.process_id == getpid()) {
-      roll_call.stop();
-    }
-  });
-  return *made;
-}
-
-void RollCall::stop() {
-  constexpr milliseconds kEnough(200);
-  std::unique_lock<std::mutex> lock(mutex);
-  is_stopping = has_news = true;
-  changed.notify_all();
-  changed.wait_for(lock, kEnough, [&] { return has_ended || !has_thread; });
-}
-
-void RollCall::add(const std::shared_ptr<Whereabouts>& engine, c10d::ProcessGroup& group) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  for (const auto& each : engines) {
-    if (const auto other = each.lock(); other && other->seat_->group == &group) {
-      engine->seat_ = other->seat_;
-    }
-  }
-  if (!engine->seat_) {
-    engine->seat_ = seats.emplace_back(std::make_shared<Seat>(group));
-  }
-  std::erase_if(engines, [](const auto& each) { return each.expired(); });
-  engines.push_back(engine);
-  if (!std::exchange(has_thread, true)) {
-    std::thread([this] {
-      pthread_setname_np(pthread_self(), "fastsync calls");
-      run();
-    }).detach();
-  }
-  has_news = true;
-  changed.notify_all();
-}
-
-std::string RollCall::ask(Seat& seat) {
-  std::unique_lock<std::mutex> lock(mutex);
-  seat.is_asking = true;
-  seat.told.reset();
-  has_news = true;
-  changed.notify_all();
-  changed.wait_for(lock, kLimit, [&] { return seat.told || seat.is_lost; });
-  seat.is_asking = false;
-  return seat.told.value_or(seat.store.why_none());
-}
-
-bool RollCall::has_engines(const Seat& seat) const {
-  return std::any_of(engines.begin(), engines.end(), [&](const auto& each) {
-    const auto engine = each.lock();
-    return engine && engine->seat_.get() == &seat;
-  });
-}
-
-// What this rank answers: where its engines of the group wait, or else those of other groups.
-std::string RollCall::position(const Seat& seat) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::string here;
-  std::string elsewhere;
-  std::vector<std::string> resting;
-  for (const auto& each : engines) {
-    const auto engine = each.lock();
-    const bool is_here = engine && engine->seat_.get() == &seat;
-    if (is_here && engine->is_resting()) {
-      resting.push_back(engine->text());
-    } else if (engine && !engine->is_resting() && (is_here || !engine->has_failed_)) {
-      std::string& text = is_here ? here : elsewhere;
-      text += (text.empty() ? "" : " and ") + engine->text();
-    }
-  }
-  if (!here.empty()) {
-    return here;
-  }
-  if (!elsewhere.empty()) {
-    return "with another group, " + elsewhere;
-  }
-  return resting.size() == 1 ? resting.front() : resting.empty() ? "has let go of its engines" : "in no sync";
-}
-
-void RollCall::visit(Seat& seat, bool is_left) {
-  seat.store.connect();
-  std::unique_lock<std::mutex> lock(mutex);
-  const bool is_asking = seat.is_asking && !seat.told;
-  lock.unlock();
-  if (!is_asking) {
-    seat.deadline.reset();  // of one that gave up
-  }
-  if (is_asking && !seat.deadline) {
-    seat.store.ask();
-    seat.deadline = Clock::now() + kPatience;
-  }
-  while (seat.store.is_asked()) {
-    seat.store.answer(position(seat));
-  }
-  const bool is_over = is_asking && (seat.store.have_all_answered() || Clock::now() >= *seat.deadline);
-  if (is_over || (is_left && !seat.has_left_word)) {
-    seat.store.leave(position(seat));
-    seat.has_left_word = true;
-  }
-  if (is_over) {
-    seat.deadline.reset();
-    const std::string told = seat.store.answers();
-    lock.lock();
-    seat.told = told;
-  }
-}
-
-// Returns how long to pause.
-milliseconds RollCall::visit_all(std::unique_lock<std::mutex>& lock) {
-  milliseconds pause = kPeriod;
-  for (const auto& seat : std::vector(seats)) {
-    if (is_stopping) {
-      break;
-    }
-    const bool is_left = !has_engines(*seat);
-    bool is_lost = false;
-    lock.unlock();
-    try {
-      visit(*seat, is_left);
-    } catch (const std::exception&) {
-      is_lost = true;
-    }
-    if (is_lost || is_left) {
-      seat->store.disconnect();
-    }
-    lock.lock();
-    seat->is_lost = is_lost;
-    if (is_lost || is_left) {
-      std::erase(seats, seat);
-    }
-    if (seat->is_asking && !seat->told) {
-      pause = std::min(pause, std::max(kPause, milliseconds(seat->store.size())));
-    }
-  }
-  return pause;
-}
-
-void RollCall::run() {
-  std::unique_lock<std::mutex> lock(mutex);
-  while (!is_stopping) {
-    const milliseconds pause = visit_all(lock);
-    changed.notify_all();
-    changed.wait_for(lock, pause, [&] { return std::exchange(has_news, false); });
-  }
-  for (const auto& seat : seats) {
-    seat->store.disconnect();
-  }
-  has_ended = true;
-  changed.notify_all();
+  return told_;
 }
 
 }  // namespace fastsync

@@ -1,5 +1,5 @@
-// Who is missing where a wait for other ranks fails: each engine notes where it stands, and a thread of the process
-// tells ranks that ask.
+// Who is missing where a wait for other ranks fails. Each engine notes where it stands. A thread of the process writes
+// that once a second under the rank's key in the group's store. Whoever fails reads the keys of all ranks.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -16,8 +16,9 @@ namespace fastsync {
 // Where one engine stands. Thread-safe; touches no Python object.
 class Whereabouts {
  public:
-  // The engine is named in what other ranks are told. From now on this rank answers them.
+  // The engine is named in what other ranks are told.
   static std::shared_ptr<Whereabouts> of(c10d::ProcessGroup& group, std::string engine);
+  ~Whereabouts();
 
   // Waits for the ranks to agree before a step, and why.
   void agree(int64_t step, std::string why);
@@ -34,7 +35,7 @@ class Whereabouts {
 
  private:
   friend struct RollCall;
-  struct Seat;
+  struct Place;
   enum class Phase { kResting, kAgreeing, kAveraging, kGivenUp };
 
   explicit Whereabouts(std::string engine) : engine_(std::move(engine)) {}
@@ -44,12 +45,15 @@ class Whereabouts {
   std::string text() const;
 
   const std::string engine_;
-  std::shared_ptr<Seat> seat_;  // null where there is nobody to ask, or no way to
+  std::shared_ptr<Place> place_;  // null where there is nobody to ask, or no way to
   std::atomic<Phase> phase_ = Phase::kResting;
   std::atomic<int64_t> step_ = -1;
   std::atomic<bool> has_failed_ = false;
   mutable std::mutex mutex_;  // guards why_
   std::string why_;
+  std::mutex asking_;  // held by who asks; guards the next two
+  std::string told_;
+  std::chrono::steady_clock::time_point told_at_;
 };
 
 }  // namespace fastsync
