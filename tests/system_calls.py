@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import queue
 import select
 import struct
 import threading
+from collections.abc import Callable
 
 CALLS = {
     "x86_64": {
@@ -35,11 +38,13 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, ERROR, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
 NO_NEW_PRIVILEGES = 38
 SET_MODE_FILTER, NEW_LISTENER = 1, 8
+NOTICE_BYTES, RECEIVE_NOTICE, ANSWER_NOTICE, GO_ON = 80, 0xC0502100, 0xC0182101, 1
+IF_EQUAL, IF_MORE = 0x15, 0x25
 
 
-def refuse(call: str, error: int) -> None:
-    """From now on the system answers with this error."""
-    _filter(call, ERROR | error)
+def refuse(call: str, error: int, above: tuple[int, int] | None = None) -> None:
+    """From now on the system answers with this error: with ``above``, where the argument of that place is more."""
+    _filter(call, ERROR | error, above, jump=IF_MORE)
 
 
 def end_at(call: str, how: int, argument: tuple[int, int] | None = None) -> None:
@@ -55,10 +60,28 @@ def end_at(call: str, how: int, argument: tuple[int, int] | None = None) -> None
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _filter(call: str, action: int, argument: tuple[int, int] | None = None, flags: int = 0) -> int:
+def before(call: str, do: Callable[[], object]) -> None:
+    """From now on ``do`` is called on another thread, which comes before any such call of this one."""
+    listeners: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def wait() -> None:
+        listener = listeners.get()
+        while True:
+            notice = bytearray(NOTICE_BYTES)
+            fcntl.ioctl(listener, RECEIVE_NOTICE, notice)
+            do()
+            fcntl.ioctl(listener, ANSWER_NOTICE, bytearray(notice[:8] + struct.pack("qiI", 0, 0, GO_ON)))
+
+    threading.Thread(target=wait, daemon=True).start()  # which the filter does not hold for
+    listeners.put(_filter(call, NOTIFY, flags=NEW_LISTENER))
+
+
+def _filter(
+    call: str, action: int, argument: tuple[int, int] | None = None, flags: int = 0, jump: int = IF_EQUAL
+) -> int:
     machine = os.uname().machine
     place, number = argument or (0, 0)
-    looks_at_argument = [(0x20, 0, 0, 16 + 8 * place), (0x15, 0, 1, number)] if argument else []
+    looks_at_argument = [(0x20, 0, 0, 16 + 8 * place), (jump, 0, 1, number)] if argument else []
     program = [
         (0x20, 0, 0, 4),  # which architecture's call
         (0x15, 0, 3 + len(looks_at_argument), ARCHITECTURES[machine]),

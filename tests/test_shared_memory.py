@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
 import itertools
 import os
 import random
+import re
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +32,7 @@ from fastsync import Compression, reference
 from fastsync.compression import Wire
 from tests.models import SMALL_BUCKETS, Fails, Given, assert_all_bitwise_equal, assert_same_on_all_ranks, random_grads
 from tests.ranks import RankError, run_ranks
-from tests.system_calls import refuse
+from tests.system_calls import before, refuse
 
 DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
@@ -452,16 +455,62 @@ def test_where_memory_is_full_all_send_messages(where: int) -> None:
     run_ranks(_memory_is_full, 2, where)
 
 
-def _turned_off(rank: int, world_size: int) -> None:
-    if rank == 1:
-        os.environ["FASTSYNC_SHARED_MEMORY"] = "0"
-    parameters, sync = engine_of([5_000])
+MIB = 2**20
+LENGTH = 3  # the place of fallocate's argument
+
+
+def _a_timer_interrupts(rank: int, world_size: int) -> None:
+    """As before Linux 6.11, where a call that does not end between two signals begins anew at each."""
+    small = engine_of([5_000])
+    averages(small[1], small[0], rank)
+    refuse("fallocate", errno.EINTR, above=(LENGTH, 4 * MIB))
+    large = engine_of([5 * MIB])
+    assert averages(large[1], large[0], rank) == "shared memory"
+    refuse("fallocate", errno.EINTR)
+    parameters, sync = engine_of([100_000])
     transport = averages(sync, parameters, rank)
-    assert transport == "process group (no shared memory: rank 1: FASTSYNC_SHARED_MEMORY=0)"
+    assert re.fullmatch(
+        r"process group \(no shared memory: rank 0: fallocate of \d+ bytes: Interrupted system call\)", transport
+    )
+    assert averages(small[1], small[0], rank) == "shared memory"
+
+
+def test_where_signals_interrupt_memory_is_claimed_in_pieces_and_not_for_ever() -> None:
+    run_ranks(_a_timer_interrupts, 2, timeout=60.0)
+
+
+WORDS = {
+    "shared memory": ["1", "yes", "True", "on", ""],
+    "process group (no shared memory: rank 1: FASTSYNC_SHARED_MEMORY={})": ["0", "no", "False", "off"],
+}
+
+
+def _turned_on_and_off(rank: int, world_size: int) -> None:
+    for transport, words in WORDS.items():
+        for word in words:
+            if rank == 1:
+                os.environ["FASTSYNC_SHARED_MEMORY"] = word
+            parameters, sync = engine_of([5_000], group=dist.new_group())  # which finds out anew
+            assert averages(sync, parameters, rank) == transport.format(word)
 
 
 def test_one_rank_can_turn_it_off() -> None:
-    run_ranks(_turned_off, 2)
+    run_ranks(_turned_on_and_off, 2)
+
+
+def _a_word_that_is_neither(rank: int, world_size: int) -> None:
+    os.environ["FASTSYNC_SHARED_MEMORY"] = "nein"
+    said = "FASTSYNC_SHARED_MEMORY: expected 0 or 1, got 'nein'"
+    with pytest.raises(ValueError, match=said):
+        fastsync.attach(parameters_of([3]))
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=said):
+        fastsync.register_comm_hook(ddp)
+    assert said in fastsync._C.shared_memory_obstacle()
+
+
+def test_a_word_that_turns_it_neither_on_nor_off_is_refused() -> None:
+    run_ranks(_a_word_that_is_neither, 1)
 
 
 INTRUDER = """
@@ -498,6 +547,29 @@ def _another_process_comes_in_between(rank: int, world_size: int, user: int) -> 
         if intruder is not None:
             intruder.kill()
             intruder.wait()
+
+
+def _a_silent_process_connects(rank: int, world_size: int) -> None:
+    """Before the rank that is waited for."""
+    silent: list[socket.socket] = []
+
+    def connect() -> None:
+        for name in re.findall("@(fastsync-[0-9a-f]+)", Path("/proc/net/unix").read_text()):
+            silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            with contextlib.suppress(ConnectionRefusedError):  # another test's, which is gone
+                silent[-1].connect("\0" + name)
+
+    if rank == 1:
+        before("connect", connect)
+    parameters, sync = engine_of([5_000])
+    began = time.monotonic()
+    assert averages(sync, parameters, rank) == "shared memory"
+    assert time.monotonic() - began < 10.0
+    assert bool(silent) == (rank == 1)
+
+
+def test_a_silent_connection_holds_nothing_up() -> None:
+    run_ranks(_a_silent_process_connects, 2)
 
 
 NOBODY = 65534

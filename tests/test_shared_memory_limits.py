@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from benchmarks.network.namespaces import Network
 from benchmarks.units import RATES
 from fastsync import _C, doctor
 from tests.ranks import run_ranks
+from tests.system_calls import before
 from tests.test_shared_memory import TIMEOUT, averages, engine_of
 
 MIB = 2**20
@@ -84,6 +87,24 @@ def _in_a_cgroup(rank: int, world_size: int, cgroup: Path, size: int) -> None:
 def test_a_rank_whose_cgroup_has_too_little_memory_is_not_killed(memory_cgroup: Path) -> None:
     """Two ranks' rows of 32 MiB would not fit; one's fits, which is what messages take."""
     run_ranks(_in_a_cgroup, 2, memory_cgroup, 32 * MIB // 4)
+
+
+def _all_in_a_cgroup(rank: int, world_size: int, cgroup: Path, size: int) -> None:
+    parameters, sync = engine_of([size])
+    parameters[0].data.fill_(1.0)
+    parameters[0].grad = torch.full((size,), float(rank))
+    (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+    if rank == 2:
+        before("recvmsg", partial(time.sleep, 1))  # the others have their memory by then
+    sync.synchronize()
+    assert parameters[0].grad.min() == parameters[0].grad.max() == 1.0
+    assert sync.stats().transport == "shared memory"
+
+
+@pytest.mark.parametrize("memory_cgroup", [(96 + 24) * MIB], indirect=True)
+def test_what_other_ranks_have_claimed_is_not_needed_any_more(memory_cgroup: Path) -> None:
+    """Three rows of 32 MiB, and less than another 96 MiB left when two ranks have claimed theirs."""
+    run_ranks(_all_in_a_cgroup, 3, memory_cgroup, 32 * MIB // 4)
 
 
 def own_mounts() -> None:

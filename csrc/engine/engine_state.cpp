@@ -7,6 +7,7 @@
 
 #include "passes/backend.h"
 #include "transport/agreement.h"
+#include "transport/host.h"
 
 namespace fastsync {
 
@@ -40,7 +41,9 @@ uint64_t fingerprint_of(const std::vector<at::Tensor>& gradients) {
 }  // namespace
 
 EngineState::EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name)
-    : group_(std::move(group)), whereabouts_(Whereabouts::of(*group_, std::move(name))) {}
+    : group_(std::move(group)), whereabouts_(Whereabouts::of(*group_, std::move(name))) {
+  Host::check_setting();
+}
 
 // ---- settings and agreement -------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <functional>
 #include <map>
@@ -69,18 +70,42 @@ std::string vote(const Group& group, const std::function<void()>& attempt) {
       nothing);
 }
 
+// Empty where it is not set.
+std::string setting() {
+  const char* const value = std::getenv("FASTSYNC_SHARED_MEMORY");
+  return value == nullptr ? "" : value;
+}
+
+bool is_on(std::string value) {
+  std::transform(value.begin(), value.end(), value.begin(), [](unsigned char letter) { return std::tolower(letter); });
+  if (value.empty() || value == "1" || value == "yes" || value == "true" || value == "on") {
+    return true;
+  }
+  TORCH_CHECK_VALUE(value == "0" || value == "no" || value == "false" || value == "off",
+                    "fastsync: FASTSYNC_SHARED_MEMORY: expected 0 or 1, got '", setting(), "'");
+  return false;
+}
+
 // Where other ranks come in.
 struct Invitation {
   Invitation() {
-    const char* const setting = std::getenv("FASTSYNC_SHARED_MEMORY");
-    TORCH_CHECK(setting == nullptr || std::string(setting) != "0", "FASTSYNC_SHARED_MEMORY=0");
+    TORCH_CHECK(is_on(setting()), "FASTSYNC_SHARED_MEMORY=", setting());
     const Descriptor memory = SharedMemory::make(1);
-    SharedMemory(memory, 1).claim(memory, 0, 1);
+    const SharedMemory shared(memory, 1);
+    shared.check_room();
+    shared.claim(memory, 0, 1);
   }
 
   Listener listener;
   std::string secret = random_text();
 };
+
+// All ranks have sent theirs before any of them gets here. So who has said nothing is none of them.
+std::string said_first(const Connection& connection) {
+  std::string text;
+  failure_of([&] { text = connection.is_same_user() ? connection.receive(Deadline()).text : ""; });
+  return text;
+}
 
 int64_t first_byte_of(int64_t place, int64_t size, int64_t bytes) {
   const int64_t page = sysconf(_SC_PAGESIZE);
@@ -96,6 +121,8 @@ std::chrono::milliseconds limit_of(c10d::ProcessGroup& group) {
     return kBackendDefaultTimeout;
   }
 }
+
+void Host::check_setting() { is_on(setting()); }
 
 std::string Host::obstacle() {
   return failure_of([] { const Invitation invitation; });
@@ -158,7 +185,7 @@ Host::Host(const Group& group) : connections_(static_cast<size_t>(group->getSize
       const auto is_here = [&](int64_t peer) { return peer <= group->getRank() || connections_[peer].is_open(); };
       while (!std::all_of(ranks().begin(), ranks().end(), is_here)) {
         Connection connection = invitation->listener.accept(deadline);
-        const std::string text = connection.is_same_user() ? connection.receive(deadline).text : "";
+        const std::string text = said_first(connection);
         for (size_t peer = rank + 1; peer < connections_.size(); ++peer) {
           if (text == invitation->secret + std::to_string(peer)) {
             connections_[peer] = std::move(connection);
@@ -201,10 +228,10 @@ void Host::find_hosts(const std::vector<std::string>& reached, size_t rank) {
 std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std::string& why_not) {
   TORCH_CHECK(!std::exchange(is_sharing_, true), "the process group has failed before, in sharing memory");
   std::shared_ptr<SharedMemory> shared;
+  Descriptor memory;
   why_not = vote(group, [&] {
     const std::string number = std::to_string(++num_shared_);
     const std::string none = number + ": none";
-    Descriptor memory;
     if (group->getRank() == ranks().front()) {
       const std::string failure = failure_of([&] { memory = SharedMemory::make(bytes); });
       for (const Connection& connection : connections_) {
@@ -226,10 +253,15 @@ std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std
       memory = std::move(message.descriptor);
     }
     shared = std::make_shared<SharedMemory>(memory, bytes);
-    const auto size = static_cast<int64_t>(ranks().size());
-    const int64_t place = std::find(ranks().begin(), ranks().end(), group->getRank()) - ranks().begin();
-    shared->claim(memory, first_byte_of(place, size, bytes), first_byte_of(place + 1, size, bytes));
+    shared->check_room();
   });
+  if (why_not.empty()) {
+    why_not = vote(group, [&] {
+      const auto size = static_cast<int64_t>(ranks().size());
+      const int64_t place = std::find(ranks().begin(), ranks().end(), group->getRank()) - ranks().begin();
+      shared->claim(memory, first_byte_of(place, size, bytes), first_byte_of(place + 1, size, bytes));
+    });
+  }
   is_sharing_ = false;
   return why_not.empty() ? shared : nullptr;
 }

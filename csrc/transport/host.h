@@ -24,6 +24,8 @@ class Host {
 
   // What keeps this process from sharing memory with any other; empty where nothing does.
   static std::string obstacle();
+  // Throws c10::ValueError where FASTSYNC_SHARED_MEMORY is set to something that says neither yes nor no.
+  static void check_setting();
 
   // This and the next are for all ranks together, at the same place between their collectives.
   static std::shared_ptr<Host> of(const Group& group);

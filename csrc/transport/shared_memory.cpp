@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -68,18 +69,22 @@ SharedMemory::~SharedMemory() {
   }
 }
 
-void SharedMemory::claim(const Descriptor& memory, int64_t begin, int64_t end) const {
-  if (begin >= end) {
-    return;
-  }
-  const int64_t left = memory_left_in_cgroups();  // a system that runs out of it kills
+void SharedMemory::check_room() const {
+  const int64_t left = memory_left_in_cgroups();
   TORCH_CHECK(bytes_ <= left, "the memory cgroup has ", left, " bytes left, and ", bytes_, " are needed");
-  int failed = 0;
-  do {
-    failed = fallocate(memory.number(), 0, begin, end - begin);
-  } while (failed != 0 && errno == EINTR);
-  if (failed != 0) {
-    raise("fallocate", end - begin);
+}
+
+// In pieces: before Linux 6.11 a signal, such as a profiler's every few milliseconds, undoes a call that is under way.
+void SharedMemory::claim(const Descriptor& memory, int64_t begin, int64_t end) const {
+  constexpr int64_t kPiece = 4 << 20;
+  constexpr int kTries = 100;
+  for (int64_t piece = begin; piece < end; piece += kPiece) {
+    int tries = 0;
+    while (fallocate(memory.number(), 0, piece, std::min(kPiece, end - piece)) != 0) {
+      if (errno != EINTR || ++tries == kTries) {
+        raise("fallocate", end - begin);
+      }
+    }
   }
 }
 

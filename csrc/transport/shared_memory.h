@@ -22,6 +22,9 @@ class SharedMemory {
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
+  // Throws where the memory cgroup has not room for all of it: before anybody claims a part, for a system that runs out
+  // of memory kills.
+  void check_room() const;
   // Has the system find memory for these bytes, near the core that runs this. Where there is none, it says so here: not
   // by a signal, later.
   void claim(const Descriptor& memory, int64_t begin, int64_t end) const;
