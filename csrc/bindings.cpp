@@ -205,7 +205,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("is_in_place", &BucketTotals::is_in_place)
       .def_readonly("num_hosts", &BucketTotals::num_hosts)
       .def_readonly("why_not_shared", &BucketTotals::why_not_shared)
-      .def_readonly("wire_bytes", &BucketTotals::wire_bytes)
+      .def_property_readonly("wire_bytes", [](const BucketTotals& totals) { return totals.wire_bytes.get(); })
       .def_readonly("num_syncs", &BucketTotals::num_syncs)
       .def_readonly("num_timed", &BucketTotals::num_timed)
       .def_readonly("pack_time", &BucketTotals::pack_time)

@@ -19,8 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from fastsync import Compression, GradientSynchronizer
+import fastsync
+from fastsync import _C, Compression, GradientSynchronizer
+from fastsync.autotune.candidates import Candidate, engine_schedule
 from tests.attached import (
     Fallible,
     assert_averages,
@@ -35,7 +38,7 @@ from tests.attached import (
     mean_gradients,
     references_to,
 )
-from tests.models import Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
+from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
 from tests.ranks import run_ranks
 
 CHILD_SECONDS = 60.0  # how long a forked child may take
@@ -331,6 +334,32 @@ def _forks(rank: int, world_size: int, gradient_as_bucket_view: bool) -> None:
 @pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
 def test_forked_children(gradient_as_bucket_view: bool) -> None:
     run_ranks(_forks, 2, gradient_as_bucket_view)
+
+
+def _forks_of_other_engines(rank: int, world_size: int, compression: str) -> None:
+    ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
+    fastsync.register_comm_hook(ddp, compression)
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression(compression, reduce="fp32"))])]))
+    identity = torch.empty(8, device="meta")
+
+    def reduce_scatter() -> None:
+        output = torch.empty(8 // world_size)
+        engine.reduce_scatter(identity, "part", output, torch.ones(8), dist.ReduceOp.AVG)
+        assert output.eq(1).all()
+
+    for call in (partial(backward, ddp, rank, 0), reduce_scatter):
+        for _ in range(2):  # DDP regroups its buckets after the first
+            call()
+        assert "this process was forked from the one that attached the engine" in _in_fork(call)
+        call()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_forked_children_of_a_ddp_hook_and_of_fully_shard(compression: str, shared_memory: bool) -> None:
+    run_ranks(_forks_of_other_engines, 2, compression, shared_memory=shared_memory)
 
 
 def _fork_while_another_thread_is_in_backward(rank: int, world_size: int) -> None:

@@ -115,6 +115,18 @@ def test_two_that_take_part_in_one_backward_are_given_up_together():
     assert other.backward.is_interrupted()
 
 
+def test_what_goes_wrong_in_giving_up_is_said_and_ends_nothing(capfd: pytest.CaptureFixture[str]):
+    begins = Begins()
+
+    def fails() -> None:
+        raise ValueError("it cannot be given up")
+
+    begins.backward = _C.Backward(lambda: begins.is_under_way, begins._end, fails)
+    failed_backward(begins)
+    assert "it cannot be given up" in capfd.readouterr().err
+    assert begins.backward.is_interrupted()
+
+
 def reentrant(inputs: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
     return checkpoint(call, inputs, use_reentrant=True)
 

@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <exception>
+#include <iostream>
 #include <map>
 #include <utility>
 
@@ -46,14 +48,19 @@ struct Backward::Token {
   explicit Token(std::function<void()> give_up) : give_up(std::move(give_up)) {}
 
   ~Token() {
-    if (has_ended) {
-      return;
+    try {
+      if (!has_ended) {
+        fail();
+      }
+    } catch (const std::exception& error) {  // backward's own is on its way
+      std::cerr << "fastsync: what follows on a backward that failed went wrong: " << error.what() << "\n";
     }
+  }
+
+  void fail() const {
     if (const int outer = current_graph_task(); outer != kNoGraphTask) {
       torch::autograd::Engine::get_default_engine().queue_callback([token = of(outer, give_up)] {});
-      return;
-    }
-    if (give_up) {
+    } else if (give_up) {
       give_up();
     }
   }

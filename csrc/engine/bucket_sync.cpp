@@ -299,7 +299,7 @@ void BucketSync::drive_later(const std::shared_ptr<Flight>& flight, Strand& stra
 
 void BucketSync::receive(Flight& flight) {
   flight.failure->guard([&] { flight.sum->finish([&] { flight.stopwatch->mark(Mark::kReduced); }); });
-  flight.totals->wire_bytes += flight.sum->sent_bytes();
+  flight.totals->wire_bytes.add(flight.sum->sent_bytes());
   flight.stopwatch->mark(Mark::kDone);
   if (flight.ends_step) {
     flight.failure->whereabouts->rest();

@@ -56,6 +56,7 @@ std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compr
 c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::shared_ptr<const Schedule> schedule) {
   const at::Tensor buffer = grad_bucket.getBuffer();
   check_buffer(buffer, name_of(grad_bucket));
+  check_not_forked("build the model, DDP and the hook in the process that trains");
   std::function<void()> rest;
   std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<EngineBucket> bucket = find_or_add(grad_bucket);

@@ -45,6 +45,11 @@ EngineState::EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::stri
   Host::check_setting();
 }
 
+void EngineState::check_not_forked(const char* way_out) const {
+  TORCH_CHECK(getpid() == process_id_, "fastsync: this process was forked from the one that attached the engine, and ",
+              "the process group did not come along; ", way_out);
+}
+
 // ---- settings and agreement -------------------------------------------------------------------------------------
 
 void EngineState::set_schedule(std::shared_ptr<const Schedule> schedule) {

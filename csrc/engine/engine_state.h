@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
@@ -68,6 +69,9 @@ class EngineState {
   void set_residuals(const std::vector<ParameterResidual>& residuals);
 
  protected:
+  // In a forked child it throws c10::Error, which names the way out.
+  void check_not_forked(const char* way_out) const;
+
   void agree_anew(std::string why);
   bool have_agreed(const Agreement& agreement, const std::shared_ptr<const Schedule>& schedule) const;
   // A text for agree, of this and the lines given. What it is of goes behind it.
@@ -104,6 +108,7 @@ class EngineState {
  private:
   void look_at_pairings();
 
+  const pid_t process_id_ = getpid();
   int64_t version_ = 0;  // of the settings
   std::string why_agree_ = "its compression is another";
   SavedResiduals saved_residuals_;

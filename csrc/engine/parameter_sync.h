@@ -23,6 +23,8 @@ namespace fastsync {
 
 class ParameterSync : public EngineState {
  public:
+  void check_not_forked() const { EngineState::check_not_forked("call detach() in the child"); }
+
   // The names, one for each parameter, are for errors. Gradients that are bucket views lie in memory that the ranks
   // share, where they can share any. sums: the result is the sum over the ranks and not the mean.
   ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,

@@ -95,8 +95,7 @@ void ShardedState::all_reduce(const at::Tensor& identity, const std::string& nam
 
 void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, bool same_for_all,
                        bool in_background, const Send& send) {
-  TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
-                    " gradients; fastsync handles float32, float64, float16 and bfloat16");
+  check_not_forked("shard the model in the process that trains");
   TORCH_INTERNAL_ASSERT(identity.numel() == values.numel());
   if (values.numel() == 0) {
     return;

@@ -41,7 +41,7 @@ void Stopwatch::mark(Mark mark) {
 bool Stopwatch::done() const { return marked_done_ && !is_capturing(device_) && at(Mark::kDone).has_passed(); }
 
 void BucketTotals::add(const BucketTotals& other) {
-  wire_bytes += other.wire_bytes;
+  wire_bytes.add(other.wire_bytes.get());
   num_syncs += other.num_syncs;
   num_timed += other.num_timed;
   pack_time += other.pack_time;

@@ -52,6 +52,22 @@ class Stopwatch {
   std::array<Moment, 4> moments_;  // by mark
 };
 
+// Some thread adds to it while another one reads.
+class Count {
+ public:
+  Count() = default;
+  Count(const Count& other) : value_(other.get()) {}
+  Count& operator=(const Count& other) {
+    value_ = other.get();
+    return *this;
+  }
+  int64_t get() const { return value_.load(std::memory_order_relaxed); }
+  void add(int64_t more) { value_.fetch_add(more, std::memory_order_relaxed); }
+
+ private:
+  std::atomic<int64_t> value_ = 0;
+};
+
 // Sums over the syncs of one bucket. The times, in seconds, are over num_timed of them: those of which the device was
 // done in time to be read.
 struct BucketTotals {
@@ -60,7 +76,7 @@ struct BucketTotals {
   bool is_in_place = false;    // if it does, whether gradients lie there
   int64_t num_hosts = 1;       // if it does, of the ranks
   std::string why_not_shared;  // where that was tried
-  int64_t wire_bytes = 0;
+  Count wire_bytes;            // by whoever receives
   int64_t num_syncs = 0;
   int64_t num_timed = 0;
   double pack_time = 0.0;

@@ -140,7 +140,7 @@ void Synchronizer::set_enabled(bool enabled) {
 
 void Synchronizer::on_gradient(size_t index, bool was_given) {
   if (backward_.is_interrupted()) {
-    check_not_forked();
+    sync_.check_not_forked();
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -165,13 +165,8 @@ void Synchronizer::on_gradient(size_t index, bool was_given) {
   }
 }
 
-void Synchronizer::check_not_forked() const {
-  TORCH_CHECK(getpid() == process_id_, "fastsync: this process was forked from the one that attached the engine, and ",
-              "the process group did not come along; call detach() in the child");
-}
-
 void Synchronizer::begin() {
-  check_not_forked();
+  sync_.check_not_forked();
   if (leftover_error_) {
     std::rethrow_exception(std::exchange(leftover_error_, nullptr));
   }
@@ -270,7 +265,7 @@ bool Synchronizer::may_send_early() const {
 void Synchronizer::synchronize() {
   TORCH_CHECK(current_graph_task() == kNoGraphTask,
               "fastsync: synchronize() was called inside a backward; call it after");
-  check_not_forked();
+  sync_.check_not_forked();
   wait_for_backward("synchronize()");
   abandon_interrupted();
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -59,7 +59,6 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   void on_gradient(size_t index, bool was_given);
   void take_hooks_off();
 
-  void check_not_forked() const;
   void wait_for_backward(const char* caller) const;
   void begin();
   bool may_send_early() const;
