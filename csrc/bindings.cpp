@@ -141,13 +141,31 @@ class LoneBucket {
   int64_t step_ = 0;
 };
 
+// A method of what the engine locks.
+template <class Engine, class State, class Result, class... Args>
+auto locked(Result (State::*method)(Args...)) {
+  return [method](Engine& engine, Args... args) { return engine.locked(method, std::forward<Args>(args)...); };
+}
+
+// One that belongs between two steps: a step that a failed backward has left unfinished is over by then.
+template <class Engine, class State, class Result, class... Args>
+auto between_steps(Result (State::*method)(Args...)) {
+  return [method](Engine& engine, Args... args) {
+    if constexpr (requires { engine.end_interrupted(); }) {
+      engine.end_interrupted();
+    }
+    return engine.locked(method, std::forward<Args>(args)...);
+  };
+}
+
 using ResidualTensors = std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>>;
 
 // (parameter, own, of_sums) for each parameter.
 template <class Engine>
 std::vector<ResidualTensors> residuals(Engine& engine) {
   std::vector<ResidualTensors> all;
-  for (const auto& [parameter, residual] : engine.locked(&EngineState::residuals)) {
+  const auto get = between_steps<Engine>(&EngineState::residuals);
+  for (const auto& [parameter, residual] : get(engine)) {
     all.emplace_back(parameter, residual.own, residual.of_sums);  // None where it is undefined
   }
   return all;
@@ -159,30 +177,25 @@ void set_residuals(Engine& engine, const std::vector<ResidualTensors>& residuals
   for (const auto& [parameter, own, of_sums] : residuals) {
     all.push_back({parameter, {own, of_sums.value_or(at::Tensor())}});
   }
-  engine.locked(&EngineState::set_residuals, all);
-}
-
-// A method of what the engine locks.
-template <class Engine, class State, class Result, class... Args>
-auto locked(Result (State::*method)(Args...)) {
-  return [method](Engine& engine, Args... args) { return engine.locked(method, std::forward<Args>(args)...); };
+  const auto set = between_steps<Engine>(&EngineState::set_residuals);
+  set(engine, all);
 }
 
 // What an engine has whatever its door.
 template <class Engine>
 void bind_state(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
   const py::call_guard<py::gil_scoped_release> no_gil;
-  engine.def("set_schedule", locked<Engine>(&EngineState::set_schedule), py::arg("schedule"), no_gil)
-      .def("step", locked<Engine>(&EngineState::step), no_gil)
-      .def("set_step", locked<Engine>(&EngineState::set_step), py::arg("step"), no_gil)
+  engine.def("set_schedule", between_steps<Engine>(&EngineState::set_schedule), py::arg("schedule"), no_gil)
+      .def("step", between_steps<Engine>(&EngineState::step), no_gil)
+      .def("set_step", between_steps<Engine>(&EngineState::set_step), py::arg("step"), no_gil)
       .def("residuals", &residuals<Engine>, no_gil)
       .def("set_residuals", &set_residuals<Engine>, py::arg("residuals"), no_gil)
       .def("grad_stats", locked<Engine>(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked<Engine>(&EngineState::num_steps), no_gil)
       .def("is_captured", locked<Engine>(&EngineState::is_captured), no_gil)
       .def("totals", locked<Engine>(&EngineState::totals), no_gil)
-      .def("scales", locked<Engine>(&EngineState::scales), no_gil)
-      .def("set_scales", locked<Engine>(&EngineState::set_scales), py::arg("scales"), no_gil);
+      .def("scales", between_steps<Engine>(&EngineState::scales), no_gil)
+      .def("set_scales", between_steps<Engine>(&EngineState::set_scales), py::arg("scales"), no_gil);
   if constexpr (requires(Engine& it) { it.note_update(); }) {
     engine.def("note_update", &Engine::note_update, no_gil);
   }
@@ -250,10 +263,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("synchronize", &Synchronizer::synchronize, no_gil)
       .def("set_before_sync", &Synchronizer::set_before_sync, py::arg("call").none(true), no_gil)
       .def("agree", locked<Synchronizer>(&ParameterSync::agree), no_gil)
-      .def("ride", locked<Synchronizer>(&ParameterSync::ride), py::arg("name"), py::arg("value"), no_gil)
+      .def("ride", between_steps<Synchronizer>(&ParameterSync::ride), py::arg("name"), py::arg("value"), no_gil)
       .def("riders", locked<Synchronizer>(&ParameterSync::riders), no_gil)
-      .def("set_weight", locked<Synchronizer>(&ParameterSync::set_weight), py::arg("weight"), no_gil)
-      .def("set_joining", locked<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
+      .def("set_weight", between_steps<Synchronizer>(&ParameterSync::set_weight), py::arg("weight"), no_gil)
+      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
       .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
       .def("set_buffers", locked<Synchronizer>(&ParameterSync::set_buffers), py::arg("find"), py::arg("means"), no_gil)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -506,3 +507,58 @@ def _goes_on_with_others_collectives(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_after_a_failed_backward_the_group_is_free_for_other_collectives(world_size: int) -> None:
     run_ranks(_goes_on_with_others_collectives, world_size)
+
+
+def _changes_after_a_failed_backward(rank: int, world_size: int, change: str) -> None:
+    grads = [torch.full((300,), 1.0 + rank)] * 3
+    model = Given(grads)
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(5):
+        fails = step == 2
+        if fails and rank == 0:
+            time.sleep(0.2)  # so that the other one changes it first
+        _step(model, grads, fails=fails and rank == 1)
+        if not fails:
+            assert [grad.unique().tolist() for grad in grads_of(model)] == [[1.5]] * 3, f"step {step}"
+        elif change == "compression":
+            sync.compression = "bf16"
+        elif change == "weight":
+            sync.set_weight(2.0)
+        elif change == "rider":
+            sync.ride("new", torch.tensor(1.0 + rank))
+        elif change == "state":
+            states: list[Any] = [None] * world_size
+            dist.all_gather_object(states, sync.state_dict())
+            assert states[0] == states[1]
+            sync.load_state_dict({**states[rank], "step": 7})
+    assert change != "rider" or sync.riders == {} or sync.riders["new"] == 1.5
+
+
+@pytest.mark.parametrize("change", ["compression", "weight", "rider", "state"])
+def test_what_changes_after_a_failed_backward_is_for_the_next_step(change: str) -> None:
+    run_ranks(_changes_after_a_failed_backward, 2, change, timeout=60)
+
+
+def _refused_on_one_rank(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    for dtype, compression in ((torch.float8_e4m3fn, "none"), (torch.complex64, "bf16")):
+        parameter = nn.Parameter(torch.zeros(8))
+        sync = fastsync.attach([parameter], compression, process_group=group, overlap=False, broadcast=False)
+        whole = parameter.data
+        if rank == 1:
+            parameter.data = whole.to(dtype)
+        with pytest.raises(ValueError, match=r"the ranks do not agree .*: parameter 0 of shape"):
+            sync.synchronize()
+        parameter.data = whole.to(dtype)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"parameter 0 is .*, which cannot be synchronised with compression"):
+                sync.synchronize()
+        parameter.data = whole
+        parameter.grad = torch.full((8,), 1.0 + rank)
+        sync.synchronize()
+        assert parameter.grad.tolist() == [1.5] * 8
+        sync.detach()
+
+
+def test_a_dtype_that_one_rank_alone_refuses_is_refused_on_all() -> None:
+    run_ranks(_refused_on_one_rank, 2, timeout=60)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +88,25 @@ def test_complex_parameters_over_16_bits_are_refused(wire: str) -> None:
         ValueError, match=rf"ComplexFloat.* cannot travel with compression {wire}; use compression='none'"
     ):
         backward_of(ddp, like)
+
+
+def _refused_on_one_rank(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    options: dict[str, Any] = {"process_group": group, "init_sync": False}
+    like = [torch.ones(2, dtype=torch.complex64 if rank else torch.float32)]
+    ddp = given_ddp(like, **options)
+    ddp.register_comm_hook(group, fastsync.bf16_compress_hook)
+    with pytest.raises(ValueError, match=r"do not agree .*rank 0: bucket 0 with 2 .*; rank 1: bucket 0 with 4"):
+        backward_of(ddp, like)
+
+    embedding = DistributedDataParallel(nn.Embedding(10, 2, sparse=rank == 1), **options)
+    embedding.register_comm_hook(group, fastsync.allreduce_hook)
+    with pytest.raises(ValueError, match=r"do not agree .*rank 1: bucket 0 with 20 elements of Float, sparse"):
+        embedding(torch.tensor([[1, 2]])).sum().backward()
+
+
+def test_gradients_that_one_rank_alone_refuses_are_refused_on_all() -> None:
+    run_ranks(_refused_on_one_rank, 2, timeout=60)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -82,6 +82,15 @@ def _misfits(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"ranks do not agree on .*rank 0: part with 6 values of Float"):
         send(6 + 2 * rank, 3 + rank, dist.ReduceOp.SUM)
 
+    def send_of(dtype: torch.dtype) -> None:
+        values = torch.ones(6, dtype=dtype)
+        engine.reduce_scatter(torch.empty(6, device="meta"), "part", values[:3].clone(), values, dist.ReduceOp.SUM)
+
+    with pytest.raises(ValueError, match=r"rank 0: part with 6 values of Float; rank 1: part with 6 values of Int"):
+        send_of(torch.int32 if rank else torch.float32)
+    with pytest.raises(ValueError, match="part has Int gradients; fastsync handles float32"):
+        send_of(torch.int32)
+
 
 def test_values_that_do_not_fit_are_refused() -> None:
     run_ranks(_misfits, 2)

@@ -30,11 +30,13 @@ std::string name_of(const c10d::GradBucket& bucket) { return "bucket " + std::to
 // Lines, for check_agreement.
 std::string describe(const c10d::GradBucket& bucket) {
   std::ostringstream text;
-  text << name_of(bucket) << " with " << bucket.getBuffer().numel() << " elements of "
-       << bucket.getBuffer().scalar_type() << "\n";
+  const at::Tensor& buffer = bucket.getBuffer();
+  text << name_of(bucket) << " with " << buffer.numel() << " elements of " << buffer.scalar_type()
+       << (buffer.layout() == at::kStrided ? "" : ", sparse") << "\n";
   const auto parameters = bucket.getParameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
-    text << "parameter " << i << " of " << name_of(bucket) << " of shape " << parameters[i].sizes() << "\n";
+    text << "parameter " << i << " of " << name_of(bucket) << " of shape " << parameters[i].sizes() << ", "
+         << parameters[i].scalar_type() << "\n";
   }
   return text.str();
 }
@@ -54,9 +56,8 @@ std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compr
 }  // namespace
 
 c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::shared_ptr<const Schedule> schedule) {
-  const at::Tensor buffer = grad_bucket.getBuffer();
-  check_buffer(buffer, name_of(grad_bucket));
   check_not_forked("build the model, DDP and the hook in the process that trains");
+  const at::Tensor buffer = grad_bucket.getBuffer();
   std::function<void()> rest;
   std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<EngineBucket> bucket = find_or_add(grad_bucket);
@@ -70,6 +71,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
       warn_of_same_data();
     }
   }
+  check_buffer(buffer, name_of(grad_bucket));
   if (is_first) {
     newest_buckets_.clear();
     begin_step();
@@ -152,16 +154,23 @@ std::shared_ptr<EngineBucket> HookState::find_or_add(c10d::GradBucket& grad_buck
 
 bool HookState::agree_on(EngineBucket& bucket, c10d::GradBucket& grad_bucket,
                          const std::shared_ptr<const Schedule>& schedule, bool in_first_step) {
-  // DDP hands over complex gradients as the floats they are made of, so the buffer does not tell.
-  for (const at::Tensor& parameter : grad_bucket.getParameters()) {
-    TORCH_CHECK_VALUE(schedule->is_lossless() || !parameter.is_complex(), "fastsync: ", name_of(grad_bucket), " holds ",
-                      parameter.scalar_type(), " gradients, which cannot travel with ", schedule->description(),
-                      "; use compression='none'");
-  }
   const int64_t step = step_under_way();
-  return agree(*bucket.agreement, "agreement on " + name_of(grad_bucket), schedule, step,
-               settings(*schedule, step) + describe(grad_bucket), grad_bucket.getBuffer().device(),
-               in_first_step ? grad_bucket.getGradients() : std::vector<at::Tensor>());
+  const bool have_same_data =
+      agree(*bucket.agreement, "agreement on " + name_of(grad_bucket), schedule, step,
+            settings(*schedule, step) + describe(grad_bucket), grad_bucket.getBuffer().device(),
+            in_first_step && grad_bucket.getBuffer().layout() == at::kStrided ? grad_bucket.getGradients()
+                                                                              : std::vector<at::Tensor>());
+  whereabouts_->rest();
+  // Only now, for what this rank alone cannot send all have to hear of. DDP hands over complex gradients as the floats
+  // they are made of, so the buffer does not tell.
+  for (const at::Tensor& parameter : grad_bucket.getParameters()) {
+    if (!schedule->is_lossless() && parameter.is_complex()) {
+      bucket.agreement->schedule.reset();
+      TORCH_CHECK_VALUE(false, "fastsync: ", name_of(grad_bucket), " holds ", parameter.scalar_type(),
+                        " gradients, which cannot travel with ", schedule->description(), "; use compression='none'");
+    }
+  }
+  return have_same_data;
 }
 
 namespace {

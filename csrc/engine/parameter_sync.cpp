@@ -133,12 +133,8 @@ void ParameterSync::post_weight(bool is_poisoned) {
   }
 }
 
-// Forward has put buffers where it wants them, also one that a checkpoint repeats.
 void ParameterSync::send_rest() {
   post_weight();
-  if (buffers_to_sync_.look_up()) {
-    agree_anew("a buffer that is synced is of another shape or dtype");
-  }
   prepare();
   post_weight();
   if (weight_.is_posted()) {
@@ -328,7 +324,9 @@ bool ParameterSync::gradients_are_unchanged() {
 void ParameterSync::send_poisoned_rest() {
   leave_views();
   post_weight(/*is_poisoned=*/true);
-  prepare();
+  if (!is_laid_out() || next_bucket_ < buckets_.size()) {  // else there is nothing left to agree on
+    prepare();
+  }
   post_weight(/*is_poisoned=*/true);
   while (next_bucket_ < buckets_.size()) {
     send_next(/*is_poisoned=*/true);
@@ -413,9 +411,13 @@ void ParameterSync::begin_pairing() {
 
 // ---- the layout -------------------------------------------------------------------------------------------------
 
-// What is refused is refused on every rank: none is left waiting, and the sync is over.
+// What is refused is refused on every rank: none is left waiting, and the sync is over. Forward has put buffers where
+// it wants them, also one that a checkpoint repeats.
 void ParameterSync::prepare() {
   try {
+    if (buffers_to_sync_.look_up()) {
+      agree_anew("a buffer that is synced is of another shape or dtype");
+    }
     if (!is_laid_out()) {
       lay_out();
     } else if (!have_agreed()) {
@@ -436,18 +438,21 @@ void ParameterSync::lay_out() {
     if (!parameter.takes_part()) {
       continue;
     }
-    const at::Tensor& tensor = parameter.tensor;
-    TORCH_CHECK_VALUE(is_supported(parameter.real_dtype()) && (schedule_->is_lossless() || !tensor.is_complex()),
-                      "fastsync: parameter ", parameter.name, " is ", tensor.scalar_type(),
-                      ", which cannot be synchronised with ", schedule_->description());
     parameter.place = taking_part.size();
     taking_part.push_back(index);
-    sizes.push_back({static_cast<int64_t>(tensor.nbytes()), parameter.kind()});
+    sizes.push_back({static_cast<int64_t>(parameter.tensor.nbytes()), parameter.kind()});
   }
   if (taking_part.empty()) {
     return;  // nothing requires a gradient: nothing to send, this time
   }
-  agree();
+  agree();  // first, for what this rank alone cannot send all have to hear of
+  for (const size_t index : taking_part) {
+    const Parameter& parameter = parameters_[index];
+    const at::Tensor& tensor = parameter.tensor;
+    TORCH_CHECK_VALUE(is_supported(parameter.real_dtype()) && (schedule_->is_lossless() || !tensor.is_complex()),
+                      "fastsync: parameter ", parameter.name, " is ", tensor.scalar_type(),
+                      ", which cannot be synchronised with ", schedule_->description());
+  }
   const auto layout = lay_out_buckets(sizes, order_of_rank_0(taking_part), bucket_cap_bytes_);
   TORCH_CHECK_VALUE(static_cast<int64_t>(layout.size()) <= kMaxBuckets, "fastsync: gradients in ", layout.size(),
                     " buckets, but there may be ", kMaxBuckets, " at most: use a larger bucket_cap_mb");

@@ -109,7 +109,10 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
     agree(*bucket->agreement, "agreement on " + name, schedule_, step,
           settings(*schedule_, step) + c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()),
           values.device());
+    whereabouts_->rest();
   }
+  TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
+                    " gradients; fastsync handles float32, float64, float16 and bfloat16");
   const auto place = std::find(known_buckets_.begin(), known_buckets_.end(), bucket) - known_buckets_.begin();
   const Sync sync{compression_for(*schedule_, step, values.numel(), values.device()), step, static_cast<int64_t>(place),
                   first_tag(bucket->agreement->number)};

@@ -114,6 +114,12 @@ void Synchronizer::detach() {
   take_hooks_off();
 }
 
+void Synchronizer::end_interrupted() {
+  if (current_graph_task() == kNoGraphTask) {
+    abandon_interrupted();
+  }
+}
+
 // One that has failed may still be let go of by the device's thread when its error has arrived here.
 void Synchronizer::wait_for_backward(const char* caller) const {
   constexpr std::chrono::seconds kLimit(1);
@@ -234,11 +240,11 @@ void Synchronizer::send_leftovers() {
     if (!engine.is_on_cpu_) {
       return;
     }
-    if (engine.sync_.rest_waits()) {
-      std::cerr << "fastsync: backward failed, and other ranks have yet to agree with this one on what to send. It "
-                   "waits for them, until the process group's time-out, before it raises the error\n";
-    }
     try {
+      if (engine.sync_.rest_waits()) {
+        std::cerr << "fastsync: backward failed, and other ranks have yet to agree with this one on what to send. It "
+                     "waits for them, until the process group's time-out, before it raises the error\n";
+      }
       engine.sync_.send_poisoned_rest();
     } catch (...) {
       if (!engine.sync_.is_under_way()) {  // else it is tried again

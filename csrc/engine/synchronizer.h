@@ -43,6 +43,10 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   // whether ranks may have run out of gradients from this sync on, as set_joining tells. Empty for none.
   void set_before_sync(std::function<bool()> call);
 
+  // Ends the step of a backward that failed, if there is one. Waits for other ranks, on a CPU. Inside another backward
+  // it does nothing.
+  void end_interrupted();
+
   // An optimizer has updated the parameters.
   void note_update() { sync_.note_update(); }
 
