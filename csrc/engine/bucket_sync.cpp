@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 
+#include <chrono>
 #include <exception>
 #include <optional>
 #include <thread>
@@ -76,6 +77,15 @@ struct BucketSync::Failure {
 };
 
 struct BucketSync::Flight {
+  Flight() = default;
+  Flight(const Flight&) = delete;
+  Flight& operator=(const Flight&) = delete;
+  ~Flight() {
+    if (sum) {
+      BucketSum::abandon(std::move(sum));
+    }
+  }
+
   std::unique_ptr<BucketSum> sum;
   OnFlags on_flags;
   std::shared_ptr<const Failure> failure;
@@ -95,6 +105,18 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
       feedback_(team_->size()),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
       workspace_(new_workspace(device)) {}
+
+// A thread of the process group's may be about to let go of tensors that Python knows, for which it takes the GIL. Who
+// ends the group waits for the thread, torch's Reducer with the GIL: so until then it does not end.
+BucketSync::~BucketSync() {
+  if (newest_ && !newest_->expired() && device_.is_cpu() && getpid() == process_id_) {
+    wait_in_background([group = team_->group(), newest = std::move(*newest_)] {
+      while (!newest.expired()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    });
+  }
+}
 
 // ---- send -----------------------------------------------------------------------------------------------------------
 
@@ -161,10 +183,14 @@ std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync&
   totals_->num_syncs += 1;
   auto flight = std::make_shared<Flight>();
   failure_->guard([&] {
-    flight->sum = make ? make(std::move(bucket)) : make_sum(std::move(bucket), sync, is_for_future);
+    auto sum = make ? make(std::move(bucket)) : make_sum(std::move(bucket), sync, is_for_future);
     const bool error_feedback = sync.compression.error_feedback;
-    feedback_.lend(flight->sum->bucket(), error_feedback, error_feedback ? flight->sum->owned() : Owned(), stand_in);
-    flight->sum->send();
+    feedback_.lend(sum->bucket(), error_feedback, error_feedback ? sum->owned() : Owned(), stand_in);
+    sum->send();
+    flight->sum = std::move(sum);
+    if (flight->sum->failed_to_send()) {
+      buffers_.layout.clear();  // beside the gradients there are no zeros any more
+    }
   });
   stopwatch->mark(Mark::kSent);
   flight->failure = failure_;
@@ -286,6 +312,10 @@ Rounding BucketSync::rounding_of(const Sync& sync) {
 
 // ---- receive --------------------------------------------------------------------------------------------------------
 
+void BucketSync::check_sent(const Flight& flight) {
+  flight.failure->guard([&] { flight.sum->check_sent(); });
+}
+
 // Whoever comes late finds nothing, and holds nothing.
 void BucketSync::drive_later(const std::shared_ptr<Flight>& flight, Strand& strand) const {
   if (flight->sum->needs_driving()) {
@@ -332,6 +362,7 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
       start(bucket_of(std::move(grads), sync), sync, std::move(stopwatch), extras, {}, /*is_for_future=*/true);
   flight->on_flags = std::move(on_flags);
   if (const auto over = flight->sum->when_over()) {
+    newest_.emplace(over);
     return over->then(at::wrapPropagateTLSState([flight, buffer, sender = std::this_thread::get_id()](Future& reduced) {
                         if (reduced.hasError()) {
                           flight->failure->raise(reduced.tryRetrieveErrorMessage());
@@ -350,6 +381,7 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
   auto complete = [flight, buffer, future] {
     try {
       receive(*flight);
+      check_sent(*flight);
     } catch (...) {
       future->setError(std::current_exception());
       return;

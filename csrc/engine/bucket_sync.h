@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <functional>
@@ -57,6 +58,7 @@ class BucketSync {
   // It notes where the engine stands.
   BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
              std::shared_ptr<Whereabouts> whereabouts);
+  ~BucketSync();
 
   // Whether gradients of full width are averaged where ranks share memory, if they do, and stay there: see views.
   void use_views(bool uses_views) { uses_views_ = uses_views; }
@@ -65,7 +67,7 @@ class BucketSync {
   // From now on the result is the mean times this.
   void set_mean_factor(double factor) { mean_factor_ = factor; }
 
-  // What is on its way between send and receive.
+  // What is on its way between send and receive. One that goes before it was received keeps no rank waiting.
   struct Flight;
 
   // Packs the gradients and sends them. They are dense, contiguous, of one supported dtype and on the bucket's device,
@@ -84,6 +86,10 @@ class BucketSync {
   using MakeSum = std::function<std::unique_ptr<BucketSum>(Bucket)>;
   std::shared_ptr<Flight> send_by(const MakeSum& make, at::Tensor values, const Sync& sync,
                                   std::shared_ptr<Stopwatch> stopwatch);
+
+  // Throws what went wrong in send once others had to expect the bucket: it goes to them as nan, and is to be received
+  // or discarded as any other.
+  static void check_sent(const Flight& flight);
 
   // Has the strand do what can be done before receive, if there is anything; else receive does it, whatever comes
   // first.
@@ -182,6 +188,9 @@ class BucketSync {
   at::Tensor stats_;
   at::Tensor workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();
+  // What the process group itself reports on, of the newest sync that has a future.
+  std::optional<c10::weak_intrusive_ptr<c10::ivalue::Future>> newest_;
+  const pid_t process_id_ = getpid();
 };
 
 }  // namespace fastsync

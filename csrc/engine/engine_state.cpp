@@ -18,7 +18,7 @@ at::Tensor number_of(const at::Tensor& gradient) {
   constexpr int64_t kMost = 1 << 16;
   const at::Tensor values =
       (gradient.is_complex() ? at::view_as_real(gradient.resolve_conj()) : gradient).reshape({-1});
-  const at::Tensor first = values.narrow(0, 0, std::min(values.numel(), kMost)).to(at::kDouble);
+  const at::Tensor first = values.narrow(0, 0, std::min(values.numel(), kMost)).cpu().to(at::kDouble);
   return first.dot(at::arange(1, first.numel() + 1, first.options()));
 }
 
@@ -29,9 +29,9 @@ uint64_t fingerprint_of(const std::vector<at::Tensor>& gradients) {
   }
   std::vector<at::Tensor> numbers;
   for (const at::Tensor& gradient : gradients) {
-    numbers.push_back(number_of(gradient).to(gradients.front().device()));
+    numbers.push_back(number_of(gradient));
   }
-  const at::Tensor all = at::stack(numbers).cpu();
+  const at::Tensor all = at::stack(numbers);
   if (!all.isfinite().all().item<bool>() || !all.any().item<bool>()) {
     return 0;
   }

@@ -219,6 +219,7 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
   if (buckets_.size() > 1 || is_poisoned || !device.is_cpu()) {
     bucket.sync().drive_later(bucket.flight, strand_);
   }
+  BucketSync::check_sent(*bucket.flight);
 }
 
 void ParameterSync::receive() {
@@ -414,10 +415,10 @@ void ParameterSync::begin_pairing() {
 // What is refused is refused on every rank: none is left waiting, and the sync is over. Forward has put buffers where
 // it wants them, also one that a checkpoint repeats.
 void ParameterSync::prepare() {
+  if (buffers_to_sync_.look_up()) {
+    agree_anew("a buffer that is synced is of another shape or dtype");
+  }
   try {
-    if (buffers_to_sync_.look_up()) {
-      agree_anew("a buffer that is synced is of another shape or dtype");
-    }
     if (!is_laid_out()) {
       lay_out();
     } else if (!have_agreed()) {

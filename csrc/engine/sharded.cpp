@@ -124,7 +124,8 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   if (bucket == bucket_under_way_) {
     finish();
   }
-  const auto before = std::exchange(flight_, send(*bucket->sync, sync, start_bucket(*bucket)));
+  const auto flight = send(*bucket->sync, sync, start_bucket(*bucket));
+  const auto before = std::exchange(flight_, flight);
   bucket_under_way_ = bucket;
   if (before) {
     BucketSync::receive(*before);
@@ -132,6 +133,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   if (!in_background || shared_) {
     finish();
   }
+  BucketSync::check_sent(*flight);
 }
 
 void ShardedState::finish() {

@@ -17,6 +17,22 @@ void BucketSum::drive() {
   }
 }
 
+// Gradients end here, for they may be Python's, and a thread that lets go of those needs the interpreter. A forked
+// child lets go of nothing: the threads stayed behind that something may be under way on.
+void BucketSum::abandon(std::unique_ptr<BucketSum> sum) {
+  if (getpid() != sum->process_id_) {
+    sum.release();
+  } else if (sum->needs_driving() && !sum->is_driven_ && sum->bucket_.device.is_cpu()) {
+    for (auto* tensors : {&sum->bucket_.grads, &sum->bucket_.subtrahends, &sum->bucket_.destinations}) {
+      tensors->clear();
+    }
+    try {
+      Strand().post(c10::kCPU, [sum = std::shared_ptr<BucketSum>(std::move(sum))] { sum->drive(); });
+    } catch (const std::exception&) {  // there is no thread: other ranks wait in vain
+    }
+  }
+}
+
 void BucketSum::finish(const std::function<void()>& on_reduced) {
   drive();
   if (error_) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <exception>
@@ -29,13 +30,22 @@ class BucketSum {
   Bucket& bucket() { return bucket_; }
   virtual Owned owned() const { return {}; }
 
-  // Packs piece after piece, each on its way before the next one is packed. Returns at once.
+  // Packs piece after piece, each on its way before the next one is packed. Returns at once. Where a piece fails that
+  // others expect by message, check_sent throws why, and the sum is to be finished like any other.
   virtual void send() = 0;
+  bool failed_to_send() const { return failure_to_send_ != nullptr; }
+  void check_sent() const {
+    if (failed_to_send()) {
+      std::rethrow_exception(failure_to_send_);
+    }
+  }
 
   // Does what comes between the first messages and the last ones, if anything does. From any thread, the first of which
   // does it. What goes wrong is thrown by finish.
   virtual bool needs_driving() const { return false; }
   void drive();
+  // Nobody wants the result: what others wait for is done all the same, in the background.
+  static void abandon(std::unique_ptr<BucketSum> sum);
 
   // Where averages come to in memory that the ranks share, a vector for each gradient; null where they go to the
   // gradients.
@@ -62,8 +72,10 @@ class BucketSum {
   Bucket bucket_;
   Extras sums_of_extras_;
   int64_t sent_bytes_ = 0;
+  std::exception_ptr failure_to_send_;
 
  private:
+  const pid_t process_id_ = getpid();
   std::mutex mutex_;  // held while driving
   bool is_driven_ = false;
   StreamMark driven_;

@@ -23,12 +23,16 @@ class OneShotSum final : public RankSum {
       piece.transfer = team_->all_gather(memory_, piece.rows, tag_);
     }
     for (Piece& piece : pieces_) {
-      bucket_.pack(bucket_.cut(piece.begin, piece.end, 0), bucket_.wire_dtype, address(piece.rows.begin(team_->rank())),
-                   piece.turn, static_cast<uint64_t>(piece.begin));
-      if (piece.turn.is_last) {
-        put_extras(piece.rows, team_->rank(), 1);
-      }
-      piece.transfer->send();
+      send_packed(
+          *piece.transfer,
+          [&] {
+            bucket_.pack(bucket_.cut(piece.begin, piece.end, 0), bucket_.wire_dtype,
+                         address(piece.rows.begin(team_->rank())), piece.turn, static_cast<uint64_t>(piece.begin));
+            if (piece.turn.is_last) {
+              put_extras(piece.rows, team_->rank(), 1);
+            }
+          },
+          [&] { fill_with_nan(piece.rows, team_->rank(), 1); });
     }
   }
 

@@ -4,6 +4,7 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <numeric>
 
@@ -124,6 +125,35 @@ std::vector<Segment> RankSum::parts(const Span& span, int64_t part, DType dtype,
 }
 
 // ---- what is done ---------------------------------------------------------------------------------------------------
+
+// Others expect every piece, and tell messages apart by their order alone. So where one cannot be packed or sent, it
+// goes as nan, and so do those after it. In memory that ranks share nobody takes one sum for another, so there it is
+// sent again.
+void RankSum::send_packed(Transfer& transfer, c10::function_ref<void()> pack, c10::function_ref<void()> spoil) {
+  try {
+    failed_to_send() ? spoil() : pack();
+    transfer.send();
+  } catch (...) {
+    if (failed_to_send() || team_->shares_memory() || !bucket_.device.is_cpu()) {
+      throw;
+    }
+    failure_to_send_ = std::current_exception();
+    spoil();
+    transfer.send();
+  }
+}
+
+// All bits are set in nan of any dtype, also as the scale of an int8 block.
+void RankSum::fill_with_nan(const Rows& rows, int64_t first, int64_t count) const {
+  std::memset(address(rows.begin(first)), 0xFF, count * rows.stride);
+}
+
+void RankSum::fill_with_nan(const ReduceScatter& scatter) const {
+  fill_with_nan(scatter.to, 0, scatter.num_parts);
+  if (scatter.team->rank() < scatter.num_parts) {
+    fill_with_nan(scatter.from, scatter.team->rank(), 1);
+  }
+}
 
 void RankSum::pack_parts(const ReduceScatter& scatter, const Span& span, int64_t part, DType dtype,
                          uint64_t seed) const {

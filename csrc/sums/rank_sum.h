@@ -3,6 +3,8 @@
 // are. A bucket goes in pieces: while one travels the next is packed, and the one before is added or unpacked.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <memory>
 #include <vector>
 
@@ -74,6 +76,10 @@ class RankSum : public BucketSum {
 
   // ---- what is done ----
 
+  // Packs a piece, and has it sent. What fails is noted, and spoils it and those after it: see check_sent.
+  void send_packed(Transfer& transfer, c10::function_ref<void()> pack, c10::function_ref<void()> spoil);
+  void fill_with_nan(const Rows& rows, int64_t first, int64_t count) const;
+  void fill_with_nan(const ReduceScatter& scatter) const;
   // Packs everybody's part of the piece, with the extras if it is the last one.
   void pack_parts(const ReduceScatter& scatter, const Span& span, int64_t part, DType dtype, uint64_t seed) const;
   // The mean of rows of the wire, so many values, to an offset; its loss is kept from this place on. share: as in

@@ -29,9 +29,13 @@ class ReduceScatterSum final : public RankSum {
     }
     for (Piece& piece : pieces_) {
       const int64_t base = piece.scatter.to.offset;
-      bucket_.pack(rows_of(piece), bucket_.wire_dtype, address(base), piece.turn,
-                   static_cast<uint64_t>(piece.begin * team_->size()));
-      piece.scatter.transfer->send();
+      send_packed(
+          *piece.scatter.transfer,
+          [&] {
+            bucket_.pack(rows_of(piece), bucket_.wire_dtype, address(base), piece.turn,
+                         static_cast<uint64_t>(piece.begin * team_->size()));
+          },
+          [&] { fill_with_nan(piece.scatter); });
     }
   }
 

@@ -57,8 +57,10 @@ class TwoLevelSum final : public RankSum {
       }
     }
     for (Piece& piece : pieces_) {
-      pack_parts(piece.in_node, piece, piece.shard, bucket_.grad_dtype, /*seed=*/0);
-      piece.in_node.transfer->send();
+      send_packed(
+          *piece.in_node.transfer,
+          [&] { pack_parts(piece.in_node, piece, piece.shard, bucket_.grad_dtype, /*seed=*/0); },
+          [&] { fill_with_nan(piece.in_node); });
     }
   }
 

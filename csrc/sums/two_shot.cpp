@@ -38,8 +38,12 @@ class TwoShotSum final : public RankSum {
       piece.scatter.expect(memory_);
     }
     for (Piece& piece : pieces_) {
-      pack_parts(piece.scatter, piece, piece.shard, bucket_.wire_dtype, static_cast<uint64_t>(piece.begin));
-      piece.scatter.transfer->send();
+      send_packed(
+          *piece.scatter.transfer,
+          [&] {
+            pack_parts(piece.scatter, piece, piece.shard, bucket_.wire_dtype, static_cast<uint64_t>(piece.begin));
+          },
+          [&] { fill_with_nan(piece.scatter); });
     }
   }
 

@@ -5,8 +5,10 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -95,6 +97,30 @@ void Strand::post(c10::Device device, std::function<void()> task, bool is_urgent
     }
   }
   queues_->changed.notify_one();
+}
+
+// A forked child has its own, for the thread stays behind.
+void wait_in_background(std::function<void()> wait) {
+  struct Background {
+    Strand strand;
+    pid_t process_id = getpid();
+  };
+  static std::atomic<Background*> newest;  // never destroyed
+  Background* background = newest;
+  if (background == nullptr || background->process_id != getpid()) {
+    newest = background = new Background();
+  }
+  auto* const kept = new std::function(std::move(wait));
+  try {
+    background->strand.post(c10::kCPU, [kept] {
+      try {
+        (*kept)();
+      } catch (const std::exception&) {
+      }
+      delete kept;
+    });
+  } catch (const std::exception&) {  // there is no thread: it is never let go of
+  }
 }
 
 c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }

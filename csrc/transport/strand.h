@@ -33,6 +33,10 @@ class Strand {
   pid_t process_id_;
 };
 
+// On a thread of the process that nobody waits for, calls a wait for what is under way on a CPU, and only then lets go
+// of it with what it holds: a process group, too, which may then end there. What the wait throws is no error any more.
+void wait_in_background(std::function<void()> wait);
+
 c10::Stream current_stream(c10::Device device);
 
 // The place that the current stream has reached when it is marked, for another one to wait for. Nothing on a CPU.

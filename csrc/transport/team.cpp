@@ -11,6 +11,7 @@
 #include <numeric>
 #include <utility>
 
+#include "transport/strand.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {
@@ -56,24 +57,43 @@ class Messages final : public Transfer {
     }
   }
 
+  // Gloo reads nothing more from a connection once the memory is gone that it was to read into next.
+  ~Messages() override {
+    if (device_.is_cpu() && !(arrivals_.empty() && departures_.empty())) {
+      wait_in_background(
+          [group = group_, arrivals = std::move(arrivals_), departures = std::move(departures_)]() mutable {
+            for (Works* works : {&arrivals, &departures}) {
+              while (!works->empty()) {
+                try {
+                  wait_for(*works);
+                } catch (const std::exception&) {
+                }
+              }
+            }
+          });
+    }
+  }
+
   void send() override {
     if (device_.is_cpu() || sent_.empty()) {
       post(sent_, &c10d::ProcessGroup::send, departures_);
       return;
     }
     arrivals_ = {coalesced(*group_, device_, [&] {
-      post(expected_, &c10d::ProcessGroup::recv, arrivals_);
-      post(sent_, &c10d::ProcessGroup::send, arrivals_);
+      Works of_each;
+      post(expected_, &c10d::ProcessGroup::recv, of_each);
+      of_each.clear();
+      post(sent_, &c10d::ProcessGroup::send, of_each);
     })};
   }
 
  private:
   void post(const std::vector<Message>& messages, Work (c10d::ProcessGroup::*call)(std::vector<at::Tensor>&, int, int),
-            std::vector<Work>& works) {
+            Works& works) {
     const WithoutPythonObjects without_python;
-    for (const Message& message : messages) {
-      std::vector<at::Tensor> tensors{message.first};
-      works.push_back(((*group_).*call)(tensors, message.second, tag_));
+    for (size_t i = works.size(); i < messages.size(); ++i) {  // but for those that a call before has posted
+      std::vector<at::Tensor> tensors{messages[i].first};
+      works.push_back(((*group_).*call)(tensors, messages[i].second, tag_));
     }
   }
 
@@ -106,9 +126,10 @@ at::Tensor Rows::of(const at::Tensor& buffer, int64_t row) const {
   return buffer.narrow(0, begin(row), length);
 }
 
-void Transfer::wait_for_rows() {
-  RECORD_FUNCTION("fastsync::wait", {});
-  for (const Work& work : std::exchange(arrivals_, {})) {
+void Transfer::wait_for(Works& works) {
+  while (!works.empty()) {
+    const Work work = std::move(works.front());
+    works.erase(works.begin());
     work->wait();
   }
 }
@@ -117,11 +138,12 @@ bool Transfer::have_come() const {
   return std::all_of(arrivals_.begin(), arrivals_.end(), [](const Work& work) { return work->isCompleted(); });
 }
 
-void Transfer::wait_until_sent() {
-  for (const Work& work : std::exchange(departures_, {})) {
-    work->wait();
-  }
+void Transfer::wait_for_rows() {
+  RECORD_FUNCTION("fastsync::wait", {});
+  wait_for(arrivals_);
 }
+
+void Transfer::wait_until_sent() { wait_for(departures_); }
 
 Reduction::Reduction(c10d::ProcessGroup& group, c10::Device device, const std::vector<at::Tensor>& buffers,
                      c10d::ReduceOp::RedOpType op)

@@ -26,7 +26,7 @@ class Transfer {
  public:
   virtual ~Transfer() = default;
 
-  // This rank's rows are filled.
+  // This rank's rows are filled. On a CPU it may be called again after it failed.
   virtual void send() = 0;
 
   // Until all rows have come, within the group's time limit. On CUDA the current stream waits.
@@ -41,8 +41,13 @@ class Transfer {
   int64_t sent_bytes() const { return sent_bytes_; }
 
  protected:
-  std::vector<c10::intrusive_ptr<c10d::Work>> arrivals_;    // of what comes, or of both
-  std::vector<c10::intrusive_ptr<c10d::Work>> departures_;  // of what leaves
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+  // Each once, for a second wait would be for another message. One that fails leaves those that come after it.
+  static void wait_for(Works& works);
+
+  Works arrivals_;    // of what comes, or of both
+  Works departures_;  // of what leaves
   int64_t sent_bytes_ = 0;
 };
 
