@@ -1,7 +1,9 @@
 """The handles that hook and attach return: statistics, state for checkpoints, compression, the norm for clipping."""
 
 import math
+import re
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,13 +47,17 @@ class SyncHandle(ABC):
 
         The step and each parameter's fp16 scale are equal on all ranks. What error feedback has not sent yet is each
         rank's own, and has its rank in its name, such as ``layer.weight of rank 1``: with it, save the states of all
-        ranks, each to a file of its own or all with ``torch.distributed.checkpoint``. Before the first sync that is to
-        keep any it is zeros, for that to load into; scales are not there by then, and begin anew where that loads them.
-        Waits for the device.
+        ranks, each to a file of its own or all with ``torch.distributed.checkpoint``. Zeros are left out, except before
+        the first sync, for that to load into; scales are not there by then, and begin anew where that loads them. Waits
+        for the device.
         """
         named = self._named_parameters()
         scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
-        residual_of = {id(p): {"own": own, "of_sums": of_sums} for p, own, of_sums in self._engine.residuals()}
+        residual_of = {
+            id(p): {"own": own, "of_sums": of_sums}
+            for p, own, of_sums in self._engine.residuals()
+            if own.any() or (of_sums is not None and of_sums.any())
+        }
         return {
             "step": self._engine.step(),
             "scales": {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of},
@@ -65,7 +71,8 @@ class SyncHandle(ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what ``state_dict()`` returned. Call it on every rank, with the states of one step.
 
-        With another number of ranks, leave out what error feedback has not sent: ``state_dict["residuals"] = {}``.
+        Of what error feedback has not sent a rank takes its own. Where there is only that of other ranks it warns, and
+        begins without. With another number of ranks leave all of it out: ``state_dict["residuals"] = {}``.
 
         Raises:
             ValueError: it is no state of an engine, a name is no parameter of the model, the step is no number of
@@ -82,12 +89,17 @@ class SyncHandle(ABC):
             raise ValueError(f"state_dict: expected 'residuals' to be a dict by name, got {residuals!r}")
         names = {self._own(name): name for name in named}  # residuals of older checkpoints have no rank
         residuals = {names.get(name, name): residual for name, residual in residuals.items()}
+        others = [name for name in residuals if name not in named and re.sub(r" of rank \d+$", "", name) in named]
         for name in (*scales, *residuals):
-            if name not in named:
-                raise ValueError(
-                    f"state_dict: the model has no parameter named {name!r}; is it another model's state? "
-                    "What has a rank in its name is for that rank alone"
-                )
+            if name not in named and name not in others:
+                raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")
+        residuals = {name: residual for name, residual in residuals.items() if name in named}
+        if others and not residuals:
+            warnings.warn(
+                f"fastsync: of what error feedback had not sent, the state has that of other ranks ({others[0]!r}) and "
+                f"nothing of rank {dist.get_rank()}, which begins without; to keep it, save the state of every rank",
+                stacklevel=2,
+            )
         for name, scale in scales.items():
             if not _is_scale(scale):
                 raise ValueError(
@@ -134,7 +146,8 @@ class GradientHandle(SyncHandle):
         """As ``SyncHandle.state_dict``."""
         state = super().state_dict()
         chosen = (candidate.compression for _, candidates in self._plan.phases for candidate in candidates)
-        if not state["residuals"] and any(each.error_feedback for each in chosen):
+        is_new = self._engine.num_steps() == self._engine.step() == 0
+        if is_new and not state["residuals"] and any(each.error_feedback for each in chosen):
             trained = {name: p for name, p in self._named_parameters().items() if p.requires_grad and p.numel() > 0}
             state["residuals"] = {self._own(name): _no_residual(parameter) for name, parameter in trained.items()}
         return state

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 import fastsync
+from fastsync.autotune.candidates import Candidate, compressions, engine_schedule
+from fastsync.autotune.plan import Plan
 from fastsync.stats import BucketStats
 from tests.bitwise import assert_bitwise_equal
 from tests.models import (
@@ -23,6 +28,7 @@ from tests.models import (
     Given,
     Mlp,
     assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
     batch,
     grads_of,
     group_of_one,
@@ -125,8 +131,11 @@ def _distributed_checkpoint(rank: int, world_size: int, folder: str, compression
     for actual, grads in zip(_steps(again, rank, range(4, 7)), expected, strict=True):
         assert_all_bitwise_equal(actual, grads, "without ranks in names")
     others = {name.replace(f"rank {rank}", f"rank {1 - rank}"): kept for name, kept in state["residuals"].items()}
-    with pytest.raises(ValueError, match=f"of rank {1 - rank}'; is it another model's state"):
+    with pytest.warns(UserWarning, match=f"of rank {1 - rank}'. and nothing of rank {rank}, which begins without"):
         sync.load_state_dict(state | {"residuals": others})
+    elsewhere = {f"no_{name}": kept for name, kept in others.items()}
+    with pytest.raises(ValueError, match=f"of rank {1 - rank}'; is it another model's state"):
+        sync.load_state_dict(state | {"residuals": elsewhere})
 
 
 @pytest.mark.parametrize("door", ["attach", "hook"])
@@ -137,7 +146,7 @@ def test_a_distributed_checkpoint_keeps_ranks_apart(tmp_path: Path, algorithm: s
 
 
 def _before_error_feedback(rank: int, world_size: int, folder: str) -> None:
-    """What a schedule begins later has a place in checkpoints from before."""
+    """A checkpoint has no place for what a schedule begins later."""
     schedule = {0: "bf16", 2: "int8+ef"}
     model = Mlp()
     sync = fastsync.attach(model, schedule)
@@ -145,13 +154,64 @@ def _before_error_feedback(rank: int, world_size: int, folder: str) -> None:
     dcp.save({"sync": sync.state_dict()}, checkpoint_id=folder)
     resumed = fastsync.attach(Mlp(), schedule)
     loaded = {"sync": resumed.state_dict()}
-    dcp.load(loaded, checkpoint_id=folder)
+    dcp.load(loaded, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
     resumed.load_state_dict(loaded["sync"])
     assert resumed.state_dict()["step"] == 1
+    assert resumed.state_dict()["residuals"] == {}
 
 
 def test_a_distributed_checkpoint_before_error_feedback_begins(tmp_path: Path) -> None:
     run_ranks(_before_error_feedback, 2, str(tmp_path))
+
+
+def _of_rank_0_alone(rank: int, world_size: int, file: str, compression: str) -> None:
+    model = Mlp()
+    sync = fastsync.attach(model, compression)
+    _steps(model, rank, range(3))
+    if rank == 0:
+        torch.save({"model": model.state_dict(), "sync": sync.state_dict()}, file)
+    dist.barrier()
+    saved = torch.load(file)
+    for resumed_with in (compression, "none"):
+        resumed = Mlp()
+        resumed.load_state_dict(saved["model"])
+        again = fastsync.attach(resumed, resumed_with)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            again.load_state_dict(saved["sync"])
+        said = [str(warning.message) for warning in caught]
+        assert len(said) == (0 if rank == 0 else 1), said
+        assert all(f"nothing of rank {rank}, which begins without" in each for each in said)
+        assert bool(again.state_dict()["residuals"]) == (rank == 0)
+        assert again.state_dict()["step"] == 3
+        _steps(resumed, rank, range(3, 5))
+        assert_same_on_all_ranks(grads_of(resumed))
+        again.detach()
+
+
+@pytest.mark.parametrize("compression", ["int8+ef", "bf16+ef+two_shot"])
+def test_what_rank_0_has_saved_loads_on_all(tmp_path: Path, compression: str) -> None:
+    run_ranks(_of_rank_0_alone, 2, str(tmp_path / "state.pt"), compression)
+
+
+def _without_zeros(rank: int, world_size: int) -> None:
+    points = {"none": 1e-6, "int8": 1.0}
+    profile_of = [Candidate(each, ((1, points[each.wire]),)) for each in compressions(("none", "int8"), world_size)]
+    for asked in ({0: "none", 100: "int8+ef"}, "int8+ef", "auto:int8"):
+        used, unused = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300))
+        sync = fastsync.attach([used, unused], "none" if asked == "auto:int8" else asked)
+        if asked == "auto:int8":  # as if it had measured that full width is the fastest
+            sync._plan = Plan(((0, tuple(profile_of)),))
+            sync._engine.set_schedule(engine_schedule(sync._plan.phases))
+        assert sync.state_dict()["residuals"].keys() == {f"{name} of rank {rank}" for name in ("0", "1")}
+        (used * torch.linspace(-1.0, 1.0, 300)).sum().backward()
+        expected = {f"0 of rank {rank}"} if asked == "int8+ef" else set()
+        assert sync.state_dict()["residuals"].keys() == expected, asked
+
+
+def test_zeros_are_not_saved() -> None:
+    """Where the schedule has not come to error feedback, where auto has chosen none, and of what is not used."""
+    run_ranks(_without_zeros, 2)
 
 
 def test_bad_states_are_refused() -> None:

@@ -217,11 +217,15 @@ def _sum(values: Tensor) -> Tensor:
 
 
 def _not_sent_yet(sync: Any, world_size: int) -> list[Tensor]:
-    """In units of the mean."""
-    return [
-        _sum(residual["own"] / world_size + (0 if residual["of_sums"] is None else residual["of_sums"]))
-        for residual in sync.state_dict()["residuals"].values()
-    ]
+    """Of each parameter, in units of the mean. Zeros are not in the state."""
+    residuals = sync.state_dict()["residuals"]
+    kept = []
+    for name, parameter in sync._named_parameters().items():
+        total = torch.zeros(parameter.numel())
+        if residual := residuals.get(f"{name} of rank {dist.get_rank()}"):
+            total += residual["own"] / world_size + (0 if residual["of_sums"] is None else residual["of_sums"])
+        kept.append(_sum(total))
+    return kept
 
 
 def _nothing_is_lost(rank: int, world_size: int, name: str) -> None:
