@@ -190,6 +190,7 @@ void bind_state(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
       .def("set_step", between_steps<Engine>(&EngineState::set_step), py::arg("step"), no_gil)
       .def("residuals", &residuals<Engine>, no_gil)
       .def("set_residuals", &set_residuals<Engine>, py::arg("residuals"), no_gil)
+      .def("follow_loss_scale", locked<Engine>(&EngineState::follow_loss_scale), py::arg("scale"), no_gil)
       .def("grad_stats", locked<Engine>(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked<Engine>(&EngineState::num_steps), no_gil)
       .def("is_captured", locked<Engine>(&EngineState::is_captured), no_gil)

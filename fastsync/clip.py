@@ -115,6 +115,7 @@ def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradS
     assert optimizer is not None
     if has_unscaled(scaler, optimizer):
         sync.check_backward_synchronised()
+    sync.follow_scaler(scaler)
     scale = scale_of(scaler, next(iter(sync.parameters())).device)
     return sync.claim_norm() / scale
 

@@ -18,13 +18,22 @@ def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: it has scaled no loss yet.
     """
+    return loss_scale(scaler).to(device, non_blocking=True)
+
+
+def loss_scale(scaler: GradScaler) -> Tensor:
+    """The tensor that ``update()`` writes the scale to, on its own device.
+
+    Raises:
+        RuntimeError: it has scaled no loss yet.
+    """
     scale: Tensor | None = scaler._scale
     if scale is None:
         raise RuntimeError(
             "scaler: it has scaled no loss yet, so these gradients are not its; call scaler.scale(loss).backward(), "
             "or leave scaler out"
         )
-    return scale.to(device, non_blocking=True)
+    return scale
 
 
 def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:

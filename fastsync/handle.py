@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from . import _C
@@ -20,7 +21,7 @@ from .autotune.candidates import Explanation, engine_schedule
 from .autotune.plan import Plan, make_plan
 from .autotune.request import AnyCompression, Auto, Schedule, as_compression, on_nodes
 from .compression import Compression
-from .grad_scaler import some_scaler_has_unscaled
+from .grad_scaler import loss_scale, some_scaler_has_unscaled
 from .reference import MAX_SCALE_EXPONENT
 from .stats import GradStats, SyncStats
 
@@ -221,6 +222,17 @@ class GradientHandle(SyncHandle):
     def use_up_norm(self) -> None:
         """They are about to be clipped."""
         self._claimed_step = self._engine.num_steps()
+
+    def follow_scaler(self, scaler: GradScaler) -> None:
+        """Lets what error feedback keeps change with the scale of the loss, as gradients do, from the next sync on.
+
+        ``clip_grad_norm_(scaler=...)`` does so, too. Call it after ``scaler.scale(loss)``, on every rank.
+
+        Raises:
+            RuntimeError: it has scaled no loss yet.
+        """
+        if scaler.is_enabled():
+            self._engine.follow_loss_scale(loss_scale(scaler))
 
     def check_not_unscaled(self, optimizer: Optimizer | None) -> None:
         """Raises RuntimeError where a GradScaler is known to have unscaled the optimizer's gradients; None: anybody's.

@@ -386,3 +386,27 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_what_is_refused() -> None:
     run_ranks(_refused, 2)
+
+
+def _kept_sums(rank: int, world_size: int) -> None:
+    """Of a gradient from an earlier step, which no rank reaches now."""
+    for wire in ("none", "fp16", "int8+ef"):
+        for view in (False, True) if wire == "none" else (False,):
+            model = Given(_whole(0, 0))
+            sync = fastsync.attach(model, wire, op="sum", bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=view)
+            model(_whole(rank, 0)).backward()
+            kept = [grad.clone() for grad in grads_of(model)]
+            grads: list[Tensor | None] = list(_whole(rank, 1))
+            grads[1] = grads[3] = None
+            model(grads).backward()
+            for index in (1, 3):
+                assert torch.equal(grads_of(model)[index], kept[index]), "what was kept has changed"
+            norm = _norm(grads_of(model))
+            torch.testing.assert_close(sync.grad_stats.grad_norm, norm, rtol=1e-5, atol=0)
+            assert sync.grad_stats.num_nonfinite == 0
+            sync.detach()
+
+
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, False)])
+def test_a_sum_that_was_kept_counts_once(world_size: int, shared_memory: bool) -> None:
+    run_ranks(_kept_sums, world_size, shared_memory=shared_memory)

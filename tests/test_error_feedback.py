@@ -244,3 +244,155 @@ def test_stochastic_rounding_differs_between_ranks_and_buckets() -> None:
     for index, one in enumerate(lost):
         for other in lost[index + 1 :]:
             assert (one != other).float().mean() > 0.25
+
+
+def _statistics_agree(rank: int, world_size: int, kept: str) -> None:
+    """Of a gradient that no rank has a new one of, each rank may have kept something else."""
+    for algorithm in ("one_shot", "two_shot"):
+        compression = Compression("int8", algorithm=algorithm, error_feedback=True)
+        always, once = nn.Parameter(torch.zeros(3000)), nn.Parameter(torch.zeros(3000))
+        sync = fastsync.attach([always, once], compression)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            before = residual_of(sync, "1") if step == 1 else None
+            always.grad = None
+            loss = (always * torch.randn(3000, generator=generator)).sum()
+            if step == 0:
+                loss = loss + (once * torch.randn(3000, generator=generator) * 1e2).sum()
+            elif kept == "None here, zeros there":
+                once.grad = None if rank == 0 else torch.zeros(3000)
+            elif kept == "None here, the newest there" and rank == 0:
+                once.grad = None
+            elif kept == "zeros":
+                once.grad = torch.zeros(3000)
+            loss.backward()
+            norms: list[Any] = [None] * world_size
+            dist.all_gather_object(norms, sync.grad_stats.grad_norm.item())
+            assert len(set(norms)) == 1, f"{algorithm}, step {step}: {norms}"
+            if before is not None:
+                assert_bitwise_equal(residual_of(sync, "1"), before, f"{algorithm}: what is kept")
+            if not (kept == "None here, the newest there" and step > 0):
+                expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
+                torch.testing.assert_close(sync.grad_stats.grad_norm.double(), expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "kept", ["None here, zeros there", "None here, the newest there", "the newest", "zeros"], ids=str
+)
+def test_statistics_of_what_no_rank_uses_are_the_same_on_all_ranks(kept: str) -> None:
+    run_ranks(_statistics_agree, 3, kept)
+
+
+class _Kept:
+    """What was sent, what has come, and what is kept of a parameter: over all ranks."""
+
+    def __init__(self, sync: Any, parameter: nn.Parameter, name: str) -> None:
+        self.sync, self.parameter, self.name = sync, parameter, name
+        self.missing = torch.zeros(parameter.numel(), dtype=torch.float64)
+
+    def expect(self, own: Tensor) -> None:
+        """The gradient of this rank in the step to come."""
+        mean = own.double().flatten() / dist.get_world_size()
+        dist.all_reduce(mean)
+        self.missing += mean
+
+    def note(self) -> None:
+        assert self.parameter.grad is not None
+        self.missing -= self.parameter.grad.double().flatten()
+
+    def is_missing(self, scale: float = 1.0) -> Tensor:
+        """What is kept on all ranks, as a part of the mean, without the loss's scale. It has to be what is missing."""
+        residual = self.sync.state_dict()["residuals"].get(f"{self.name} of rank {dist.get_rank()}")
+        kept = torch.zeros_like(self.missing)
+        if residual is not None:
+            kept += residual["own"].double() / dist.get_world_size()
+            if residual["of_sums"] is not None:
+                kept += residual["of_sums"].double()
+        dist.all_reduce(kept)
+        kept /= scale
+        torch.testing.assert_close(kept, self.missing, rtol=0.0, atol=1e-5)
+        return kept
+
+
+def _ends(rank: int, world_size: int, views: bool, algorithm: str) -> None:
+    feedback = Compression("int8", algorithm=algorithm, error_feedback=True)
+    schedule = {0: "none", 2: feedback, 4: "none"}
+    first, second = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(20, 30))
+    sync = fastsync.attach([first, second], schedule, gradient_as_bucket_view=views)
+    kept = [_Kept(sync, first, "0"), _Kept(sync, second, "1")]
+    for step in range(6):
+        loss = torch.zeros(())
+        for index, of_one in enumerate(kept):
+            generator = torch.Generator().manual_seed(100 * rank + 10 * step + index)
+            weight = torch.randn(of_one.parameter.shape, generator=generator)
+            if of_one.parameter.grad is not None:
+                of_one.parameter.grad.zero_()
+            if step == 4 and index == 1:
+                continue  # error feedback ends in a step that does not use it
+            loss = loss + (of_one.parameter * weight).sum()
+            of_one.expect(weight)
+        loss.backward()
+        for index, of_one in enumerate(kept):
+            if not (step == 4 and index == 1):
+                of_one.note()
+            is_missing = of_one.is_missing()
+            if step == 3 or (step == 4 and index == 1):
+                assert is_missing.abs().max() > 1e-4
+    assert sync.state_dict()["residuals"] == {}
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_what_was_kept_comes_once_error_feedback_has_ended(algorithm: str, views: bool) -> None:
+    """Also where gradients lie in shared memory by then, and with the first gradient after it has ended."""
+    run_ranks(_ends, 3, views, algorithm)
+
+
+def _keeps_what_a_stand_in_loses(rank: int, world_size: int) -> None:
+    """A gradient of an earlier step travels where another rank has a new one, and is rounded as any."""
+    for algorithm in ("one_shot", "two_shot"):
+        sometimes, reach = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(1))
+        sync = fastsync.attach([sometimes, reach], Compression("int8", algorithm=algorithm, error_feedback=True))
+        kept = _Kept(sync, sometimes, "0")
+        for step in range(3):
+            weight = torch.randn(700, generator=torch.Generator().manual_seed(10 * step + rank))
+            uses = step == 0 or rank == 0
+            loss = reach.sum() + ((sometimes * weight).sum() if uses else 0.0)
+            own = torch.zeros(700) if sometimes.grad is None else sometimes.grad.clone()
+            kept.expect(own + weight if uses else own)
+            loss.backward()
+            kept.note()
+            kept.is_missing()
+
+
+def test_what_is_lost_of_a_gradient_from_an_earlier_step_is_kept() -> None:
+    run_ranks(_keeps_what_a_stand_in_loses, 2)
+
+
+def _loss_scale_changes(rank: int, world_size: int, how: str) -> None:
+    """What is kept goes on in the units of the gradients that it is added to."""
+    parameter = nn.Parameter(torch.zeros(700))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    sync = fastsync.attach([parameter], "int8+ef")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_factor=4.0, growth_interval=1)
+    kept = _Kept(sync, parameter, "0")
+    for step in range(5):
+        weight = torch.randn(700, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        scale = scaler.get_scale()
+        scaler.scale((parameter * weight).sum()).backward()
+        assert parameter.grad is not None
+        kept.expect(weight)
+        kept.missing -= parameter.grad.double() / scale
+        if how == "clipped":
+            fastsync.clip_grad_norm_(sync, 1e9, optimizer=optimizer, scaler=scaler)
+        else:
+            sync.follow_scaler(scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        assert kept.is_missing(scaler.get_scale()).abs().max() > 1e-3  # in the units of the gradients to come
+
+
+@pytest.mark.parametrize("how", ["clipped", "followed"])
+def test_residuals_follow_a_scale_of_the_loss(how: str) -> None:
+    run_ranks(_loss_scale_changes, 2, how)

@@ -339,6 +339,8 @@ void BucketSync::receive(Flight& flight) {
   }
 }
 
+bool BucketSync::has_error_feedback(const Flight& flight) { return flight.sum->bucket().keeps_losses; }
+
 const Extras& BucketSync::extras(const Flight& flight) { return flight.sum->extras(); }
 
 const std::vector<at::Tensor>* BucketSync::views(const Flight& flight) { return flight.sum->views(); }
@@ -428,8 +430,10 @@ void BucketSync::agree_on_scale(const Bucket& bucket) {
 void BucketSync::measure(const std::vector<at::Tensor>& grads) {
   const DType dtype = grads.empty() ? DType::kFloat32 : dtype_of(grads.front().scalar_type());
   const auto segments = lay_out(grads);
+  const at::Tensor largest = stats_.select(0, kMaxMagnitude).clone();
   run_measure({segments.data(), static_cast<int64_t>(segments.size()), dtype, stats_.data_ptr<double>()}, device_,
               workspace_);
+  stats_.select(0, kMaxMagnitude).copy_(largest);
 }
 
 }  // namespace fastsync

@@ -98,6 +98,8 @@ class BucketSync {
   // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
   static void receive(Flight& flight);
 
+  static bool has_error_feedback(const Flight& flight);
+
   // The extras' sums, after receive. They may lie in memory that the bucket's next send writes to.
   static const Extras& extras(const Flight& flight);
 
@@ -135,7 +137,7 @@ class BucketSync {
   ErrorFeedback& feedback() { return feedback_; }
   const ErrorFeedback& feedback() const { return feedback_; }
 
-  // The statistics are of these gradients alone.
+  // The statistics are of these gradients alone, but for the largest magnitude, which the scale has followed.
   void measure(const std::vector<at::Tensor>& grads);
 
   // float64 [kNumStats] on the device, of the newest sync.

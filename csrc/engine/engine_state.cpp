@@ -149,6 +149,7 @@ void EngineState::set_scales(const std::vector<ParameterScale>& scales) {
 }
 
 std::vector<ParameterResidual> EngineState::residuals() {
+  rescale_residuals();
   SavedResiduals newest = saved_residuals_;
   for (const auto& bucket : known_buckets_) {
     newest.record(bucket->parameters, bucket->sync->feedback().residuals());
@@ -158,14 +159,39 @@ std::vector<ParameterResidual> EngineState::residuals() {
 
 void EngineState::set_residuals(const std::vector<ParameterResidual>& residuals) {
   saved_residuals_ = SavedResiduals(residuals);
+  scale_of_residuals_ = loss_scale_.defined() ? loss_scale_.clone() : at::Tensor();
   for (const auto& bucket : known_buckets_) {
     bucket->sync->feedback().set_residuals(saved_residuals_.take(bucket->parameters, bucket->sync->device()));
+  }
+}
+
+void EngineState::follow_loss_scale(const at::Tensor& scale) {
+  if (!loss_scale_.defined()) {
+    scale_of_residuals_ = scale.clone();
+  }
+  loss_scale_ = scale;
+}
+
+// Without waiting for the device, so there it takes a pass even where the scale has not changed.
+void EngineState::rescale_residuals() {
+  if (!loss_scale_.defined()) {
+    return;
+  }
+  const at::Tensor factor = loss_scale_ / scale_of_residuals_;
+  if (factor.is_cpu() && factor.item<double>() == 1.0) {
+    return;
+  }
+  scale_of_residuals_.copy_(loss_scale_);
+  saved_residuals_.rescale(factor);
+  for (const auto& bucket : known_buckets_) {
+    bucket->sync->feedback().rescale(factor.to(bucket->sync->device(), /*non_blocking=*/true));
   }
 }
 
 // ---- steps, and what they have cost -----------------------------------------------------------------------------
 
 void EngineState::begin_step() {
+  rescale_residuals();
   times_.begin_step();
   num_steps_ += 1;
 }

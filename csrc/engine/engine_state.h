@@ -67,6 +67,9 @@ class EngineState {
   // What error feedback has not sent yet. Every rank has others.
   std::vector<ParameterResidual> residuals();
   void set_residuals(const std::vector<ParameterResidual>& residuals);
+  // The loss is multiplied with what this scalar holds, and so are gradients and what is kept of them: each step begins
+  // with what it holds by then.
+  void follow_loss_scale(const at::Tensor& scale);
 
  protected:
   // In a forked child it throws c10::Error, which names the way out.
@@ -107,6 +110,7 @@ class EngineState {
 
  private:
   void look_at_pairings();
+  void rescale_residuals();
 
   const pid_t process_id_ = getpid();
   int64_t version_ = 0;  // of the settings
@@ -115,6 +119,8 @@ class EngineState {
   ForgottenTotals forgotten_totals_;
   int64_t num_steps_ = 0;
   bool is_captured_ = false;
+  at::Tensor loss_scale_;          // undefined where there is none
+  at::Tensor scale_of_residuals_;  // what it was for the gradients that they are of
   SyncTimes times_;
 };
 

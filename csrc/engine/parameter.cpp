@@ -141,6 +141,14 @@ void Parameter::take_average(bool exists, const at::Tensor& in_shared_memory) {
   }
 }
 
+void Parameter::keep(bool counts) {
+  if (counts) {
+    stand_in.copy_(tensor.grad());
+  } else {
+    stand_in.fill_(0.0);
+  }
+}
+
 bool Parameter::is_unchanged() const {
   const at::Tensor tensor(id.lock());
   if (bucket == kNone || !tensor.defined()) {

@@ -53,6 +53,8 @@ struct Parameter {
   // What traveled holds the average, or memory that the ranks share does, in which the gradient lies then, or will. The
   // gradient takes it where some rank has a new one.
   void take_average(bool exists, const at::Tensor& in_shared_memory = {});
+  // After that, where no rank has a new one: what is averaged is what was kept, or nothing.
+  void keep(bool counts);
 
   ParameterId id;
   std::string name;

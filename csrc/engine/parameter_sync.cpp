@@ -172,7 +172,7 @@ void ParameterSync::send_next(bool is_poisoned) {
   grads.reserve(bucket.parameters.size());
   for (const size_t index : bucket.parameters) {
     Parameter& parameter = parameters_[index];
-    presence_.set(parameter.place, is_poisoned || parameter.has_new_gradient());
+    presence_.set(parameter.place, is_poisoned || parameter.has_new_gradient(), parameter.tensor.grad().defined());
     grads.push_back(is_poisoned ? parameter.poison() : parameter.gradient_to_send());
     stand_in.push_back(!presence_.is_here(parameter.place));
   }
@@ -248,10 +248,6 @@ void ParameterSync::receive() {
   check_pairing();
 }
 
-at::Tensor ParameterSync::mean_of(const at::Tensor& result) const {
-  return sums_ && result.defined() ? result.div(group_->getSize()) : result;
-}
-
 // Ranks agree on new ones. One that has run out of gradients knows of none, but begins to join with the others.
 void ParameterSync::ride(const std::string& name, const at::Tensor& value) {
   TORCH_CHECK_VALUE(!weight_.is_joining() || !have_agreed() || riders_.has_seat(name, value), "name: rider '", name,
@@ -283,38 +279,34 @@ void ParameterSync::check_pairing() {
   }
 }
 
+// What is decided here is decided by what all ranks know, so that statistics are the same on all.
 void ParameterSync::hand_out() {
   presence_.arrive(is_captured());
   for (Bucket& bucket : buckets_) {
     const auto* const views = BucketSync::views(*bucket.flight);
-    bool took_back = false;
+    const bool counts_what_arrives = !sums_ && !BucketSync::has_error_feedback(*bucket.flight);
+    bool is_counted = true;
+    std::vector<at::Tensor> averages;
     for (size_t i = 0; i < bucket.parameters.size(); ++i) {
       Parameter& parameter = parameters_[bucket.parameters[i]];
       const bool exists =
           !parameter.stand_in.defined() ||
           presence_.on_some_rank(parameter.place, BucketSync::extras(*buckets_.back().flight).flags, parameter.name);
       parameter.take_average(exists, views != nullptr ? (*views)[i] : at::Tensor());
-      // What error feedback sent of a gradient that nobody has goes nowhere, now.
-      if (!exists && !parameter.tensor.grad().defined() &&
-          bucket.sync().feedback().take_back(i, mean_of(parameter.average()))) {
-        parameter.stand_in.reset();
-        took_back = true;
+      if (!exists) {
+        bucket.sync().feedback().take_back(i);
+        // What has arrived is the mean of what is kept. But a sum is not, nor is what error feedback has sent with it.
+        if (!counts_what_arrives) {
+          parameter.keep(presence_.is_kept_everywhere(parameter.place));
+          is_counted = false;
+        }
       }
+      averages.push_back(exists && views != nullptr ? (*views)[i] : parameter.average());
     }
-    if (took_back) {
-      measure(bucket);  // unpacking has counted what was taken back, too
-    }
-  }
-}
-
-void ParameterSync::measure(const Bucket& bucket) {
-  std::vector<at::Tensor> averages;
-  for (const size_t index : bucket.parameters) {
-    if (at::Tensor average = parameters_[index].average(); average.defined()) {
-      averages.push_back(std::move(average));
+    if (!is_counted) {
+      bucket.sync().measure(averages);
     }
   }
-  bucket.sync().measure(averages);
 }
 
 bool ParameterSync::gradients_are_unchanged() {
@@ -474,7 +466,7 @@ void ParameterSync::lay_out() {
     bucket.sync().set_mean_factor(sums_ ? static_cast<double>(group_->getSize()) : 1.0);
     buckets.push_back(std::move(bucket));
   }
-  presence_.lay_out(num_places);
+  presence_.lay_out(num_places, group_->getSize());
   newest_buckets_ = known_buckets_;
   buckets_ = std::move(buckets);
 }

@@ -116,8 +116,6 @@ class ParameterSync : public EngineState {
   void begin_pairing();
   void check_pairing();
   void hand_out();
-  at::Tensor mean_of(const at::Tensor& result) const;  // of what the ranks have sent
-  void measure(const Bucket& bucket);
   void end();
 
   std::vector<Parameter> parameters_;

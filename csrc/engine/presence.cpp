@@ -6,8 +6,9 @@
 
 namespace fastsync {
 
-void Presence::lay_out(size_t num_places) {
-  here_.assign(num_places, 0.0F);
+void Presence::lay_out(size_t num_places, int64_t num_ranks) {
+  none_ = 1.0F / (8.0F * static_cast<float>(num_ranks));
+  here_.assign(num_places, none_);
   flags_.reset();
 }
 
@@ -53,7 +54,7 @@ bool Presence::on_some_rank(size_t place, const at::Tensor& sums, const std::str
                 "has one cannot be found out while a CUDA graph is captured: take a step like this one before");
     counts_ = sums.to(at::kCPU, at::kFloat);
   }
-  const bool exists = counts_.const_data_ptr<float>()[place] > 0;
+  const bool exists = counts_.const_data_ptr<float>()[place] > 0.5F;
   if (!exists && num_waits_ == kManyWaits && !sums.is_cpu()) {
     num_waits_ += 1;  // said once
     TORCH_WARN("fastsync: parameter ", parameter, " has had no gradient on any rank for ", kManyWaits,

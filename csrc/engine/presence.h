@@ -1,5 +1,6 @@
 // Which parameters have a gradient, here and on any rank: a number for each place among the parameters travels beside
-// the last bucket's gradients, and behind them the pairing's stamp.
+// the last bucket's gradients, and behind them the pairing's stamp. It is 1 where there is a new gradient, 0 where
+// there is the one of an earlier sync, and where there is none so little that all ranks together are less than 1.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,13 +14,12 @@ namespace fastsync {
 
 class Presence {
  public:
-  // There are so many places.
-  void lay_out(size_t num_places);
+  void lay_out(size_t num_places, int64_t num_ranks);
 
   // Before a sync: nothing is here.
-  void clear() { here_.assign(here_.size(), 0.0F); }
-  void set(size_t place, bool is_here) { here_[place] = is_here ? 1.0F : 0.0F; }
-  bool is_here(size_t place) const { return here_[place] > 0; }
+  void clear() { here_.assign(here_.size(), none_); }
+  void set(size_t place, bool is_here, bool is_kept) { here_[place] = is_here ? 1.0F : (is_kept ? 0.0F : none_); }
+  bool is_here(size_t place) const { return here_[place] == 1.0F; }
 
   // What travels, on the device, without a stamp with the one before. Made anew only when it changes, which a CUDA
   // graph cannot: then it throws c10::Error.
@@ -32,8 +32,11 @@ class Presence {
   // Reads the sums on the host, once a sync, only where a gradient is missing here: nothing else tells whether it stays
   // missing. A CUDA graph repeats what held in the step before it was captured. The parameter is named in errors.
   bool on_some_rank(size_t place, const at::Tensor& sums, const std::string& parameter);
+  // Of a gradient that is new on none: whether each has one of an earlier sync.
+  bool is_kept_everywhere(size_t place) const { return counts_.const_data_ptr<float>()[place] == 0.0F; }
 
  private:
+  float none_ = 0.0F;
   std::vector<float> here_;
   std::vector<float> stamp_;
   bool has_new_stamp_ = false;

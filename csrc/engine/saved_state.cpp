@@ -62,7 +62,19 @@ Residual fitted(const Residual& residual, const at::Tensor& parameter, c10::Devi
 void SavedResiduals::record(const std::vector<ParameterId>& parameters, const std::vector<Residual>& residuals) {
   forget_dead_parameters();
   for (size_t i = 0; i < residuals.size(); ++i) {
-    save(parameters[i], residuals[i]);
+    if (residuals[i].own.defined()) {
+      save(parameters[i], residuals[i]);
+    }
+  }
+}
+
+// What was saved may be the caller's.
+void SavedResiduals::rescale(const at::Tensor& factor) {
+  const auto rescaled = [&](const at::Tensor& values) {
+    return values.defined() ? values.mul(factor.to(values.device(), /*non_blocking=*/true)) : values;
+  };
+  for (const auto& [parameter, residual] : list()) {
+    save(ParameterId(parameter.getIntrusivePtr()), {rescaled(residual.own), rescaled(residual.of_sums)});
   }
 }
 

@@ -83,6 +83,8 @@ class SavedResiduals : public SavedState<Residual> {
  public:
   using SavedState::SavedState;
 
+  void rescale(const at::Tensor& factor);
+
   // Those of a bucket that holds these parameters; nothing where it has none.
   void record(const std::vector<ParameterId>& parameters, const std::vector<Residual>& residuals);
 

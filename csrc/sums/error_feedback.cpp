@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <utility>
 
@@ -17,21 +18,72 @@ at::Tensor no_residual(const at::Tensor& grad) {
 }  // namespace
 
 void ErrorFeedback::lend(Bucket& bucket, bool is_on, const Owned& owned, const std::vector<bool>& stand_in) {
+  before_.clear();
   if (!is_on && residuals_.empty()) {
     return;
   }
-  if (residuals_.empty()) {
-    std::transform(bucket.grads.begin(), bucket.grads.end(), std::back_inserter(residuals_), no_residual);
+  residuals_.resize(bucket.grads.size());
+  for (size_t i = 0; is_on && i < residuals_.size(); ++i) {
+    if (!residuals_[i].defined()) {
+      residuals_[i] = no_residual(bucket.grads[i]);
+    }
   }
   hand_over(owned);
-  for (size_t i = 0; i < bucket.segments.size(); ++i) {
-    // What comes back for a gradient that no rank has goes nowhere.
-    const bool takes_part = i >= stand_in.size() || !stand_in[i];
-    bucket.segments[i].residual = takes_part ? residuals_[i].data_ptr() : nullptr;
-  }
-  bucket.residuals = is_on ? residuals_ : std::exchange(residuals_, {});
+  bucket.residuals = residuals_;
   bucket.keeps_losses = is_on;
   bucket.residual_of_sums = owned_residual_;
+  for (size_t i = 0; i < residuals_.size(); ++i) {
+    const bool stands_in = i < stand_in.size() && stand_in[i];
+    if (is_on && stands_in) {
+      before_.emplace(i, kept(i));
+    }
+    if (residuals_[i].defined() && (is_on || !stands_in)) {
+      bucket.segments[i].residual = residuals_[i].data_ptr();
+    }
+    if (!is_on && !stands_in) {
+      residuals_[i].reset();
+    }
+  }
+  if (std::none_of(residuals_.begin(), residuals_.end(), std::mem_fn(&at::Tensor::defined))) {
+    residuals_.clear();
+  }
+}
+
+ErrorFeedback::Kept ErrorFeedback::kept(size_t index) const {
+  Kept kept{residuals_[index].clone(), {}};
+  for (const auto& part : owned_.parts) {
+    if (part.segment == index) {
+      kept.of_sums.push_back(owned_residual_.narrow(0, part.place, part.count).clone());
+    }
+  }
+  return kept;
+}
+
+void ErrorFeedback::take_back(size_t index) {
+  const auto before = before_.find(index);
+  if (before == before_.end()) {
+    return;
+  }
+  residuals_[index].copy_(before->second.own);
+  auto of_sums = before->second.of_sums.begin();
+  for (const auto& part : owned_.parts) {
+    if (part.segment == index) {
+      owned_residual_.narrow(0, part.place, part.count).copy_(*of_sums++);
+    }
+  }
+}
+
+void ErrorFeedback::rescale(const at::Tensor& factor) {
+  for (const auto* residuals : {&residuals_, &loaded_residuals_of_sums_}) {
+    for (const at::Tensor& residual : *residuals) {
+      if (residual.defined()) {
+        residual.mul_(factor);
+      }
+    }
+  }
+  if (owned_residual_.defined()) {
+    owned_residual_.mul_(factor);
+  }
 }
 
 // The residuals of the sums go to what is owned now. What is not goes back to what this rank will pack: num_ranks
@@ -63,6 +115,9 @@ void ErrorFeedback::add_to(const std::vector<at::Tensor>& grads) {
   }
   hand_over({});
   for (size_t i = 0; i < grads.size(); ++i) {
+    if (!residuals_[i].defined()) {
+      continue;
+    }
     const at::Tensor flat = grads[i].as_strided({grads[i].numel()}, {1});
     dispatch_grad(dtype_of(flat.scalar_type()), [&](auto zero) {
       const auto largest = static_cast<double>(kLargest<decltype(zero)>);
@@ -89,7 +144,8 @@ std::vector<Residual> ErrorFeedback::residuals() const {
   const auto of_sums = loaded_residuals_of_sums_.empty() ? residuals_of_sums() : loaded_residuals_of_sums_;
   std::vector<Residual> residuals;
   for (size_t i = 0; i < residuals_.size(); ++i) {
-    residuals.push_back({residuals_[i].clone(), of_sums.empty() ? at::Tensor() : of_sums[i].clone()});
+    residuals.push_back({residuals_[i].defined() ? residuals_[i].clone() : at::Tensor(),
+                         of_sums.empty() ? at::Tensor() : of_sums[i].clone()});
   }
   return residuals;
 }
@@ -101,16 +157,6 @@ void ErrorFeedback::set_residuals(const std::vector<Residual>& residuals) {
     loaded_residuals_of_sums_.push_back(residual.of_sums.defined() ? residual.of_sums.clone()
                                                                    : at::zeros_like(residual.own));
   }
-}
-
-// Added to every rank's own it is the same part of the next mean.
-bool ErrorFeedback::take_back(size_t index, const at::Tensor& mean) {
-  if (!has_residuals()) {
-    return false;
-  }
-  const at::Tensor flat = mean.as_strided({mean.numel()}, {1});
-  residuals_[index].add_(at::where(flat.isfinite(), flat, 0.0));
-  return true;
 }
 
 }  // namespace fastsync

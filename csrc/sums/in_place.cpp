@@ -41,8 +41,11 @@ class InPlaceSum final : public RankSum {
     averaged_ = team_->all_gather(memory_, tallies_, tag_ + 1);
     std::vector<Segment> elsewhere;
     for (size_t i = 0; i < bucket_.segments.size(); ++i) {
-      if (bucket_.segments[i].data != (*views_)[i].const_data_ptr()) {
-        elsewhere.push_back(bucket_.segments[i]);
+      const Segment& segment = bucket_.segments[i];
+      if (segment.data != (*views_)[i].const_data_ptr()) {
+        elsewhere.push_back(segment);
+      } else if (segment.residual != nullptr) {  // of error feedback that has ended
+        (*views_)[i].add_(bucket_.residuals[i]);
       }
     }
     bucket_.pack(elsewhere, bucket_.wire_dtype, address(values_.begin(team_->rank())), {}, /*seed=*/0);
