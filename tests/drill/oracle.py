@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
+from fastsync import Compression
 from tests.ranks import RankError, RankTimeoutError, run_ranks
 
 WORLD_SIZES = (2, 3, 4)
@@ -35,6 +36,8 @@ CAPS = (1e-4, 1e-3, 4e-3, 25.0)  # MiB
 LOSSLESS = ("none", "none+fp32", "none+one_shot", "none+two_shot")
 LOSSY = ("bf16", "fp16", "int8", "fp16+fp32", "fp16+two_shot", "bf16+two_shot", "int8+one_shot", "int8+stochastic")
 FEEDBACK = ("int8+ef", "int8+ef+two_shot", "int8+ef+one_shot", "bf16+ef+two_shot", "fp16+ef", "int8+ef+stochastic")
+NODES = ("int8@nodes", "int8+ef@nodes", "fp16+ef@nodes", "bf16@nodes")
+"""Of four ranks, two share one."""
 
 WIRE_ERROR = {"none": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 2.0**-6}
 """Of the largest gradient: half a step for each rank's rounding, as much for the sum's, and what that adds."""
@@ -83,6 +86,7 @@ class Step:
     spoil: tuple[int, int, float] | None = None
     """Rank and parameter of a value that is not finite."""
     clip: float | None = None
+    rides: bool = False
 
 
 class Case:
@@ -102,8 +106,8 @@ class Case:
         self.names = {compressions[0]} if isinstance(compressions[0], str) else set(compressions[0].values())
         self.names |= set(compressions[1:])
         self.is_lossless = all(_wire(name) == "none" for name in self.names)
-        self.has_feedback = any("ef" in name.split("+") for name in self.names)
-        self.loses_nothing = all("ef" in name.split("+") or _wire(name) == "none" for name in self.names)
+        self.has_feedback = any("ef" in _words(name) for name in self.names)
+        self.loses_nothing = all("ef" in _words(name) or _wire(name) == "none" for name in self.names)
         self.views = draw.random() < (0.25 if self.is_lossless else 0.1)
         is_weighted = draw.random() < 0.25
         allow_complex = self.is_lossless and draw.random() < 0.3
@@ -126,7 +130,7 @@ class Case:
         if kind < 0.65:
             return [draw.choice(LOSSY)]
         if kind < 0.85:
-            return [draw.choice(FEEDBACK)]
+            return [draw.choice(FEEDBACK + NODES if self.world_size == 4 else FEEDBACK)]
         if kind < 0.93:
             return [{0: draw.choice(("none", "bf16")), 1: draw.choice(FEEDBACK), 3: draw.choice(LOSSLESS)}]
         return [draw.choice(LOSSLESS + LOSSY + FEEDBACK) for _ in range(3)]
@@ -166,6 +170,7 @@ class Case:
             step.spoil = (draw.randrange(self.world_size), draw.randrange(len(self.parameters)), value)
         if draw.random() < 0.15:
             step.clip = draw.choice((0.25, 1.0, 1e6))
+        step.rides = draw.random() < 0.1
         return step
 
     def _zero(self, draw: random.Random) -> list[list[str]]:
@@ -225,7 +230,19 @@ class Case:
 
 
 def _wire(name: str) -> str:
-    return name.split("+")[0]
+    return _words(name)[0]
+
+
+def _words(name: str) -> list[str]:
+    return name.removesuffix("@nodes").split("+")
+
+
+def _asked(compression: Any) -> Any:
+    """What attach takes for a name, or names by step."""
+    if isinstance(compression, str) and compression.endswith("@nodes"):
+        plain = Compression.of(compression.removesuffix("@nodes"))
+        return replace(plain, reduce="fp32", ranks_per_node=2)
+    return compression
 
 
 class _Model(nn.Module):
@@ -319,7 +336,8 @@ class _Oracle:
         total = sum(self.weights) or 1.0
         share = max(1.0, case.world_size * max(self.weights) / (total if case.op == "mean" else 1.0))
         wire = max(WIRE_ERROR[_wire(name)] for name in case.names) * (FEEDBACK_FACTOR if case.has_feedback else 1.0)
-        is_exact = case.world_size != 3 and self.weights.count(1.0) == len(self.weights)
+        average = self.average(index)
+        is_exact = case.world_size != 3 and torch.equal(average.to(dtype).to(average.dtype), average)
         own = 0.0 if self.is_whole and is_exact else 4.0 * torch.finfo(dtype).eps
         return (wire + own) * share * self.largest
 
@@ -333,7 +351,7 @@ class _Run:
         self.model = _Model(case.parameters)
         self.sync = fastsync.attach(
             self.model,
-            case.compression,
+            _asked(case.compression),
             op=case.op,
             bucket_cap_mb=case.cap,
             overlap=case.overlaps,
@@ -365,7 +383,8 @@ class _Run:
         if step.freeze is not None:
             self.freeze(step.freeze)
         if step.compress is not None:
-            self.sync.compression = self.compression = step.compress
+            self.compression = step.compress
+            self.sync.compression = _asked(step.compress)
         if step.weights is not None:
             self.oracle.weights = step.weights
             self.sync.set_weight(step.weights[self.rank])
@@ -439,11 +458,15 @@ class _Run:
             with self.sync.no_sync():
                 self.backward(number, step, step.use, part=1)
             self.oracle.all_are_new()
-            before = self.copies()
+        if step.rides:
+            self.sync.ride("rank", torch.tensor([1.0, float(self.rank)]))
+        before = self.copies()
+        if step.synchronizes:
             self.sync.synchronize()
         else:
-            before = self.copies()
             self.backward(number, step, step.use, part=1)
+        if step.rides and self.sync.riders["rank"].tolist() != [1.0, (self.case.world_size - 1) / 2]:
+            self.problems.append(f"rank {self.rank}, step {number}: {self.sync.riders} rode along")
         self.check(number, before)
         if step.clip is not None:
             norm = fastsync.clip_grad_norm_(self.sync, step.clip)
@@ -513,7 +536,7 @@ class _Run:
     def error_of_kept(self, number: int) -> float:
         """What no rank has a new one of counts as it has traveled, but with error feedback."""
         oracle, name = self.oracle, self.name_of(number)
-        if _wire(name) == "none" or "ef" in name.split("+"):
+        if _wire(name) == "none" or "ef" in _words(name):
             return 0.0
         kept = [
             (oracle.error(index), weight.numel())
