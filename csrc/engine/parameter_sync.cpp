@@ -508,8 +508,10 @@ void ParameterSync::forget_layout() {
 std::vector<at::Tensor> ParameterSync::gradients() const {
   std::vector<at::Tensor> gradients;
   for (const Parameter& parameter : parameters_) {
-    if (parameter.takes_part() && parameter.tensor.grad().defined()) {
-      gradients.push_back(parameter.tensor.grad());
+    const at::Tensor& gradient = parameter.tensor.grad();
+    if (parameter.takes_part() && gradient.defined() &&
+        gradient.layout() == at::kStrided) {  // others are refused later
+      gradients.push_back(gradient);
     }
   }
   return gradients;
