@@ -114,8 +114,12 @@ std::shared_ptr<Schedule> make_schedule(std::vector<std::pair<int64_t, std::vect
 
 // The capsule points to fastsync::Passes.
 py::capsule passes(const std::string& device_type) {
-  return py::capsule(static_cast<const void*>(&fastsync::passes_of(c10::Device(device_type))));
+  const fastsync::Passes* const fused = fastsync::fused_passes(c10::Device(device_type).type());
+  TORCH_CHECK_VALUE(fused != nullptr, "device_type: no passes were built for ", device_type);
+  return py::capsule(static_cast<const void*>(fused));
 }
+
+std::string kernels(const std::string& device_type) { return fastsync::kernels_on(c10::Device(device_type).type()); }
 
 // As what passes gives.
 void register_passes(const std::string& device_type, const py::capsule& passes) {
@@ -215,6 +219,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<BucketTotals>(m, "BucketTotals")
       .def_readonly("elements", &BucketTotals::elements)
+      .def_readonly("kernels", &BucketTotals::kernels)
       .def_readonly("shares_memory", &BucketTotals::shares_memory)
       .def_readonly("is_in_place", &BucketTotals::is_in_place)
       .def_readonly("num_hosts", &BucketTotals::num_hosts)
@@ -323,6 +328,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("lay_out_buckets", &lay_out_buckets, py::arg("sizes"), py::arg("order"), py::arg("cap_bytes"));
   m.def("chunk_table", &fastsync::chunk_table, py::arg("numels"), py::arg("chunk_size"));
+  m.def("kernels", &kernels, py::arg("device_type"));
+  m.def("use_kernels", &fastsync::use_kernels, py::arg("name"));
   m.def("passes", &passes, py::arg("device_type"));
   m.def("register_passes", &register_passes, py::arg("device_type"), py::arg("passes"));
   m.def("launch_ranges", &fastsync::launch_ranges, py::arg("numels"), py::arg("capacity"));

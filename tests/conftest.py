@@ -76,9 +76,19 @@ def why_no_gpu() -> str | None:
 
 @pytest.fixture(scope="module")
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a test's tensors lie. While it runs on an emulated device, ``emulated.ops`` are the emulated operators."""
-    if not request.param.startswith("emulated"):
-        yield request.param
+    """Where a test's tensors lie. While it runs on an emulated device, ``emulated.ops`` are the emulated operators;
+    on a generic one, the operators are made of torch's own.
+    """
+    name, _, kernels = request.param.partition("-")
+    if kernels == "generic":
+        from fastsync import _C
+
+        _C.use_kernels("aten")
+        yield name
+        _C.use_kernels("auto")
+        return
+    if name != "emulated":
+        yield name
         return
     import torch
 
@@ -86,7 +96,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
     emulated.load()
     emulated.ops.namespace = "fastsync_emulated"
-    torch.ops.fastsync_emulated.set_descending(request.param.endswith("descending"))
+    torch.ops.fastsync_emulated.set_descending(kernels == "descending")
     yield "cpu"
     emulated.ops.namespace = "fastsync"
 

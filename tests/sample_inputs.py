@@ -18,13 +18,16 @@ from torch import Tensor
 
 from fastsync import reference
 
-# On an emulated one the kernels of CUDA run on tensors of the CPU, threads and blocks in this order or in the opposite.
-DEVICES = ["cpu", "emulated", "emulated-descending", pytest.param("cuda", marks=pytest.mark.gpu)]
+# On an emulated one the kernels of CUDA run on tensors of the CPU, threads and blocks in this order or in the opposite;
+# on a generic one torch's own operations run in place of the kernels that were built.
+DESCENDING = "emulated-descending"
+ON_GPU = [pytest.param(device, marks=pytest.mark.gpu) for device in ("cuda", "cuda-generic")]
+DEVICES = ["cpu", "cpu-generic", "emulated", DESCENDING, *ON_GPU]
 on_each_device = pytest.mark.parametrize("device", DEVICES, indirect=True)  # see conftest.py
 # For tests of single values, in which nobody waits for anybody.
-in_either_order = pytest.mark.parametrize("device", [*DEVICES[:2], DEVICES[-1]], indirect=True)
-# For what torch knows of an operator, which is the same of an emulated one.
-on_real_devices = pytest.mark.parametrize("device", [DEVICES[0], DEVICES[-1]], indirect=True)
+in_either_order = pytest.mark.parametrize("device", [each for each in DEVICES if each != DESCENDING], indirect=True)
+# For what torch knows of an operator, which is the same of the others.
+on_real_devices = pytest.mark.parametrize("device", ["cpu", ON_GPU[0]], indirect=True)
 OPERATORS = ["pack", "unpack", "reduce", "measure"]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 WIRE_DTYPES = [None, torch.float16, torch.bfloat16, torch.uint8]  # None: the gradients' own; uint8: blocks of int8

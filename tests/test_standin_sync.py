@@ -108,31 +108,41 @@ def _train(door: str, compression: Compression, device: str, group: dist.Process
     return [tensor.cpu() for tensor in kept]
 
 
+NORM_AT = {"attach": 1, "hook": 0, "all_reduce_gradients": 0}  # among what a step gives
+
+
 def _world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
-def _gives_the_cpus_bits(rank: int, world_size: int, door: str, compressions: list[Compression]) -> None:
-    group = standin.new_group()
+def _gives_the_cpus_bits(rank: int, world_size: int, door: str, compressions: list[Compression], kernels: str) -> None:
+    group = standin.new_group(with_passes=kernels == "fused")
     for compression in compressions:
         expected = _train(door, compression, "cpu", _world())
         with watched():
             actual = _train(door, compression, DEVICE, group)
         for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            assert_bitwise_equal(one, other, f"{door}, {compression}: tensor {index}")
+            what = f"{door}, {compression}: tensor {index}"
+            if kernels == "generic" and index % (NORM_AT[door] + 1 + len(SHAPES)) == NORM_AT[door]:
+                # Another order of additions: sixteen roundings to float32, see test_ops.py.
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+            else:
+                assert_bitwise_equal(one, other, what)
 
 
+@pytest.mark.parametrize("kernels", ["fused", "generic"])
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_bits_are_the_cpus(world_size: int, door: str) -> None:
+def test_the_bits_are_the_cpus(world_size: int, door: str, kernels: str) -> None:
+    """Of kernels of its own, and of torch's operations where none were built for the device."""
     compressions = ONE_LEVEL + (TWO_LEVELS if world_size == 4 else [])
     if door == "hook" and world_size > 1:
         # A CPU's messages carry a stamp in every step, those of a device in one of several. By their length go the
         # places of blocks, and so the random bits, and the order in which Gloo adds on four ranks.
         compressions = [each for each in compressions if each.rounding == "nearest"]
         compressions = [each for each in compressions if world_size < 4 or each.reduce == "fp32" or each.wire == "none"]
-    standin.run_ranks(_gives_the_cpus_bits, world_size, door, compressions)
+    standin.run_ranks(_gives_the_cpus_bits, world_size, door, compressions, kernels)
 
 
 def _lets_go_of_buffers(rank: int, world_size: int, door: str) -> None:

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "passes/aten/passes.h"
 #include "passes/backend.h"
 #include "sums/rank_sum.h"
 #include "transport/agreement.h"
@@ -104,7 +105,9 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
       device_(device),
       feedback_(team_->size()),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
-      workspace_(new_workspace(device)) {}
+      workspace_(new_workspace(device)) {
+  totals_->kernels = kernels_on(device.type());
+}
 
 // A thread of the process group's may be about to let go of tensors that Python knows, for which it takes the GIL. Who
 // ends the group waits for the thread, torch's Reducer with the GIL: so until then it does not end.
@@ -420,11 +423,9 @@ void BucketSync::agree_on_scale(const Bucket& bucket) {
     largest.mul_(bucket.weight);
   }
   failure_->guard([&] { team_->all_reduce({largest}, c10d::ReduceOp::MAX)->wait_for_rows(); });
-  const at::Tensor exponent = kTargetExponent - std::get<1>(at::frexp(largest));
-  const at::Tensor bits = exponent.clamp(-kMaxScaleExponent, kMaxScaleExponent).to(at::kInt).add(127).mul(1 << 23);
   const at::Tensor otherwise =
       scale_.defined() ? scale_ : at::ones({1}, at::TensorOptions().dtype(at::kFloat).device(device_));
-  scale_ = at::where(largest > 0, bits.view(at::kFloat), otherwise);
+  scale_ = at::where(largest > 0, aten::power_of_two(aten::scale_exponent_for(largest)), otherwise);
 }
 
 void BucketSync::measure(const std::vector<at::Tensor>& grads) {

@@ -72,6 +72,7 @@ class Count {
 // done in time to be read.
 struct BucketTotals {
   int64_t elements = 0;
+  std::string kernels;         // see kernels_on
   bool shares_memory = false;  // this and the next two: in the newest sync
   bool is_in_place = false;    // if it does, whether gradients lie there
   int64_t num_hosts = 1;       // if it does, of the ranks
@@ -83,7 +84,7 @@ struct BucketTotals {
   double collective_time = 0.0;
   double unpack_time = 0.0;
 
-  void add(const BucketTotals& other);  // all but the first five, which are one bucket's
+  void add(const BucketTotals& other);  // all but the first six, which are one bucket's
 };
 
 // The totals of buckets that are no more, to which a step under way may still add its times.

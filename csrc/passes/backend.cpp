@@ -3,14 +3,19 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <utility>
+
+#include "passes/aten/passes.h"
 
 #ifdef FASTSYNC_WITH_CUDA
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -101,14 +106,27 @@ at::Tensor new_workspace(c10::Device device) {
   return at::zeros({cuda::kWorkspaceBytes}, at::TensorOptions().dtype(at::kByte).device(device));
 }
 
-bool is_capturing([[maybe_unused]] c10::Device device) {
+namespace {
+
+// Older versions of torch cannot say so without the headers of CUDA.
+template <class Stream>
+[[maybe_unused]] bool is_recording(const Stream& stream) {
+  if constexpr (requires { stream.is_capturing(); }) {
+    return stream.is_capturing();
+  }
+  return false;
+}
+
+}  // namespace
+
+bool is_capturing(c10::Device device) {
 #ifdef FASTSYNC_WITH_CUDA
   if (device.is_cuda()) {
     const c10::cuda::CUDAGuard guard(device);
     return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   }
 #endif
-  return false;
+  return !device.is_cpu() && is_recording(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c10::Device device) {
@@ -183,35 +201,70 @@ void* current_stream([[maybe_unused]] c10::Device device) {
 
 void* data_or_none(const at::Tensor& workspace) { return workspace.defined() ? workspace.data_ptr() : nullptr; }
 
+bool is_aten(const std::string& name) {
+  TORCH_CHECK_VALUE(name.empty() || name == "auto" || name == "aten", "FASTSYNC_KERNELS: expected auto, which takes ",
+                    "fused kernels where they were built, or aten, which takes torch's own operations everywhere; got ",
+                    name);
+  return name == "aten";
+}
+
+std::atomic<bool>& takes_aten_everywhere() {
+  static std::atomic<bool> takes_aten = [] {
+    const char* const name = std::getenv("FASTSYNC_KERNELS");
+    return is_aten(name != nullptr ? name : "");
+  }();
+  return takes_aten;
+}
+
+// Calls one of the device's own passes, or that on PyTorch's operators.
+template <class Fused, class Generic>
+void run(c10::Device device, const Fused& fused, const Generic& generic) {
+  const c10::DeviceGuard guard(device);
+  const Passes* const passes = takes_aten_everywhere() ? nullptr : fused_passes(device.type());
+  if (passes != nullptr) {
+    fused(*passes, current_stream(device));
+  } else {
+    generic();
+  }
+}
+
 }  // namespace
 
 void register_passes(c10::DeviceType type, const Passes& passes) { all_passes()[static_cast<size_t>(type)] = passes; }
 
-const Passes& passes_of(c10::Device device) {
-  const auto& passes = all_passes()[static_cast<size_t>(device.type())];
-  TORCH_CHECK_VALUE(passes.has_value(), "fastsync was built without support for gradients on ", device,
-                    "; `fastsync doctor` says what this build can do");
-  return *passes;
+const Passes* fused_passes(c10::DeviceType type) {
+  const auto& passes = all_passes()[static_cast<size_t>(type)];
+  return passes.has_value() ? &*passes : nullptr;
 }
 
+std::string kernels_on(c10::DeviceType type) {
+  return takes_aten_everywhere() || fused_passes(type) == nullptr ? "generic" : "fused";
+}
+
+void use_kernels(const std::string& name) { takes_aten_everywhere() = is_aten(name); }
+
 void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace) {
-  const c10::DeviceGuard guard(device);
-  passes_of(device).pack(args, data_or_none(workspace), current_stream(device));
+  run(
+      device, [&](const Passes& fused, void* stream) { fused.pack(args, data_or_none(workspace), stream); },
+      [&] { aten::pack(args, device); });
 }
 
 void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace) {
-  const c10::DeviceGuard guard(device);
-  passes_of(device).unpack(args, data_or_none(workspace), current_stream(device));
+  run(
+      device, [&](const Passes& fused, void* stream) { fused.unpack(args, data_or_none(workspace), stream); },
+      [&] { aten::unpack(args, device); });
 }
 
 void run_measure(const MeasureArgs& args, c10::Device device, const at::Tensor& workspace) {
-  const c10::DeviceGuard guard(device);
-  passes_of(device).measure(args, data_or_none(workspace), current_stream(device));
+  run(
+      device, [&](const Passes& fused, void* stream) { fused.measure(args, data_or_none(workspace), stream); },
+      [&] { aten::measure(args, device); });
 }
 
 void run_reduce(const ReduceArgs& args, c10::Device device) {
-  const c10::DeviceGuard guard(device);
-  passes_of(device).reduce(args, current_stream(device));
+  run(
+      device, [&](const Passes& fused, void* stream) { fused.reduce(args, stream); },
+      [&] { aten::reduce(args, device); });
 }
 
 }  // namespace fastsync

@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include <string>
 #include <vector>
 
 #include "passes/pack_unpack.h"
@@ -64,7 +65,14 @@ struct Passes {
 
 // For a device that is neither a CPU nor CUDA.
 void register_passes(c10::DeviceType type, const Passes& passes);
-const Passes& passes_of(c10::Device device);
+// What was built or registered for the device; null where nothing was.
+const Passes* fused_passes(c10::DeviceType type);
+
+// "fused" where the device's own passes run, "generic" where those on PyTorch's operators do, see aten/passes.h: where
+// there are no others, and everywhere with FASTSYNC_KERNELS=aten. Throws c10::ValueError for another value of that.
+std::string kernels_on(c10::DeviceType type);
+// As FASTSYNC_KERNELS, from now on.
+void use_kernels(const std::string& name);
 
 // Each runs on the current stream of the device.
 void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace);

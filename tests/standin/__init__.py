@@ -61,6 +61,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
 @cache
 def load() -> Any:
     """Registers the device and its passes with torch and the engine. Returns the extension."""
+    extension = load_device()
+    fastsync_C.register_passes(DEVICE, extension.passes_over(fastsync_C.passes("cpu")))
+    return extension
+
+
+@cache
+def load_device() -> Any:
+    """As ``load``, for tests of a device that no passes were built for."""
     spec = importlib.util.spec_from_file_location(DEVICE, LIBRARY)
     assert spec is not None
     assert spec.loader is not None
@@ -71,19 +79,18 @@ def load() -> Any:
     module.is_available = lambda: True  # type: ignore[attr-defined]
     module.device_count = lambda: extension.NUM_DEVICES  # type: ignore[attr-defined]
     torch._register_device_module(DEVICE, module)
-    fastsync_C.register_passes(DEVICE, extension.passes_over(fastsync_C.passes("cpu")))
     dist.Backend.register_backend(DEVICE, _new_backend, devices=[DEVICE])
     return extension
 
 
 def _new_backend(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    return load().Group(gloo, rank, size)
+    return load_device().Group(gloo, rank, size)
 
 
-def new_group() -> dist.ProcessGroup:
+def new_group(*, with_passes: bool = True) -> dist.ProcessGroup:
     """A process group of all ranks for the stand-in device. Its calls: ``backend_of(group).take_calls()``."""
-    load()
+    load() if with_passes else load_device()
     group = dist.new_group(backend=DEVICE)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -106,16 +113,16 @@ def backend_of(group: dist.ProcessGroup) -> Any:
 @contextmanager
 def watched() -> Iterator[None]:
     """Raises AssertionError for each race, and for each block of memory that was let go while a stream used it."""
-    load().take_violations()
+    load_device().take_violations()
     yield
-    violations = load().take_violations()
+    violations = load_device().take_violations()
     assert violations == [], "\n".join(["on the stand-in device:", *violations])
 
 
 @contextmanager
 def unwaited() -> Iterator[None]:
     """Raises AssertionError where the host waited for the device."""
-    load().take_host_waits()
+    load_device().take_host_waits()
     yield
-    waits = load().take_host_waits()
+    waits = load_device().take_host_waits()
     assert waits == [], f"the host waited for: {', '.join(waits)}"
