@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-all test-slow test-gpu test-asan test-ubsan test-trainers lint format bench check-cuda check-aarch64 prove-gpu clean
+.PHONY: help venv build train test test-all test-slow test-gpu test-aten test-asan test-ubsan test-trainers lint format bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-all    and those that run whole commands and other trainers, as every change has to pass'
 	@echo 'make test-slow   run the tests that take minutes: trainings that must reach published returns'
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
+	@echo 'make test-aten   run tests of the engine on torch'\''s own operations, as on a device that no kernels were built for'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
 	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL, SkyPilot and Neptune, each in an environment of its own'
@@ -52,6 +53,12 @@ test test-all: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# What a device does for which no kernels were built. The operators' tests take both in any case.
+ATEN_TESTS := tests/test_attach.py tests/test_ddp.py tests/test_error_feedback.py tests/test_fp32_sums.py \
+	tests/test_two_level.py tests/test_sharded.py
+test-aten: venv
+	FASTSYNC_KERNELS=aten $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal $(ATEN_TESTS) $(PYTEST_ARGS)
 
 test-gpu: venv
 	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -19,6 +19,7 @@ from .autotune.request import AnyCompression
 from .checks import check_dense, check_group, check_not_sharded, check_parameters, resolve_group, resolve_nodes
 from .compression import Compression
 from .handle import GradientHandle, SyncHandle, remember
+from .kernels import look_at_kernels
 from .optimizer_steps import watch
 from .pipelines import has_a_stage_of
 
@@ -182,7 +183,7 @@ def allreduce_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Te
     Returns:
         A future of the averaged bucket buffer.
     """
-    return _state_for(state)._engine.run(bucket, _SCHEDULES["none"])
+    return _run(state, bucket, "none")
 
 
 def fp16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -190,7 +191,7 @@ def fp16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Futur
 
     See ``allreduce_hook`` for the arguments.
     """
-    return _state_for(state)._engine.run(bucket, _SCHEDULES["fp16"])
+    return _run(state, bucket, "fp16")
 
 
 def bf16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -198,11 +199,17 @@ def bf16_compress_hook(state: object, bucket: GradBucket) -> torch.futures.Futur
 
     See ``allreduce_hook`` for the arguments.
     """
-    return _state_for(state)._engine.run(bucket, _SCHEDULES["bf16"])
+    return _run(state, bucket, "bf16")
 
 
 # DDP refuses any hook of the name "bf16_compress_hook" where NCCL is missing; this one does not need it.
 bf16_compress_hook.__name__ = "fastsync_bf16_compress_hook"
+
+
+def _run(state: object, bucket: GradBucket, wire: str) -> torch.futures.Future[Tensor]:
+    look_at_kernels([bucket.buffer().device])
+    return _state_for(state)._engine.run(bucket, _SCHEDULES[wire])
+
 
 _states: "weakref.WeakKeyDictionary[dist.ProcessGroup, HookState]" = weakref.WeakKeyDictionary()
 

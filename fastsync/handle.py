@@ -22,6 +22,7 @@ from .autotune.plan import Plan, make_plan
 from .autotune.request import AnyCompression, Auto, Schedule, as_compression, on_nodes
 from .compression import Compression
 from .grad_scaler import loss_scale, some_scaler_has_unscaled
+from .kernels import look_at_kernels
 from .reference import MAX_SCALE_EXPONENT
 from .stats import GradStats, SyncStats
 
@@ -187,6 +188,7 @@ class GradientHandle(SyncHandle):
 
     def _follow(self, compression: Compression | Auto | Schedule, *, remeasure: bool = False) -> None:
         named = self._planned_parameters()
+        look_at_kernels(parameter.device for parameter in named.values())
         plan = make_plan(compression, self._group, named, self._argument, remeasure=remeasure)
         self._engine.set_schedule(engine_schedule(plan.phases))
         self._plan, self._compression = plan, compression

@@ -114,6 +114,9 @@ class SyncStats:
     transport: str = ""
     """How gradients get to other ranks: "shared memory", or "process group", with the reason where ranks on a CPU tried
     to share memory and could not; "shared memory, process group between 2 hosts" where there are several."""
+    kernels: str = ""
+    """What packs and unpacks: "fused" kernels, made for the gradients' device, or "generic" ones, of torch's own
+    operations."""
 
     def __repr__(self) -> str:
         steps = max(self.num_steps, 1)
@@ -141,4 +144,5 @@ class SyncStats:
             exposed_time=totals.exposed_time / timed_share if timed_share else 0.0,
             buckets=buckets,
             transport=buckets[-1].transport if buckets else "",
+            kernels=totals.buckets[-1].kernels if buckets else "",
         )

@@ -5,6 +5,7 @@
 #define TORCH_LIBRARY TORCH_LIBRARY_FRAGMENT  // which takes a name that is a macro
 
 #include "cuda_runtime.h"
+#include "passes/aten/passes.h"
 #include "passes/ops.cpp"
 
 namespace fastsync::cpu {
@@ -24,5 +25,15 @@ void measure(const MeasureArgs& args) { cuda::measure(args, workspace(), nullptr
 void reduce(const ReduceArgs& args) { cuda::reduce(args, nullptr); }
 
 }  // namespace fastsync::cpu
+
+// What backend.cpp refers to, and does not call here.
+namespace fastsync::aten {
+
+void pack(const PackArgs&, c10::Device) {}
+void unpack(const UnpackArgs&, c10::Device) {}
+void measure(const MeasureArgs&, c10::Device) {}
+void reduce(const ReduceArgs&, c10::Device) {}
+
+}  // namespace fastsync::aten
 
 TORCH_LIBRARY_FRAGMENT(fastsync, library) { library.def("set_descending", &emulator::set_descending); }

@@ -1,0 +1,122 @@
+"""Which kernels run: those made for a device, or torch's own operations where there are none, which is said."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fastsync
+from fastsync import _C, kernels
+from tests import standin
+from tests.models import Given, random_grads
+from tests.ranks import run_ranks
+from tests.standin import DEVICE
+
+SHAPES = [(7, 33), (300,)]
+
+
+def _events_of_pack() -> set[str]:
+    grads, stats = [torch.ones(5), torch.ones(3)], torch.zeros(4, dtype=torch.float64)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        torch.ops.fastsync.pack(grads, torch.empty(8, dtype=torch.float16), stats)
+    return {event.key for event in recorded.key_averages()}
+
+
+def test_torchs_own_operations_run_where_they_are_asked_for() -> None:
+    assert _C.kernels("cpu") == "fused"
+    assert "aten::cat" not in _events_of_pack()
+    _C.use_kernels("aten")
+    assert _C.kernels("cpu") == "generic"
+    assert "aten::cat" in _events_of_pack()
+    _C.use_kernels("auto")
+    assert _C.kernels("cpu") == "fused"
+
+
+def test_only_a_device_that_has_no_kernels_takes_torchs_operations() -> None:
+    assert _C.kernels("cuda") == ("fused" if _C.built_with_cuda() else "generic")
+    assert _C.kernels("mps") == "generic"
+    with pytest.raises(ValueError, match="no passes were built for mps"):
+        _C.passes("mps")
+
+
+def test_another_choice_of_kernels_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"FASTSYNC_KERNELS: expected auto.*got fast"):
+        _C.use_kernels("fast")
+
+
+def _refuses_the_environment(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"FASTSYNC_KERNELS: expected auto.*got fused"):
+        fastsync.attach(torch.nn.Linear(2, 2))
+
+
+def test_the_environment_is_looked_at_when_a_model_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(_with_kernels, 1, "fused", _refuses_the_environment)
+
+
+def _with_kernels(rank: int, world_size: int, name: str, then: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTSYNC_KERNELS", name)
+        then(rank, world_size)  # type: ignore[operator]
+
+
+def _stats_say_which(rank: int, world_size: int) -> None:
+    model = torch.nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sync = fastsync.attach(model)
+    assert sync.stats().kernels == ""
+    model(torch.ones(2)).sum().backward()
+    assert sync.stats().kernels == "generic"
+
+
+def test_who_chooses_torchs_operations_is_not_warned() -> None:
+    run_ranks(_with_kernels, 1, "aten", _stats_say_which)
+
+
+def _given() -> Given:
+    return Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
+
+
+def _warns_once(rank: int, world_size: int, door: str) -> None:
+    group = standin.new_group(with_passes=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model = _given()
+            if door == "attach":
+                handle = fastsync.attach(model, process_group=group)
+            else:
+                ddp = DistributedDataParallel(model, process_group=group)
+                if door == "hook":
+                    handle = fastsync.register_comm_hook(ddp)
+                else:
+                    handle = fastsync.HookState(group)
+                    ddp.register_comm_hook(handle, fastsync.fp16_compress_hook)
+                model = ddp
+            grads = [grad.to(DEVICE) for grad in random_grads(rank, 0, SHAPES, torch.float32)]
+            model(grads).backward()
+            model(grads).backward()
+            assert handle.stats().kernels == "generic"
+    said = [str(each.message) for each in caught if "fastsync" in str(each.message)]
+    assert len(said) == 1
+    assert said[0].startswith(f"fastsync: gradients on {DEVICE} are packed by torch's own operations")
+    assert said[0].endswith("none were built for it (fastsync has some for CPUs and for NVIDIA GPUs)")
+
+
+@pytest.mark.parametrize("door", ["attach", "hook", "hook of torch's signature"])
+def test_a_device_without_kernels_trains_with_one_warning(door: str) -> None:
+    """Also the second backward, which used to die in DDP after the first had failed."""
+    standin.run_ranks(_warns_once, 2, door)
+
+
+def test_of_cuda_the_warning_says_what_the_build_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_seen", set())
+    monkeypatch.setattr(kernels, "cuda_left_out", lambda: "no nvcc; to build again: `pip install .`")
+    monkeypatch.setattr(kernels, "_C", type("Extension", (), {"kernels": staticmethod(lambda kind: "generic")}))
+    monkeypatch.delenv("FASTSYNC_KERNELS", raising=False)
+    with pytest.warns(UserWarning, match=r"on cuda are packed.*\(no nvcc; to build again: `pip install \.`\)$"):
+        kernels.look_at_kernels([torch.device("cuda", 0)])
