@@ -119,6 +119,8 @@ py::capsule passes(const std::string& device_type) {
   return py::capsule(static_cast<const void*>(fused));
 }
 
+c10::Device device_of_sums(const Group& group, c10::Device device) { return fastsync::device_of_sums(*group, device); }
+
 std::string kernels(const std::string& device_type) { return fastsync::kernels_on(c10::Device(device_type).type()); }
 
 // As what passes gives.
@@ -328,6 +330,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("lay_out_buckets", &lay_out_buckets, py::arg("sizes"), py::arg("order"), py::arg("cap_bytes"));
   m.def("chunk_table", &fastsync::chunk_table, py::arg("numels"), py::arg("chunk_size"));
+  m.def("device_of_sums", &device_of_sums, py::arg("process_group"), py::arg("device"));
   m.def("kernels", &kernels, py::arg("device_type"));
   m.def("use_kernels", &fastsync::use_kernels, py::arg("name"));
   m.def("passes", &passes, py::arg("device_type"));

@@ -103,13 +103,13 @@ def check_parameters(named: Mapping[str, Tensor], compression: Compression, argu
 
 
 def check_group(group: dist.ProcessGroup, named: Mapping[str, Tensor]) -> None:
-    """Raises ValueError where the group has no backend for a parameter's device."""
+    """Raises ValueError where the group has no backend for a parameter's device, nor one for the host."""
     have = {device.type for device in group._device_types}
     for name, parameter in named.items():
         if not parameter.requires_grad:
             continue
         device = parameter.device
-        if device.type not in have:
+        if device.type not in have and ("cpu" not in have or device.type == "meta"):
             raise ValueError(
                 f"process_group: it serves {', '.join(sorted(have))}, but parameter {name} is on {device}; use a group "
                 "whose backend does (Gloo for cpu, NCCL for cuda)"

@@ -36,7 +36,8 @@ class HookState(SyncHandle):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, module: nn.Module | None = None) -> None:
-        self._engine: _C.HookState = _C.HookState(resolve_group(process_group))
+        self._group = resolve_group(process_group)
+        self._engine: _C.HookState = _C.HookState(self._group)
         self._module = module
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
@@ -59,7 +60,6 @@ class CommHook(HookState, GradientHandle):
         ranks_per_node: int | None,
     ) -> None:
         super().__init__(process_group, module=ddp_model.module)
-        self._group = process_group
         self._ranks_per_node = ranks_per_node
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
         # DDP too decides once, when it wraps a model, which parameters it serves.
@@ -207,8 +207,9 @@ bf16_compress_hook.__name__ = "fastsync_bf16_compress_hook"
 
 
 def _run(state: object, bucket: GradBucket, wire: str) -> torch.futures.Future[Tensor]:
-    look_at_kernels([bucket.buffer().device])
-    return _state_for(state)._engine.run(bucket, _SCHEDULES[wire])
+    found = _state_for(state)
+    look_at_kernels(found._group, [bucket.buffer().device])
+    return found._engine.run(bucket, _SCHEDULES[wire])
 
 
 _states: "weakref.WeakKeyDictionary[dist.ProcessGroup, HookState]" = weakref.WeakKeyDictionary()

@@ -188,7 +188,7 @@ class GradientHandle(SyncHandle):
 
     def _follow(self, compression: Compression | Auto | Schedule, *, remeasure: bool = False) -> None:
         named = self._planned_parameters()
-        look_at_kernels(parameter.device for parameter in named.values())
+        look_at_kernels(self._group, (parameter.device for parameter in named.values()))
         plan = make_plan(compression, self._group, named, self._argument, remeasure=remeasure)
         self._engine.set_schedule(engine_schedule(plan.phases))
         self._plan, self._compression = plan, compression

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 
 from . import _C
 from .installation import cuda_left_out
@@ -14,13 +15,15 @@ from .installation import cuda_left_out
 _seen: set[str] = set()
 
 
-def look_at_kernels(devices: Iterable[torch.device]) -> None:
+def look_at_kernels(group: dist.ProcessGroup, devices: Iterable[torch.device]) -> None:
     """Warns, once for a type of device, where torch's own operations go over its gradients and nobody has chosen that.
+
+    Gradients that the group sums on the host are a CPU's.
 
     Raises:
         ValueError: FASTSYNC_KERNELS is neither "auto" nor "aten".
     """
-    for kind in {device.type for device in devices} - _seen:
+    for kind in {_C.device_of_sums(group, device).type for device in set(devices)} - _seen:
         is_chosen = os.environ.get("FASTSYNC_KERNELS") == "aten"
         if _C.kernels(kind) == "generic" and not is_chosen:
             warnings.warn(

@@ -40,7 +40,8 @@ def broadcast(
         ]
         _C.check_agreement(group, "\n".join(lines), next(iter(named.values())).device)
     tensors = [tensor.detach() for tensor in (*named.values(), *others.values())]
-    sent = [_as_vector(tensor) if tensor.dtype in _DTYPES else _as_bytes(tensor) for tensor in tensors]
+    vectors = [_as_vector(tensor) if tensor.dtype in _DTYPES else _as_bytes(tensor) for tensor in tensors]
+    sent = [vector.to(_C.device_of_sums(group, vector.device)) for vector in vectors]
     dist._broadcast_coalesced(group, sent, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
     for tensor, values in zip(tensors, sent, strict=True):
         if values.data_ptr() != tensor.data_ptr():

@@ -9,7 +9,17 @@ from torch import Tensor
 import fastsync
 from fastsync import reference
 from fastsync.autotune.request import AnyCompression
-from tests.models import SMALL_BUCKETS, Given, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, batch, grads_of
+from tests.bitwise import assert_bitwise_equal
+from tests.models import (
+    SMALL_BUCKETS,
+    Given,
+    Mlp,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    batch,
+    grads_of,
+    random_grads,
+)
 from tests.ranks import run_ranks
 from tests.test_ddp_cuda import LONG, SHORT, STEPS, WIRE_DTYPES, _grads
 
@@ -271,11 +281,16 @@ def test_weighted_means(world_size: int) -> None:
 
 
 def _gloo(rank: int, world_size: int) -> None:
-    model = Mlp().to("cuda")
-    fastsync.attach(model, broadcast=False)
-    with pytest.raises(ValueError, match="the process group is Gloo's, which fastsync supports on CPUs only; use NCCL"):
-        model(batch(rank, 0).to("cuda")).sum().backward()
+    """Gradients go to the host, and come back with a CPU's bits."""
+    averages = []
+    for device in ("cpu", "cuda"):
+        model = Given([torch.zeros(300, 7)]).to(device)
+        sync = fastsync.attach(model)
+        model([grad.to(device) for grad in random_grads(rank, 0, [(300, 7)], torch.float32)]).backward()
+        averages += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        assert sync.stats().kernels == "fused"
+    assert_bitwise_equal(averages[1], averages[0])
 
 
-def test_gloo_is_refused_with_gradients_on_a_gpu() -> None:
+def test_gradients_on_a_gpu_over_gloo() -> None:
     run_ranks(_gloo, 2, backend="gloo")

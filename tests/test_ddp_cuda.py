@@ -198,11 +198,14 @@ def test_gradients_on_another_device_than_the_current(world_size: int) -> None:
 
 
 def _gloo(rank: int, world_size: int) -> None:
-    ddp = _small_bucket_ddp("cuda")
-    fastsync.register_comm_hook(ddp)
-    with pytest.raises(ValueError, match="the process group is Gloo's, which fastsync supports on CPUs only; use NCCL"):
-        backward_of(ddp, [grad.to("cuda") for grad in _grads(rank, 0)])
+    averages = []
+    for device in ("cpu", "cuda"):
+        ddp = _small_bucket_ddp(device)
+        fastsync.register_comm_hook(ddp)
+        backward_of(ddp, [grad.to(device) for grad in _grads(rank, 0)])
+        averages.append([p.grad.cpu() for p in ddp.parameters() if p.grad is not None])
+    assert_all_bitwise_equal(*averages)
 
 
-def test_gloo_is_refused_with_gradients_on_a_gpu() -> None:
+def test_gradients_on_a_gpu_over_gloo() -> None:
     run_ranks(_gloo, 2, backend="gloo")

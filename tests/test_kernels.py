@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -113,10 +114,21 @@ def test_a_device_without_kernels_trains_with_one_warning(door: str) -> None:
     standin.run_ranks(_warns_once, 2, door)
 
 
+class _OfCuda:
+    @staticmethod
+    def kernels(kind: str) -> str:
+        return "generic"
+
+    @staticmethod
+    def device_of_sums(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+        return device
+
+
 def test_of_cuda_the_warning_says_what_the_build_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_seen", set())
     monkeypatch.setattr(kernels, "cuda_left_out", lambda: "no nvcc; to build again: `pip install .`")
-    monkeypatch.setattr(kernels, "_C", type("Extension", (), {"kernels": staticmethod(lambda kind: "generic")}))
+    monkeypatch.setattr(kernels, "_C", _OfCuda)
     monkeypatch.delenv("FASTSYNC_KERNELS", raising=False)
+    group = dist.ProcessGroup(0, 1)
     with pytest.warns(UserWarning, match=r"on cuda are packed.*\(no nvcc; to build again: `pip install \.`\)$"):
-        kernels.look_at_kernels([torch.device("cuda", 0)])
+        kernels.look_at_kernels(group, [torch.device("cuda", 0)])

@@ -99,8 +99,9 @@ def _train(door: str, compression: Compression, device: str, group: dist.Process
     kept: list[Tensor] = []
     for step in range(STEPS):
         training.model.zero_grad()
-        # DDP itself waits where it looks for unused parameters.
-        quiet = device == DEVICE and FIRST_QUIET_STEP <= step < WITH_MISSING and door != "hook"
+        # DDP itself waits where it looks for unused parameters, and over Gloo gradients go to the host.
+        may_wait = device != DEVICE or door == "hook" or dist.get_backend(group) == "gloo"
+        quiet = FIRST_QUIET_STEP <= step < WITH_MISSING and not may_wait
         with unwaited() if quiet else nullcontext():
             kept += training.step(steps[step], riders[step])
             for parameter in training.model.parameters():

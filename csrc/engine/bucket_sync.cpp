@@ -93,20 +93,22 @@ struct BucketSync::Flight {
   bool ends_step = false;
   std::shared_ptr<Stopwatch> stopwatch;
   std::shared_ptr<BucketTotals> totals;
+  std::shared_ptr<const HostCopies> copies;  // null where gradients stay where they are
 };
 
 BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
                        std::shared_ptr<Whereabouts> whereabouts)
-    : team_(make_team(std::move(group), device)),
+    : device_of_gradients_(device),
+      device_(device_of_sums(*group, device)),
+      team_(make_team(std::move(group), device_)),
       may_share_(team_->sends_at_once() && team_->size() > 1),
       failure_(std::make_shared<const Failure>(
           c10::str("fastsync: averaging ", name, " failed on rank ", team_->rank(), " of ", team_->size(), ": "),
           std::move(whereabouts))),
-      device_(device),
       feedback_(team_->size()),
-      stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device))),
-      workspace_(new_workspace(device)) {
-  totals_->kernels = kernels_on(device.type());
+      stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
+      workspace_(new_workspace(device_)) {
+  totals_->kernels = kernels_on(device_.type());
 }
 
 // A thread of the process group's may be about to let go of tensors that Python knows, for which it takes the GIL. Who
@@ -145,11 +147,17 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send_differences(std::vector<at:
 
 std::shared_ptr<BucketSync::Flight> BucketSync::send_by(const MakeSum& make, at::Tensor values, const Sync& sync,
                                                         std::shared_ptr<Stopwatch> stopwatch) {
+  TORCH_CHECK_VALUE(!is_elsewhere(), "fastsync: the gradients are on ", device_of_gradients_, ", where the process ",
+                    "group does not work, and a reduce-scatter is not taken to the host; use NCCL");
   const WithoutPythonObjects without_python;
   return start(bucket_of({std::move(values)}, sync), sync, std::move(stopwatch), {}, {}, /*is_for_future=*/false, make);
 }
 
-Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) const {
+Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) {
+  if (is_elsewhere()) {
+    copies_ = std::make_shared<const HostCopies>(grads, host_memory_);
+    grads = copies_->on_host();
+  }
   const DType wire = wire_dtype(sync.compression.wire, dtype_of(grads.front().scalar_type()));
   Bucket bucket(std::move(grads), wire, device_);
   bucket.is_lossless = sync.compression.wire == Wire::kNone;
@@ -200,6 +208,7 @@ std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync&
   flight->ends_step = sync.ends_step;
   flight->stopwatch = std::move(stopwatch);
   flight->totals = totals_;
+  flight->copies = std::exchange(copies_, nullptr);
   return flight;
 }
 
@@ -331,7 +340,12 @@ void BucketSync::drive_later(const std::shared_ptr<Flight>& flight, Strand& stra
 }
 
 void BucketSync::receive(Flight& flight) {
-  flight.failure->guard([&] { flight.sum->finish([&] { flight.stopwatch->mark(Mark::kReduced); }); });
+  flight.failure->guard([&] {
+    flight.sum->finish([&] { flight.stopwatch->mark(Mark::kReduced); });
+    if (flight.copies) {
+      flight.copies->bring_back();
+    }
+  });
   flight.totals->wire_bytes.add(flight.sum->sent_bytes());
   flight.stopwatch->mark(Mark::kDone);
   if (flight.ends_step) {
@@ -355,6 +369,7 @@ void BucketSync::discard(Flight& flight) {
     nowhere.push_back(at::empty_like(grad));
   }
   bucket.redirect(std::move(nowhere));
+  flight.copies.reset();
   receive(flight);
 }
 
@@ -363,10 +378,10 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
                                             std::shared_ptr<Stopwatch> stopwatch, Strand& strand, const Extras& extras,
                                             OnFlags on_flags, std::function<void()>* rest) {
   const WithoutPythonObjects without_python;
-  const auto flight =
-      start(bucket_of(std::move(grads), sync), sync, std::move(stopwatch), extras, {}, /*is_for_future=*/true);
+  const auto flight = start(bucket_of(std::move(grads), sync), sync, std::move(stopwatch), extras, {},
+                            /*is_for_future=*/!is_elsewhere());
   flight->on_flags = std::move(on_flags);
-  if (const auto over = flight->sum->when_over()) {
+  if (const auto over = is_elsewhere() ? Reduction::Future() : flight->sum->when_over()) {
     newest_.emplace(over);
     return over->then(at::wrapPropagateTLSState([flight, buffer, sender = std::this_thread::get_id()](Future& reduced) {
                         if (reduced.hasError()) {
@@ -382,7 +397,7 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
                       }),
                       c10::TensorType::get());
   }
-  auto future = make_future(device_);
+  auto future = make_future(device_of_gradients_);
   auto complete = [flight, buffer, future] {
     try {
       receive(*flight);
@@ -430,7 +445,11 @@ void BucketSync::agree_on_scale(const Bucket& bucket) {
 
 void BucketSync::measure(const std::vector<at::Tensor>& grads) {
   const DType dtype = grads.empty() ? DType::kFloat32 : dtype_of(grads.front().scalar_type());
-  const auto segments = lay_out(grads);
+  std::vector<at::Tensor> measured = grads;
+  if (is_elsewhere() && !grads.empty()) {
+    measured = HostCopies(grads, host_memory_).on_host();
+  }
+  const auto segments = lay_out(measured);
   const at::Tensor largest = stats_.select(0, kMaxMagnitude).clone();
   run_measure({segments.data(), static_cast<int64_t>(segments.size()), dtype, stats_.data_ptr<double>()}, device_,
               workspace_);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/compression.h"
+#include "engine/host_copies.h"
 #include "engine/sync_times.h"
 #include "sums/bucket_sum.h"
 #include "sums/error_feedback.h"
@@ -61,7 +62,7 @@ class BucketSync {
   ~BucketSync();
 
   // Whether gradients of full width are averaged where ranks share memory, if they do, and stay there: see views.
-  void use_views(bool uses_views) { uses_views_ = uses_views; }
+  void use_views(bool uses_views) { uses_views_ = uses_views && !is_elsewhere(); }
   bool has_views_at(const void* data) const { return views_.contain(data); }
 
   // From now on the result is the mean times this.
@@ -127,7 +128,10 @@ class BucketSync {
     return (may_share_ && !team_that_shares(compression)) || needs_scale(compression);
   }
 
+  // Where sums, statistics, scales and residuals are, and extras have to be: that of the gradients, or the host where
+  // the process group does not work there. See HostCopies.
   c10::Device device() const { return device_; }
+  c10::Device device_of_gradients() const { return device_of_gradients_; }
 
   // The power of two that fp16 values are multiplied with: one float32 element; undefined where the next fp16 sync
   // finds it out.
@@ -147,7 +151,8 @@ class BucketSync {
   const std::shared_ptr<BucketTotals>& totals() const { return totals_; }
 
  private:
-  Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync) const;
+  bool is_elsewhere() const { return device_ != device_of_gradients_; }
+  Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync);
   std::shared_ptr<Flight> start(Bucket bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
                                 const Extras& extras, const std::vector<bool>& stand_in, bool is_for_future,
                                 const MakeSum& make = nullptr);
@@ -168,6 +173,8 @@ class BucketSync {
 
   struct Failure;
 
+  c10::Device device_of_gradients_;
+  c10::Device device_;
   std::shared_ptr<Team> team_;
   std::shared_ptr<Host> host_;
   std::shared_ptr<SharedTeam> shared_;  // those of this rank's host, where they share memory
@@ -177,9 +184,10 @@ class BucketSync {
   double mean_factor_ = 1.0;
   std::shared_ptr<SharedTeam> view_team_;  // as shared_, of views_
   std::shared_ptr<const Failure> failure_;
-  c10::Device device_;
   SumBuffers buffers_;  // this and the next: of the one team, and of the other
   SumBuffers shared_buffers_;
+  at::Tensor host_memory_;                    // this and the next: of gradients that are elsewhere
+  std::shared_ptr<const HostCopies> copies_;  // for the next flight
   BucketViews views_;
   ErrorFeedback feedback_;
   at::Tensor scale_;

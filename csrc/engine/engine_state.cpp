@@ -109,8 +109,8 @@ std::shared_ptr<EngineBucket> EngineState::add_bucket(std::vector<ParameterId> p
                                                       std::shared_ptr<Agreement> agreement, const std::string& name,
                                                       c10::Device device) {
   auto sync = std::make_shared<BucketSync>(group_, name, device, whereabouts_);
-  sync->set_scale(saved_scales_.smallest_of(parameters, device));
-  sync->feedback().set_residuals(saved_residuals_.take(parameters, device));
+  sync->set_scale(saved_scales_.smallest_of(parameters, sync->device()));
+  sync->feedback().set_residuals(saved_residuals_.take(parameters, sync->device()));
   auto bucket =
       std::make_shared<EngineBucket>(EngineBucket{std::move(parameters), std::move(agreement), std::move(sync)});
   known_buckets_.push_back(bucket);

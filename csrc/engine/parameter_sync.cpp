@@ -148,7 +148,7 @@ void ParameterSync::send_rest() {
 
 // Accumulators that were made under several streams accumulate on several, and this may be yet another one.
 void ParameterSync::wait_for_gradients(const Bucket& bucket) const {
-  const c10::Stream current = current_stream(bucket.sync().device());
+  const c10::Stream current = current_stream(bucket.sync().device_of_gradients());
   std::vector<c10::Stream> waited_for;
   for (const size_t index : bucket.parameters) {
     const auto& stream = parameters_[index].stream;
@@ -486,8 +486,8 @@ std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& t
     }
   }
   const WithoutPythonObjects without_python;
-  std::vector<at::Tensor> tensors{
-      at::tensor(at::ArrayRef<int64_t>(order)).to(parameters_[taking_part.front()].tensor.device())};
+  std::vector<at::Tensor> tensors{at::tensor(at::ArrayRef<int64_t>(order))
+                                      .to(device_of_sums(*group_, parameters_[taking_part.front()].tensor.device()))};
   wait_for_ranks("agreement on the order of gradients", [&] { group_->broadcast(tensors)->wait(); });
   const at::Tensor of_rank_0 = tensors.front().cpu();
   return {of_rank_0.data_ptr<int64_t>(), of_rank_0.data_ptr<int64_t>() + of_rank_0.numel()};

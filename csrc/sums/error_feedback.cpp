@@ -77,12 +77,12 @@ void ErrorFeedback::rescale(const at::Tensor& factor) {
   for (const auto* residuals : {&residuals_, &loaded_residuals_of_sums_}) {
     for (const at::Tensor& residual : *residuals) {
       if (residual.defined()) {
-        residual.mul_(factor);
+        residual.mul_(factor.to(residual.device()));
       }
     }
   }
   if (owned_residual_.defined()) {
-    owned_residual_.mul_(factor);
+    owned_residual_.mul_(factor.to(owned_residual_.device()));
   }
 }
 
@@ -121,7 +121,8 @@ void ErrorFeedback::add_to(const std::vector<at::Tensor>& grads) {
     const at::Tensor flat = grads[i].as_strided({grads[i].numel()}, {1});
     dispatch_grad(dtype_of(flat.scalar_type()), [&](auto zero) {
       const auto largest = static_cast<double>(kLargest<decltype(zero)>);
-      flat.copy_(at::where(flat.isfinite(), at::add(residuals_[i], flat).clamp(-largest, largest), flat));
+      flat.copy_(
+          at::where(flat.isfinite(), at::add(residuals_[i].to(flat.device()), flat).clamp(-largest, largest), flat));
     });
   }
   residuals_.clear();

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "passes/backend.h"
+#include "transport/team.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {
@@ -18,7 +19,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 std::vector<at::Tensor> all_gather(const Group& group, const at::Tensor& mine, c10::Device device) {
   const WithoutPythonObjects without_python;
-  std::vector<at::Tensor> input{mine.to(device)};
+  std::vector<at::Tensor> input{mine.to(device_of_sums(*group, device))};
   std::vector<std::vector<at::Tensor>> output(1);
   for (int64_t rank = 0; rank < group->getSize(); ++rank) {
     output[0].push_back(at::empty_like(input[0]));

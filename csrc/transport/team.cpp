@@ -241,11 +241,24 @@ std::unique_ptr<Reduction> Team::all_reduce(const std::vector<at::Tensor>& buffe
   return std::make_unique<Reduction>(*group_, device_, buffers, op);
 }
 
-std::shared_ptr<Team> make_team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device) {
+c10::Device device_of_sums(c10d::ProcessGroup& group, c10::Device device) {
+  if (device.is_cpu()) {
+    return device;
+  }
+  const std::vector<c10::Device> served = group.getDeviceTypes();
+  const auto serves = [&](c10::DeviceType type) {
+    return std::any_of(served.begin(), served.end(), [&](c10::Device each) { return each.type() == type; });
+  };
   // Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
-  TORCH_CHECK_VALUE(device.is_cpu() || group->getBackend(device.type())->getBackendName() != "gloo",
-                    "fastsync: the gradients are on ", device, " and the process group is Gloo's, which fastsync ",
-                    "supports on CPUs only; use NCCL");
+  if (serves(device.type()) && group.getBackend(device.type())->getBackendName() != "gloo") {
+    return device;
+  }
+  TORCH_CHECK_VALUE(serves(c10::kCPU), "fastsync: the gradients are on ", device, ", and the process group works ",
+                    "neither there nor on CPUs; use NCCL or Gloo");
+  return c10::kCPU;
+}
+
+std::shared_ptr<Team> make_team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device) {
   std::vector<int64_t> ranks(group->getSize());
   std::iota(ranks.begin(), ranks.end(), 0);
   return std::make_shared<Team>(std::move(group), device, std::move(ranks));

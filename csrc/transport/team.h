@@ -130,7 +130,11 @@ class Team {
   bool has_collectives_;  // it is a whole group that brings all rows in one call
 };
 
-// All ranks of the group. Throws c10::ValueError where its backend does not serve the device.
+// Where gradients on a device are summed: there, or on the host where the group works on CPUs alone, as Gloo's does.
+// Throws c10::ValueError where it works on neither.
+c10::Device device_of_sums(c10d::ProcessGroup& group, c10::Device device);
+
+// All ranks of the group.
 std::shared_ptr<Team> make_team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device);
 
 }  // namespace fastsync

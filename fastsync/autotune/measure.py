@@ -151,7 +151,7 @@ class _Turns:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    # Gloo says that it serves CUDA, too, but with gradients on a GPU the engine refuses it.
+    # Gloo says that it serves CUDA, too, but the engine takes gradients on a GPU to the host for it.
     serves_cuda = "cuda" in {device.type for device in group._device_types}
     if torch.cuda.is_available() and serves_cuda and backend_of(group, torch.device("cuda")) != "gloo":
         return torch.device("cuda", torch.cuda.current_device())
