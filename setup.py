@@ -38,6 +38,7 @@ TERMINAL = "/dev/tty"
 # extension, but the OpenMP runtime has to be the one that torch has loaded: linking another would give the process a
 # second thread pool.
 # -g0: Python asks for debug information, which takes as long to write as all else.
+# -Wno-psabi: vectors are passed between inlined functions alone, so how the ABI passes them does not matter.
 # -ffp-contract=off: the arithmetic must round like the reference, so no multiply-add may be fused.
 CXX_FLAGS = [
     "-O3",
@@ -50,6 +51,7 @@ CXX_FLAGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
+    "-Wno-psabi",
 ]
 # After the others, for the last -O counts. The sanitizers have gcc warn of what is uninitialised where nothing is.
 SANITIZER_FLAGS = ["-fno-omit-frame-pointer", "-O1", "-g1", "-Wno-maybe-uninitialized"]

@@ -67,10 +67,10 @@ void add_to_stats(const at::Tensor& values, const at::Tensor& stats) {
 }
 
 // As fastsync::move_on.
-void move_on(float* bucket_scale, int64_t* step, const at::Tensor& stats, c10::Device device) {
+void move_on(float* bucket_scale, int64_t* step, const at::Tensor& stats, double scale_share, c10::Device device) {
   if (bucket_scale != nullptr) {
     const at::Tensor scale = over(bucket_scale, 1, at::kFloat, device);
-    const at::Tensor largest = stats.narrow(0, kMaxMagnitude, 1);
+    const at::Tensor largest = stats.narrow(0, kMaxMagnitude, 1).mul(scale_share);
     const at::Tensor exponent = std::get<1>(at::frexp(scale)).sub(1);
     const at::Tensor risen = exponent.add(1);
     const at::Tensor idle = at::maximum(exponent, risen.clamp_max(kMaxIdleScaleExponent));
@@ -109,12 +109,20 @@ void pack(const PackArgs& args, c10::Device device) {
   if (segments.any(&Segment::subtrahend)) {
     values = values.sub(segments.gather(&Segment::subtrahend, grad).to(compute));
   }
+  at::Tensor weight;
+  if (args.weight != nullptr) {
+    weight = over(args.weight, 1, at::kDouble, device).to(compute);
+    values = at::where(weight.eq(0), 0.0, values);
+  }
+  at::Tensor factor = number(args.multiplier, compute).mul(scale_or_one(args.bucket_scale, compute, device));
   at::Tensor kept;
   if (segments.any(&Segment::residual)) {
+    values = weight.defined() ? values.mul(weight) : values;
     kept = segments.gather(&Segment::residual, compute, /*filler=*/-0.0);  // which leaves a zero's sign as it is
     values = values.add(kept);
+  } else if (weight.defined()) {
+    factor = factor.mul(weight);
   }
-  const at::Tensor factor = number(args.multiplier, compute).mul(scale_or_one(args.bucket_scale, compute, device));
   const at::Tensor scaled = within(values.mul(factor), values, limit_on(args.wire_dtype, args.limit), num_saturated);
   const auto places = segments.ranges();
   const Wire wire(args.wire, args.wire_dtype, device);
@@ -148,6 +156,8 @@ void unpack(const UnpackArgs& args, c10::Device device) {
       values = values.mul(scale_or_one(args.bucket_scale, compute, device).reciprocal());
     }
     if (args.bucket_scale != nullptr || grad != compute) {
+      const at::Tensor is_beyond = sum.isfinite().logical_and_(values.to(grad).isfinite().logical_not_());
+      stats.select(0, kNumSaturated).add_(segments.without_padding(is_beyond).sum());
       values = within(values, sum, largest_of(args.grad_dtype));
     }
     values = values.to(grad);
@@ -155,7 +165,7 @@ void unpack(const UnpackArgs& args, c10::Device device) {
     add_to_stats(segments.without_padding(values), stats);
   }
   if (args.turn.is_last) {
-    move_on(args.bucket_scale, args.step, stats, device);
+    move_on(args.bucket_scale, args.step, stats, args.scale_share, device);
   }
 }
 

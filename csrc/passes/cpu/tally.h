@@ -4,10 +4,19 @@
 #include <algorithm>
 #include <vector>
 
-#include "passes/cpu/rows.h"
 #include "passes/pack_unpack.h"
 
 namespace fastsync::cpu {
+
+constexpr int kRow = 16;
+constexpr int64_t kBlock = 256;
+
+// Squares of a block, summed per column in float, and its largest magnitude as bits (ordered like the magnitudes, inf
+// and nan above all).
+struct BlockSquares {
+  float columns[kRow];
+  uint32_t largest_bits;
+};
 
 // The sum of squares in double, one sum per column, so that the result depends neither on the number of threads nor on
 // the instruction set. Blocks whose squares are safe in float come in summed; the others value by value.
