@@ -1,11 +1,13 @@
-"""Engines that go while messages are under way: the group goes on."""
+"""Engines that go while messages are under way, and buckets that fail while they are sent: the group goes on."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastsync
-from fastsync import Compression
+from fastsync import _C, Compression
 from tests.models import SMALL_BUCKETS, Fails, Given, grads_of
 from tests.ranks import open_group, run_ranks
 from tests.sharded import batch_of, loss_of, sharded, step_of
@@ -159,3 +162,66 @@ def _drops_ddp_after_an_error(rank: int, world_size: int, is_python_hook: bool, 
 def test_models_under_ddp_and_their_group_may_go_after_an_error(is_python_hook: bool, tmp_path: Path) -> None:
     """torch's Reducer ends the group with the GIL, and waits for a thread that may want it."""
     run_ranks(_drops_ddp_after_an_error, 2, is_python_hook, str(tmp_path), timeout=60, shared_memory=False)
+
+
+# ---- a bucket that fails while it is sent ---------------------------------------------------------------------------
+
+
+class _FailsToPack(TorchDispatchMode):
+    """After so many messages there is no memory for the next one."""
+
+    def __init__(self, num_messages: int) -> None:
+        super().__init__()
+        self._left = num_messages
+        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        passes = get_pointer(_C.passes("cpu"), None)
+        assert passes is not None
+        self._pack = ctypes.c_void_p.from_address(passes)  # the first of its functions
+        self._before = self._pack.value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_message = func.name() == "c10d::send"
+        self._left -= is_message
+        raises = ctypes.CDLL("libstdc++.so.6")._ZSt17__throw_bad_allocv
+        fails_next = is_message and self._left == 0  # and not after that
+        self._pack.value = ctypes.cast(raises, ctypes.c_void_p).value if fails_next else self._before
+        return func(*args, **(kwargs or {}))
+
+
+def _fails_while_it_sends(rank: int, world_size: int) -> None:
+    numel = 3 * 2**20  # of three pieces at 32 bits
+    for compression in (
+        Compression("none", reduce="fp32", algorithm="one_shot"),
+        Compression("none", reduce="fp32", algorithm="two_shot"),
+        Compression("fp16", reduce="fp32", algorithm="two_shot"),
+    ):
+        model = Given([torch.zeros(numel), torch.zeros(numel)])
+        fastsync.attach(model, compression, bucket_cap_mb=14)
+        for step in range(5):
+            grads = [torch.full((numel,), float(2 * rank + step + index)) for index in range(2)]
+            fails = step == 2
+            model.zero_grad()
+            loss = model(grads)
+            if fails and rank == 1:
+                with (
+                    _FailsToPack(4),
+                    pytest.raises(RuntimeError, match="0 failed on rank 1 of 2: std::bad_alloc"),
+                ):
+                    loss.backward()
+            else:
+                loss.backward()
+            expected = [world_size - 1.0 + step + index for index in range(2)]
+            found = [grad.unique().tolist() for grad in grads_of(model)]
+            if not fails:
+                assert found == [[each] for each in expected], f"{compression}, step {step}"
+            elif rank == 0:
+                assert any(grad.isnan().any() for grad in grads_of(model))
+                for grad, right in zip(grads_of(model), expected, strict=True):
+                    assert (grad.isnan() | grad.eq(right)).all(), f"{compression}: {grad.unique()}"
+        del model
+        gc.collect()
+
+
+def test_a_bucket_that_fails_while_it_is_sent_goes_on_as_nan() -> None:
+    run_ranks(_fails_while_it_sends, 2, timeout=60, shared_memory=False)
