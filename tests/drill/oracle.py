@@ -534,9 +534,12 @@ class _Run:
             self.problems.append(f"{where}: {here} values are not finite, said to be {num_nonfinite}")
 
     def error_of_kept(self, number: int) -> float:
-        """What no rank has a new one of counts as it has traveled, but with error feedback."""
+        """What no rank has a new one of counts as it has traveled, but with error feedback.
+
+        A weight is rounded on the way, too.
+        """
         oracle, name = self.oracle, self.name_of(number)
-        if _wire(name) == "none" or "ef" in _words(name):
+        if (_wire(name) == "none" and not self.case.is_weighted) or "ef" in _words(name):
             return 0.0
         kept = [
             (oracle.error(index), weight.numel())
