@@ -204,7 +204,7 @@ def _gloo(rank: int, world_size: int) -> None:
         fastsync.register_comm_hook(ddp)
         backward_of(ddp, [grad.to(device) for grad in _grads(rank, 0)])
         averages.append([p.grad.cpu() for p in ddp.parameters() if p.grad is not None])
-    assert_all_bitwise_equal(*averages)
+    assert_all_bitwise_equal(*averages, what="gradient")
 
 
 def test_gradients_on_a_gpu_over_gloo() -> None:
