@@ -74,13 +74,16 @@ def note_scaler(scaler: GradScaler) -> None:
         _known.add(scaler)
 
 
-def note_scaler_that_steps() -> None:
+def note_scaler_that_steps() -> GradScaler | None:
     """Called as an optimizer steps, notices the GradScaler that has called it: nothing but the stack tells."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back
-    if frame is not None:
-        note_scaler(frame.f_locals["self"])
+    if frame is None:
+        return None
+    scaler: GradScaler = frame.f_locals["self"]
+    note_scaler(scaler)
+    return scaler
 
 
 def _stages(scaler: GradScaler) -> dict[int, Any]:

@@ -96,8 +96,10 @@ def _check_not_in_backward(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    note_scaler_that_steps()
+    scaler = note_scaler_that_steps()
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for handle in _in_use():
         if not stepped.isdisjoint(map(id, handle.parameters())):
             handle._engine.note_update()  # type: ignore[union-attr]  # sharded models are not watched
+            if scaler is not None:
+                handle.follow_scaler(scaler)

@@ -234,7 +234,7 @@ void ParameterSync::receive() {
     throw;
   }
   if (!buckets_.empty()) {
-    buckets_.back().sync().totals()->wire_bytes += weight_.sent_bytes();
+    buckets_.back().sync().totals()->wire_bytes.add(weight_.sent_bytes());
   }
   at::Tensor riders = buckets_.empty() ? at::Tensor() : BucketSync::extras(*buckets_.back().flight).riders;
   weight_.use();

@@ -569,7 +569,7 @@ class _Run:
     def check_nothing_is_lost(self) -> None:
         """What is missing so far is what all ranks keep, of the units that are handed out."""
         case = self.case
-        if self.was_spoiled or case.is_weighted:
+        if self.was_spoiled:
             return
         residuals = self.sync.state_dict()["residuals"]
         for index, parameter in enumerate(case.parameters):
