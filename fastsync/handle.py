@@ -228,8 +228,8 @@ class GradientHandle(SyncHandle):
     def follow_scaler(self, scaler: GradScaler) -> None:
         """Lets what error feedback keeps change with the scale of the loss, as gradients do, from the next sync on.
 
-        ``clip_grad_norm_(scaler=...)`` and ``scaler.step(optimizer)`` do so, too. Call it after ``scaler.scale(loss)``, on
-        every rank.
+        ``clip_grad_norm_(scaler=...)`` and ``scaler.step(optimizer)`` do so, too. Call it after
+        ``scaler.scale(loss)``, on every rank.
 
         Raises:
             RuntimeError: it has scaled no loss yet.
