@@ -1,4 +1,4 @@
-// The loops over values: what each pass does to one chunk. passes.cpp includes this twice, in a namespace for any CPU
+// The loops over values: what each pass does to one chunk. pack_unpack.cpp includes this twice, in a namespace for any CPU
 // and in one for AVX2, where FASTSYNC_AVX2_LOOPS is 1. There is no #pragma once, and what it needs is included there.
 //
 // Note [Vectors without intrinsics]
