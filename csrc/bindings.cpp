@@ -128,25 +128,6 @@ void register_passes(const std::string& device_type, const py::capsule& passes) 
   fastsync::register_passes(c10::Device(device_type).type(), *passes.get_pointer<const fastsync::Passes>());
 }
 
-// One bucket of a CPU's by itself.
-class LoneBucket {
- public:
-  explicit LoneBucket(const Group& group)
-      : sync_(group, "a bucket", c10::kCPU, fastsync::Whereabouts::of(*group, "a bucket")) {}
-
-  void average_differences(std::vector<at::Tensor> minuends, std::vector<at::Tensor> subtrahends,
-                           std::vector<at::Tensor> destinations, const Compression& compression) {
-    const fastsync::Sync sync{compression, step_++, /*index=*/0, fastsync::first_tag(0), /*ends_step=*/true};
-    fastsync::BucketSync::receive(
-        *sync_.send_differences(std::move(minuends), std::move(subtrahends), std::move(destinations), sync,
-                                std::make_shared<fastsync::Stopwatch>(c10::Device(c10::kCPU))));
-  }
-
- private:
-  fastsync::BucketSync sync_;
-  int64_t step_ = 0;
-};
-
 // A method of what the engine locks.
 template <class Engine, class State, class Result, class... Args>
 auto locked(Result (State::*method)(Args...)) {
@@ -223,7 +204,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("elements", &BucketTotals::elements)
       .def_readonly("kernels", &BucketTotals::kernels)
       .def_readonly("shares_memory", &BucketTotals::shares_memory)
-      .def_readonly("is_in_place", &BucketTotals::is_in_place)
       .def_readonly("num_hosts", &BucketTotals::num_hosts)
       .def_readonly("why_not_shared", &BucketTotals::why_not_shared)
       .def_property_readonly("wire_bytes", [](const BucketTotals& totals) { return totals.wire_bytes.get(); })
@@ -261,10 +241,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Synchronizer, std::shared_ptr<Synchronizer>> synchronizer(m, "Synchronizer");
   synchronizer
-      .def(py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool,
-                                 bool>),
-           py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
-           py::arg("gradient_as_bucket_view") = false, py::arg("sums") = false)
+      .def(
+          py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool>),
+          py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
+          py::arg("sums") = false)
       .def("attach", &Synchronizer::attach, py::arg("parameters"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("set_enabled", &Synchronizer::set_enabled, py::arg("enabled"), no_gil)
@@ -299,11 +279,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("enter", &Backward::enter, no_gil)
       .def("is_interrupted", &Backward::is_interrupted, no_gil)
       .def("ends_with", &Backward::ends_with, py::arg("graph_task"), no_gil);
-
-  py::class_<LoneBucket, std::shared_ptr<LoneBucket>>(m, "LoneBucket")
-      .def(py::init(&make_shared<LoneBucket, Group>), py::arg("process_group"))
-      .def("average_differences", &LoneBucket::average_differences, py::arg("minuends"), py::arg("subtrahends"),
-           py::arg("destinations"), py::arg("compression"), no_gil);
 
   m.def(
       "check_agreement",

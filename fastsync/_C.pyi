@@ -16,7 +16,6 @@ class BucketTotals:
     elements: int
     kernels: str
     shares_memory: bool
-    is_in_place: bool
     num_hosts: int
     why_not_shared: str
     wire_bytes: int
@@ -77,7 +76,6 @@ class Synchronizer:
         names: list[str],
         process_group: ProcessGroup,
         bucket_cap_bytes: int,
-        gradient_as_bucket_view: bool = False,
         sums: bool = False,
     ) -> None: ...
     def attach(self, parameters: list[Tensor]) -> None: ...

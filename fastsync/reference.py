@@ -41,7 +41,6 @@ def pack(
     is_first: bool = True,
     alignment: int = 1,
     step: Tensor | None = None,
-    subtrahends: Sequence[Tensor] | None = None,
     weight: Tensor | None = None,
 ) -> None:
     """Gradients to wire: ``wire = (grads * multiplier * bucket_scale)``, one after the other, each in C order.
@@ -68,9 +67,6 @@ def pack(
             behind the last one. On uint8 a block is enough.
         step: of stochastic rounding: one int64 element, each value of which gives the seed other random bits; None
             means 0. ``unpack`` can count it.
-        subtrahends: tensors of the gradients' dtype and shapes, or None. They are taken from the gradients before all
-            else, and ``grads`` stands for the differences above: what these round or overflow to in the dtype that
-            products are taken in.
         weight: one float64 element that the gradients are multiplied with before residuals are added, or, where there
             are none, a part of the multiplier; None means 1. With 0 they count as 0, whatever they are.
     """
@@ -79,8 +75,6 @@ def pack(
     if bucket_scale is not None:
         factor = factor * bucket_scale.to(compute)
     values = _lay_out(grads, wire.dtype, alignment).to(compute)
-    if subtrahends:
-        values = values - _lay_out(subtrahends, wire.dtype, alignment).to(compute)
     own_weight = torch.ones_like(factor) if weight is None else weight.to(compute)
     values = torch.where(own_weight == 0, 0.0, values)
     if residuals:

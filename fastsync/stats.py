@@ -81,7 +81,7 @@ class BucketStats:
 def _transport(totals: "_C.BucketTotals") -> str:
     if totals.shares_memory:
         between = f", process group between {totals.num_hosts} hosts" if totals.num_hosts > 1 else ""
-        return f"shared memory{between}" + (", gradients in place" if totals.is_in_place else "")
+        return f"shared memory{between}"
     return "process group" + (f" (no shared memory: {totals.why_not_shared})" if totals.why_not_shared else "")
 
 

@@ -48,13 +48,12 @@ class GradientSynchronizer(GradientHandle, Joinable):
         group: dist.ProcessGroup,
         ranks_per_node: int | None,
         bucket_cap_mb: float,
-        gradient_as_bucket_view: bool = False,
         op: str = "mean",
         overlap: bool = True,
     ) -> None:
         Joinable.__init__(self)
         self._named = dict(named)
-        self._options = (int(bucket_cap_mb * 2**20), gradient_as_bucket_view)
+        self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
         self._op = op
         self._overlaps = overlap
         self._without_gradients: dict[str, Tensor] = {}
@@ -72,7 +71,7 @@ class GradientSynchronizer(GradientHandle, Joinable):
         self._ranks_per_node = ranks_per_node
         named = self._named
         self._engine: _C.Synchronizer = _C.Synchronizer(
-            list(named.values()), list(named), group, *self._options, self._op == "sum"
+            list(named.values()), list(named), group, self._bucket_cap_bytes, self._op == "sum"
         )
         self.compression = compression
 
@@ -311,7 +310,6 @@ def attach(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     overlap: bool = True,
     broadcast: bool = True,
-    gradient_as_bucket_view: bool = False,
     op: str = "mean",
     sync_buffers: str | None = None,
 ) -> GradientSynchronizer:
@@ -343,14 +341,6 @@ def attach(
             the stage of a pipeline, after ``schedule.step()``. An optimizer that steps without it raises RuntimeError,
             except inside ``no_sync()``.
         broadcast: first give every rank the parameters and buffers of the group's rank 0.
-        gradient_as_bucket_view: on CPUs, where all ranks are on one host and gradients travel at full width, keep every
-            ``.grad`` in memory that the ranks share, and average it there. With
-            ``optimizer.zero_grad(set_to_none=False)`` nothing is copied then, and it pays where you keep gradients
-            anyway; one that was set to None, or lies otherwise than its parameter, is copied there, takes memory of its
-            own besides, and is another tensor after the sync. Later syncs write to the same memory: clone what you
-            keep, and do not read ``.grad`` in other backward hooks. After a backward that failed gradients hold
-            anything: call ``zero_grad()``. In a forked child they are not there: call ``detach()``, which sets them to
-            None. Elsewhere, with a compression, with ``ranks_per_node`` and with weights it changes nothing.
         op: what ``.grad`` becomes: the ``"mean"`` over the ranks, or the ``"sum"``, for a loss that is divided by the
             number of samples of all ranks. Weights: see ``GradientSynchronizer.set_weight``.
         sync_buffers: with each sync, beside the gradients and so before the next forward, give every rank the module's
@@ -369,8 +359,6 @@ def attach(
     """
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
-    if not isinstance(gradient_as_bucket_view, bool):
-        raise ValueError(f"gradient_as_bucket_view: expected True or False, got {gradient_as_bucket_view!r}")
     if op not in ("mean", "sum"):
         raise ValueError(f"op: expected 'mean' or 'sum', got {op!r}")
     if sync_buffers not in (None, "broadcast", "mean"):
@@ -390,9 +378,7 @@ def attach(
     buffers = None if owner is None else Buffers(owner)
     if buffers is not None and (broadcast or sync_buffers):
         buffers.check_can_be_sent("module_or_params")
-    sync = GradientSynchronizer(
-        named, compression, group, ranks_per_node, bucket_cap_mb, gradient_as_bucket_view, op, overlap
-    )
+    sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb, op, overlap)
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = buffers
     sync._sync_buffers = sync_buffers

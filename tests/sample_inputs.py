@@ -70,7 +70,6 @@ class Bucket:
     num_wires: int = 1
     sums: str = "wire to wire"
     with_residuals: bool = False
-    with_subtrahends: bool = False
     stochastic: bool = False
     values: str = "ordinary"
     seed: int = 0
@@ -117,12 +116,6 @@ class Bucket:
         if self.with_residuals:
             built.residuals = [allocate(numel, 0, self.compute) for numel in numels]
             built.residual = allocate(num_values, 0, self.compute)
-        if self.with_subtrahends:  # which lie otherwise than the gradients, and may be expanded
-            forms = [*FORMS[1:], "expanded"]
-            gradients = [
-                Gradient(gradient.shape, forms[i % len(forms)], i % 3) for i, gradient in enumerate(self.gradients)
-            ]
-            built.subtrahends = [_lay_out(gradient, self.grad_dtype, allocate) for gradient in gradients]
         # What an operator is not to write has a value of its own, so that writing it shows.
         built.stats = -torch.arange(1.0, reference.NUM_STATS + 1, dtype=torch.float64, device=device)
         if self.scale_exponent is not None:
@@ -149,7 +142,6 @@ class BuiltBucket:
     out: Tensor = field(default_factory=lambda: torch.empty(0))
     residuals: list[Tensor] | None = None
     residual: Tensor | None = None
-    subtrahends: list[Tensor] | None = None
     storages: list[Tensor] = field(default_factory=list)
     stats: Tensor = field(default_factory=lambda: torch.empty(0))
     bucket_scale: Tensor | None = None
@@ -166,7 +158,6 @@ class BuiltBucket:
         encoding = {"multiplier": bucket.multiplier, "limit": bucket.limit, "seed": bucket.seed, "step": self.step}
         if operator == "pack":
             encoding["stochastic"] = bucket.stochastic and self.wire.dtype == torch.uint8
-            encoding["subtrahends"] = self.subtrahends
             encoding["weight"] = self.weight
             return (self.grads, self.wire, self.stats, self.bucket_scale, self.residuals), encoding
         if operator == "unpack":
@@ -270,12 +261,11 @@ def sample_inputs(device: str) -> list[BuiltBucket]:
         Bucket(sizes, wire_dtype=half, num_wires=2, scale_exponent=5, multiplier=0.5, with_residuals=True),
         Bucket(sizes, torch.float64, bfloat16, num_wires=2, sums="wire to sums", with_residuals=True),
         Bucket((Gradient((256,)),), num_wires=2, sums="sums to blocks", with_residuals=True),
-        Bucket(forms, half, bfloat16, with_subtrahends=True, values="mostly_ordinary"),
-        Bucket(forms, wire_dtype=torch.uint8, with_residuals=True, with_subtrahends=True, stochastic=True),
+        Bucket(forms, wire_dtype=torch.uint8, with_residuals=True, stochastic=True),
         Bucket(sizes, wire_dtype=half, scale_exponent=2, multiplier=1 / 3, weight=2.7, scale_share=0.25),
         Bucket(forms, half, weight=8192.0, with_residuals=True, values="mostly_ordinary"),
         Bucket(sizes, half, num_wires=3, multiplier=1.0, values="special", scale_exponent=0, scale_share=1 / 3),
-        Bucket(sizes, torch.float64, weight=1 / 3, with_residuals=True, with_subtrahends=True),
+        Bucket(sizes, torch.float64, weight=1 / 3, with_residuals=True),
         Bucket(forms, bfloat16, weight=0.0, values="special"),
         Bucket(forms, wire_dtype=torch.uint8, weight=0.0, with_residuals=True, values="mostly_ordinary"),
     ]
@@ -308,7 +298,6 @@ def random_buckets(draw: st.DrawFn, *, expanded: bool = False) -> Bucket:
         num_wires=draw(st.integers(1, 8)),
         sums=draw(st.sampled_from([each for each in sums if wire_dtype != torch.uint8 or "blocks" not in each])),
         with_residuals=draw(st.booleans()),
-        with_subtrahends=draw(st.booleans()),
         stochastic=draw(st.booleans()),
         values=draw(st.sampled_from(VALUES)),
         seed=draw(st.integers(0, 2**31)),

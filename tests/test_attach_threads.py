@@ -301,10 +301,10 @@ def _in_fork(call: Callable[[], None]) -> str:
         child.join()
 
 
-def _forks(rank: int, world_size: int, gradient_as_bucket_view: bool) -> None:
+def _forks(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Fallible()
-    sync = attach(model, gradient_as_bucket_view=gradient_as_bucket_view)
+    sync = attach(model)
     assert_averages(model, rank, 0)
     assert _in_fork(lambda: None) == ""
     assert_averages(model, rank, 1)
@@ -320,7 +320,6 @@ def _forks(rank: int, world_size: int, gradient_as_bucket_view: bool) -> None:
 
     def train_alone() -> None:
         sync.detach()
-        assert not gradient_as_bucket_view or all(parameter.grad is None for parameter in model.parameters())
         assert_averages_nothing(model, rank, 3)
 
     assert _in_fork(train_alone) == ""
@@ -331,9 +330,8 @@ def _forks(rank: int, world_size: int, gradient_as_bucket_view: bool) -> None:
     assert_averages(model, rank, 4)
 
 
-@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
-def test_forked_children(gradient_as_bucket_view: bool) -> None:
-    run_ranks(_forks, 2, gradient_as_bucket_view)
+def test_forked_children() -> None:
+    run_ranks(_forks, 2)
 
 
 def _forks_of_other_engines(rank: int, world_size: int, compression: str) -> None:

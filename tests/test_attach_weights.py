@@ -54,21 +54,20 @@ def _assert_near(actual: Sequence[Tensor | None], expected: Sequence[Tensor], wi
 
 def _sums(rank: int, world_size: int) -> None:
     for wire in WIRES:
-        for view in (False, True) if wire == "none" else (False,):
-            model = Given(_whole(0, 0))
-            sync = fastsync.attach(model, wire, op="sum", bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=view)
-            for step in range(3):
-                everyone = [_whole(other, step) for other in range(world_size)]
-                expected = _weighted(everyone, [1.0] * world_size)
-                model.zero_grad(set_to_none=not view)
-                model(everyone[rank]).backward()
-                if wire == "none" and world_size != 3:
-                    assert all(map(torch.equal, grads_of(model), expected)), f"step {step}"
-                _assert_near(grads_of(model), expected, wire, f"{wire}, step {step}")
-                assert_same_on_all_ranks(grads_of(model))
-                norm = _norm([grad for grad in grads_of(model) if grad is not None])
-                torch.testing.assert_close(sync.grad_stats.grad_norm, norm, rtol=1e-5, atol=0)
-            sync.detach()
+        model = Given(_whole(0, 0))
+        sync = fastsync.attach(model, wire, op="sum", bucket_cap_mb=SMALL_BUCKETS)
+        for step in range(3):
+            everyone = [_whole(other, step) for other in range(world_size)]
+            expected = _weighted(everyone, [1.0] * world_size)
+            model.zero_grad(set_to_none=step % 2 == 0)
+            model(everyone[rank]).backward()
+            if wire == "none" and world_size != 3:
+                assert all(map(torch.equal, grads_of(model), expected)), f"step {step}"
+            _assert_near(grads_of(model), expected, wire, f"{wire}, step {step}")
+            assert_same_on_all_ranks(grads_of(model))
+            norm = _norm([grad for grad in grads_of(model) if grad is not None])
+            torch.testing.assert_close(sync.grad_stats.grad_norm, norm, rtol=1e-5, atol=0)
+        sync.detach()
 
 
 @pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, True), (4, False)])
@@ -80,7 +79,7 @@ def _weights(rank: int, world_size: int) -> None:
     for wire in WIRES:
         for op in ("mean", "sum") if wire == "none" else ("mean",):
             model = Given(_whole(0, 0))
-            sync = fastsync.attach(model, wire, op=op, bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=True)
+            sync = fastsync.attach(model, wire, op=op, bucket_cap_mb=SMALL_BUCKETS)
             for step in range(6):
                 everyone = [_whole(other, step) for other in range(world_size)]
                 # First without, then numbers of tokens; at last one has none, and no gradients that mean anything.
@@ -348,22 +347,21 @@ def test_sums_have_the_range_that_means_have(world_size: int) -> None:
 def _sums_beyond(rank: int, world_size: int) -> None:
     """A sum that its own dtype does not hold saturates, and is counted on every rank."""
     for wire in ("none", "fp16", "bf16"):
-        for view in (False, True) if wire == "none" else (False,):
-            model = Given([torch.ones(700, dtype=torch.float16)])
-            sync = fastsync.attach(model, wire, op="sum", gradient_as_bucket_view=view)
-            for step in range(2):
-                mine = torch.full((700,), 100.0, dtype=torch.float16)
-                mine[3:600:3] = -40000.0
-                mine[601] = math.inf if rank == 0 and step == 1 else 1.0
-                model.zero_grad(set_to_none=False)
-                model([mine]).backward()
-                (grad,) = grads_of(model)
-                what = f"{wire}, {view}, step {step}"
-                torch.testing.assert_close(grad[0::3][1:200], torch.full_like(grad[:199], -65504.0), rtol=0, atol=0)
-                assert (grad[1] - 100.0 * world_size).abs() <= 1, what
-                assert sync.grad_stats.num_saturated == 199, what
-                assert sync.grad_stats.num_nonfinite == step, what
-            sync.detach()
+        model = Given([torch.ones(700, dtype=torch.float16)])
+        sync = fastsync.attach(model, wire, op="sum")
+        for step in range(2):
+            mine = torch.full((700,), 100.0, dtype=torch.float16)
+            mine[3:600:3] = -40000.0
+            mine[601] = math.inf if rank == 0 and step == 1 else 1.0
+            model.zero_grad(set_to_none=False)
+            model([mine]).backward()
+            (grad,) = grads_of(model)
+            what = f"{wire}, step {step}"
+            torch.testing.assert_close(grad[0::3][1:200], torch.full_like(grad[:199], -65504.0), rtol=0, atol=0)
+            assert (grad[1] - 100.0 * world_size).abs() <= 1, what
+            assert sync.grad_stats.num_saturated == 199, what
+            assert sync.grad_stats.num_nonfinite == step, what
+        sync.detach()
 
 
 @pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (3, False)])
@@ -391,20 +389,19 @@ def test_what_is_refused() -> None:
 def _kept_sums(rank: int, world_size: int) -> None:
     """Of a gradient from an earlier step, which no rank reaches now."""
     for wire in ("none", "fp16", "int8+ef"):
-        for view in (False, True) if wire == "none" else (False,):
-            model = Given(_whole(0, 0))
-            sync = fastsync.attach(model, wire, op="sum", bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=view)
-            model(_whole(rank, 0)).backward()
-            kept = [grad.clone() for grad in grads_of(model)]
-            grads: list[Tensor | None] = list(_whole(rank, 1))
-            grads[1] = grads[3] = None
-            model(grads).backward()
-            for index in (1, 3):
-                assert torch.equal(grads_of(model)[index], kept[index]), "what was kept has changed"
-            norm = _norm(grads_of(model))
-            torch.testing.assert_close(sync.grad_stats.grad_norm, norm, rtol=1e-5, atol=0)
-            assert sync.grad_stats.num_nonfinite == 0
-            sync.detach()
+        model = Given(_whole(0, 0))
+        sync = fastsync.attach(model, wire, op="sum", bucket_cap_mb=SMALL_BUCKETS)
+        model(_whole(rank, 0)).backward()
+        kept = [grad.clone() for grad in grads_of(model)]
+        grads: list[Tensor | None] = list(_whole(rank, 1))
+        grads[1] = grads[3] = None
+        model(grads).backward()
+        for index in (1, 3):
+            assert torch.equal(grads_of(model)[index], kept[index]), "what was kept has changed"
+        norm = _norm(grads_of(model))
+        torch.testing.assert_close(sync.grad_stats.grad_norm, norm, rtol=1e-5, atol=0)
+        assert sync.grad_stats.num_nonfinite == 0
+        sync.detach()
 
 
 @pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, False)])

@@ -314,11 +314,11 @@ class _Kept:
         return kept
 
 
-def _ends(rank: int, world_size: int, views: bool, algorithm: str) -> None:
+def _ends(rank: int, world_size: int, algorithm: str) -> None:
     feedback = Compression("int8", algorithm=algorithm, error_feedback=True)
     schedule = {0: "none", 2: feedback, 4: "none"}
     first, second = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(20, 30))
-    sync = fastsync.attach([first, second], schedule, gradient_as_bucket_view=views)
+    sync = fastsync.attach([first, second], schedule)
     kept = [_Kept(sync, first, "0"), _Kept(sync, second, "1")]
     for step in range(6):
         loss = torch.zeros(())
@@ -341,11 +341,10 @@ def _ends(rank: int, world_size: int, views: bool, algorithm: str) -> None:
     assert sync.state_dict()["residuals"] == {}
 
 
-@pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_what_was_kept_comes_once_error_feedback_has_ended(algorithm: str, views: bool) -> None:
-    """Also where gradients lie in shared memory by then, and with the first gradient after it has ended."""
-    run_ranks(_ends, 3, views, algorithm)
+def test_what_was_kept_comes_once_error_feedback_has_ended(algorithm: str) -> None:
+    """With the first gradient after it has ended."""
+    run_ranks(_ends, 3, algorithm)
 
 
 def _keeps_what_a_stand_in_loses(rank: int, world_size: int) -> None:

@@ -204,7 +204,7 @@ def test_sizes_across_chunk_and_block_borders(
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("with_residuals", [False, True])
-def test_differences_across_chunk_and_block_borders(
+def test_residuals_across_chunk_and_block_borders(
     with_residuals: bool, grad_dtype: torch.dtype, wire_dtype: torch.dtype | None, device: str
 ) -> None:
     numels = (0, 1, 127, 128, 129, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK + 17)
@@ -217,26 +217,10 @@ def test_differences_across_chunk_and_block_borders(
             multiplier=1 / 3,
             limit=1.5,
             with_residuals=with_residuals,
-            with_subtrahends=True,
             stochastic=values == "ordinary",
             values=values,
         )
         check_against_reference("pack", bucket, device)
-
-
-@on_each_device
-@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
-def test_a_difference_is_rounded_once(wire_dtype: torch.dtype | None, device: str) -> None:
-    """It is not rounded to 16-bit gradients' dtype before it is scaled, and does not overflow there."""
-    grads = [torch.tensor([65504.0, 2049.0 / 2048, 0.0, 1.0], dtype=torch.float16, device=device)]
-    subtrahends = [torch.tensor([-65504.0, 3.0 / 2**13, 0.0, 1.0], dtype=torch.float16, device=device)]
-    wire_dtype = wire_dtype or torch.float16
-    wires = torch.zeros(2, reference.wire_numel([4], wire_dtype), dtype=wire_dtype, device=device)
-    ops.pack(grads, wires[0], new_stats(device), multiplier=0.25, subtrahends=subtrahends)
-    difference = grads[0].float() - subtrahends[0].float()
-    ops.pack([difference], wires[1], new_stats(device), multiplier=0.25)
-    assert_bitwise_equal(wires[0], wires[1])
-    assert reference._decode(wires[0].cpu()).isfinite().all()
 
 
 @on_each_device

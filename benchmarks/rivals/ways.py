@@ -146,10 +146,10 @@ def _register_comm_hook(compression: str) -> Build:
     return build
 
 
-def _attach(compression: str, *, gradient_as_bucket_view: bool = False) -> Build:
+def _attach(compression: str) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = workload.model()
-        sync = fastsync.attach(model, compression, process_group=group, gradient_as_bucket_view=gradient_as_bucket_view)
+        sync = fastsync.attach(model, compression, process_group=group)
         return TrainingStep(model, stats=sync.stats)
 
     return build
@@ -310,7 +310,6 @@ WAYS = {
     "fastsync.fp16_compress_hook": Way(_ddp(fastsync.fp16_compress_hook), fp16, in_ddp=True),
     **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.DEFAULT},
     "fastsync.attach/none/kept": Way(_kept(_attach("none"))),
-    "fastsync.attach/none/bucket_view/kept": Way(_kept(_attach("none", gradient_as_bucket_view=True))),
     "fastsync.synchronize/none": Way(_synchronize),
     "fastsync.all_reduce_gradients/none": Way(_after_backward(_all_reduce_gradients)),
     **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.ON_REQUEST},

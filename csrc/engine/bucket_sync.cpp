@@ -133,18 +133,6 @@ std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> gra
                /*is_for_future=*/false);
 }
 
-std::shared_ptr<BucketSync::Flight> BucketSync::send_differences(std::vector<at::Tensor> minuends,
-                                                                 std::vector<at::Tensor> subtrahends,
-                                                                 std::vector<at::Tensor> destinations, const Sync& sync,
-                                                                 std::shared_ptr<Stopwatch> stopwatch) {
-  const WithoutPythonObjects without_python;
-  Bucket bucket = bucket_of(std::move(minuends), sync);
-  bucket.subtract(std::move(subtrahends));
-  auto flight = start(std::move(bucket), sync, std::move(stopwatch), {}, {}, /*is_for_future=*/false);
-  flight->sum->bucket().redirect(std::move(destinations));
-  return flight;
-}
-
 std::shared_ptr<BucketSync::Flight> BucketSync::send_by(const MakeSum& make, at::Tensor values, const Sync& sync,
                                                         std::shared_ptr<Stopwatch> stopwatch) {
   TORCH_CHECK_VALUE(!is_elsewhere(), "fastsync: the gradients are on ", device_of_gradients_, ", where the process ",
@@ -225,29 +213,15 @@ void BucketSync::share_memory(const Bucket& bucket, const Compression& compressi
   const int64_t bytes =
       stamp + (hosts_.num_nodes > 1 ? most_bytes_on_two_levels(bucket, hosts_, adds_hosts_at_once(bucket, compression))
                                     : RankSum::most_bytes(bucket, team_->size()));
-  const bool is_for_views = takes_views(compression);
-  std::shared_ptr<SharedTeam>& team = is_for_views ? view_team_ : shared_;
-  if (team && bytes - stamp <= team->most_bytes()) {
+  if (shared_ && bytes - stamp <= shared_->most_bytes()) {
     return;
   }
-  if (is_for_views) {
-    views_ = {};
-  } else {
-    shared_buffers_ = {};
-    hosts_.node.reset();
-  }
-  team.reset();
-  team = SharedTeam::make(team_->group(), host_, bytes, totals_->why_not_shared);
-  may_share_ = team != nullptr;
-  if (!is_for_views) {
-    hosts_.node = shared_;
-  }
-}
-
-// Where all ranks are on one host. Whichever of the sums in memory is asked for, its bits are the same at full width.
-bool BucketSync::takes_views(const Compression& compression) const {
-  return uses_views_ && hosts_.num_nodes == 1 && compression.wire == Wire::kNone && compression.ranks_per_node == 1 &&
-         compression.algorithm != Algorithm::kAllReduce;
+  shared_buffers_ = {};
+  hosts_.node.reset();
+  shared_.reset();
+  shared_ = SharedTeam::make(team_->group(), host_, bytes, totals_->why_not_shared);
+  may_share_ = shared_ != nullptr;
+  hosts_.node = shared_;
 }
 
 // Between hosts.
@@ -266,13 +240,6 @@ std::shared_ptr<Team> BucketSync::team_for(const Compression& compression) const
 }
 
 std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync, bool is_for_future) {
-  totals_->is_in_place = may_share_ && takes_views(sync.compression);
-  if (totals_->is_in_place) {
-    totals_->shares_memory = true;
-    totals_->num_hosts = 1;
-    view_team_->begin(sync.attempt);
-    return in_place_sum(view_team_, sync.tag, std::move(bucket), view_team_->most_bytes(), views_);
-  }
   const auto team = team_for(sync.compression);
   SumBuffers& buffers = team == team_ ? buffers_ : shared_buffers_;
   totals_->shares_memory = team->shares_memory();
@@ -359,8 +326,6 @@ void BucketSync::receive(Flight& flight) {
 bool BucketSync::has_error_feedback(const Flight& flight) { return flight.sum->bucket().keeps_losses; }
 
 const Extras& BucketSync::extras(const Flight& flight) { return flight.sum->extras(); }
-
-const std::vector<at::Tensor>* BucketSync::views(const Flight& flight) { return flight.sum->views(); }
 
 void BucketSync::discard(Flight& flight) {
   Bucket& bucket = flight.sum->bucket();

@@ -61,10 +61,6 @@ class BucketSync {
              std::shared_ptr<Whereabouts> whereabouts);
   ~BucketSync();
 
-  // Whether gradients of full width are averaged where ranks share memory, if they do, and stay there: see views.
-  void use_views(bool uses_views) { uses_views_ = uses_views && !is_elsewhere(); }
-  bool has_views_at(const void* data) const { return views_.contain(data); }
-
   // From now on the result is the mean times this.
   void set_mean_factor(double factor) { mean_factor_ = factor; }
 
@@ -76,12 +72,6 @@ class BucketSync {
   // every moment on the stopwatch.
   std::shared_ptr<Flight> send(std::vector<at::Tensor> grads, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
                                const Extras& extras = {}, const std::vector<bool>& stand_in = {});
-
-  // As send, of minuends less subtrahends, one for each, of its dtype and shape, contiguous too. The averages go to the
-  // destinations, which are alike, and may be either's own memory.
-  std::shared_ptr<Flight> send_differences(std::vector<at::Tensor> minuends, std::vector<at::Tensor> subtrahends,
-                                           std::vector<at::Tensor> destinations, const Sync& sync,
-                                           std::shared_ptr<Stopwatch> stopwatch);
 
   // As send, by a sum that the caller makes, with memory and a team of the caller's.
   using MakeSum = std::function<std::unique_ptr<BucketSum>(Bucket)>;
@@ -104,9 +94,6 @@ class BucketSync {
   // The extras' sums, after receive. They may lie in memory that the bucket's next send writes to.
   static const Extras& extras(const Flight& flight);
 
-  // After receive, where the averages are if not in the gradients: a vector for each, in shared memory; else null.
-  static const std::vector<at::Tensor>* views(const Flight& flight);
-
   // As receive, except that the averages go nowhere. The scale moves on as it does on other ranks.
   static void discard(Flight& flight);
 
@@ -125,7 +112,7 @@ class BucketSync {
   // Whether send waits for the other ranks, to share memory with them, or to agree on the first fp16 scale, or on one
   // after a step that says nothing of how large gradients are.
   bool waits_to_send(const Compression& compression) const {
-    return (may_share_ && !team_that_shares(compression)) || needs_scale(compression);
+    return (may_share_ && !shared_) || needs_scale(compression);
   }
 
   // Where sums, statistics, scales and residuals are, and extras have to be: that of the gradients, or the host where
@@ -160,10 +147,6 @@ class BucketSync {
     return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
   }
   void share_memory(const Bucket& bucket, const Compression& compression);
-  bool takes_views(const Compression& compression) const;
-  const std::shared_ptr<SharedTeam>& team_that_shares(const Compression& compression) const {
-    return takes_views(compression) ? view_team_ : shared_;
-  }
   bool adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const;
   std::shared_ptr<Team> team_for(const Compression& compression) const;
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync, bool is_for_future);
@@ -180,15 +163,12 @@ class BucketSync {
   std::shared_ptr<SharedTeam> shared_;  // those of this rank's host, where they share memory
   Levels hosts_;                        // those, and their counterparts on other hosts
   bool may_share_;                      // until a try has failed
-  bool uses_views_ = false;
   double mean_factor_ = 1.0;
-  std::shared_ptr<SharedTeam> view_team_;  // as shared_, of views_
   std::shared_ptr<const Failure> failure_;
   SumBuffers buffers_;  // this and the next: of the one team, and of the other
   SumBuffers shared_buffers_;
   at::Tensor host_memory_;                    // this and the next: of gradients that are elsewhere
   std::shared_ptr<const HostCopies> copies_;  // for the next flight
-  BucketViews views_;
   ErrorFeedback feedback_;
   at::Tensor scale_;
   // int64 [1], the step that stochastic rounding follows. Unpacking adds one, so that after the newest sync it is the

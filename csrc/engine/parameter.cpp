@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
-#include <ATen/ops/from_blob.h>
 
 #include "transport/strand.h"
 
@@ -92,35 +91,9 @@ at::Tensor Parameter::average() const {
   return average.defined() ? as_reals(average) : average;
 }
 
-// Gradients lie in views from then on, but for one that is part of a graph, or of another dtype than its parameter.
-void Parameter::take_view(const at::Tensor& average, bool exists) {
+void Parameter::take_average(bool exists) {
   at::Tensor& gradient = tensor.mutable_grad();
-  if (!view.defined() || view.const_data_ptr() != average.const_data_ptr() || view.sizes() != tensor.sizes() ||
-      view.strides() != tensor.strides()) {
-    const at::Tensor like = at::empty_like(tensor, at::TensorOptions(at::kMeta), at::MemoryFormat::Preserve);
-    view = at::from_blob(average.data_ptr(), like.sizes(), like.strides(), [average](void*) {}, tensor.options());
-  }
-  view.unsafeGetTensorImpl()->bump_version();
-  const bool is_there = gradient.defined() && gradient.const_data_ptr() == view.const_data_ptr();
-  if (!exists) {
-    if (is_there) {
-      gradient.copy_(stand_in);
-    }
-  } else if (is_there && gradient.sizes() == view.sizes() && lies_like(gradient, view)) {
-    gradient.unsafeGetTensorImpl()->bump_version();
-  } else if (gradient.defined() && (gradient.requires_grad() || gradient.scalar_type() != view.scalar_type()) &&
-             at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
-    gradient.copy_(is_there ? view.clone() : view);
-  } else {
-    gradient = view;
-  }
-}
-
-void Parameter::take_average(bool exists, const at::Tensor& in_shared_memory) {
-  at::Tensor& gradient = tensor.mutable_grad();
-  if (in_shared_memory.defined()) {
-    take_view(in_shared_memory, exists);
-  } else if (stand_in.defined()) {
+  if (stand_in.defined()) {
     use_on_current_stream(stand_in);
     if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
       gradient.copy_(stand_in);

@@ -50,9 +50,8 @@ struct Parameter {
   at::Tensor poison() const;
   // Where the average has come to, as reals; undefined where there is no gradient.
   at::Tensor average() const;
-  // What traveled holds the average, or memory that the ranks share does, in which the gradient lies then, or will. The
-  // gradient takes it where some rank has a new one.
-  void take_average(bool exists, const at::Tensor& in_shared_memory = {});
+  // What traveled holds the average. The gradient takes it where some rank has a new one.
+  void take_average(bool exists);
   // After that, where no rank has a new one: what is averaged is what was kept, or nothing.
   void keep(bool counts);
 
@@ -65,16 +64,12 @@ struct Parameter {
   bool is_ready = false;
   std::optional<c10::Stream> stream;  // on which its gradient got ready
   bool repeats = false;               // gets more than one gradient in a backward: final only at its end
-  at::Tensor view;                    // of shared memory that its averages come to, as the gradient; or undefined
   at::Tensor stand_in;                // what travels where the gradient is missing or lies otherwise than the parameter
   int64_t numel = 0;                  // this and the next two: what the layout was made for
   at::ScalarType dtype = at::kFloat;
   c10::Device device = c10::kCPU;
   std::optional<ParameterId> averaged;  // the newest sync's gradient and its version
   uint32_t averaged_version = 0;
-
- private:
-  void take_view(const at::Tensor& average, bool exists);
 };
 
 }  // namespace fastsync

@@ -16,11 +16,9 @@
 namespace fastsync {
 
 ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                             c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes,
-                             bool gradient_as_bucket_view, bool sums)
+                             c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
     : EngineState(std::move(group), "the engine of parameter " + names.front()),
       bucket_cap_bytes_(bucket_cap_bytes),
-      gradient_as_bucket_view_(gradient_as_bucket_view),
       sums_(sums),
       agreement_(std::make_shared<Agreement>(*group_, "the engine of parameter " + names.front())),
       weight_(sums) {
@@ -62,9 +60,6 @@ void ParameterSync::begin() {
 void ParameterSync::mark_ready(size_t index) {
   Parameter& parameter = parameters_[index];
   parameter.check_gradient();
-  if (const at::Tensor& gradient = parameter.tensor.grad(); is_in_view(gradient, parameter.view)) {
-    parameter.tensor.mutable_grad() = gradient.clone();
-  }
   parameter.is_new = true;
   parameter.stream = current_stream(parameter.tensor.device());
   const bool again = std::exchange(parameter.is_ready, true);
@@ -207,7 +202,6 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
                   num_steps(),
                   /*is_weighted_mean=*/weight_.is_on() && !sums_,
                   weight_.is_on() && !is_poisoned ? weight_.factor(device) : at::Tensor()};
-  bucket.sync().use_views(gradient_as_bucket_view_ && !weight_.is_on());
   bucket.flight = bucket.sync().send(std::move(grads), sync, start_bucket(*bucket.in_engine), extras, stand_in);
   next_bucket_ += 1;
   if (ends_step) {
@@ -225,13 +219,8 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
 void ParameterSync::receive() {
   is_under_way_ = false;
   const auto whatever_fails = c10::make_scope_exit([this] { end(); });
-  try {
-    for (const Bucket& bucket : buckets_) {
-      BucketSync::receive(*bucket.flight);
-    }
-  } catch (...) {
-    leave_views();
-    throw;
+  for (const Bucket& bucket : buckets_) {
+    BucketSync::receive(*bucket.flight);
   }
   if (!buckets_.empty()) {
     buckets_.back().sync().totals()->wire_bytes.add(weight_.sent_bytes());
@@ -283,7 +272,6 @@ void ParameterSync::check_pairing() {
 void ParameterSync::hand_out() {
   presence_.arrive(is_captured());
   for (Bucket& bucket : buckets_) {
-    const auto* const views = BucketSync::views(*bucket.flight);
     const bool counts_what_arrives = !sums_ && !BucketSync::has_error_feedback(*bucket.flight);
     bool is_counted = true;
     std::vector<at::Tensor> averages;
@@ -292,7 +280,7 @@ void ParameterSync::hand_out() {
       const bool exists =
           !parameter.stand_in.defined() ||
           presence_.on_some_rank(parameter.place, BucketSync::extras(*buckets_.back().flight).flags, parameter.name);
-      parameter.take_average(exists, views != nullptr ? (*views)[i] : at::Tensor());
+      parameter.take_average(exists);
       if (!exists) {
         bucket.sync().feedback().take_back(i);
         // What has arrived is the mean of what is kept. But a sum is not, nor is what error feedback has sent with it.
@@ -301,7 +289,7 @@ void ParameterSync::hand_out() {
           is_counted = false;
         }
       }
-      averages.push_back(exists && views != nullptr ? (*views)[i] : parameter.average());
+      averages.push_back(parameter.average());
     }
     if (!is_counted) {
       bucket.sync().measure(averages);
@@ -315,7 +303,6 @@ bool ParameterSync::gradients_are_unchanged() {
 
 // Those who wait for this rank's part of what it has sent before need not wait for its next backward.
 void ParameterSync::send_poisoned_rest() {
-  leave_views();
   post_weight(/*is_poisoned=*/true);
   if (!is_laid_out() || next_bucket_ < buckets_.size()) {  // else there is nothing left to agree on
     prepare();
@@ -328,32 +315,6 @@ void ParameterSync::send_poisoned_rest() {
     bucket.sync().drive_later(bucket.flight, strand_);
   }
   whereabouts_->give_up();
-}
-
-// Other ranks write to views until they know that the step has failed.
-void ParameterSync::leave_views() {
-  for (const Parameter& parameter : parameters_) {
-    if (const at::Tensor& gradient = parameter.tensor.grad(); is_in_view(gradient, {})) {
-      parameter.tensor.mutable_grad() = gradient.clone();
-    }
-  }
-}
-
-void ParameterSync::forget_views() {
-  for (const Parameter& parameter : parameters_) {
-    const at::Tensor tensor(parameter.id.lock());
-    if (tensor.defined() && is_in_view(tensor.grad(), {})) {
-      tensor.mutable_grad().reset();
-    }
-  }
-}
-
-// Of another parameter than the one whose own view is given.
-bool ParameterSync::is_in_view(const at::Tensor& gradient, const at::Tensor& own) const {
-  return gradient_as_bucket_view_ && gradient.defined() &&
-         !(own.defined() && own.const_data_ptr() == gradient.const_data_ptr()) &&
-         std::any_of(buckets_.begin(), buckets_.end(),
-                     [&](const Bucket& bucket) { return bucket.sync().has_views_at(gradient.const_data_ptr()); });
 }
 
 void ParameterSync::discard() {
@@ -500,7 +461,6 @@ void ParameterSync::forget_layout() {
   forget_buckets([](const EngineBucket& /*bucket*/) { return true; });
   for (Parameter& parameter : parameters_) {
     parameter.bucket = Parameter::kNone;
-    parameter.view.reset();
   }
   buckets_.clear();
 }
@@ -523,8 +483,7 @@ void ParameterSync::agree() {
   text << settings(
       *schedule_, step_,
       c10::str(agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number), "\nbucket_cap_mb ",
-               static_cast<double>(bucket_cap_bytes_) / (1 << 20), "\ngradient_as_bucket_view ",
-               gradient_as_bucket_view_ ? "True" : "False", "\nop ", sums_ ? "sum" : "mean",
+               static_cast<double>(bucket_cap_bytes_) / (1 << 20), "\nop ", sums_ ? "sum" : "mean",
                weight_.is_on() ? ", weighted\n" : "\n", buffers_to_sync_.description()));
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor = parameter.lock();

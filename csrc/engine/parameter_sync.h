@@ -25,11 +25,9 @@ class ParameterSync : public EngineState {
  public:
   void check_not_forked() const { EngineState::check_not_forked("call detach() in the child"); }
 
-  // The names, one for each parameter, are for errors. Gradients that are bucket views lie in memory that the ranks
-  // share, where they can share any. sums: the result is the sum over the ranks and not the mean.
+  // The names, one for each parameter, are for errors. sums: the result is the sum over the ranks and not the mean.
   ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool gradient_as_bucket_view,
-                bool sums);
+                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums);
 
   const std::string& name(size_t index) const { return parameters_[index].name; }
 
@@ -80,9 +78,6 @@ class ParameterSync : public EngineState {
   // Brings them together with each sync, see Buffers. On all ranks the same ones, before the first sync.
   void set_buffers(Buffers::Find find, bool means) { buffers_to_sync_.set(std::move(find), means); }
 
-  // In a forked child, which does not have the memory: gradients that lie in views are none.
-  void forget_views();
-
   // Whether the gradients are still those that the newest sync left.
   bool gradients_are_unchanged();
 
@@ -111,8 +106,6 @@ class ParameterSync : public EngineState {
   void post_weight(bool is_poisoned = false);
   void send_next(bool is_poisoned = false);
   void send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in, bool is_poisoned);
-  void leave_views();
-  bool is_in_view(const at::Tensor& gradient, const at::Tensor& own) const;
   void begin_pairing();
   void check_pairing();
   void hand_out();
@@ -120,7 +113,6 @@ class ParameterSync : public EngineState {
 
   std::vector<Parameter> parameters_;
   const int64_t bucket_cap_bytes_;
-  const bool gradient_as_bucket_view_;
   const bool sums_;
   const std::shared_ptr<Agreement> agreement_;
   std::vector<Bucket> buckets_;  // in the order in which they are sent; none while there is no layout

@@ -74,7 +74,6 @@ struct BucketTotals {
   int64_t elements = 0;
   std::string kernels;         // see kernels_on
   bool shares_memory = false;  // this and the next two: in the newest sync
-  bool is_in_place = false;    // if it does, whether gradients lie there
   int64_t num_hosts = 1;       // if it does, of the ranks
   std::string why_not_shared;  // where that was tried
   Count wire_bytes;            // by whoever receives

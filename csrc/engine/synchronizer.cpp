@@ -50,13 +50,12 @@ constexpr char kLaneOfAllGroups = 0;
 }  // namespace
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                           c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes,
-                           bool gradient_as_bucket_view, bool sums)
+                           c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
     : is_on_cpu_(parameters.front().is_cpu()),
       lane_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kLaneOfAllGroups),
       process_id_(getpid()),
       backward_({[this] { return sync_.is_under_way(); }, &finish, &send_leftovers}),
-      sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes, gradient_as_bucket_view, sums) {}
+      sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes, sums) {}
 
 Synchronizer::~Synchronizer() {
   if (getpid() == process_id_) {  // in a forked child another thread's locks stay locked
@@ -108,9 +107,6 @@ void Synchronizer::detach() {
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (getpid() != process_id_) {
-    sync_.forget_views();
-  }
   take_hooks_off();
 }
 

@@ -24,8 +24,7 @@ namespace fastsync {
 class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
  public:
   Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-               c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool gradient_as_bucket_view,
-               bool sums = false);
+               c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums = false);
   ~Synchronizer();
 
   // Puts hooks on the parameters, which are those it was made for: frozen ones too, which may be unfrozen later. From

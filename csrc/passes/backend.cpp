@@ -82,16 +82,14 @@ int64_t wire_length(const std::vector<Segment>& segments, int64_t alignment) {
   return end_of(segments.back(), alignment);
 }
 
-std::vector<Segment> lay_out(at::TensorList grads, DType wire, at::TensorList residuals, int64_t alignment,
-                             at::TensorList subtrahends) {
+std::vector<Segment> lay_out(at::TensorList grads, DType wire, at::TensorList residuals, int64_t alignment) {
   alignment = wire == DType::kInt8 ? kBlockValues : alignment;
   std::vector<Segment> segments;
   segments.reserve(grads.size());
   int64_t offset = 0;
   for (size_t i = 0; i < grads.size(); ++i) {
-    segments.push_back({grads[i].data_ptr(), grads[i].numel(), offset,
-                        residuals.empty() ? nullptr : residuals[i].data_ptr(),
-                        subtrahends.empty() ? nullptr : subtrahends[i].const_data_ptr()});
+    segments.push_back(
+        {grads[i].data_ptr(), grads[i].numel(), offset, residuals.empty() ? nullptr : residuals[i].data_ptr()});
     offset = end_of(segments.back(), alignment);
   }
   return segments;

@@ -17,13 +17,13 @@ bool is_supported(at::ScalarType dtype);
 // Of a gradient, or of a wire, where uint8 stands for blocks of int8.
 DType dtype_of(at::ScalarType dtype);
 at::ScalarType scalar_type_of(DType dtype);
-// What a gradient's products, differences and sums are taken in.
+// What a gradient's products and sums are taken in.
 at::ScalarType compute_dtype(at::ScalarType grad);
 
 // Where contiguous gradients lie in a wire buffer: one after the other, each at a multiple of the alignment, on an int8
-// wire at the beginning of a block. residuals and subtrahends: as many, contiguous; or none.
+// wire at the beginning of a block. residuals: as many, contiguous; or none.
 std::vector<Segment> lay_out(at::TensorList grads, DType wire = DType::kFloat32, at::TensorList residuals = {},
-                             int64_t alignment = 1, at::TensorList subtrahends = {});
+                             int64_t alignment = 1);
 
 // How many elements those take on the wire, with what lies between and behind them up to the next multiple.
 int64_t wire_length(const std::vector<Segment>& segments, int64_t alignment);

@@ -153,21 +153,6 @@ void check_residuals(at::TensorList residuals, at::TensorList grads) {
   }
 }
 
-void check_subtrahends(at::TensorList subtrahends, at::TensorList grads) {
-  TORCH_CHECK_VALUE(subtrahends.empty() || subtrahends.size() == grads.size(),
-                    "subtrahends: expected none or as many as there are gradients (", grads.size(), "), got ",
-                    subtrahends.size());
-  for (size_t i = 0; i < subtrahends.size(); ++i) {
-    const at::Tensor& grad = grads[i];
-    const at::Tensor& subtrahend = subtrahends[i];
-    TORCH_CHECK_VALUE(subtrahend.layout() == at::kStrided && subtrahend.scalar_type() == grad.scalar_type() &&
-                          subtrahend.device() == grad.device() && subtrahend.sym_sizes().equals(grad.sym_sizes()),
-                      "subtrahends[", i, "]: expected a dense tensor like grads[", i, "] (", grad.sym_sizes(), " ",
-                      grad.scalar_type(), " on ", grad.device(), "), got ", subtrahend.sym_sizes(), " ",
-                      subtrahend.scalar_type(), " ", subtrahend.layout(), " on ", subtrahend.device());
-  }
-}
-
 void check_multiplier(double multiplier) {
   TORCH_CHECK_VALUE(std::isfinite(multiplier), "multiplier: expected a finite number, got ", multiplier);
 }
@@ -210,7 +195,7 @@ double limit_or_none(std::optional<double> limit) { return limit.value_or(std::n
 void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
                 const std::optional<at::Tensor>& bucket_scale, at::TensorList residuals, double multiplier,
                 std::optional<double> limit, bool stochastic, int64_t alignment, const std::optional<at::Tensor>& step,
-                at::TensorList subtrahends, const std::optional<at::Tensor>& weight) {
+                const std::optional<at::Tensor>& weight) {
   check_grads(grads);
   check_gap(alignment);
   check_wire(wire, grads, /*is_matrix=*/false, alignment);
@@ -221,21 +206,18 @@ void check_pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& 
   check_limit(limit);
   check_rounding(stochastic, wire);
   check_step(step, wire.device());
-  check_subtrahends(subtrahends, grads);
   check_weight(weight, wire.device());
 }
 
 void pack(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
           const OptionalList& residuals, double multiplier, std::optional<double> limit, bool stochastic, int64_t seed,
-          bool is_first, int64_t alignment, const std::optional<at::Tensor>& step, const OptionalList& subtrahends,
+          bool is_first, int64_t alignment, const std::optional<at::Tensor>& step,
           const std::optional<at::Tensor>& weight) {
   const at::TensorList kept = list_of(residuals);
-  check_pack(grads, wire, stats, bucket_scale, kept, multiplier, limit, stochastic, alignment, step,
-             list_of(subtrahends), weight);
+  check_pack(grads, wire, stats, bucket_scale, kept, multiplier, limit, stochastic, alignment, step, weight);
   check_alignment(wire, "wire");
   const auto dense = as_contiguous(grads);
-  const auto taken = as_contiguous(list_of(subtrahends));
-  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()), kept, alignment, taken);
+  const auto segments = lay_out(dense, dtype_of(wire.scalar_type()), kept, alignment);
   const PackArgs args{.segments = segments.data(),
                       .num_segments = static_cast<int64_t>(segments.size()),
                       .grad_dtype = dtype_of(dense.front().scalar_type()),
@@ -396,9 +378,9 @@ void measure(at::TensorList grads, at::Tensor stats) {
 void pack_meta(at::TensorList grads, at::Tensor wire, at::Tensor stats, const std::optional<at::Tensor>& bucket_scale,
                const OptionalList& residuals, double multiplier, std::optional<double> limit, bool stochastic,
                int64_t /*seed*/, bool /*is_first*/, int64_t alignment, const std::optional<at::Tensor>& step,
-               const OptionalList& subtrahends, const std::optional<at::Tensor>& weight) {
+               const std::optional<at::Tensor>& weight) {
   check_pack(grads, wire, stats, bucket_scale, list_of(residuals), multiplier, limit, stochastic, alignment, step,
-             list_of(subtrahends), weight);
+             weight);
 }
 
 void unpack_meta(const at::Tensor& wire, at::TensorList grads, at::Tensor stats, std::optional<at::Tensor> bucket_scale,
@@ -439,7 +421,7 @@ TORCH_LIBRARY(fastsync, library) {
       "residuals=None, "
       "*, "
       "float multiplier=1.0, float? limit=None, bool stochastic=False, int seed=0, bool is_first=True, "
-      "int alignment=1, Tensor? step=None, Tensor[]? subtrahends=None, Tensor? weight=None) -> ()");
+      "int alignment=1, Tensor? step=None, Tensor? weight=None) -> ()");
   library.def(
       "unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None, *, "
       "float multiplier=1.0, bool is_first=True, bool is_last=True, Tensor(d!)? step=None, "

@@ -16,8 +16,6 @@ struct Segment {
   int64_t offset;
   // Compute<G>, one for each element: what the wire has not carried yet. Null where it is lost.
   void* residual = nullptr;
-  // As many of the gradient's type, to be taken from it. Null where nothing is.
-  const void* subtrahend = nullptr;
 };
 
 // What a bucket's passes found out, in one row of doubles so that one tensor holds it (counts are exact up to 2^53).
@@ -43,7 +41,7 @@ FASTSYNC_HOST_DEVICE uint32_t block_key(const Rounding& rounding, int64_t block)
 }
 
 // gradients → wire: wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite. The value is
-// (gradient[i] - subtrahend[i]) * weight + residual[i], in Compute<G> and in this order, and the new residual[i] is the
+// gradient[i] * weight + residual[i], in Compute<G> and in this order, and the new residual[i] is the
 // value minus what decoding gives; where the value on the wire, or on int8 one of its block's, is not finite, the
 // residual stays as it was. Without a residual the weight is a part of the multiplier. With a weight of 0 the gradient
 // counts as 0, whatever it is. Writes stats[kNumSaturated]. The wire may be the gradients' own memory where both have

@@ -65,8 +65,7 @@ std::vector<Segment> Bucket::cut(int64_t begin, int64_t end, int64_t offset) con
   std::vector<Segment> parts;
   for_each_part(begin, end, [&](const Segment& segment, int64_t skipped, int64_t numel) {
     parts.push_back({advance(segment.data, skipped * grad_size), numel, segment.offset + skipped - begin + offset,
-                     segment.residual ? advance(segment.residual, skipped * residual_size) : nullptr,
-                     segment.subtrahend ? advance(segment.subtrahend, skipped * grad_size) : nullptr});
+                     segment.residual ? advance(segment.residual, skipped * residual_size) : nullptr});
   });
   return parts;
 }
@@ -76,13 +75,6 @@ void Bucket::own(Owned& owned, int64_t begin, int64_t end, int64_t place) const 
     const auto index = static_cast<size_t>(&segment - segments.data());
     owned.parts.push_back({index, skipped, numel, place + segment.offset + skipped - begin});
   });
-}
-
-void Bucket::subtract(std::vector<at::Tensor> from_each) {
-  subtrahends = std::move(from_each);
-  for (size_t i = 0; i < segments.size(); ++i) {
-    segments[i].subtrahend = subtrahends[i].const_data_ptr();
-  }
 }
 
 void Bucket::redirect(std::vector<at::Tensor> elsewhere) {
@@ -113,20 +105,9 @@ void Bucket::unpack(const std::vector<Segment>& to, const void* wire, int64_t nu
              device, workspace);
 }
 
-// Differences are measured once in a bucket's life, if ever, so there is no pass for them.
 void Bucket::measure() const {
-  const auto run = [&](const std::vector<Segment>& of, DType dtype) {
-    run_measure({of.data(), static_cast<int64_t>(of.size()), dtype, stats.data_ptr<double>()}, device, workspace);
-  };
-  if (subtrahends.empty()) {
-    return run(segments, grad_dtype);
-  }
-  const at::ScalarType dtype = compute_dtype(grads.front().scalar_type());
-  std::vector<at::Tensor> differences;
-  for (size_t i = 0; i < grads.size(); ++i) {
-    differences.push_back(at::sub(grads[i].to(dtype), subtrahends[i].to(dtype)));
-  }
-  run(lay_out(differences), dtype_of(dtype));
+  run_measure({segments.data(), static_cast<int64_t>(segments.size()), grad_dtype, stats.data_ptr<double>()}, device,
+              workspace);
 }
 
 ReduceArgs Bucket::mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,

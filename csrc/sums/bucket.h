@@ -49,7 +49,6 @@ struct Bucket {
 
   c10::Device device;
   std::vector<at::Tensor> grads;
-  std::vector<at::Tensor> subtrahends;   // see subtract
   std::vector<at::Tensor> destinations;  // see redirect
   DType grad_dtype;
   DType wire_dtype;
@@ -79,8 +78,6 @@ struct Bucket {
   std::vector<Segment> cut(int64_t begin, int64_t end, int64_t offset) const;
   // Adds what lies there to owned, of which begin has this place.
   void own(Owned& owned, int64_t begin, int64_t end, int64_t place) const;
-  // The values are gradients minus these, one for each, whose elements lie in the same order. Before anything is read.
-  void subtract(std::vector<at::Tensor> from_each);
   // Averages go there instead, one for each gradient, whose elements will lie in the same order. Once all is packed.
   void redirect(std::vector<at::Tensor> elsewhere);
 
@@ -90,7 +87,7 @@ struct Bucket {
   // The sum of the wires' values times the factor, which makes it the mean, times mean_factor, where none is given.
   void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
               std::optional<double> factor = {}) const;
-  void measure() const;  // gradients that are averaged where they are, or the differences
+  void measure() const;  // the gradients where they are
   // The sum of rows that have the bucket's scale, each times the share, which makes it the mean where none is given,
   // encoded for the wire.
   ReduceArgs mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,

@@ -23,7 +23,7 @@ void BucketSum::abandon(std::unique_ptr<BucketSum> sum) {
   if (getpid() != sum->process_id_) {
     sum.release();
   } else if (sum->needs_driving() && !sum->is_driven_ && sum->bucket_.device.is_cpu()) {
-    for (auto* tensors : {&sum->bucket_.grads, &sum->bucket_.subtrahends, &sum->bucket_.destinations}) {
+    for (auto* tensors : {&sum->bucket_.grads, &sum->bucket_.destinations}) {
       tensors->clear();
     }
     try {

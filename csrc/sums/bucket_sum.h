@@ -47,10 +47,6 @@ class BucketSum {
   // Nobody wants the result: what others wait for is done all the same, in the background.
   static void abandon(std::unique_ptr<BucketSum> sum);
 
-  // Where averages come to in memory that the ranks share, a vector for each gradient; null where they go to the
-  // gradients.
-  virtual const std::vector<at::Tensor>* views() const { return nullptr; }
-
   // After send: what says that nothing is left to wait for, null where nobody does. See Reduction.
   virtual Reduction::Future when_over() { return {}; }
 
@@ -100,19 +96,6 @@ std::unique_ptr<BucketSum> two_shot_sum(std::shared_ptr<Team> team, int tag, Buc
 // at_once: between nodes by one_shot, else by two_shot.
 std::unique_ptr<BucketSum> two_level_sum(const Levels& levels, int tag, bool at_once, Bucket bucket,
                                          SumBuffers& buffers);
-// Where a bucket's gradients lie in memory that the ranks share, or are put.
-struct BucketViews {
-  at::Tensor memory;
-  std::vector<at::Tensor> gradients;  // a vector for each
-
-  bool contain(const void* data) const {
-    return memory.defined() && !std::less<>()(data, memory.const_data_ptr()) &&
-           std::less<>()(data, static_cast<const void*>(advance(memory.const_data_ptr(), memory.numel())));
-  }
-};
-// At full width, by ranks that share memory, in regions of so many bytes. The views are made by the first one.
-std::unique_ptr<BucketSum> in_place_sum(const std::shared_ptr<Team>& team, int tag, Bucket bucket, int64_t region,
-                                        BucketViews& views);
 // Of one tensor of as many shards as there are ranks: this one's shards of all ranks, each times the factor, are added
 // into the output. The buffers may be those of other buckets as well, one after the other.
 std::unique_ptr<BucketSum> reduce_scatter_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, at::Tensor output,

@@ -58,11 +58,6 @@ class RankSum : public BucketSum {
   // Takes memory for what lay_out(regions) places, of zeros where it was last used with another layout; this sum's
   // until release, when all is read. Called twice, for only then it is known how large a region is.
   void place(SumBuffers& buffers, int64_t kind, const std::function<void(Regions&)>& lay_out);
-  // The same of memory that is kept for this sum.
-  void use(const at::Tensor& memory) {
-    use_ = team_->use_rows();
-    memory_ = memory;
-  }
   // The same for a sum that reads nothing that nobody has written: buffers may be those of several buckets in turn.
   void place_unset(SumBuffers& buffers, const std::function<void(Regions&)>& lay_out);
   void release() {

@@ -108,7 +108,6 @@ class Case:
         self.is_lossless = all(_wire(name) == "none" for name in self.names)
         self.has_feedback = any("ef" in _words(name) for name in self.names)
         self.loses_nothing = all("ef" in _words(name) or _wire(name) == "none" for name in self.names)
-        self.views = draw.random() < (0.25 if self.is_lossless else 0.1)
         is_weighted = draw.random() < 0.25
         allow_complex = self.is_lossless and draw.random() < 0.3
         self.parameters = [self._parameter(draw, allow_complex) for _ in range(draw.randint(1, 7))]
@@ -222,8 +221,7 @@ class Case:
         lines = [
             f"seed {self.seed}: {self.world_size} ranks, {'memory' if self.shares_memory else 'messages'}, "
             f"{self.compression}, op {self.op}, cap {self.cap}, overlap {self.overlaps}, assigned {self.assigns}, "
-            f"views {self.views}",
-            *(f"  parameter {index}: {each}" for index, each in enumerate(self.parameters)),
+            * (f"  parameter {index}: {each}" for index, each in enumerate(self.parameters)),
             *(f"  step {index}: {each}" for index, each in enumerate(self.steps)),
         ]
         return "\n".join(lines)
@@ -355,7 +353,6 @@ class _Run:
             op=case.op,
             bucket_cap_mb=case.cap,
             overlap=case.overlaps,
-            gradient_as_bucket_view=case.views,
         )
         self.compression = case.compression
         self.problems: list[str] = []

@@ -60,7 +60,6 @@ void pack(const PackArgs& args, void* workspace, void* /*stream*/) {
   for (int64_t i = 0; i < args.num_segments; ++i) {
     const Segment& segment = args.segments[i];
     touches.reads(segment.data, bytes_of(segment.numel, args.grad_dtype));
-    touches.reads(segment.subtrahend, bytes_of(segment.numel, args.grad_dtype));
   }
   for (int64_t i = 0; i < args.num_segments; ++i) {
     const Segment& segment = args.segments[i];

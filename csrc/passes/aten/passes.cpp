@@ -106,9 +106,6 @@ void pack(const PackArgs& args, c10::Device device) {
     return;
   }
   at::Tensor values = segments.gather(&Segment::data, grad).to(compute);
-  if (segments.any(&Segment::subtrahend)) {
-    values = values.sub(segments.gather(&Segment::subtrahend, grad).to(compute));
-  }
   at::Tensor weight;
   if (args.weight != nullptr) {
     weight = over(args.weight, 1, at::kDouble, device).to(compute);

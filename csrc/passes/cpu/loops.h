@@ -408,27 +408,23 @@ struct Padded {
   }
 };
 
-// The values to be sent: the gradient less the subtrahend, weighted, and the residual.
+// The values to be sent: the gradient, weighted, and the residual.
 template <class G, class C>
-void gather(const G* gradient, const G* subtrahend, const C* residual, C weight, C* gathered) {
+void gather(const G* gradient, const C* residual, C weight, C* gathered) {
   for (int64_t i = 0; i < kBlock; i += kLanes<C>) {
     Vec<C> values{};
     if (weight != C(0)) {  // else it counts for nothing, whatever it is
-      values = load<C>(gradient + i);
-      if (subtrahend != nullptr) {
-        values -= load<C>(subtrahend + i);
-      }
-      values *= weight;
+      values = load<C>(gradient + i) * weight;
     }
     store<C, C>(gathered + i, residual != nullptr ? values + load<C>(residual + i) : values);
   }
 }
 
 template <class W, class G, class C>
-int64_t pack_block(const G* gradient, const G* subtrahend, C* residual, Scaling<C> scaling, C weight,
-                   const Rounding& rounding, int64_t place, W* encoded) {
+int64_t pack_block(const G* gradient, C* residual, Scaling<C> scaling, C weight, const Rounding& rounding,
+                   int64_t place, W* encoded) {
   C gathered[kBlock];
-  gather(gradient, subtrahend, residual, weight, gathered);
+  gather(gradient, residual, weight, gathered);
   const int64_t num_saturated = encode_values<C>(gathered, kBlock, scaling, rounding, place, encoded);
   if (residual != nullptr) {
     keep_loss(gathered, encoded, C(1) / scaling.multiplier, C(1), residual);
@@ -443,28 +439,26 @@ constexpr int64_t num_elements(int64_t values) {
 }
 
 template <class W, class G>
-int64_t pack_chunk(const G* gradient, const G* subtrahend, Compute<G>* residual, int64_t numel,
-                   Scaling<Compute<G>> scaling, Compute<G> weight, const Rounding& rounding, void* wire,
-                   int64_t first) {
+int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Scaling<Compute<G>> scaling,
+                   Compute<G> weight, const Rounding& rounding, void* wire, int64_t first) {
   using C = Compute<G>;
   if (residual == nullptr && weight != C(0)) {
     scaling.multiplier *= weight;
     weight = C(1);
   }
-  const bool is_direct = subtrahend == nullptr && residual == nullptr && weight == C(1);
+  const bool is_direct = residual == nullptr && weight == C(1);
   int64_t i = is_direct ? numel / kBlock * kBlock : 0;
   int64_t num_saturated = encode_values<C>(gradient, i, scaling, rounding, first, element_of<W>(wire, first));
   for (; i + kBlock <= numel; i += kBlock) {
-    num_saturated += pack_block(gradient + i, from_or_null(subtrahend, i), from_or_null(residual, i), scaling, weight,
-                                rounding, first + i, element_of<W>(wire, first + i));
+    num_saturated += pack_block(gradient + i, from_or_null(residual, i), scaling, weight, rounding, first + i,
+                                element_of<W>(wire, first + i));
   }
   if (const int64_t rest = numel - i; rest > 0) {
-    const Padded<G> last(gradient + i, rest), less(from_or_null(subtrahend, i), rest);
+    const Padded<G> last(gradient + i, rest);
     Padded<C> kept(from_or_null(residual, i), rest);
     W encoded[kBlock];
-    num_saturated +=
-        pack_block(last.values, subtrahend != nullptr ? less.values : nullptr,
-                   residual != nullptr ? kept.values : nullptr, scaling, weight, rounding, first + i, encoded);
+    num_saturated += pack_block(last.values, residual != nullptr ? kept.values : nullptr, scaling, weight, rounding,
+                                first + i, encoded);
     std::copy_n(encoded, num_elements<W>(rest), element_of<W>(wire, first + i));
     if (residual != nullptr) {
       std::copy_n(kept.values, rest, residual + i);

@@ -119,10 +119,9 @@ void pack_typed(const PackArgs& args) {
   const auto counts =
       for_each_chunk<int64_t>(args.segments, args.num_segments, [&](const Segment& segment, const Chunk& chunk) {
         fill_gap<W>(segment, chunk, args);
-        const auto* subtrahend = from_or_null(static_cast<const G*>(segment.subtrahend), chunk.begin);
         auto* residual = from_or_null(static_cast<C*>(segment.residual), chunk.begin);
-        return FASTSYNC_BEST(pack_chunk<W>(chunk_data<const G>(segment, chunk), subtrahend, residual, chunk.length,
-                                           scaling, weight, args.rounding, args.wire, segment.offset + chunk.begin));
+        return FASTSYNC_BEST(pack_chunk<W>(chunk_data<const G>(segment, chunk), residual, chunk.length, scaling, weight,
+                                           args.rounding, args.wire, segment.offset + chunk.begin));
       });
   double num_saturated = args.turn.is_first ? 0.0 : args.stats[kNumSaturated];
   for (const int64_t count : counts) {

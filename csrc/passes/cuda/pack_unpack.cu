@@ -369,16 +369,11 @@ double limit_of(double limit) {
   return std::is_same_v<W, Int8Block> ? std::min<double>(limit, kInt8Limit) : limit;
 }
 
-template <class Has>
-bool any_segment(const PackArgs& args, const Has& has) {
-  return std::any_of(args.segments, args.segments + args.num_segments, has);
-}
-
 }  // namespace
 
 void pack(const PackArgs& args, void* workspace, void* stream) {
-  const bool feeds_back = any_segment(args, [](const Segment& segment) { return segment.residual != nullptr; });
-  const bool subtracts = any_segment(args, [](const Segment& segment) { return segment.subtrahend != nullptr; });
+  const bool feeds_back = std::any_of(args.segments, args.segments + args.num_segments,
+                                      [](const Segment& segment) { return segment.residual != nullptr; });
   dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto wire) {
     using G = decltype(grad);
     using W = decltype(wire);
@@ -388,16 +383,13 @@ void pack(const PackArgs& args, void* workspace, void* stream) {
       run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
     };
     if constexpr (!std::is_same_v<W, Int8Block>) {
-      if (!feeds_back && !subtracts) {
+      if (!feeds_back) {
         return run_with(Pack<G, W>{static_cast<W*>(args.wire), args.bucket_scale, args.weight, multiplier, limit,
                                    args.stats, args.alignment});
       }
     }
-    const auto run_quads = [&](auto subtracting) {
-      run_with(PackQuads<G, W, decltype(subtracting)::value>{args.wire, args.bucket_scale, args.weight, multiplier,
-                                                             limit, args.rounding, args.stats, args.alignment});
-    };
-    subtracts ? run_quads(std::true_type{}) : run_quads(std::false_type{});
+    run_with(PackQuads<G, W>{args.wire, args.bucket_scale, args.weight, multiplier, limit, args.rounding, args.stats,
+                             args.alignment});
   });
 }
 

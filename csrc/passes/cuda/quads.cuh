@@ -121,16 +121,6 @@ __device__ void encode_quad(const C (&scaled)[kQuad], int /*num_valid*/, Roundin
   }
 }
 
-template <class G, class C>
-__device__ void subtract(const void* subtrahend, int64_t index, int num_valid, C (&values)[kQuad]) {
-  C taken[kQuad];
-  load_quad(static_cast<const G*>(subtrahend), index, num_valid, taken);
-#pragma unroll
-  for (int i = 0; i < kQuad; ++i) {
-    values[i] -= taken[i];
-  }
-}
-
 template <class C>
 __device__ void add_residual(const void* residual, C scale, int64_t index, int num_valid, C (&values)[kQuad]) {
   C kept[kQuad];
@@ -174,8 +164,7 @@ struct Sums {
   }
 };
 
-// kSubtracts: without subtrahends, no thread asks for them.
-template <class G, class W, bool kSubtracts>
+template <class G, class W>
 struct PackQuads {
   using Gradient = G;
   using C = Compute<G>;
@@ -194,11 +183,6 @@ struct PackQuads {
 
   __device__ void load(const Segment& segment, int64_t index, int num_valid, C (&values)[kQuad]) const {
     load_quad(static_cast<const G*>(segment.data), index, num_valid, values);
-    if constexpr (kSubtracts) {
-      if (segment.subtrahend != nullptr) {
-        subtract<G>(segment.subtrahend, index, num_valid, values);
-      }
-    }
     const auto own_weight = static_cast<C>(*weight_or_unit(weight));
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
