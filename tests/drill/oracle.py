@@ -220,8 +220,8 @@ class Case:
     def __repr__(self) -> str:
         lines = [
             f"seed {self.seed}: {self.world_size} ranks, {'memory' if self.shares_memory else 'messages'}, "
-            f"{self.compression}, op {self.op}, cap {self.cap}, overlap {self.overlaps}, assigned {self.assigns}, "
-            * (f"  parameter {index}: {each}" for index, each in enumerate(self.parameters)),
+            f"{self.compression}, op {self.op}, cap {self.cap}, overlap {self.overlaps}, assigned {self.assigns}",
+            *(f"  parameter {index}: {each}" for index, each in enumerate(self.parameters)),
             *(f"  step {index}: {each}" for index, each in enumerate(self.steps)),
         ]
         return "\n".join(lines)
