@@ -322,6 +322,23 @@ def _is_killed_at_first(rank: int, world_size: int) -> str:
     return where_ranks_are(lambda: backward(model))
 
 
+def _is_killed_before_its_weight(rank: int, world_size: int) -> str:
+    model = small_model()
+    fastsync.attach(model).set_weight(1.0 + rank)
+    backward(model)
+    if rank == 1:
+        time.sleep(0.5)  # so that rank 0 has begun to add up weights
+        os.kill(os.getpid(), signal.SIGKILL)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _: time.sleep(0.5))  # so that backward goes on when it learns of that
+    return where_ranks_are(lambda: backward(model))
+
+
+def test_a_rank_that_is_killed_while_weights_are_added_up_is_named() -> None:
+    said = run_ranks(_is_killed_before_its_weight, 2, timeout=60, shared_memory=False, lost=[1])[0]
+    assert "rank 1: no answer" in said
+
+
 def test_a_rank_that_comes_while_another_asks_is_not_taken_for_lost() -> None:
     said, _, _ = run_ranks(_is_killed_at_first, 3, shared_memory=False, lost=[2])
     assert _positions(said) == {

@@ -15,6 +15,8 @@
 
 namespace fastsync {
 
+constexpr auto kAddingWeights = "adding up the ranks' weights";
+
 ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                              c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
     : EngineState(std::move(group), "the engine of parameter " + names.front()),
@@ -99,7 +101,7 @@ void ParameterSync::mark_all_ready() {
 // all ranks until then.
 void ParameterSync::send_full_buckets() {
   post_weight();
-  if (weight_.is_on() && !weight_.has_come()) {
+  if (weight_.is_on() && !weight_has_come()) {
     return;
   }
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].num_waiting == 0 && have_agreed() &&
@@ -124,8 +126,15 @@ bool ParameterSync::rest_waits() const {
 // first gradient.
 void ParameterSync::post_weight(bool is_poisoned) {
   if (weight_.is_on() && !weight_.is_posted() && is_laid_out() && have_agreed()) {
+    whereabouts_->average(step_);
     weight_.post(*group_, buckets_.front().sync().device(), is_poisoned);
   }
+}
+
+bool ParameterSync::weight_has_come() {
+  bool has_come = false;
+  wait_for_ranks(kAddingWeights, [&] { has_come = weight_.has_come(); });
+  return has_come;
 }
 
 void ParameterSync::send_rest() {
@@ -133,8 +142,7 @@ void ParameterSync::send_rest() {
   prepare();
   post_weight();
   if (weight_.is_posted()) {
-    whereabouts_->average(step_);
-    wait_for_ranks("adding up the ranks' weights", [&] { weight_.wait(); });
+    wait_for_ranks(kAddingWeights, [&] { weight_.wait(); });
   }
   while (next_bucket_ < buckets_.size()) {
     send_next();

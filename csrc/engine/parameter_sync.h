@@ -104,6 +104,7 @@ class ParameterSync : public EngineState {
   bool is_last(const Bucket& bucket) const { return &bucket == &buckets_.back(); }
   bool waits_to_send(const Bucket& bucket) const;
   void post_weight(bool is_poisoned = false);
+  bool weight_has_come();
   void send_next(bool is_poisoned = false);
   void send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in, bool is_poisoned);
   void begin_pairing();
