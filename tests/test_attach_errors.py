@@ -562,3 +562,34 @@ def _refused_on_one_rank(rank: int, world_size: int) -> None:
 
 def test_a_dtype_that_one_rank_alone_refuses_is_refused_on_all() -> None:
     run_ranks(_refused_on_one_rank, 2, timeout=60)
+
+
+class _Wrapped(torch.Tensor):
+    """Of no memory of its own, and nothing can be asked of it."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> _Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} of a wrapper")
+
+
+def _wrapped_on_one_rank(rank: int, world_size: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    fastsync.attach(parameters, process_group=dist.new_group(timeout=timedelta(seconds=10)))
+    if rank == 1:
+        # A hook of the user's, before this one's engine looks.
+        parameters[0].register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", _Wrapped(each.detach())))
+    loss = sum(each.sum() * (1.0 + rank) for each in parameters)
+    if rank == 1:
+        with pytest.raises(ValueError, match="parameter 0 got a gradient of a tensor subclass that has no memory"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert any(each.grad.isnan().all() for each in parameters)
+
+
+def test_a_gradient_without_memory_on_one_rank_keeps_no_rank_waiting_in_the_first_step() -> None:
+    run_ranks(_wrapped_on_one_rank, 2, timeout=60)

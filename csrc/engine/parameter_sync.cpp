@@ -476,10 +476,8 @@ void ParameterSync::forget_layout() {
 std::vector<at::Tensor> ParameterSync::gradients() const {
   std::vector<at::Tensor> gradients;
   for (const Parameter& parameter : parameters_) {
-    const at::Tensor& gradient = parameter.tensor.grad();
-    if (parameter.takes_part() && gradient.defined() &&
-        gradient.layout() == at::kStrided) {  // others are refused later
-      gradients.push_back(gradient);
+    if (parameter.takes_part() && parameter.has_plain_gradient()) {  // others are refused
+      gradients.push_back(parameter.tensor.grad());
     }
   }
   return gradients;
