@@ -325,8 +325,10 @@ def all_reduce_mean(
     dtype = wire or own
     stats = torch.zeros(NUM_STATS, dtype=torch.float64)
     total_weight = sum(weights) if weights is not None else world_size
-    each = 1 / total_weight * world_size if total_weight else 0.0
-    shares = [torch.tensor(weight * each, dtype=torch.float64) for weight in weights or [1.0] * world_size]
+    shares = [
+        torch.tensor(weight * world_size / total_weight if total_weight else 0.0, dtype=torch.float64)
+        for weight in weights or [1.0] * world_size
+    ]
     scale = _first_scale(grads, shares) if wire == torch.float16 else None
     num_summed = world_size if reduce == "wire" else 1
     limit = saturation_limit(dtype, num_summed) if wire is not None else None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import profile
 
 import fastsync
@@ -407,3 +407,20 @@ def _kept_sums(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, False)])
 def test_a_sum_that_was_kept_counts_once(world_size: int, shared_memory: bool) -> None:
     run_ranks(_kept_sums, world_size, shared_memory=shared_memory)
+
+
+def _counts_alike(rank: int, world_size: int) -> None:
+    for weight in (None, 49.0, 107.0):
+        parameter = nn.Parameter(torch.zeros(100, dtype=torch.float64))
+        sync = fastsync.attach([parameter], overlap=False)
+        if weight is not None:
+            sync.set_weight(weight)
+        everyone = [torch.linspace(1, 2 + each, 100, dtype=torch.float64) for each in range(world_size)]
+        parameter.grad = everyone[rank].clone()
+        sync.synchronize()
+        assert torch.equal(parameter.grad, sum(everyone) / world_size), weight
+
+
+def test_equal_weights_change_no_bit() -> None:
+    """1 / 98 * 2 * 49 is not 1."""
+    run_ranks(_counts_alike, 2)

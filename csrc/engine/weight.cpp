@@ -61,7 +61,7 @@ void Weight::take() {
   const at::Tensor total = sums_.narrow(0, 0, 1);
   active_ = sums_.narrow(0, 1, sums_.numel() - 1);
   factor_ = is_of_sums_ ? at::full_like(total, posted_)
-                        : at::where(total == 0.0, 0.0, total.reciprocal().mul(active_.numel()).mul(posted_));
+                        : at::where(total == 0.0, 0.0, at::full_like(total, posted_ * active_.numel()).div(total));
   if (factor_.is_cpu() && factor_.item<double>() == 1.0) {
     factor_.reset();
   }
