@@ -28,7 +28,7 @@ help:
 	@echo 'make test-aten   run tests of the engine on torch'\''s own operations, as on a device that no kernels were built for'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
-	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL, SkyPilot and Neptune, each in an environment of its own'
+	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL and SkyPilot, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make lint        ruff, mypy and clang-format'
@@ -85,21 +85,19 @@ test-asan: venv
 test-ubsan: venv
 	$(call test_sanitized,undefined,libubsan.so,UBSAN_OPTIONS=print_stacktrace=1)
 
-# Ray takes minutes, skrl and RSL-RL some time; PufferLib, SkyPilot and Neptune contradict what else is installed. An environment of each has
+# Ray takes minutes, skrl and RSL-RL some time; PufferLib and SkyPilot contradict what else is installed. An environment of each has
 # what $(VENV) has, and its own packages before that.
-test-trainers: $(foreach package,ray pufferlib skrl rsl-rl skypilot neptune,$(VENV)/with-$(package)/.installed)
+test-trainers: $(foreach package,ray pufferlib skrl rsl-rl skypilot,$(VENV)/with-$(package)/.installed)
 	$(VENV)/with-ray/bin/python -m pytest tests/test_launch_ray.py $(PYTEST_ARGS)
 	$(VENV)/with-pufferlib/bin/python -m pytest tests/test_examples.py -k pufferlib $(PYTEST_ARGS)
 	$(VENV)/with-skrl/bin/python -m pytest tests/test_examples.py -k skrl_ppo\ or\ skrl_learns $(PYTEST_ARGS)
 	$(VENV)/with-rsl-rl/bin/python -m pytest tests/test_examples.py -k rsl_rl_ppo\ or\ rsl_rl_ranks $(PYTEST_ARGS)
 	$(VENV)/with-skypilot/bin/python -m pytest tests/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
-	$(VENV)/with-neptune/bin/python -m pytest tests/test_ppo_runs_report.py -k neptune $(PYTEST_ARGS)
 
 $(VENV)/with-ray/.installed: PACKAGES = 'ray[default,train]'
 $(VENV)/with-skrl/.installed: PACKAGES = skrl
 $(VENV)/with-rsl-rl/.installed: PACKAGES = rsl-rl-lib
 $(VENV)/with-skypilot/.installed: PACKAGES = skypilot
-$(VENV)/with-neptune/.installed: PACKAGES = neptune-scale
 # Without Ocean, whose libraries come from elsewhere than PyPI, and without nvcc, which a torch for CPUs does not go with.
 $(VENV)/with-pufferlib/.installed: PACKAGES = --no-build-isolation pufferlib==3.0.0
 $(VENV)/with-pufferlib/.installed: export NO_OCEAN := 1

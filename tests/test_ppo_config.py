@@ -35,7 +35,6 @@ from fastsync.ppo.config import Settings
         ({"ent_coef": -0.1}, "ent_coef=-0.1 must not be negative"),
         ({"vf_coef": -0.1}, "vf_coef=-0.1 must not be negative"),
         ({"seed": -1}, "seed=-1 must not be negative"),
-        ({"neptune_project": "mine"}, "neptune_project=mine must be workspace/project"),
         ({"gamma": 1.1}, r"gamma=1.1 must lie in \[0, 1\]"),
         ({"gae_lambda": -0.1}, r"gae_lambda=-0.1 must lie in \[0, 1\]"),
         ({"gamma": float("nan")}, r"gamma=nan must lie in \[0, 1\]"),

@@ -8,7 +8,6 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -271,49 +270,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert first["config"]["total_steps"] == 1000
 
 
-def test_neptune_keeps_its_figures_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("neptune_scale", reason="make test-trainers has an environment with neptune_scale")
-    monkeypatch.delenv("NEPTUNE_MODE", raising=False)
-    settings = Settings(total_steps=1000, neptune_project="mine/fastsync")
-    for update in (1, 2):  # the second one goes on
-        with RunReport(tmp_path, settings, 2, None, resumed_step=100 * (update - 1), resumed_seconds=1.0) as report:
-            report.update(status_at(update))
-    first, second = (neptune_run(path) for path in sorted(tmp_path.glob("neptune/*/*.sqlite3")))
-    assert (first.project, first.run_id) == (second.project, second.run_id)
-    assert first.project == "mine/fastsync"
-    assert first.configs["settings/total_steps"] == 1000
-    assert first.figures["learning/policy_loss"] == {100: 0.5}
-    assert second.figures["learning/policy_loss"] == {200: 0.5}
-    assert "episodes/return" not in first.figures  # no episode has ended
-
-
-def neptune_run(path: Path) -> SimpleNamespace:
-    """What a database of Neptune holds."""
-    from neptune_scale.sync.operations_repository import OperationsRepository
-
-    database = OperationsRepository(db_path=path)
-    metadata = database.get_metadata()
-    figures: dict[str, dict[float, float]] = {}
-    configs = {}
-    for operation in database.get_operations(up_to_bytes=10**9):
-        snapshot = operation.operation
-        if not hasattr(snapshot, "append"):
-            continue  # says that there is a run
-        step = snapshot.step.whole + snapshot.step.micro * 1e-6
-        for name, value in snapshot.append.items():
-            figures.setdefault(name, {})[step] = value.float64
-        for name, value in snapshot.assign.items():
-            configs[name] = getattr(value, value.WhichOneof("value"))
-    database.close(cleanup_files=False)
-    return SimpleNamespace(project=metadata.project, run_id=metadata.run_id, figures=figures, configs=configs)
-
-
-@pytest.mark.parametrize(
-    ("extra", "package", "command"), [("wandb", "wandb", "wandb"), ("neptune", "neptune_scale", "neptune-scale")]
-)
-def test_a_logger_that_is_missing_is_named(
-    extra: str, package: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match=rf"{extra}_project='p/q' needs {package}: pip install {command}"):
-        RunReport(tmp_path, replace(SETTINGS, **{f"{extra}_project": "p/q"}), 1, None)
+def test_a_logger_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"wandb_project='p' needs wandb: pip install wandb"):
+        RunReport(tmp_path, replace(SETTINGS, wandb_project="p"), 1, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,8 +117,6 @@ class Settings:
     needs run_name."""
     wandb_project: str | None = None
     """Also log to this project of Weights & Biases."""
-    neptune_project: str | None = None
-    """Also log for this project of Neptune, workspace/project, into the run's folder."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -137,8 +134,6 @@ class Settings:
             self._check(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
         for name in ("num_threads", "target_kl"):
             self._check(name, getattr(self, name) is None or getattr(self, name) > 0, "must be greater than 0")
-        is_qualified = self.neptune_project is None or re.fullmatch(r"[^/]+/[^/]+", self.neptune_project) is not None
-        self._check("neptune_project", is_qualified, "must be workspace/project")
         self._check("hidden_sizes", all(size >= 1 for size in self.hidden_sizes), "must be widths of at least 1")
         self._check_batches()
         self._check_combinations()

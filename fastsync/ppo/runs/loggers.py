@@ -1,11 +1,10 @@
-"""Loggers, which take figures update by update: a CSV file, TensorBoard, Weights & Biases, Neptune."""
+"""Loggers, which take figures update by update: a CSV file, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
 import csv
 import importlib
 import math
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 from fastsync.files import replacing
 from fastsync.installation import install_command
 
-PACKAGES = {"wandb": "wandb", "neptune": "neptune_scale"}
+PACKAGES = {"wandb": "wandb"}
 """What loggers import that the trainer does not need, by the extra that brings it."""
 
 
@@ -125,43 +124,6 @@ class WandbLog:
 
     def close(self) -> None:
         self._run.finish()
-
-
-class NeptuneLog:
-    """A run of Neptune 3. Its id is kept in the folder, so that a resumed run goes on in the same one.
-
-    It stays in the folder's ``neptune``, a database for each time that the run began or went on. The environment
-    variables of Neptune count: NEPTUNE_MODE=async sends figures to the server that NEPTUNE_API_TOKEN is for.
-
-    Args:
-        folder: of the run.
-        project: "workspace/project".
-        settings: of the run.
-
-    Raises:
-        ValueError: neptune-scale is not installed.
-    """
-
-    def __init__(self, folder: Path, project: str, settings: Mapping[str, object]) -> None:
-        try:
-            neptune_scale = importlib.import_module("neptune_scale")
-        except ImportError:
-            raise not_installed("neptune", project) from None
-        self._run = neptune_scale.Run(
-            project=project,
-            experiment_name=folder.name,
-            run_id=_kept_id(folder / "neptune_id"),
-            mode=os.environ.get("NEPTUNE_MODE", "offline"),
-            log_directory=folder / "neptune",
-            enable_console_log_capture=False,  # the dashboard would fill it
-        )
-        self._run.log_configs({"settings": settings}, flatten=True, cast_unsupported=True)
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log_metrics(_known(scalars), step=step)
-
-    def close(self) -> None:
-        self._run.close()
 
 
 def not_installed(extra: str, project: str) -> ValueError:

@@ -13,7 +13,7 @@ from rich.console import Console
 from fastsync.ppo.config import Settings
 from fastsync.ppo.runs.console import Dashboard, Lines, result_table
 from fastsync.ppo.runs.folder import sync_name
-from fastsync.ppo.runs.loggers import CsvLog, Logger, NeptuneLog, TensorBoardLog, WandbLog
+from fastsync.ppo.runs.loggers import CsvLog, Logger, TensorBoardLog, WandbLog
 from fastsync.ppo.runs.metrics import PHASES, Status, TrainResult, mean
 from fastsync.ppo.runs.straggler import WaitingTimes
 
@@ -44,7 +44,7 @@ class RunReport:
         notes: sentences to print before it starts.
 
     Raises:
-        ValueError: W&B or Neptune is wanted, but not installed.
+        ValueError: W&B is wanted, but not installed.
     """
 
     def __init__(
@@ -77,8 +77,6 @@ class RunReport:
         self._loggers: list[Logger] = [csv_log, TensorBoardLog(folder, asdict(settings), resumed_step)]
         if settings.wandb_project is not None:
             self._loggers.append(WandbLog(folder, settings.wandb_project, asdict(settings)))
-        if settings.neptune_project is not None:
-            self._loggers.append(NeptuneLog(folder, settings.neptune_project, asdict(settings)))
 
     def __enter__(self) -> RunReport:
         for note in self._notes:
