@@ -20,7 +20,8 @@ from fastsync.files import replacing, sync_folder, write_whole
 from fastsync.ppo.config import Settings
 
 _NAME = re.compile(r"(?:step|best)-(\d+)\.pt")
-_SUM = re.compile(rb"[0-9a-f]{64}")
+_SUM = re.compile(rb"\nfastsync sha256 ([0-9a-f]{64})\n\Z")
+"""The end of a checkpoint: the sum of what lies before. torch.load does not mind it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of a run: ``step-000012345.pt``, each with its SHA-256 beside it for ``sha256sum --check``.
+    """The checkpoints of a run: ``step-000012345.pt``, each with its SHA-256 at its end.
 
     ``best-000012345.pt`` is the one with the highest mean return so far. Only ``save`` and ``set_aside`` change
     anything, so that others may read while a run writes.
@@ -85,16 +86,18 @@ class CheckpointFolder:
 
     def _save(self, checkpoint: Checkpoint, mean_return: float) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._clean_up()
+        for unfinished in self.folder.glob("*.tmp"):  # what a crash left
+            _clear(unfinished)
         best_before = self._best_so_far()
         is_best = mean_return > best_before
         best = mean_return if is_best else best_before
         path = self.folder / f"step-{checkpoint.step:09d}.pt"
-        _write_with_sum(path, _encode(replace(checkpoint, mean_return=mean_return, best_return=best)))
+        _make_way(path)
+        write_whole(path, _encode(replace(checkpoint, mean_return=mean_return, best_return=best)))
         if is_best:
             self._link_best(path, best)
         for old in self._by_step("step")[: -self.keep] + self._by_step("best")[:-1]:
-            _remove(old)
+            _clear(old)
         sync_folder(self.folder)
         return path
 
@@ -132,26 +135,12 @@ class CheckpointFolder:
             if _step_of(path) <= after:
                 continue
             aside = path.with_name(path.name + ".set-aside")
-            digest = _good_sum(path)
-            if digest is not None:
-                write_whole(_sum_path(aside), f"{digest}  {aside.name}\n".encode())
-            elif _sum_path(path).exists():
-                os.replace(_sum_path(path), _sum_path(aside))
             os.replace(path, aside)
-            _unlink(_sum_path(path))
             renamed.append(aside)
         if renamed:
             self._best_return = None
             self._best_so_far()
         return renamed
-
-    def _clean_up(self) -> None:
-        """Removes what a crash left: unfinished files, and sums whose files were not written any more."""
-        for unfinished in self.folder.glob("*.tmp"):
-            _unlink(unfinished)
-        for digest in self.folder.glob("*.pt.sha256"):
-            if not digest.with_suffix("").exists():
-                _unlink(digest)
 
     def _by_step(self, kind: str) -> list[Path]:
         return sorted((path for path in self.folder.glob(f"{kind}-*.pt") if _NAME.fullmatch(path.name)), key=_step_of)
@@ -166,7 +155,7 @@ class CheckpointFolder:
                     self._best_return = load_checkpoint(best).best_return
                     steps = steps[-1:]  # a crash can have kept no older one from its link
                 except RuntimeError:  # damaged: the best of the others takes its place
-                    _remove(best)
+                    _clear(best)
             for path in steps:
                 mean_return = _mean_return_of(path)
                 if mean_return > self._best_return:
@@ -174,12 +163,18 @@ class CheckpointFolder:
         return self._best_return
 
     def _link_best(self, path: Path, mean_return: float) -> None:
-        _link_with_sum(path, self.folder / f"best-{_step_of(path):09d}.pt")
+        link = self.folder / f"best-{_step_of(path):09d}.pt"
+        _make_way(link)
+        with replacing(link) as unfinished:
+            try:
+                os.link(path, unfinished)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(path, unfinished)
         self._best_return = mean_return
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint onto the CPU, after a look at its checksum where that is there. Nothing in it is executed.
+    """Reads a checkpoint onto the CPU, after a look at its checksum. Nothing in it is executed.
 
     Raises:
         RuntimeError: it cannot be read, is damaged, or is none of this version.
@@ -188,9 +183,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
         content = path.read_bytes()
     except OSError as error:
         raise RuntimeError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
-    expected = _read_sum(path)
-    if expected is not None and hashlib.sha256(content).hexdigest() != expected:
-        raise RuntimeError(f"the checkpoint {path} is damaged: its SHA-256 is not that of {_sum_path(path).name}")
+    found = _SUM.search(content, max(0, len(content) - 100))
+    if found and hashlib.sha256(memoryview(content)[: found.start()]).hexdigest().encode() != found[1]:
+        raise RuntimeError(f"the checkpoint {path} is damaged: its SHA-256 is not the one at its end")
     try:
         values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # damage may look like anything
@@ -201,45 +196,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise RuntimeError(
             f"{path} is no checkpoint of this version of fastsync: it has no {', '.join(sorted(missing))}"
         )
+    if not found:
+        raise RuntimeError(f"the checkpoint {path} is damaged: it does not end with its SHA-256")
     known = {name: values[name] for name in _WRITTEN & set(values)}
-    _check_content(path, known)
     settings, notes = _settings_from(path, values["settings"])
-    if expected is None:
-        notes += (f"{path.name} has no {_sum_path(path).name} beside it, so damage would go unnoticed",)
     return Checkpoint(**known | {"settings": settings, "notes": notes})
 
 
 _WRITTEN = {field.name for field in fields(Checkpoint)} - {"notes"}
 _REQUIRED = {field.name for field in fields(Checkpoint) if field.default is MISSING}
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("settings", "learner"), (dict,)),
-    **dict.fromkeys(("world_size", "step", "update"), (int,)),
-    **dict.fromkeys(("environments", "window"), (list,)),
-    **dict.fromkeys(("seconds", "mean_return", "best_return"), (float, int)),
-}
-_OF_LEARNER = {"model", "optimizer", "scaler", "sync", "schedule", "rewards", "num_draws"}
-_OF_RANK = {"environments", "columns"}
-
-
-def _check_content(path: Path, values: dict[str, Any]) -> None:
-    """Raises RuntimeError where a part is missing or is something else: found later, no other could be taken."""
-    for name, value in values.items():
-        if not isinstance(value, _TYPES[name]):
-            expected = " or ".join(each.__name__ for each in _TYPES[name])
-            raise RuntimeError(
-                f"the checkpoint {path} is damaged: {name} has to be {expected}, and is a {type(value).__name__}"
-            )
-    if len(values["environments"]) != values["world_size"]:
-        raise RuntimeError(
-            f"the checkpoint {path} is damaged: it has {len(values['environments'])} environments' parts of "
-            f"{values['world_size']} ranks"
-        )
-    parts = [("learner", values["learner"], _OF_LEARNER)]
-    parts += [(f"environments[{rank}]", part, _OF_RANK) for rank, part in enumerate(values["environments"])]
-    for name, part, expected_keys in parts:
-        if not isinstance(part, dict) or not expected_keys <= set(part):
-            missing = sorted(expected_keys - set(part)) if isinstance(part, dict) else sorted(expected_keys)
-            raise RuntimeError(f"the checkpoint {path} is damaged: {name} has no {', '.join(missing)}")
 
 
 def _mean_return_of(path: Path) -> float:
@@ -254,7 +219,12 @@ def _encode(checkpoint: Checkpoint) -> bytes:
     values = {name: getattr(checkpoint, name) for name in sorted(_WRITTEN)}
     file = io.BytesIO()
     torch.save(values | {"settings": asdict(checkpoint.settings)}, file)
-    return file.getvalue()
+    return with_sum(file.getvalue())
+
+
+def with_sum(content: bytes) -> bytes:
+    """What ``torch.save`` has written, as a checkpoint ends."""
+    return content + f"\nfastsync sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
 
 
 def _settings_from(path: Path, values: dict[str, Any]) -> tuple[Settings, tuple[str, ...]]:
@@ -274,64 +244,16 @@ def _settings_from(path: Path, values: dict[str, Any]) -> tuple[Settings, tuple[
         raise RuntimeError(f"the settings in {path} do not suit this version of fastsync: {error}") from error
 
 
-def _write_with_sum(path: Path, content: bytes) -> None:
-    """The sum comes first: a crash in between leaves a sum without a file, never a file without its sum."""
-    _remove(path)  # or the sum would be that of another file for a moment
-    digest = hashlib.sha256(content).hexdigest()
-    write_whole(_sum_path(path), f"{digest}  {path.name}\n".encode())
-    write_whole(path, content)
+def _clear(path: Path) -> None:
+    _make_way(path)
+    path.unlink(missing_ok=True)
 
 
-def _link_with_sum(path: Path, link: Path) -> None:
-    """Another name for a file, with a sum of its own."""
-    _remove(link)
-    digest = _good_sum(path)
-    if digest is not None:
-        write_whole(_sum_path(link), f"{digest}  {link.name}\n".encode())
-    with replacing(link) as unfinished:
-        try:
-            os.link(path, unfinished)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(path, unfinished)
-
-
-def _remove(path: Path) -> None:
-    _unlink(path)
-    _unlink(_sum_path(path))
-
-
-def _sum_path(path: Path) -> Path:
-    return path.with_name(path.name + ".sha256")
-
-
-def _read_sum(path: Path) -> str | None:
-    """The sum beside a checkpoint; None where there is none. Raises RuntimeError where it is none."""
-    try:
-        words = _sum_path(path).read_bytes().split()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RuntimeError(f"{_sum_path(path)}, the sum of a checkpoint, is damaged: {error.strerror}") from error
-    if not words or not _SUM.fullmatch(words[0]):
-        raise RuntimeError(f"{_sum_path(path)}, the sum of a checkpoint, is damaged: it holds no SHA-256")
-    return words[0].decode()
-
-
-def _good_sum(path: Path) -> str | None:
-    """None where there is none, or what is there is none."""
-    try:
-        return _read_sum(path)
-    except RuntimeError:
-        return None
-
-
-def _unlink(path: Path) -> None:
-    """Removes a file that may be missing. A folder in its place is somebody's: it gets another name."""
+def _make_way(path: Path) -> None:
+    """A folder in the place of a file is somebody's: it gets another name."""
     if path.is_dir():
         names = (path.with_name(f"{path.name}.folder-{number}") for number in itertools.count())
         path.rename(next(name for name in names if not name.exists()))
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _step_of(path: Path) -> int:
