@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ import pytest
 
 from fastsync.ppo.config import Settings
 from fastsync.ppo.preflight import check_run
-from fastsync.ppo.runs import lock as run_lock
 from fastsync.ppo.runs.folder import CHECKPOINTS, close_run, find_run, open_run
 from fastsync.ppo.runs.lock import LOCK
 from tests.ranks import fresh_process_context
@@ -92,64 +90,12 @@ def test_who_is_refused_keeps_nobody_out(settings: Settings, tmp_path: Path):
         pass
 
 
-def _left_behind(run: Path, host: str) -> None:
-    save(run, 10)
-    (run / LOCK).write_text(f"{host} 123 {time.time():.0f}\n")
-
-
-def test_another_machines_run_is_alive_while_its_lock_is_renewed(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """On a file system whose locks do not reach other machines."""
-    monkeypatch.setattr(run_lock, "WATCH_SECONDS", 20.0)
-    _left_behind(tmp_path / "run", "elsewhere")
-    ended = threading.Event()
-
-    def renew() -> None:
-        while not ended.wait(0.1):
-            os.utime(tmp_path / "run" / LOCK)
-
-    thread = threading.Thread(target=renew)
-    thread.start()
-    try:
-        with pytest.raises(ValueError, match="run is in use: process 123 on elsewhere"):
-            open_run(settings, 1)
-    finally:
-        ended.set()
-        thread.join()
-    assert (tmp_path / "run" / LOCK).read_text().startswith("elsewhere 123 ")
-
-
-def test_another_machines_run_is_dead_when_its_lock_is_not_renewed(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(run_lock, "WATCH_SECONDS", 1.0)
-    _left_behind(tmp_path / "run", "elsewhere")
-    _, checkpoint, notes = open_run(settings, 1)
-    assert checkpoint is not None
-    assert (
-        notes[0] == f"{tmp_path / 'run'} was left behind by a training on elsewhere; it showed no sign of life for 1 s"
-    )
-    close_run(tmp_path / "run")
-
-
-def test_a_run_shows_that_it_lives(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)
-    folder, _, _ = open_run(settings, 1)  # new, so that it had another name while it was made
-    before = (folder / LOCK).stat().st_mtime_ns
-    deadline = time.monotonic() + 30
-    while (folder / LOCK).stat().st_mtime_ns == before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert (folder / LOCK).stat().st_mtime_ns > before
-    close_run(folder)
-
-
 def test_a_file_system_without_locks_is_named(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def lockf(file: int, operation: int) -> None:
+    def refuse(lock: object) -> None:
         raise OSError(38, "Function not implemented")
 
     save(tmp_path / "run", 10)
-    monkeypatch.setattr("fcntl.lockf", lockf)
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
     _, _, notes = open_run(settings, 1)
     assert notes[0] == (
         f"{tmp_path / 'run'} cannot be locked (Function not implemented): see to it that nobody else trains there"
