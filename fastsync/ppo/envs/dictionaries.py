@@ -103,26 +103,22 @@ class Packer:
         kinds = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
         return isinstance(space, spaces.Dict) and all(isinstance(part, kinds) for _, part in parts_of(space))
 
-    def __call__(self, observations: dict[str, Any]) -> Array:
-        """[N, size] of a dictionary of arrays [N, ...]."""
+    def __call__(self, observation: dict[str, Any]) -> Array:
+        """The row [size] of a dictionary."""
         numbers: list[Array] = []
         images: list[Array] = []
-        for part, values in _leaves(self._space, observations):
-            rows = values.reshape(len(values), -1)
+        for part, value in _leaves(self._space, observation):
             if image_shape(part) is not None:
-                images.append(rows)
-            elif isinstance(part, spaces.Discrete):
-                numbers.append(_one_hot(rows - part.start, np.array([part.n])))
-            elif isinstance(part, spaces.MultiDiscrete):
-                numbers.append(_one_hot(rows - part.start.reshape(-1), part.nvec.reshape(-1)))
+                images.append(np.asarray(value).reshape(-1))
             else:
-                numbers.append(rows)
+                _check_inside(part, value)
+                numbers.append(spaces.flatten(part, value))
         if not images:
-            return np.concatenate(numbers, axis=1, dtype=self.space.dtype)
+            return np.concatenate(numbers, dtype=self.space.dtype)
         if numbers:
-            images.insert(0, np.concatenate(numbers, axis=1, dtype=np.float32).view(np.uint8))
-        packed = np.concatenate(images, axis=1)
-        return np.pad(packed, [(0, 0), (0, self.space.shape[0] - packed.shape[1])])
+            images.insert(0, np.concatenate(numbers, dtype=np.float32).view(np.uint8))
+        packed = np.concatenate(images)
+        return np.pad(packed, (0, self.space.shape[0] - len(packed)))
 
 
 def pack(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
@@ -143,8 +139,7 @@ class _Packed(gymnasium.ObservationWrapper[Any, Any, Any]):
         self.observation_space = self._packer.space
 
     def observation(self, observation: Any) -> Array:
-        row: Array = self._packer(_as_batch(observation))[0]
-        return row
+        return self._packer(observation)
 
 
 class _PackedVector(VectorWrapper[Any, Any, Any]):
@@ -159,52 +154,45 @@ class _PackedVector(VectorWrapper[Any, Any, Any]):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
         observations, infos = self.env.reset(seed=seed, options=options)
-        return self._packer(observations), infos
+        return self._rows(observations), infos
 
     def step(self, actions: Any) -> tuple[Array, Any, Any, Any, dict[str, Any]]:
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         if "final_obs" in infos:
             infos["final_obs"] = self._rows_of_some(infos["final_obs"])
-        return self._packer(observations), rewards, terminated, truncated, infos
+        return self._rows(observations), rewards, terminated, truncated, infos
+
+    def _rows(self, observations: dict[str, Any]) -> Array:
+        return np.stack([self._packer(_at(observations, index)) for index in range(self.num_envs)])
 
     def _rows_of_some(self, observations: Any) -> Array:
         """[N] of dictionaries [N], None where there is none; or [N, size] of a dictionary of arrays."""
         if isinstance(observations, dict):
-            return self._packer(observations)
+            return self._rows(observations)
         rows = np.empty(self.num_envs, dtype=object)
         for index, observation in enumerate(observations):
-            rows[index] = None if observation is None else self._packer(_as_batch(observation))[0]
+            rows[index] = None if observation is None else self._packer(observation)
         return rows
 
 
-def _leaves(space: Space[Any], values: Any) -> Iterator[tuple[Space[Any], Array]]:
+def _at(observations: Any, index: int) -> Any:
+    """That of one environment, out of a dictionary of arrays."""
+    if isinstance(observations, dict):
+        return {key: _at(value, index) for key, value in observations.items()}
+    return observations[index]
+
+
+def _leaves(space: Space[Any], value: Any) -> Iterator[tuple[Space[Any], Any]]:
     if isinstance(space, spaces.Dict):
         for key, part in space.items():
-            yield from _leaves(part, values[key])
+            yield from _leaves(part, value[key])
     else:
-        yield space, np.asarray(values)
+        yield space, value
 
 
-def _as_batch(observation: Any) -> Any:
-    """A batch of one."""
-    if isinstance(observation, dict):
-        return {key: _as_batch(value) for key, value in observation.items()}
-    return np.asarray(observation)[None]
-
-
-def _one_hot(values: Array, sizes: Array) -> Array:
-    """[N, sum(sizes)] of whole numbers [N, len(sizes)] counted from 0.
-
-    Raises:
-        ValueError: one of them is beyond its size, and would be taken for one of its neighbours'.
-    """
-    outside = ((values < 0) | (values >= sizes)).any(axis=1)
-    if outside.any():
-        raise ValueError(
-            f"an observation is outside of its Discrete or MultiDiscrete space: counted from its start, one of "
-            f"{sizes.tolist()} values is {values[outside][0].tolist()}; mend the environment's observation_space"
-        )
-    ends = np.cumsum(sizes)
-    hot = np.zeros((len(values), ends[-1]), np.int8)
-    np.put_along_axis(hot, values + (ends - sizes), 1, axis=1)
-    return hot
+def _check_inside(space: Space[Any], value: Any) -> None:
+    """Raises ValueError for a choice that there is not: one-hot it would be taken for another."""
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        counted = value - space.start
+        if np.any(counted < 0) or np.any(counted >= (space.n if isinstance(space, spaces.Discrete) else space.nvec)):
+            raise ValueError(f"an observation is outside of {space}: {value}; mend the environment's observation_space")
