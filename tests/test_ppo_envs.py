@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 from fastsync.installation import install_command
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.make import Environments, FinishedEpisode, make_environments
-from fastsync.ppo.envs.replay import seed_from
+from fastsync.ppo.envs.resume import seed_from
 from fastsync.ppo.envs.spaces import random_actions
 from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
 from fastsync.ppo.preflight import check_environment

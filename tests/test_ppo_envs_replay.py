@@ -11,12 +11,12 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from fastsync.ppo.envs import replay as episodes
+from fastsync.ppo.envs import resume as episodes
+from fastsync.ppo.envs import vector
 from fastsync.ppo.envs.atari import LifeByLife
+from fastsync.ppo.envs.interface import begun_anew, redistribute
 from fastsync.ppo.envs.make import Environments, Step, make_environments, try_environments
-from fastsync.ppo.envs.plain_data import attributes_of, set_attributes, to_numpy, to_plain
-from fastsync.ppo.envs.replay import EpisodeRecorder, seed_from
-from fastsync.ppo.envs.resume import Trial, begun_anew, is_other_world, redistribute, what_goes_on
+from fastsync.ppo.envs.resume import EpisodeRecorder, Trial, seed_from
 from fastsync.ppo.envs.spaces import random_actions
 from tests.test_ppo_envs import settings
 from tests.toy_envs import Countdown
@@ -169,7 +169,7 @@ def test_those_begin_new_episodes_and_say_so():
         assert {e.index: e.length for e in episodes[::-1]} == {i: int(new[i, 2]) for i in range(2)}
 
 
-@pytest.mark.parametrize("name", ["observation", "terminated", "actions"])
+@pytest.mark.parametrize("name", ["observation", "ended", "actions"])
 def test_a_replay_that_leads_elsewhere_is_noticed(name: str):
     """One of three environments has other contents than were recorded: it alone begins anew."""
     chosen = settings("tests.toy_envs:Countdown", 3)
@@ -178,7 +178,7 @@ def test_a_replay_that_leads_elsewhere_is_noticed(name: str):
         steps = play(first, 2, np.random.default_rng(0))
         state = first.state()
         episode = state["episodes"][1]
-        episode[name] = not episode[name] if name == "terminated" else episode[name] + 1
+        episode[name] = [True, False] if name == "ended" else episode[name] + 1
         observations = second.restore(through_a_file(state))
         assert second.begun_anew == [4]
         assert second.restored.tolist() == [True, False, True]
@@ -260,11 +260,10 @@ def take_states(num_ranks: int, num_envs: int) -> tuple[list[dict[str, Any]], An
 def test_another_world_takes_the_environments_over(old: tuple[int, int], new: tuple[int, int], sentence: str | None):
     states, expected = take_states(*old)
     world_size, num_envs = new
-    assert is_other_world(states, world_size=world_size, num_envs=num_envs) is (sentence is not None)
-    assert what_goes_on(states, world_size=world_size, num_envs=num_envs) == sentence
     rows = []
     for rank in range(world_size):
-        state = redistribute(states, rank=rank, world_size=world_size, num_envs=num_envs)
+        state, said = redistribute(states, rank=rank, world_size=world_size, num_envs=num_envs)
+        assert said == sentence
         with make_environments(settings("tests.toy_envs:Countdown", num_envs), rank=rank) as environments:
             rows += list(environments.reset() if state is None else environments.restore(state))
             assert environments.begun_anew == []
@@ -283,10 +282,9 @@ def test_own_vectorisations_do_not_go_on_in_another_world():
         with make_environments(settings("CartPole-v1", 2), rank=rank) as environments:
             environments.reset()
             states.append(environments.state())
-    assert redistribute(states, rank=1, world_size=2, num_envs=2) is states[1]
-    assert redistribute(states, rank=0, world_size=1, num_envs=4) is None
-    sentence = what_goes_on(states, world_size=1, num_envs=4)
-    assert sentence == "all 4 environments begin new episodes: those saved can only go on in the same number per rank"
+    assert redistribute(states, rank=1, world_size=2, num_envs=2) == (states[1], None)
+    sentence = "all 4 environments begin new episodes: those saved can only go on in the same number per rank"
+    assert redistribute(states, rank=0, world_size=1, num_envs=4) == (None, sentence)
 
 
 def test_begun_anew_names_the_environments():
@@ -295,36 +293,29 @@ def test_begun_anew_names_the_environments():
     assert "(0, 1, 2, 3, 4, 5, 6, 7, ...)" in str(begun_anew(range(20)))
 
 
-def test_plain_data_comes_back_as_it_was():
-    class Thing:
-        def __init__(self) -> None:
-            self.generator = np.random.default_rng(3)
-            self.array = np.arange(3, dtype=np.int32)
-            self.scalar = np.float64(0.1)
-            self.pair = (1, None)
-            self.name = "x"
-            self.left_out = object()
+def test_own_vectorisations_that_have_gone_too_far_begin_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vector, "MAX_BYTES", 5)
+    with make_environments(settings("CartPole-v1", 2), rank=0) as first:
+        first.reset()
+        play(first, 2, np.random.default_rng(0))
+        assert len(first.state()["actions"]) == 4
+        with pytest.warns(UserWarning, match="no longer kept: if the run is resumed, they begin new episodes"):
+            play(first, 1, np.random.default_rng(0))
+        assert "actions" not in first.state()
+        with make_environments(settings("CartPole-v1", 2), rank=0, restart=7) as second:
+            second.restore(through_a_file(first.state()))
+            assert second.begun_anew == [0, 1]
 
-    first, second = Thing(), Thing()
-    first.generator.random(5)
-    first.array += 7
-    first.scalar, first.pair = np.float64(0.2), (2, None)
-    saved = through_a_file(attributes_of(first))
-    assert set(saved) == {"generator", "array", "scalar", "pair", "name"}
-    set_attributes(second, saved)
-    assert second.generator.random() == first.generator.random()
-    np.testing.assert_array_equal(second.array, first.array)
-    assert second.array.dtype == np.int32
-    assert (second.scalar, second.pair, second.name) == (0.2, (2, None), "x")
-    # What was saved, and what goes on from it, have memory of their own.
-    second.array[:] = 0
-    assert saved["array"].tolist() == [7, 8, 9]
-    taken = attributes_of(first)
-    first.array[:] = 0
-    assert taken["array"].tolist() == [7, 8, 9]
-    with pytest.raises(TypeError, match="object is not plain data"):
-        to_plain([object()])
-    assert to_numpy(to_plain({"a": [np.bool_(True)]})) == {"a": [True]}
+
+def test_an_own_vectorisation_that_is_led_elsewhere_begins_anew():
+    with make_environments(settings("CartPole-v1", 2), rank=0) as first:
+        first.reset()
+        play(first, 5, np.random.default_rng(0))
+        state = first.state()
+        state["actions"][3] ^= 1
+        with make_environments(settings("CartPole-v1", 2), rank=0, restart=7) as second:
+            second.restore(through_a_file(state))
+            assert second.begun_anew == [0, 1]
 
 
 class Game(gymnasium.Env[Any, Any]):

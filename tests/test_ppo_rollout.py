@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from fastsync.ppo.config import Autoreset, Settings
-from fastsync.ppo.envs.replay import EpisodeRecorder
+from fastsync.ppo.envs.resume import EpisodeRecorder
 from fastsync.ppo.envs.vector import RecordedEnvironments
 from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams

@@ -21,7 +21,7 @@ from fastsync.installation import install_command
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.interface import Environments
 from fastsync.ppo.envs.lookup import EnvSource, find_env
-from fastsync.ppo.envs.replay import EpisodeRecorder
+from fastsync.ppo.envs.resume import EpisodeRecorder
 from fastsync.ppo.envs.vector import RecordedEnvironments
 from fastsync.ppo.policy import ActorCritic, make_policy
 from fastsync.ppo.random_streams import RandomStreams

@@ -17,8 +17,8 @@ from torch import Tensor
 from fastsync.distributed import check_consistency
 from fastsync.launch.signals import StopSignals
 from fastsync.ppo.config import Settings
+from fastsync.ppo.envs.interface import begun_anew, redistribute
 from fastsync.ppo.envs.make import TRIAL_SECONDS, Environments, make_environments, try_environments
-from fastsync.ppo.envs.resume import begun_anew, redistribute, what_goes_on
 from fastsync.ppo.exchange import Exchange
 from fastsync.ppo.learner import Learner
 from fastsync.ppo.objective import LOSSES
@@ -170,7 +170,7 @@ class Run:
         environments = self._environments
         states = [part["environments"] for part in checkpoint.environments]
         spread = {"world_size": self._world_size, "num_envs": environments.num_envs}
-        mine = redistribute(states, rank=self._rank, **spread)
+        mine, said = redistribute(states, rank=self._rank, **spread)
         if mine is None:
             observations, restored = environments.reset(), np.zeros(environments.num_envs, dtype=np.bool_)
         else:
@@ -180,7 +180,7 @@ class Run:
         self._collector.restore(observations, columns)
         self._learner.load_environment_state(columns)
         begun = self._exchange.all_gather(environments.begun_anew if mine is not None else [])
-        notes = [what_goes_on(states, **spread), begun_anew(number for of_rank in begun for number in of_rank)]
+        notes = [said, begun_anew(number for of_rank in begun for number in of_rank)]
         if any(residuals) and not goes_on:
             notes.append("what error feedback had not sent yet is left out, as it belongs to other ranks")
         return [note for note in notes if note]

@@ -112,7 +112,7 @@ class Packer:
                 images.append(np.asarray(value).reshape(-1))
             else:
                 _check_inside(part, value)
-                numbers.append(spaces.flatten(part, value))
+                numbers.append(np.asarray(spaces.flatten(part, value)))
         if not images:
             return np.concatenate(numbers, dtype=self.space.dtype)
         if numbers:

@@ -13,7 +13,7 @@ from fastsync import _C
 from fastsync.installation import install_command
 from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.interface import Array, Bools, Environments, FinishedEpisode, Transition
-from fastsync.ppo.envs.replay import seed_from
+from fastsync.ppo.envs.resume import seed_from
 from fastsync.ppo.envs.spaces import check_spaces
 from fastsync.wording import did_you_mean
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from fastsync.ppo.envs.plain_data import to_numpy, to_plain
 from fastsync.ppo.envs.spaces import action_translator
 
 Array = NDArray[Any]
@@ -22,34 +23,26 @@ Transition = tuple[Array, Array, Bools, Bools, dict[str, Any]]
 class FinishedEpisode:
     """An episode that ended in a step."""
 
-    index: int
-    """Which of this rank's environments it ended in."""
+    index: int  # of this rank's environment
     episode_return: float
-    """Sum of its rewards."""
     length: int
-    """Number of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """The outcome of a step of N environments, which may write to these arrays again in their next step."""
 
-    observations: Array
-    """[N, ...] in the environment's dtype."""
-    rewards: Array
-    """[N] real numbers."""
-    terminated: Bools
-    """[N]: the step led to a terminal state."""
-    truncated: Bools
-    """[N]: the episode ended for another reason, such as a time limit."""
-    valid: Bools
-    """[N]: False where the row was no step, but the restart of an episode that had ended in the step before (only
-    where episodes restart in a step of their own)."""
+    observations: Array  # [N, ...] in the environment's dtype
+    rewards: Array  # [N]
+    terminated: Bools  # [N]: the step led to a terminal state
+    truncated: Bools  # [N]: the episode ended for another reason, such as a time limit
+    valid: Bools  # [N]: False for no step, but the restart of an episode that ended in the step before
     final_observations: dict[int, Array]
-    """By environment: the true last observation of episodes that ended, where ``observations`` holds the first one of
-    the next already. Empty where episodes restart in a step of their own: then ``observations`` is the true one."""
+    """By environment: the last observation of an episode, where ``observations`` has the first of the next already."""
     episodes: list[FinishedEpisode]
-    """The episodes that ended in this step."""
+    """Those that ended in this step."""
+    infos: dict[str, Any]
+    """What the environment says beside, as gymnasium's vector environments have it."""
 
 
 class Environments(ABC):
@@ -122,7 +115,7 @@ class Environments(ABC):
         self._observations = observations
         (ended,) = done.nonzero()
         if not len(ended):
-            return Step(observations, rewards, terminated, truncated, valid, {}, [])
+            return Step(observations, rewards, terminated, truncated, valid, {}, [], infos)
         indices = ended.tolist()
         episodes = self._finished_episodes(indices, infos)
         final_observations = {}
@@ -130,24 +123,24 @@ class Environments(ABC):
             final_observations = {index: _final_observation(infos, index) for index in indices}
         self._returns[ended] = 0.0
         self._lengths[ended] = 0
-        return Step(observations, rewards, terminated, truncated, valid, final_observations, episodes)
+        return Step(observations, rewards, terminated, truncated, valid, final_observations, episodes, infos)
 
     def state(self) -> dict[str, Any]:
         """Saves where the environments stand, as dicts, lists, numbers, strings and tensors of their own memory.
 
         It goes on from there exactly if ``is_restorable``; else it holds what lets new episodes differ from old ones.
         """
-        assert self._observations is not None, "reset first"
-        return {
-            "kind": type(self).__name__,
-            "first_index": self.first_index,
-            "observations": to_plain(self._observations),
-            "returns": to_plain(self._returns),
-            "lengths": to_plain(self._lengths),
-            "restarting": to_plain(self._restarting),
-            "same_step": self.same_step,
-            **to_plain(self._state()),
-        }
+        return to_plain(  # type: ignore[no-any-return]
+            {
+                "kind": type(self).__name__,
+                "first_index": self.first_index,
+                "observations": self._observations,
+                "returns": self._returns,
+                "lengths": self._lengths,
+                "restarting": self._restarting,
+                **self._state(),
+            }
+        )
 
     def restore(self, state: dict[str, Any]) -> Array:
         """Goes back to a state, also of fewer environments than these: the others begin their first episodes.
@@ -163,12 +156,11 @@ class Environments(ABC):
             observations, restored = self._reset(), np.zeros(self.num_envs, dtype=np.bool_)
         self._clear_accounts()
         known = np.flatnonzero(restored)
-        self._returns[known] = state["returns"][known]
-        self._lengths[known] = state["lengths"][known]
-        self._restarting[known] = state["restarting"][known]
-        num_saved = len(state["returns"])
+        for account, name in ((self._returns, "returns"), (self._lengths, "lengths"), (self._restarting, "restarting")):
+            account[known] = state[name][known]
+        num_saved = min(len(state["returns"]), self.num_envs)
         self.restored = restored
-        self.begun_anew = [self.first_index + i for i in range(min(num_saved, self.num_envs)) if not restored[i]]
+        self.begun_anew = [self.first_index + i for i in range(num_saved) if not restored[i]]
         self._observations = observations
         return observations
 
@@ -204,6 +196,71 @@ class Environments(ABC):
     @abstractmethod
     def _restore(self, state: dict[str, Any]) -> tuple[Array, Bools]:
         """Goes back; returns the observations and which environments stand where the state says."""
+
+
+def redistribute(
+    states: Sequence[dict[str, Any]], *, rank: int, world_size: int, num_envs: int
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Picks what a rank restores out of what ``Environments.state`` gave on each rank of the run before.
+
+    In the same world each rank gets its own. In another one environments that are replayed one by one keep their
+    numbers among all ranks and go to whoever has these numbers now; a rank that has more than there are begins new
+    ones.
+
+    Returns:
+        What to restore, or None where this rank begins anew; and what to say, if the world is another one.
+    """
+    if [len(state["returns"]) for state in states] == [num_envs] * world_size:
+        return states[rank], None
+    old, new = sum(len(state["returns"]) for state in states), world_size * num_envs
+    if not all("episodes" in state for state in states):
+        return (
+            None,
+            f"all {new} environments begin new episodes: those saved can only go on in the same number per rank",
+        )
+    said = f"the {old} environments go on where they were, and {new - old} new ones begin"
+    if new == old:
+        said = f"the {old} environments go on where they were, spread over the ranks anew"
+    if new < old:
+        said = f"{new} of {old} environments go on where they were; the others are dropped"
+    ordered = sorted(states, key=lambda state: int(state["first_index"]))
+    mine = slice(rank * num_envs, (rank + 1) * num_envs)
+    episodes = [episode for state in ordered for episode in state["episodes"]][mine]
+    rows = {
+        name: torch.cat([state[name] for state in ordered])[mine].clone()
+        for name in ("observations", "returns", "lengths", "restarting")
+    }
+    return ({**ordered[0], "first_index": mine.start, "episodes": episodes, **rows} if episodes else None), said
+
+
+def begun_anew(indices: Iterable[int]) -> str | None:
+    """A sentence about environments that ``restore`` could not bring back, by their numbers; None if there are none."""
+    numbers = sorted(indices)
+    if not numbers:
+        return None
+    listed = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return (
+        f"{len(numbers)} environments ({listed}) could not be brought back to exactly where they were, and began new "
+        f"episodes: this run is not bitwise what it would have been without the interruption"
+    )
+
+
+def to_plain(value: Any) -> Any:
+    """What ``torch.load(weights_only=True)`` reads back: numpy's arrays and scalars become tensors."""
+    if isinstance(value, np.ndarray | np.generic):
+        return torch.from_numpy(np.array(value))
+    if isinstance(value, dict):
+        return {name: to_plain(item) for name, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def to_numpy(value: Any) -> Any:
+    """The way back: tensors become arrays of their own memory, those without a dimension numpy scalars."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy().copy()[()]
+    if isinstance(value, dict):
+        return {name: to_numpy(item) for name, item in value.items()}
+    return [to_numpy(item) for item in value] if isinstance(value, list) else value
 
 
 def _final_observation(infos: dict[str, Any], index: int) -> Array:

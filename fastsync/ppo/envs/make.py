@@ -18,8 +18,7 @@ from fastsync.ppo.envs.dictionaries import has_images, pack_vector
 from fastsync.ppo.envs.envpool import make_envpool
 from fastsync.ppo.envs.interface import Environments, FinishedEpisode, Step
 from fastsync.ppo.envs.lookup import EnvSource, cannot_be_made, find_env
-from fastsync.ppo.envs.replay import EpisodeRecorder, seed_from
-from fastsync.ppo.envs.resume import Trial, try_restoring
+from fastsync.ppo.envs.resume import EpisodeRecorder, Trial, seed_from, try_restoring
 from fastsync.ppo.envs.spaces import check_spaces
 from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
 

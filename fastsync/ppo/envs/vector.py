@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import time
+import warnings
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
+from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from fastsync.ppo.envs.interface import Array, Bools, Environments, FinishedEpisode, Transition
-from fastsync.ppo.envs.plain_data import attributes_of, set_attributes
+from fastsync.ppo.envs.resume import same_values
+
+MAX_BYTES = 16 << 20
+"""Of the actions of environments that are vectorised by themselves: 16 million steps of CartPole."""
 
 
 class RecordedEnvironments(Environments):
@@ -142,7 +147,7 @@ class RecordedEnvironments(Environments):
 
 
 class VectorizedEnvironments(Environments):
-    """Environments with a vectorised implementation of their own. Their state is what its attributes hold.
+    """Environments with a vectorised implementation of their own: all their episodes are one, of one seed.
 
     Args:
         vector: the implementation.
@@ -155,29 +160,47 @@ class VectorizedEnvironments(Environments):
         spaces = vector.single_observation_space, vector.single_action_space
         super().__init__(vector.num_envs, *spaces, same_step=same_step, **others)
         self._vector = vector
-        self._seed = seed
+        self._next_seed = self._seed = seed
+        space = self.single_action_space
+        few = isinstance(space, Discrete) and space.start == 0 and space.n <= 256
+        self._kept_dtype: Any = np.uint8 if few else space.dtype
+        self._actions = bytearray()
 
     def _reset(self) -> Array:
-        observations: Array = self._vector.reset(seed=self._seed)[0]
+        return self._begin(self._next_seed)
+
+    def _begin(self, seed: int) -> Array:
+        self._seed, self._actions = seed, bytearray()
+        observations: Array = self._vector.reset(seed=seed)[0]
         return observations
 
     def _step(self, actions: Array) -> Transition:
+        if self.is_restorable and len(self._actions) <= MAX_BYTES:
+            self._actions += actions.astype(self._kept_dtype).tobytes()
+            if len(self._actions) > MAX_BYTES:
+                warnings.warn(
+                    f"the environments have taken so many steps that their actions, more than {MAX_BYTES:,} bytes, are "
+                    f"no longer kept: if the run is resumed, they begin new episodes; those of vectorization='sync' "
+                    f"can go on in runs of any length",
+                    stacklevel=2,
+                )
         return self._vector.step(actions)
 
     def _state(self) -> dict[str, Any]:
-        return {"attributes": attributes_of(self._vector.unwrapped) if self.is_restorable else None}
+        if not self.is_restorable or len(self._actions) > MAX_BYTES:
+            return {}
+        return {"seed": self._seed, "actions": np.frombuffer(bytes(self._actions), np.uint8)}
 
     def _restore(self, state: dict[str, Any]) -> tuple[Array, Bools]:
-        observations = self._reset()
-        same = (
-            state["attributes"] is not None
-            and len(state["observations"]) == self.num_envs
-            and state["same_step"] == self.same_step
-        )
-        if same:
-            set_attributes(self._vector.unwrapped, state["attributes"])
-            observations = state["observations"]
-        return observations, np.full(self.num_envs, same)
+        if self.is_restorable and "actions" in state and len(state["returns"]) == self.num_envs:
+            observations = self._begin(state["seed"])
+            shape = (-1, self.num_envs, *self.single_action_space.shape)  # type: ignore[misc]
+            actions = np.frombuffer(state["actions"].tobytes(), self._kept_dtype).reshape(shape)
+            for row in actions.astype(self.single_action_space.dtype):
+                observations = self._step(row)[0]
+            if same_values(observations, state["observations"]):
+                return observations, np.ones(self.num_envs, dtype=np.bool_)
+        return self._reset(), np.zeros(self.num_envs, dtype=np.bool_)
 
     def close(self) -> None:
         self._vector.close()
