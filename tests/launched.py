@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fastsync.distributed import process_group
 from fastsync.launch.signals import StopSignals
 from fastsync.ppo.cli import Launch, launch, parse
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.folder import CHECKPOINTS
 
 

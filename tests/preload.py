@@ -16,7 +16,7 @@ import torch.distributed.fsdp
 import torch.distributed.optim
 import torch.utils.tensorboard
 
-import fastsync.ppo.trainer
+import fastsync.ppo.ppo
 import tests.attached
 import tests.ranks
 

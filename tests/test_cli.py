@@ -18,9 +18,9 @@ import pytest
 import fastsync
 from fastsync.cli import main
 from fastsync.launch.machines import find_this_machine
-from fastsync.ppo.config import Settings
 from fastsync.ppo.evaluate import find_checkpoint
-from fastsync.ppo.settings_file import load_settings
+from fastsync.ppo.ppo import Settings
+from fastsync.ppo.settings import load_settings
 from fastsync.train import main as train_main
 
 pytestmark = pytest.mark.end_to_end
@@ -112,7 +112,7 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     saved = find_checkpoint(folder)
     # Nothing that was learnt is lost.
     assert read_steps(folder)[-1] == saved.step
-    assert load_settings(str(folder / "settings.yaml")) == saved.settings
+    assert load_settings(str(folder / "settings.yaml"), Settings) == saved.settings
 
     as_told = said.partition(" with: fastsync ")[2].split()
     resumed = run(tmp_path, *FASTSYNC, *as_told, "--total-steps", str(saved.step + 1))

@@ -18,8 +18,8 @@ import torch
 import fastsync
 from fastsync import Compression
 from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
-from fastsync.ppo.settings_file import load_settings
-from fastsync.ppo.trainer import train
+from fastsync.ppo.ppo import Settings, train
+from fastsync.ppo.settings import load_settings
 from tests.convergence import COMPRESSIONS
 from tests.ranks import run_ranks
 
@@ -30,7 +30,7 @@ SOLVED = 475
 def _train_each(rank: int, world_size: int, folder: str, compression: Compression, seeds: Sequence[int]) -> None:
     attach = fastsync.attach
     for seed in seeds:
-        settings = replace(load_settings("CartPole-v1"), runs_dir=folder, run_name=str(seed), seed=seed)
+        settings = replace(load_settings("CartPole-v1", Settings), runs_dir=folder, run_name=str(seed), seed=seed)
         # The settings know compressions by their names alone.
         with mock.patch.object(fastsync, "attach", lambda policy, _: attach(policy, compression)):
             train(settings, torch.device("cpu"))

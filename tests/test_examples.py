@@ -33,7 +33,7 @@ TIME_LIMIT = 120.0
 # Returns of CartPole: a random policy gets 22 on average, and 500 is the most there is.
 BEYOND_RANDOM = 100.0
 # Packages that print lines of their own.
-TALKATIVE = ("pufferlib_ppo", "rl_games_ppo", "rsl_rl_ppo")
+TALKATIVE = ("ppo_layer_norm", "ppo_own_loss", "pufferlib_ppo", "rl_games_ppo", "rsl_rl_ppo")
 each_example = pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
 
 
@@ -294,6 +294,8 @@ ALONE = {
     "image_classifier": (("--epochs", "1"), "epoch 1: loss"),
     "lightning_ddp": ((), "256 steps"),
     "pipeline_transformer": ((), "over 1 pipelines"),
+    "ppo_layer_norm": (("--total-steps", "2000"), "written to"),
+    "ppo_own_loss": (("--total-steps", "2000"), "written to"),
     "pufferlib_ppo": ((), "mean return of 1 ranks"),
     "rl_games_ppo": ((), "learning rates [0.0"),
     "rsl_rl_ppo": ((), "mean return of 1 ranks"),
@@ -312,6 +314,8 @@ def run_as_main(script: str, arguments: tuple[str, ...], said: str) -> None:
     with open(said, "w") as out:
         os.dup2(out.fileno(), sys.stdout.fileno())
     sys.argv = [script, *arguments]
+    if Path(script).stem.startswith("ppo_"):
+        os.chdir(Path(said).parent)  # where their runs go
     runpy.run_path(script, run_name="__main__")
 
 

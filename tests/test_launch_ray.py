@@ -19,7 +19,7 @@ import fastsync
 from fastsync.distributed import process_group
 from fastsync.launch.ray import launch_on_ray
 from fastsync.ppo.cli import Launch, launch
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import load_checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # Ray's processes import for long on few cores

@@ -14,9 +14,9 @@ import pytest
 
 from fastsync.cli import main
 from fastsync.ppo.cli import Launch, parse
-from fastsync.ppo.config import Settings
 from fastsync.ppo.jobs import Slurm, settings_words, slurm_script
-from fastsync.ppo.settings_file import load_settings, preset_names
+from fastsync.ppo.ppo import Settings
+from fastsync.ppo.settings import load_settings, preset_names
 
 ODD = Settings(
     env="it's:mine", hidden_sizes=(8, 4), anneal_clip=True, norm_advantages=False, target_kl=0.01, learning_rate=1e-5,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fastsync.ppo.config import Settings
 from fastsync.ppo.jobs import Slurm, slurm_script
+from fastsync.ppo.ppo import Settings
 from tests.test_launch_torchrun import LIMIT, ROOT, free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fastsync.launch.torchrun import launch_ranks
 from fastsync.ppo.cli import Launch, launch, parse
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from tests.test_ppo_runs_checkpoints import make_checkpoint
 

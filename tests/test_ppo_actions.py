@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 from torch import distributions
 
-from fastsync.ppo.actions import ActionDistribution, make_distribution
+from fastsync.ppo.policies import ActionDistribution, make_distribution
 
 SPACES = {
     "discrete": spaces.Discrete(4),

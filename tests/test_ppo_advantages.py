@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsync.ppo.advantages import estimate_advantages, normalize_advantages
 from fastsync.ppo.normalize import moments
+from fastsync.ppo.ppo import Settings, estimate_advantages, normalize_advantages
 
 GOES_ON, TERMINATES, TRUNCATES = range(3)
 
@@ -62,7 +62,7 @@ def test_advantages_are_those_of_the_definition(
     rewards[restarts] = 1e6
 
     got = estimate_advantages(
-        rewards, values[:-1], next_values, ending == TERMINATES, done, gamma=gamma, gae_lambda=gae_lambda
+        rewards, values[:-1], next_values, ending == TERMINATES, done, Settings(gamma=gamma, gae_lambda=gae_lambda)
     )
 
     for env, column in enumerate(ending.T.tolist()):

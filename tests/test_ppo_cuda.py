@@ -10,15 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.exchange import Exchange
-from fastsync.ppo.learner import Learner
-from fastsync.ppo.minibatches import Batch
-from fastsync.ppo.policy import make_policy
-from fastsync.ppo.random_streams import RandomStreams
-from fastsync.ppo.rollout import RolloutCollector
-from fastsync.ppo.trainer import train
+from fastsync.ppo.ppo import PPO, Settings, train
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -36,25 +29,20 @@ def update_without_waiting(rank: int, world_size: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for changes in KINDS.values():
         settings = replace(Settings(num_envs=8, num_steps=16, num_epochs=2), **changes)
-        streams = RandomStreams(0, first_index=rank * 8, num_envs=8, device=device)
         with make_environments(settings, rank=rank) as environments:
-            spaces = environments.single_observation_space, environments.single_action_space
-            policy = make_policy(settings, *spaces).to(device)
-            learner = Learner(settings, policy, streams, Exchange(device), world_size=world_size)
-            collector = RolloutCollector(environments, policy, num_steps=settings.num_steps, streams=streams)
-            learner.learn(collector.collect(), step=0, update=0)  # agreements and first allocations
-            updater = learner._updater
-            take_step = updater._step
+            ppo = PPO(settings, environments, device)
+            ppo.learn(ppo.collect())  # agreements and first allocations
+            take_step = ppo._take_step
 
-            def watched(minibatch: Batch, take_step: Any = take_step) -> Tensor:
+            def watched(*arguments: Any, take_step: Any = take_step) -> Any:
                 torch.cuda.set_sync_debug_mode("error")
                 try:
-                    return take_step(minibatch)
+                    return take_step(*arguments)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
 
-            updater._step = watched  # type: ignore[method-assign]
-            learner.learn(collector.collect(), step=100, update=1)
+            ppo._take_step = watched  # type: ignore[method-assign]
+            ppo.learn(ppo.collect())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

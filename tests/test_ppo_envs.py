@@ -17,11 +17,11 @@ import pytest
 from gymnasium.vector import AutoresetMode
 
 from fastsync.installation import install_command
-from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.make import Environments, FinishedEpisode, make_environments
 from fastsync.ppo.envs.resume import seed_from
 from fastsync.ppo.envs.spaces import random_actions
 from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.preflight import check_environment
 from tests.ranks import fresh_process_context
 from tests.toy_envs import Countdown, OwnVector

@@ -14,13 +14,12 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FrameStackObservation
 from torch import Tensor
 
-from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.dictionaries import PackedSpace, Packer, images_of, numbers_of, pack_vector
 from fastsync.ppo.envs.make import make_environments, try_environments
 from fastsync.ppo.envs.vector import VectorizedEnvironments
 from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
-from fastsync.ppo.policy import make_policy
-from fastsync.ppo.trainer import train
+from fastsync.ppo.policies import make_policy
+from fastsync.ppo.ppo import Settings, train
 from tests.ranks import run_ranks
 from tests.toy_envs import Named, OwnVector, Pictured
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fastsync.cli import main
-from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.lookup import find_env
 from fastsync.ppo.evaluate import Evaluation, find_checkpoint, load_policy, make_environment, play
-from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.policies import ActorCritic, make_policy
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
 from fastsync.ppo.runs.folder import CHECKPOINTS
 from tests.played_envs import LENGTH

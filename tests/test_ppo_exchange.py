@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastsync.ppo.exchange import Exchange
+from fastsync.ppo.sync import Exchange
 from tests.ranks import RankError, run_ranks
 
 CPU = torch.device("cpu")

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.runs.metrics import TrainResult
-from fastsync.ppo.trainer import train
 from tests.ranks import run_ranks
 
 NUM_ENVS = 4

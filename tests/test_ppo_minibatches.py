@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from fastsync.ppo.minibatches import Batch, Shuffler
+from fastsync.ppo.batches import Batch, Shuffler
 from fastsync.ppo.random_streams import RandomStreams
 
 NUM_STEPS, NUM_ENVS = 8, 6

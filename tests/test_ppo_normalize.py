@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, moments
+from fastsync.ppo.ppo import discounted_sums
 
 
 def test_running_moments_are_those_of_all_rows_so_far():
@@ -39,19 +40,18 @@ def test_observations_are_normalised_and_cut_off():
 
 
 def test_discounted_returns_go_on_over_rollouts_and_begin_anew_with_episodes():
-    normalizer = RewardNormalizer(gamma=0.5)
-    carried = torch.zeros(2)
+    normalizer = RewardNormalizer(0.5, 2, torch.float32)
     rewards = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]])
     done = torch.tensor([[False, False], [True, False], [False, False]])
-    first = normalizer.discounted_returns(rewards, done, carried)
+    first = normalizer.discounted_returns(rewards, done, discounted_sums)
     assert first.tolist() == [[1, 2], [1.5, 3], [1, 3.5]]
-    assert carried.tolist() == [1, 3.5]
-    second = normalizer.discounted_returns(rewards, torch.zeros_like(done), carried)
+    assert normalizer.carried.tolist() == [1, 3.5]
+    second = normalizer.discounted_returns(rewards, torch.zeros_like(done), discounted_sums)
     assert second[0].tolist() == [1.5, 3.75]
 
 
 @pytest.mark.parametrize(("reward", "expected"), [(3.0, 1.5), (-3.0, -1.5), (1e6, 10.0)])
 def test_rewards_are_divided_by_the_deviation_of_the_return(reward: float, expected: float):
-    normalizer = RewardNormalizer(gamma=0.9)
+    normalizer = RewardNormalizer(0.9, 1, torch.float32)
     normalizer.update(moments(torch.tensor([[3.0], [7.0]]), torch.ones(2, dtype=torch.bool)))
     torch.testing.assert_close(normalizer(torch.tensor([reward])), torch.tensor([expected]))

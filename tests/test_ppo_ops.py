@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsync.ppo import discounted_sums
-from fastsync.ppo.actions import Categorical
-from fastsync.ppo.adam import Adam
-from fastsync.ppo.objective import in_plain_pytorch, ppo_objective
-from fastsync.ppo.policy import Perceptron
-from fastsync.ppo.update import StepGate
+from fastsync.ppo.fused import FIGURES, Perceptron
+from fastsync.ppo.optimizer import Adam, StepGate
+from fastsync.ppo.policies import Categorical, categorical
+from fastsync.ppo.ppo import Evaluated, Settings, discounted_sums, ppo_loss
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 
@@ -38,7 +37,7 @@ def layers(activation: str, sizes: tuple[int, ...] = (4, 32, 16, 3)) -> nn.Seque
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
 def test_perceptron_is_its_layers(activation: str, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float):
     plain = layers(activation).to(dtype)
-    fused = Perceptron(copy.deepcopy(plain), activation)
+    fused = Perceptron(*copy.deepcopy(plain))
     assert list(fused.state_dict()) == list(plain.state_dict())
     inputs = torch.randn(shape, dtype=dtype, requires_grad=True)
     also_inputs = inputs.detach().clone().requires_grad_()
@@ -62,7 +61,7 @@ def test_perceptron_of_any_size(sizes: tuple[int, ...], num_rows: int):
     for num_inputs, num_outputs in itertools.pairwise(sizes):
         modules += [nn.Linear(num_inputs, num_outputs), nn.Tanh()]
     plain = nn.Sequential(*modules[:-1])
-    fused = Perceptron(copy.deepcopy(plain), "tanh")
+    fused = Perceptron(*copy.deepcopy(plain))
     inputs = torch.randn(num_rows, sizes[0])
     exact = copy.deepcopy(plain).double()
     grad = torch.randn(num_rows, sizes[-1])
@@ -101,7 +100,7 @@ def test_perceptron_takes_views(viewed: int):
 
 
 def test_perceptron_follows_its_parameters():
-    fused = Perceptron(layers("tanh"), "tanh").double()
+    fused = Perceptron(*layers("tanh")).double()
     inputs = torch.randn(2, 4, dtype=torch.float64)
     assert fused(inputs).dtype == torch.float64
     fused.load_state_dict(layers("tanh").double().state_dict())
@@ -111,7 +110,7 @@ def test_perceptron_follows_its_parameters():
 
 
 def test_a_changed_layer_counts():
-    fused = Perceptron(layers("tanh"), "tanh")
+    fused = Perceptron(*layers("tanh"))
     inputs = torch.randn(5, 4)
     fused[2] = nn.Linear(32, 16)
     torch.testing.assert_close(fused(inputs), nn.Sequential(*fused)(inputs))
@@ -122,14 +121,14 @@ def test_a_changed_layer_counts():
 
 
 def test_frozen_layers_get_no_gradient():
-    fused = Perceptron(layers("relu"), "relu")
+    fused = Perceptron(*layers("relu"))
     fused[0].requires_grad_(False)
     fused(torch.randn(5, 4)).sum().backward()
     assert [parameter.grad is None for parameter in fused.parameters()] == [True, True, False, False, False, False]
 
 
 def test_perceptron_can_be_exported():
-    fused = Perceptron(layers("tanh"), "tanh")
+    fused = Perceptron(*layers("tanh"))
     inputs = torch.randn(5, 4)
     exported = torch.export.export(fused, (inputs,)).module()
     torch.testing.assert_close(exported(inputs), fused(inputs))
@@ -148,7 +147,7 @@ def test_the_operator_itself_computes_under_autocast_as_without():
 def test_perceptron_under_autocast_casts_as_its_layers():
     plain = layers("relu")
     with torch.autocast("cpu", torch.bfloat16):
-        result = Perceptron(plain, "relu")(torch.ones(2, 4))
+        result = Perceptron(*plain)(torch.ones(2, 4))
         assert result.dtype == torch.bfloat16
         assert torch.equal(result, plain(torch.ones(2, 4)))
 
@@ -194,7 +193,7 @@ def test_categorical_is_as_specified(shape: tuple[int, ...], dtype: torch.dtype)
     logits = view_of(5 * torch.randn(*shape, 6, dtype=dtype)).requires_grad_()
     actions = torch.randint(6, shape)
     log_prob, entropy = Categorical(6).log_prob_and_entropy(logits, actions)
-    expected = Categorical.in_plain_pytorch(logits, actions)
+    expected = categorical.plain(logits, actions)
     torch.testing.assert_close((log_prob, entropy), expected)
     weights = torch.randn(2, *shape, dtype=dtype)
     mine = torch.autograd.grad((log_prob * weights[0] + entropy * weights[1]).sum(), logits)
@@ -210,7 +209,7 @@ def test_categorical_is_as_specified(shape: tuple[int, ...], dtype: torch.dtype)
 def test_categorical_keeps_its_precision_far_from_zero():
     logits = torch.tensor([[1e4, 1e4 - 1], [-80.0, 80.0], [-200.0, 200.0]])
     result = torch.ops.fastsync.categorical(logits, torch.tensor([1, 0, 1]))
-    torch.testing.assert_close(tuple(result), Categorical.in_plain_pytorch(logits, torch.tensor([1, 0, 1])))
+    torch.testing.assert_close(tuple(result), categorical.plain(logits, torch.tensor([1, 0, 1])))
 
 
 def test_categorical_refuses_what_does_not_fit():
@@ -229,8 +228,8 @@ def test_categorical_refuses_what_does_not_fit():
 def test_discounted_sums_are_as_specified(shape: tuple[int, int], dtype: torch.dtype):
     torch.manual_seed(2)
     summands, decays = view_of(torch.randn(*shape, dtype=dtype)), view_of(torch.rand(*shape, dtype=dtype))
-    expected = discounted_sums.in_plain_pytorch(summands, decays) if shape[0] else summands
-    torch.testing.assert_close(discounted_sums.discounted_sums(summands, decays), expected)
+    expected = discounted_sums.plain(summands, decays) if shape[0] else summands
+    torch.testing.assert_close(discounted_sums(summands, decays), expected)
     with pytest.raises(ValueError, match=r"decays: expected .* like summands"):
         torch.ops.fastsync.discounted_sums(summands, decays[:, :1].expand(shape[0], shape[1] + 1))
     with pytest.raises(ValueError, match=r"summands: expected real numbers \[T, N\]"):
@@ -238,6 +237,24 @@ def test_discounted_sums_are_as_specified(shape: tuple[int, int], dtype: torch.d
 
 
 COLUMNS = ("log_prob", "entropy", "values", "old_log_probs", "advantages", "old_values", "returns", "weights")
+
+
+def objective(
+    given: dict[str, Tensor],
+    clip_coef: float,
+    vf_coef: float,
+    ent_coef: float,
+    clip_value_loss: bool,
+    plain: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``ppo_loss`` of these columns: the loss, and FIGURES [5]."""
+    coefficients = {"vf_coef": vf_coef, "ent_coef": ent_coef, "clip_value_loss": clip_value_loss}
+    settings = SimpleNamespace(clip_coef=clip_coef, anneal_clip=False, **coefficients)
+    new = Evaluated(given["log_prob"], given["entropy"], given["values"], given["values"])
+    batch = SimpleNamespace(**given | {"log_probs": given["old_log_probs"], "values": given["old_values"]})
+    loss, figures = (ppo_loss.plain if plain else ppo_loss)(new, batch, settings, 1.0)
+    assert tuple(figures) == FIGURES
+    return loss, torch.stack(list(figures.values()))
 
 
 def columns(num_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -258,14 +275,24 @@ def columns(num_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return result
 
 
+def test_the_clipping_range_may_shrink():
+    given = columns(200, torch.float32)
+    batch = SimpleNamespace(**given | {"log_probs": given["old_log_probs"], "values": given["old_values"]})
+    new = Evaluated(given["log_prob"], given["entropy"], given["values"], given["values"])
+    for loss in (ppo_loss, ppo_loss.plain):
+        annealed, _ = loss(new, batch, Settings(clip_coef=0.4, anneal_clip=True), 0.25)
+        assert torch.equal(annealed, loss(new, batch, Settings(clip_coef=0.1), 0.25)[0])
+        assert not torch.equal(annealed, loss(new, batch, Settings(clip_coef=0.4), 0.25)[0])
+
+
 @pytest.mark.parametrize("clip_value_loss", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_objective_is_as_specified(clip_value_loss: bool, dtype: torch.dtype):
     given = columns(2000, dtype)
     coefficients = {"clip_coef": 0.25, "vf_coef": 0.7, "ent_coef": 0.3, "clip_value_loss": clip_value_loss}
     learnt = [given["log_prob"], given["entropy"], given["values"]]
-    loss, figures = ppo_objective(*given.values(), *coefficients.values())
-    expected_loss, expected_figures = in_plain_pytorch(*given.values(), *coefficients.values())
+    loss, figures = objective(given, **coefficients)
+    expected_loss, expected_figures = objective(given, **coefficients, plain=True)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(figures, expected_figures, rtol=1e-5, atol=1e-4)
     assert not figures.requires_grad
@@ -278,7 +305,7 @@ def test_what_is_not_finite_shows_in_the_loss_and_in_a_gradient(column: str):
     given = {name: values.detach() for name, values in columns(50, torch.float32).items()}
     given[column][30] = torch.nan
     learnt = [given[name].requires_grad_() for name in ("log_prob", "entropy", "values")]
-    loss, _ = ppo_objective(*given.values(), 0.2, 0.5, 0.1, True)
+    loss, _ = objective(given, 0.2, 0.5, 0.1, True)
     assert loss.isnan()
     if column != "entropy":  # the gradient does not depend on it
         assert any(grad[30].isnan() for grad in torch.autograd.grad(loss, learnt))
@@ -287,13 +314,13 @@ def test_what_is_not_finite_shows_in_the_loss_and_in_a_gradient(column: str):
 def test_objective_refuses_what_does_not_fit():
     given = columns(50, torch.float32) | {"returns": torch.ones(49)}
     with pytest.raises(ValueError, match=r"returns: expected Float \[50\] on the CPU like log_prob, got Float \[49\]"):
-        ppo_objective(*given.values(), 0.2, 0.5, 0.1, True)
+        objective(given, 0.2, 0.5, 0.1, True)
     given = columns(50, torch.float32)
     with pytest.raises(ValueError, match=r"clip_coef: expected a number from 0 on, got -0.2"):
-        ppo_objective(*given.values(), -0.2, 0.5, 0.1, True)
+        objective(given, -0.2, 0.5, 0.1, True)
     given["returns"].requires_grad_()
     with pytest.raises(ValueError, match=r"returns: expected constants, got a tensor that requires a gradient"):
-        ppo_objective(*given.values(), 0.2, 0.5, 0.1, True)
+        objective(given, 0.2, 0.5, 0.1, True)
     on_meta = [column.detach().to("meta") for column in given.values()]
     with pytest.raises(ValueError, match=r"log_prob: expected real numbers on the CPU, got Float on meta"):
         torch.ops.fastsync.ppo_objective(*on_meta, 0.2, 0.5, 0.1, True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from fastsync.ppo.config import Settings
-from fastsync.ppo.policy import make_policy
+from fastsync.ppo.policies import make_policy
+from fastsync.ppo.ppo import Settings
 
 VECTOR = spaces.Box(-1, 1, (5,))
 IMAGE = spaces.Box(0, 255, (4, 84, 84), dtype=np.uint8)
@@ -23,7 +23,7 @@ def test_a_vector_policy_has_the_layers_it_was_asked_for():
     policy = make_policy(replace(SETTINGS, activation="elu"), VECTOR, THREE)
     assert [tuple(p.shape) for p in policy.actor.parameters()] == [(16, 5), (16,), (8, 16), (8,), (3, 8), (3,)]
     assert [tuple(p.shape) for p in policy.critic.parameters()] == [(16, 5), (16,), (8, 16), (8,), (1, 8), (1,)]
-    assert not list(policy.trunk.parameters())
+    assert policy.trunk is None
     assert isinstance(policy.actor[1], torch.nn.ELU)
     outputs, values, state = policy(torch.randn(6, 2, 5))
     assert (outputs.shape, values.shape, state) == ((6, 2, 3), (6, 2), None)
@@ -40,9 +40,9 @@ def test_layers_can_be_shared():
 @pytest.mark.parametrize("network", ["auto", "separate"])
 def test_images_go_through_convolutions(network: Any):
     policy = make_policy(replace(SETTINGS, network=network), IMAGE, THREE)
-    assert policy.is_shared == (network == "auto")
+    assert (policy.trunk is not None) == (network == "auto")
     # Nature 2015: 32 filters 8x8, 64 4x4, 64 3x3, 512 units.
-    body = policy.trunk if policy.is_shared else policy.actor[:-1]
+    body = policy.trunk if policy.trunk is not None else policy.actor[:-1]
     assert [tuple(p.shape) for p in body.parameters() if p.dim() > 1] == [
         (32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136),
     ]  # fmt: skip

@@ -18,10 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
 from fastsync.ppo.runs.folder import close_run, open_run
-from fastsync.ppo.trainer import train
 from tests.ranks import fresh_process_context, run_ranks
 
 # Whatever a run carries from one update to the next is in these two.

@@ -11,9 +11,9 @@ from statistics import mean
 
 import pytest
 
-from fastsync.ppo.config import Settings
 from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
-from fastsync.ppo.settings_file import load_settings
+from fastsync.ppo.ppo import Settings
+from fastsync.ppo.settings import load_settings
 from tests.ranks import run_ranks
 from tests.test_ppo_trainer import train_each
 
@@ -38,4 +38,4 @@ def test_cart_pole_is_learnt(tmp_path: Path):
     [("CartPole-v1", 475), ("Acrobot-v1", -100), ("Pendulum-v1", -250), ("LunarLander-v3", 200)],
 )
 def test_a_preset_learns(tmp_path: Path, preset: str, least: float):
-    assert return_of(load_settings(preset), tmp_path) >= least
+    assert return_of(load_settings(preset, Settings), tmp_path) >= least

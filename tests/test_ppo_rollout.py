@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -12,16 +12,16 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from fastsync.ppo.config import Autoreset, Settings
 from fastsync.ppo.envs.resume import EpisodeRecorder
 from fastsync.ppo.envs.vector import RecordedEnvironments
-from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.policies import Policy, make_policy
+from fastsync.ppo.ppo import Collector, Rollout, Settings
 from fastsync.ppo.random_streams import RandomStreams
-from fastsync.ppo.rollout import Rollout, RolloutCollector
 from fastsync.ppo.runs.metrics import Episode
 
 SETTINGS = Settings(hidden_sizes=(8, 8))
 RECURRENT = replace(SETTINGS, lstm_size=4, num_minibatches=1)
+Autoreset = Literal["next_step", "same_step"]
 MODES: list[Autoreset] = ["next_step", "same_step"]
 
 
@@ -63,7 +63,7 @@ def streams_for(environments: RecordedEnvironments) -> RandomStreams:
     )
 
 
-def policy_for(environments: RecordedEnvironments, settings: Settings) -> ActorCritic:
+def policy_for(environments: RecordedEnvironments, settings: Settings) -> Policy:
     torch.manual_seed(0)
     policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
     with torch.no_grad():
@@ -72,17 +72,22 @@ def policy_for(environments: RecordedEnvironments, settings: Settings) -> ActorC
     return policy
 
 
-def collect_twice(mode: Autoreset, settings: Settings = SETTINGS) -> tuple[RolloutCollector, list[Rollout]]:
+def collector_for(environments: RecordedEnvironments, policy: Policy, num_steps: int) -> Collector:
+    settings = replace(SETTINGS, num_steps=num_steps, num_envs=environments.num_envs, num_minibatches=1)
+    return Collector(settings, environments, policy, streams_for(environments))
+
+
+def collect_twice(mode: Autoreset, settings: Settings = SETTINGS) -> tuple[Collector, list[Rollout]]:
     """Two rollouts of four rows, from an environment that terminates after 3 steps and one truncated after 5."""
     environments = environments_of(Scripted(3, truncates=False), Scripted(5, truncates=True), mode=mode)
-    collector = RolloutCollector(
-        environments, policy_for(environments, settings), num_steps=4, streams=streams_for(environments)
-    )
+    collector = collector_for(environments, policy_for(environments, settings), 4)
     rollouts = []
     for _ in range(2):
         rollout = collector.collect()
-        columns = {name: column.clone() for name, column in vars(rollout).items() if isinstance(column, torch.Tensor)}
-        rollouts.append(replace(rollout, **columns))
+        columns = {
+            name: column.clone() for name, column in rollout._asdict().items() if isinstance(column, torch.Tensor)
+        }
+        rollouts.append(rollout._replace(**columns))
     return collector, rollouts
 
 
@@ -180,9 +185,7 @@ def test_ranks_act_as_one_rank_with_all_environments_would():
         mine = np.array_split(np.arange(4), world_size)[rank]
         mine_scripts = [Scripted(scripts[i][0], truncates=scripts[i][1]) for i in mine]
         environments = environments_of(*mine_scripts, mode=MODES[0], first_index=int(mine[0]))
-        return RolloutCollector(
-            environments, policy_for(environments, SETTINGS), num_steps=16, streams=streams_for(environments)
-        ).collect()
+        return collector_for(environments, policy_for(environments, SETTINGS), 16).collect()
 
     alone = collected(0, 1)
     together = [collected(rank, 2) for rank in range(2)]
@@ -202,15 +205,15 @@ def test_vectors_of_bytes_are_seen_as_numbers(mode: Autoreset):
     def observations(kind: type[Scripted]) -> torch.Tensor:
         environments = environments_of(kind(3, truncates=True), mode=mode)
         policy = policy_for(environments, SETTINGS)
-        collector = RolloutCollector(environments, policy, num_steps=8, streams=streams_for(environments))
+        collector = collector_for(environments, policy, 8)
         return collector.collect().observations
 
     assert torch.equal(observations(Bytes), observations(Scripted))
 
 
-@pytest.mark.parametrize("name", ["_observations", "_actions", "_rewards", "_flags"])
+@pytest.mark.parametrize("name", ["observations", "actions", "rewards", "_flags"])
 def test_buffers_are_allocated_once(name: str):
     collector, _ = collect_twice("next_step")
-    before = getattr(collector, name)
+    before = getattr(collector.buffers, name)
     collector.collect()
-    assert getattr(collector, name) is before
+    assert getattr(collector.buffers, name) is before

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs import checkpoints as module
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, with_sum
 
@@ -26,7 +26,7 @@ def make_checkpoint(step: int, **changes: Any) -> Checkpoint:
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
     values: dict[str, Any] = {
-        "settings": Settings(seed=step, run_name="a run", hidden_sizes=(8, 4)),
+        "settings": Settings(seed=step, run_name="a run", hidden_sizes=(8, 4)).as_dict(),
         "world_size": 2,
         "step": step,
         "update": step // 10,
@@ -203,15 +203,15 @@ def rewrite_settings(path: Path, **changes: Any) -> None:
 def test_settings_of_another_version_are_made_up_for_and_told(tmp_path: Path):
     path = CheckpointFolder(tmp_path, keep=1).save(make_checkpoint(7), NAN)
     rewrite_settings(path, curiosity=0.5, gamma=None)
-    loaded = load_checkpoint(path)
-    assert loaded.settings == replace(make_checkpoint(7).settings, gamma=Settings().gamma)
-    assert loaded.notes == (
-        "step-000000007.pt has a setting that this version of fastsync does not: curiosity=0.5",
-        "step-000000007.pt was saved without the setting gamma; it counts as 0.98",
-    )
+    settings, notes = load_checkpoint(path).settings_as(Settings)
+    assert settings == Settings(seed=7, run_name="a run", hidden_sizes=(8, 4))
+    assert notes == [
+        "the checkpoint has a setting that this version of fastsync does not: curiosity=0.5",
+        "the checkpoint was saved without the setting gamma; it counts as 0.98",
+    ]
     rewrite_settings(path, num_envs=-3)
-    with pytest.raises(RuntimeError, match=r"step-000000007\.pt do not suit .* num_envs=-3 must be at least 1"):
-        load_checkpoint(path)
+    with pytest.raises(ValueError, match=r"settings do not suit .* num_envs=-3 must be at least 1"):
+        load_checkpoint(path).settings_as(Settings)
 
 
 class Crash(BaseException):

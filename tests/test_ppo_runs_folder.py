@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.preflight import check_run
 from fastsync.ppo.runs import folder as run_folder
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
@@ -25,7 +25,7 @@ from fastsync.ppo.runs.folder import (
     open_run,
     settings_of_run,
 )
-from fastsync.ppo.settings_file import load_settings
+from fastsync.ppo.settings import load_settings
 from tests.test_ppo_runs_checkpoints import make_checkpoint
 
 
@@ -41,7 +41,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def checkpoint_at(step: int) -> Checkpoint:
-    return make_checkpoint(step, settings=Settings(seed=3))
+    return make_checkpoint(step, settings=Settings(seed=3).as_dict())
 
 
 def save(folder: Path, *steps: int) -> None:
@@ -65,7 +65,7 @@ def test_a_new_run_has_a_folder_of_its_own_with_its_settings(settings: Settings,
     assert folder.parent == tmp_path
     assert folder.name.startswith("CartPole-v1-fastsync-3-20")
     assert (checkpoint, notes) == (None, [])
-    assert load_settings(str(folder / "settings.yaml")) == settings
+    assert load_settings(str(folder / "settings.yaml"), Settings) == settings
     named = replace(settings, run_name="mine")
     (tmp_path / "mine").mkdir()
     with pytest.raises(ValueError, match=r"mine exists already; choose another run_name.*resume='auto'"):
@@ -85,7 +85,7 @@ def test_auto_begins_and_then_goes_on(settings: Settings, tmp_path: Path):
     assert checkpoint.step == 20
     assert notes == [f"going on from step 20 ({folder / CHECKPOINTS / 'step-000000020.pt'})"]
     # Whoever begins another run with this file does not mean to go on with this one.
-    assert load_settings(str(folder / "settings.yaml")).resume is None
+    assert load_settings(str(folder / "settings.yaml"), Settings).resume is None
     other = open_run(replace(auto, run_name="other"), 2)
     assert (other[0], other[1]) == (tmp_path / "other", None)
 
@@ -275,30 +275,33 @@ def test_a_run_knows_its_settings(settings: Settings, tmp_path: Path):
     save(folder, 10)
     runs_dir = str(tmp_path)
     same = replace(own, run_name=None)
-    assert settings_of_run("auto", "run", runs_dir) == own
-    assert settings_of_run("auto", "other", runs_dir) is None
-    assert settings_of_run("auto", None, runs_dir) is None
-    assert settings_of_run(str(folder), None, runs_dir) == same
-    assert settings_of_run(str(folder / CHECKPOINTS), None, runs_dir) == same
+    assert settings_of_run("auto", "run", runs_dir, Settings) == own
+    assert settings_of_run("auto", "other", runs_dir, Settings) is None
+    assert settings_of_run("auto", None, runs_dir, Settings) is None
+    assert settings_of_run(str(folder), None, runs_dir, Settings) == same
+    assert settings_of_run(str(folder / CHECKPOINTS), None, runs_dir, Settings) == same
     file = folder / CHECKPOINTS / "step-000000010.pt"
-    assert settings_of_run(str(file), None, runs_dir) == replace(checkpoint_at(10).settings, runs_dir=runs_dir)
+    assert settings_of_run(str(file), None, runs_dir, Settings) == Settings(seed=3, runs_dir=runs_dir)
     file.write_bytes(b"half")
-    assert settings_of_run(str(file), None, runs_dir) is None
+    assert settings_of_run(str(file), None, runs_dir, Settings) is None
     (folder / "settings.yaml").write_text("sed: 5")
     with pytest.raises(ValueError, match="'sed' is no setting"):
-        settings_of_run(str(folder), None, runs_dir)
+        settings_of_run(str(folder), None, runs_dir, Settings)
+
+
+OLD = "the checkpoint has a setting that this version of fastsync does not: old=1"
 
 
 def checkpoint_of(**changes: Any) -> Checkpoint:
-    return make_checkpoint(1, settings=Settings(**changes), notes=("it was old",))
+    return make_checkpoint(1, settings=Settings(**changes).as_dict() | {"old": 1})
 
 
 def test_changes_are_told():
     checkpoint = checkpoint_of()
-    assert changes(checkpoint, Settings(resume="auto", run_name="x", runs_dir="y"), 2) == ["it was old"]
+    assert changes(checkpoint, Settings(resume="auto", run_name="x", runs_dir="y"), 2) == [OLD]
     assert changes(checkpoint, Settings(learning_rate=0.5, total_steps=7, num_envs=16), 4) == [
-        "it was old",
-        "the run goes on with world size 4 after 2: a batch of all ranks has 2048 rows after 2048",
+        OLD,
+        "the run goes on with world size 4 after 2: all ranks have 64 environments after 64",
         "total_steps is 7 from here on, after 200000",
         "num_envs is 16 from here on, after 32",
         "learning_rate is 0.5 from here on, after 0.001",

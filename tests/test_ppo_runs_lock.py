@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.preflight import check_run
 from fastsync.ppo.runs.folder import CHECKPOINTS, close_run, find_run, open_run
 from fastsync.ppo.runs.lock import LOCK

@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastsync.ppo.exchange import Exchange
-from fastsync.ppo.gradient_sync import SyncReport
 from fastsync.ppo.runs.metrics import (
     Episode,
     EpisodeWindow,
@@ -22,6 +20,7 @@ from fastsync.ppo.runs.metrics import (
     mean,
     mean_sync_report,
 )
+from fastsync.ppo.sync import Exchange, SyncReport
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -106,9 +105,10 @@ def test_the_window_does_not_choose_by_returns():
     assert window.returns == returns[-100:]
 
 
-def test_means_are_taken_over_ranks():
-    reports = [RankReport(PhaseTimes(), metrics=metrics) for metrics in ({"a": 1.0, "b": 0.0}, {"a": 4.0, "b": 1.0})]
-    assert Status(0, 0.0, 0, EpisodeWindow(), reports).learning == {"a": 2.5, "b": 0.5}
+def test_means_are_taken_over_ranks_that_know():
+    ranks = ({"a": 1.0, "b": 0.0, "c": math.nan}, {"a": 4.0, "b": 1.0, "c": 3.0})
+    reports = [RankReport(PhaseTimes(), metrics=metrics) for metrics in ranks]
+    assert Status(0, 0.0, 0, EpisodeWindow(), reports).metrics == {"a": 2.5, "b": 0.5, "c": 3.0}
     assert math.isnan(mean([]))
 
 

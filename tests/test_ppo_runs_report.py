@@ -14,12 +14,12 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastsync.ppo.config import Settings
-from fastsync.ppo.gradient_sync import SyncReport
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.console import Dashboard, Lines, format_share, result_table
 from fastsync.ppo.runs.metrics import Episode, EpisodeWindow, GpuUse, PhaseTimes, RankReport, Status, TrainResult
 from fastsync.ppo.runs.report import RunReport
 from fastsync.ppo.runs.straggler import WaitingTimes
+from fastsync.ppo.sync import SyncReport
 from fastsync.wording import format_bytes
 
 SETTINGS = Settings(total_steps=1000)
@@ -34,7 +34,7 @@ def status_at(update: int, world_size: int = 2, first_episode: int = 3) -> Statu
             wire_bytes=1e6,
             gpu=GpuUse(2e9, 0.5) if rank else GpuUse(),
             episodes=[Episode(0, 10.0 * update, 5)] if update >= first_episode else [],
-            metrics={"policy_loss": float(rank), "learning_rate": 1.0 / update},
+            metrics={"learning/policy_loss": float(rank), "learning/learning_rate": 1.0 / update},
         )
         for rank in range(world_size)
     ]
@@ -160,8 +160,8 @@ def test_lines_are_about_twenty(tmp_path: Path):
     said = written.getvalue().splitlines()
     assert len(said) == 20
     assert said[0] == (
-        "step        10 of 1,000  return      -  loss 0.5 nan  KL nan  50/s  "
-        "env - policy - learn - comm -  1 MB/update  ETA 20 s"
+        "step        10 of 1,000  return      -  policy loss 0.5  value loss nan  KL nan  entropy nan  50 steps/s  "
+        "env - policy - learn - comm -  sent 1 MB/update  ETA 20 s"
     )
     assert said[10].startswith("step       510 of 1,000  return  510.0")
 
@@ -171,16 +171,17 @@ def test_a_line_says_how_learning_goes_and_where_time_goes():
     status = status_at(4)
     waiting = WaitingTimes(2)
     waiting.add([report.times for report in status.reports])
-    metrics = {"policy_loss": -0.000123456, "value_loss": 12345.678, "approx_kl": 0.0123456}
+    figures = {"policy_loss": -0.000123456, "value_loss": 12345.678, "approx_kl": 0.0123456, "entropy": 0.69}
+    metrics = {f"learning/{name}": value for name, value in figures.items()}
     reports = [replace(report, metrics=metrics) for report in status.reports]
     status = Status(9_876_543, 2.0, 4, status.window, reports)
     Lines(Console(file=written, width=40), total_steps=10_000_000).update(status, 123_456.7, waiting)
     (said,) = written.getvalue().splitlines()
     assert said == (
-        "step 9,876,543 of 10,000,000  return   40.0  loss -0.00012 1.2e+04  KL 0.012  123,457/s  "
-        "env 40% policy 13% learn 7% comm 40%  1 MB/update  ETA 1 s"
+        "step 9,876,543 of 10,000,000  return   40.0  policy loss -0.00012  value loss 1.2e+04  KL 0.012  "
+        "entropy 0.69  123,457 steps/s  env 40% policy 13% learn 7% comm 40%  sent 1 MB/update  ETA 1 s"
     )
-    assert len(said) < 150
+    assert len(said) < 200
 
 
 def rendered(status: Status, waiting: WaitingTimes) -> str:

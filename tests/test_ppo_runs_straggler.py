@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.metrics import PhaseTimes
 from fastsync.ppo.runs.straggler import REMEDIES, WORK, WaitingTimes
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fastsync.ppo.cli import Arguments, Launch, parse
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.folder import open_run
-from fastsync.ppo.settings_file import PRESETS, dump_settings, load_settings, preset_names
+from fastsync.ppo.settings import PRESETS, dump_settings, load_settings, preset_names
 
 
 def write(folder: Path, text: str) -> str:
@@ -30,25 +30,25 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         clip_value_loss=True, norm_advantages=False, norm_observations=True, norm_rewards=True, ent_coef=0.0,
         vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, sync="fastsync", compression="fp16",
         precision="bf16", num_threads=2, timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
-        keep_checkpoints=1, resume="null", wandb_project="on",
+        keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
     )  # fmt: skip
     same = [
         field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)
     ]
     assert same == ["sync"]
-    assert load_settings(write(tmp_path, dump_settings(settings))) == settings
+    assert load_settings(write(tmp_path, dump_settings(settings)), Settings) == settings
     ddp = Settings(sync="ddp")
-    assert load_settings(write(tmp_path, dump_settings(ddp))) == ddp
+    assert load_settings(write(tmp_path, dump_settings(ddp)), Settings) == ddp
 
 
 def test_what_a_file_leaves_out_has_its_default(tmp_path: Path):
-    assert load_settings(write(tmp_path, "seed: 3\n")) == Settings(seed=3)
-    assert load_settings(write(tmp_path, "# nothing\n")) == Settings()
+    assert load_settings(write(tmp_path, "seed: 3\n"), Settings) == Settings(seed=3)
+    assert load_settings(write(tmp_path, "# nothing\n"), Settings) == Settings()
 
 
 def test_numbers_may_be_written_as_people_do(tmp_path: Path):
     text = "learning_rate: 1e-4\ntotal_steps: 1e6\ngamma: 1\nnum_envs: 1_024\nhidden_sizes: [128]\ntarget_kl: ~\n"
-    settings = load_settings(write(tmp_path, text))
+    settings = load_settings(write(tmp_path, text), Settings)
     assert settings == Settings(learning_rate=1e-4, total_steps=10**6, gamma=1.0, num_envs=1024, hidden_sizes=(128,))
     assert type(settings.total_steps) is int
     assert type(settings.gamma) is float
@@ -84,7 +84,7 @@ def test_numbers_may_be_written_as_people_do(tmp_path: Path):
 def test_what_cannot_be_is_refused_with_the_file_and_the_name(tmp_path: Path, text: str, message: str):
     source = write(tmp_path, text)
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        load_settings(source)
+        load_settings(source, Settings)
     assert str(error.value).startswith(source)
     assert message in str(error.value)
 
@@ -94,9 +94,9 @@ def test_what_is_neither_file_nor_preset_is_refused():
         r"config='cartpole' is neither a file nor a preset; did you mean CartPole-v1\?; presets: Acrobot-v1, Breakout, "
     )
     with pytest.raises(ValueError, match=said):
-        load_settings("cartpole")
+        load_settings("cartpole", Settings)
     with pytest.raises(ValueError, match=r"config='../presets/Pong' is neither a file nor a preset"):
-        load_settings("../presets/Pong")
+        load_settings("../presets/Pong", Settings)
 
 
 ENVIRONMENTS = {
@@ -114,7 +114,7 @@ ENVIRONMENTS = {
 def test_presets_are_whole_and_say_where_they_are_from():
     assert preset_names() == sorted(ENVIRONMENTS)
     for name, env in ENVIRONMENTS.items():
-        assert load_settings(name).env == env
+        assert load_settings(name, Settings).env == env
         assert (PRESETS / f"{name}.yaml").read_text().startswith("# ")
 
 
@@ -164,14 +164,14 @@ def test_a_run_that_goes_on_has_its_own_settings(tmp_path: Path, command: Any, m
 def test_a_file_in_the_folder_comes_before_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Pong").write_text("seed: 9\n")
-    assert load_settings("Pong") == Settings(seed=9)
+    assert load_settings("Pong", Settings) == Settings(seed=9)
 
 
 def test_a_bad_file_ends_the_command_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = write(tmp_path, "sed: 5\n")
     with pytest.raises(SystemExit, match=r"^2$"):
         parse(Arguments, "test", ["--config", source])
-    assert capsys.readouterr().err == f"test: {source}: 'sed' is no setting; did you mean seed?\n"
+    assert capsys.readouterr().err == f"test: {source}: 'sed' is no setting; did you mean seed or fused?\n"
 
 
 def test_what_the_command_line_makes_of_a_file_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

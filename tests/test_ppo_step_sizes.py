@@ -1,4 +1,4 @@
-"""The learning rate and the clipping range over a run."""
+"""The learning rate over a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastsync.ppo.config import Settings
-from fastsync.ppo.step_sizes import StepSizes
+from fastsync.ppo.optimizer import LearningRate
+from fastsync.ppo.ppo import Settings
 
 CPU = torch.device("cpu")
 
@@ -20,10 +20,10 @@ def optimizer() -> torch.optim.Optimizer:
 
 def rates(settings: Settings, moments: list[tuple[int, int]], world_size: int = 1) -> list[float]:
     """The learning rate at each (step, update)."""
-    schedule, stepper = StepSizes(settings, world_size, CPU), optimizer()
+    schedule, stepper = LearningRate(settings, world_size, CPU), optimizer()
     found = []
     for step, update in moments:
-        schedule.start_update(stepper, step=step, update=update)
+        schedule.start_update(stepper, remaining=max(0.0, 1 - step / settings.total_steps), update=update)
         found.append(float(stepper.param_groups[0]["lr"]))
     return found
 
@@ -43,16 +43,10 @@ def test_the_learning_rate_follows_its_schedule(changes: dict[str, Any], expecte
     assert rates(settings, [(0, 0), (250, 2), (1100, 9)], world_size=4) == pytest.approx(expected)
 
 
-def test_the_clipping_range_may_shrink():
-    schedule = StepSizes(Settings(total_steps=1000, clip_coef=0.2, anneal_clip=True), 1, CPU)
-    schedule.start_update(optimizer(), step=250, update=1)
-    assert schedule.clip_coef == pytest.approx(0.15)
-
-
 def test_the_learning_rate_follows_the_kl_divergence():
-    schedule = StepSizes(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
+    schedule = LearningRate(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
     stepper = optimizer()
-    schedule.start_update(stepper, step=0, update=0)
+    schedule.start_update(stepper, remaining=1.0, update=0)
     expected = 1e-3
     for kl, factor in ((0.021, 1 / 1.5), (0.019, 1), (0.006, 1), (0.004, 1.5), (0.0, 1), (math.nan, 1)):
         schedule.adapt(stepper, torch.tensor(kl))
@@ -63,12 +57,12 @@ def test_the_learning_rate_follows_the_kl_divergence():
             schedule.adapt(stepper, torch.tensor(kl))
         assert float(stepper.param_groups[0]["lr"]) == pytest.approx(limit)
     # What was decided holds for the next update, and after a resumption.
-    resumed = StepSizes(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
+    resumed = LearningRate(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
     resumed.load_state_dict(schedule.state_dict())
-    resumed.start_update(stepper, step=50, update=1)
+    resumed.start_update(stepper, remaining=1.0, update=1)
     assert float(stepper.param_groups[0]["lr"]) == pytest.approx(1e-2)
     # But not where another learning rate is asked for.
-    changed = StepSizes(Settings(learning_rate=2e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
+    changed = LearningRate(Settings(learning_rate=2e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
     changed.load_state_dict(schedule.state_dict())
-    changed.start_update(stepper, step=50, update=1)
+    changed.start_update(stepper, remaining=1.0, update=1)
     assert float(stepper.param_groups[0]["lr"]) == pytest.approx(2e-3)

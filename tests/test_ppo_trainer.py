@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from fastsync.ppo.runs.metrics import TrainResult
-from fastsync.ppo.trainer import train
 from tests.models import STAMP
 from tests.ranks import RankError, run_ranks
 
@@ -100,7 +99,7 @@ def test_ways_of_syncing_train_the_same_policy(outcomes: Outcomes):
 
 def test_steps_are_counted_over_ranks_without_restarts(outcomes: Outcomes):
     _, result = outcomes[0]["cat"]
-    rows_per_update = 2 * TINY.batch_size
+    rows_per_update = 2 * (TINY.num_envs * TINY.num_steps)
     assert TINY.total_steps <= result.step < TINY.total_steps + rows_per_update
     # Some episodes ended, so some rows were restarts.
     assert result.returns
@@ -118,7 +117,7 @@ def test_rank_0_writes_the_runs_files(outcomes: Outcomes, runs_dir: Path):
     assert_bitwise_equal(weights, found[1].learner["model"])
     assert found[1].step == result.step
     assert found[1].world_size == 2
-    assert found[1].settings.run_name == "cat"
+    assert found[1].settings["run_name"] == "cat"
 
 
 def test_progress_is_logged(outcomes: Outcomes, runs_dir: Path):

@@ -11,23 +11,19 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from fastsync.ppo.config import Settings
+from fastsync.ppo.batches import Batch, Shuffler, row_weights
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.exchange import Exchange
-from fastsync.ppo.learner import Learner
-from fastsync.ppo.minibatches import Batch, Shuffler
-from fastsync.ppo.objective import LOSSES
-from fastsync.ppo.policy import ActorCritic, make_policy
-from fastsync.ppo.random_streams import RandomStreams
-from fastsync.ppo.rollout import RolloutCollector
-from fastsync.ppo.update import StepGate, ppo_loss, row_weights
+from fastsync.ppo.fused import FIGURES
+from fastsync.ppo.optimizer import StepGate
+from fastsync.ppo.policies import Policy, make_policy
+from fastsync.ppo.ppo import PPO, Settings, minibatch_loss
 from tests.models import group_of_one
 
 SETTINGS = Settings(ent_coef=0.03, vf_coef=0.7, precision="fp64", hidden_sizes=(16, 16))
 OBSERVATIONS = spaces.Box(-1, 1, (4,))
 
 
-def sample(num_rows: int, *, seed: int = 0) -> tuple[ActorCritic, Batch]:
+def sample(num_rows: int, *, seed: int = 0) -> tuple[Policy, Batch]:
     """A policy, and rows whose probability ratios lie on both sides of the clipping range. A third is not valid."""
     torch.manual_seed(seed)
     policy = make_policy(SETTINGS, OBSERVATIONS, spaces.Discrete(3))
@@ -46,11 +42,12 @@ def sample(num_rows: int, *, seed: int = 0) -> tuple[ActorCritic, Batch]:
     return policy, batch
 
 
-def loss_of(policy: ActorCritic, batch: Batch, settings: Settings = SETTINGS) -> tuple[Tensor, Tensor]:
-    return ppo_loss(policy, policy.distribution, batch, settings, 0.2)
+def loss_of(policy: Policy, batch: Batch, settings: Settings = SETTINGS) -> tuple[Tensor, Tensor]:
+    loss, figures = minibatch_loss(policy, policy, batch, settings, 1.0)
+    return loss, torch.stack(list(figures.values()))
 
 
-def gradients(policy: ActorCritic, batch: Batch) -> list[Tensor]:
+def gradients(policy: Policy, batch: Batch) -> list[Tensor]:
     loss, _ = loss_of(policy, batch)
     return list(torch.autograd.grad(loss, list(policy.parameters())))
 
@@ -60,7 +57,7 @@ def test_loss_is_the_mean_over_valid_rows():
     loss, losses = loss_of(policy, batch)
     with torch.no_grad():
         logits, values, _ = policy(batch.observations)
-    sums = dict.fromkeys(LOSSES, 0.0)
+    sums = dict.fromkeys(FIGURES, 0.0)
     rows = [row for row in range(30) if row % 3]
     for row in rows:
         probabilities = torch.softmax(logits[row], 0).tolist()
@@ -73,7 +70,7 @@ def test_loss_is_the_mean_over_valid_rows():
         sums["clip_fraction"] += abs(ratio - 1) > 0.2
     means = {name: total / len(rows) for name, total in sums.items()}
     assert 0 < means["clip_fraction"] < 1
-    torch.testing.assert_close(dict(zip(LOSSES, losses.tolist(), strict=True)), means)
+    torch.testing.assert_close(dict(zip(FIGURES, losses.tolist(), strict=True)), means)
     expected = means["policy_loss"] + 0.7 * means["value_loss"] - 0.03 * means["entropy"]
     torch.testing.assert_close(float(loss.detach()), expected)
 
@@ -113,7 +110,7 @@ def test_the_value_may_be_held_near_the_old_one():
         value, old, target = (float(column[row]) for column in (values, batch.values, batch.returns))
         near = min(max(value, old - 0.2), old + 0.2)
         total += 0.5 * max((value - target) ** 2, (near - target) ** 2)
-    torch.testing.assert_close(float(losses[LOSSES.index("value_loss")]), total / 20)
+    torch.testing.assert_close(float(losses[FIGURES.index("value_loss")]), total / 20)
 
 
 def test_a_closed_gate_lets_no_step_through():
@@ -160,12 +157,8 @@ def test_a_step_that_was_refused_is_not_counted():
     """The second minibatch is over any limit of 1e-12, so the first step is the only one, and what is logged is its."""
     settings = Settings(num_envs=2, num_steps=16, num_minibatches=4, num_epochs=3, target_kl=1e-12)
     with group_of_one(), make_environments(settings, rank=0) as environments:
-        torch.manual_seed(0)
-        streams = RandomStreams(0, first_index=0, num_envs=2, device=torch.device("cpu"))
-        policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
-        learner = Learner(settings, policy, streams, Exchange(streams.device), world_size=1)
-        collector = RolloutCollector(environments, policy, num_steps=16, streams=streams)
-        _, metrics = learner.learn(collector.collect(), step=0, update=0)
+        ppo = PPO(settings, environments, torch.device("cpu"))
+        metrics = ppo.learn(ppo.collect())
     assert metrics["optimizer_steps"] == 1
     assert metrics["approx_kl"] < 1e-12
     assert metrics["grad_norm"] > 0

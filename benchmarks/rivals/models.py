@@ -96,16 +96,16 @@ class Policy(nn.Module):
     def __init__(self, observations: Any, num_actions: int, **settings: Any) -> None:
         from gymnasium import spaces
 
-        from fastsync.ppo.config import Settings
-        from fastsync.ppo.policy import make_policy
+        from fastsync.ppo.policies import make_policy
+        from fastsync.ppo.ppo import Settings
 
         super().__init__()
         self._settings = Settings(**settings)
         self.policy = make_policy(self._settings, observations, spaces.Discrete(num_actions))
 
     def forward(self, observations: Tensor, actions: Tensor, log_probs: Tensor, targets: Tensor) -> Tensor:
-        from fastsync.ppo.minibatches import Batch
-        from fastsync.ppo.update import ppo_loss
+        from fastsync.ppo.batches import Batch
+        from fastsync.ppo.ppo import minibatch_loss
 
         batch = Batch(
             observations=observations,
@@ -116,7 +116,7 @@ class Policy(nn.Module):
             returns=targets,
             weights=torch.full_like(targets, 1 / len(targets)),
         )
-        return ppo_loss(self.policy, self.policy.distribution, batch, self._settings, clip_coef=0.2)[0]
+        return minibatch_loss(self.policy, self.policy, batch, self._settings, 1.0)[0]
 
 
 def _vectors(num_inputs: int, num_actions: int, width: int, batch_size: int, repetitions: int) -> Training:

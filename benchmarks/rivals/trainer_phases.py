@@ -57,28 +57,26 @@ def fastsync_rank_phases(settings: Any) -> tuple[Outcome, dict[str, float]]:
     Returns:
         The outcome, and this rank's seconds in each of PHASES for one optimizer step.
     """
-    from fastsync.ppo import learner, update
+
+    from fastsync.ppo import ppo
     from fastsync.ppo.envs.interface import Environments
-    from fastsync.ppo.gradient_sync import Attached
-    from fastsync.ppo.rollout import RolloutCollector
     from fastsync.ppo.runs.report import RunReport
-    from fastsync.ppo.trainer import Run
+    from fastsync.ppo.session import Session
+    from fastsync.ppo.sync import Attached
 
     watches = Stopwatches()
     for owner, name, phase in (
-        (Run, "train", "rest"),
+        (ppo, "train", "rest"),
         (Environments, "step", "environment"),
-        (RolloutCollector, "collect", "policy"),
-        (learner.Learner, "_normalize", "advantages"),
-        (learner, "estimate_advantages", "advantages"),
-        (learner, "normalize_advantages", "advantages"),
-        (update, "ppo_loss", "forward"),
+        (ppo.Collector, "collect", "policy"),
+        (ppo, "normalize", "advantages"),
+        (ppo, "discounted_sums", "advantages"),
+        (ppo, "normalize_advantages", "advantages"),
+        (ppo, "minibatch_loss", "forward"),
         (Attached, "backward", "backward and sync"),
         (Attached, "clip", "clip and optimizer"),
-        (learner.Adam, "step", "clip and optimizer"),
-        (Run, "_tell", "reports"),
-        (RunReport, "update", "reports"),
-        (Run, "_save", "reports"),
+        (ppo.Adam, "step", "clip and optimizer"),
+        (Session, "tell", "reports"),
         (RunReport, "finish", "end"),  # once a training, however long it is
     ):
         watches.wrap(owner, name, phase)

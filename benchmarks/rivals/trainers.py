@@ -118,7 +118,7 @@ def train_fastsync_apart(training: Training) -> Outcome:
 
 
 def _settings(training: Training, folder: str) -> Any:
-    from fastsync.ppo.config import Settings
+    from fastsync.ppo.ppo import Settings
 
     return Settings(
         env=training.env,
@@ -144,7 +144,7 @@ def _settings(training: Training, folder: str) -> Any:
 
 def fastsync_rank(settings: Any) -> Outcome:
     from fastsync.distributed import process_group
-    from fastsync.ppo.trainer import train
+    from fastsync.ppo.ppo import train
 
     sys.stdout = sys.stderr  # which the parent lets through
     with process_group(settings.timeout) as device:

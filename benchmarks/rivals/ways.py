@@ -21,7 +21,7 @@ from benchmarks.rivals import compressions
 from benchmarks.rivals.gradients import Gradients, Rounding
 from benchmarks.rivals.shared_memory import BareSum
 from fastsync import SyncStats
-from fastsync.ppo.gradient_sync import all_reduce_concatenated
+from fastsync.ppo.sync import all_reduce_concatenated
 
 MIN_WARMUP = 2
 """Steps before a way does what it will do from then on: DDP regroups its buckets once, PowerSGD starts at its third."""

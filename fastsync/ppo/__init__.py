@@ -1,6 +1,40 @@
-"""Proximal policy optimisation over many ranks, whose gradients go through fastsync."""
+"""Proximal policy optimisation over many ranks, whose gradients go through fastsync.
+
+    from fastsync.ppo import Settings, train
+    policy, result = train(Settings(env="CartPole-v1"))
+
+``ppo.py`` is the algorithm, from top to bottom.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fastsync.installation import load
 
+if TYPE_CHECKING:
+    from fastsync.ppo.batches import Batch
+    from fastsync.ppo.policies import ActorCritic, Policy, hidden_layers
+    from fastsync.ppo.ppo import Evaluated, Settings, estimate_advantages, ppo_loss, train
+
 load("_C")
 load("_ppo")
+
+__all__ = [
+    "ActorCritic",
+    "Batch",
+    "Evaluated",
+    "Policy",
+    "Settings",
+    "estimate_advantages",
+    "hidden_layers",
+    "ppo_loss",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: processes of environments need none of it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = {"ActorCritic": "policies", "Batch": "batches", "Policy": "policies", "hidden_layers": "policies"}
+    return getattr(import_module(f"fastsync.ppo.{home.get(name, 'ppo')}"), name)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import shlex
 import signal
 import sys
@@ -32,11 +31,11 @@ from fastsync.launch.failures import describe
 from fastsync.launch.machines import find_this_machine, read_machines
 from fastsync.launch.ray import launch_on_ray
 from fastsync.launch.torchrun import Nodes, launch_ranks
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.preflight import check_environment, check_run
 from fastsync.ppo.runs.folder import CHECKPOINTS, default_run_name, run_of, settings_of_run
-from fastsync.ppo.settings_file import PRESET_WORLD_SIZE, is_preset, load_settings
-from fastsync.ppo.trainer import train
+from fastsync.ppo.session import use_threads
+from fastsync.ppo.settings import PRESET_WORLD_SIZE, is_preset, load_settings
 from fastsync.wording import check_at_least
 
 STOPPED = 128 + 15
@@ -72,9 +71,9 @@ def _settings_before(prog: str, arguments: Sequence[str] | None) -> Settings | N
     finder.add_argument("--runs-dir", "--runs_dir", default=Settings().runs_dir)
     found = finder.parse_known_args(arguments)[0]
     if found.config is not None:
-        return load_settings(found.config)
+        return load_settings(found.config, Settings)
     if found.resume is not None:
-        return settings_of_run(found.resume, found.run_name, found.runs_dir)
+        return settings_of_run(found.resume, found.run_name, found.runs_dir, Settings)
     return None
 
 
@@ -93,12 +92,7 @@ def train_rank(settings: Settings) -> str | None:
     Returns:
         The name of the signal that stopped it before its end, if one did.
     """
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        # As torchrun does: more threads gain nothing on networks this small, and cost much where a core is busy.
-        torch.set_num_threads(1)
-
+    use_threads(settings)
     with process_group(settings.timeout) as device:
         # Those of rank 0 count: it alone has to see the folder of a run, whose settings may come from there.
         of_rank_0 = [settings]
@@ -248,7 +242,7 @@ def _preset_note(options: Launch, nnodes: int) -> str | None:
     """Says where ranks and environments give another batch than the preset was made for."""
     if options.config is None or not is_preset(options.config):
         return None
-    meant = load_settings(options.config).num_envs * PRESET_WORLD_SIZE
+    meant = load_settings(options.config, Settings).num_envs * PRESET_WORLD_SIZE
     number = options.settings.num_envs * options.nproc * nnodes
     if number == meant:
         return None

@@ -18,12 +18,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordVideo
 
 from fastsync.installation import install_command
-from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.interface import Environments
 from fastsync.ppo.envs.lookup import EnvSource, find_env
 from fastsync.ppo.envs.resume import EpisodeRecorder
 from fastsync.ppo.envs.vector import RecordedEnvironments
-from fastsync.ppo.policy import ActorCritic, make_policy
+from fastsync.ppo.policies import Policy, make_policy
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.runs.folder import CHECKPOINTS, run_of
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         policy = load_policy(checkpoint, environment)
         result = play(policy, environment, options.episodes, stochastic=options.stochastic, seed=options.seed)
     how = "actions drawn" if options.stochastic else "likeliest actions"
-    print(f"{checkpoint.settings.env} after {checkpoint.step:,} steps, {how}: {result}")
+    print(f"{checkpoint.settings['env']} after {checkpoint.step:,} steps, {how}: {result}")
     if videos is not None:
         print(f"videos in {videos}")
     return 0
@@ -120,7 +120,7 @@ def make_environment(checkpoint: Checkpoint, *, seed: int, videos: Path | None =
     Raises:
         ValueError: it cannot be made or recorded here.
     """
-    source = _find_env(checkpoint.settings)
+    source = _find_env(checkpoint.settings_as(Settings)[0])
     env = source.make() if videos is None else _make_recorded(source, videos)
     vector = SyncVectorEnv(
         [lambda: EpisodeRecorder(env, seed=seed, index=UNSEEN, keep_actions=False)],
@@ -131,17 +131,17 @@ def make_environment(checkpoint: Checkpoint, *, seed: int, videos: Path | None =
     )
 
 
-def load_policy(checkpoint: Checkpoint, environment: Environments) -> ActorCritic:
+def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
     """The policy of a checkpoint, on the CPU."""
     spaces = environment.single_observation_space, environment.single_action_space
-    policy = make_policy(checkpoint.settings, *spaces)
+    policy = make_policy(checkpoint.settings_as(Settings)[0], *spaces)
     policy.load_state_dict(checkpoint.learner["model"])
     return policy
 
 
 @torch.no_grad()
 def play(
-    policy: ActorCritic, environment: Environments, episodes: int, *, stochastic: bool = False, seed: int = 0
+    policy: Policy, environment: Environments, episodes: int, *, stochastic: bool = False, seed: int = 0
 ) -> Evaluation:
     """Plays episodes, one after the other, in a single environment whose episodes restart in a step of their own.
 

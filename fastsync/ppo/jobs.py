@@ -12,7 +12,7 @@ from fastsync.launch.kubernetes import RUNS, TrainJob, manifest
 from fastsync.launch.skypilot import Task, task_file
 from fastsync.launch.slurm import BatchJob, batch_script
 from fastsync.ppo.cli import parse
-from fastsync.ppo.config import Settings
+from fastsync.ppo.ppo import Settings
 from fastsync.wording import did_you_mean
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from fastsync.ppo.discounted_sums import discounted_sums
+Sums = Callable[[Tensor, Tensor], Tensor]
 
 LIMIT = 10.0
 """Normalised observations and rewards are cut off here, as is customary (Andrychowicz et al., ICLR 2021, B.6)."""
@@ -76,26 +79,55 @@ class RewardNormalizer(RunningMoments):
     et al., "Implementation Matters in Deep RL", ICLR 2020, B).
     """
 
-    def __init__(self, gamma: float) -> None:
+    def __init__(self, gamma: float, num_envs: int, dtype: torch.dtype) -> None:
         super().__init__(1)
         self._gamma = gamma
+        self.register_buffer("carried", torch.zeros(num_envs, dtype=dtype), persistent=False)
+
+    carried: Tensor
+    """[N]: R of the step before, 0 at the beginning of an episode."""
 
     def forward(self, rewards: Tensor) -> Tensor:
         deviation = (self.variance + 1e-8).sqrt().to(rewards.dtype)
         return (rewards / deviation).clamp(-LIMIT, LIMIT)
 
-    def discounted_returns(self, rewards: Tensor, done: Tensor, carried: Tensor) -> Tensor:
-        """R at each step [T, N].
-
-        Args:
-            rewards: [T, N].
-            done: [T, N] bool: the episode ended with this step, so the next one begins at 0.
-            carried: [N], R of the step before, 0 at the beginning of an episode; overwritten for the next rollout.
-        """
+    def discounted_returns(self, rewards: Tensor, done: Tensor, discounted_sums: Sums) -> Tensor:
+        """R at each step [T, N], from rewards [T, N] and where episodes ended [T, N]; goes on with the next rollout."""
         goes_on = (~done).to(rewards.dtype)
-        summands = torch.cat([torch.add(rewards[:1], carried, alpha=self._gamma), rewards[1:]])
+        summands = torch.cat([torch.add(rewards[:1], self.carried, alpha=self._gamma), rewards[1:]])
         decays = torch.cat([torch.zeros_like(summands[:1]), self._gamma * goes_on[:-1]])
         # The past takes the place of what is to come.
         returns = discounted_sums(summands.flip(0), decays.flip(0)).flip(0)
-        carried.copy_(returns[-1] * goes_on[-1])
+        self.carried.copy_(returns[-1] * goes_on[-1])
         return returns
+
+
+def normalize(
+    rollout: Any,
+    policy: Any,
+    reward_normalizer: RewardNormalizer | None,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    discounted_sums: Sums,
+) -> tuple[Tensor, Tensor | None]:
+    """The rewards of a rollout to learn from [T, N], and the moments of all ranks' observations if they are normalised.
+
+    Args:
+        rollout: ``ppo.Rollout``.
+        policy: whose observations may be.
+        reward_normalizer: None to leave rewards as they are.
+        sum_over_ranks: of moments.
+        discounted_sums: ``ppo.discounted_sums``.
+    """
+    mine, rewards = [], rollout.rewards
+    if reward_normalizer is not None:
+        returns = reward_normalizer.discounted_returns(rewards, rollout.done, discounted_sums)
+        mine.append(moments(returns.unsqueeze(-1), rollout.valid))
+    if policy.normalizer is not None:
+        mine.append(moments(policy.numbers(rollout.observations), rollout.valid))
+    if not mine:
+        return rewards, None
+    over_all_ranks = list(sum_over_ranks(torch.cat(mine)).split([len(part) for part in mine]))
+    if reward_normalizer is not None:
+        reward_normalizer.update(over_all_ranks.pop(0))
+        rewards = reward_normalizer(rewards)
+    return rewards, over_all_ranks[0] if over_all_ranks else None

@@ -6,23 +6,21 @@ import importlib.util
 
 import numpy as np
 
-from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.make import make_one
 from fastsync.ppo.envs.spaces import random_actions
 from fastsync.ppo.runs.folder import check_room, find_run
-from fastsync.ppo.runs.loggers import PACKAGES, not_installed
+from fastsync.ppo.runs.loggers import not_installed
+from fastsync.ppo.settings import RunSettings
 
 
-def check_environment(settings: Settings) -> None:
+def check_environment(settings: RunSettings) -> None:
     """Tries what every rank needs.
 
     Raises:
         ValueError: the environment, or an extra that the settings ask for, is not there or does not suit.
     """
-    for extra, package in PACKAGES.items():
-        project = getattr(settings, f"{extra}_project")
-        if project is not None and importlib.util.find_spec(package) is None:
-            raise not_installed(extra, project)
+    if settings.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise not_installed(settings.wandb_project)
     with make_one(settings) as environments:
         try:
             environments.reset()
@@ -36,7 +34,7 @@ def check_environment(settings: Settings) -> None:
             ) from error
 
 
-def check_run(settings: Settings, world_size: int) -> None:
+def check_run(settings: RunSettings, world_size: int) -> None:
     """Tries whether the run can begin or go on. It is for the machine of rank 0, where the run's folder lies.
 
     Raises:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from fastsync import _C
 from fastsync.installation import install_command
-from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.interface import Array, Bools, Environments, FinishedEpisode, Transition
 from fastsync.ppo.envs.resume import seed_from
 from fastsync.ppo.envs.spaces import check_spaces
+from fastsync.ppo.settings import RunSettings
 from fastsync.wording import did_you_mean
 
 # What gymnasium's "ALE/..." environments do with an action (Machado et al., 2018); EnvPool's own default is 0.
@@ -78,7 +78,7 @@ class EnvPoolEnvironments(Environments):
         self._pool.close()
 
 
-def make_envpool(settings: Settings, *, rank: int, restart: int) -> EnvPoolEnvironments:
+def make_envpool(settings: RunSettings, *, rank: int, restart: int) -> EnvPoolEnvironments:
     """EnvPool's version of an environment. See ``make_environments``.
 
     Raises:

@@ -80,14 +80,10 @@ def find_env(name: str) -> EnvSource:
     """
     module_name, colon, attribute = name.rpartition(":")
     if colon:
-        if os.getcwd() not in sys.path:
-            # As where Python is started with -m: a command would not find what lies in the folder it was called in.
-            sys.path.insert(0, os.getcwd())
         try:
-            module = importlib.import_module(module_name)
+            maker = getattr(_import(module_name), attribute, None)
         except Exception as error:  # whatever is wrong with the user's module
             raise cannot_be_made(name, error) from error
-        maker = getattr(module, attribute, None)
         if callable(maker):
             return EnvSource(name, maker=maker)
     if attribute.startswith("ALE/"):
@@ -102,6 +98,28 @@ def find_env(name: str) -> EnvSource:
         asks = "" if "did you mean" in str(error).lower() else did_you_mean(attribute, gymnasium.registry)
         raise ValueError(f"{cannot_be_made(name, error)}{asks}") from error
     return EnvSource(name, spec=replace(spec))
+
+
+def import_from(setting: str, name: str) -> Any:
+    """What a setting calls "module:attribute".
+
+    Raises:
+        ValueError: there is no such thing here.
+    """
+    module_name, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise ValueError(f"{setting}={name!r} must be module:Class")
+    try:
+        return getattr(_import(module_name), attribute)
+    except Exception as error:  # whatever is wrong with the user's module
+        raise ValueError(f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _import(module_name: str) -> Any:
+    if os.getcwd() not in sys.path:
+        # As where Python is started with -m: a command would not find what lies in the folder it was called in.
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(module_name)
 
 
 def cannot_be_made(name: str, error: Exception, needed_for: str = "") -> ValueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from dataclasses import replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import gymnasium
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from fastsync.launch.signals import STOP_SIGNALS
-from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.dictionaries import has_images, pack_vector
 from fastsync.ppo.envs.envpool import make_envpool
 from fastsync.ppo.envs.interface import Environments, FinishedEpisode, Step
@@ -21,6 +20,7 @@ from fastsync.ppo.envs.lookup import EnvSource, cannot_be_made, find_env
 from fastsync.ppo.envs.resume import EpisodeRecorder, Trial, seed_from, try_restoring
 from fastsync.ppo.envs.spaces import check_spaces
 from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
+from fastsync.ppo.settings import RunSettings
 
 __all__ = ["Environments", "FinishedEpisode", "Step", "make_environments", "make_one", "try_environments"]
 
@@ -29,7 +29,9 @@ TRIED = 6
 TRIAL_SECONDS = 5.0
 
 
-def make_environments(settings: Settings, *, rank: int, restart: int = 0, is_restorable: bool = True) -> Environments:
+def make_environments(
+    settings: RunSettings, *, rank: int, restart: int = 0, is_restorable: bool = True
+) -> Environments:
     """Makes the environments of one rank: those numbered from rank * num_envs on among all.
 
     With vectorization sync and async each depends on the run's seed and its own number only, so that they are the same
@@ -67,14 +69,14 @@ def make_environments(settings: Settings, *, rank: int, restart: int = 0, is_res
     return _make_recorded(settings, source, rank, is_restorable, in_processes=kind == "async")
 
 
-def make_one(settings: Settings, num_envs: int = 1) -> Environments:
+def make_one(settings: RunSettings, num_envs: int = 1) -> Environments:
     """One environment, or a few, none of them in a process of its own: what can go wrong goes wrong there as well."""
     kind = "sync" if settings.vectorization == "async" else settings.vectorization
-    few = replace(settings, num_envs=num_envs, num_minibatches=1, num_micro_batches=1, vectorization=kind)
-    return make_environments(few, rank=0)
+    of_run = {field.name: getattr(settings, field.name) for field in fields(RunSettings)}
+    return make_environments(RunSettings(**of_run | {"num_envs": num_envs, "vectorization": kind}), rank=0)
 
 
-def try_environments(settings: Settings, seconds: float = TRIAL_SECONDS) -> Trial:
+def try_environments(settings: RunSettings, seconds: float = TRIAL_SECONDS) -> Trial:
     """Tries out, for a few seconds, whether such environments can be saved and go on exactly. Raises nothing.
 
     One rank does it for all: if each did, not all might come to the same answer.
@@ -93,7 +95,7 @@ def try_environments(settings: Settings, seconds: float = TRIAL_SECONDS) -> Tria
 
 
 def _make_recorded(
-    settings: Settings, source: EnvSource, rank: int, is_restorable: bool, *, in_processes: bool
+    settings: RunSettings, source: EnvSource, rank: int, is_restorable: bool, *, in_processes: bool
 ) -> Environments:
     specimen = source.make()
     specimen.close()
@@ -132,7 +134,7 @@ def _make_recorder(
     return EpisodeRecorder(source.make(), seed=seed, index=index, keep_actions=is_restorable)
 
 
-def _make_own_vector(settings: Settings, source: EnvSource) -> VectorEnv[Any, Any, Any]:
+def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any, Any, Any]:
     if source.is_atari:
         raise ValueError(
             f"vectorization='vector_entry_point': that of env={settings.env!r} begins a new game whenever a life is "
@@ -157,7 +159,7 @@ def _make_own_vector(settings: Settings, source: EnvSource) -> VectorEnv[Any, An
     return vector
 
 
-def _check_own_vector(settings: Settings, vector: VectorEnv[Any, Any, Any]) -> None:
+def _check_own_vector(settings: RunSettings, vector: VectorEnv[Any, Any, Any]) -> None:
     mode = vector.metadata.get("autoreset_mode")
     check_spaces(settings, vector.single_observation_space, vector.single_action_space)
     if mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):

@@ -9,8 +9,8 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from fastsync.ppo.config import Settings
 from fastsync.ppo.envs.dictionaries import PackedSpace
+from fastsync.ppo.settings import RunSettings
 
 Array = NDArray[Any]
 
@@ -20,7 +20,7 @@ LEAST_IMAGE_SIZE = 36
 _WANTED_OF_IMAGES = f"images are read as (C, H, W), and H and W must be at least {LEAST_IMAGE_SIZE}"
 
 
-def check_spaces(settings: Settings, observations: Space[Any], actions: Space[Any]) -> None:
+def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space[Any]) -> None:
     """Checks that a policy can be made for these spaces.
 
     Raises:
@@ -63,7 +63,7 @@ def check_spaces(settings: Settings, observations: Space[Any], actions: Space[An
         raise refused(done, "Discrete, MultiDiscrete and Box can be learnt", "TransformAction")
 
 
-def _check_image(settings: Settings, shape: tuple[int, ...]) -> None:
+def _check_image(settings: RunSettings, shape: tuple[int, ...]) -> None:
     first, height, width = shape
     refused = f"env={settings.env!r} has observations of shape {shape}"
     if min(height, width) < LEAST_IMAGE_SIZE:
@@ -82,7 +82,7 @@ def _check_image(settings: Settings, shape: tuple[int, ...]) -> None:
     _check_norm_observations(settings, f"observations of shape {shape}")
 
 
-def _check_image_of_dict(settings: Settings, name: str, shape: tuple[int, int, int]) -> None:
+def _check_image_of_dict(settings: RunSettings, name: str, shape: tuple[int, int, int]) -> None:
     if min(shape[1:]) < LEAST_IMAGE_SIZE:
         raise ValueError(
             f"env={settings.env!r} has observations with bytes of shape {shape} under {name!r}; {_WANTED_OF_IMAGES}: "
@@ -91,7 +91,7 @@ def _check_image_of_dict(settings: Settings, name: str, shape: tuple[int, int, i
         )
 
 
-def _check_norm_observations(settings: Settings, seen: str) -> None:
+def _check_norm_observations(settings: RunSettings, seen: str) -> None:
     """Of observations that are images only."""
     if settings.norm_observations:
         raise ValueError(

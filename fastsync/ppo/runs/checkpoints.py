@@ -10,14 +10,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastsync.files import replacing, sync_folder, write_whole
-from fastsync.ppo.config import Settings
+from fastsync.ppo.settings import Kind, settings_from
 
 _NAME = re.compile(r"(?:step|best)-(\d+)\.pt")
 _SUM = re.compile(rb"\nfastsync sha256 ([0-9a-f]{64})\n\Z")
@@ -28,8 +28,8 @@ _SUM = re.compile(rb"\nfastsync sha256 ([0-9a-f]{64})\n\Z")
 class Checkpoint:
     """The state of a run at some moment. All of it is dicts, lists, numbers, strings and tensors."""
 
-    settings: Settings
-    """The settings of the run."""
+    settings: dict[str, Any]
+    """The settings of the run, as plain data: see ``settings_as``."""
     world_size: int
     """The number of ranks."""
     step: int
@@ -48,8 +48,26 @@ class Checkpoint:
     """Of its last episodes; NaN where there were none."""
     best_return: float = -math.inf
     """The mean return of the best checkpoint when this one was saved, this one included."""
-    notes: tuple[str, ...] = ()
-    """What reading it had to make up for, in sentences. Not written."""
+
+    def settings_as(self, kind: type[Kind]) -> tuple[Kind, list[str]]:
+        """The settings, which another version may have written, and what had to be made up for, in sentences.
+
+        Raises:
+            ValueError: they do not suit this version.
+        """
+        defaults = kind().as_dict()
+        notes = [
+            f"the checkpoint has a setting that this version of fastsync does not: {name}={self.settings[name]!r}"
+            for name in sorted(set(self.settings) - set(defaults))
+        ] + [
+            f"the checkpoint was saved without the setting {name}; it counts as {defaults[name]!r}"
+            for name in sorted(set(defaults) - set(self.settings))
+        ]
+        known = {name: value for name, value in self.settings.items() if name in defaults}
+        try:
+            return settings_from(known, kind), notes
+        except ValueError as error:
+            raise ValueError(f"the checkpoint's settings do not suit this version of fastsync: {error}") from error
 
 
 class CheckpointFolder:
@@ -198,12 +216,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
         )
     if not found:
         raise RuntimeError(f"the checkpoint {path} is damaged: it does not end with its SHA-256")
-    known = {name: values[name] for name in _WRITTEN & set(values)}
-    settings, notes = _settings_from(path, values["settings"])
-    return Checkpoint(**known | {"settings": settings, "notes": notes})
+    return Checkpoint(**{name: values[name] for name in _WRITTEN & set(values)})
 
 
-_WRITTEN = {field.name for field in fields(Checkpoint)} - {"notes"}
+_WRITTEN = {field.name for field in fields(Checkpoint)}
 _REQUIRED = {field.name for field in fields(Checkpoint) if field.default is MISSING}
 
 
@@ -216,32 +232,14 @@ def _mean_return_of(path: Path) -> float:
 
 
 def _encode(checkpoint: Checkpoint) -> bytes:
-    values = {name: getattr(checkpoint, name) for name in sorted(_WRITTEN)}
     file = io.BytesIO()
-    torch.save(values | {"settings": asdict(checkpoint.settings)}, file)
+    torch.save({name: getattr(checkpoint, name) for name in sorted(_WRITTEN)}, file)
     return with_sum(file.getvalue())
 
 
 def with_sum(content: bytes) -> bytes:
     """What ``torch.save`` has written, as a checkpoint ends."""
     return content + f"\nfastsync sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
-
-
-def _settings_from(path: Path, values: dict[str, Any]) -> tuple[Settings, tuple[str, ...]]:
-    """Settings that another version may have written."""
-    known = {field.name for field in fields(Settings)}
-    defaults = Settings()
-    notes = [
-        f"{path.name} has a setting that this version of fastsync does not: {name}={values[name]!r}"
-        for name in sorted(set(values) - known)
-    ] + [
-        f"{path.name} was saved without the setting {name}; it counts as {getattr(defaults, name)!r}"
-        for name in sorted(known - set(values))
-    ]
-    try:
-        return Settings(**{name: value for name, value in values.items() if name in known}), tuple(notes)
-    except (ValueError, TypeError) as error:
-        raise RuntimeError(f"the settings in {path} do not suit this version of fastsync: {error}") from error
 
 
 def _clear(path: Path) -> None:

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fastsync.ppo.gradient_sync import SyncReport
 from fastsync.ppo.runs.metrics import PHASES, Status, TrainResult, mean
 from fastsync.ppo.runs.straggler import WaitingTimes
+from fastsync.ppo.sync import SyncReport
 from fastsync.wording import format_bytes
 
 NUM_LINES = 20
@@ -24,7 +24,7 @@ MAX_RANKS = 16
 class Lines:
     """Shows where a run stands by a line for every twentieth of it.
 
-    Losses are those of policy and value. Times are shares since the start, see PhaseTimes, bytes what a rank has sent
+    Times are shares since the start, see PhaseTimes, bytes what a rank has sent
     in the update.
     """
 
@@ -45,8 +45,9 @@ class Lines:
             return
         self._next_line = status.step + self._total_steps // NUM_LINES
         returned = f"{status.returns[0]:.1f}" if status.returns else "-"
-        policy_loss, value_loss, kl = (
-            f"{status.learning.get(name, math.nan):.2g}" for name in ("policy_loss", "value_loss", "approx_kl")
+        policy_loss, value_loss, kl, entropy = (
+            f"{status.metrics.get(f'learning/{name}', math.nan):.2g}"
+            for name in ("policy_loss", "value_loss", "approx_kl", "entropy")
         )
         total = mean([times.total for times in waiting.times])
         shares = (  # the dashboard also has what reports take; a line is short
@@ -55,8 +56,8 @@ class Lines:
         )
         self._console.print(
             f"step {status.step:>9,} of {self._total_steps:,}  return {returned:>6}  "
-            f"loss {policy_loss} {value_loss}  KL {kl}  {speed:,.0f}/s  {' '.join(shares)}  "
-            f"{format_bytes(_wire_bytes(status))}/update  "
+            f"policy loss {policy_loss}  value loss {value_loss}  KL {kl}  entropy {entropy}  {speed:,.0f} steps/s  "
+            f"{' '.join(shares)}  sent {format_bytes(_wire_bytes(status))}/update  "
             f"ETA {_duration(_remaining(status.step, self._total_steps, speed))}",
             highlight=False,
             soft_wrap=True,
@@ -94,8 +95,9 @@ class Dashboard(Lines):
     def render(self, status: Status, speed: float, waiting: WaitingTimes) -> RenderableType:
         """All that the dashboard holds."""
         columns = Table.grid(padding=(0, 4))
-        learning = {name.replace("_", " "): f"{value:.4g}" for name, value in status.learning.items()}
-        columns.add_row(_run_figures(status, speed), _two_columns(learning))
+        names = {name: name.removeprefix("learning/").replace("_", " ") for name in status.metrics}
+        metrics = {names[name]: f"{value:.4g}" for name, value in status.metrics.items()}
+        columns.add_row(_run_figures(status, speed), _two_columns(metrics))
         return Group(self._progress, columns, Text(), _rank_table(status, waiting), Text(straggler_line(waiting)))
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fastsync.files import write_whole
-from fastsync.ppo.config import Settings
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.runs.lock import RunLock, check_free
-from fastsync.ppo.settings_file import dump_settings, load_settings
+from fastsync.ppo.settings import Kind, RunSettings, dump_settings, load_settings
 from fastsync.wording import format_bytes
 
 CHECKPOINTS = "checkpoints"
@@ -26,19 +25,19 @@ _LAUNCHER = ".launcher"
 _UNFINISHED = ".unfinished-"
 
 # What another policy, or other observations, would follow from: weights that were learnt mean nothing then.
-_FIXED = ("env", "network", "hidden_sizes", "activation", "lstm_size", "norm_observations")
+_FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "lstm_size", "norm_observations")
 # Where a run lies, rather than what it does.
 _UNMENTIONED = ("resume", "run_name", "runs_dir")
 
 Opened = tuple[Path, Checkpoint | None, list[str]]
 
 
-def sync_name(settings: Settings) -> str:
+def sync_name(settings: RunSettings) -> str:
     """Names the way of a run's gradients, such as "ddp" or "fastsync fp16"."""
     return settings.sync if settings.compression == "none" else f"{settings.sync} {settings.compression}"
 
 
-def default_run_name(settings: Settings, started: float | None) -> str:
+def default_run_name(settings: RunSettings, started: float | None) -> str:
     """Environment, sync mode, seed, and the time, if one is given, in seconds since 1970."""
     name = re.sub("[/: ]", "-", f"{settings.env}-{sync_name(settings)}-{settings.seed}")
     return name if started is None else f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
@@ -55,13 +54,13 @@ def run_of(path: Path) -> Path | None:
     return None if path.is_file() else folder
 
 
-def settings_of_run(resume: str, run_name: str | None, runs_dir: str) -> Settings | None:
+def settings_of_run(resume: str, run_name: str | None, runs_dir: str, kind: type[Kind]) -> Kind | None:
     """The settings that a run had, or that a checkpoint was saved with, but where it lies as it is given here.
 
     Args:
-        resume: as in Settings. "auto" means the run of that name.
-        run_name: as in Settings.
-        runs_dir: as in Settings.
+        resume: as in RunSettings. "auto" means the run of that name.
+        run_name: as in RunSettings.
+        runs_dir: as in RunSettings.
 
     Returns:
         None where there are none.
@@ -77,9 +76,9 @@ def settings_of_run(resume: str, run_name: str | None, runs_dir: str) -> Setting
     file = (run_of(path) or path) / SETTINGS
     try:
         if path.is_file():
-            settings = load_checkpoint(path).settings
+            settings, _ = load_checkpoint(path).settings_as(kind)
         elif file.is_file():
-            settings = load_settings(str(file))
+            settings = load_settings(str(file), kind)
         else:
             return None
     except RuntimeError:  # a damaged checkpoint: whoever opens it says so
@@ -103,7 +102,7 @@ class Found:
     """What is other than before."""
 
 
-def find_run(settings: Settings, world_size: int, enter: Callable[[Path], None] | None = None) -> Found:
+def find_run(settings: RunSettings, world_size: int, enter: Callable[[Path], None] | None = None) -> Found:
     """Finds a run as ``open_run`` does, and raises what it would raise, but writes nothing.
 
     Before it reads what lies in the folder of an earlier run it calls ``enter``, by default to see that it is free.
@@ -143,7 +142,7 @@ def check_room(folder: Path, num_bytes: int = 0) -> None:
         )
 
 
-def open_run(settings: Settings, world_size: int) -> Opened:
+def open_run(settings: RunSettings, world_size: int) -> Opened:
     """Opens the folder of a run, and finds what it goes on from and what is to be said about it. One rank calls it.
 
     resume=None begins in a new folder. "auto" goes on in the folder of that name (without a time) if checkpoints are
@@ -183,7 +182,7 @@ def open_run(settings: Settings, world_size: int) -> Opened:
     return found.folder, found.checkpoint, [*notes, *found.changes]
 
 
-def _set_later_ones_aside(found: Found, settings: Settings) -> list[str]:
+def _set_later_ones_aside(found: Found, settings: RunSettings) -> list[str]:
     if found.checkpoint is None:
         return []
     checkpoints = CheckpointFolder(found.folder / CHECKPOINTS, settings.keep_checkpoints)
@@ -213,13 +212,13 @@ def _check_free(folder: Path) -> None:
         check_free(folder)
 
 
-def changes(checkpoint: Checkpoint, settings: Settings, world_size: int) -> list[str]:
+def changes(checkpoint: Checkpoint, settings: RunSettings, world_size: int) -> list[str]:
     """Tells what is other than in the run that goes on, a sentence each.
 
     Raises:
         ValueError: environment or network are others, so that what was learnt is of no use.
     """
-    old = checkpoint.settings
+    old, notes = checkpoint.settings_as(type(settings))
     for name in _FIXED:
         before, now = getattr(old, name), getattr(settings, name)
         if before != now:
@@ -227,20 +226,19 @@ def changes(checkpoint: Checkpoint, settings: Settings, world_size: int) -> list
                 f"{name}={now!r} cannot be resumed from a run with {name}={before!r}; resume with that value, or begin "
                 f"a new run"
             )
-    notes = list(checkpoint.notes)
     if checkpoint.world_size != world_size:
         notes.append(
-            f"the run goes on with world size {world_size} after {checkpoint.world_size}: a batch of all ranks has "
-            f"{world_size * settings.batch_size} rows after {checkpoint.world_size * old.batch_size}"
+            f"the run goes on with world size {world_size} after {checkpoint.world_size}: all ranks have "
+            f"{world_size * settings.num_envs} environments after {checkpoint.world_size * old.num_envs}"
         )
-    for field in fields(Settings):
+    for field in fields(settings):
         before, now = getattr(old, field.name), getattr(settings, field.name)
         if before != now and field.name not in _UNMENTIONED:
             notes.append(f"{field.name} is {now!r} from here on, after {before!r}")
     return notes
 
 
-def _find(settings: Settings, enter: Callable[[Path], None]) -> Found:
+def _find(settings: RunSettings, enter: Callable[[Path], None]) -> Found:
     folder = _folder_before_restart(settings)
     if folder:
         return _newest_in(folder, settings, enter)
@@ -265,7 +263,7 @@ def _find(settings: Settings, enter: Callable[[Path], None]) -> Found:
     return found
 
 
-def _new_run(settings: Settings) -> Found:
+def _new_run(settings: RunSettings) -> Found:
     folder = _folder_named(settings.run_name or default_run_name(settings, time.time()), settings.runs_dir)
     if folder.exists():
         raise _exists(folder)
@@ -288,7 +286,7 @@ def _exists(folder: Path) -> ValueError:
     )
 
 
-def _newest_in(folder: Path, settings: Settings, enter: Callable[[Path], None]) -> Found:
+def _newest_in(folder: Path, settings: RunSettings, enter: Callable[[Path], None]) -> Found:
     enter(folder)
     warnings: list[str] = []
     try:
@@ -305,7 +303,7 @@ def _goes_on(path: Path, checkpoint: Checkpoint) -> str:
     return f"going on from step {checkpoint.step:,} ({path})"
 
 
-def _make_folder(folder: Path, settings: Settings) -> None:
+def _make_folder(folder: Path, settings: RunSettings) -> None:
     """Makes a run's folder. It appears with its content: if ranks are lost, there is none, or one that they find again.
 
     It is locked by then.
@@ -335,7 +333,7 @@ def _make_folder(folder: Path, settings: Settings) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_settings(folder: Path, settings: Settings) -> None:
+def _write_settings(folder: Path, settings: RunSettings) -> None:
     """Leaves the settings in a run's folder, and by which launcher the ranks that work in it were started."""
     write_whole(folder / SETTINGS, dump_settings(replace(settings, resume=None)).encode())
     launcher = _launcher()
@@ -353,13 +351,13 @@ def _is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def _folder_before_restart(settings: Settings) -> Path | None:
+def _folder_before_restart(settings: RunSettings) -> Path | None:
     """Finds the run's folder from before its ranks were started again, if they were."""
     files = _launcher_files(settings) if _is_restart() else []
     return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
 
 
-def _launcher_files(settings: Settings) -> list[Path]:
+def _launcher_files(settings: RunSettings) -> list[Path]:
     """Finds those that name this rank's launcher."""
     runs = Path(settings.runs_dir)
     files = {file for file in runs.glob(f"*/{_LAUNCHER}") if not file.parent.name.startswith(_UNFINISHED)}

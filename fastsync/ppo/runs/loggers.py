@@ -13,9 +13,6 @@ from typing import Any, Protocol
 from fastsync.files import replacing
 from fastsync.installation import install_command
 
-PACKAGES = {"wandb": "wandb"}
-"""What loggers import that the trainer does not need, by the extra that brings it."""
-
 
 class Logger(Protocol):
     """Takes the figures of one update after the other."""
@@ -109,7 +106,7 @@ class WandbLog:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError:
-            raise not_installed("wandb", project) from None
+            raise not_installed(project) from None
         self._run = wandb.init(
             project=project,
             name=folder.name,
@@ -126,14 +123,9 @@ class WandbLog:
         self._run.finish()
 
 
-def not_installed(extra: str, project: str) -> ValueError:
-    """The error for a logger whose package is missing.
-
-    Args:
-        extra: that brings it.
-        project: where the user wants to log.
-    """
-    return ValueError(f"{extra}_project={project!r} needs {PACKAGES[extra]}: {install_command(extra)}")
+def not_installed(project: str) -> ValueError:
+    """The error for a run that is to be logged to a project of W&B where that is missing."""
+    return ValueError(f"wandb_project={project!r} needs wandb: {install_command('wandb')}")
 
 
 def _known(scalars: Mapping[str, float]) -> dict[str, float]:

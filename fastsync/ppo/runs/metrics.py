@@ -9,11 +9,12 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from statistics import quantiles
 
+import numpy as np
 import torch
 
 from fastsync.distributed import dist_mean
-from fastsync.ppo.exchange import Exchange
-from fastsync.ppo.gradient_sync import SyncReport
+from fastsync.ppo.envs.interface import Step
+from fastsync.ppo.sync import Exchange, SyncReport
 
 WINDOW = 100
 
@@ -99,6 +100,32 @@ class RankReport:
     """Whether this rank was told to stop."""
     checkpoint_due: bool = False
     """Whether this rank says that it is time for a checkpoint."""
+
+
+class InfoMeans:
+    """Means over the steps of a rollout of numbers that environments put into ``info``; NaN where there were none."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._sums = dict.fromkeys(names, 0.0)
+        self._counts = dict.fromkeys(names, 0)
+
+    def add(self, step: Step) -> None:
+        """Takes in a step of all environments."""
+        # Where an episode restarts in the step that ended the last one, ``infos`` are those of the restart.
+        finals = step.infos.get("final_info", {})
+        ended = step.terminated | step.truncated if finals else np.zeros_like(step.valid)
+        for name in self._sums:
+            for infos, rows in ((step.infos, step.valid & ~ended), (finals, ended)):
+                if name in infos:
+                    known = rows & infos.get(f"_{name}", rows)
+                    self._sums[name] += float(np.asarray(infos[name])[known].sum())
+                    self._counts[name] += int(known.sum())
+
+    def means(self) -> dict[str, float]:
+        """By name."""
+        return {
+            name: total / self._counts[name] if self._counts[name] else math.nan for name, total in self._sums.items()
+        }
 
 
 def gather_reports(mine: RankReport, exchange: Exchange) -> list[RankReport]:
@@ -200,9 +227,10 @@ class Status:
     """What each rank has told about this update."""
 
     @cached_property
-    def learning(self) -> dict[str, float]:
-        """The figures of the update: the means of the ranks'."""
-        return {name: mean([report.metrics[name] for report in self.reports]) for name in self.reports[0].metrics}
+    def metrics(self) -> dict[str, float]:
+        """The figures of the update: the means of those ranks that know them."""
+        of_ranks = {name: [report.metrics[name] for report in self.reports] for name in self.reports[0].metrics}
+        return {name: mean([value for value in values if not math.isnan(value)]) for name, values in of_ranks.items()}
 
     @cached_property
     def returns(self) -> tuple[float, float, float] | None:

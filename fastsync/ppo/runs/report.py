@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from fastsync.ppo.config import Settings
 from fastsync.ppo.runs.console import Dashboard, Lines, result_table
 from fastsync.ppo.runs.folder import sync_name
 from fastsync.ppo.runs.loggers import CsvLog, Logger, TensorBoardLog, WandbLog
 from fastsync.ppo.runs.metrics import PHASES, Status, TrainResult, mean
 from fastsync.ppo.runs.straggler import WaitingTimes
+from fastsync.ppo.settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RunReport:
     def __init__(
         self,
         folder: Path,
-        settings: Settings,
+        settings: RunSettings,
         world_size: int,
         reward_threshold: float | None,
         *,
@@ -74,9 +74,9 @@ class RunReport:
             self._display = Lines(self._console, total_steps=total, first_step=resumed_step)
         csv_log = CsvLog(folder / "progress.csv", resumed_step)
         self._points = [point for row in csv_log.rows if (point := _curve_point(row)) is not None]
-        self._loggers: list[Logger] = [csv_log, TensorBoardLog(folder, asdict(settings), resumed_step)]
+        self._loggers: list[Logger] = [csv_log, TensorBoardLog(folder, settings.as_dict(), resumed_step)]
         if settings.wandb_project is not None:
-            self._loggers.append(WandbLog(folder, settings.wandb_project, asdict(settings)))
+            self._loggers.append(WandbLog(folder, settings.wandb_project, settings.as_dict()))
 
     def __enter__(self) -> RunReport:
         for note in self._notes:
@@ -133,7 +133,7 @@ def _scalars(status: Status, speed: float, waited: Sequence[float]) -> dict[str,
         "speed/steps_per_second": speed,
         "speed/wire_bytes": mean([report.wire_bytes for report in status.reports]),
     }
-    scalars |= {f"learning/{name}": value for name, value in status.learning.items()}
+    scalars |= status.metrics
     for rank, (report, waiting) in enumerate(zip(status.reports, waited, strict=True)):
         figures = {f"{phase}_seconds": getattr(report.times, phase) for phase in PHASES}
         figures |= {"waiting_seconds": waiting, "gpu_memory": report.gpu.memory, "gpu_use": report.gpu.utilisation}

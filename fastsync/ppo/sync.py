@@ -1,12 +1,13 @@
-"""Averaging the trainer's gradients over ranks: by fastsync, plain DDP, or concatenate, all-reduce and copy back."""
+"""What ranks do together: they average gradients, and exchange small things beside."""
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import fastsync
-from fastsync.distributed import dist_mean
-from fastsync.ppo.config import Settings
+from fastsync import _C
+from fastsync.distributed import dist_mean, dist_sum
+from fastsync.ppo.settings import RunSettings
 from fastsync.stopwatch import Stopwatch
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class GradientSync(ABC):
         """Goes on from ``state_dict()`` and ``residuals()``, or without the latter from an empty dict."""
 
 
-def make_gradient_sync(settings: Settings, policy: nn.Module) -> GradientSync:
+def make_gradient_sync(settings: RunSettings, policy: nn.Module) -> GradientSync:
     """Makes the way of averaging that ``settings.sync`` names. Afterwards all ranks hold the weights of rank 0."""
     if settings.sync == "fastsync":
         return Attached(policy, settings.compression)
@@ -176,3 +180,41 @@ def all_reduce_concatenated(parameters: Sequence[Tensor], group: dist.ProcessGro
     for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(mean.view_as(gradient))
     return flat.nbytes
+
+
+class Exchange:
+    """Collectives of all ranks of the default group. Every rank makes one at the same place between its collectives.
+
+    Args:
+        device: of the ranks. On a GPU the process group does all of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._world_size = dist.get_world_size()
+        is_alone = self._world_size == 1
+        group = dist.group.WORLD
+        assert group is not None
+        self._gather = None if is_alone or device.type != "cpu" else _C.shared_gather(group)
+
+    def all_gather(self, value: Value) -> list[Value]:
+        """Gives every rank the values of all, in rank order, pickled on the way.
+
+        Raises:
+            RuntimeError: a rank is lost, or does not come within the group's time-out.
+        """
+        if self._world_size == 1:
+            return [value]
+        if self._gather is not None:
+            return [pickle.loads(text) for text in self._gather.all_gather(pickle.dumps(value))]
+        of_rank: list[Value] = [value] * self._world_size
+        dist.all_gather_object(of_rank, value)
+        return of_rank
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Adds a small tensor over the ranks, into a new one, in rank order where they share memory."""
+        if self._gather is None:
+            return dist_sum(values)
+        total, *others = (torch.from_numpy(each) for each in self.all_gather(values.detach().numpy()))
+        for other in others:
+            total = total + other
+        return total

@@ -1,15 +1,71 @@
-"""The rows to learn from, and how they are cut into minibatches."""
+"""The rows of a rollout: where they are kept, and how they are cut into minibatches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fastsync.ppo.memory import MemoryState
+from fastsync.ppo.envs.interface import Environments
+from fastsync.ppo.policies import MemoryState, Policy
 from fastsync.ppo.random_streams import RandomStreams
+
+
+class Buffers:
+    """Where a rollout of T steps of N environments is written to: made once."""
+
+    def __init__(self, num_steps: int, environments: Environments, policy: Policy, device: torch.device) -> None:
+        distribution, num_envs = policy.distribution, environments.num_envs
+        shape = environments.single_observation_space.shape
+        assert shape is not None
+
+        def rows(number: int, *shape: int, dtype: torch.dtype = policy.dtype) -> Tensor:
+            return torch.empty(number, num_envs, *shape, dtype=dtype, device=device)
+
+        action_dtype = policy.dtype if distribution.dtype.is_floating_point else distribution.dtype
+        # The last rows of observations and values are those that the next rollout begins with.
+        self.observations = rows(num_steps + 1, *shape, dtype=policy.observation_dtype)
+        self.actions = rows(num_steps, *distribution.shape, dtype=action_dtype)
+        self.outputs = rows(num_steps, distribution.num_outputs)
+        self.values = rows(num_steps + 1)
+        self.rewards = np.empty((num_steps, num_envs))
+        self._flags = np.empty((4, num_steps, num_envs), dtype=np.bool_)
+        self.terminated, self.done, self.valid, self.starts = self._flags
+        # Views of each row, made here once.
+        columns = (self.observations[:-1], self.outputs, self.actions, self.values[:-1])
+        self.rows = list(zip(*(column.unbind() for column in columns), strict=True))
+
+    def columns(self) -> dict[str, Any]:
+        """The columns of a rollout [T, N, ...] that it is told as it is, on the device."""
+        rewards = torch.from_numpy(self.rewards).to(self.values.device, self.values.dtype)
+        flags = torch.from_numpy(self._flags).to(self.values.device).unbind()
+        return {
+            "observations": self.observations[:-1], "actions": self.actions, "values": self.values[:-1],
+            "rewards": rewards, **dict(zip(("terminated", "done", "valid", "starts"), flags, strict=True)),
+        }  # fmt: skip
+
+
+class Final(NamedTuple):
+    """The last observation of a truncated episode whose environment has gone on to the next already."""
+
+    row: int
+    environment: int
+    observation: np.ndarray[Any, Any]
+    memory: tuple[Tensor, ...]
+    """Of a recurrent policy, of that episode."""
+
+
+def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_minibatches: int) -> Tensor:
+    """The weight of each row in the sum that is its minibatch's loss: the mean, but with one divisor everywhere.
+
+    Every valid row of every rank weighs the same, whichever minibatch it falls into, so that ranks with more restarts
+    do not count for more; a minibatch has on average ``num_valid / (world_size * num_minibatches)`` valid rows.
+    """
+    return valid * (world_size * num_minibatches / num_valid)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,439 @@
+"""Policies: action distributions, what is remembered, and the networks.
+
+Subclass ``Policy`` for a network of your own. Randomness comes from outside, as noise for a whole rollout at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from gymnasium import Space, spaces
+from torch import Tensor, nn
+
+from fastsync.ppo import fused
+from fastsync.ppo.envs.dictionaries import PackedSpace, has_images, images_of, numbers_of
+from fastsync.ppo.envs.lookup import import_from
+from fastsync.ppo.normalize import ObservationNormalizer
+from fastsync.ppo.settings import Precision, RunSettings
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
+IMAGE_FEATURES = 512
+
+MemoryState: TypeAlias = tuple[Tensor, Tensor]
+"""Hidden state and cell state of an LSTM, [N, size] each."""
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+
+
+@fused.operator
+def categorical(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [B] of actions [B] under logits [B, n], and entropies [B], in nats."""
+    log_probabilities = torch.log_softmax(logits, dim=-1)
+    entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+    return log_probabilities.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropy
+
+
+class ActionDistribution(nn.Module, ABC):
+    """Actions of one kind of space.
+
+    Attributes:
+        num_outputs: what the last layer gives, per action.
+        shape: of one action.
+        dtype: of actions.
+    """
+
+    num_outputs: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def noise(self, uniform: Tensor) -> Tensor:
+        """Makes what ``sample`` needs, from numbers between 0 and 1, both [..., num_outputs]."""
+
+    @abstractmethod
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """Actions [..., *shape] from outputs and noise [..., num_outputs]."""
+
+    @abstractmethod
+    def mode(self, outputs: Tensor) -> Tensor:
+        """The likeliest actions [..., *shape] under outputs [..., num_outputs]."""
+
+    @abstractmethod
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability, or its density, of actions [..., *shape] under outputs [..., num_outputs], and the entropy.
+
+        Returns:
+            Both [...], the entropy in nats.
+        """
+
+    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+        """The log-probability alone."""
+        return self.log_prob_and_entropy(outputs, actions)[0]
+
+
+class Categorical(ActionDistribution):
+    """One choice out of n; the outputs are logits."""
+
+    def __init__(self, num_choices: int) -> None:
+        super().__init__()
+        self.num_outputs = num_choices
+        self.shape = ()
+        self.dtype = torch.int64
+
+    def noise(self, uniform: Tensor) -> Tensor:
+        # Gumbel: the largest of logits + noise is a sample, so nothing needs to be normalised while the policy acts.
+        return -torch.log(-torch.log(uniform))
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return torch.argmax(outputs + noise, dim=-1)
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        return torch.argmax(outputs, dim=-1)
+
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        return categorical(outputs, actions)
+
+
+class MultiCategorical(ActionDistribution):
+    """Several independent choices; the outputs are their logits, one after the other."""
+
+    def __init__(self, num_choices: Sequence[int]) -> None:
+        super().__init__()
+        self._parts = [Categorical(number) for number in num_choices]
+        self._sizes = list(num_choices)
+        self.num_outputs = sum(num_choices)
+        self.shape = (len(num_choices),)
+        self.dtype = torch.int64
+
+    def noise(self, uniform: Tensor) -> Tensor:
+        return self._parts[0].noise(uniform)
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return self.mode(outputs + noise)
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        return torch.stack([logits.argmax(-1) for logits in outputs.split(self._sizes, dim=-1)], dim=-1)
+
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        logits = outputs.split(self._sizes, dim=-1)
+        choices = actions.unbind(-1)
+        both = [p.log_prob_and_entropy(x, a) for p, x, a in zip(self._parts, logits, choices, strict=True)]
+        log_probs, entropies = zip(*both, strict=True)
+        return torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)
+
+
+class DiagonalGaussian(ActionDistribution):
+    """Real numbers, each normally distributed; the outputs are means, the standard deviations parameters of their own.
+
+    Samples are not bounded: the environment's bounds cut them off there, where their log-probability is taken for.
+    """
+
+    def __init__(self, size: int, *, log_std_init: float) -> None:
+        super().__init__()
+        self.num_outputs = size
+        self.shape = (size,)
+        self.dtype = torch.float32
+        self.log_std = nn.Parameter(torch.full((size,), log_std_init))
+
+    def noise(self, uniform: Tensor) -> Tensor:
+        normal: Tensor = torch.special.ndtri(uniform)
+        return normal
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return outputs + self.log_std.exp() * noise
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        standardized = (actions - outputs) * (-self.log_std).exp()
+        log_prob = (-0.5 * standardized.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+        entropy = (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+        return log_prob, entropy.expand(outputs.shape[:-1])
+
+
+def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> ActionDistribution:  # type: ignore[type-arg]
+    """The distribution for a space that ``make_environments`` lets through."""
+    if isinstance(action_space, spaces.Discrete):
+        return Categorical(int(action_space.n))
+    if isinstance(action_space, spaces.MultiDiscrete):
+        return MultiCategorical([int(number) for number in action_space.nvec])
+    assert isinstance(action_space, spaces.Box)
+    return DiagonalGaussian(action_space.shape[0], log_std_init=log_std_init)
+
+
+class Memory(nn.Module):
+    """An LSTM that begins anew with each episode."""
+
+    def __init__(self, num_inputs: int, size: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(num_inputs, size)
+        for name, parameter in self.cell.named_parameters():
+            if name.startswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.orthogonal_(parameter)
+
+    def forward(self, inputs: Tensor, state: MemoryState, starts: Tensor) -> tuple[Tensor, MemoryState]:
+        """Hidden states [T, N, size] and the last state.
+
+        Args:
+            inputs: [T, N, num_inputs].
+            state: before the first row.
+            starts: [T, N] bool: the row is the first of an episode.
+        """
+        hidden, cell = state
+        goes_on = (~starts).unsqueeze(-1).to(hidden.dtype)
+        rows = []
+        for row, keep in zip(inputs, goes_on, strict=True):
+            hidden, cell = self.cell(row, (hidden * keep, cell * keep))
+            rows.append(hidden)
+        return torch.stack(rows), (hidden, cell)
+
+    def initial_state(self, num_envs: int) -> MemoryState:
+        """Zeros, on the parameters' device."""
+        zeros = self.cell.weight_hh.new_zeros(num_envs, self.cell.hidden_size)
+        return zeros, zeros.clone()
+
+
+class Policy(nn.Module):
+    """An actor and a critic. Subclass it: ``actor`` and ``critic`` are all that ``__init__`` has to make.
+
+    Attributes:
+        actor: from observations [..., *shape] to the distribution's outputs [..., distribution.num_outputs].
+        critic: from observations to a value [..., 1].
+        distribution: what the outputs mean, by the space of actions.
+        normalizer: of observations, or None.
+        trunk: what actor and critic share, and are given the output of; None for nothing.
+        memory: an LSTM behind the trunk, or None.
+    """
+
+    actor: nn.Module
+    critic: nn.Module
+
+    def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
+        super().__init__()
+        assert isinstance(observation_space, spaces.Box)
+        self._sees_images = has_images(observation_space)
+        self._num_packed = observation_space.num_numbers if isinstance(observation_space, PackedSpace) else None
+        self.normalizer: ObservationNormalizer | None = None
+        if settings.norm_observations and self._num_packed is not None:
+            self.normalizer = _PackedNormalizer(self._num_packed)
+        elif settings.norm_observations and not self._sees_images:
+            self.normalizer = ObservationNormalizer(observation_space.shape[0])
+        self.distribution = make_distribution(action_space, log_std_init=settings.log_std_init)
+        self.trunk: nn.Module | None = None
+        self.memory: Memory | None = None
+
+    def forward(
+        self, observations: Tensor, state: MemoryState | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, MemoryState | None]:
+        """Asks actor and critic.
+
+        Args:
+            observations: [..., *observation_shape]; with a memory [T, N, ...], in the order of time.
+            state: with a memory, what it held before the first row.
+            starts: with a memory, [T, N] bool: the row is the first of an episode, so the memory begins anew.
+
+        Returns:
+            The distribution's outputs [..., num_outputs], the expected discounted return [...], and with a memory its
+            state after the last row.
+        """
+        features, state = self.features(observations, state, starts)
+        return self.outputs(features), self.value(features), state
+
+    def features(
+        self, observations: Tensor, state: MemoryState | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState | None]:
+        """Computes what actor and critic are given; arguments as in ``forward``."""
+        if self.normalizer is not None:
+            observations = self.normalizer(observations)
+        features = self.trunk(observations) if self.trunk is not None else observations
+        if self.memory is None:
+            return features, None
+        return self.memory(features, state, starts)  # type: ignore[no-any-return]
+
+    def features_of_row(
+        self, observations: Tensor, state: MemoryState | None, starts: Tensor
+    ) -> tuple[Tensor, MemoryState | None]:
+        """Computes ``features`` of a single row [N, ...], and the memory after it."""
+        if state is None:
+            return self.features(observations)
+        features, state = self.features(observations.unsqueeze(0), state, starts.unsqueeze(0))
+        return features.squeeze(0), state
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """The distribution's outputs [..., num_outputs]. In full precision also under autocast."""
+        return _in_full_precision(self.actor(features))
+
+    def value(self, features: Tensor) -> Tensor:
+        """Expected discounted return [...]. In full precision also under autocast."""
+        return _in_full_precision(self.critic(features)).squeeze(-1)
+
+    def numbers(self, observations: Tensor) -> Tensor:
+        """What of observations is normalised: all of vectors, and of dictionaries with images what is no image."""
+        return observations if self._num_packed is None else numbers_of(observations, self._num_packed)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return next(self.parameters()).dtype
+
+    @property
+    def observation_dtype(self) -> torch.dtype:
+        """Of observations that are kept: images, and rows with images in them, as bytes; else as the parameters."""
+        return torch.uint8 if self._sees_images else self.dtype
+
+
+class ActorCritic(Policy):
+    """The network that the settings describe.
+
+    Weights are orthogonal with gain sqrt(2), 0.01 for the distribution's outputs so that the first policy is nearly
+    uniform, and 1 for the value; biases are 0 (Engstrom et al., "Implementation Matters in Deep RL", ICLR 2020). Images
+    go through the network of Mnih et al. ("Human-level control", Nature 2015). Of a dictionary with images each has
+    such a network of its own, and the hidden layers get what these make of them beside the numbers.
+    """
+
+    def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
+        super().__init__(observation_space, action_space, settings)
+        actor, critic = nn.Sequential(), nn.Sequential()
+        auto_shared = self._sees_images or settings.is_recurrent
+        if settings.network == "shared" or (settings.network == "auto" and auto_shared):
+            self.trunk, width = _body(observation_space, settings)
+            if settings.is_recurrent:
+                self.memory = Memory(width, settings.lstm_size)
+                width = settings.lstm_size
+        else:
+            actor, width = _body(observation_space, settings)
+            critic, _ = _body(observation_space, settings)
+        self.actor = actor.append(initialized(nn.Linear(width, self.distribution.num_outputs), gain=0.01))
+        self.critic = critic.append(initialized(nn.Linear(width, 1), gain=1.0))
+
+
+def make_policy(
+    settings: RunSettings,
+    observation_space: Space[Any],
+    action_space: Space[Any],
+    kind: Callable[..., Policy] | None = None,
+) -> Policy:
+    """A policy as the settings want it, on the CPU, with weights from torch's global generator.
+
+    Args:
+        settings: ``policy`` names its class where ``kind`` is None.
+        observation_space: of ``make_environments``.
+        action_space: likewise.
+        kind: called with these two and the settings.
+
+    Raises:
+        ValueError: there is no such class, or it makes no Policy.
+    """
+    if kind is None:
+        kind = ActorCritic if settings.policy is None else import_from("policy", settings.policy)
+    policy = kind(observation_space, action_space, settings)
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy={kind!r} made a {type(policy).__name__}; it has to be a fastsync.ppo.Policy")
+    if settings.precision == "fp64":
+        policy.double()
+    if settings.fused and not policy._sees_images:  # whose time goes into convolutions
+        fused.fuse(policy)
+    return policy
+
+
+def _body(space: Space[Any], settings: RunSettings) -> tuple[nn.Sequential, int]:
+    """All but the last layer, and how wide it ends."""
+    if isinstance(space, PackedSpace):
+        extractor = _Extractor(space)
+        sizes = (extractor.num_features, *settings.hidden_sizes)
+        return nn.Sequential(extractor, *hidden_layers(sizes, settings.activation)), sizes[-1]
+    assert space.shape
+    if has_images(space):
+        return nn.Sequential(_Convolutions(space.shape)), IMAGE_FEATURES
+    sizes = (space.shape[0], *settings.hidden_sizes)
+    return hidden_layers(sizes, settings.activation), sizes[-1]
+
+
+def hidden_layers(sizes: Sequence[int], activation: str) -> nn.Sequential:
+    """Linear layers from each size to the next, each with the activation behind it."""
+    layers: list[nn.Module] = []
+    for num_inputs, num_outputs in itertools.pairwise(sizes):
+        layers += [initialized(nn.Linear(num_inputs, num_outputs)), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers)
+
+
+def initialized(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
+    """The layer with orthogonal weights of that gain and biases of 0."""
+    nn.init.orthogonal_(layer.weight, gain)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _in_full_precision(outputs: Tensor) -> Tensor:
+    """Converts what autocast has made 16 bits wide to float32."""
+    return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
+
+
+class _Convolutions(nn.Module):
+    """Features [..., 512] of images [..., C, H, W] of bytes."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        channels, height, width = shape
+        for kernel, stride in ((8, 4), (4, 2), (3, 1)):
+            height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        if min(height, width) < 1:
+            raise ValueError(
+                f"observations of shape {tuple(shape)} are too small for the convolutions; 36 x 36 is the least"
+            )
+        self.layers = nn.Sequential(
+            initialized(nn.Conv2d(channels, 32, 8, stride=4)),
+            nn.ReLU(),
+            initialized(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            initialized(nn.Conv2d(64, 64, 3)),
+            nn.ReLU(),
+            nn.Flatten(),
+            initialized(nn.Linear(64 * height * width, IMAGE_FEATURES)),
+            nn.ReLU(),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.reshape(-1, *images.shape[-3:])
+        features: Tensor = self.layers(flat.to(next(self.parameters()).dtype) / 255)
+        return features.reshape(*images.shape[:-3], IMAGE_FEATURES)
+
+
+class _Extractor(nn.Module):
+    """Features [..., num_features] of packed rows [..., size]: the numbers as they are, and those of each image."""
+
+    def __init__(self, space: PackedSpace) -> None:
+        super().__init__()
+        self._space = space
+        self.convolutions = nn.ModuleList(_Convolutions(shape) for shape in space.images.values())
+        self.num_features = space.num_numbers + len(space.images) * IMAGE_FEATURES
+
+    def forward(self, rows: Tensor) -> Tensor:
+        images = images_of(rows, self._space)
+        seen = [layers(image) for layers, image in zip(self.convolutions, images, strict=True)]
+        return torch.cat([numbers_of(rows, self._space.num_numbers), *seen], dim=-1)
+
+
+class _PackedNormalizer(ObservationNormalizer):
+    """Normalises the numbers of packed rows, and leaves the images."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = rows.clone()
+        numbers = numbers_of(rows, len(self.mean))
+        numbers.copy_(super().forward(numbers))
+        return rows
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """The context of forward passes: their matrix products in 16 bits, or nothing special."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast(device.type, dtypes[precision]) if precision in dtypes else nullcontext()
