@@ -182,6 +182,7 @@ def test_a_loss_of_ones_own_runs_and_its_figures_are_in_every_log(tmp_path: Path
     usual, _ = trained(tmp_path, settings, world_size=2)
     changed, said = trained(tmp_path, settings, world_size=2, loss=annealed_and_penalised)
     assert not are_equal(usual, changed)
+    assert "compute actor, critic, ppo_loss, discounted_sums, categorical; all else" in said
     assert "plain PyTorch: annealed_and_penalised" in said
     for row in rows_of_last(tmp_path):
         assert float(row["learning/kl_penalty"]) >= 0
@@ -230,7 +231,7 @@ def of_one_step(
 
 def test_advantages_of_ones_own_are_what_is_learnt_from(tmp_path: Path):
     one_step, said = trained(tmp_path, advantages=of_one_step)
-    assert "of_one_step" in said
+    assert "compute actor, critic, ppo_loss, categorical; all else runs in plain PyTorch: of_one_step" in said
     assert are_equal(one_step, trained(tmp_path, replace(TINY, gae_lambda=0.0))[0])
     assert not are_equal(one_step, trained(tmp_path)[0])
 

@@ -1,5 +1,5 @@
 // torch.ops.fastsync.categorical: log-probabilities and entropies of choices, with their gradient in one pass on the
-// CPU. fastsync/ppo/actions.py has it in plain PyTorch: the specification.
+// CPU. categorical in fastsync/ppo/policies.py is the specification.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <torch/csrc/autograd/custom_function.h>

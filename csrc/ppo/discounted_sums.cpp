@@ -1,5 +1,5 @@
 // torch.ops.fastsync.discounted_sums: what goes backward through time, on the CPU in one pass instead of an operation a
-// step. fastsync/ppo/discounted_sums.py has it in plain PyTorch: the specification.
+// step. discounted_sums in fastsync/ppo/ppo.py is the specification.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <torch/library.h>

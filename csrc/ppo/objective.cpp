@@ -1,5 +1,5 @@
 // torch.ops.fastsync.ppo_objective: PPO's loss and what is logged of it, with its gradient, in one pass over the rows
-// on the CPU. fastsync/ppo/objective.py has it in plain PyTorch: the specification.
+// on the CPU. ppo_loss in fastsync/ppo/ppo.py is the specification.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <torch/csrc/autograd/custom_function.h>

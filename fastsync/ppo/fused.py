@@ -12,7 +12,7 @@ import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -141,14 +141,25 @@ def fuse(policy: nn.Module) -> None:
             module.__class__ = Perceptron
 
 
-def what_runs(policy: nn.Module, functions: Iterable[Callable[..., Any]], device: torch.device) -> str:
-    """A sentence: what operators compute, and what plain PyTorch."""
+def what_runs(policy: Any, functions: Sequence[Callable[..., Any]], device: torch.device) -> str:
+    """A sentence: what operators compute, of a policy and of the functions and what these call, and what does not."""
     if not _is_enabled or device.type != "cpu":
         return "all of it runs in plain PyTorch"
+    parts = getattr(policy.distribution, "_parts", [policy.distribution])
+    called = [each for function in (*functions, parts[0].log_prob_and_entropy) for each in _operators_of(function)]
     fused = [name for name, module in policy.named_modules() if isinstance(module, Perceptron)]
-    plain = list[str]()
-    for function in functions:
-        is_fused = isinstance(function, Operator) and function.is_proven
-        (fused if is_fused else plain).append(getattr(function, "__name__", repr(function)))
-    what = f"fused operators compute {', '.join(fused)}" if fused else "no fused operator is of use"
-    return f"{what}; all else runs in plain PyTorch{f': {chr(44).join(plain)}' if plain else ''}"
+    fused += [each.__name__ for each in called if each.is_proven]  # type: ignore[attr-defined]
+    plain = [each for each in (*functions, *called) if not isinstance(each, Operator) or not each.is_proven]
+    names = ", ".join(getattr(each, "__name__", repr(each)) for each in dict.fromkeys(plain))
+    what = f"fused operators compute {', '.join(dict.fromkeys(fused))}" if fused else "no fused operator is of use"
+    return f"{what}; all else runs in plain PyTorch{f': {names}' if names else ''}"
+
+
+def _operators_of(function: Callable[..., Any]) -> list[Operator[Any]]:
+    """It itself, or those that it calls by their names."""
+    if isinstance(function, Operator):
+        return [function]
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    scope = getattr(function, "__globals__", {})
+    names = function.__code__.co_names if hasattr(function, "__code__") else ()
+    return [scope[name] for name in names if isinstance(scope.get(name), Operator)]

@@ -332,11 +332,13 @@ def make_policy(
     Raises:
         ValueError: there is no such class, or it makes no Policy.
     """
+    name: Any = kind
     if kind is None:
-        kind = ActorCritic if settings.policy is None else import_from("policy", settings.policy)
+        name = settings.policy
+        kind = ActorCritic if name is None else import_from("policy", name)
     policy = kind(observation_space, action_space, settings)
     if not isinstance(policy, Policy):
-        raise ValueError(f"policy={kind!r} made a {type(policy).__name__}; it has to be a fastsync.ppo.Policy")
+        raise ValueError(f"policy={name!r} made a {type(policy).__name__}; it has to be a fastsync.ppo.Policy")
     if settings.precision == "fp64":
         policy.double()
     if settings.fused and not policy._sees_images:  # whose time goes into convolutions

@@ -5,7 +5,6 @@ Shapes stand beside tensors: T steps of a rollout, N environments of this rank, 
 
 What you edit here is what runs. On CPUs an operator of csrc/ppo computes what ``@fused.operator`` marks, but only as
 long as its source is the one that the operator was proven equal to. The run says so; with ``--no-fused`` none does.
-Environments, policies, checkpoints, logs and what ranks tell each other are in the files beside this one.
 """
 
 from __future__ import annotations
@@ -443,7 +442,7 @@ def train(
     fused.enable(settings.fused)
     with open_session(settings, device) as session:
         ppo = PPO(settings, session.environments, session.device, policy=policy, loss=loss, advantages=advantages)
-        session.begin(ppo, fused.what_runs(ppo.policy, [loss, advantages, discounted_sums], session.device))
+        session.begin(ppo, fused.what_runs(ppo.policy, [loss, advantages], session.device))
         while not session.is_over:
             rollout = ppo.collect()
             figures = ppo.learn(rollout)
