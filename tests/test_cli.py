@@ -54,8 +54,8 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
-        pytest.param((*TORCHRUN, "--sync", "ddp"), "2 ranks, sync ddp", id="torchrun-ddp"),
-        pytest.param((*ALONE, "--sync", "cat"), "1 rank, sync cat", id="alone-cat"),
+        pytest.param((*TORCHRUN, "--compression", "fp16"), "2 ranks, compression fp16", id="torchrun-fp16"),
+        pytest.param(ALONE, "1 rank, compression none", id="alone"),
     ],
 )
 def test_training_from_the_command_line(tmp_path: Path, command: tuple[str, ...], ranks: str):
@@ -112,11 +112,11 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     saved = find_checkpoint(folder)
     # Nothing that was learnt is lost.
     assert read_steps(folder)[-1] == saved.step
-    assert load_settings(str(folder / "settings.yaml"), Settings) == saved.settings
+    assert load_settings(str(folder / "settings.yaml"), Settings) == saved.settings_as(Settings)[0]
 
     as_told = said.partition(" with: fastsync ")[2].split()
     resumed = run(tmp_path, *FASTSYNC, *as_told, "--total-steps", str(saved.step + 1))
-    check_what_a_training_says(resumed, "CartPole-v1 on 2 ranks, sync fastsync", "mine")
+    check_what_a_training_says(resumed, "CartPole-v1 on 2 ranks, compression none", "mine")
     assert (folder / "learning_curve.png").exists()
     steps = read_steps(folder)
     assert steps == sorted(set(steps))
@@ -163,7 +163,6 @@ def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
     ("arguments", "message"),
     [
         (["--num-minibatches", "3"], "num_minibatches=3 does not divide the 1024 rows"),
-        (["--compression", "fp16", "--sync", "ddp"], "compression='fp16' needs sync='fastsync'"),
         (["--compression", "int8+eff"], "compression: expected one of 'none', 'bf16', 'fp16', 'int8', 'auto', "),
         (["--nproc", "0"], "nproc=0 must be at least 1"),
         (["--nnodes", "2"], "nnodes=2 needs master_addr"),
@@ -174,7 +173,7 @@ def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
         (["--nodes", "damaged.pt"], "nodes='damaged.pt' must hold a list of names or addresses"),
         (["--nnodes", "2", "--node-rank", "2"], "node_rank=2 must be less than nnodes=2"),
         (["--max-restarts", "-1"], "max_restarts=-1 must be at least 0"),
-        (["--sync", "smoke-signals"], "smoke-signals"),
+        (["--network", "smoke-signals"], "smoke-signals"),
         (["--config", "smoke-signals"], "config='smoke-signals' is neither a file nor a preset"),
         (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
         (["--env", "CartPole"], "No registered env with id: CartPole; did you mean CartPole-v1"),
@@ -286,7 +285,7 @@ def test_a_list_of_machines_trains_on_all_of_them(tmp_path: Path):
     assert undecided.returncode == 2
     assert "['127.0.0.1', '127.0.0.2'] are all this machine; say which one it is with node_rank" in undecided.stderr
     first, other = [start(tmp_path, *command, "--node-rank", rank) for rank in ("0", "1")]
-    check_what_a_training_says(end(first), "CartPole-v1 on 2 ranks, sync fastsync", "tiny")
+    check_what_a_training_says(end(first), "CartPole-v1 on 2 ranks, compression none", "tiny")
     assert end(other).returncode == 0
 
 

@@ -36,7 +36,7 @@ def run(tmp_path: Path, command: list[str], **variables: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "CUDA_VISIBLE_DEVICES": ""} | variables
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "on 2 ranks, sync fastsync int8+ef" in done.stdout
+    assert "on 2 ranks, compression int8+ef" in done.stdout
     assert find_checkpoint(tmp_path / "runs" / "mine").step >= 1000
 
 

@@ -116,7 +116,8 @@ def test_the_way_to_go_on_is_that_of_the_run(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
-    saved = CheckpointFolder(tmp_path / "runs/x/checkpoints", 1).save(make_checkpoint(1, settings=Settings()), 0.0)
+    checkpoint = make_checkpoint(1, settings=Settings().as_dict())
+    saved = CheckpointFolder(tmp_path / "runs/x/checkpoints", 1).save(checkpoint, 0.0)
     shutil.copy(saved, "found.pt")
     monkeypatch.setattr("fastsync.ppo.cli.default_run_name", lambda settings, started: "NEW")
 
@@ -173,7 +174,7 @@ def test_a_stopped_launcher_lets_its_ranks_end_and_says_how_to_go_on(tmp_path: P
         f"fastsync train: stopped by SIGTERM. Go on from the last checkpoint with: "
         f"fastsync train --runs-dir {tmp_path} --nproc 2 --run-name {name} --resume auto"
     )
-    assert name.startswith("CartPole-v1-fastsync-1-20")
+    assert name.startswith("CartPole-v1-none-1-20")
     # Both came to their own end, rather than being killed.
     assert [launcher.waits_for(f"attempt0-end{rank}") for rank in range(2)] == [["SIGTERM"]] * 2
 

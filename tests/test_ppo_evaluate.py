@@ -28,7 +28,7 @@ def policy_for(settings: Settings) -> ActorCritic:
 
 def checkpoint_of(policy: ActorCritic, settings: Settings, step: int = 1000) -> Checkpoint:
     return Checkpoint(
-        settings=settings,
+        settings=settings.as_dict(),
         world_size=1,
         step=step,
         update=1,

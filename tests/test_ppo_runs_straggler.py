@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import fields
 
@@ -69,10 +68,3 @@ def test_one_rank_waits_for_nobody():
     waiting.add([PhaseTimes(1.0, 1.0, 1.0, 1.0)])
     assert waiting.straggler is None
     assert waiting.waited == [0.0]
-
-
-def test_what_is_not_measured_is_not_judged():
-    waiting = WaitingTimes(2)
-    waiting.add([PhaseTimes(9.0, 1.0, 1.0, math.nan), PhaseTimes(1.0, 1.0, 1.0, math.nan)])
-    assert waiting.straggler is None
-    assert all(math.isnan(seconds) for seconds in waiting.waited)

@@ -28,17 +28,15 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         learning_rate=1e-5, lr_schedule="adaptive", lr_scaling="sqrt", warmup_updates=3, num_epochs=2,
         num_minibatches=3, num_micro_batches=2, gamma=0.5, gae_lambda=0.25, clip_coef=1e-10, anneal_clip=True,
         clip_value_loss=True, norm_advantages=False, norm_observations=True, norm_rewards=True, ent_coef=0.0,
-        vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, sync="fastsync", compression="fp16",
+        vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, compression="fp16",
         precision="bf16", num_threads=2, timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
         keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
     )  # fmt: skip
     same = [
         field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)
     ]
-    assert same == ["sync"]
+    assert same == []
     assert load_settings(write(tmp_path, dump_settings(settings)), Settings) == settings
-    ddp = Settings(sync="ddp")
-    assert load_settings(write(tmp_path, dump_settings(ddp)), Settings) == ddp
 
 
 def test_what_a_file_leaves_out_has_its_default(tmp_path: Path):
@@ -73,7 +71,7 @@ def test_numbers_may_be_written_as_people_do(tmp_path: Path):
         ("run_name: 7", "run_name=7 must be text; put it in quotes or null"),
         ("hidden_sizes: 64", "hidden_sizes=64 must be a list, such as [64, 64]"),
         ("hidden_sizes: [64, wide]", "hidden_sizes='wide' must be a whole number"),
-        ("sync: dpp", "sync='dpp' must be one of fastsync, ddp, cat; did you mean ddp"),
+        ("network: shard", "network='shard' must be one of auto, separate, shared; did you mean shared"),
         ("compression: off", "compression=False must be text; put it in quotes"),
         ("num_envs: 0", "num_envs=0 must be at least 1"),
         ("- seed", "must hold lines such as 'total_steps: 100000', not a list"),

@@ -62,7 +62,7 @@ def fastsync_rank_phases(settings: Any) -> tuple[Outcome, dict[str, float]]:
     from fastsync.ppo.envs.interface import Environments
     from fastsync.ppo.runs.report import RunReport
     from fastsync.ppo.session import Session
-    from fastsync.ppo.sync import Attached
+    from fastsync.ppo.sync import GradientSync
 
     watches = Stopwatches()
     for owner, name, phase in (
@@ -73,8 +73,8 @@ def fastsync_rank_phases(settings: Any) -> tuple[Outcome, dict[str, float]]:
         (ppo, "discounted_sums", "advantages"),
         (ppo, "normalize_advantages", "advantages"),
         (ppo, "minibatch_loss", "forward"),
-        (Attached, "backward", "backward and sync"),
-        (Attached, "clip", "clip and optimizer"),
+        (GradientSync, "backward", "backward and sync"),
+        (GradientSync, "clip", "clip and optimizer"),
         (ppo.Adam, "step", "clip and optimizer"),
         (Session, "tell", "reports"),
         (RunReport, "finish", "end"),  # once a training, however long it is

@@ -21,7 +21,6 @@ from benchmarks.rivals import compressions
 from benchmarks.rivals.gradients import Gradients, Rounding
 from benchmarks.rivals.shared_memory import BareSum
 from fastsync import SyncStats
-from fastsync.ppo.sync import all_reduce_concatenated
 
 MIN_WARMUP = 2
 """Steps before a way does what it will do from then on: DDP regroups its buckets once, PowerSGD starts at its third."""
@@ -168,6 +167,17 @@ def _synchronize(workload: Gradients, group: ProcessGroup) -> Step:
     model = workload.model()
     sync = fastsync.attach(model, process_group=group, overlap=False)
     return TrainingStep(model, sync.synchronize, sync.stats)
+
+
+def all_reduce_concatenated(parameters: list[Tensor], group: dist.ProcessGroup | None = None) -> int:
+    """Averages gradients as trainers without DDP write it. Returns the bytes that were all-reduced."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+    return flat.nbytes
 
 
 def _after_backward(average: Callable[[list[nn.Parameter], ProcessGroup], object]) -> Build:

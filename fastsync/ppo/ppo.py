@@ -32,7 +32,7 @@ from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.runs.metrics import Episode, InfoMeans, TrainResult
 from fastsync.ppo.session import open_session
 from fastsync.ppo.settings import RunSettings
-from fastsync.ppo.sync import Exchange, make_gradient_sync
+from fastsync.ppo.sync import Exchange, GradientSync
 from fastsync.stopwatch import Stopwatch
 
 KL_TOLERANCE = 1.5  # a minibatch's excess over target_kl that ends the learning from a rollout, as in Stable-Baselines3
@@ -306,7 +306,7 @@ class PPO:
         spaces = environments.single_observation_space, environments.single_action_space
         self.policy = make_policy(settings, *spaces, policy).to(device)
         self.exchange = Exchange(device)
-        self.sync = make_gradient_sync(settings, self.policy)
+        self.sync = GradientSync(self.policy, settings.compression)  # all ranks hold rank 0's weights now
         adam = Adam if settings.fused else partial(torch.optim.Adam, fused=True)
         lr = torch.tensor(settings.learning_rate, device=device)
         self.optimizer = adam(self.policy.parameters(), lr=lr, eps=1e-5)

@@ -179,12 +179,12 @@ class Session:
         before, waited_before = self._before
         report, waited_so_far = self._ppo.sync.report(), self._ppo.waiting.seconds()
         self._before = report, waited_so_far
-        self._wire_bytes = _difference(report.wire_bytes, before.wire_bytes)
-        waited = waited_so_far - waited_before + _difference(report.exposed_seconds, before.exposed_seconds)
+        self._wire_bytes = report.wire_bytes - before.wire_bytes
+        waited = waited_so_far - waited_before + report.exposed_seconds - before.exposed_seconds
         return PhaseTimes(
             environment=rollout.environment_seconds,
             policy=rollout.policy_seconds,
-            learning=now - rollout.ended - (0.0 if math.isnan(waited) else waited),
+            learning=now - rollout.ended - waited,
             communication=waited + self._telling_seconds,
             reporting=self._reporting_seconds,
         )
@@ -314,8 +314,3 @@ def _check_finite(reports: Sequence[RankReport], update: int) -> None:
                 f"{', '.join(lost)} of rank {rank} in update {update} are not finite: are there nan or inf in the "
                 "environment's rewards or observations, or is learning_rate too high? Older checkpoints are kept"
             )
-
-
-def _difference(after: float | None, before: float | None) -> float:
-    """NaN where it was not measured."""
-    return math.nan if after is None or before is None else after - before

@@ -57,11 +57,9 @@ class RunSettings:
     norm_observations: bool = False
     """Shift and scale observations by their running mean and variance over all ranks; they are cut off at 10."""
 
-    sync: Literal["fastsync", "ddp", "cat"] = "fastsync"
-    """Who averages the gradients: fastsync, DDP, or concatenate, all-reduce and copy back."""
     compression: str = "none"
-    """What fastsync sends, as fastsync.attach takes it: none, bf16, fp16, int8, with what lies behind a plus sign, such
-    as int8+ef with error feedback; or auto, which measures and chooses."""
+    """What gradients travel as, as fastsync.attach takes it: none, bf16, fp16, int8, with what lies behind a plus sign,
+    such as int8+ef with error feedback; or auto, which measures and chooses."""
     precision: Precision = "fp32"
     """Of the computation. bf16 and fp16 are autocast, fp16 with a GradScaler."""
     fused: bool = True
@@ -74,7 +72,7 @@ class RunSettings:
     runs_dir: str = "runs"
     """Folder that holds one folder per run."""
     run_name: str | None = None
-    """Folder of this run inside runs_dir. By default environment, sync mode, seed and, without resume, the time."""
+    """Folder of this run inside runs_dir. By default environment, compression, seed and, without resume, the time."""
     checkpoint_interval: float = 60.0
     """Seconds between checkpoints; 0 for one after every rollout."""
     keep_checkpoints: int = 3
@@ -94,11 +92,6 @@ class RunSettings:
         self._check("must be greater than 0", lambda value: value is None or value > 0, "num_threads")
         self._check("must be widths of at least 1", lambda sizes: all(n >= 1 for n in sizes), "hidden_sizes")
         as_compression(self.compression)
-        if self.compression != "none" and self.sync != "fastsync":
-            raise ValueError(
-                f"compression={self.compression!r} needs sync='fastsync': sync={self.sync!r} sends gradients as they "
-                f"are; leave compression at 'none' or choose sync='fastsync'"
-            )
         if self.is_recurrent and self.network == "separate":
             raise ValueError(
                 f"lstm_size={self.lstm_size} needs network='shared' or 'auto': actor and critic share the LSTM"

@@ -3,183 +3,87 @@
 from __future__ import annotations
 
 import pickle
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import fastsync
 from fastsync import _C
-from fastsync.distributed import dist_mean, dist_sum
-from fastsync.ppo.settings import RunSettings
-from fastsync.stopwatch import Stopwatch
+from fastsync.distributed import dist_sum
 
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """The cost of synchronisation on this rank since the start. None stands for what is not known."""
+class SyncReport(NamedTuple):
+    """The cost of synchronisation on this rank since the start."""
 
-    seconds: float | None
+    seconds: float
     """Packing, collective and unpacking, whether or not the step waited for it."""
-    exposed_seconds: float | None
+    exposed_seconds: float
     """The part of it that the step waited for, because the backward pass did not hide it: time in communication."""
-    wire_bytes: float | None
+    wire_bytes: float
     """Bytes handed to collectives."""
 
 
-class GradientSync(ABC):
-    """One way to average gradients. Between the forward pass and the optimizer: ``backward``, then ``clip``."""
+class GradientSync:
+    """Averages gradients by ``fastsync.attach``. Between the forward pass and the optimizer: ``backward``, ``clip``."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, policy: nn.Module, compression: str) -> None:
+        self.model = policy
         """To be called in the forward pass of the loss."""
+        self._sync = fastsync.attach(policy, compression)
 
-    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, forward and backward passes only add to this rank's gradients."""
+        return self._sync.no_sync()
 
-    @abstractmethod
     def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
         """Backward, then the gradients are means over ranks.
 
         Args:
             loss: 0-dim.
-            rider: a float32 tensor of this rank; None, on all ranks alike, for nothing.
+            rider: a float32 tensor that travels with them; None, on all ranks alike, for nothing.
 
         Returns:
             The mean of ``rider`` over ranks, the same on each.
         """
-
-    def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
-        """Scales the averaged gradients down to ``max_norm``, or leaves it to the optimizer's next step.
-
-        Returns:
-            Their norm before, without the scaler's scale, 0-dim; nothing waits for it.
-        """
-        scaler.unscale_(optimizer)
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
-    def report(self) -> SyncReport:
-        """Tells what it cost so far."""
-        return SyncReport(seconds=None, exposed_seconds=None, wire_bytes=None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what it keeps from step to step, for a checkpoint: the same on every rank."""
-        return {}
-
-    def residuals(self) -> dict[str, Any]:
-        """Returns what error feedback on this rank has not sent yet, by parameter, for a checkpoint."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], residuals: dict[str, Any]) -> None:  # noqa: B027 nothing is kept
-        """Goes on from ``state_dict()`` and ``residuals()``, or without the latter from an empty dict."""
-
-
-def make_gradient_sync(settings: RunSettings, policy: nn.Module) -> GradientSync:
-    """Makes the way of averaging that ``settings.sync`` names. Afterwards all ranks hold the weights of rank 0."""
-    if settings.sync == "fastsync":
-        return Attached(policy, settings.compression)
-    if settings.sync == "ddp":
-        return PlainDDP(policy)
-    return ConcatenatedAllReduce(policy)
-
-
-class Attached(GradientSync):
-    """fastsync.attach. What else ranks have to agree on travels with the gradients."""
-
-    def __init__(self, policy: nn.Module, compression: str) -> None:
-        super().__init__(policy)
-        self._sync = fastsync.attach(policy, compression)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._sync.no_sync()
-
-    def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
         if rider is not None:
             self._sync.ride("rider", rider)
         loss.backward()
         return None if rider is None else self._sync.riders["rider"]
 
     def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
+        """Scales the gradients down to ``max_norm``, or leaves it to the optimizer's next step.
+
+        Returns:
+            Their norm before, without the scaler's scale, 0-dim; nothing waits for it.
+        """
         return fastsync.clip_grad_norm_(self._sync, max_norm, optimizer=optimizer, scaler=scaler)
 
     def report(self) -> SyncReport:
+        """Tells what it cost so far."""
         stats = self._sync.stats()
-        seconds = stats.pack_time + stats.collective_time + stats.unpack_time
-        return SyncReport(seconds, exposed_seconds=stats.exposed_time, wire_bytes=stats.wire_bytes)
+        return SyncReport(
+            stats.pack_time + stats.collective_time + stats.unpack_time, stats.exposed_time, stats.wire_bytes
+        )
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns what it keeps from step to step, for a checkpoint: the same on every rank."""
         return self._sync.state_dict() | {"residuals": {}}
 
     def residuals(self) -> dict[str, Any]:
+        """Returns what error feedback on this rank has not sent yet, by parameter, for a checkpoint."""
         residuals: dict[str, Any] = self._sync.state_dict()["residuals"]
         return residuals
 
     def load_state_dict(self, state: dict[str, Any], residuals: dict[str, Any]) -> None:
+        """Goes on from ``state_dict()`` and ``residuals()``, or without the latter from an empty dict."""
         self._sync.load_state_dict(state | {"residuals": residuals})
-
-
-class PlainDDP(GradientSync):
-    """DDP as it comes. It does not tell what its synchronisation cost."""
-
-    model: DistributedDataParallel
-
-    def __init__(self, policy: nn.Module) -> None:
-        super().__init__(DistributedDataParallel(policy))
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.model.no_sync()
-
-    def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
-        loss.backward()
-        return None if rider is None else dist_mean(rider)
-
-
-class ConcatenatedAllReduce(GradientSync):
-    """No DDP: after backward the gradients are concatenated, summed over ranks, divided and copied back."""
-
-    def __init__(self, policy: nn.Module) -> None:
-        super().__init__(policy)
-        self._parameters = list(policy.parameters())
-        for parameter in self._parameters:
-            dist.broadcast(parameter.data, src=0)
-        self._stopwatch = Stopwatch(self._parameters[0].device)
-        self._wire_bytes = 0
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
-        loss.backward()
-        with self._stopwatch:
-            self._wire_bytes += all_reduce_concatenated(self._parameters)
-        return None if rider is None else dist_mean(rider)
-
-    def report(self) -> SyncReport:
-        seconds = self._stopwatch.seconds()
-        # Backward is over when it starts, so nothing hides it.
-        return SyncReport(seconds, exposed_seconds=seconds, wire_bytes=self._wire_bytes)
-
-
-def all_reduce_concatenated(parameters: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> int:
-    """Averages gradients as trainers without DDP write it. Returns the bytes that were all-reduced."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    flat /= dist.get_world_size(group)
-    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
-    return flat.nbytes
 
 
 class Exchange:

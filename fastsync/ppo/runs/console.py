@@ -13,7 +13,6 @@ from rich.text import Text
 
 from fastsync.ppo.runs.metrics import PHASES, Status, TrainResult, mean
 from fastsync.ppo.runs.straggler import WaitingTimes
-from fastsync.ppo.sync import SyncReport
 from fastsync.wording import format_bytes
 
 NUM_LINES = 20
@@ -105,8 +104,6 @@ def straggler_line(waiting: WaitingTimes) -> str:
     """One sentence about who makes the others wait."""
     if len(waiting.times) == 1:
         return "one rank, which waits for nobody"
-    if any(math.isnan(seconds) for seconds in waiting.waited):
-        return "waiting between ranks is not measured with this way of syncing"
     straggler = waiting.straggler
     return str(straggler) if straggler else "no rank makes the others wait for long"
 
@@ -180,23 +177,18 @@ def result_table(
     table.add_row("environment steps", f"{result.step:,} in {result.seconds:.1f} s")
     table.add_row("steps per second", f"{new_steps / new_seconds:,.0f}" if new_seconds > 0 else "-")
     total = mean([times.total for times in waiting.times])
+    # When gradients travelled and nothing waited for them, so that it is no time in communication.
+    hidden = max(0.0, result.sync.seconds - result.sync.exposed_seconds)
     for name in PHASES:
         table.add_row(f"time in {name}", format_share(mean([getattr(times, name) for times in waiting.times]), total))
         if name == "communication":
             table.add_row("  waiting for other ranks", format_share(mean(waiting.waited), total))
             table.add_row("  for gradients", format_share(result.sync.exposed_seconds, total))
-            table.add_row("gradients sent while backward went on", format_share(_hidden_seconds(result.sync), total))
+            table.add_row("gradients sent while backward went on", format_share(hidden, total))
     if len(waiting.times) > 1:
         table.add_row("slowest rank", straggler_line(waiting))
     table.add_row("bytes on the wire, per rank", format_bytes(result.sync.wire_bytes))
     return table
-
-
-def _hidden_seconds(sync: SyncReport) -> float | None:
-    """Time in which gradients travelled and nothing waited for them, which therefore is no time in communication."""
-    if sync.seconds is None or sync.exposed_seconds is None:
-        return None
-    return max(0.0, sync.seconds - sync.exposed_seconds)
 
 
 def format_share(part: float | None, whole: float, digits: int = 1) -> str:

@@ -32,14 +32,9 @@ _UNMENTIONED = ("resume", "run_name", "runs_dir")
 Opened = tuple[Path, Checkpoint | None, list[str]]
 
 
-def sync_name(settings: RunSettings) -> str:
-    """Names the way of a run's gradients, such as "ddp" or "fastsync fp16"."""
-    return settings.sync if settings.compression == "none" else f"{settings.sync} {settings.compression}"
-
-
 def default_run_name(settings: RunSettings, started: float | None) -> str:
-    """Environment, sync mode, seed, and the time, if one is given, in seconds since 1970."""
-    name = re.sub("[/: ]", "-", f"{settings.env}-{sync_name(settings)}-{settings.seed}")
+    """Environment, compression, seed, and the time, if one is given, in seconds since 1970."""
+    name = re.sub("[/: ]", "-", f"{settings.env}-{settings.compression}-{settings.seed}")
     return name if started is None else f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
 
 

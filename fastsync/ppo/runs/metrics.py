@@ -45,7 +45,7 @@ class PhaseTimes:
     """Losses, backward and optimizer, without what they waited for communication."""
     communication: float = 0.0
     """Waiting for collectives, those of gradients as far as backward does not hide them: for the network, and for ranks
-    that came later. NaN where it is not measured."""
+    that came later."""
     reporting: float = 0.0
     """Display, logs and checkpoints, since the update before."""
 
@@ -54,8 +54,8 @@ class PhaseTimes:
 
     @property
     def total(self) -> float:
-        """All phases that were measured."""
-        return sum((seconds for seconds in astuple(self) if not math.isnan(seconds)), start=0.0)
+        """All phases."""
+        return sum(astuple(self), start=0.0)
 
 
 PHASES = tuple(phase.name for phase in fields(PhaseTimes))
@@ -90,7 +90,7 @@ class RankReport:
     times: PhaseTimes
     """Of this update."""
     wire_bytes: float = 0.0
-    """Bytes that it handed to collectives in this update; NaN where the way of syncing does not tell."""
+    """Bytes that it handed to collectives in this update."""
     gpu: GpuUse = field(default_factory=GpuUse)
     episodes: Sequence[Episode] = ()
     """Those that ended in this update's rollout. Of each rank the last 100 are sent."""
@@ -168,10 +168,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def mean_sync_report(report: SyncReport, device: torch.device) -> SyncReport:
-    """Takes the mean of the ranks' reports. All ranks must sync in the same way, to bring the same figures."""
-    measured = {name: float(value) for name, value in vars(report).items() if value is not None}
-    means = dist_mean(torch.tensor(list(measured.values()), dtype=torch.float64, device=device))
-    return replace(report, **dict(zip(measured, means.tolist(), strict=True)))
+    """Takes the mean of the ranks' reports."""
+    return SyncReport(*dist_mean(torch.tensor(report, dtype=torch.float64, device=device)).tolist())
 
 
 class EpisodeWindow:

@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from fastsync.ppo.runs.console import Dashboard, Lines, result_table
-from fastsync.ppo.runs.folder import sync_name
 from fastsync.ppo.runs.loggers import CsvLog, Logger, TensorBoardLog, WandbLog
 from fastsync.ppo.runs.metrics import PHASES, Status, TrainResult, mean
 from fastsync.ppo.runs.straggler import WaitingTimes
@@ -60,7 +59,7 @@ class RunReport:
     ) -> None:
         self._folder = folder
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        self._title = f"{settings.env} on {ranks}, sync {sync_name(settings)}"
+        self._title = f"{settings.env} on {ranks}, compression {settings.compression}"
         self._threshold = reward_threshold
         self._resumed_step = resumed_step
         self._resumed_seconds = resumed_seconds

@@ -53,7 +53,7 @@ class WaitingTimes:
         self.times = [PhaseTimes() for _ in range(world_size)]
         """Seconds of each rank so far."""
         self.waited = [0.0] * world_size
-        """Seconds that each rank has waited for others so far. NaN where communication is not measured."""
+        """Seconds that each rank has waited for others so far."""
         self._caused = [0.0] * world_size
         self._longer = [dict.fromkeys(WORK, 0.0) for _ in range(world_size)]
 
@@ -75,11 +75,10 @@ class WaitingTimes:
 
     @property
     def straggler(self) -> Straggler | None:
-        """None where nobody makes the others wait for a notable time, or where that is not measured."""
+        """None where nobody makes the others wait for a notable time."""
         caused = max(self._caused)
         total = mean([times.total for times in self.times])
-        # Not `caused <= ...`: what is not measured is NaN.
-        if not caused > NOTABLE_SHARE * total:
+        if caused <= NOTABLE_SHARE * total:
             return None
         rank = self._caused.index(caused)
         phase, longer = max(self._longer[rank].items(), key=lambda item: item[1])
