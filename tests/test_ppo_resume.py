@@ -187,7 +187,7 @@ def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path:
     [
         ({}, {"precision": "fp16"}, "precision is 'fp16' from here on, after 'fp32'"),
         ({}, {"compression": "fp16"}, "compression is 'fp16' from here on, after 'none'"),
-        ({"precision": "fp16"}, {"sync": "ddp"}, "sync is 'ddp' from here on, after 'fastsync'"),
+        ({"precision": "fp16"}, {"fused": False}, "fused is False from here on, after True"),
     ],
 )
 def test_a_run_goes_on_with_other_settings(tmp_path: Path, before: Any, after: Any, said: str):
