@@ -8,6 +8,7 @@ import numpy as np
 
 from fastsync.ppo.envs.make import make_one
 from fastsync.ppo.envs.spaces import random_actions
+from fastsync.ppo.policies import make_policy
 from fastsync.ppo.runs.folder import check_room, find_run
 from fastsync.ppo.runs.loggers import not_installed
 from fastsync.ppo.settings import RunSettings
@@ -17,7 +18,7 @@ def check_environment(settings: RunSettings) -> None:
     """Tries what every rank needs.
 
     Raises:
-        ValueError: the environment, or an extra that the settings ask for, is not there or does not suit.
+        ValueError: the environment, the policy, or an extra that the settings ask for, is not there or does not suit.
     """
     if settings.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         raise not_installed(settings.wandb_project)
@@ -32,6 +33,15 @@ def check_environment(settings: RunSettings) -> None:
                 "return (observation, info) and step(action) (observation, reward, terminated, truncated, info), with "
                 "observations as its observation_space says"
             ) from error
+        if settings.policy is None:
+            return
+        try:
+            make_policy(settings, environments.single_observation_space, environments.single_action_space)
+        except ValueError:
+            raise
+        except Exception as error:  # whatever is wrong with the user's class
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"policy={settings.policy!r} cannot be made: {reason}") from error
 
 
 def check_run(settings: RunSettings, world_size: int) -> None:
