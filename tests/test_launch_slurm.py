@@ -24,7 +24,7 @@ ODD = Settings(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [Settings(), ODD, *map(load_settings, preset_names())])
+@pytest.mark.parametrize("settings", [Settings(), ODD, *(load_settings(name, Settings) for name in preset_names())])
 def test_the_command_line_gives_the_settings_back(settings: Settings):
     assert parse(Launch, "test", settings_words(settings)).settings == settings
 
