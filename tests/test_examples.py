@@ -264,6 +264,12 @@ def test_hugging_faces_callback_asks_for_its_trainer():
         hf_trainer.FastsyncCallback("fp16")
 
 
+@pytest.mark.parametrize("name", ["ppo_own_loss", "ppo_layer_norm"])
+def test_ppo_is_changed_on_two_ranks(name: str, tmp_path: Path):
+    arguments = ("--total-steps", "2000", "--runs-dir", str(tmp_path))
+    assert run_on_two_ranks(name, *arguments, num_lines=None).startswith("written to")
+
+
 def test_two_pipelines_train_a_transformer():
     line = "".join(run_ranks(main_says, 4, "pipeline_transformer", (), {}, timeout=TIME_LIMIT)).strip()
     first, last, _, num_pipelines = numbers(r"loss ([\d.]+) -> ([\d.]+); (\d+) steps over (\d+) pipelines", line)

@@ -244,7 +244,11 @@ def test_a_network_of_ones_own_is_trained_saved_and_played(tmp_path: Path, capsy
     assert main([str(next(tmp_path.glob("run *"))), "--episodes", "2"]) == 0
     assert "over 2 episodes" in capsys.readouterr().out
     assert by_name["actor.1.weight"].shape == (64,)  # of the layer normalisation
-    assert are_equal(by_name, trained(tmp_path, world_size=2, policy=Normalised)[0])
+    by_class = tmp_path / "by class"
+    by_class.mkdir()
+    assert are_equal(by_name, trained(by_class, world_size=2, policy=Normalised)[0])
+    with pytest.raises(ValueError, match=r"let Settings\(policy='module:Class'\) name it, so that it is found again"):
+        main([str(next(by_class.glob("run *")))])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsync.ppo.fused import FIGURES, Perceptron
-from fastsync.ppo.optimizer import Adam, StepGate
+from fastsync.ppo.optimizer import Adam
 from fastsync.ppo.policies import Categorical, categorical
 from fastsync.ppo.ppo import Evaluated, Settings, discounted_sums, ppo_loss
 
@@ -357,20 +357,3 @@ def test_adam_is_torchs():
     assert [state[i]["step"].item() for i in state] == [expected[i]["step"].item() for i in expected]
     assert state[1]["step"] == 6
     assert state[0]["step"] == 7
-
-
-def test_a_refused_step_is_the_only_one_though_there_are_other_adams():
-    """torch wraps the step of its own Adam for hooks once the first is made, which must not run this one's twice."""
-    torch.optim.Adam([torch.zeros(1, requires_grad=True)])
-    parameter = nn.Parameter(torch.zeros(3))
-    optimizer = Adam([parameter], lr=torch.tensor(0.1), eps=1e-5)
-    gate = StepGate(optimizer, torch.device("cpu"))
-    moved = []
-    for closed in (0, 0, 1, 0):
-        before = parameter.detach().clone()
-        parameter.grad = torch.ones(3)
-        gate.closed.fill_(closed)
-        optimizer.step()
-        moved.append(not torch.equal(parameter, before))
-    assert moved == [True, True, False, True]
-    assert not hasattr(optimizer, "found_inf")

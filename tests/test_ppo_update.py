@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from fastsync.ppo.batches import Batch, Shuffler, row_weights
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.fused import FIGURES
-from fastsync.ppo.optimizer import StepGate
+from fastsync.ppo.optimizer import Adam, StepGate
 from fastsync.ppo.policies import Policy, make_policy
 from fastsync.ppo.ppo import PPO, Settings, minibatch_loss
 from tests.models import group_of_one
@@ -113,9 +114,10 @@ def test_the_value_may_be_held_near_the_old_one():
     torch.testing.assert_close(float(losses[FIGURES.index("value_loss")]), total / 20)
 
 
-def test_a_closed_gate_lets_no_step_through():
+@pytest.mark.parametrize("adam", [Adam, partial(torch.optim.Adam, fused=True)])
+def test_a_closed_gate_lets_no_step_through(adam: Any):
     parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.1), fused=True)
+    optimizer = adam([parameter], lr=torch.tensor(0.1), eps=1e-8)
     gate = StepGate(optimizer, torch.device("cpu"))
     parameter.grad = torch.ones(3)
     gate.closed.fill_(1)

@@ -132,10 +132,20 @@ def make_environment(checkpoint: Checkpoint, *, seed: int, videos: Path | None =
 
 
 def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
-    """The policy of a checkpoint, on the CPU."""
+    """The policy of a checkpoint, on the CPU.
+
+    Raises:
+        ValueError: it is not the one that the checkpoint's settings describe.
+    """
     spaces = environment.single_observation_space, environment.single_action_space
     policy = make_policy(checkpoint.settings_as(Settings)[0], *spaces)
-    policy.load_state_dict(checkpoint.learner["model"])
+    try:
+        policy.load_state_dict(checkpoint.learner["model"])
+    except RuntimeError as error:
+        raise ValueError(
+            "the checkpoint's weights are not those of the policy in its settings: if a script has trained a class of "
+            "its own by train(policy=...), let Settings(policy='module:Class') name it, so that it is found again"
+        ) from error
     return policy
 
 
