@@ -491,6 +491,21 @@ def _sum_in_pairs(wires: Sequence[Tensor]) -> Tensor:
     return _sum_in_pairs(wires[:middle]) + _sum_in_pairs(wires[middle:])
 
 
+@on_each_device
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_what_saturates_is_counted_once_where_the_wire_is_the_gradients_memory(dtype: torch.dtype, device: str) -> None:
+    """As under DDP, whose buckets travel from where they are: what is read again is not what came."""
+    largest = torch.finfo(dtype).max
+    wire = torch.full((300,), largest / 64, dtype=torch.float64).to(dtype)  # which times 16 fits, and times 256 not
+    wire[[0, 299]] = largest
+    expected, stats = wire.clone(), new_stats(device)
+    grad = wire.to(device)
+    ops.unpack(grad, [grad], stats, torch.tensor(2.0**-4, device=device))
+    reference.unpack(expected, [expected], new_stats(), torch.tensor(2.0**-4))
+    assert_bitwise_equal(grad, expected, "grad")
+    assert stats[reference.NUM_SATURATED].item() == 2
+
+
 # ---- the bucket scale -----------------------------------------------------------------------------------------------
 
 magnitudes_over_time = st.lists(
@@ -533,6 +548,56 @@ def test_bucket_scale_rises_by_two_falls_at_once_and_ignores_what_is_not_finite(
     assert scale_after(2.0**24, 0.0) == 2.0**24
     assert scale_after(2.0**30, 0.0) == 2.0**30
     assert scale_after(2.0**118, 2.0**-120) == 2.0**118
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+AT_THE_END_OF_A_PAGE = """
+import ctypes, mmap
+import torch
+import fastsync._C
+from fastsync import reference
+from tests.sample_inputs import GRAD_DTYPES, WIRE_DTYPES
+
+mappings = []
+
+def guarded(numel, dtype):
+    num_bytes = numel * dtype.itemsize
+    length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, length + mmap.PAGESIZE)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + length
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    mappings.append(memory)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=length - num_bytes)
+
+for grad_dtype in GRAD_DTYPES:
+    compute = torch.float64 if grad_dtype == torch.float64 else torch.float32
+    for wire_dtype in WIRE_DTYPES:
+        for numel in (1, 37, 128, 256, 300, 384):
+            wire_dtype = wire_dtype or grad_dtype
+            print(grad_dtype, wire_dtype, numel, flush=True)
+            grads, subtrahends = [guarded(numel, grad_dtype)], [guarded(numel, grad_dtype)]
+            length, stats = reference.wire_numel([numel], wire_dtype), torch.zeros(4, dtype=torch.float64)
+            wires = guarded(2 * length, wire_dtype).view(2, length)
+            torch.ops.fastsync.pack(grads, wires[1], stats)
+            torch.ops.fastsync.pack(grads, wires[1], stats, None, [guarded(numel, compute)], subtrahends=subtrahends)
+            torch.ops.fastsync.unpack(wires[1], grads, stats)
+            torch.ops.fastsync.unpack(wires, grads, stats)
+            num_values = -(-numel // 128) * 128 if wire_dtype == torch.uint8 else numel
+            residual = guarded(num_values, compute)
+            torch.ops.fastsync.reduce(wires, guarded(length, wire_dtype), None, residual, grad_dtype=grad_dtype)
+            torch.ops.fastsync.measure(grads, stats)
+"""
+
+
+@pytest.mark.parametrize("capability", ["default", ""])
+def test_nothing_is_read_beyond_the_end_of_a_tensor(capability: str) -> None:
+    """There a page begins that may not be touched."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability} if capability else os.environ
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_THE_END_OF_A_PAGE], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, f"{ended.returncode} at {ended.stdout.splitlines()[-1:]}: {ended.stderr}"
 
 
 # ---- as torch sees them ---------------------------------------------------------------------------------------------

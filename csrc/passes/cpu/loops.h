@@ -63,19 +63,19 @@ FASTSYNC_INLINE Vec<C> load_at(const W* wire, int64_t i) {
 }
 template <class C>
 FASTSYNC_INLINE Vec<C> load_at(const Int8Block* blocks, int64_t i) {
-  const Int8Block& block = blocks[i / kBlockValues];
-  const int8_t* const values = block.values + i % kBlockValues;
-#if FASTSYNC_AVX2_LOOPS
-  const auto ints =
-      reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values))));
-#else
-  const auto ints = __builtin_convertvector(load_raw<VectorOf<int8_t, 8>::type>(values), Ints);
-#endif
-  const Vec<float> decoded = __builtin_convertvector(ints, Vec<float>) * block.scale;
-  if constexpr (std::is_same_v<C, float>) {
-    return decoded;
+  if constexpr (std::is_same_v<C, double>) {  // of which a vector has four: eight would go beyond the last block's end
+    return Vec<C>{decode_at<C>(blocks, i), decode_at<C>(blocks, i + 1), decode_at<C>(blocks, i + 2),
+                  decode_at<C>(blocks, i + 3)};
   } else {
-    return Vec<C>{decoded[0], decoded[1], decoded[2], decoded[3]};
+    const Int8Block& block = blocks[i / kBlockValues];
+    const int8_t* const values = block.values + i % kBlockValues;
+#if FASTSYNC_AVX2_LOOPS
+    const auto ints =
+        reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values))));
+#else
+    const auto ints = __builtin_convertvector(load_raw<VectorOf<int8_t, 8>::type>(values), Ints);
+#endif
+    return __builtin_convertvector(ints, Vec<float>) * block.scale;
   }
 }
 
@@ -246,10 +246,10 @@ void quantize_block(const T* values, float multiplier, float inverse, uint32_t k
 FASTSYNC_INLINE Bits max_of(Bits a, Bits b) { return a > b ? a : b; }
 
 // The largest magnitude as bits, which are ordered like the magnitudes, inf and nan above all.
-FASTSYNC_INLINE uint32_t largest_of(Bits bits) {
-  bits = max_of(bits, __builtin_shufflevector(bits, bits, 4, 5, 6, 7, 0, 1, 2, 3));
-  bits = max_of(bits, __builtin_shufflevector(bits, bits, 2, 3, 0, 1, 6, 7, 4, 5));
-  return max_of(bits, __builtin_shufflevector(bits, bits, 1, 0, 3, 2, 5, 4, 7, 6))[0];
+FASTSYNC_INLINE uint32_t largest_of(Bits b) {
+  b = max_of(b, Bits{b[4], b[5], b[6], b[7], b[0], b[1], b[2], b[3]});  // g++ 11 has no __builtin_shufflevector
+  b = max_of(b, Bits{b[2], b[3], b[0], b[1], b[6], b[7], b[4], b[5]});
+  return max_of(b, Bits{b[1], b[0], b[3], b[2], b[5], b[4], b[7], b[6]})[0];
 }
 
 FASTSYNC_INLINE Bits larger(Bits largest, Vec<float> values) {
@@ -507,11 +507,13 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
   using C = Compute<G>;
   constexpr bool kIsFloat = std::is_same_v<G, float>;
   const bool is_direct = !std::is_same_v<W, Int8Block> && wires.num == 1 && multiplier == C(1);
+  // What saturated is counted by a second look at the wire, which by then must not hold the gradients.
+  const bool is_in_place = static_cast<const void*>(wires.at<W>(0, first)) == gradient && inverse_scale != C(1);
   Tally tally;
   for (int64_t i = 0; i < numel; i += kBlock) {
     const int64_t length = std::min(kBlock, numel - i);
     G unpacked[kBlock];
-    G* const destination = length == kBlock ? gradient + i : unpacked;
+    G* const destination = length == kBlock && !is_in_place ? gradient + i : unpacked;
     bool is_done = false;
     if constexpr (!std::is_same_v<W, Int8Block>) {
       if (is_direct) {
