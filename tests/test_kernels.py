@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastsync
-from fastsync import _C, kernels
+from fastsync import _C, kernels, reference
 from tests import standin
 from tests.models import Given, random_grads
 from tests.ranks import run_ranks
@@ -35,6 +36,32 @@ def test_torchs_own_operations_run_where_they_are_asked_for() -> None:
     assert "aten::cat" in _events_of_pack()
     _C.use_kernels("auto")
     assert _C.kernels("cpu") == "fused"
+
+
+class _DividesAsCuda(TorchDispatchMode):
+    """A number on the host divides by its inverse there, which may lose one bit."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.fastsync.pack.default:
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **(kwargs or {}))
+        if func is torch.ops.aten.div.Tensor and args[1].dim() == 0:
+            return args[0] * (1 / args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_scales_of_blocks_do_not_depend_on_how_a_device_divides() -> None:
+    grad, stats = (
+        torch.randn(400 * 128, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(4, dtype=torch.float64),
+    )
+    wire, expected = (torch.zeros(400 * 132, dtype=torch.uint8) for _ in range(2))
+    reference.pack([grad], expected, stats)
+    _C.use_kernels("aten")
+    with _DividesAsCuda():
+        torch.ops.fastsync.pack([grad], wire, stats)
+    _C.use_kernels("auto")
+    assert torch.equal(wire, expected)
 
 
 def test_only_a_device_that_has_no_kernels_takes_torchs_operations() -> None:

@@ -40,7 +40,8 @@ at::Tensor random_fractions(const Rounding& rounding, const std::vector<Range>& 
 
 // As encode_block: float32 [blocks, kBlockValues].
 Encoded encode_blocks(const at::Tensor& values, const Rounding& rounding, const std::vector<Range>& places) {
-  const at::Tensor largest_int8 = number(kLargestInt8, at::kFloat);
+  // On the device: CUDA would multiply with the inverse of a number that is on the host.
+  const at::Tensor largest_int8 = at::full({1}, kLargestInt8, values.options());
   const at::Tensor amax = values.abs().amax(/*dim=*/1, /*keepdim=*/true);  // nan where one of them is
   const at::Tensor is_finite = amax.isfinite();
   const at::Tensor counted = amax.clamp_min(kSmallestAmax);
