@@ -1,5 +1,6 @@
-// The loops over values: what each pass does to one chunk. pack_unpack.cpp includes this twice, in a namespace for any CPU
-// and in one for AVX2, where FASTSYNC_AVX2_LOOPS is 1. There is no #pragma once, and what it needs is included there.
+// The loops over values: what each pass does to one chunk. pack_unpack.cpp includes this twice, in a namespace for any
+// CPU and in one for AVX2, where FASTSYNC_AVX2_LOOPS is 1. There is no #pragma once, and what it needs is included
+// there.
 //
 // Note [Vectors without intrinsics]
 //   Arithmetic is written in vectors of 32 bytes, which GCC and clang lower to what the target has: one AVX2 register,
