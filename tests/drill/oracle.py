@@ -606,7 +606,7 @@ def _all_same(of_ranks: Sequence[Tensor | None]) -> bool:
     first = of_ranks[0]
     if first is None:
         return all(each is None for each in of_ranks)
-    return all(each is not None and torch.equal(each.nan_to_num(), first.nan_to_num()) for each in of_ranks)
+    return all(each is not None and torch.allclose(each, first, rtol=0, atol=0, equal_nan=True) for each in of_ranks)
 
 
 def _run_case(seed: int, rank: int) -> list[str]:
