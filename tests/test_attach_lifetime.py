@@ -336,6 +336,7 @@ else:
     sys.exit()
 
 dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{way}", 2), rank=rank, world_size=2)
+torch.manual_seed(rank)
 models = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(2)]
 of_module = fastsync.attach(models[0], "fp16", bucket_cap_mb=2**-10)
 of_parameters = fastsync.attach(list(models[1].parameters()), "fp16", bucket_cap_mb=2**-10)

@@ -576,11 +576,11 @@ for grad_dtype in GRAD_DTYPES:
         for numel in (1, 37, 128, 256, 300, 384):
             wire_dtype = wire_dtype or grad_dtype
             print(grad_dtype, wire_dtype, numel, flush=True)
-            grads, subtrahends = [guarded(numel, grad_dtype)], [guarded(numel, grad_dtype)]
+            grads = [guarded(numel, grad_dtype)]
             length, stats = reference.wire_numel([numel], wire_dtype), torch.zeros(4, dtype=torch.float64)
             wires = guarded(2 * length, wire_dtype).view(2, length)
             torch.ops.fastsync.pack(grads, wires[1], stats)
-            torch.ops.fastsync.pack(grads, wires[1], stats, None, [guarded(numel, compute)], subtrahends=subtrahends)
+            torch.ops.fastsync.pack(grads, wires[1], stats, None, [guarded(numel, compute)])
             torch.ops.fastsync.unpack(wires[1], grads, stats)
             torch.ops.fastsync.unpack(wires, grads, stats)
             num_values = -(-numel // 128) * 128 if wire_dtype == torch.uint8 else numel

@@ -136,6 +136,7 @@ def _as_ddp(rank: int, world_size: int) -> None:
     hooked(inputs).square().mean().backward()
     assert_all_bitwise_equal([parameter.grad for parameter in model.parameters()], expected, "hook")
     assert_shared(hook)
+    del plain, hooked, hook
     model.zero_grad()
     sync = fastsync.attach(model)
     model(inputs).square().mean().backward()

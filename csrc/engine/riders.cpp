@@ -71,6 +71,9 @@ at::Tensor Riders::board(c10::Device device, bool stay_empty) {
                       "value: call ride() inside of the capture, with a tensor on ", device);
     values.push_back(rider->second.to(device, /*non_blocking=*/true).view({-1}));
   }
+  if (values.size() == 1) {  // is not copied again
+    return values.front();
+  }
   return values.empty() ? at::Tensor() : at::cat(values);
 }
 

@@ -2,6 +2,7 @@
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -111,10 +112,15 @@ std::string why_none(bool has_server) {
                   has_server ? holder : "");
 }
 
+constexpr const char* kThreadName = "fastsync calls";
+
 // Calls on a thread of its own, for a store may hang. False where that takes too long, or throws.
 bool is_done_in_time(milliseconds limit, std::function<void()> call) {
   try {
-    std::packaged_task<void()> task(std::move(call));
+    std::packaged_task<void()> task([call = std::move(call)] {
+      pthread_setname_np(pthread_self(), kThreadName);
+      call();
+    });
     auto done = task.get_future();
     std::thread(std::move(task)).detach();
     return done.wait_for(limit) == std::future_status::ready && (done.get(), true);
@@ -243,6 +249,7 @@ RollCall& RollCall::instance() {
   static RollCall* const only = [] {
     auto* const made = new RollCall;
     std::thread([made] {
+      pthread_setname_np(pthread_self(), kThreadName);
       for (;; std::this_thread::sleep_for(kPeriod)) {
         made->write_all(/*is_last=*/false);
       }
