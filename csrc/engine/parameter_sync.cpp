@@ -282,7 +282,6 @@ void ParameterSync::hand_out() {
   for (Bucket& bucket : buckets_) {
     const bool counts_what_arrives = !sums_ && !BucketSync::has_error_feedback(*bucket.flight);
     bool is_counted = true;
-    std::vector<at::Tensor> averages;
     for (size_t i = 0; i < bucket.parameters.size(); ++i) {
       Parameter& parameter = parameters_[bucket.parameters[i]];
       const bool exists =
@@ -297,9 +296,12 @@ void ParameterSync::hand_out() {
           is_counted = false;
         }
       }
-      averages.push_back(parameter.average());
     }
     if (!is_counted) {
+      std::vector<at::Tensor> averages;
+      for (const size_t index : bucket.parameters) {
+        averages.push_back(parameters_[index].average());
+      }
       bucket.sync().measure(averages);
     }
   }

@@ -457,7 +457,7 @@ int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Scali
   if (const int64_t rest = numel - i; rest > 0) {
     const Padded<G> last(gradient + i, rest);
     Padded<C> kept(from_or_null(residual, i), rest);
-    W encoded[kBlock];
+    W encoded[num_elements<W>(kBlock)];
     num_saturated += pack_block(last.values, residual != nullptr ? kept.values : nullptr, scaling, weight, rounding,
                                 first + i, encoded);
     std::copy_n(encoded, num_elements<W>(rest), element_of<W>(wire, first + i));
@@ -484,10 +484,11 @@ template <class T, class G>
 void unpack_values(const T* values, bool may_redo, G* gradient, int64_t numel, Compute<G> multiplier, Tally& tally) {
   if constexpr (std::is_same_v<G, double>) {
     for (int64_t i = 0; i < numel; ++i) {
-      gradient[i] = decode_to<G>(values[i], multiplier);
+      bool saturated;
+      gradient[i] = decode_to<G>(values[i], multiplier, saturated);
+      tally.num_saturated += saturated;
     }
     tally.add_values(gradient, numel);
-    tally.num_saturated += count_saturated<G>(values, numel, multiplier);
   } else {
     constexpr uint32_t kInfinity = 0x7F800000U;
     BlockSquares squares;
@@ -563,30 +564,36 @@ Tally measure_chunk(const G* gradient, int64_t numel) {
   return tally;
 }
 
+template <class W, class C, class Out>
+void reduce_block(const Wires& wires, int64_t first, int64_t length, C multiplier, Scaling<C> scaling,
+                  const Rounding& rounding, C scale, C* residual, Out* encoded) {
+  C values[kBlock];
+  sum_wires<W>(wires, first, length, multiplier, values);
+  if (residual != nullptr) {
+    add_residual(residual, scale, values);
+  }
+  encode_values<C>(values, kBlock, scaling, rounding, first, encoded);
+  if (residual != nullptr) {
+    keep_loss(values, encoded, C(1), C(1) / scale, residual);
+  }
+}
+
 template <class C, class W, class Out>
 void reduce_chunk(const Wires& wires, int64_t begin, int64_t numel, C multiplier, Scaling<C> scaling,
                   const Rounding& rounding, C scale, C* residual, void* out) {
-  for (int64_t i = begin; i < begin + numel; i += kBlock) {
-    const int64_t length = std::min(kBlock, begin + numel - i);
-    C values[kBlock];
-    sum_wires<W>(wires, i, length, multiplier, values);
-    const bool is_whole = length == kBlock;
-    Out last[kBlock];
-    Out* const encoded = is_whole ? element_of<Out>(out, i) : last;
-    Padded<C> kept(is_whole ? nullptr : from_or_null(residual, i), length);
-    C* const loss = is_whole ? from_or_null(residual, i) : residual != nullptr ? kept.values : nullptr;
-    if (loss != nullptr) {
-      add_residual(loss, scale, values);
-    }
-    encode_values<C>(values, kBlock, scaling, rounding, i, encoded);
-    if (loss != nullptr) {
-      keep_loss(values, encoded, C(1), C(1) / scale, loss);
-    }
-    if (!is_whole) {
-      std::copy_n(last, num_elements<Out>(length), element_of<Out>(out, i));
-      if (residual != nullptr) {
-        std::copy_n(kept.values, length, residual + i);
-      }
+  int64_t i = begin;
+  for (; i + kBlock <= begin + numel; i += kBlock) {
+    reduce_block<W>(wires, i, kBlock, multiplier, scaling, rounding, scale, from_or_null(residual, i),
+                    element_of<Out>(out, i));
+  }
+  if (const int64_t rest = begin + numel - i; rest > 0) {
+    Padded<C> kept(from_or_null(residual, i), rest);
+    Out encoded[num_elements<Out>(kBlock)];
+    reduce_block<W>(wires, i, rest, multiplier, scaling, rounding, scale, residual != nullptr ? kept.values : nullptr,
+                    encoded);
+    std::copy_n(encoded, num_elements<Out>(rest), element_of<Out>(out, i));
+    if (residual != nullptr) {
+      std::copy_n(kept.values, rest, residual + i);
     }
   }
 }
