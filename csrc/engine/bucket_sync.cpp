@@ -11,7 +11,7 @@
 
 #include "passes/aten/passes.h"
 #include "passes/backend.h"
-#include "sums/rank_sum.h"
+#include "sums/plan.h"
 #include "transport/agreement.h"
 #include "transport/single_threaded.h"
 #include "transport/without_python_objects.h"
@@ -211,15 +211,15 @@ void BucketSync::share_memory(const Bucket& bucket, const Compression& compressi
   }
   const int64_t stamp = 2 * team_->size() * static_cast<int64_t>(sizeof(float));  // which not every sync has room for
   const int64_t bytes =
-      stamp + (hosts_.num_nodes > 1 ? most_bytes_on_two_levels(bucket, hosts_, adds_hosts_at_once(bucket, compression))
-                                    : RankSum::most_bytes(bucket, team_->size()));
-  if (shared_ && bytes - stamp <= shared_->most_bytes()) {
+      stamp + (hosts_.num_nodes > 1 ? most_bytes(bucket, hosts_, adds_hosts_at_once(bucket, compression))
+                                    : most_bytes(bucket, team_->size()));
+  if (shared_ && bytes - stamp <= shared_->region_bytes()) {
     return;
   }
   shared_buffers_ = {};
   hosts_.node.reset();
   shared_.reset();
-  shared_ = SharedTeam::make(team_->group(), host_, bytes, totals_->why_not_shared);
+  shared_ = SharedTeam::make(team_->group(), host_, round_up(bytes, kRegionAlignment), totals_->why_not_shared);
   may_share_ = shared_ != nullptr;
   hosts_.node = shared_;
 }
@@ -245,22 +245,21 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync,
   totals_->shares_memory = team->shares_memory();
   totals_->num_hosts = hosts_.num_nodes;
   team->begin(sync.attempt);
-  if (team->size() < team_->size()) {
-    const bool at_once = adds_hosts_at_once(bucket, sync.compression);
-    return two_level_sum(hosts_, sync.tag, at_once, std::move(bucket), buffers);
+  const bool is_across_hosts = team->size() < team_->size();
+  const auto algorithm = is_across_hosts ? Algorithm::kTwoLevel
+                                         : algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team);
+  if (algorithm == Algorithm::kAllReduce) {
+    return all_reduce_sum(team, std::move(bucket), buffers, is_for_future);
   }
-  switch (algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team)) {
-    case Algorithm::kAllReduce:
-      return all_reduce_sum(team, std::move(bucket), buffers, is_for_future);
-    case Algorithm::kOneShot:
-      return one_shot_sum(team, sync.tag, std::move(bucket), buffers);
-    case Algorithm::kTwoShot:
-      return two_shot_sum(team, sync.tag, std::move(bucket), buffers);
-    case Algorithm::kTwoLevel:
-      return two_level_sum(levels_of(*team, nodes_of(sync.compression.ranks_per_node, team->size())), sync.tag,
-                           /*at_once=*/false, std::move(bucket), buffers);
-  }
-  TORCH_INTERNAL_ASSERT(false);
+  Plan plan = [&] {
+    if (algorithm != Algorithm::kTwoLevel) {
+      return (algorithm == Algorithm::kOneShot ? one_shot : two_shot)(team, sync.tag, bucket);
+    }
+    const Levels levels =
+        is_across_hosts ? hosts_ : levels_of(*team, nodes_of(sync.compression.ranks_per_node, team->size()));
+    return two_level(levels, sync.tag, is_across_hosts && adds_hosts_at_once(bucket, sync.compression), bucket);
+  }();
+  return planned_sum(std::move(plan), std::move(bucket), buffers);
 }
 
 bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const {

@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "passes/backend.h"
-#include "sums/rank_sum.h"
+#include "sums/plan.h"
 #include "transport/host.h"
 
 namespace fastsync {
@@ -60,8 +60,8 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
             shared_->announce(known_buckets_[sync.index]->agreement->number);
           }
           SumBuffers& kept = team->shares_memory() ? shared_buffers_ : next_buffers_;
-          return reduce_scatter_sum(team, sync.tag, std::move(values), output, factor,
-                                    input.is_cpu() ? kept : for_once);
+          Plan plan = fastsync::reduce_scatter(team, sync.tag, values, output, factor);
+          return planned_sum(std::move(plan), std::move(values), input.is_cpu() ? kept : for_once);
         };
         auto flight = bucket.send_by(make, input, sync, std::move(stopwatch));
         std::swap(buffers_, next_buffers_);  // only now: if that throws, the one before is still under way
@@ -203,8 +203,8 @@ std::shared_ptr<Team> ShardedState::team_for(const Bucket& bucket, BucketTotals&
 
 // Once, or anew where a bucket takes more: all ranks do so in the same call.
 void ShardedState::share_memory(const Bucket& bucket) {
-  const int64_t bytes = RankSum::most_bytes(bucket, team_->size());
-  if (!may_share_ || (shared_ && bytes <= shared_->most_bytes())) {
+  const int64_t bytes = most_bytes(bucket, team_->size());
+  if (!may_share_ || (shared_ && bytes <= shared_->region_bytes())) {
     return;
   }
   host_ = host_ ? host_ : Host::of(group_);

@@ -44,36 +44,44 @@ Bucket::Bucket(std::vector<at::Tensor> of, DType wire, c10::Device where)
       limit(saturation_limit(wire, /*world_size=*/1)) {}
 
 template <class Call>
-void Bucket::for_each_part(int64_t begin, int64_t end, const Call& call) const {
-  auto segment = std::upper_bound(segments.begin(), segments.end(), begin,
+void Bucket::for_each_part(const Span& span, const Call& call) const {
+  auto segment = std::upper_bound(segments.begin(), segments.end(), span.begin,
                                   [](int64_t value, const Segment& other) { return value < other.offset; });
   if (segment != segments.begin()) {
     --segment;
   }
-  for (; segment != segments.end() && segment->offset < end; ++segment) {
-    const int64_t first = std::max(begin, segment->offset);
-    const int64_t numel = std::min(end, segment->offset + segment->numel) - first;
+  for (; segment != segments.end() && segment->offset < span.end; ++segment) {
+    const int64_t first = std::max(span.begin, segment->offset);
+    const int64_t numel = std::min(span.end, segment->offset + segment->numel) - first;
     if (numel > 0) {
-      call(*segment, first - segment->offset, numel);
+      call(*segment, first - segment->offset, numel, span.place + first - span.begin);
     }
   }
 }
 
-std::vector<Segment> Bucket::cut(int64_t begin, int64_t end, int64_t offset) const {
+std::vector<Segment> Bucket::cut(const std::vector<Span>& spans) const {
   const int64_t grad_size = size_of(grad_dtype);
   const int64_t residual_size = grad_dtype == DType::kFloat64 ? 8 : 4;
   std::vector<Segment> parts;
-  for_each_part(begin, end, [&](const Segment& segment, int64_t skipped, int64_t numel) {
-    parts.push_back({advance(segment.data, skipped * grad_size), numel, segment.offset + skipped - begin + offset,
-                     segment.residual ? advance(segment.residual, skipped * residual_size) : nullptr});
-  });
+  for (const Span& span : spans) {
+    for_each_part(span, [&](const Segment& segment, int64_t skipped, int64_t numel, int64_t place) {
+      parts.push_back({advance(segment.data, skipped * grad_size), numel, place,
+                       segment.residual ? advance(segment.residual, skipped * residual_size) : nullptr});
+    });
+  }
   return parts;
 }
 
-void Bucket::own(Owned& owned, int64_t begin, int64_t end, int64_t place) const {
-  for_each_part(begin, end, [&](const Segment& segment, int64_t skipped, int64_t numel) {
-    const auto index = static_cast<size_t>(&segment - segments.data());
-    owned.parts.push_back({index, skipped, numel, place + segment.offset + skipped - begin});
+void Bucket::own(Owned& owned, const Span& span) const {
+  for_each_part(span, [&](const Segment& segment, int64_t skipped, int64_t numel, int64_t place) {
+    owned.parts.push_back({static_cast<size_t>(&segment - segments.data()), skipped, numel, place});
+  });
+}
+
+// Also of a gradient that this rank does not have, but others of its node.
+void Bucket::add_to_residuals(const at::Tensor& lost, const Span& span, double share) const {
+  for_each_part(span, [&](const Segment& segment, int64_t skipped, int64_t numel, int64_t place) {
+    residuals[&segment - segments.data()].narrow(0, skipped, numel).add_(lost.narrow(0, place, numel), share);
   });
 }
 
@@ -110,8 +118,8 @@ void Bucket::measure() const {
               workspace);
 }
 
-ReduceArgs Bucket::mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
-                        uint64_t seed, std::optional<double> share) const {
+ReduceArgs Bucket::sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
+                       uint64_t seed, double share) const {
   ReduceArgs args{rows,
                   num_rows,
                   stride,
@@ -120,7 +128,7 @@ ReduceArgs Bucket::mean(const void* rows, DType dtype, int64_t num_rows, int64_t
                   dtype,
                   out,
                   wire_dtype,
-                  share.value_or(share_of_row(num_rows)),
+                  share,
                   limit,
                   data_or_null(scale),
                   /*residual=*/nullptr};

@@ -20,6 +20,13 @@ struct Extras {
   at::Tensor riders;  // summed in float32, whatever the wire
 };
 
+// The bucket's values [begin, end), of which begin has this place: on a wire, or in a residual.
+struct Span {
+  int64_t begin;
+  int64_t end;
+  int64_t place;
+};
+
 // Which of a bucket's values this rank encodes the sums of. What that loses can be kept in a vector of num_values
 // (Compute<G>), in which they have these places.
 struct Owned {
@@ -74,10 +81,12 @@ struct Bucket {
   bool keeps_losses = false;
   at::Tensor residual_of_sums;
 
-  // The segments' parts among the values [begin, end), of which begin shall lie at the offset.
-  std::vector<Segment> cut(int64_t begin, int64_t end, int64_t offset) const;
-  // Adds what lies there to owned, of which begin has this place.
-  void own(Owned& owned, int64_t begin, int64_t end, int64_t place) const;
+  // The segments' parts among the values of the spans, at the places of those.
+  std::vector<Segment> cut(const std::vector<Span>& spans) const;
+  // Adds what lies there to owned.
+  void own(Owned& owned, const Span& span) const;
+  // What was lost of these values, which begin with the span's, becomes part of the gradients' residuals.
+  void add_to_residuals(const at::Tensor& lost, const Span& span, double share) const;
   // Averages go there instead, one for each gradient, whose elements will lie in the same order. Once all is packed.
   void redirect(std::vector<at::Tensor> elsewhere);
 
@@ -88,15 +97,14 @@ struct Bucket {
   void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
               std::optional<double> factor = {}) const;
   void measure() const;  // the gradients where they are
-  // The sum of rows that have the bucket's scale, each times the share, which makes it the mean where none is given,
-  // encoded for the wire.
-  ReduceArgs mean(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
-                  uint64_t seed, std::optional<double> share = {}) const;
+  // The sum of rows that have the bucket's scale, each times the share, encoded for the wire.
+  ReduceArgs sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
+                 uint64_t seed, double share) const;
 
  private:
-  // call(segment, how many of its values come before the part, and how many the part has).
+  // call(segment, how many of its values come before the part, how many the part has, and its place).
   template <class Call>
-  void for_each_part(int64_t begin, int64_t end, const Call& call) const;
+  void for_each_part(const Span& span, const Call& call) const;
 };
 
 }  // namespace fastsync

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "sums/bucket.h"
-#include "transport/levels.h"
+#include "sums/plan.h"
 #include "transport/strand.h"
 #include "transport/team.h"
 
@@ -90,17 +90,7 @@ std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket buc
                                           bool is_for_future);
 bool is_own_wire(const std::vector<at::Tensor>& grads, DType wire);
 
-// By the ranks, see the files of these names.
-std::unique_ptr<BucketSum> one_shot_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers);
-std::unique_ptr<BucketSum> two_shot_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, SumBuffers& buffers);
-// at_once: between nodes by one_shot, else by two_shot.
-std::unique_ptr<BucketSum> two_level_sum(const Levels& levels, int tag, bool at_once, Bucket bucket,
-                                         SumBuffers& buffers);
-// Of one tensor of as many shards as there are ranks: this one's shards of all ranks, each times the factor, are added
-// into the output. The buffers may be those of other buckets as well, one after the other.
-std::unique_ptr<BucketSum> reduce_scatter_sum(std::shared_ptr<Team> team, int tag, Bucket bucket, at::Tensor output,
-                                              double factor, SumBuffers& buffers);
-// As many bytes of each rank's as no two_level_sum needs more of, whatever it travels as.
-int64_t most_bytes_on_two_levels(const Bucket& bucket, const Levels& levels, bool at_once);
+// By the ranks, as planned for the bucket.
+std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, SumBuffers& buffers);
 
 }  // namespace fastsync

@@ -51,26 +51,26 @@ class SharedTeam::Arrival final : public Transfer {
 };
 
 std::shared_ptr<SharedTeam> SharedTeam::make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                             std::shared_ptr<Host> host, int64_t most_bytes, std::string& why_not,
+                                             std::shared_ptr<Host> host, int64_t region_bytes, std::string& why_not,
                                              const char* in_rows) {
   why_not = host->why_not();
   if (!why_not.empty()) {
     return nullptr;
   }
   const auto size = static_cast<int64_t>(host->ranks().size());
-  auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * most_bytes, why_not);
+  auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * region_bytes, why_not);
   if (!shared) {
     return nullptr;
   }
-  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), most_bytes, in_rows));
+  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), region_bytes, in_rows));
 }
 
 SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
-                       std::shared_ptr<SharedMemory> shared, int64_t most_bytes, const char* in_rows)
+                       std::shared_ptr<SharedMemory> shared, int64_t region_bytes, const char* in_rows)
     : Team(group, c10::kCPU, host->ranks()),
       host_(std::move(host)),
       shared_(std::move(shared)),
-      most_bytes_(most_bytes),
+      region_bytes_(region_bytes),
       in_rows_(in_rows),
       has_cores_(size() <= num_usable_cores()) {}
 
@@ -78,11 +78,11 @@ SharedTeam::Numbers& SharedTeam::numbers_of(int64_t rank) const {
   return reinterpret_cast<Numbers*>(shared_->data())[rank];
 }
 
-at::Tensor SharedTeam::allocate(int64_t region) {
-  TORCH_INTERNAL_ASSERT(region <= most_bytes_, "a region of ", region, " bytes does not fit into ", most_bytes_);
+at::Tensor SharedTeam::allocate(int64_t bytes) {
+  TORCH_INTERNAL_ASSERT(bytes <= region_bytes_, bytes, " bytes do not fit into a region of ", region_bytes_);
   std::byte* data = shared_->data() + control_bytes(size(), sizeof(Numbers));
-  std::memset(data + rank() * region, 0, region);
-  return at::from_blob(data, {size() * region}, [shared = shared_](void*) {}, at::kByte);
+  std::memset(data + rank() * region_bytes_, 0, bytes);
+  return at::from_blob(data, {size() * region_bytes_}, [shared = shared_](void*) {}, at::kByte);
 }
 
 // A step that failed and is sent again has the same number: others may still wait for it. What a sum says, it says by

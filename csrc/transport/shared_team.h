@@ -20,15 +20,14 @@ namespace fastsync {
 // number of its own.
 class SharedTeam final : public Team, public std::enable_shared_from_this<SharedTeam> {
  public:
-  // Of this rank's host, with regions of at most so many bytes; on all ranks of the group together. Null where ranks
+  // Of this rank's host, with regions of so many bytes; on all ranks of the group together. Null where ranks
   // cannot share memory: why_not says why. What is in rows is named in errors.
   static std::shared_ptr<SharedTeam> make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                          std::shared_ptr<Host> host, int64_t most_bytes, std::string& why_not,
+                                          std::shared_ptr<Host> host, int64_t region_bytes, std::string& why_not,
                                           const char* in_rows = "gradients");
 
-  int64_t most_bytes() const { return most_bytes_; }
-
-  at::Tensor allocate(int64_t region) override;
+  at::Tensor allocate(int64_t bytes) override;
+  int64_t region_bytes() const override { return region_bytes_; }
   void begin(int64_t attempt) override;
   // After begin, of a sum that another rank may take for another one: what it is of, a number that the ranks have
   // agreed on. Where theirs is another, this rank does not read their rows: what waits for them throws.
@@ -50,7 +49,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   class Arrival;
 
   SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
-             std::shared_ptr<SharedMemory> shared, int64_t most_bytes, const char* in_rows);
+             std::shared_ptr<SharedMemory> shared, int64_t region_bytes, const char* in_rows);
   std::unique_ptr<Transfer> next(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
   void wait_for_own();
@@ -61,7 +60,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
 
   std::shared_ptr<Host> host_;
   std::shared_ptr<SharedMemory> shared_;
-  int64_t most_bytes_;  // of a region
+  int64_t region_bytes_;
   const char* in_rows_;
   bool has_cores_;  // for all ranks
   std::array<Waiting, kPhases + 1> waiting_;

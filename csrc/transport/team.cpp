@@ -185,8 +185,8 @@ Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std
   TORCH_INTERNAL_ASSERT(rank_ < size(), "rank ", group_->getRank(), " is no member of its team");
 }
 
-at::Tensor Team::allocate(int64_t region) {
-  return at::zeros({region}, at::TensorOptions().dtype(at::kByte).device(device_));
+at::Tensor Team::allocate(int64_t bytes) {
+  return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
 // Large enough on a CPU that the number of messages costs nothing, small enough to overlap. NCCL cuts up by itself.

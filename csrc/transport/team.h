@@ -83,8 +83,10 @@ class Team {
   // Then there is nobody to add to, but Gloo would wake a thread to find that out.
   bool is_alone() const { return size() == 1 && device_.is_cpu(); }
 
-  // A buffer in which each member has a region of so many bytes, see Regions. What this rank fills is zeros.
-  virtual at::Tensor allocate(int64_t region);
+  // Memory for the rows of sums. Each member fills a region of its own: so many bytes of it are zeros at first.
+  virtual at::Tensor allocate(int64_t bytes);
+  // From one member's region to the next one's, where the members share memory.
+  virtual int64_t region_bytes() const { return 0; }
 
   // Before a sum. The attempt, where it is not 0, is the same for those of one step, and more for those of later ones.
   virtual void begin(int64_t attempt) { (void)attempt; }

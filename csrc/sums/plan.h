@@ -1,0 +1,116 @@
+// How one bucket is summed by the ranks themselves: as data, which PlannedSum runs.
+//
+// Note [Plans]
+// ~~~~~~~~~~~~
+// A bucket goes in pieces: while one travels, the next is packed, and the one before is added up or unpacked. All
+// pieces take the same phases. In a phase a team exchanges rows, of which each member has one for each other member, or
+// gathers them, of which each member has one for all. What has come in a phase is added up and becomes the rows of the
+// next phase. What has come in the last phase is unpacked.
+//
+//   one_shot        gather; every rank adds all rows while it unpacks
+//   two_shot        exchange, of which rank j adds up everybody's shard j; gather of the means, encoded anew
+//   reduce_scatter  the exchange of two_shot alone; what has come is added up into the output
+//   two_level       see its builder
+//
+// Sums are taken in float32 (float64 for float64 gradients) and in rank order, whatever travels. So there is one
+// rounding on the way in, and one for each sum that travels on, however many ranks there are.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "sums/bucket.h"
+#include "transport/levels.h"
+#include "transport/team.h"
+
+namespace fastsync {
+
+// Adds up the rows that have come in a phase. They consist of parts, each of which is encoded by itself.
+struct Reduce {
+  DType dtype;  // of the rows
+  int64_t num_rows;
+  int64_t num_values;         // of a part
+  std::vector<int64_t> outs;  // where each part's sum goes, in bytes
+  double share;               // what each row counts in the sum
+  uint64_t seed;              // of stochastic rounding; each part takes twice its number of values
+  Span values;                // of the bucket, that these are the sums of; the place is in Owned
+  // Set where losses become part of the gradients' residuals, times this; else they are the residual of the sums.
+  std::optional<double> share_of_loss = {};
+  bool adds_extras = false;  // and sends them on in the next phase
+};
+
+struct Phase {
+  std::shared_ptr<Team> team;
+  int tag;
+  bool is_gather;
+  int64_t num_rows;  // the first members of the team get rows in an exchange
+  Rows to;           // by member; the same as from in a gather
+  Rows from;
+  bool is_counted = true;  // in the bytes sent
+  std::optional<Reduce> reduce = {};
+  std::unique_ptr<Transfer> transfer = nullptr;  // while the plan runs
+
+  // Where this rank puts what the member is to get.
+  int64_t place_for(int64_t member) const { return (member == team->rank() ? from : to).begin(member); }
+  void expect(const at::Tensor& memory);
+  // call(rows, first, count) for all rows that this rank fills.
+  template <class Call>
+  void for_own_rows(const Call& call) const {
+    if (is_gather) {
+      return call(to, team->rank(), 1);
+    }
+    call(to, 0, num_rows);  // its own row among them for nothing
+    if (team->rank() < num_rows) {
+      call(from, team->rank(), 1);
+    }
+  }
+};
+
+struct Piece {
+  int64_t begin;  // in values, of the bucket or, in a reduce-scatter, of each shard
+  int64_t end;
+  Turn turn = {};
+  uint64_t seed = 0;  // of packing
+  std::vector<Span> packed = {};
+  int64_t packed_at = 0;  // in bytes
+  std::vector<Phase> phases = {};
+  std::vector<Span> unpacked = {};
+  Rows wires = {};  // what is unpacked
+};
+
+struct Plan {
+  std::shared_ptr<Team> team;  // in whose memory the rows lie
+  DType packed_as;
+  std::vector<Piece> pieces = {};
+  int64_t bytes = 0;  // of this rank's region of the memory
+  int64_t num_wires = 1;
+  std::optional<double> factor = {};  // of what is unpacked, see Bucket::unpack
+  Rows extras = {};                   // that all ranks see in the end
+  int64_t num_extras = 0;
+  at::Tensor output = {};  // of a reduce-scatter: takes the mean in place of the gradients
+
+  // The values whose sums this rank encodes.
+  Owned owned(const Bucket& bucket) const;
+};
+
+// The plans of a bucket. Messages have the tag and, at most, the three that follow it.
+Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket);
+Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket);
+// at_once: between nodes by one_shot, else by two_shot.
+Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket);
+// Of one tensor of as many shards as there are ranks: this one's shards of all ranks, each times the factor, are added
+// up into the output.
+Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket, at::Tensor output, double factor);
+
+// What regions are multiples of: a row's alignment, and blocks of int8, which are counted from region to region.
+constexpr int64_t kRegionAlignment = std::lcm(64, 4 * static_cast<int64_t>(sizeof(Int8Block)));
+// Bytes of a region that no plan of the bucket needs more of, whatever the bucket travels as.
+int64_t most_bytes(const Bucket& bucket, int64_t num_parts);
+int64_t most_bytes(const Bucket& bucket, const Levels& levels, bool at_once);
+
+}  // namespace fastsync

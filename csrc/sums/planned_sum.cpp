@@ -1,0 +1,263 @@
+// Runs a plan. See Note [Plans].
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <cstring>
+#include <limits>
+
+#include "sums/bucket_sum.h"
+
+namespace fastsync {
+
+namespace {
+
+// Flags, then riders, in float32.
+at::Tensor joined(const Extras& extras) {
+  if (!extras.flags.defined() || !extras.riders.defined()) {
+    return extras.flags.defined() ? extras.flags : extras.riders;
+  }
+  return at::cat({extras.flags, extras.riders});
+}
+
+class PlannedSum final : public BucketSum {
+ public:
+  PlannedSum(Plan plan, Bucket bucket, SumBuffers& buffers)
+      : BucketSum(std::move(bucket)), plan_(std::move(plan)), extras_(joined(bucket_.extras)) {
+    take_memory(buffers);
+  }
+
+  Owned owned() const override { return plan_.owned(bucket_); }
+
+  // Rows are expected as early as possible, but not where rows that leave before still lie.
+  void send() override {
+    for (Piece& piece : plan_.pieces) {
+      for (size_t i = 0; i < piece.phases.size(); ++i) {
+        if (i == 0 || !follows_in_place(piece, i)) {
+          piece.phases[i].expect(memory_);
+        }
+      }
+    }
+    for (Piece& piece : plan_.pieces) {
+      send_packed(piece);
+    }
+  }
+
+  bool needs_driving() const override { return num_phases() > 1; }
+
+ private:
+  size_t num_phases() const { return plan_.pieces.empty() ? 0 : plan_.pieces.front().phases.size(); }
+  void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
+  int64_t extra_bytes() const { return extras_.defined() ? static_cast<int64_t>(extras_.nbytes()) : 0; }
+
+  // What lies beyond the last value, and on an int8 wire between gradients, is added like the rest. So memory that was
+  // last used with another layout is cleared. A reduce-scatter reads nothing that nobody has written: its memory may be
+  // that of several buckets, one after the other.
+  void take_memory(SumBuffers& buffers) {
+    use_ = plan_.team->use_rows();
+    if (plan_.output.defined()) {
+      if (!buffers.memory.defined() || buffers.memory.numel() < plan_.bytes) {
+        const auto options = at::TensorOptions().dtype(at::kByte).device(bucket_.device);
+        const bool is_shared = plan_.team->shares_memory();
+        buffers = {is_shared ? plan_.team->allocate(plan_.bytes) : at::empty({plan_.bytes}, options), {}};
+      }
+    } else {
+      const std::vector<int64_t> layout{bucket_.num_values, static_cast<int64_t>(bucket_.wire_dtype),
+                                        extra_bytes(),      static_cast<int64_t>(num_phases()),
+                                        plan_.num_wires,    plan_.team->size()};
+      if (buffers.layout != layout) {
+        buffers = {plan_.team->allocate(plan_.bytes), layout};
+      }
+    }
+    memory_ = buffers.memory;
+  }
+
+  static bool follows_in_place(const Piece& piece, size_t phase) {
+    const Rows& before = piece.phases[phase - 1].to;
+    return piece.phases[phase].to.offset == before.offset && piece.phases[phase].to.stride == before.stride;
+  }
+
+  // ---- packing ----
+
+  // Others expect every piece, and tell messages apart by their order alone. So where one cannot be packed or sent, it
+  // goes as nan, and so do those after it: see check_sent. In memory that ranks share nobody takes one sum for another,
+  // so there it is sent again.
+  void send_packed(Piece& piece) {
+    Phase& first = piece.phases.front();
+    try {
+      failed_to_send() ? fill_with_nan(first) : pack(piece);
+      first.transfer->send();
+    } catch (...) {
+      if (failed_to_send() || plan_.team->shares_memory() || !bucket_.device.is_cpu()) {
+        throw;
+      }
+      failure_to_send_ = std::current_exception();
+      fill_with_nan(first);
+      first.transfer->send();
+    }
+  }
+
+  void pack(const Piece& piece) const {
+    bucket_.pack(bucket_.cut(piece.packed), plan_.packed_as, address(piece.packed_at), piece.turn, piece.seed);
+    if (piece.turn.is_last) {
+      put_extras(piece.phases.front());
+    }
+  }
+
+  // All bits are set in nan of any dtype, also as the scale of an int8 block.
+  void fill_with_nan(const Phase& phase) const {
+    phase.for_own_rows([&](const Rows& rows, int64_t first, int64_t count) {
+      std::memset(address(rows.begin(first)), 0xFF, count * rows.stride);
+    });
+  }
+
+  // ---- between phases ----
+
+  // Phase by phase for all pieces, so that the pieces of one phase are on their way together.
+  void drive_all() override {
+    for (size_t next = 1; next < num_phases(); ++next) {
+      for (Piece& piece : plan_.pieces) {
+        wait_for_rows(piece.phases[next - 1]);
+        const bool is_in_place = follows_in_place(piece, next);
+        if (is_in_place) {
+          piece.phases[next - 1].transfer->wait_until_sent();
+        }
+        if (piece.phases[next - 1].reduce) {
+          reduce(*piece.phases[next - 1].reduce, piece.phases[next - 1].from, piece.phases[next]);
+        }
+        if (is_in_place) {
+          piece.phases[next].expect(memory_);
+        }
+        piece.phases[next].transfer->send();
+      }
+    }
+  }
+
+  // Those of a CPU that sends may be written again once it has been waited for itself: who waits for that last, when it
+  // has long happened, need not sleep for it.
+  void wait_for_rows(Phase& phase) {
+    phase.transfer->wait_for_rows();
+    sent_bytes_ += phase.is_counted ? phase.transfer->sent_bytes() : 0;
+  }
+
+  void reduce(const Reduce& reduce, const Rows& from, const Phase& next) {
+    RECORD_FUNCTION("fastsync::reduce", {});
+    if (reduce.adds_extras) {
+      sum_extras(from, reduce.num_rows);
+      put_extras(next);
+    }
+    at::Tensor residual;
+    if (reduce.share_of_loss && bucket_.keeps_losses) {
+      residual = at::zeros({static_cast<int64_t>(reduce.outs.size()) * reduce.num_values},
+                           bucket_.residuals.front().options());
+    } else if (!reduce.share_of_loss && bucket_.residual_of_sums.defined()) {
+      residual = bucket_.residual_of_sums.narrow(0, reduce.values.place, reduce.num_values);
+    }
+    for (size_t part = 0; part < reduce.outs.size(); ++part) {
+      const int64_t first = static_cast<int64_t>(part) * reduce.num_values;
+      ReduceArgs args = bucket_.sum(address(from.offset + bytes_of(first, reduce.dtype)), reduce.dtype, reduce.num_rows,
+                                    from.stride, reduce.num_values, address(reduce.outs[part]),
+                                    reduce.seed + 2 * static_cast<uint64_t>(first), reduce.share);
+      args.residual = residual.defined() ? residual.narrow(0, first, reduce.num_values).data_ptr() : nullptr;
+      encode_sum(args);
+    }
+    if (reduce.share_of_loss && residual.defined()) {
+      bucket_.add_to_residuals(residual, reduce.values, *reduce.share_of_loss);
+    }
+  }
+
+  // No pass leads from one 16-bit type to another wire at once.
+  void encode_sum(ReduceArgs args) const {
+    at::Tensor unencoded;
+    if (args.wire_dtype != args.out_dtype && size_of(args.wire_dtype) < size_of(DType::kFloat32)) {
+      unencoded = at::empty({args.numel}, memory_.options().dtype(at::kFloat));
+      ReduceArgs sum = args;
+      sum.out = unencoded.data_ptr();
+      sum.out_dtype = DType::kFloat32;
+      sum.residual = nullptr;
+      run_reduce(sum, bucket_.device);
+      args.wire = sum.out;
+      args.wire_dtype = sum.out_dtype;
+      args.num_wires = 1;
+      args.multiplier = 1.0;
+    }
+    run_reduce(args, bucket_.device);
+  }
+
+  // ---- extras, at the end of rows ----
+
+  void put_extras(const Phase& phase) const {
+    if (extras_.defined()) {
+      phase.for_own_rows([&](const Rows& rows, int64_t first, int64_t count) {
+        put_values(extras_, memory_, rows.begin(first) + rows.length - extra_bytes(), rows.stride, count);
+      });
+    }
+  }
+
+  void sum_extras(const Rows& rows, int64_t count) {
+    if (!extras_.defined()) {
+      return;
+    }
+    const at::Tensor sums = at::empty_like(extras_);
+    run_reduce({address(rows.offset + rows.length - extra_bytes()), count, rows.stride, sums.numel(), DType::kFloat32,
+                DType::kFloat32, sums.data_ptr(), DType::kFloat32, /*multiplier=*/1.0,
+                /*limit=*/std::numeric_limits<double>::infinity(), /*bucket_scale=*/nullptr, /*residual=*/nullptr},
+               bucket_.device);
+    extras_ = sums;
+  }
+
+  // ---- the end ----
+
+  void receive(const std::function<void()>& on_reduced) override {
+    for (Piece& piece : plan_.pieces) {
+      wait_for_rows(piece.phases.back());
+      if (piece.turn.is_last) {
+        sum_extras(plan_.extras, plan_.num_extras);
+        on_reduced();
+      }
+      unpack(piece);
+    }
+    if (extras_.defined()) {
+      const int64_t num_flags = bucket_.extras.flags.defined() ? bucket_.extras.flags.numel() : 0;
+      sums_of_extras_ = {extras_.narrow(0, 0, num_flags), extras_.narrow(0, num_flags, extras_.numel() - num_flags)};
+    }
+    for (const Piece& piece : plan_.pieces) {
+      for (const Phase& phase : piece.phases) {
+        phase.transfer->wait_until_sent();
+      }
+    }
+    plan_.team->have_read();
+    use_.reset();
+  }
+
+  void unpack(const Piece& piece) const {
+    std::vector<Segment> to;
+    if (plan_.output.defined()) {
+      void* const part = advance(plan_.output.data_ptr(), piece.begin * size_of(bucket_.grad_dtype));
+      to = {{part, piece.end - piece.begin, /*offset=*/0}};
+    } else {
+      to = bucket_.cut(piece.unpacked);
+    }
+    bucket_.unpack(to, address(piece.wires.offset), plan_.num_wires, piece.wires.stride, piece.turn, plan_.factor);
+  }
+
+  // Made on backward's stream or beside it.
+  void use_memory() const override {
+    use_on_current_stream(memory_);
+    use_on_current_stream(extras_);
+  }
+
+  void give_up() override { plan_.team->give_up(); }
+
+  Plan plan_;
+  at::Tensor extras_;  // flags, then riders, and then their sums; undefined where there are none
+  at::Tensor memory_;
+  std::shared_ptr<void> use_;  // of the memory
+};
+
+}  // namespace
+
+std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, SumBuffers& buffers) {
+  return std::make_unique<PlannedSum>(std::move(plan), std::move(bucket), buffers);
+}
+
+}  // namespace fastsync
