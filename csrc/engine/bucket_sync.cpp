@@ -28,20 +28,6 @@ const Compression& compression_for(const Schedule& schedule, int64_t step, int64
   return schedule.at(step, numel);
 }
 
-std::string who_is_missing(Whereabouts& whereabouts) {
-  const std::string told = whereabouts.roll_call();
-  const auto says = [&](const char* text) { return told.find(text) != std::string::npos; };
-  if (!says(": in no sync") && !says("has let go of its engines") && !says(": no answer")) {
-    return told;
-  }
-  const char* const join = says("of the engine of parameter") ? "with sync.join():"
-                           : says("of a DDP hook")            ? "with Join([ddp_model]):"
-                                                              : nullptr;
-  return join == nullptr ? told
-                         : c10::str(told, ". Where ranks have different numbers of batches, put the training loop ",
-                                    "inside `", join, "`");
-}
-
 namespace {
 
 int64_t numel_of(const std::vector<at::Tensor>& tensors) {
@@ -54,58 +40,66 @@ int64_t numel_of(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-// What goes wrong on the way is the world's doing: said with bucket and rank, why, and who is missing.
-struct BucketSync::Failure {
-  std::string beginning;
-  std::shared_ptr<Whereabouts> whereabouts;
+// ---- one sum under way ----------------------------------------------------------------------------------------------
 
-  [[noreturn]] void raise(const std::string& why) const {
-    TORCH_CHECK(false, beginning, why, who_is_missing(*whereabouts));
+BucketWork::~BucketWork() {
+  if (sum_) {
+    BucketSum::abandon(std::move(sum_));
   }
+}
 
-  template <class Call>
-  void guard(const Call& call) const {
-    try {
-      call();
-    } catch (const c10::ValueError&) {
-      throw;
-    } catch (const c10::Error& error) {
-      raise(error.what_without_backtrace());
-    } catch (const std::exception& error) {
-      raise(error.what());
+void BucketWork::check_sent() const {
+  guard(*failure_, *whereabouts_, [&] { sum_->check_sent(); });
+}
+
+// Whoever comes late finds nothing, and holds nothing.
+void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress) {
+  if (work->sum_->needs_driving()) {
+    progress.post(work->sum_->bucket().device, [weak = std::weak_ptr(work)] {
+      if (const auto driven = weak.lock()) {
+        driven->sum_->drive();
+      }
+    });
+  }
+}
+
+void BucketWork::receive() {
+  guard(*failure_, *whereabouts_, [&] {
+    sum_->finish([&] { stopwatch_->mark(Mark::kReduced); });
+    if (copies_) {
+      copies_->bring_back();
     }
+  });
+  totals_->wire_bytes.add(sum_->sent_bytes());
+  stopwatch_->mark(Mark::kDone);
+  if (ends_step_) {
+    whereabouts_->rest();
   }
-};
-
-struct BucketSync::Flight {
-  Flight() = default;
-  Flight(const Flight&) = delete;
-  Flight& operator=(const Flight&) = delete;
-  ~Flight() {
-    if (sum) {
-      BucketSum::abandon(std::move(sum));
-    }
+  if (on_flags_ && sum_->bucket().extras.flags.defined()) {
+    on_flags_(sum_->extras().flags);
   }
+}
 
-  std::unique_ptr<BucketSum> sum;
-  OnFlags on_flags;
-  std::shared_ptr<const Failure> failure;
-  bool ends_step = false;
-  std::shared_ptr<Stopwatch> stopwatch;
-  std::shared_ptr<BucketTotals> totals;
-  std::shared_ptr<const HostCopies> copies;  // null where gradients stay where they are
-};
+void BucketWork::discard() {
+  sum_->bucket().redirect();
+  copies_.reset();
+  receive();
+}
+
+// ---- send -----------------------------------------------------------------------------------------------------------
 
 BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
-                       std::shared_ptr<Whereabouts> whereabouts)
-    : device_of_gradients_(device),
+                       std::shared_ptr<Whereabouts> whereabouts, std::vector<ParameterId> of_parameters,
+                       std::shared_ptr<Agreement> agreed)
+    : parameters(std::move(of_parameters)),
+      agreement(std::move(agreed)),
+      device_of_gradients_(device),
       device_(device_of_sums(*group, device)),
-      team_(make_team(std::move(group), device_)),
-      may_share_(team_->sends_at_once() && team_->size() > 1),
-      failure_(std::make_shared<const Failure>(
-          c10::str("fastsync: averaging ", name, " failed on rank ", team_->rank(), " of ", team_->size(), ": "),
-          std::move(whereabouts))),
-      feedback_(team_->size()),
+      teams_(std::move(group), device_),
+      failure_(std::make_shared<const std::string>(c10::str("fastsync: averaging ", name, " failed on rank ",
+                                                            teams_.all()->rank(), " of ", teams_.all()->size(), ": "))),
+      whereabouts_(std::move(whereabouts)),
+      feedback_(teams_.all()->size()),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
       workspace_(new_workspace(device_)) {
   totals_->kernels = kernels_on(device_.type());
@@ -115,7 +109,7 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
 // ends the group waits for the thread, torch's Reducer with the GIL: so until then it does not end.
 BucketSync::~BucketSync() {
   if (newest_ && !newest_->expired() && device_.is_cpu() && getpid() == process_id_) {
-    wait_in_background([group = team_->group(), newest = std::move(*newest_)] {
+    wait_in_background([group = teams_.all()->group(), newest = std::move(*newest_)] {
       while (!newest.expired()) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
@@ -123,26 +117,53 @@ BucketSync::~BucketSync() {
   }
 }
 
-// ---- send -----------------------------------------------------------------------------------------------------------
-
-std::shared_ptr<BucketSync::Flight> BucketSync::send(std::vector<at::Tensor> grads, const Sync& sync,
-                                                     std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
-                                                     const std::vector<bool>& stand_in) {
-  const WithoutPythonObjects without_python;
-  return start(bucket_of(std::move(grads), sync), sync, std::move(stopwatch), extras, stand_in,
-               /*is_for_future=*/false);
+std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, const Sync& sync,
+                                             std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                             const std::vector<bool>& stand_in) {
+  return start(std::move(grads), sync, std::move(stopwatch), extras, stand_in, /*is_for_future=*/false);
 }
 
-std::shared_ptr<BucketSync::Flight> BucketSync::send_by(const MakeSum& make, at::Tensor values, const Sync& sync,
-                                                        std::shared_ptr<Stopwatch> stopwatch) {
-  TORCH_CHECK_VALUE(!is_elsewhere(), "fastsync: the gradients are on ", device_of_gradients_, ", where the process ",
-                    "group does not work, and a reduce-scatter is not taken to the host; use NCCL");
+std::shared_ptr<BucketWork> BucketSync::start(std::vector<at::Tensor> grads, const Sync& sync,
+                                              std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                              const std::vector<bool>& stand_in, bool is_for_future) {
   const WithoutPythonObjects without_python;
-  return start(bucket_of({std::move(values)}, sync), sync, std::move(stopwatch), {}, {}, /*is_for_future=*/false, make);
+  Bucket bucket = bucket_of(std::move(grads), sync);
+  bucket.extras = extras;
+  whereabouts_->average(sync.step);
+  if (needs_scale(sync.compression)) {
+    agree_on_scale(bucket);
+  } else if (sync.compression.wire != Wire::kFloat16) {
+    scale_.reset();  // it does not follow the gradients while another wire is in use
+  }
+  guard([&] { share_memory(bucket, sync); });
+  stopwatch->mark(Mark::kStart);
+  bucket.scale = scale_;
+  bucket.rounding = rounding_of(sync);
+  bucket.step = bucket.rounding.is_stochastic ? counter_ : at::Tensor();
+  totals_->elements = numel_of(bucket.grads);
+  totals_->num_syncs += 1;
+  auto work = std::make_shared<BucketWork>();
+  guard([&] {
+    auto sum = sync.scatter ? make_scatter(std::move(bucket), sync) : make_sum(std::move(bucket), sync, is_for_future);
+    const bool error_feedback = sync.compression.error_feedback;
+    feedback_.lend(sum->bucket(), error_feedback, error_feedback ? sum->owned() : Owned(), stand_in);
+    sum->send();
+    work->sum_ = std::move(sum);
+  });
+  stopwatch->mark(Mark::kSent);
+  work->failure_ = failure_;
+  work->whereabouts_ = whereabouts_;
+  work->ends_step_ = sync.ends_step;
+  work->stopwatch_ = std::move(stopwatch);
+  work->totals_ = totals_;
+  work->copies_ = std::exchange(copies_, nullptr);
+  return work;
 }
 
 Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) {
   if (is_elsewhere()) {
+    TORCH_CHECK_VALUE(!sync.scatter, "fastsync: the gradients are on ", device_of_gradients_, ", where the process ",
+                      "group does not work, and a reduce-scatter is not taken to the host; use NCCL");
     copies_ = std::make_shared<const HostCopies>(grads, host_memory_);
     grads = copies_->on_host();
   }
@@ -152,7 +173,7 @@ Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) {
   bucket.mean_factor = mean_factor_;
   bucket.weight = sync.weight;
   if (sync.is_weighted_mean) {  // one rank may count for almost all of the mean, so more than it may not travel
-    bucket.multiplier = 1.0 / static_cast<double>(team_->size());
+    bucket.multiplier = 1.0 / static_cast<double>(teams_.all()->size());
     bucket.rows_add_up = true;
   }
   bucket.stats = stats_;
@@ -160,106 +181,69 @@ Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) {
   return bucket;
 }
 
-std::shared_ptr<BucketSync::Flight> BucketSync::start(Bucket bucket, const Sync& sync,
-                                                      std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
-                                                      const std::vector<bool>& stand_in, bool is_for_future,
-                                                      const MakeSum& make) {
-  bucket.extras = extras;
-  failure_->whereabouts->average(sync.step);
-  if (needs_scale(sync.compression)) {
-    agree_on_scale(bucket);
-  } else if (sync.compression.wire != Wire::kFloat16) {
-    scale_.reset();  // it does not follow the gradients while another wire is in use
-  }
-  if (!make) {
-    failure_->guard([&] { share_memory(bucket, sync.compression); });
-  }
-  stopwatch->mark(Mark::kStart);
-  bucket.scale = scale_;
-  bucket.rounding = rounding_of(sync);
-  bucket.step = bucket.rounding.is_stochastic ? counter_ : at::Tensor();
-  totals_->elements = numel_of(bucket.grads);
-  totals_->num_syncs += 1;
-  auto flight = std::make_shared<Flight>();
-  failure_->guard([&] {
-    auto sum = make ? make(std::move(bucket)) : make_sum(std::move(bucket), sync, is_for_future);
-    const bool error_feedback = sync.compression.error_feedback;
-    feedback_.lend(sum->bucket(), error_feedback, error_feedback ? sum->owned() : Owned(), stand_in);
-    sum->send();
-    flight->sum = std::move(sum);
-    if (flight->sum->failed_to_send()) {
-      buffers_.layout.clear();  // beside the gradients there are no zeros any more
-    }
-  });
-  stopwatch->mark(Mark::kSent);
-  flight->failure = failure_;
-  flight->ends_step = sync.ends_step;
-  flight->stopwatch = std::move(stopwatch);
-  flight->totals = totals_;
-  flight->copies = std::exchange(copies_, nullptr);
-  return flight;
-}
-
-// Once, for whatever the bucket travels as, or anew where it takes more: all ranks do so in the same sync.
-void BucketSync::share_memory(const Bucket& bucket, const Compression& compression) {
-  if (!may_share_) {
+// For whatever the bucket travels as. All ranks do so in the same sync.
+void BucketSync::share_memory(const Bucket& bucket, const Sync& sync) {
+  Teams& teams = sync.scatter ? sync.scatter->teams : teams_;
+  const Levels& hosts = teams.hosts();
+  const bool is_across_hosts = hosts.num_nodes > 1;
+  if (is_across_hosts && sync.scatter) {
+    totals_->why_not_shared = c10::str("its ranks are on ", hosts.num_nodes, " hosts");
     return;
   }
-  if (!host_) {
-    host_ = Host::of(team_->group());
-    hosts_ = host_->hosts().empty() ? Levels() : levels_of(*team_, host_->hosts());
-  }
-  const int64_t stamp = 2 * team_->size() * static_cast<int64_t>(sizeof(float));  // which not every sync has room for
-  const int64_t bytes =
-      stamp + (hosts_.num_nodes > 1 ? most_bytes(bucket, hosts_, adds_hosts_at_once(bucket, compression))
-                                    : most_bytes(bucket, team_->size()));
-  if (shared_ && bytes - stamp <= shared_->region_bytes()) {
-    return;
-  }
-  shared_buffers_ = {};
-  hosts_.node.reset();
-  shared_.reset();
-  shared_ = SharedTeam::make(team_->group(), host_, round_up(bytes, kRegionAlignment), totals_->why_not_shared);
-  may_share_ = shared_ != nullptr;
-  hosts_.node = shared_;
+  teams.make_room(is_across_hosts ? most_bytes(bucket, hosts, adds_hosts_at_once(bucket, sync.compression))
+                                  : most_bytes(bucket, teams.all()->size()));
+  totals_->why_not_shared = teams.why_not_shared();
 }
 
 // Between hosts.
 bool BucketSync::adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const {
   const int64_t numel = numel_of(bucket.grads);
-  return rank_sum_for(compression, bucket.grad_dtype, numel, hosts_.num_nodes) == Algorithm::kOneShot;
+  return rank_sum_for(compression, bucket.grad_dtype, numel, teams_.num_hosts()) == Algorithm::kOneShot;
 }
 
 // Whoever names all_reduce means the process group, and whoever names nodes those, which may be the hosts.
 std::shared_ptr<Team> BucketSync::team_for(const Compression& compression) const {
-  if (!shared_ || compression.algorithm == Algorithm::kAllReduce) {
-    return team_;
+  if (!teams_.shared() || compression.algorithm == Algorithm::kAllReduce) {
+    return teams_.all();
   }
   const int64_t ranks_per_node = compression.ranks_per_node;
-  return ranks_per_node == 1 || host_->hosts() == nodes_of(ranks_per_node, team_->size()) ? shared_ : team_;
+  return ranks_per_node == 1 || teams_.hosts_have(ranks_per_node) ? teams_.shared() : teams_.all();
 }
 
 std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync, bool is_for_future) {
   const auto team = team_for(sync.compression);
-  SumBuffers& buffers = team == team_ ? buffers_ : shared_buffers_;
+  at::Tensor& memory = teams_.memory_of(*team);
   totals_->shares_memory = team->shares_memory();
-  totals_->num_hosts = hosts_.num_nodes;
+  totals_->num_hosts = teams_.num_hosts();
   team->begin(sync.attempt);
-  const bool is_across_hosts = team->size() < team_->size();
+  const bool is_across_hosts = team->size() < teams_.all()->size();
   const auto algorithm = is_across_hosts ? Algorithm::kTwoLevel
                                          : algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team);
   if (algorithm == Algorithm::kAllReduce) {
-    return all_reduce_sum(team, std::move(bucket), buffers, is_for_future);
+    return all_reduce_sum(team, std::move(bucket), memory, is_for_future);
   }
   Plan plan = [&] {
     if (algorithm != Algorithm::kTwoLevel) {
       return (algorithm == Algorithm::kOneShot ? one_shot : two_shot)(team, sync.tag, bucket);
     }
     const Levels levels =
-        is_across_hosts ? hosts_ : levels_of(*team, nodes_of(sync.compression.ranks_per_node, team->size()));
+        is_across_hosts ? teams_.hosts() : levels_of(*team, nodes_of(sync.compression.ranks_per_node, team->size()));
     return two_level(levels, sync.tag, is_across_hosts && adds_hosts_at_once(bucket, sync.compression), bucket);
   }();
-  return planned_sum(std::move(plan), std::move(bucket), buffers);
+  return planned_sum(std::move(plan), std::move(bucket), memory);
+}
+
+std::unique_ptr<BucketSum> BucketSync::make_scatter(Bucket bucket, const Sync& sync) const {
+  auto& [output, factor, teams, memory] = *sync.scatter;
+  const auto& shared = teams.shared();
+  const std::shared_ptr<Team> team = shared ? shared : teams.all();
+  totals_->shares_memory = shared != nullptr;
+  team->begin(sync.attempt);
+  if (shared) {
+    shared->announce(agreement->number);
+  }
+  Plan plan = reduce_scatter(team, sync.tag, bucket, output, factor);
+  return planned_sum(std::move(plan), std::move(bucket), shared ? teams.memory_of(*team) : memory);
 }
 
 bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const {
@@ -284,88 +268,39 @@ Rounding BucketSync::rounding_of(const Sync& sync) {
     counter_.fill_(sync.step);
   }
   next_counted_ = sync.step + 1;
-  const uint64_t seed = fingerprint(c10::str(sync.index, " ", team_->rank()));
+  const uint64_t seed = fingerprint(c10::str(sync.index, " ", teams_.all()->rank()));
   return {/*is_stochastic=*/true, seed, counter_.const_data_ptr<int64_t>()};
-}
-
-// ---- receive --------------------------------------------------------------------------------------------------------
-
-void BucketSync::check_sent(const Flight& flight) {
-  flight.failure->guard([&] { flight.sum->check_sent(); });
-}
-
-// Whoever comes late finds nothing, and holds nothing.
-void BucketSync::drive_later(const std::shared_ptr<Flight>& flight, Strand& strand) const {
-  if (flight->sum->needs_driving()) {
-    strand.post(device_, [weak = std::weak_ptr(flight)] {
-      if (const auto driven = weak.lock()) {
-        driven->sum->drive();
-      }
-    });
-  }
-}
-
-void BucketSync::receive(Flight& flight) {
-  flight.failure->guard([&] {
-    flight.sum->finish([&] { flight.stopwatch->mark(Mark::kReduced); });
-    if (flight.copies) {
-      flight.copies->bring_back();
-    }
-  });
-  flight.totals->wire_bytes.add(flight.sum->sent_bytes());
-  flight.stopwatch->mark(Mark::kDone);
-  if (flight.ends_step) {
-    flight.failure->whereabouts->rest();
-  }
-  if (flight.on_flags && flight.sum->bucket().extras.flags.defined()) {
-    flight.on_flags(flight.sum->extras().flags);
-  }
-}
-
-bool BucketSync::has_error_feedback(const Flight& flight) { return flight.sum->bucket().keeps_losses; }
-
-const Extras& BucketSync::extras(const Flight& flight) { return flight.sum->extras(); }
-
-void BucketSync::discard(Flight& flight) {
-  Bucket& bucket = flight.sum->bucket();
-  std::vector<at::Tensor> nowhere;
-  for (const at::Tensor& grad : bucket.grads) {
-    nowhere.push_back(at::empty_like(grad));
-  }
-  bucket.redirect(std::move(nowhere));
-  flight.copies.reset();
-  receive(flight);
 }
 
 // With the thread's state, for without it a profiler would not see what happens on another thread.
 c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vector<at::Tensor> grads, const Sync& sync,
-                                            std::shared_ptr<Stopwatch> stopwatch, Strand& strand, const Extras& extras,
-                                            OnFlags on_flags, std::function<void()>* rest) {
+                                            std::shared_ptr<Stopwatch> stopwatch, ProgressThread& progress,
+                                            const Extras& extras, OnFlags on_flags, std::function<void()>* rest) {
   const WithoutPythonObjects without_python;
-  const auto flight = start(bucket_of(std::move(grads), sync), sync, std::move(stopwatch), extras, {},
-                            /*is_for_future=*/!is_elsewhere());
-  flight->on_flags = std::move(on_flags);
-  if (const auto over = is_elsewhere() ? Reduction::Future() : flight->sum->when_over()) {
+  const auto work = start(std::move(grads), sync, std::move(stopwatch), extras, {},
+                          /*is_for_future=*/!is_elsewhere());
+  work->on_flags_ = std::move(on_flags);
+  if (const auto over = is_elsewhere() ? Reduction::Future() : work->sum_->when_over()) {
     newest_.emplace(over);
-    return over->then(at::wrapPropagateTLSState([flight, buffer, sender = std::this_thread::get_id()](Future& reduced) {
+    return over->then(at::wrapPropagateTLSState([work, buffer, sender = std::this_thread::get_id()](Future& reduced) {
                         if (reduced.hasError()) {
-                          flight->failure->raise(reduced.tryRetrieveErrorMessage());
+                          raise_failure(*work->failure_, reduced.tryRetrieveErrorMessage(), *work->whereabouts_);
                         }
                         std::optional<SingleThreaded> beside_backward;
                         if (std::this_thread::get_id() != sender) {
                           beside_backward.emplace();
                         }
                         // The backend keeps the wire until somebody has waited for the work itself.
-                        receive(*flight);
+                        work->receive();
                         return c10::IValue(buffer);
                       }),
                       c10::TensorType::get());
   }
   auto future = make_future(device_of_gradients_);
-  auto complete = [flight, buffer, future] {
+  auto complete = [work, buffer, future] {
     try {
-      receive(*flight);
-      check_sent(*flight);
+      work->receive();
+      work->check_sent();
     } catch (...) {
       future->setError(std::current_exception());
       return;
@@ -376,10 +311,10 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
     *rest = std::move(complete);
     return future;
   }
-  if (flight->sum->needs_driving()) {
-    strand.post(device_, at::wrapPropagateTLSState([flight] { flight->sum->drive(); }), /*is_urgent=*/true);
+  if (work->sum_->needs_driving()) {
+    progress.post(device_, at::wrapPropagateTLSState([work] { work->sum_->drive(); }), /*is_urgent=*/true);
   }
-  strand.post(device_, at::wrapPropagateTLSState(std::move(complete)));
+  progress.post(device_, at::wrapPropagateTLSState(std::move(complete)));
   return future;
 }
 
@@ -401,7 +336,7 @@ void BucketSync::agree_on_scale(const Bucket& bucket) {
   if (bucket.weight.defined()) {
     largest.mul_(bucket.weight);
   }
-  failure_->guard([&] { team_->all_reduce({largest}, c10d::ReduceOp::MAX)->wait_for_rows(); });
+  guard([&] { teams_.all()->all_reduce({largest}, c10d::ReduceOp::MAX)->wait_for_rows(); });
   const at::Tensor otherwise =
       scale_.defined() ? scale_ : at::ones({1}, at::TensorOptions().dtype(at::kFloat).device(device_));
   scale_ = at::where(largest > 0, aten::power_of_two(aten::scale_exponent_for(largest)), otherwise);

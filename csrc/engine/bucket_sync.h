@@ -1,6 +1,5 @@
-// One bucket's way: which sum it takes, with the buffers, the scale, the residuals, the statistics and the timing it
-// needs. The DDP hook and every other way in hand their buckets to this class, so numerics and errors are the same
-// code.
+// A bucket: what it keeps from step to step (scale, residuals, statistics, totals, teams), and one sum of it under way.
+// All entry points hand their gradients to this class, so numerics and errors are the same code.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,20 +14,38 @@
 #include <vector>
 
 #include "engine/compression.h"
+#include "engine/failure.h"
 #include "engine/host_copies.h"
+#include "engine/saved_state.h"
+#include "engine/step_check.h"
 #include "engine/sync_times.h"
 #include "sums/bucket_sum.h"
 #include "sums/error_feedback.h"
-#include "transport/levels.h"
-#include "transport/roll_call.h"
-#include "transport/shared_team.h"
-#include "transport/strand.h"
-#include "transport/team.h"
+#include "transport/progress_thread.h"
+#include "transport/teams.h"
 
 namespace fastsync {
 
+// What the ranks have agreed on, of a whole engine or of one bucket, and whether what meets since belongs together.
+struct Agreement {
+  Agreement(const c10d::ProcessGroup& group, std::string what) : step_check(group, std::move(what)) {}
+
+  StepCheck step_check;
+  std::shared_ptr<const Schedule> schedule;  // null until they have
+  int64_t version = 0;                       // of the settings
+  int64_t number = -1;                       // from check_agreement
+};
+
 // One sync of a bucket: how, and what it has in common with its counterparts on other ranks.
 struct Sync {
+  // Where a reduce-scatter goes, with teams and memory that several buckets share, one after the other.
+  struct Scatter {
+    at::Tensor output;
+    double factor;
+    Teams& teams;
+    at::Tensor& memory;  // where ranks do not share theirs
+  };
+
   Compression compression;
   int64_t step = 0;               // this and the next are what the rounding follows
   int64_t index = 0;              // of the bucket
@@ -37,6 +54,7 @@ struct Sync {
   int64_t attempt = 0;            // the same where one step is sent twice, because it failed; 0: each is another
   bool is_weighted_mean = false;  // on all ranks
   at::Tensor weight = {};         // see Bucket
+  const Scatter* scatter = nullptr;
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -51,69 +69,78 @@ inline int first_tag(int64_t number) {
   return static_cast<int>(1 << 30 | (number % (1 << 16)) * kMaxBuckets * kTagsPerBucket);
 }
 
-// For the error of a wait that failed: where the ranks are, and what helps where some have no more batches.
-std::string who_is_missing(Whereabouts& whereabouts);
+// One sum of a bucket under way, from send until receive or discard. Where it is destroyed before that, it keeps no
+// rank waiting.
+class BucketWork {
+ public:
+  ~BucketWork();
+
+  // Throws what went wrong in send once others had to expect the bucket: it goes to them as nan, and is to be received
+  // or discarded as any other.
+  void check_sent() const;
+
+  // Has the progress thread do what can be done before receive, if there is anything; else receive does it, whatever
+  // comes first.
+  static void drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress);
+
+  // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
+  void receive();
+  // As receive, except that the averages go nowhere. The scale moves on as it does on other ranks.
+  void discard();
+
+  bool has_error_feedback() const { return sum_->bucket().keeps_losses; }
+  // The extras' sums, after receive. They may lie in memory that the bucket's next sum writes to.
+  const Extras& extras() const { return sum_->extras(); }
+
+ private:
+  friend class BucketSync;
+
+  std::unique_ptr<BucketSum> sum_;
+  std::function<void(const at::Tensor& flags)> on_flags_;
+  std::shared_ptr<const std::string> failure_;
+  std::shared_ptr<Whereabouts> whereabouts_;
+  bool ends_step_ = false;
+  std::shared_ptr<Stopwatch> stopwatch_;
+  std::shared_ptr<BucketTotals> totals_;
+  std::shared_ptr<const HostCopies> copies_;  // null where gradients stay where they are
+};
 
 class BucketSync {
  public:
   // It notes where the engine stands.
   BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
-             std::shared_ptr<Whereabouts> whereabouts);
+             std::shared_ptr<Whereabouts> whereabouts, std::vector<ParameterId> parameters,
+             std::shared_ptr<Agreement> agreement);
   ~BucketSync();
+
+  const std::vector<ParameterId> parameters;
+  const std::shared_ptr<Agreement> agreement;
 
   // From now on the result is the mean times this.
   void set_mean_factor(double factor) { mean_factor_ = factor; }
 
-  // What is on its way between send and receive. One that goes before it was received keeps no rank waiting.
-  struct Flight;
-
   // Packs the gradients and sends them. They are dense, contiguous, of one supported dtype and on the bucket's device,
-  // the same on every rank. Those that stand in for none take no part in error feedback. One flight at a time. Marks
-  // every moment on the stopwatch.
-  std::shared_ptr<Flight> send(std::vector<at::Tensor> grads, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
-                               const Extras& extras = {}, const std::vector<bool>& stand_in = {});
+  // the same on every rank. Those that stand in for none take no part in error feedback. One sum at a time. Marks every
+  // moment on the stopwatch.
+  std::shared_ptr<BucketWork> send(std::vector<at::Tensor> grads, const Sync& sync,
+                                   std::shared_ptr<Stopwatch> stopwatch, const Extras& extras = {},
+                                   const std::vector<bool>& stand_in = {});
 
-  // As send, by a sum that the caller makes, with memory and a team of the caller's.
-  using MakeSum = std::function<std::unique_ptr<BucketSum>(Bucket)>;
-  std::shared_ptr<Flight> send_by(const MakeSum& make, at::Tensor values, const Sync& sync,
-                                  std::shared_ptr<Stopwatch> stopwatch);
-
-  // Throws what went wrong in send once others had to expect the bucket: it goes to them as nan, and is to be received
-  // or discarded as any other.
-  static void check_sent(const Flight& flight);
-
-  // Has the strand do what can be done before receive, if there is anything; else receive does it, whatever comes
-  // first.
-  void drive_later(const std::shared_ptr<Flight>& flight, Strand& strand) const;
-
-  // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
-  static void receive(Flight& flight);
-
-  static bool has_error_feedback(const Flight& flight);
-
-  // The extras' sums, after receive. They may lie in memory that the bucket's next send writes to.
-  static const Extras& extras(const Flight& flight);
-
-  // As receive, except that the averages go nowhere. The scale moves on as it does on other ranks.
-  static void discard(Flight& flight);
-
-  // send, and receive when the group is done, on the thread that says so or on the strand. A single gradient
+  // send, and receive when the group is done, on the thread that says so or on the progress thread. A single gradient
   // of the wire's dtype may be its own wire, so nothing else may use its memory meanwhile; extras then take a
   // collective of their own, elsewhere there is room beside the gradients. What is called with the sums of the flags
   // may throw. The future's value is the buffer. Of a bucket that is a whole step, which backward hides nothing of, the
   // caller may be given what is left to do: to be called without a lock, on this thread.
   using OnFlags = std::function<void(const at::Tensor& flags)>;
   c10::intrusive_ptr<c10::ivalue::Future> sync(const at::Tensor& buffer, std::vector<at::Tensor> grads,
-                                               const Sync& sync, std::shared_ptr<Stopwatch> stopwatch, Strand& strand,
-                                               const Extras& extras = {}, OnFlags on_flags = nullptr,
-                                               std::function<void()>* rest = nullptr);
+                                               const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
+                                               ProgressThread& progress, const Extras& extras = {},
+                                               OnFlags on_flags = nullptr, std::function<void()>* rest = nullptr);
   bool has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const;
 
   // Whether send waits for the other ranks, to share memory with them, or to agree on the first fp16 scale, or on one
   // after a step that says nothing of how large gradients are.
-  bool waits_to_send(const Compression& compression) const {
-    return (may_share_ && !shared_) || needs_scale(compression);
-  }
+  bool waits_to_send(const Compression& compression) const { return teams_.may_share() || needs_scale(compression); }
 
   // Where sums, statistics, scales and residuals are, and extras have to be: that of the gradients, or the host where
   // the process group does not work there. See HostCopies.
@@ -126,7 +153,6 @@ class BucketSync {
   void set_scale(at::Tensor scale) { scale_ = std::move(scale); }
 
   ErrorFeedback& feedback() { return feedback_; }
-  const ErrorFeedback& feedback() const { return feedback_; }
 
   // The statistics are of these gradients alone, but for the largest magnitude, which the scale has followed.
   void measure(const std::vector<at::Tensor>& grads);
@@ -139,36 +165,31 @@ class BucketSync {
 
  private:
   bool is_elsewhere() const { return device_ != device_of_gradients_; }
-  Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync);
-  std::shared_ptr<Flight> start(Bucket bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
-                                const Extras& extras, const std::vector<bool>& stand_in, bool is_for_future,
-                                const MakeSum& make = nullptr);
   bool needs_scale(const Compression& compression) const {
     return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
   }
-  void share_memory(const Bucket& bucket, const Compression& compression);
+  std::shared_ptr<BucketWork> start(std::vector<at::Tensor> grads, const Sync& sync,
+                                    std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                    const std::vector<bool>& stand_in, bool is_for_future);
+  Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync);
+  void share_memory(const Bucket& bucket, const Sync& sync);
   bool adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const;
   std::shared_ptr<Team> team_for(const Compression& compression) const;
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync, bool is_for_future);
+  std::unique_ptr<BucketSum> make_scatter(Bucket bucket, const Sync& sync) const;
   Rounding rounding_of(const Sync& sync);
   bool has_lost_scale() const;
   void agree_on_scale(const Bucket& bucket);
-
-  struct Failure;
+  void guard(const std::function<void()>& call) const { fastsync::guard(*failure_, *whereabouts_, call); }
 
   c10::Device device_of_gradients_;
   c10::Device device_;
-  std::shared_ptr<Team> team_;
-  std::shared_ptr<Host> host_;
-  std::shared_ptr<SharedTeam> shared_;  // those of this rank's host, where they share memory
-  Levels hosts_;                        // those, and their counterparts on other hosts
-  bool may_share_;                      // until a try has failed
+  Teams teams_;
   double mean_factor_ = 1.0;
-  std::shared_ptr<const Failure> failure_;
-  SumBuffers buffers_;  // this and the next: of the one team, and of the other
-  SumBuffers shared_buffers_;
+  std::shared_ptr<const std::string> failure_;  // the beginning of errors
+  std::shared_ptr<Whereabouts> whereabouts_;
   at::Tensor host_memory_;                    // this and the next: of gradients that are elsewhere
-  std::shared_ptr<const HostCopies> copies_;  // for the next flight
+  std::shared_ptr<const HostCopies> copies_;  // for the next sum
   ErrorFeedback feedback_;
   at::Tensor scale_;
   // int64 [1], the step that stochastic rounding follows. Unpacking adds one, so that after the newest sync it is the

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <iterator>
 #include <sstream>
-#include <unordered_set>
 
 #include "engine/backward.h"
 #include "passes/backend.h"
@@ -60,7 +59,9 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   const at::Tensor buffer = grad_bucket.getBuffer();
   std::function<void()> rest;
   std::unique_lock<std::mutex> lock(mutex_);
-  const std::shared_ptr<EngineBucket> bucket = find_or_add(grad_bucket);
+  // A bucket's index is no identity, because DDP regroups its buckets after the first backward, nor is its buffer,
+  // because hooks wrapped around this one hand over buffers of their own.
+  const auto bucket = find_or_add(grad_bucket.getParameters(), name_of(grad_bucket), buffer.device());
   // DDP sends its buckets in order. A backward that failed leaves the rest out.
   const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
   step_ += is_first ? 1 : 0;
@@ -84,14 +85,14 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   const Sync sync{compression_for(*schedule, step, buffer.numel(), buffer.device()), step,
                   static_cast<int64_t>(grad_bucket.getIndex()), first_tag(bucket->agreement->number),
                   grad_bucket.isLast()};
-  auto grads = gradients_of(grad_bucket, sync.compression, bucket->sync->feedback());
+  auto grads = gradients_of(grad_bucket, sync.compression, bucket->feedback());
   Extras extras;
   if (grad_bucket.isLast()) {
-    extras.flags = stamp(*bucket, grad_bucket.getParameters(), bucket->sync->has_room(grads, sync.compression));
+    extras.flags = stamp(*bucket, grad_bucket.getParameters(), bucket->has_room(grads, sync.compression));
   }
-  auto future = bucket->sync->sync(
-      buffer, std::move(grads), sync, stopwatch, strand_, extras,
-      [agreement = bucket->agreement](const at::Tensor& flags) { agreement->pairing.arrive(flags); },
+  auto future = bucket->sync(
+      buffer, std::move(grads), sync, stopwatch, progress_, extras,
+      [agreement = bucket->agreement](const at::Tensor& flags) { agreement->step_check.arrive(flags); },
       is_first && grad_bucket.isLast() ? &rest : nullptr);
   if (grad_bucket.isLast()) {
     end_step();
@@ -106,53 +107,25 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
 void HookState::note_update() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& bucket : known_buckets_) {
-    bucket->agreement->pairing.note_update();
+    bucket->agreement->step_check.note_update();
   }
 }
 
 // Undefined where none travels: alike on all ranks.
-at::Tensor HookState::stamp(EngineBucket& bucket, const std::vector<at::Tensor>& parameters, bool has_room) {
+at::Tensor HookState::stamp(BucketSync& bucket, const std::vector<at::Tensor>& parameters, bool has_room) {
   std::vector<uint32_t> versions;
   std::transform(parameters.begin(), parameters.end(), std::back_inserter(versions),
                  [](const at::Tensor& parameter) { return parameter._version(); });
   // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
   const bool has_gradients = current_graph_task() != kNoGraphTask;
-  const c10::Device device = bucket.sync->device();
-  Pairing& pairing = bucket.agreement->pairing;
-  pairing.begin_step(step_under_way(), std::move(versions), has_gradients);
-  const auto stamp = pairing.stamp(bucket.agreement->number, device, has_room);
+  const c10::Device device = bucket.device();
+  StepCheck& step_check = bucket.agreement->step_check;
+  step_check.begin_step(step_under_way(), std::move(versions), has_gradients);
+  const auto stamp = step_check.stamp(bucket.agreement->number, device, has_room);
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();
 }
 
-// A bucket is what is in it. Its index is no identity, because DDP regroups its buckets after the first backward, nor
-// is its buffer, because hooks wrapped around this one hand over buffers of their own.
-std::shared_ptr<EngineBucket> HookState::find_or_add(c10d::GradBucket& grad_bucket) {
-  const auto parameters = grad_bucket.getParameters();
-  const auto same = [](const ParameterId& id, const at::Tensor& parameter) {
-    return id._unsafe_get_target() == parameter.unsafeGetTensorImpl();
-  };
-  for (const auto& bucket : known_buckets_) {
-    const auto& ids = bucket->parameters;
-    if (std::equal(ids.begin(), ids.end(), parameters.begin(), parameters.end(), same)) {
-      return bucket;
-    }
-  }
-  std::vector<ParameterId> ids;
-  std::unordered_set<const c10::TensorImpl*> moved;
-  for (const at::Tensor& parameter : parameters) {
-    ids.emplace_back(parameter.getIntrusivePtr());
-    moved.insert(parameter.unsafeGetTensorImpl());
-  }
-  // A parameter is in one bucket: those that held one of these are no more, nor are those of models that are gone.
-  forget_buckets([&](const EngineBucket& bucket) {
-    return std::any_of(bucket.parameters.begin(), bucket.parameters.end(),
-                       [&](const ParameterId& id) { return id.expired() || moved.contains(id._unsafe_get_target()); });
-  });
-  auto agreement = std::make_shared<Agreement>(*group_, "DDP's " + name_of(grad_bucket));
-  return add_bucket(std::move(ids), std::move(agreement), name_of(grad_bucket), grad_bucket.getBuffer().device());
-}
-
-bool HookState::agree_on(EngineBucket& bucket, c10d::GradBucket& grad_bucket,
+bool HookState::agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
                          const std::shared_ptr<const Schedule>& schedule, bool in_first_step) {
   const int64_t step = step_under_way();
   const bool have_same_data =

@@ -16,7 +16,7 @@ namespace fastsync {
 
 // The buckets of a model, found again from step to step. Thread-safe. Models may share one, but then the statistics are
 // of whichever came last.
-class HookState : private EngineState {
+class HookState : public EngineState {
  public:
   explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group) : EngineState(std::move(group), "a DDP hook") {}
 
@@ -27,28 +27,19 @@ class HookState : private EngineState {
   // An optimizer has updated the parameters. From any thread.
   void note_update();
 
-  // Calls a method of the state, while nobody else does. The state's schedule is that of a hook registered with
-  // register_hook.
-  template <class Method, class... Args>
-  auto locked(Method method, Args&&... args) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return std::invoke(method, static_cast<EngineState&>(*this), std::forward<Args>(args)...);
-  }
-
  private:
-  std::shared_ptr<EngineBucket> find_or_add(c10d::GradBucket& grad_bucket);
-  at::Tensor stamp(EngineBucket& bucket, const std::vector<at::Tensor>& parameters, bool has_room);
-  bool agree_on(EngineBucket& bucket, c10d::GradBucket& grad_bucket, const std::shared_ptr<const Schedule>& schedule,
+  at::Tensor stamp(BucketSync& bucket, const std::vector<at::Tensor>& parameters, bool has_room);
+  bool agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket, const std::shared_ptr<const Schedule>& schedule,
                 bool in_first_step);
   int64_t step_under_way() { return step_ - 1; }
 
-  std::mutex mutex_;
   bool step_is_open_ = false;
   bool have_same_data_ = true;  // all buckets of the first step so far
   size_t last_index_ = 0;
 };
 
-// Makes the reducer hand every bucket to the state, from C++, without the GIL. A reducer takes one hook, once.
+// Makes the reducer hand every bucket to the state, to go by its schedule, from C++, without the GIL. A reducer takes
+// one hook, once.
 void register_hook(c10d::Reducer& reducer, std::shared_ptr<HookState> state);
 
 }  // namespace fastsync

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 #include "passes/backend.h"
@@ -93,49 +94,71 @@ void EngineState::warn_of_same_data() const {
 
 void EngineState::wait_for_ranks(const std::string& what, const std::function<void()>& call) {
   try {
-    call();
+    guard(c10::str("fastsync: ", what, " failed on rank ", group_->getRank(), " of ", group_->getSize(), ": "),
+          *whereabouts_, call);
   } catch (const c10::ValueError&) {
     whereabouts_->rest();
     throw;
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "fastsync: ", what, " failed on rank ", group_->getRank(), " of ", group_->getSize(), ": ",
-                error.what(), who_is_missing(*whereabouts_));
   }
 }
 
 // ---- buckets, and what is saved of them -------------------------------------------------------------------------
 
-std::shared_ptr<EngineBucket> EngineState::add_bucket(std::vector<ParameterId> parameters,
-                                                      std::shared_ptr<Agreement> agreement, const std::string& name,
-                                                      c10::Device device) {
-  auto sync = std::make_shared<BucketSync>(group_, name, device, whereabouts_);
-  sync->set_scale(saved_scales_.smallest_of(parameters, sync->device()));
-  sync->feedback().set_residuals(saved_residuals_.take(parameters, sync->device()));
+std::shared_ptr<BucketSync> EngineState::find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
+                                                     c10::Device device) {
+  const auto same = [](const ParameterId& id, const at::Tensor& parameter) {
+    return id._unsafe_get_target() == parameter.unsafeGetTensorImpl();
+  };
+  for (const auto& bucket : known_buckets_) {
+    const auto& ids = bucket->parameters;
+    if (std::equal(ids.begin(), ids.end(), parameters.begin(), parameters.end(), same)) {
+      return bucket;
+    }
+  }
+  std::vector<ParameterId> ids;
+  std::unordered_set<const c10::TensorImpl*> moved;
+  for (const at::Tensor& parameter : parameters) {
+    ids.emplace_back(parameter.getIntrusivePtr());
+    moved.insert(parameter.unsafeGetTensorImpl());
+  }
+  forget_buckets([&](const BucketSync& bucket) {
+    return std::any_of(bucket.parameters.begin(), bucket.parameters.end(),
+                       [&](const ParameterId& id) { return id.expired() || moved.contains(id._unsafe_get_target()); });
+  });
+  return add_bucket(std::move(ids), std::make_shared<Agreement>(*group_, name), name, device);
+}
+
+std::shared_ptr<BucketSync> EngineState::add_bucket(std::vector<ParameterId> parameters,
+                                                    std::shared_ptr<Agreement> agreement, const std::string& name,
+                                                    c10::Device device) {
   auto bucket =
-      std::make_shared<EngineBucket>(EngineBucket{std::move(parameters), std::move(agreement), std::move(sync)});
+      std::make_shared<BucketSync>(group_, name, device, whereabouts_, std::move(parameters), std::move(agreement));
+  bucket->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->device()));
+  bucket->feedback().set_residuals(saved_residuals_.take(bucket->parameters, bucket->device()));
   known_buckets_.push_back(bucket);
   return bucket;
 }
 
-void EngineState::forget_buckets(const std::function<bool(const EngineBucket&)>& which) {
+void EngineState::forget_buckets(const std::function<bool(const BucketSync&)>& which) {
   const auto is_forgotten = [&](const auto& bucket) { return which(*bucket); };
   std::erase_if(newest_buckets_, is_forgotten);
   saved_scales_.forget_dead_parameters();
+  times_.collect();
   std::erase_if(known_buckets_, [&](const auto& bucket) {
     const bool forgotten = is_forgotten(bucket);
     if (forgotten) {
-      saved_residuals_.record(bucket->parameters, bucket->sync->feedback().residuals());
-      forgotten_totals_.add(bucket->sync->totals());
+      saved_residuals_.record(bucket->parameters, bucket->feedback().residuals());
+      forgotten_totals_.add(*bucket->totals());
     }
     return forgotten;
   });
 }
 
 std::vector<ParameterScale> EngineState::scales() {
-  look_at_pairings();
+  look_at_step_checks();
   SavedScales newest = saved_scales_;  // which hold until their parameters have been synchronised
   for (const auto& bucket : known_buckets_) {
-    newest.record(bucket->parameters, bucket->sync->scale());
+    newest.record(bucket->parameters, bucket->scale());
   }
   return newest.list();
 }
@@ -144,7 +167,7 @@ void EngineState::set_scales(const std::vector<ParameterScale>& scales) {
   saved_scales_ = SavedScales(scales);
   agree_anew("a state was loaded");
   for (const auto& bucket : known_buckets_) {
-    bucket->sync->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->sync->device()));
+    bucket->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->device()));
   }
 }
 
@@ -152,7 +175,7 @@ std::vector<ParameterResidual> EngineState::residuals() {
   rescale_residuals();
   SavedResiduals newest = saved_residuals_;
   for (const auto& bucket : known_buckets_) {
-    newest.record(bucket->parameters, bucket->sync->feedback().residuals());
+    newest.record(bucket->parameters, bucket->feedback().residuals());
   }
   return newest.list();
 }
@@ -161,7 +184,7 @@ void EngineState::set_residuals(const std::vector<ParameterResidual>& residuals)
   saved_residuals_ = SavedResiduals(residuals);
   scale_of_residuals_ = loss_scale_.defined() ? loss_scale_.clone() : at::Tensor();
   for (const auto& bucket : known_buckets_) {
-    bucket->sync->feedback().set_residuals(saved_residuals_.take(bucket->parameters, bucket->sync->device()));
+    bucket->feedback().set_residuals(saved_residuals_.take(bucket->parameters, bucket->device()));
   }
 }
 
@@ -184,7 +207,7 @@ void EngineState::rescale_residuals() {
   scale_of_residuals_.copy_(loss_scale_);
   saved_residuals_.rescale(factor);
   for (const auto& bucket : known_buckets_) {
-    bucket->sync->feedback().rescale(factor.to(bucket->sync->device(), /*non_blocking=*/true));
+    bucket->feedback().rescale(factor.to(bucket->device(), /*non_blocking=*/true));
   }
 }
 
@@ -196,38 +219,38 @@ void EngineState::begin_step() {
   num_steps_ += 1;
 }
 
-std::shared_ptr<Stopwatch> EngineState::start_bucket(const EngineBucket& bucket) {
-  const c10::Device device = bucket.sync->device();
+std::shared_ptr<Stopwatch> EngineState::start_bucket(const BucketSync& bucket) {
+  const c10::Device device = bucket.device();
   is_captured_ = is_capturing(device);
-  return times_.start_bucket(bucket.sync->totals(), device);
+  return times_.start_bucket(bucket.totals(), device);
 }
 
-void EngineState::look_at_pairings() {
+void EngineState::look_at_step_checks() {
   for (const auto& bucket : known_buckets_) {
-    bucket->agreement->pairing.look();
+    bucket->agreement->step_check.look();
   }
 }
 
 at::Tensor EngineState::grad_stats() {
-  look_at_pairings();
+  look_at_step_checks();
   TORCH_CHECK(!newest_buckets_.empty(),
               "fastsync: no gradients have been synchronised yet; statistics come with a backward()");
   std::vector<at::Tensor> rows;
   for (const auto& bucket : newest_buckets_) {
-    rows.push_back(bucket->sync->stats().to(newest_buckets_.front()->sync->device(), /*non_blocking=*/true));
+    rows.push_back(bucket->stats().to(newest_buckets_.front()->device(), /*non_blocking=*/true));
   }
   return at::stack(rows);
 }
 
 SyncTotals EngineState::totals() {
-  look_at_pairings();
+  look_at_step_checks();
   SyncTotals totals = times_.totals();
   for (const auto& bucket : newest_buckets_) {
-    totals.buckets.push_back(*bucket->sync->totals());
+    totals.buckets.push_back(*bucket->totals());
   }
-  totals.all = forgotten_totals_.sum();
+  totals.all = forgotten_totals_;
   for (const auto& bucket : known_buckets_) {
-    totals.all.add(*bucket->sync->totals());
+    totals.all.add(*bucket->totals());
   }
   totals.num_steps = num_steps_;
   return totals;

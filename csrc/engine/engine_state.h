@@ -1,5 +1,5 @@
-// What every door keeps: its settings, what the ranks have agreed on, its buckets with what is saved of them, and what
-// its steps have cost.
+// What every entry point keeps: its settings, what the ranks have agreed on, its buckets with what is saved of them,
+// and what its steps have cost.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,40 +9,27 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine/bucket_sync.h"
-#include "engine/pairing.h"
-#include "engine/saved_state.h"
-#include "engine/sync_times.h"
-#include "transport/roll_call.h"
-#include "transport/strand.h"
 
 namespace fastsync {
 
-// What the ranks have agreed on, of a whole engine or of one bucket, and whether what meets since belongs together.
-struct Agreement {
-  Agreement(const c10d::ProcessGroup& group, std::string what) : pairing(group, std::move(what)) {}
-
-  Pairing pairing;
-  std::shared_ptr<const Schedule> schedule;  // null until they have
-  int64_t version = 0;                       // of the settings
-  int64_t number = -1;                       // from check_agreement
-};
-
-struct EngineBucket {
-  std::vector<ParameterId> parameters;
-  std::shared_ptr<Agreement> agreement;
-  std::shared_ptr<BucketSync> sync;
-};
-
-// Not thread-safe.
+// Thread-safe through locked alone.
 class EngineState {
  public:
   // The name is for other ranks' errors.
   EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name);
+
+  // Calls a method of the engine, while nobody else does.
+  template <class Engine, class Result, class... Parameters, class... Args>
+  Result locked(Result (Engine::*method)(Parameters...), Args&&... args) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return (static_cast<Engine&>(*this).*method)(std::forward<Args>(args)...);
+  }
 
   // May be set between steps, on all ranks between the same ones. The ranks check anew that they agree, even where it
   // stays what it was: others may have set another.
@@ -88,35 +75,39 @@ class EngineState {
   // What fails in the call, but for a c10::ValueError, is no fault of the ranks' settings.
   void wait_for_ranks(const std::string& what, const std::function<void()>& call);
 
-  // It begins with what is saved of its parameters.
-  std::shared_ptr<EngineBucket> add_bucket(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
-                                           const std::string& name, c10::Device device);
+  // The bucket of these parameters, which is what it is known by. A new one begins with what is saved of them, and
+  // takes the place of those that held one of them, or one that is gone.
+  std::shared_ptr<BucketSync> find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
+                                          c10::Device device);
+  std::shared_ptr<BucketSync> add_bucket(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
+                                         const std::string& name, c10::Device device);
   // Their residuals and totals are kept.
-  void forget_buckets(const std::function<bool(const EngineBucket&)>& which);
+  void forget_buckets(const std::function<bool(const BucketSync&)>& which);
 
   // A step is the buckets between begin_step and end_step, or the next begin_step.
   void begin_step();
-  std::shared_ptr<Stopwatch> start_bucket(const EngineBucket& bucket);
+  std::shared_ptr<Stopwatch> start_bucket(const BucketSync& bucket);
   void end_step() { times_.end_step(); }
 
+  std::mutex mutex_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Whereabouts> whereabouts_;
   std::shared_ptr<const Schedule> schedule_;
   int64_t step_ = 0;
-  std::vector<std::shared_ptr<EngineBucket>> known_buckets_;
-  std::vector<std::shared_ptr<EngineBucket>> newest_buckets_;  // of the newest step so far: the door says which
+  std::vector<std::shared_ptr<BucketSync>> known_buckets_;
+  std::vector<std::shared_ptr<BucketSync>> newest_buckets_;  // of the newest step so far: the entry point says which
   SavedScales saved_scales_;
-  Strand strand_;
+  ProgressThread progress_;
 
  private:
-  void look_at_pairings();
+  void look_at_step_checks();
   void rescale_residuals();
 
   const pid_t process_id_ = getpid();
   int64_t version_ = 0;  // of the settings
   std::string why_agree_ = "its compression is another";
   SavedResiduals saved_residuals_;
-  ForgottenTotals forgotten_totals_;
+  BucketTotals forgotten_totals_;  // of buckets that are no more
   int64_t num_steps_ = 0;
   bool is_captured_ = false;
   at::Tensor loss_scale_;          // undefined where there is none

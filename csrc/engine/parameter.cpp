@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 
-#include "transport/strand.h"
+#include "transport/progress_thread.h"
 
 namespace fastsync {
 

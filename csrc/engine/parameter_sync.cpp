@@ -48,13 +48,13 @@ void ParameterSync::begin() {
   }
   for (Bucket& bucket : buckets_) {
     bucket.num_waiting = bucket.parameters.size();
-    bucket.flight.reset();  // of a sync that failed
+    bucket.work.reset();  // of a sync that failed
   }
   order_.clear();
   next_bucket_ = 0;
-  presence_.clear();
+  unused_.clear();
   weight_.begin();
-  begin_pairing();
+  begin_step_check();
   is_under_way_ = true;
   begin_step();
 }
@@ -111,7 +111,7 @@ void ParameterSync::send_full_buckets() {
 }
 
 bool ParameterSync::waits_to_send(const Bucket& bucket) const {
-  return bucket.sync().waits_to_send(schedule_->at(step_, bucket.numel)) ||
+  return bucket.sync->waits_to_send(schedule_->at(step_, bucket.numel)) ||
          (is_last(bucket) && riders_.need_agreement());
 }
 
@@ -127,7 +127,7 @@ bool ParameterSync::rest_waits() const {
 void ParameterSync::post_weight(bool is_poisoned) {
   if (weight_.is_on() && !weight_.is_posted() && is_laid_out() && have_agreed()) {
     whereabouts_->average(step_);
-    weight_.post(*group_, buckets_.front().sync().device(), is_poisoned);
+    weight_.post(*group_, buckets_.front().sync->device(), is_poisoned);
   }
 }
 
@@ -151,7 +151,7 @@ void ParameterSync::send_rest() {
 
 // Accumulators that were made under several streams accumulate on several, and this may be yet another one.
 void ParameterSync::wait_for_gradients(const Bucket& bucket) const {
-  const c10::Stream current = current_stream(bucket.sync().device_of_gradients());
+  const c10::Stream current = current_stream(bucket.sync->device_of_gradients());
   std::vector<c10::Stream> waited_for;
   for (const size_t index : bucket.parameters) {
     const auto& stream = parameters_[index].stream;
@@ -175,16 +175,16 @@ void ParameterSync::send_next(bool is_poisoned) {
   grads.reserve(bucket.parameters.size());
   for (const size_t index : bucket.parameters) {
     Parameter& parameter = parameters_[index];
-    presence_.set(parameter.place, is_poisoned || parameter.has_new_gradient(), parameter.tensor.grad().defined());
+    unused_.set(parameter.place, is_poisoned || parameter.has_new_gradient(), parameter.tensor.grad().defined());
     grads.push_back(is_poisoned ? parameter.poison() : parameter.gradient_to_send());
-    stand_in.push_back(!presence_.is_here(parameter.place));
+    stand_in.push_back(!unused_.is_here(parameter.place));
   }
   send(bucket, std::move(grads), stand_in, is_poisoned);
 }
 
 void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in,
                          bool is_poisoned) {
-  const c10::Device device = bucket.sync().device();
+  const c10::Device device = bucket.sync->device();
   const bool ends_step = is_last(bucket);
   Extras extras;
   if (ends_step) {
@@ -192,7 +192,7 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
       whereabouts_->agree(step_, c10::str("rider '", *name, "' is new"));
       wait_for_ranks("agreement on riders", [&] { riders_.agree(group_, device); });
     }
-    extras = {presence_.flags(agreement_->pairing.stamp(agreement_->number, device), device),
+    extras = {unused_.flags(agreement_->step_check.stamp(agreement_->number, device), device),
               riders_.board(device, is_poisoned)};
     if (extras.riders.defined() && !weight_.is_active() && !is_poisoned) {
       extras.riders.zero_();
@@ -210,7 +210,7 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
                   num_steps(),
                   /*is_weighted_mean=*/weight_.is_on() && !sums_,
                   weight_.is_on() && !is_poisoned ? weight_.factor(device) : at::Tensor()};
-  bucket.flight = bucket.sync().send(std::move(grads), sync, start_bucket(*bucket.in_engine), extras, stand_in);
+  bucket.work = bucket.sync->send(std::move(grads), sync, start_bucket(*bucket.sync), extras, stand_in);
   next_bucket_ += 1;
   if (ends_step) {
     end_step();
@@ -219,21 +219,21 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
   // of messages. To wake a thread for the only bucket, at the end of backward, would take longer than to do it here.
   // After a failure nobody waits for it here, perhaps for long.
   if (buckets_.size() > 1 || is_poisoned || !device.is_cpu()) {
-    bucket.sync().drive_later(bucket.flight, strand_);
+    BucketWork::drive_later(bucket.work, progress_);
   }
-  BucketSync::check_sent(*bucket.flight);
+  bucket.work->check_sent();
 }
 
 void ParameterSync::receive() {
   is_under_way_ = false;
   const auto whatever_fails = c10::make_scope_exit([this] { end(); });
   for (const Bucket& bucket : buckets_) {
-    BucketSync::receive(*bucket.flight);
+    bucket.work->receive();
   }
   if (!buckets_.empty()) {
-    buckets_.back().sync().totals()->wire_bytes.add(weight_.sent_bytes());
+    buckets_.back().sync->totals()->wire_bytes.add(weight_.sent_bytes());
   }
-  at::Tensor riders = buckets_.empty() ? at::Tensor() : BucketSync::extras(*buckets_.back().flight).riders;
+  at::Tensor riders = buckets_.empty() ? at::Tensor() : buckets_.back().work->extras().riders;
   weight_.use();
   if (buffers_to_sync_.exist() && riders.defined()) {
     riders = buffers_to_sync_.arrive(riders, weight_, group_->getSize());
@@ -242,7 +242,7 @@ void ParameterSync::receive() {
   if (!buckets_.empty() && riders_.have_seats()) {
     riders_.arrive(weight_.mean(riders, group_->getSize()));
   }
-  check_pairing();
+  check_step();
 }
 
 // Ranks agree on new ones. One that has run out of gradients knows of none, but begins to join with the others.
@@ -258,7 +258,7 @@ void ParameterSync::set_weight(double weight) {
   if (!weight_.is_set()) {
     agree_anew("a weight was set");
     for (const Bucket& bucket : buckets_) {
-      bucket.sync().set_scale({});  // it has followed other values
+      bucket.sync->set_scale({});  // it has followed other values
     }
   }
   weight_.set(weight);
@@ -267,32 +267,31 @@ void ParameterSync::set_weight(double weight) {
 void ParameterSync::set_joining(bool is_joining) {
   agree_anew(is_joining ? "join() began" : "join() ended");
   weight_.set_joining(is_joining);
-  agreement_->pairing.say_nothing();
+  agreement_->step_check.say_nothing();
 }
 
-void ParameterSync::check_pairing() {
-  if (!buckets_.empty() && buckets_.back().flight) {
-    agreement_->pairing.arrive(presence_.stamps(BucketSync::extras(*buckets_.back().flight).flags));
+void ParameterSync::check_step() {
+  if (!buckets_.empty() && buckets_.back().work) {
+    agreement_->step_check.arrive(unused_.stamps(buckets_.back().work->extras().flags));
   }
 }
 
 // What is decided here is decided by what all ranks know, so that statistics are the same on all.
 void ParameterSync::hand_out() {
-  presence_.arrive(is_captured());
+  unused_.arrive(is_captured());
   for (Bucket& bucket : buckets_) {
-    const bool counts_what_arrives = !sums_ && !BucketSync::has_error_feedback(*bucket.flight);
+    const bool counts_what_arrives = !sums_ && !bucket.work->has_error_feedback();
     bool is_counted = true;
     for (size_t i = 0; i < bucket.parameters.size(); ++i) {
       Parameter& parameter = parameters_[bucket.parameters[i]];
-      const bool exists =
-          !parameter.stand_in.defined() ||
-          presence_.on_some_rank(parameter.place, BucketSync::extras(*buckets_.back().flight).flags, parameter.name);
+      const bool exists = !parameter.stand_in.defined() ||
+                          unused_.on_some_rank(parameter.place, buckets_.back().work->extras().flags, parameter.name);
       parameter.take_average(exists);
       if (!exists) {
-        bucket.sync().feedback().take_back(i);
+        bucket.sync->feedback().take_back(i);
         // What has arrived is the mean of what is kept. But a sum is not, nor is what error feedback has sent with it.
         if (!counts_what_arrives) {
-          parameter.keep(presence_.is_kept_everywhere(parameter.place));
+          parameter.keep(unused_.is_kept_everywhere(parameter.place));
           is_counted = false;
         }
       }
@@ -302,7 +301,7 @@ void ParameterSync::hand_out() {
       for (const size_t index : bucket.parameters) {
         averages.push_back(parameters_[index].average());
       }
-      bucket.sync().measure(averages);
+      bucket.sync->measure(averages);
     }
   }
 }
@@ -322,7 +321,7 @@ void ParameterSync::send_poisoned_rest() {
     send_next(/*is_poisoned=*/true);
   }
   for (const Bucket& bucket : buckets_) {
-    bucket.sync().drive_later(bucket.flight, strand_);
+    BucketWork::drive_later(bucket.work, progress_);
   }
   whereabouts_->give_up();
 }
@@ -331,11 +330,11 @@ void ParameterSync::discard() {
   is_under_way_ = false;
   const auto whatever_fails = c10::make_scope_exit([this] { end(); });
   for (const Bucket& bucket : buckets_) {
-    if (bucket.flight) {
-      BucketSync::discard(*bucket.flight);
+    if (bucket.work) {
+      bucket.work->discard();
     }
   }
-  check_pairing();
+  check_step();
 }
 
 void ParameterSync::abandon() {
@@ -359,18 +358,18 @@ void ParameterSync::end() {
     parameter.stand_in.reset();
   }
   for (Bucket& bucket : buckets_) {
-    bucket.flight.reset();
+    bucket.work.reset();
   }
 }
 
-void ParameterSync::begin_pairing() {
+void ParameterSync::begin_step_check() {
   std::vector<uint32_t> versions;
   versions.reserve(parameters_.size());
   for (const Parameter& parameter : parameters_) {
     // Ranks may do as they like with what is frozen.
     versions.push_back(parameter.takes_part() ? parameter.tensor._version() : 0);
   }
-  agreement_->pairing.begin_step(step_, std::move(versions), weight_.is_active());
+  agreement_->step_check.begin_step(step_, std::move(versions), weight_.is_active());
 }
 
 // ---- the layout -------------------------------------------------------------------------------------------------
@@ -432,12 +431,12 @@ void ParameterSync::lay_out() {
       bucket.numel += parameter.num_reals();
       ids.push_back(parameter.id);
     }
-    bucket.in_engine = add_bucket(std::move(ids), agreement_, "bucket " + std::to_string(buckets.size()),
-                                  parameters_[bucket.parameters.front()].device);
-    bucket.sync().set_mean_factor(sums_ ? static_cast<double>(group_->getSize()) : 1.0);
+    bucket.sync = add_bucket(std::move(ids), agreement_, "bucket " + std::to_string(buckets.size()),
+                             parameters_[bucket.parameters.front()].device);
+    bucket.sync->set_mean_factor(sums_ ? static_cast<double>(group_->getSize()) : 1.0);
     buckets.push_back(std::move(bucket));
   }
-  presence_.lay_out(num_places, group_->getSize());
+  unused_.lay_out(num_places, group_->getSize());
   newest_buckets_ = known_buckets_;
   buckets_ = std::move(buckets);
 }
@@ -466,9 +465,9 @@ std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& t
 
 void ParameterSync::forget_layout() {
   for (const Bucket& bucket : buckets_) {
-    saved_scales_.record(bucket.in_engine->parameters, bucket.sync().scale());
+    saved_scales_.record(bucket.sync->parameters, bucket.sync->scale());
   }
-  forget_buckets([](const EngineBucket& /*bucket*/) { return true; });
+  forget_buckets([](const BucketSync& /*bucket*/) { return true; });
   for (Parameter& parameter : parameters_) {
     parameter.bucket = Parameter::kNone;
   }

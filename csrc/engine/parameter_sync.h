@@ -15,8 +15,8 @@
 #include "engine/buffers.h"
 #include "engine/engine_state.h"
 #include "engine/parameter.h"
-#include "engine/presence.h"
-#include "engine/riders.h"
+#include "engine/piggyback.h"
+#include "engine/unused_parameters.h"
 #include "engine/weight.h"
 
 namespace fastsync {
@@ -54,7 +54,7 @@ class ParameterSync : public EngineState {
   void mark_all_ready();
 
   // An optimizer has updated the parameters. From any thread.
-  void note_update() { agreement_->pairing.note_update(); }
+  void note_update() { agreement_->step_check.note_update(); }
 
   // Raises c10::ValueError where the ranks differ in parameters or settings. The first sync does it, if nobody did.
   void agree();
@@ -83,13 +83,11 @@ class ParameterSync : public EngineState {
 
  private:
   struct Bucket {
-    BucketSync& sync() const { return *in_engine->sync; }
-
-    std::shared_ptr<EngineBucket> in_engine;
+    std::shared_ptr<BucketSync> sync;
     std::vector<size_t> parameters;
     int64_t numel = 0;  // real values
     size_t num_waiting = 0;
-    std::shared_ptr<BucketSync::Flight> flight;
+    std::shared_ptr<BucketWork> work;
   };
 
   bool is_laid_out() const { return !buckets_.empty(); }
@@ -107,8 +105,8 @@ class ParameterSync : public EngineState {
   bool weight_has_come();
   void send_next(bool is_poisoned = false);
   void send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in, bool is_poisoned);
-  void begin_pairing();
-  void check_pairing();
+  void begin_step_check();
+  void check_step();
   void hand_out();
   void end();
 
@@ -117,7 +115,7 @@ class ParameterSync : public EngineState {
   const bool sums_;
   const std::shared_ptr<Agreement> agreement_;
   std::vector<Bucket> buckets_;  // in the order in which they are sent; none while there is no layout
-  Presence presence_;
+  UnusedParameters unused_;
   Riders riders_;
   Weight weight_;
   Buffers buffers_to_sync_;

@@ -7,16 +7,10 @@
 #include <algorithm>
 
 #include "passes/backend.h"
-#include "sums/plan.h"
-#include "transport/host.h"
 
 namespace fastsync {
 
 namespace {
-
-bool is_of(const EngineBucket& bucket, const at::Tensor& identity) {
-  return bucket.parameters.front()._unsafe_get_target() == identity.unsafeGetTensorImpl();
-}
 
 double factor_of(const c10d::ReduceOp& op, int64_t num_ranks) {
   switch (op.op_) {
@@ -49,24 +43,16 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
                         input.numel() == output.numel() * group_->getSize(),
                     "input: expected ", group_->getSize(), " times the output's ", output.numel(),
                     " values, contiguous and of its dtype, got ", input.numel(), " of ", input.scalar_type());
-  const double factor = factor_of(op, group_->getSize());
-  run(identity, name, input, /*same_for_all=*/false, in_background && input.is_cpu(),
-      [&](BucketSync& bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch) {
-        SumBuffers for_once;  // where an allocator keeps memory for all
-        const auto make = [&](Bucket values) {
-          const auto team = team_for(values, *bucket.totals());
-          team->begin(/*attempt=*/0);
-          if (shared_) {
-            shared_->announce(known_buckets_[sync.index]->agreement->number);
-          }
-          SumBuffers& kept = team->shares_memory() ? shared_buffers_ : next_buffers_;
-          Plan plan = fastsync::reduce_scatter(team, sync.tag, values, output, factor);
-          return planned_sum(std::move(plan), std::move(values), input.is_cpu() ? kept : for_once);
-        };
-        auto flight = bucket.send_by(make, input, sync, std::move(stopwatch));
-        std::swap(buffers_, next_buffers_);  // only now: if that throws, the one before is still under way
-        return flight;
-      });
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!teams_) {
+      teams_.emplace(group_, input.device());
+    }
+  }
+  at::Tensor for_once;  // where an allocator keeps memory for all
+  const Sync::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_,
+                              input.is_cpu() ? next_memory_ : for_once};
+  run(identity, name, input, /*same_for_all=*/false, in_background && input.is_cpu(), &scatter);
 }
 
 at::Tensor ShardedState::allocate_input(int64_t numel, at::ScalarType dtype) {
@@ -86,15 +72,12 @@ at::Tensor ShardedState::allocate_input(int64_t numel, at::ScalarType dtype) {
 
 void ShardedState::all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values) {
   TORCH_CHECK_VALUE(values.is_contiguous(), "values: expected contiguous ones");
-  run(identity, name, values, /*same_for_all=*/true, /*in_background=*/false,
-      [&](BucketSync& bucket, const Sync& sync, std::shared_ptr<Stopwatch> stopwatch) {
-        return bucket.send({values}, sync, std::move(stopwatch));
-      });
+  run(identity, name, values, /*same_for_all=*/true, /*in_background=*/false, /*scatter=*/nullptr);
   use_on_current_stream(values);  // which another one has made, and may free as soon as fully_shard has read them
 }
 
 void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, bool same_for_all,
-                       bool in_background, const Send& send) {
+                       bool in_background, const Sync::Scatter* scatter) {
   check_not_forked("shard the model in the process that trains");
   TORCH_INTERNAL_ASSERT(identity.numel() == values.numel());
   if (values.numel() == 0) {
@@ -102,8 +85,8 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   }
   const at::NoGradGuard no_grad;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto bucket = find_or_add(identity, name, values.device());
-  enter_step(identity);
+  const auto bucket = find_or_add({identity}, name, values.device());
+  enter_step(bucket);
   const int64_t step = step_ - 1;
   if (!have_agreed(*bucket->agreement, schedule_)) {
     agree(*bucket->agreement, "agreement on " + name, schedule_, step,
@@ -114,55 +97,48 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
   const auto place = std::find(known_buckets_.begin(), known_buckets_.end(), bucket) - known_buckets_.begin();
-  const Sync sync{compression_for(*schedule_, step, values.numel(), values.device()), step, static_cast<int64_t>(place),
-                  first_tag(bucket->agreement->number)};
+  Sync sync{compression_for(*schedule_, step, values.numel(), values.device()), step, static_cast<int64_t>(place),
+            first_tag(bucket->agreement->number)};
+  sync.scatter = scatter;
   const auto forget_scale = c10::make_scope_exit([&] {
     if (!same_for_all) {
-      bucket->sync->set_scale({});  // it has followed what this rank got: the next one is agreed on anew
+      bucket->set_scale({});  // it has followed what this rank got: the next one is agreed on anew
     }
   });
   if (bucket == bucket_under_way_) {
     finish();
   }
-  const auto flight = send(*bucket->sync, sync, start_bucket(*bucket));
-  const auto before = std::exchange(flight_, flight);
+  const auto work = bucket->send({values}, sync, start_bucket(*bucket));
+  if (scatter) {
+    std::swap(memory_, next_memory_);  // only now: if that throws, the one before is still under way
+  }
+  const auto before = std::exchange(work_, work);
   bucket_under_way_ = bucket;
   if (before) {
-    BucketSync::receive(*before);
+    before->receive();
   }
-  if (!in_background || shared_) {
+  if (!in_background || (teams_ && teams_->shared())) {
     finish();
   }
-  BucketSync::check_sent(*flight);
+  work->check_sent();
 }
 
 void ShardedState::finish() {
   bucket_under_way_.reset();
-  if (const auto flight = std::exchange(flight_, nullptr)) {
-    BucketSync::receive(*flight);
+  if (const auto work = std::exchange(work_, nullptr)) {
+    work->receive();
     whereabouts_->rest();
   }
 }
 
-std::shared_ptr<EngineBucket> ShardedState::find_or_add(const at::Tensor& identity, const std::string& name,
-                                                        c10::Device device) {
-  const auto found = std::find_if(known_buckets_.begin(), known_buckets_.end(),
-                                  [&](const auto& bucket) { return is_of(*bucket, identity); });
-  if (found != known_buckets_.end()) {
-    return *found;
-  }
-  forget_buckets([](const EngineBucket& bucket) { return bucket.parameters.front().expired(); });
-  auto agreement = std::make_shared<Agreement>(*group_, name);
-  return add_bucket({ParameterId(identity.getIntrusivePtr())}, std::move(agreement), name, device);
-}
-
 // A step is a backward. A pipeline's schedule hands gradients over outside of any: there it is over when the first of
 // them come again.
-void ShardedState::enter_step(const at::Tensor& identity) {
-  const auto same = [&](const auto& bucket) { return is_of(*bucket, identity); };
+void ShardedState::enter_step(const std::shared_ptr<BucketSync>& bucket) {
   const bool is_outside = current_graph_task() == kNoGraphTask;
-  const bool has_come = std::any_of(newest_buckets_.begin(), newest_buckets_.end(), same);
-  if (!step_is_open_ || (is_outside ? has_come : backward_.is_interrupted())) {
+  const auto has_come = [&] {
+    return std::find(newest_buckets_.begin(), newest_buckets_.end(), bucket) != newest_buckets_.end();
+  };
+  if (!step_is_open_ || (is_outside ? has_come() : backward_.is_interrupted())) {
     finish();  // of a backward that failed
     newest_buckets_.clear();
     begin_step();
@@ -172,8 +148,8 @@ void ShardedState::enter_step(const at::Tensor& identity) {
   if (!is_outside) {
     Backward::enter({shared_from_this(), &backward_});
   }
-  if (std::none_of(newest_buckets_.begin(), newest_buckets_.end(), same)) {
-    newest_buckets_.push_back(*std::find_if(known_buckets_.begin(), known_buckets_.end(), same));
+  if (!has_come()) {
+    newest_buckets_.push_back(bucket);
   }
 }
 
@@ -188,34 +164,6 @@ void ShardedState::leave_step() {
   step_is_open_ = false;
   finish();
   end_step();
-}
-
-std::shared_ptr<Team> ShardedState::team_for(const Bucket& bucket, BucketTotals& totals) {
-  if (!team_) {
-    team_ = make_team(group_, bucket.device);
-    may_share_ = team_->sends_at_once() && team_->size() > 1;
-  }
-  share_memory(bucket);
-  totals.shares_memory = shared_ != nullptr;
-  totals.why_not_shared = why_not_;
-  return shared_ ? shared_ : team_;
-}
-
-// Once, or anew where a bucket takes more: all ranks do so in the same call.
-void ShardedState::share_memory(const Bucket& bucket) {
-  const int64_t bytes = most_bytes(bucket, team_->size());
-  if (!may_share_ || (shared_ && bytes <= shared_->region_bytes())) {
-    return;
-  }
-  host_ = host_ ? host_ : Host::of(group_);
-  shared_buffers_ = {};
-  shared_.reset();
-  if (host_->hosts().size() > 1) {
-    why_not_ = c10::str("its ranks are on ", host_->hosts().size(), " hosts");
-  } else {
-    shared_ = SharedTeam::make(group_, host_, bytes, why_not_);
-  }
-  may_share_ = shared_ != nullptr;
 }
 
 }  // namespace fastsync

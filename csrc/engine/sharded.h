@@ -7,11 +7,9 @@
 
 #include <array>
 #include <atomic>
-#include <functional>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <string>
-#include <utility>
 
 #include "engine/backward.h"
 #include "engine/engine_state.h"
@@ -19,7 +17,7 @@
 namespace fastsync {
 
 // Must be owned by a shared_ptr. Thread-safe. For calls of one kind.
-class ShardedState : public std::enable_shared_from_this<ShardedState>, private EngineState {
+class ShardedState : public std::enable_shared_from_this<ShardedState>, public EngineState {
  public:
   explicit ShardedState(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
@@ -40,44 +38,26 @@ class ShardedState : public std::enable_shared_from_this<ShardedState>, private 
   // Averages the values in place.
   void all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values);
 
-  // Calls a method of the state, while nobody else does.
-  template <class Method, class... Args>
-  auto locked(Method method, Args&&... args) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return std::invoke(method, static_cast<EngineState&>(*this), std::forward<Args>(args)...);
-  }
-
  private:
-  using Send = std::function<std::shared_ptr<BucketSync::Flight>(BucketSync& bucket, const Sync& sync,
-                                                                 std::shared_ptr<Stopwatch> stopwatch)>;
   // same_for_all: all ranks get the same values.
   void run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, bool same_for_all,
-           bool in_background, const Send& send);
+           bool in_background, const Sync::Scatter* scatter);
   void finish();
-  std::shared_ptr<EngineBucket> find_or_add(const at::Tensor& identity, const std::string& name, c10::Device device);
-  void enter_step(const at::Tensor& identity);
+  void enter_step(const std::shared_ptr<BucketSync>& bucket);
   void leave_step_last();
   void leave_step();
-  std::shared_ptr<Team> team_for(const Bucket& bucket, BucketTotals& totals);
-  void share_memory(const Bucket& bucket);
 
-  std::mutex mutex_;
   std::atomic<bool> step_is_open_ = false;
   Backward backward_;  // that the step belongs to
 
   // The newest, while messages travel in the background.
-  std::shared_ptr<EngineBucket> bucket_under_way_;
-  std::shared_ptr<BucketSync::Flight> flight_;
+  std::shared_ptr<BucketSync> bucket_under_way_;
+  std::shared_ptr<BucketWork> work_;
 
-  // Of all reduce-scatters.
-  std::shared_ptr<Team> team_;
-  std::shared_ptr<Host> host_;
-  std::shared_ptr<SharedTeam> shared_;
-  bool may_share_ = true;  // until a try has failed
-  std::string why_not_;
-  SumBuffers buffers_;  // of the newest; it and the next take turns, for two may be under way
-  SumBuffers next_buffers_;
-  SumBuffers shared_buffers_;  // of the team that shares memory, one at a time
+  // Of all reduce-scatters, on the device of the first.
+  std::optional<Teams> teams_;
+  at::Tensor memory_;  // of the newest; it and the next take turns, for two may be under way
+  at::Tensor next_memory_;
   std::array<at::Tensor, 2> inputs_;
 };
 

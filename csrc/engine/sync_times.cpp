@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "passes/backend.h"
-#include "transport/strand.h"
+#include "transport/progress_thread.h"
 
 namespace fastsync {
 
@@ -21,11 +21,6 @@ void Moment::set(c10::Device device) {
 
 double Moment::seconds_to(const Moment& to) const {
   return event_ ? event_->elapsedTime(*to.event_) * 1e-3 : std::chrono::duration<double>(to.time_ - time_).count();
-}
-
-void Stopwatch::restart() {
-  marked_done_ = false;
-  measures_ = !is_capturing(device_);
 }
 
 void Stopwatch::mark(Mark mark) {
@@ -49,23 +44,6 @@ void BucketTotals::add(const BucketTotals& other) {
   unpack_time += other.unpack_time;
 }
 
-void ForgottenTotals::add(std::shared_ptr<BucketTotals> totals) {
-  sum();
-  open_.push_back(std::move(totals));
-}
-
-// Those that nobody else holds any more are final.
-BucketTotals ForgottenTotals::sum() {
-  BucketTotals sum;
-  std::erase_if(open_, [&](const auto& totals) {
-    const bool is_final = totals.use_count() == 1;
-    (is_final ? final_ : sum).add(*totals);
-    return is_final;
-  });
-  sum.add(final_);
-  return sum;
-}
-
 void SyncTimes::begin_step() {
   constexpr size_t kMaxSteps = 8;  // how far the host may run ahead of the device before a step goes untimed
   if (!steps_.empty()) {
@@ -84,18 +62,11 @@ void SyncTimes::end_step() { steps_.back().ended = true; }
 std::shared_ptr<Stopwatch> SyncTimes::start_bucket(std::shared_ptr<BucketTotals> totals, c10::Device device) {
   constexpr int64_t kAllUntil = 32;
   constexpr int64_t kOneOf = 16;
-  if (!device.is_cpu() && num_steps_ > kAllUntil && num_steps_ % kOneOf != 0) {
-    return std::make_shared<Stopwatch>(device, /*measures=*/false);
+  const bool is_timed = device.is_cpu() || num_steps_ <= kAllUntil || num_steps_ % kOneOf == 0;
+  auto stopwatch = std::make_shared<Stopwatch>(device, is_timed && !is_capturing(device));
+  if (is_timed) {
+    steps_.back().laps.push_back({std::move(totals), stopwatch});
   }
-  const auto fits = [&](const auto& stopwatch) { return stopwatch->device() == device; };
-  auto found = std::find_if(unused_.begin(), unused_.end(), fits);
-  if (found == unused_.end()) {
-    found = unused_.insert(found, std::make_shared<Stopwatch>(device));
-  }
-  const std::shared_ptr<Stopwatch> stopwatch = std::move(*found);
-  unused_.erase(found);
-  stopwatch->restart();
-  steps_.back().laps.push_back({std::move(totals), stopwatch});
   return stopwatch;
 }
 
@@ -107,7 +78,6 @@ SyncTotals SyncTimes::totals() {
   return totals;
 }
 
-// Adds up the steps that the device is done with.
 void SyncTimes::collect() {
   std::erase_if(steps_, [&](Step& step) {
     const auto is_done = [](const Lap& lap) { return lap.stopwatch->done(); };
@@ -116,9 +86,6 @@ void SyncTimes::collect() {
     }
     if (!step.laps.empty()) {
       add_up(step);
-    }
-    for (Lap& lap : step.laps) {
-      unused_.push_back(std::move(lap.stopwatch));
     }
     return true;
   });

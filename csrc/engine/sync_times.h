@@ -34,9 +34,8 @@ class Moment {
 // The moments of one bucket's sync.
 class Stopwatch {
  public:
-  explicit Stopwatch(c10::Device device, bool measures = true) : device_(device), measures_(measures) {}
+  Stopwatch(c10::Device device, bool measures) : device_(device), measures_(measures) {}
 
-  void restart();
   void mark(Mark mark);
   // True once the device has passed kDone. Never of one that does not measure, nor while a CUDA graph is captured, nor
   // of what was: its events belong to the graph.
@@ -86,17 +85,6 @@ struct BucketTotals {
   void add(const BucketTotals& other);  // all but the first six, which are one bucket's
 };
 
-// The totals of buckets that are no more, to which a step under way may still add its times.
-class ForgottenTotals {
- public:
-  void add(std::shared_ptr<BucketTotals> totals);
-  BucketTotals sum();
-
- private:
-  BucketTotals final_;
-  std::vector<std::shared_ptr<BucketTotals>> open_;
-};
-
 // What the syncs of a model have cost.
 struct SyncTotals {
   std::vector<BucketTotals> buckets;  // of the newest step, in the order they were sent
@@ -117,6 +105,8 @@ class SyncTimes {
   void end_step();
   // A stopwatch for the next bucket of this step, whose times will go to the totals given.
   std::shared_ptr<Stopwatch> start_bucket(std::shared_ptr<BucketTotals> totals, c10::Device device);
+  // Adds up the steps that the device is done with.
+  void collect();
   // The times alone, of the steps that the device is done with: the buckets' totals are added up by now, too.
   SyncTotals totals();
 
@@ -130,11 +120,9 @@ class SyncTimes {
     bool ended = false;
   };
 
-  void collect();
   void add_up(const Step& step);
 
   std::deque<Step> steps_;
-  std::vector<std::shared_ptr<Stopwatch>> unused_;
   int64_t num_steps_ = 0;
   int64_t num_timed_steps_ = 0;
   double exposed_time_ = 0.0;

@@ -10,7 +10,7 @@
 #include <memory>
 #include <optional>
 
-#include "transport/strand.h"
+#include "transport/progress_thread.h"
 #include "transport/team.h"
 
 namespace fastsync {

@@ -13,23 +13,22 @@ namespace {
 
 class AllReduceSum final : public BucketSum {
  public:
-  AllReduceSum(std::shared_ptr<Team> team, Bucket bucket, SumBuffers& buffers, bool is_for_future)
+  AllReduceSum(std::shared_ptr<Team> team, Bucket bucket, at::Tensor& memory, bool is_for_future)
       : BucketSum(std::move(bucket)),
         team_(std::move(team)),
         is_left_out_(!is_for_future && team_->is_alone()),
         is_own_wire_(is_for_future && is_own_wire(bucket_.grads, bucket_.wire_dtype)) {
     bucket_.multiplier = 1.0 / static_cast<double>(team_->size());
     bucket_.limit = saturation_limit(bucket_.is_lossless ? DType::kFloat64 : bucket_.wire_dtype, team_->size());
-    buffers.layout.clear();
     if (is_own_wire_) {
-      buffers.memory.reset();
+      memory.reset();
       wire_ = bucket_.grads.front().view({-1});
       return;
     }
     const auto& [flags, riders] = bucket_.extras;
     const int64_t num_flags = flags.defined() ? flags.numel() : 0;
     const int64_t num_riders = riders.defined() && bucket_.wire_dtype == DType::kFloat32 ? riders.numel() : 0;
-    wire_ = send_buffer(buffers.memory, bucket_.num_values + num_flags + num_riders, scalar_type_of(bucket_.wire_dtype),
+    wire_ = send_buffer(memory, bucket_.num_values + num_flags + num_riders, scalar_type_of(bucket_.wire_dtype),
                         bucket_.device);
   }
 
@@ -82,9 +81,9 @@ class AllReduceSum final : public BucketSum {
 
 }  // namespace
 
-std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, SumBuffers& buffers,
+std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, at::Tensor& memory,
                                           bool is_for_future) {
-  return std::make_unique<AllReduceSum>(std::move(team), std::move(bucket), buffers, is_for_future);
+  return std::make_unique<AllReduceSum>(std::move(team), std::move(bucket), memory, is_for_future);
 }
 
 }  // namespace fastsync

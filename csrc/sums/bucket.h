@@ -56,7 +56,7 @@ struct Bucket {
 
   c10::Device device;
   std::vector<at::Tensor> grads;
-  std::vector<at::Tensor> destinations;  // see redirect
+  std::vector<at::Tensor> nowhere;  // see redirect
   DType grad_dtype;
   DType wire_dtype;
   int64_t alignment;              // of the gradients on the wire
@@ -87,8 +87,8 @@ struct Bucket {
   void own(Owned& owned, const Span& span) const;
   // What was lost of these values, which begin with the span's, becomes part of the gradients' residuals.
   void add_to_residuals(const at::Tensor& lost, const Span& span, double share) const;
-  // Averages go there instead, one for each gradient, whose elements will lie in the same order. Once all is packed.
-  void redirect(std::vector<at::Tensor> elsewhere);
+  // Once all is packed: averages go to memory that nobody reads, and the gradients stay what they are.
+  void redirect();
 
   void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn, uint64_t seed) const;
   // What each of so many rows counts in their sum.

@@ -23,11 +23,11 @@ void BucketSum::abandon(std::unique_ptr<BucketSum> sum) {
   if (getpid() != sum->process_id_) {
     sum.release();
   } else if (sum->needs_driving() && !sum->is_driven_ && sum->bucket_.device.is_cpu()) {
-    for (auto* tensors : {&sum->bucket_.grads, &sum->bucket_.destinations}) {
+    for (auto* tensors : {&sum->bucket_.grads, &sum->bucket_.nowhere}) {
       tensors->clear();
     }
     try {
-      Strand().post(c10::kCPU, [sum = std::shared_ptr<BucketSum>(std::move(sum))] { sum->drive(); });
+      ProgressThread().post(c10::kCPU, [sum = std::shared_ptr<BucketSum>(std::move(sum))] { sum->drive(); });
     } catch (const std::exception&) {  // there is no thread: other ranks wait in vain
     }
   }

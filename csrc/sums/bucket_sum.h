@@ -14,7 +14,7 @@
 
 #include "sums/bucket.h"
 #include "sums/plan.h"
-#include "transport/strand.h"
+#include "transport/progress_thread.h"
 #include "transport/team.h"
 
 namespace fastsync {
@@ -78,19 +78,15 @@ class BucketSum {
   std::exception_ptr error_;
 };
 
-// What a bucket keeps from sum to sum.
-struct SumBuffers {
-  at::Tensor memory;
-  std::vector<int64_t> layout;  // what memory was cleared for
-};
+// The memory is kept from sum to sum.
 
 // By the process group, in the wire's dtype. is_for_future: somebody may ask when it is over, and nobody else uses the
 // gradients until then; so a single one of the wire's dtype is its own wire, and extras take a buffer of their own.
-std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, SumBuffers& buffers,
+std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, at::Tensor& memory,
                                           bool is_for_future);
 bool is_own_wire(const std::vector<at::Tensor>& grads, DType wire);
 
 // By the ranks, as planned for the bucket.
-std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, SumBuffers& buffers);
+std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, at::Tensor& memory);
 
 }  // namespace fastsync

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 namespace fastsync {
@@ -17,6 +18,9 @@ constexpr int64_t kOnePieceBytes = 1 << 22;
 // What parts are multiples of, in values. On int8 so many blocks that rows begin at multiples of 16 bytes.
 constexpr int64_t part_multiple(DType dtype) { return dtype == DType::kInt8 ? 4 * kBlockValues : kBlockValues; }
 static_assert(4 * sizeof(Int8Block) % 16 == 0);
+
+// What regions are multiples of: blocks of int8 are counted from region to region.
+constexpr int64_t kRegionAlignment = std::lcm(kRowAlignment, 4 * static_cast<int64_t>(sizeof(Int8Block)));
 
 // Of an exchange: the rows that leave, those that come, and those of a gather that may take the place of what has left
 // or has been read.
@@ -243,12 +247,12 @@ Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bu
 }
 
 // Over ranks some of which are near each other: at full width inside a node, where links are fast, in the wire's dtype
-// between nodes. A node's first ranks have a lane each, with their counterparts on the other nodes.
+// between nodes. The first ranks of a node have counterparts on all other nodes, with the same local rank.
 //
-//   in the node    the lane's rank gets shard l of everybody in its node, at full width, and adds it up
+//   in the node    local rank l gets shard l of everybody in its node, at full width, and adds it up
 //   between nodes  in one step: that, encoded, goes to its counterparts, and is added by whoever unpacks it
 //                  in two: node m's rank gets sub-shard m of every node's, adds it up, and hands it out, encoded anew
-//   in the node    the lane's rank hands out all of shard l
+//   in the node    local rank l hands out all of shard l
 //
 // So one rounding at each sum that travels between nodes. In two steps each value crosses from node to node about
 // twice, in one step once to each other node: by one rank of a node.
@@ -257,11 +261,11 @@ Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bu
 // share_of_node, those of all nodes add up to the mean over the ranks. A loss of a node's sum counts in the mean as
 // much as a gradient of each rank of the largest node.
 Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket) {
-  const auto& [nodes, lanes, num_ranks, most_ranks, node, peers] = levels;
+  const auto& [nodes, local_ranks, num_ranks, most_ranks, node, peers] = levels;
   const DType wire = bucket.wire_dtype;
   const double share_of_node =
       bucket.rows_add_up ? 1.0 : static_cast<double>(most_ranks) / static_cast<double>(num_ranks);
-  Planner planner(node, bucket.grad_dtype, /*num_parts=*/lanes * (at_once ? 1 : nodes), bucket);
+  Planner planner(node, bucket.grad_dtype, /*num_parts=*/local_ranks * (at_once ? 1 : nodes), bucket);
   Plan& plan = planner.plan();
   int64_t place = 0;
   planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
@@ -270,8 +274,8 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
     const int64_t shard = (at_once ? 1 : nodes) * sub_shard;
     const int64_t begin = piece.begin + node->rank() * shard;
     const Rows encoded = planner.row_of(sub_shard, wire, is_last);
-    const Exchange in_node = planner.exchange(lanes, planner.row_of(shard, bucket.grad_dtype, is_last));
-    piece.phases.push_back(exchange(node, tag, lanes, in_node.to, in_node.from));
+    const Exchange in_node = planner.exchange(local_ranks, planner.row_of(shard, bucket.grad_dtype, is_last));
+    piece.phases.push_back(exchange(node, tag, local_ranks, in_node.to, in_node.from));
     std::vector<Phase> between;
     Rows to{}, from{};
     if (!at_once) {
@@ -279,7 +283,7 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
       from = planner.own(nodes, encoded);
     }
     const int64_t stride = at_once ? encoded.stride : bytes_of(sub_shard, wire);
-    const Rows blocks = planner.gather(nodes * stride, nodes * stride);  // by lane: what nodes have of it
+    const Rows blocks = planner.gather(nodes * stride, nodes * stride);  // by local rank: what nodes have of its shard
     const Rows of_nodes{blocks.begin(node->rank()), at_once ? encoded.length : stride, stride};
     plan.extras = at_once ? Rows{blocks.offset, encoded.length, stride} : planner.of_first(from);
     if (peers) {
@@ -332,6 +336,7 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
 
 // At full width, with every gradient in blocks of its own, and each part of each piece rounded up.
 int64_t most_bytes(const Bucket& bucket, int64_t num_parts) {
+  constexpr int64_t kExtraBytes = 4096;  // not every sync has all that may travel beside its gradients
   const int64_t width = size_of(bucket.grad_dtype);
   int64_t bytes = 0;
   for (const at::Tensor& grad : bucket.grads) {
@@ -344,15 +349,17 @@ int64_t most_bytes(const Bucket& bucket, int64_t num_parts) {
   for (const at::Tensor& extra : {bucket.extras.flags, bucket.extras.riders}) {
     extra_bytes += extra.defined() ? static_cast<int64_t>(extra.nbytes()) : 0;
   }
-  return round_up(bytes + num_parts * (most_pieces * most_rounding + round_up(extra_bytes, kRowAlignment)),
+  return round_up(bytes + num_parts * (most_pieces * most_rounding + round_up(extra_bytes + 1, kExtraBytes)),
                   kRegionAlignment) +
          kRegionAlignment;
 }
 
-// The gradients, and of a lane's: in one step a row of each node, in two one to send, one that comes and one of means.
+// The gradients, and of a local rank's shard: in one step a row of each node, in two steps one to send, one that comes
+// and one of means.
 int64_t most_bytes(const Bucket& bucket, const Levels& levels, bool at_once) {
-  const int64_t of_lane = most_bytes(bucket, levels.num_lanes * levels.num_nodes) / levels.num_lanes;
-  return round_up(most_bytes(bucket, levels.num_lanes) + (at_once ? levels.num_nodes : 3) * of_lane, kRegionAlignment);
+  const int64_t of_shard = most_bytes(bucket, levels.num_local_ranks * levels.num_nodes) / levels.num_local_ranks;
+  return round_up(most_bytes(bucket, levels.num_local_ranks) + (at_once ? levels.num_nodes : 3) * of_shard,
+                  kRegionAlignment);
 }
 
 }  // namespace fastsync

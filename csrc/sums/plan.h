@@ -20,13 +20,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <vector>
 
 #include "sums/bucket.h"
-#include "transport/levels.h"
 #include "transport/team.h"
+#include "transport/teams.h"
 
 namespace fastsync {
 
@@ -107,8 +106,6 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
 // up into the output.
 Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket, at::Tensor output, double factor);
 
-// What regions are multiples of: a row's alignment, and blocks of int8, which are counted from region to region.
-constexpr int64_t kRegionAlignment = std::lcm(64, 4 * static_cast<int64_t>(sizeof(Int8Block)));
 // Bytes of a region that no plan of the bucket needs more of, whatever the bucket travels as.
 int64_t most_bytes(const Bucket& bucket, int64_t num_parts);
 int64_t most_bytes(const Bucket& bucket, const Levels& levels, bool at_once);

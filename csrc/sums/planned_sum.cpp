@@ -21,9 +21,9 @@ at::Tensor joined(const Extras& extras) {
 
 class PlannedSum final : public BucketSum {
  public:
-  PlannedSum(Plan plan, Bucket bucket, SumBuffers& buffers)
+  PlannedSum(Plan plan, Bucket bucket, at::Tensor& memory)
       : BucketSum(std::move(bucket)), plan_(std::move(plan)), extras_(joined(bucket_.extras)) {
-    take_memory(buffers);
+    take_memory(memory);
   }
 
   Owned owned() const override { return plan_.owned(bucket_); }
@@ -49,26 +49,13 @@ class PlannedSum final : public BucketSum {
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
   int64_t extra_bytes() const { return extras_.defined() ? static_cast<int64_t>(extras_.nbytes()) : 0; }
 
-  // What lies beyond the last value, and on an int8 wire between gradients, is added like the rest. So memory that was
-  // last used with another layout is cleared. A reduce-scatter reads nothing that nobody has written: its memory may be
-  // that of several buckets, one after the other.
-  void take_memory(SumBuffers& buffers) {
+  // Rows also have values that are no gradient's: what lies there is added, but nobody reads the sum.
+  void take_memory(at::Tensor& kept) {
     use_ = plan_.team->use_rows();
-    if (plan_.output.defined()) {
-      if (!buffers.memory.defined() || buffers.memory.numel() < plan_.bytes) {
-        const auto options = at::TensorOptions().dtype(at::kByte).device(bucket_.device);
-        const bool is_shared = plan_.team->shares_memory();
-        buffers = {is_shared ? plan_.team->allocate(plan_.bytes) : at::empty({plan_.bytes}, options), {}};
-      }
-    } else {
-      const std::vector<int64_t> layout{bucket_.num_values, static_cast<int64_t>(bucket_.wire_dtype),
-                                        extra_bytes(),      static_cast<int64_t>(num_phases()),
-                                        plan_.num_wires,    plan_.team->size()};
-      if (buffers.layout != layout) {
-        buffers = {plan_.team->allocate(plan_.bytes), layout};
-      }
+    if (!kept.defined() || kept.scalar_type() != at::kByte || kept.numel() < plan_.bytes) {
+      kept = plan_.team->allocate(plan_.bytes);
     }
-    memory_ = buffers.memory;
+    memory_ = kept;
   }
 
   static bool follows_in_place(const Piece& piece, size_t phase) {
@@ -256,8 +243,8 @@ class PlannedSum final : public BucketSum {
 
 }  // namespace
 
-std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, SumBuffers& buffers) {
-  return std::make_unique<PlannedSum>(std::move(plan), std::move(bucket), buffers);
+std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, at::Tensor& memory) {
+  return std::make_unique<PlannedSum>(std::move(plan), std::move(bucket), memory);
 }
 
 }  // namespace fastsync

@@ -1,4 +1,4 @@
-#include "transport/strand.h"
+#include "transport/progress_thread.h"
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -37,7 +37,7 @@ c10::Stream side_stream(c10::Device device) {
 
 }  // namespace
 
-struct Strand::Queues {
+struct ProgressThread::Queues {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> urgent;
@@ -59,9 +59,9 @@ struct Strand::Queues {
   }
 };
 
-Strand::Strand() : queues_(std::make_shared<Queues>()), process_id_(getpid()) {}
+ProgressThread::ProgressThread() : queues_(std::make_shared<Queues>()), process_id_(getpid()) {}
 
-Strand::~Strand() {
+ProgressThread::~ProgressThread() {
   if (getpid() != process_id_) {
     return;  // the thread stayed behind in the process that this one was forked from, perhaps with the mutex
   }
@@ -72,7 +72,7 @@ Strand::~Strand() {
   queues_->changed.notify_one();
 }
 
-void Strand::post(c10::Device device, std::function<void()> task, bool is_urgent) {
+void ProgressThread::post(c10::Device device, std::function<void()> task, bool is_urgent) {
   if (!device.is_cpu()) {
     const c10::impl::VirtualGuardImpl guard(device.type());
     c10::Event given(device.type());
@@ -102,7 +102,7 @@ void Strand::post(c10::Device device, std::function<void()> task, bool is_urgent
 // A forked child has its own, for the thread stays behind.
 void wait_in_background(std::function<void()> wait) {
   struct Background {
-    Strand strand;
+    ProgressThread progress;
     pid_t process_id = getpid();
   };
   static std::atomic<Background*> newest;  // never destroyed
@@ -112,7 +112,7 @@ void wait_in_background(std::function<void()> wait) {
   }
   auto* const kept = new std::function(std::move(wait));
   try {
-    background->strand.post(c10::kCPU, [kept] {
+    background->progress.post(c10::kCPU, [kept] {
       try {
         (*kept)();
       } catch (const std::exception&) {

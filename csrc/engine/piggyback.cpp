@@ -1,4 +1,4 @@
-#include "engine/riders.h"
+#include "engine/piggyback.h"
 
 #include <ATen/ATen.h>
 

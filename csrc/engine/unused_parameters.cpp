@@ -1,4 +1,4 @@
-#include "engine/presence.h"
+#include "engine/unused_parameters.h"
 
 #include <utility>
 
@@ -6,13 +6,13 @@
 
 namespace fastsync {
 
-void Presence::lay_out(size_t num_places, int64_t num_ranks) {
+void UnusedParameters::lay_out(size_t num_places, int64_t num_ranks) {
   none_ = 1.0F / (8.0F * static_cast<float>(num_ranks));
   here_.assign(num_places, none_);
   flags_.reset();
 }
 
-at::Tensor Presence::flags(std::optional<std::vector<float>> stamp, c10::Device device) {
+at::Tensor UnusedParameters::flags(std::optional<std::vector<float>> stamp, c10::Device device) {
   has_new_stamp_ = stamp.has_value();
   if (has_new_stamp_) {
     stamp_ = std::move(*stamp);
@@ -31,7 +31,7 @@ at::Tensor Presence::flags(std::optional<std::vector<float>> stamp, c10::Device 
   return flags_;
 }
 
-void Presence::arrive(bool is_captured) {
+void UnusedParameters::arrive(bool is_captured) {
   num_waits_ = counts_.defined() ? num_waits_ + 1 : 0;
   is_captured_ = is_captured;
   if (!is_captured) {
@@ -39,12 +39,12 @@ void Presence::arrive(bool is_captured) {
   }
 }
 
-at::Tensor Presence::stamps(const at::Tensor& sums) const {
+at::Tensor UnusedParameters::stamps(const at::Tensor& sums) const {
   const auto size = static_cast<int64_t>(stamp_.size());
   return has_new_stamp_ ? sums.narrow(0, sums.numel() - size, size) : at::Tensor();
 }
 
-bool Presence::on_some_rank(size_t place, const at::Tensor& sums, const std::string& parameter) {
+bool UnusedParameters::on_some_rank(size_t place, const at::Tensor& sums, const std::string& parameter) {
   constexpr int64_t kManyWaits = 100;
   if (is_here(place)) {
     return true;

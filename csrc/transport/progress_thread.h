@@ -13,14 +13,14 @@
 
 namespace fastsync {
 
-// On a CPU its thread begins with the first task and ends some time after the strand, with the last task: nobody waits
-// for it. Tasks must not throw and must not hold anything that may only end on another thread.
-class Strand {
+// On a CPU its thread begins with the first task and ends some time after the progress, with the last task: nobody
+// waits for it. Tasks must not throw and must not hold anything that may only end on another thread.
+class ProgressThread {
  public:
-  Strand();
-  ~Strand();
-  Strand(const Strand&) = delete;
-  Strand& operator=(const Strand&) = delete;
+  ProgressThread();
+  ~ProgressThread();
+  ProgressThread(const ProgressThread&) = delete;
+  ProgressThread& operator=(const ProgressThread&) = delete;
 
   // On a CPU one after the other, every urgent one before any that can wait. On CUDA, where nothing waits but a stream,
   // at once, on a stream that first waits for what the current one has been given so far.

@@ -1,5 +1,5 @@
 // Which parameters have a gradient, here and on any rank: a number for each place among the parameters travels beside
-// the last bucket's gradients, and behind them the pairing's stamp. It is 1 where there is a new gradient, 0 where
+// the last bucket's gradients, and behind them the step_check's stamp. It is 1 where there is a new gradient, 0 where
 // there is the one of an earlier sync, and where there is none so little that all ranks together are less than 1.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace fastsync {
 
-class Presence {
+class UnusedParameters {
  public:
   void lay_out(size_t num_places, int64_t num_ranks);
 

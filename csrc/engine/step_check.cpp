@@ -1,4 +1,4 @@
-#include "engine/pairing.h"
+#include "engine/step_check.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -23,21 +23,21 @@ bool is_turned_off() {
 
 }  // namespace
 
-Pairing::Pairing(const c10d::ProcessGroup& group, std::string what)
+StepCheck::StepCheck(const c10d::ProcessGroup& group, std::string what)
     : world_size_(group.getSize()), rank_(group.getRank()), what_(std::move(what)), is_off_(is_turned_off()) {}
 
-void Pairing::note_update() {
+void StepCheck::note_update() {
   const std::lock_guard<std::mutex> lock(mutex_);
   has_been_told_ = true;
   was_updated_ = true;
 }
 
-void Pairing::say_nothing() {
+void StepCheck::say_nothing() {
   const std::lock_guard<std::mutex> lock(mutex_);
   says_nothing_ = true;
 }
 
-void Pairing::begin_step(int64_t step, std::vector<uint32_t> versions, bool has_gradients) {
+void StepCheck::begin_step(int64_t step, std::vector<uint32_t> versions, bool has_gradients) {
   const std::lock_guard<std::mutex> lock(mutex_);
   step_ = step;
   says_nothing_ |= !has_gradients;
@@ -48,7 +48,7 @@ void Pairing::begin_step(int64_t step, std::vector<uint32_t> versions, bool has_
   versions_ = std::move(versions);
 }
 
-std::optional<std::vector<float>> Pairing::stamp(int64_t engine, c10::Device device, bool has_room) {
+std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device device, bool has_room) {
   constexpr int64_t kOneOf = 16;
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool is_cheap = device.is_cpu() && has_room;
@@ -67,7 +67,7 @@ std::optional<std::vector<float>> Pairing::stamp(int64_t engine, c10::Device dev
   return stamp;
 }
 
-void Pairing::arrive(const at::Tensor& sum) {
+void StepCheck::arrive(const at::Tensor& sum) {
   if (sum.numel() == 0) {
     return;
   }
@@ -91,7 +91,7 @@ void Pairing::arrive(const at::Tensor& sum) {
 }
 
 // To ask an event anything ends a capture that is under way.
-void Pairing::look() {
+void StepCheck::look() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (has_come_ && !is_capturing(has_come_->device()) && has_come_->query()) {
     has_come_.reset();
@@ -99,7 +99,7 @@ void Pairing::look() {
   }
 }
 
-void Pairing::check(const at::Tensor& sum) const {
+void StepCheck::check(const at::Tensor& sum) const {
   const at::Tensor numbers = sum.to(at::kFloat);
   const auto* of_rank = numbers.const_data_ptr<float>();
   std::map<std::pair<int64_t, int64_t>, std::string> ranks_of;

@@ -16,10 +16,10 @@
 namespace fastsync {
 
 // Thread-safe, for what arrives may do so on a thread of the process group.
-class Pairing {
+class StepCheck {
  public:
   // What it is of is named in errors.
-  Pairing(const c10d::ProcessGroup& group, std::string what);
+  StepCheck(const c10d::ProcessGroup& group, std::string what);
 
   // Before a step. Whether the parameters have been updated since the one before: note_update tells of optimizers'
   // steps; where it never did, the parameters' version counters do, which are always of the same ones. A rank without

@@ -1,0 +1,68 @@
+#include "transport/teams.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace fastsync {
+
+Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes) {
+  Levels levels{static_cast<int64_t>(nodes.size()), whole.size(), whole.size(), 0, nullptr, nullptr};
+  int64_t local_rank = 0;
+  for (const auto& ranks : nodes) {
+    levels.num_local_ranks = std::min(levels.num_local_ranks, static_cast<int64_t>(ranks.size()));
+    levels.most_ranks = std::max(levels.most_ranks, static_cast<int64_t>(ranks.size()));
+    const auto place = std::find(ranks.begin(), ranks.end(), whole.group()->getRank());
+    if (place == ranks.end()) {
+      continue;
+    }
+    local_rank = place - ranks.begin();
+    levels.node = std::make_shared<Team>(whole.group(), whole.device(), ranks);
+  }
+  if (local_rank < levels.num_local_ranks) {
+    std::vector<int64_t> peers;
+    for (const auto& ranks : nodes) {
+      peers.push_back(ranks[local_rank]);
+    }
+    levels.peers = std::make_shared<Team>(whole.group(), whole.device(), std::move(peers));
+  }
+  return levels;
+}
+
+std::vector<std::vector<int64_t>> nodes_of(int64_t ranks_per_node, int64_t num_ranks) {
+  std::vector<std::vector<int64_t>> nodes(num_ranks / ranks_per_node);
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    nodes[rank / ranks_per_node].push_back(rank);
+  }
+  return nodes;
+}
+
+Teams::Teams(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
+    : all_(make_team(std::move(group), device)), may_share_(all_->sends_at_once() && all_->size() > 1) {}
+
+const Levels& Teams::hosts() {
+  if (may_share_ && !host_) {
+    host_ = Host::of(all_->group());
+    hosts_ = host_->hosts().empty() ? Levels() : levels_of(*all_, host_->hosts());
+  }
+  return hosts_;
+}
+
+// Once, or anew where a sum takes more.
+void Teams::make_room(int64_t bytes) {
+  hosts();
+  if (!may_share_ || (shared_ && bytes <= shared_->region_bytes())) {
+    return;
+  }
+  shared_memory_.reset();
+  hosts_.node.reset();
+  shared_.reset();
+  shared_ = SharedTeam::make(all_->group(), host_, bytes, why_not_);
+  may_share_ = shared_ != nullptr;
+  hosts_.node = shared_;
+}
+
+bool Teams::hosts_have(int64_t ranks_per_node) const {
+  return host_ && host_->hosts() == nodes_of(ranks_per_node, all_->size());
+}
+
+}  // namespace fastsync
