@@ -251,8 +251,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("synchronize", &Synchronizer::synchronize, no_gil)
       .def("set_before_sync", &Synchronizer::set_before_sync, py::arg("call").none(true), no_gil)
       .def("agree", locked<Synchronizer>(&ParameterSync::agree), no_gil)
-      .def("ride", between_steps<Synchronizer>(&ParameterSync::ride), py::arg("name"), py::arg("value"), no_gil)
-      .def("riders", locked<Synchronizer>(&ParameterSync::riders), no_gil)
+      .def("piggyback", between_steps<Synchronizer>(&ParameterSync::piggyback), py::arg("name"), py::arg("value"),
+           no_gil)
+      .def("piggybacked", locked<Synchronizer>(&ParameterSync::piggybacked), no_gil)
       .def("set_weight", between_steps<Synchronizer>(&ParameterSync::set_weight), py::arg("weight"), no_gil)
       .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
       .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)

@@ -164,12 +164,12 @@ class GradientSynchronizer(GradientHandle, Joinable):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"tensor: rider {name!r} has to be a float32 tensor, got {got}; use tensor.float()")
-        self._engine.ride(name, tensor)
+        self._engine.piggyback(name, tensor)
 
     @property
     def riders(self) -> dict[str, Tensor]:
         """The means over the ranks of what rode on the newest sync, float32, on the gradients' device."""
-        return self._engine.riders()
+        return self._engine.piggybacked()
 
     def set_weight(self, weight: float) -> None:
         """Has this rank's gradients count so much, from the next sync on: ``.grad`` becomes ``sum(w * g) / sum(w)``.

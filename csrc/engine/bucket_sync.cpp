@@ -75,8 +75,8 @@ void BucketWork::receive() {
   if (ends_step_) {
     whereabouts_->rest();
   }
-  if (on_flags_ && sum_->bucket().extras.flags.defined()) {
-    on_flags_(sum_->extras().flags);
+  if (on_side_values_ && side_values().defined()) {
+    on_side_values_(side_values());
   }
 }
 
@@ -118,17 +118,17 @@ BucketSync::~BucketSync() {
 }
 
 std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, const Sync& sync,
-                                             std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                             std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values,
                                              const std::vector<bool>& stand_in) {
-  return start(std::move(grads), sync, std::move(stopwatch), extras, stand_in, /*is_for_future=*/false);
+  return start(std::move(grads), sync, std::move(stopwatch), side_values, stand_in, /*is_for_future=*/false);
 }
 
 std::shared_ptr<BucketWork> BucketSync::start(std::vector<at::Tensor> grads, const Sync& sync,
-                                              std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                              std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values,
                                               const std::vector<bool>& stand_in, bool is_for_future) {
   const WithoutPythonObjects without_python;
   Bucket bucket = bucket_of(std::move(grads), sync);
-  bucket.extras = extras;
+  bucket.side_values = side_values;
   whereabouts_->average(sync.step);
   if (needs_scale(sync.compression)) {
     agree_on_scale(bucket);
@@ -248,8 +248,9 @@ std::unique_ptr<BucketSum> BucketSync::make_scatter(Bucket bucket, const Sync& s
 
 bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const {
   const DType dtype = dtype_of(grads.front().scalar_type());
+  const DType wire = wire_dtype(compression.wire, dtype);
   return algorithm_for(compression, dtype, numel_of(grads), *team_for(compression)) != Algorithm::kAllReduce ||
-         !is_own_wire(grads, wire_dtype(compression.wire, dtype));
+         (wire == DType::kFloat32 && !is_own_wire(grads, wire));
 }
 
 // The step is counted on the device, for a CUDA graph repeats what the host has said: it would round alike in every
@@ -275,11 +276,12 @@ Rounding BucketSync::rounding_of(const Sync& sync) {
 // With the thread's state, for without it a profiler would not see what happens on another thread.
 c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vector<at::Tensor> grads, const Sync& sync,
                                             std::shared_ptr<Stopwatch> stopwatch, ProgressThread& progress,
-                                            const Extras& extras, OnFlags on_flags, std::function<void()>* rest) {
+                                            const at::Tensor& side_values, OnSideValues on_side_values,
+                                            std::function<void()>* rest) {
   const WithoutPythonObjects without_python;
-  const auto work = start(std::move(grads), sync, std::move(stopwatch), extras, {},
+  const auto work = start(std::move(grads), sync, std::move(stopwatch), side_values, {},
                           /*is_for_future=*/!is_elsewhere());
-  work->on_flags_ = std::move(on_flags);
+  work->on_side_values_ = std::move(on_side_values);
   if (const auto over = is_elsewhere() ? Reduction::Future() : work->sum_->when_over()) {
     newest_.emplace(over);
     return over->then(at::wrapPropagateTLSState([work, buffer, sender = std::this_thread::get_id()](Future& reduced) {

@@ -89,14 +89,14 @@ class BucketWork {
   void discard();
 
   bool has_error_feedback() const { return sum_->bucket().keeps_losses; }
-  // The extras' sums, after receive. They may lie in memory that the bucket's next sum writes to.
-  const Extras& extras() const { return sum_->extras(); }
+  // The sums of the side values, after receive. They may lie in memory that the bucket's next sum writes to.
+  const at::Tensor& side_values() const { return sum_->side_values(); }
 
  private:
   friend class BucketSync;
 
   std::unique_ptr<BucketSum> sum_;
-  std::function<void(const at::Tensor& flags)> on_flags_;
+  std::function<void(const at::Tensor&)> on_side_values_;
   std::shared_ptr<const std::string> failure_;
   std::shared_ptr<Whereabouts> whereabouts_;
   bool ends_step_ = false;
@@ -123,27 +123,28 @@ class BucketSync {
   // the same on every rank. Those that stand in for none take no part in error feedback. One sum at a time. Marks every
   // moment on the stopwatch.
   std::shared_ptr<BucketWork> send(std::vector<at::Tensor> grads, const Sync& sync,
-                                   std::shared_ptr<Stopwatch> stopwatch, const Extras& extras = {},
+                                   std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values = {},
                                    const std::vector<bool>& stand_in = {});
 
   // send, and receive when the group is done, on the thread that says so or on the progress thread. A single gradient
-  // of the wire's dtype may be its own wire, so nothing else may use its memory meanwhile; extras then take a
-  // collective of their own, elsewhere there is room beside the gradients. What is called with the sums of the flags
-  // may throw. The future's value is the buffer. Of a bucket that is a whole step, which backward hides nothing of, the
-  // caller may be given what is left to do: to be called without a lock, on this thread.
-  using OnFlags = std::function<void(const at::Tensor& flags)>;
+  // of the wire's dtype may be its own wire, so nothing else may use its memory meanwhile. What is called with the
+  // sums of the side values may throw. The future's value is the buffer. Of a bucket that is a whole step, which
+  // backward hides nothing of, the caller may be given what is left to do: to be called without a lock, on this thread.
+  using OnSideValues = std::function<void(const at::Tensor&)>;
   c10::intrusive_ptr<c10::ivalue::Future> sync(const at::Tensor& buffer, std::vector<at::Tensor> grads,
                                                const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
-                                               ProgressThread& progress, const Extras& extras = {},
-                                               OnFlags on_flags = nullptr, std::function<void()>* rest = nullptr);
+                                               ProgressThread& progress, const at::Tensor& side_values = {},
+                                               OnSideValues on_side_values = nullptr,
+                                               std::function<void()>* rest = nullptr);
+  // Whether side values travel with the gradients, and not in a collective of their own.
   bool has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const;
 
   // Whether send waits for the other ranks, to share memory with them, or to agree on the first fp16 scale, or on one
   // after a step that says nothing of how large gradients are.
   bool waits_to_send(const Compression& compression) const { return teams_.may_share() || needs_scale(compression); }
 
-  // Where sums, statistics, scales and residuals are, and extras have to be: that of the gradients, or the host where
-  // the process group does not work there. See HostCopies.
+  // Where sums, statistics, scales and residuals are, and side values have to be: that of the gradients, or the host
+  // where the process group does not work there. See HostCopies.
   c10::Device device() const { return device_; }
   c10::Device device_of_gradients() const { return device_of_gradients_; }
 
@@ -169,7 +170,7 @@ class BucketSync {
     return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
   }
   std::shared_ptr<BucketWork> start(std::vector<at::Tensor> grads, const Sync& sync,
-                                    std::shared_ptr<Stopwatch> stopwatch, const Extras& extras,
+                                    std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values,
                                     const std::vector<bool>& stand_in, bool is_for_future);
   Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync);
   void share_memory(const Bucket& bucket, const Sync& sync);

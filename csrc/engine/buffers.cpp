@@ -55,16 +55,15 @@ std::string Buffers::description() const {
 }
 
 // Behind them the number of ranks that have buffers, nan where one has failed.
-at::Tensor Buffers::board(const at::Tensor& riders, int64_t rank, const Weight& weight, c10::Device device,
-                          bool stay_empty) const {
+at::Tensor Buffers::to_send(int64_t rank, const Weight& weight, c10::Device device, bool has_failed) const {
+  if (!exist()) {
+    return {};
+  }
   const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   std::vector<at::Tensor> all;
-  if (riders.defined()) {
-    all.push_back(riders);
-  }
   for (const at::Tensor& buffer : buffers_) {
-    if (stay_empty) {
+    if (has_failed) {
       all.push_back(at::full({num_values(buffer, is_mean(buffer))}, kNan, options));
       continue;
     }
@@ -75,22 +74,23 @@ at::Tensor Buffers::board(const at::Tensor& riders, int64_t rank, const Weight& 
       all.push_back(weight.is_active() ? values : at::zeros_like(values));
     }
   }
-  all.push_back(at::full({1}, stay_empty ? kNan : weight.is_active() ? 1.0 : 0.0, options));
+  all.push_back(at::full({1}, has_failed ? kNan : weight.is_active() ? 1.0 : 0.0, options));
   return at::cat(all);
 }
 
-at::Tensor Buffers::arrive(const at::Tensor& sums, const Weight& weight, int64_t world_size) const {
-  int64_t end = sums.numel() - 1;
-  const at::Tensor have_come = sums.select(0, end) > 0;
-  for (size_t i = buffers_.size(); i-- > 0;) {
-    const at::Tensor& buffer = buffers_[i];
+void Buffers::arrive(const at::Tensor& sums, const Weight& weight, int64_t world_size) const {
+  if (!exist()) {
+    return;
+  }
+  const at::Tensor have_come = sums.select(0, sums.numel() - 1) > 0;
+  int64_t begin = 0;
+  for (const at::Tensor& buffer : buffers_) {
     const int64_t length = num_values(buffer, is_mean(buffer));
-    end -= length;
-    const at::Tensor sum = sums.narrow(0, end, length);
+    const at::Tensor sum = sums.narrow(0, begin, length);
     const at::Tensor values = decode(is_mean(buffer) ? weight.mean(sum, world_size) : sum, buffer, is_mean(buffer));
     buffer.copy_(at::where(have_come, values, buffer.to(values.device())));
+    begin += length;
   }
-  return sums.narrow(0, 0, end);
 }
 
 }  // namespace fastsync

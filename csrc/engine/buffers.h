@@ -1,4 +1,4 @@
-// A model's buffers, which are brought together with the gradients: they travel as float32 behind the riders.
+// A model's buffers, which are brought together with the gradients: they travel as float32 among the side values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,12 +30,10 @@ class Buffers {
   bool exist() const { return !buffers_.empty(); }
   std::string description() const;  // on which the ranks have to agree
 
-  // The riders, with these behind them, empty where riders stay empty.
-  at::Tensor board(const at::Tensor& riders, int64_t rank, const Weight& weight, c10::Device device,
-                   bool stay_empty) const;
-  // From the sums over the ranks of what board returned; returns those of the riders. Where a rank has failed, or
-  // none has gradients, the buffers stay what they are.
-  at::Tensor arrive(const at::Tensor& sums, const Weight& weight, int64_t world_size) const;
+  // What travels, undefined where there are none. A rank that has failed leaves its slots empty.
+  at::Tensor to_send(int64_t rank, const Weight& weight, c10::Device device, bool has_failed) const;
+  // From the sums over the ranks. Where a rank has failed, or none has gradients, the buffers stay what they are.
+  void arrive(const at::Tensor& sums, const Weight& weight, int64_t world_size) const;
 
  private:
   bool is_mean(const at::Tensor& buffer) const { return means_ && (buffer.is_floating_point() || buffer.is_complex()); }

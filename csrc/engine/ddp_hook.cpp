@@ -86,13 +86,13 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
                   static_cast<int64_t>(grad_bucket.getIndex()), first_tag(bucket->agreement->number),
                   grad_bucket.isLast()};
   auto grads = gradients_of(grad_bucket, sync.compression, bucket->feedback());
-  Extras extras;
+  at::Tensor side_values;
   if (grad_bucket.isLast()) {
-    extras.flags = stamp(*bucket, grad_bucket.getParameters(), bucket->has_room(grads, sync.compression));
+    side_values = stamp(*bucket, grad_bucket.getParameters(), bucket->has_room(grads, sync.compression));
   }
   auto future = bucket->sync(
-      buffer, std::move(grads), sync, stopwatch, progress_, extras,
-      [agreement = bucket->agreement](const at::Tensor& flags) { agreement->step_check.arrive(flags); },
+      buffer, std::move(grads), sync, stopwatch, progress_, side_values,
+      [agreement = bucket->agreement](const at::Tensor& stamps) { agreement->step_check.arrive(stamps); },
       is_first && grad_bucket.isLast() ? &rest : nullptr);
   if (grad_bucket.isLast()) {
     end_step();

@@ -11,6 +11,7 @@
 
 #include "engine/bucket_layout.h"
 #include "passes/backend.h"
+#include "transport/agreement.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {
@@ -52,7 +53,7 @@ void ParameterSync::begin() {
   }
   order_.clear();
   next_bucket_ = 0;
-  unused_.clear();
+  side_values_.clear_flags();
   weight_.begin();
   begin_step_check();
   is_under_way_ = true;
@@ -111,8 +112,7 @@ void ParameterSync::send_full_buckets() {
 }
 
 bool ParameterSync::waits_to_send(const Bucket& bucket) const {
-  return bucket.sync->waits_to_send(schedule_->at(step_, bucket.numel)) ||
-         (is_last(bucket) && riders_.need_agreement());
+  return bucket.sync->waits_to_send(schedule_->at(step_, bucket.numel)) || (is_last(bucket) && side_values_.newcomer());
 }
 
 bool ParameterSync::rest_waits() const {
@@ -175,9 +175,10 @@ void ParameterSync::send_next(bool is_poisoned) {
   grads.reserve(bucket.parameters.size());
   for (const size_t index : bucket.parameters) {
     Parameter& parameter = parameters_[index];
-    unused_.set(parameter.place, is_poisoned || parameter.has_new_gradient(), parameter.tensor.grad().defined());
+    side_values_.set_flag(parameter.place, is_poisoned || parameter.has_new_gradient(),
+                          parameter.tensor.grad().defined());
     grads.push_back(is_poisoned ? parameter.poison() : parameter.gradient_to_send());
-    stand_in.push_back(!unused_.is_here(parameter.place));
+    stand_in.push_back(!side_values_.is_here(parameter.place));
   }
   send(bucket, std::move(grads), stand_in, is_poisoned);
 }
@@ -186,20 +187,17 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
                          bool is_poisoned) {
   const c10::Device device = bucket.sync->device();
   const bool ends_step = is_last(bucket);
-  Extras extras;
+  at::Tensor side_values;
   if (ends_step) {
-    if (const auto* name = riders_.need_agreement()) {
-      whereabouts_->agree(step_, c10::str("rider '", *name, "' is new"));
-      wait_for_ranks("agreement on riders", [&] { riders_.agree(group_, device); });
+    if (const auto* name = side_values_.newcomer()) {
+      whereabouts_->agree(step_, c10::str("piggybacked value '", *name, "' is new"));
+      wait_for_ranks("agreement on piggybacked values",
+                     [&] { check_agreement(group_, side_values_.newcomers(), device); });
+      side_values_.make_slots();
     }
-    extras = {unused_.flags(agreement_->step_check.stamp(agreement_->number, device), device),
-              riders_.board(device, is_poisoned)};
-    if (extras.riders.defined() && !weight_.is_active() && !is_poisoned) {
-      extras.riders.zero_();
-    }
-    if (buffers_to_sync_.exist()) {
-      extras.riders = buffers_to_sync_.board(extras.riders, group_->getRank(), weight_, device, is_poisoned);
-    }
+    const at::Tensor buffers = buffers_to_sync_.to_send(group_->getRank(), weight_, device, is_poisoned);
+    side_values = side_values_.to_send(agreement_->step_check.stamp(agreement_->number, device), buffers,
+                                       weight_.is_active(), is_poisoned, device);
   }
   const auto index = static_cast<int>(next_bucket_);
   const Sync sync{compression_for(*schedule_, step_, bucket.numel, device),
@@ -210,7 +208,7 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
                   num_steps(),
                   /*is_weighted_mean=*/weight_.is_on() && !sums_,
                   weight_.is_on() && !is_poisoned ? weight_.factor(device) : at::Tensor()};
-  bucket.work = bucket.sync->send(std::move(grads), sync, start_bucket(*bucket.sync), extras, stand_in);
+  bucket.work = bucket.sync->send(std::move(grads), sync, start_bucket(*bucket.sync), side_values, stand_in);
   next_bucket_ += 1;
   if (ends_step) {
     end_step();
@@ -230,28 +228,24 @@ void ParameterSync::receive() {
   for (const Bucket& bucket : buckets_) {
     bucket.work->receive();
   }
-  if (!buckets_.empty()) {
-    buckets_.back().sync->totals()->wire_bytes.add(weight_.sent_bytes());
-  }
-  at::Tensor riders = buckets_.empty() ? at::Tensor() : buckets_.back().work->extras().riders;
   weight_.use();
-  if (buffers_to_sync_.exist() && riders.defined()) {
-    riders = buffers_to_sync_.arrive(riders, weight_, group_->getSize());
+  if (buckets_.empty()) {
+    return;
   }
+  buckets_.back().sync->totals()->wire_bytes.add(weight_.sent_bytes());
+  side_values_.arrive(buckets_.back().work->side_values(), is_captured());
+  buffers_to_sync_.arrive(side_values_.buffers(), weight_, group_->getSize());
   hand_out();
-  if (!buckets_.empty() && riders_.have_seats()) {
-    riders_.arrive(weight_.mean(riders, group_->getSize()));
-  }
-  check_step();
+  side_values_.set_means(weight_.mean(side_values_.piggybacked(), group_->getSize()));
+  agreement_->step_check.arrive(side_values_.stamps());
 }
 
 // Ranks agree on new ones. One that has run out of gradients knows of none, but begins to join with the others.
-void ParameterSync::ride(const std::string& name, const at::Tensor& value) {
-  TORCH_CHECK_VALUE(!weight_.is_joining() || !have_agreed() || riders_.has_seat(name, value), "name: rider '", name,
-                    "' of shape ", value.sizes(),
-                    " is new, and ranks that have run out of batches cannot know it: let ",
-                    "it ride with the first sync inside join(), or with an earlier one, on every rank");
-  riders_.add(name, value);
+void ParameterSync::piggyback(const std::string& name, const at::Tensor& value) {
+  TORCH_CHECK_VALUE(!weight_.is_joining() || !have_agreed() || side_values_.has_slots(name, value), "name: '", name,
+                    "' of shape ", value.sizes(), " is new, and ranks that have run out of batches cannot know it: ",
+                    "piggyback it on the first sync inside join(), or on an earlier one, on every rank");
+  side_values_.piggyback(name, value);
 }
 
 void ParameterSync::set_weight(double weight) {
@@ -270,28 +264,20 @@ void ParameterSync::set_joining(bool is_joining) {
   agreement_->step_check.say_nothing();
 }
 
-void ParameterSync::check_step() {
-  if (!buckets_.empty() && buckets_.back().work) {
-    agreement_->step_check.arrive(unused_.stamps(buckets_.back().work->extras().flags));
-  }
-}
-
 // What is decided here is decided by what all ranks know, so that statistics are the same on all.
 void ParameterSync::hand_out() {
-  unused_.arrive(is_captured());
   for (Bucket& bucket : buckets_) {
     const bool counts_what_arrives = !sums_ && !bucket.work->has_error_feedback();
     bool is_counted = true;
     for (size_t i = 0; i < bucket.parameters.size(); ++i) {
       Parameter& parameter = parameters_[bucket.parameters[i]];
-      const bool exists = !parameter.stand_in.defined() ||
-                          unused_.on_some_rank(parameter.place, buckets_.back().work->extras().flags, parameter.name);
+      const bool exists = !parameter.stand_in.defined() || side_values_.on_some_rank(parameter.place, parameter.name);
       parameter.take_average(exists);
       if (!exists) {
         bucket.sync->feedback().take_back(i);
         // What has arrived is the mean of what is kept. But a sum is not, nor is what error feedback has sent with it.
         if (!counts_what_arrives) {
-          parameter.keep(unused_.is_kept_everywhere(parameter.place));
+          parameter.keep(side_values_.is_kept_everywhere(parameter.place));
           is_counted = false;
         }
       }
@@ -334,7 +320,10 @@ void ParameterSync::discard() {
       bucket.work->discard();
     }
   }
-  check_step();
+  if (!buckets_.empty() && buckets_.back().work) {
+    side_values_.arrive(buckets_.back().work->side_values(), is_captured());
+    agreement_->step_check.arrive(side_values_.stamps());
+  }
 }
 
 void ParameterSync::abandon() {
@@ -436,7 +425,7 @@ void ParameterSync::lay_out() {
     bucket.sync->set_mean_factor(sums_ ? static_cast<double>(group_->getSize()) : 1.0);
     buckets.push_back(std::move(bucket));
   }
-  unused_.lay_out(num_places, group_->getSize());
+  side_values_.lay_out(num_places, group_->getSize());
   newest_buckets_ = known_buckets_;
   buckets_ = std::move(buckets);
 }
@@ -498,13 +487,13 @@ void ParameterSync::agree() {
          << tensor.scalar_type() << (tensor.requires_grad() ? "" : ", frozen") << "\n";
     device = tensor.device();
   }
-  text << riders_.newcomers();
+  text << side_values_.newcomers();
   const bool compares = is_under_way_ && num_steps() == 1 && !weight_.is_on();
   if (EngineState::agree(*agreement_, "agreement", schedule_, step_, text.str(), device,
                          compares ? gradients() : std::vector<at::Tensor>())) {
     warn_of_same_data();
   }
-  riders_.seat_newcomers();
+  side_values_.make_slots();
   if (!is_under_way_) {
     whereabouts_->rest();
   }

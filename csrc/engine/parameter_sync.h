@@ -1,5 +1,5 @@
 // All gradients of a set of parameters: which bucket each goes into, when a bucket may be sent, what travels for a
-// parameter that has no gradient here, and what rides along. Knows nothing of autograd; not thread-safe.
+// parameter that has no gradient here, and what is piggybacked. Knows nothing of autograd; not thread-safe.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,7 @@
 #include "engine/buffers.h"
 #include "engine/engine_state.h"
 #include "engine/parameter.h"
-#include "engine/piggyback.h"
-#include "engine/unused_parameters.h"
+#include "engine/side_values.h"
 #include "engine/weight.h"
 
 namespace fastsync {
@@ -60,9 +59,9 @@ class ParameterSync : public EngineState {
   void agree();
 
   // A float32 tensor to be averaged with the next sync, in place of an earlier one of that name.
-  void ride(const std::string& name, const at::Tensor& value);
+  void piggyback(const std::string& name, const at::Tensor& value);
   // The averages that came with the newest sync.
-  const Riders::Tensors& riders() { return riders_.means(); }
+  const SideValues::Tensors& piggybacked() { return side_values_.means(); }
 
   // From the next sync on, this rank's gradients count so much. To be called on all ranks before the same sync, at
   // first.
@@ -106,7 +105,6 @@ class ParameterSync : public EngineState {
   void send_next(bool is_poisoned = false);
   void send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in, bool is_poisoned);
   void begin_step_check();
-  void check_step();
   void hand_out();
   void end();
 
@@ -115,8 +113,7 @@ class ParameterSync : public EngineState {
   const bool sums_;
   const std::shared_ptr<Agreement> agreement_;
   std::vector<Bucket> buckets_;  // in the order in which they are sent; none while there is no layout
-  UnusedParameters unused_;
-  Riders riders_;
+  SideValues side_values_;
   Weight weight_;
   Buffers buffers_to_sync_;
 

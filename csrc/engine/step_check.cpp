@@ -68,7 +68,7 @@ std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device d
 }
 
 void StepCheck::arrive(const at::Tensor& sum) {
-  if (sum.numel() == 0) {
+  if (!sum.defined() || sum.numel() == 0) {
     return;
   }
   const std::lock_guard<std::mutex> lock(mutex_);

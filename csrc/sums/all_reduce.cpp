@@ -25,27 +25,20 @@ class AllReduceSum final : public BucketSum {
       wire_ = bucket_.grads.front().view({-1});
       return;
     }
-    const auto& [flags, riders] = bucket_.extras;
-    const int64_t num_flags = flags.defined() ? flags.numel() : 0;
-    const int64_t num_riders = riders.defined() && bucket_.wire_dtype == DType::kFloat32 ? riders.numel() : 0;
-    wire_ = send_buffer(memory, bucket_.num_values + num_flags + num_riders, scalar_type_of(bucket_.wire_dtype),
-                        bucket_.device);
+    is_behind_ = side_values_.defined() && bucket_.wire_dtype == DType::kFloat32;
+    wire_ = send_buffer(memory, bucket_.num_values + (is_behind_ ? side_values_.numel() : 0),
+                        scalar_type_of(bucket_.wire_dtype), bucket_.device);
   }
 
   void send() override {
     bucket_.pack(bucket_.segments, bucket_.wire_dtype, wire_.data_ptr(), Turn(), /*seed=*/0);
     std::vector<at::Tensor> buffers{wire_};
-    int64_t end = bucket_.num_values;
-    const auto add = [&](const at::Tensor& values, bool goes_behind) {
-      if (!values.defined() || !goes_behind) {
-        return values.defined() ? buffers.emplace_back(values.clone()) : values;
-      }
-      put_values(values, wire_, end, /*stride=*/0, /*count=*/1);
-      end += values.numel();
-      return wire_.narrow(0, end - values.numel(), values.numel());
-    };
-    sums_of_extras_.flags = add(bucket_.extras.flags, !is_own_wire_);
-    sums_of_extras_.riders = add(bucket_.extras.riders, !is_own_wire_ && bucket_.wire_dtype == DType::kFloat32);
+    if (is_behind_) {
+      put_values(side_values_, wire_, bucket_.num_values, /*stride=*/0, /*count=*/1);
+      side_values_ = wire_.narrow(0, bucket_.num_values, side_values_.numel());
+    } else if (side_values_.defined()) {
+      side_values_ = buffers.emplace_back(side_values_.clone());
+    }
     if (is_left_out_) {
       buffers.clear();
     }
@@ -67,15 +60,15 @@ class AllReduceSum final : public BucketSum {
   }
 
   void use_memory() const override {
-    for (const at::Tensor* memory : {&wire_, &sums_of_extras_.flags, &sums_of_extras_.riders}) {
-      use_on_current_stream(*memory);
-    }
+    use_on_current_stream(wire_);
+    use_on_current_stream(side_values_);
   }
 
   std::shared_ptr<Team> team_;  // until send: see Reduction
   bool is_left_out_;
   bool is_own_wire_;
-  at::Tensor wire_;  // behind the gradients come the flags, then the riders if it is float32
+  bool is_behind_ = false;  // the side values, the gradients on the wire
+  at::Tensor wire_;
   std::unique_ptr<Reduction> reduction_;
 };
 

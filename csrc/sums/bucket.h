@@ -13,13 +13,6 @@
 
 namespace fastsync {
 
-// Small float32 vectors on the bucket's device that travel beside its gradients and are summed over the ranks as they
-// are. Undefined where there are none.
-struct Extras {
-  at::Tensor flags;   // zeros and ones: a sum may be rounded, but is zero only where all are
-  at::Tensor riders;  // summed in float32, whatever the wire
-};
-
 // The bucket's values [begin, end), of which begin has this place: on a wire, or in a residual.
 struct Span {
   int64_t begin;
@@ -65,7 +58,7 @@ struct Bucket {
   at::Tensor scale;               // undefined where there is none
   at::Tensor stats;               // float64 [kNumStats]
   at::Tensor workspace;           // see new_workspace
-  Extras extras;
+  at::Tensor side_values;  // float32, on the device, summed over the ranks as they are; undefined where there are none
   Rounding rounding;
   at::Tensor step;           // int64 [1], what the rounding's points to; undefined where it has none
   bool is_lossless = false;  // nothing saturates where the process group adds

@@ -21,7 +21,7 @@ namespace fastsync {
 
 class BucketSum {
  public:
-  explicit BucketSum(Bucket bucket) : bucket_(std::move(bucket)) {}
+  explicit BucketSum(Bucket bucket) : bucket_(std::move(bucket)), side_values_(bucket_.side_values) {}
   virtual ~BucketSum() = default;
   BucketSum(const BucketSum&) = delete;
   BucketSum& operator=(const BucketSum&) = delete;
@@ -53,8 +53,8 @@ class BucketSum {
   // Waits for the rest, calls on_reduced, and unpacks.
   void finish(const std::function<void()>& on_reduced);
 
-  // After finish. They may lie in memory that the bucket's next sum writes to.
-  const Extras& extras() const { return sums_of_extras_; }
+  // Their sums, after finish. They may lie in memory that the bucket's next sum writes to.
+  const at::Tensor& side_values() const { return side_values_; }
   int64_t sent_bytes() const { return sent_bytes_; }
 
  protected:
@@ -66,7 +66,7 @@ class BucketSum {
   virtual void use_memory() const = 0;
 
   Bucket bucket_;
-  Extras sums_of_extras_;
+  at::Tensor side_values_;  // the bucket's until they are summed
   int64_t sent_bytes_ = 0;
   std::exception_ptr failure_to_send_;
 
@@ -81,7 +81,8 @@ class BucketSum {
 // The memory is kept from sum to sum.
 
 // By the process group, in the wire's dtype. is_for_future: somebody may ask when it is over, and nobody else uses the
-// gradients until then; so a single one of the wire's dtype is its own wire, and extras take a buffer of their own.
+// gradients until then; so a single one of the wire's dtype is its own wire. Side values travel behind the gradients of
+// a float32 wire that is memory of its own, else in a collective of their own.
 std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, at::Tensor& memory,
                                           bool is_for_future);
 bool is_own_wire(const std::vector<at::Tensor>& grads, DType wire);

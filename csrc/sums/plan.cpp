@@ -38,9 +38,7 @@ class Planner {
   // So many ranks add up a part of each piece.
   Planner(std::shared_ptr<Team> team, DType packed_as, int64_t num_parts, const Bucket& bucket)
       : plan_{std::move(team), packed_as}, num_parts_(num_parts), bucket_(bucket) {
-    for (const at::Tensor& extra : {bucket.extras.flags, bucket.extras.riders}) {
-      extra_bytes_ += extra.defined() ? static_cast<int64_t>(extra.nbytes()) : 0;
-    }
+    side_bytes_ = bucket.side_values.defined() ? static_cast<int64_t>(bucket.side_values.nbytes()) : 0;
   }
 
   Plan& plan() { return plan_; }
@@ -66,10 +64,10 @@ class Planner {
     return round_up((piece.end - piece.begin + num_parts_ - 1) / num_parts_, part_multiple(bucket_.wire_dtype));
   }
 
-  // A row of so many values, with room for extras behind those of the bucket's last piece.
+  // A row of so many values, with room for side values behind those of the bucket's last piece.
   Rows row_of(int64_t values, DType dtype, bool is_last) const {
     const int64_t bytes = bytes_of(values, dtype);
-    const int64_t length = is_last && extra_bytes_ > 0 ? round_up(bytes, sizeof(float)) + extra_bytes_ : bytes;
+    const int64_t length = is_last && side_bytes_ > 0 ? round_up(bytes, sizeof(float)) + side_bytes_ : bytes;
     const int64_t alignment = dtype == DType::kInt8 ? bytes_of(part_multiple(dtype), dtype) : kRowAlignment;
     return {0, length, round_up(length, alignment)};
   }
@@ -129,7 +127,7 @@ class Planner {
 
   Plan done() && {
     plan_.bytes = round_up(used_, kRegionAlignment);
-    plan_.num_extras = extra_bytes_ > 0 ? plan_.num_extras : 0;
+    plan_.num_side_rows = side_bytes_ > 0 ? plan_.num_side_rows : 0;
     return std::move(plan_);
   }
 
@@ -142,7 +140,7 @@ class Planner {
   Plan plan_;
   int64_t num_parts_;
   const Bucket& bucket_;
-  int64_t extra_bytes_ = 0;
+  int64_t side_bytes_ = 0;
   int64_t used_ = 0;
 };
 
@@ -188,9 +186,9 @@ Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
     piece.packed = piece.unpacked = {{piece.begin, piece.end, /*place=*/0}};
     piece.wires = rows;
     piece.phases.push_back(gather(team, tag, rows));
-    planner.plan().extras = rows;
+    planner.plan().side_values = rows;
   });
-  planner.plan().num_wires = planner.plan().num_extras = team->size();
+  planner.plan().num_wires = planner.plan().num_side_rows = team->size();
   return std::move(planner).done();
 }
 
@@ -201,7 +199,7 @@ Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
   planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
     const int64_t shard = planner.part_of(piece);
     auto [to, from, means] = planner.exchange(size, planner.row_of(shard, bucket.wire_dtype, piece.turn.is_last));
-    means.length = bytes_of(shard, bucket.wire_dtype);  // no extras travel with them
+    means.length = bytes_of(shard, bucket.wire_dtype);  // no side values travel with them
     piece.seed = static_cast<uint64_t>(piece.begin);
     piece.phases.push_back(exchange(team, tag, size, to, from));
     piece.phases.back().reduce = Reduce{bucket.wire_dtype,
@@ -214,10 +212,10 @@ Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
     piece.phases.push_back(gather(team, tag + 1, means));
     planner.pack_parts(piece, shard);
     planner.unpack_parts(piece, shard, means);
-    planner.plan().extras = from;
+    planner.plan().side_values = from;
     place += shard;
   });
-  planner.plan().num_extras = size;
+  planner.plan().num_side_rows = size;
   return std::move(planner).done();
 }
 
@@ -285,7 +283,7 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
     const int64_t stride = at_once ? encoded.stride : bytes_of(sub_shard, wire);
     const Rows blocks = planner.gather(nodes * stride, nodes * stride);  // by local rank: what nodes have of its shard
     const Rows of_nodes{blocks.begin(node->rank()), at_once ? encoded.length : stride, stride};
-    plan.extras = at_once ? Rows{blocks.offset, encoded.length, stride} : planner.of_first(from);
+    plan.side_values = at_once ? Rows{blocks.offset, encoded.length, stride} : planner.of_first(from);
     if (peers) {
       // Even seeds here, odd ones for the sums over nodes.
       Reduce reduce{bucket.grad_dtype,
@@ -296,7 +294,7 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
                     2 * static_cast<uint64_t>(piece.begin),
                     span_of(piece, begin, shard, /*place=*/0),
                     static_cast<double>(num_ranks) * share_of_node,
-                    /*adds_extras=*/is_last};
+                    /*adds_side_values=*/is_last};
       const int64_t own_row = of_nodes.begin(peers->rank());
       if (at_once) {
         reduce.outs = {own_row};
@@ -326,7 +324,7 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
     piece.wires.stride = stride;
     place += sub_shard;
   });
-  plan.num_extras = nodes;
+  plan.num_side_rows = nodes;
   if (at_once) {
     plan.num_wires = nodes;
     plan.factor = bucket.mean_factor * share_of_node;
@@ -336,7 +334,7 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
 
 // At full width, with every gradient in blocks of its own, and each part of each piece rounded up.
 int64_t most_bytes(const Bucket& bucket, int64_t num_parts) {
-  constexpr int64_t kExtraBytes = 4096;  // not every sync has all that may travel beside its gradients
+  constexpr int64_t kSideBytes = 4096;  // not every sync has all that may travel beside its gradients
   const int64_t width = size_of(bucket.grad_dtype);
   int64_t bytes = 0;
   for (const at::Tensor& grad : bucket.grads) {
@@ -345,11 +343,8 @@ int64_t most_bytes(const Bucket& bucket, int64_t num_parts) {
   const int64_t most_pieces = bytes / (kPieceBytes / 2) + 1;
   const int64_t most_rounding =
       part_multiple(DType::kInt8) * width + bytes_of(part_multiple(DType::kInt8), DType::kInt8) + 4 * kRowAlignment;
-  int64_t extra_bytes = 0;
-  for (const at::Tensor& extra : {bucket.extras.flags, bucket.extras.riders}) {
-    extra_bytes += extra.defined() ? static_cast<int64_t>(extra.nbytes()) : 0;
-  }
-  return round_up(bytes + num_parts * (most_pieces * most_rounding + round_up(extra_bytes + 1, kExtraBytes)),
+  const int64_t side_bytes = bucket.side_values.defined() ? static_cast<int64_t>(bucket.side_values.nbytes()) : 0;
+  return round_up(bytes + num_parts * (most_pieces * most_rounding + round_up(side_bytes + 1, kSideBytes)),
                   kRegionAlignment) +
          kRegionAlignment;
 }

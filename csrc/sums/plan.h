@@ -40,7 +40,7 @@ struct Reduce {
   Span values;                // of the bucket, that these are the sums of; the place is in Owned
   // Set where losses become part of the gradients' residuals, times this; else they are the residual of the sums.
   std::optional<double> share_of_loss = {};
-  bool adds_extras = false;  // and sends them on in the next phase
+  bool adds_side_values = false;  // and sends them on in the next phase
 };
 
 struct Phase {
@@ -89,8 +89,8 @@ struct Plan {
   int64_t bytes = 0;  // of this rank's region of the memory
   int64_t num_wires = 1;
   std::optional<double> factor = {};  // of what is unpacked, see Bucket::unpack
-  Rows extras = {};                   // that all ranks see in the end
-  int64_t num_extras = 0;
+  Rows side_values = {};              // rows with side values behind them that all ranks see in the end
+  int64_t num_side_rows = 0;
   at::Tensor output = {};  // of a reduce-scatter: takes the mean in place of the gradients
 
   // The values whose sums this rank encodes.

@@ -11,18 +11,9 @@ namespace fastsync {
 
 namespace {
 
-// Flags, then riders, in float32.
-at::Tensor joined(const Extras& extras) {
-  if (!extras.flags.defined() || !extras.riders.defined()) {
-    return extras.flags.defined() ? extras.flags : extras.riders;
-  }
-  return at::cat({extras.flags, extras.riders});
-}
-
 class PlannedSum final : public BucketSum {
  public:
-  PlannedSum(Plan plan, Bucket bucket, at::Tensor& memory)
-      : BucketSum(std::move(bucket)), plan_(std::move(plan)), extras_(joined(bucket_.extras)) {
+  PlannedSum(Plan plan, Bucket bucket, at::Tensor& memory) : BucketSum(std::move(bucket)), plan_(std::move(plan)) {
     take_memory(memory);
   }
 
@@ -47,7 +38,7 @@ class PlannedSum final : public BucketSum {
  private:
   size_t num_phases() const { return plan_.pieces.empty() ? 0 : plan_.pieces.front().phases.size(); }
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
-  int64_t extra_bytes() const { return extras_.defined() ? static_cast<int64_t>(extras_.nbytes()) : 0; }
+  int64_t side_bytes() const { return side_values_.defined() ? static_cast<int64_t>(side_values_.nbytes()) : 0; }
 
   // Rows also have values that are no gradient's: what lies there is added, but nobody reads the sum.
   void take_memory(at::Tensor& kept) {
@@ -86,7 +77,7 @@ class PlannedSum final : public BucketSum {
   void pack(const Piece& piece) const {
     bucket_.pack(bucket_.cut(piece.packed), plan_.packed_as, address(piece.packed_at), piece.turn, piece.seed);
     if (piece.turn.is_last) {
-      put_extras(piece.phases.front());
+      put_side_values(piece.phases.front());
     }
   }
 
@@ -128,9 +119,9 @@ class PlannedSum final : public BucketSum {
 
   void reduce(const Reduce& reduce, const Rows& from, const Phase& next) {
     RECORD_FUNCTION("fastsync::reduce", {});
-    if (reduce.adds_extras) {
-      sum_extras(from, reduce.num_rows);
-      put_extras(next);
+    if (reduce.adds_side_values) {
+      sum_side_values(from, reduce.num_rows);
+      put_side_values(next);
     }
     at::Tensor residual;
     if (reduce.share_of_loss && bucket_.keeps_losses) {
@@ -170,26 +161,26 @@ class PlannedSum final : public BucketSum {
     run_reduce(args, bucket_.device);
   }
 
-  // ---- extras, at the end of rows ----
+  // ---- side values, at the end of rows ----
 
-  void put_extras(const Phase& phase) const {
-    if (extras_.defined()) {
+  void put_side_values(const Phase& phase) const {
+    if (side_values_.defined()) {
       phase.for_own_rows([&](const Rows& rows, int64_t first, int64_t count) {
-        put_values(extras_, memory_, rows.begin(first) + rows.length - extra_bytes(), rows.stride, count);
+        put_values(side_values_, memory_, rows.begin(first) + rows.length - side_bytes(), rows.stride, count);
       });
     }
   }
 
-  void sum_extras(const Rows& rows, int64_t count) {
-    if (!extras_.defined()) {
+  void sum_side_values(const Rows& rows, int64_t count) {
+    if (!side_values_.defined()) {
       return;
     }
-    const at::Tensor sums = at::empty_like(extras_);
-    run_reduce({address(rows.offset + rows.length - extra_bytes()), count, rows.stride, sums.numel(), DType::kFloat32,
+    const at::Tensor sums = at::empty_like(side_values_);
+    run_reduce({address(rows.offset + rows.length - side_bytes()), count, rows.stride, sums.numel(), DType::kFloat32,
                 DType::kFloat32, sums.data_ptr(), DType::kFloat32, /*multiplier=*/1.0,
                 /*limit=*/std::numeric_limits<double>::infinity(), /*bucket_scale=*/nullptr, /*residual=*/nullptr},
                bucket_.device);
-    extras_ = sums;
+    side_values_ = sums;
   }
 
   // ---- the end ----
@@ -198,14 +189,10 @@ class PlannedSum final : public BucketSum {
     for (Piece& piece : plan_.pieces) {
       wait_for_rows(piece.phases.back());
       if (piece.turn.is_last) {
-        sum_extras(plan_.extras, plan_.num_extras);
+        sum_side_values(plan_.side_values, plan_.num_side_rows);
         on_reduced();
       }
       unpack(piece);
-    }
-    if (extras_.defined()) {
-      const int64_t num_flags = bucket_.extras.flags.defined() ? bucket_.extras.flags.numel() : 0;
-      sums_of_extras_ = {extras_.narrow(0, 0, num_flags), extras_.narrow(0, num_flags, extras_.numel() - num_flags)};
     }
     for (const Piece& piece : plan_.pieces) {
       for (const Phase& phase : piece.phases) {
@@ -230,13 +217,12 @@ class PlannedSum final : public BucketSum {
   // Made on backward's stream or beside it.
   void use_memory() const override {
     use_on_current_stream(memory_);
-    use_on_current_stream(extras_);
+    use_on_current_stream(side_values_);
   }
 
   void give_up() override { plan_.team->give_up(); }
 
   Plan plan_;
-  at::Tensor extras_;  // flags, then riders, and then their sums; undefined where there are none
   at::Tensor memory_;
   std::shared_ptr<void> use_;  // of the memory
 };
