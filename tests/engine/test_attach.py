@@ -155,9 +155,9 @@ def _exact(rank: int, world_size: int) -> None:
             sync = fastsync.attach(model, wire, bucket_cap_mb=cap)
             for step in range(3):
                 assert_all_bitwise_equal(_synced(model, grads[rank]), expected, f"{wire}, {cap} MiB, step {step}")
-            assert sync.grad_stats.num_saturated == 0
+            assert sync.grad_stats().num_saturated == 0
             norm = torch.cat([grad.flatten() for grad in expected]).norm()
-            torch.testing.assert_close(sync.grad_stats.grad_norm, norm, rtol=1e-6, atol=0)
+            torch.testing.assert_close(sync.grad_stats().grad_norm, norm, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -187,7 +187,7 @@ def _fp16_example(rank: int, world_size: int) -> None:
     model = Given([mine])
     sync = fastsync.attach(model, "fp16")
     assert _synced(model, [mine])[0].tolist() == [24992.0, 60000.0]
-    assert sync.grad_stats.num_nonfinite == 0
+    assert sync.grad_stats().num_nonfinite == 0
 
 
 def test_fp16_does_not_overflow() -> None:
@@ -209,7 +209,7 @@ def _scales_follow_as_in_the_hook(rank: int, world_size: int) -> None:
             continue
         assert_all_bitwise_equal(actual, grads_of(ddp), f"step {step}")
         assert sync.state_dict() == hook.state_dict()
-        assert torch.equal(sync.grad_stats.num_saturated, hook.grad_stats.num_saturated)
+        assert torch.equal(sync.grad_stats().num_saturated, hook.grad_stats().num_saturated)
 
 
 def test_fp16_scales_follow_as_in_the_hook() -> None:
@@ -257,7 +257,7 @@ def _memory_layouts(rank: int, world_size: int) -> None:
         sync.synchronize()
         for parameter, mean in zip((weight, transposed), expected, strict=True):
             assert torch.equal(parameter.grad, mean), f"layout {step}"
-    assert [bucket.elements for bucket in sync.stats().buckets] == [weight.numel(), transposed.numel()]
+    assert [bucket.numel for bucket in sync.stats().buckets] == [weight.numel(), transposed.numel()]
 
 
 def test_gradients_of_any_memory_layout() -> None:
@@ -311,7 +311,7 @@ def _empty_and_scalar(rank: int, world_size: int) -> None:
     assert model.weights[0].grad == 0.5
     assert model.weights[1].grad.numel() == 0
     assert torch.equal(model.weights[2].grad, torch.ones(3))
-    assert sync.stats().elements == 4
+    assert sync.stats().numel == 4
 
 
 def test_scalars_and_empty_parameters() -> None:
@@ -340,7 +340,7 @@ def _buckets_follow_the_first_backward(rank: int, world_size: int) -> None:
     sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)  # 256 elements
     for _ in range(2):
         model(torch.ones(())).backward()
-        assert [bucket.elements for bucket in sync.stats().buckets] == [4 * 256, 3 * 256, 2 * 256, 256]
+        assert [bucket.numel for bucket in sync.stats().buckets] == [4 * 256, 3 * 256, 2 * 256, 256]
 
 
 def test_buckets_follow_the_first_backward() -> None:
@@ -374,7 +374,7 @@ def _overflow_arrives(rank: int, world_size: int) -> None:
         assert infinite[0] == 1
         assert not infinite[1].isfinite()
         assert nan.isnan().all()
-        assert sync.grad_stats.num_nonfinite == 3
+        assert sync.grad_stats().num_nonfinite == 3
 
 
 def test_inf_and_nan_reach_every_rank() -> None:
@@ -421,12 +421,12 @@ def _sends_a_small_bucket_first(rank: int, world_size: int) -> None:
     for step in range(3):
         for parameter in (*floats, *doubles):
             parameter.grad = None
-        sync.ride("step", torch.tensor(float(step + rank)))
+        sync.piggyback("step", torch.tensor(float(step + rank)))
         sum((parameter * (1.0 + rank)).sum() for parameter in (*floats, *doubles)).backward()  # type: ignore[union-attr]
-        assert sync.riders["step"].item() == step + 0.5
+        assert sync.piggybacked()["step"].item() == step + 0.5
         for parameter in (*floats, *doubles):
             torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 1.5))
-    first, *others = [bucket.elements for bucket in sync.stats().buckets]
+    first, *others = [bucket.numel for bucket in sync.stats().buckets]
     assert first in (mib // 4, mib // 8)
     assert first + sum(others) == mib + mib // 4
     assert mib // 2 in others, "the others are as large as was asked for"

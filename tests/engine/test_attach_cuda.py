@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fastsync
 from fastsync import reference
-from fastsync.autotune.request import AnyCompression
+from fastsync.compression import AnyCompression
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.test_ddp_cuda import LONG, SHORT, STEPS, WIRE_DTYPES, _grads
 from tests.models import (
@@ -36,7 +36,7 @@ def _assert_averages(model: Given, sync: fastsync.GradientSynchronizer, wire: st
             if rank == 0:
                 mine[1] = None
         model.zero_grad()
-        sync.ride("rank", torch.tensor([float(rank), 1.0], device="cuda"))
+        sync.piggyback("rank", torch.tensor([float(rank), 1.0], device="cuda"))
         loss = model(mine)
         torch.cuda._sleep(SHORT)  # the gradients come late: who does not wait for their stream reads something else
         loss.backward()
@@ -45,7 +45,7 @@ def _assert_averages(model: Given, sync: fastsync.GradientSynchronizer, wire: st
             continue
         mean = reference.all_reduce_mean(everyone, WIRE_DTYPES[wire])
         assert_all_bitwise_equal(grads_of(model), mean, f"{wire}: step {step}, gradient")
-        assert sync.riders["rank"].tolist() == [(world_size - 1) / 2, 1.0]
+        assert sync.piggybacked()["rank"].tolist() == [(world_size - 1) / 2, 1.0]
         assert_same_on_all_ranks(grads_of(model))
 
 
@@ -94,7 +94,7 @@ def _host_never_waits(rank: int, world_size: int) -> None:
                 slept = torch.cuda.current_stream().record_event()
                 torch.cuda.set_sync_debug_mode("error")
             optimizer.zero_grad()
-            sync.ride("kl", kl)
+            sync.piggyback("kl", kl)
             model(inputs).square().mean().backward()
             fastsync.clip_grad_norm_(sync, 0.01, optimizer=optimizer)
             optimizer.step()
@@ -192,7 +192,7 @@ def test_every_replay_of_a_captured_step_may_be_clipped() -> None:
 
 
 def _schedule(rank: int, world_size: int) -> None:
-    training = _Training({0: "none", 1000: "fp16"})
+    training = _Training(fastsync.Schedule({0: "none", 1000: "fp16"}))
     inputs = batch(rank, 0).to("cuda")
     _warm_up(training, inputs=inputs)
     with (
@@ -216,7 +216,7 @@ def _captured_riders(rank: int, world_size: int) -> None:
     def step(rides: bool = True) -> None:
         model.zero_grad(set_to_none=False)
         if rides:
-            sync.ride("value", value * 2)
+            sync.piggyback("value", value * 2)
         model(inputs).square().mean().backward()
 
     side = torch.cuda.Stream()
@@ -231,9 +231,9 @@ def _captured_riders(rank: int, world_size: int) -> None:
     for number in range(STEPS):
         value.fill_(number + rank)
         graph.replay()
-        assert sync.riders["value"].tolist() == [2 * number + world_size - 1.0] * 2
+        assert sync.piggybacked()["value"].tolist() == [2 * number + world_size - 1.0] * 2
     message = "rider 'value' was given outside of the CUDA graph that is captured, or on the CPU"
-    sync.ride("value", value)
+    sync.piggyback("value", value)
     with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
         step(rides=False)
 
@@ -271,7 +271,7 @@ def _weights(rank: int, world_size: int) -> None:
             mean = reference.all_reduce_mean(everyone, WIRE_DTYPES[wire], weights=weights)
             for got, expected in zip(grads_of(model), mean, strict=True):
                 torch.testing.assert_close(got.cpu(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
-            assert sync.grad_stats.num_saturated.item() == 0
+            assert sync.grad_stats().num_saturated.item() == 0
             assert_same_on_all_ranks(grads_of(model))
 
 

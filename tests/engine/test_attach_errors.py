@@ -311,7 +311,7 @@ def test_compiled_autograd_is_refused_where_it_would_skip_the_hooks() -> None:
 def test_statistics_before_the_first_sync() -> None:
     sync = fastsync.attach(Mlp())
     with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
-        _ = sync.grad_stats
+        _ = sync.grad_stats()
     with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
         fastsync.clip_grad_norm_(sync, 1.0)
     assert sync.stats().num_steps == 0
@@ -381,7 +381,7 @@ def _differences(rank: int, world_size: int) -> None:
             attach()
     # Without a broadcast nothing is sent by attach: the first backward tells.
     model = nn.Linear(2, 3 + rank)
-    sync = fastsync.attach(model, broadcast=False)
+    sync = fastsync.attach(model, init_sync=False)
     for _ in range(2):
         with pytest.raises(ValueError, match="the ranks do not agree on what to synchronise"):
             model(torch.ones(1, 2)).sum().backward()
@@ -447,7 +447,7 @@ def _fails_then_recovers(rank: int, world_size: int) -> None:
                 _step(model, grads, fails=fails, set_to_none=set_to_none)
                 if not fails:
                     assert [grad.unique().tolist() for grad in grads_of(model)] == [[1.5]] * 3
-            assert sync.grad_stats.num_nonfinite == 0
+            assert sync.grad_stats().num_nonfinite == 0
 
 
 def test_a_backward_that_fails_on_all_ranks_spoils_nothing() -> None:
@@ -462,16 +462,16 @@ def _fails_on_one_rank(rank: int, world_size: int) -> None:
             sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
             for step in range(6):
                 fails = step == failing_step
-                sync.ride("step", torch.tensor(float(step)))
+                sync.piggyback("step", torch.tensor(float(step)))
                 # Smaller from the failing step on, so that fp16's scales have reason to move.
                 size = 2.0**-10 if step >= failing_step else 1.0
                 _step(model, [torch.full((300,), (1.0 + rank) * size)] * 3, fails=fails and rank == 1)
                 if fails:
                     assert rank == 1 or any(grad.isnan().all() for grad in grads_of(model))
-                    assert rank == 1 or sync.riders["step"].isnan() or failing_step == 0
+                    assert rank == 1 or sync.piggybacked()["step"].isnan() or failing_step == 0
                     continue
                 assert [grad.unique().tolist() for grad in grads_of(model)] == [[1.5 * size]] * 3, f"{wire}, {step}"
-                assert sync.riders["step"] == step
+                assert sync.piggybacked()["step"] == step
             states: list[object] = [None, None]
             dist.all_gather_object(states, sync.state_dict())
             assert states[0] == states[1]
@@ -525,13 +525,13 @@ def _changes_after_a_failed_backward(rank: int, world_size: int, change: str) ->
         elif change == "weight":
             sync.set_weight(2.0)
         elif change == "rider":
-            sync.ride("new", torch.tensor(1.0 + rank))
+            sync.piggyback("new", torch.tensor(1.0 + rank))
         elif change == "state":
             states: list[Any] = [None] * world_size
             dist.all_gather_object(states, sync.state_dict())
             assert states[0] == states[1]
             sync.load_state_dict({**states[rank], "step": 7})
-    assert change != "rider" or sync.riders == {} or sync.riders["new"] == 1.5
+    assert change != "rider" or sync.piggybacked() == {} or sync.piggybacked()["new"] == 1.5
 
 
 @pytest.mark.parametrize("change", ["compression", "weight", "rider", "state"])
@@ -543,7 +543,7 @@ def _refused_on_one_rank(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=10))
     for dtype, compression in ((torch.float8_e4m3fn, "none"), (torch.complex64, "bf16")):
         parameter = nn.Parameter(torch.zeros(8))
-        sync = fastsync.attach([parameter], compression, process_group=group, overlap=False, broadcast=False)
+        sync = fastsync.attach([parameter], compression, process_group=group, overlap=False, init_sync=False)
         whole = parameter.data
         if rank == 1:
             parameter.data = whole.to(dtype)

@@ -20,6 +20,7 @@ from torch.profiler import profile
 import fastsync
 from fastsync.autotune.candidates import Candidate, compressions, engine_schedule
 from fastsync.autotune.plan import Plan
+from fastsync.compression import parse_compression
 from fastsync.stats import BucketStats
 from tests.bitwise import assert_bitwise_equal
 from tests.models import (
@@ -147,7 +148,7 @@ def test_a_distributed_checkpoint_keeps_ranks_apart(tmp_path: Path, algorithm: s
 
 def _before_error_feedback(rank: int, world_size: int, folder: str) -> None:
     """A checkpoint has no place for what a schedule begins later."""
-    schedule = {0: "bf16", 2: "int8+ef"}
+    schedule = fastsync.Schedule({0: "bf16", 2: fastsync.Compression("int8", error_feedback=True)})
     model = Mlp()
     sync = fastsync.attach(model, schedule)
     _steps(model, rank, range(1))
@@ -191,21 +192,22 @@ def _of_rank_0_alone(rank: int, world_size: int, file: str, compression: str) ->
 
 @pytest.mark.parametrize("compression", ["int8+ef", "bf16+ef+two_shot"])
 def test_what_rank_0_has_saved_loads_on_all(tmp_path: Path, compression: str) -> None:
-    run_ranks(_of_rank_0_alone, 2, str(tmp_path / "state.pt"), compression)
+    run_ranks(_of_rank_0_alone, 2, str(tmp_path / "state.pt"), parse_compression(compression))
 
 
 def _without_zeros(rank: int, world_size: int) -> None:
     points = {"none": 1e-6, "int8": 1.0}
     profile_of = [Candidate(each, ((1, points[each.wire]),)) for each in compressions(("none", "int8"), world_size)]
-    for asked in ({0: "none", 100: "int8+ef"}, "int8+ef", "auto:int8"):
+    feeds_back = fastsync.Compression("int8", error_feedback=True)
+    for asked in (fastsync.Schedule({0: "none", 100: feeds_back}), feeds_back, "measured"):
         used, unused = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300))
-        sync = fastsync.attach([used, unused], "none" if asked == "auto:int8" else asked)
-        if asked == "auto:int8":  # as if it had measured that full width is the fastest
+        sync = fastsync.attach([used, unused], "none" if asked == "measured" else asked)
+        if asked == "measured":  # as if it had measured that full width is the fastest
             sync._plan = Plan(((0, tuple(profile_of)),))
             sync._engine.set_schedule(engine_schedule(sync._plan.phases))
         assert sync.state_dict()["residuals"].keys() == {f"{name} of rank {rank}" for name in ("0", "1")}
         (used * torch.linspace(-1.0, 1.0, 300)).sum().backward()
-        expected = {f"0 of rank {rank}"} if asked == "int8+ef" else set()
+        expected = {f"0 of rank {rank}"} if asked == feeds_back else set()
         assert sync.state_dict()["residuals"].keys() == expected, asked
 
 
@@ -234,14 +236,14 @@ def _stats_add_up(rank: int, world_size: int) -> None:
         model = Mlp()
         sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
         empty = sync.stats()
-        assert (empty.num_steps, empty.num_syncs, empty.elements, empty.wire_bytes, empty.buckets) == (0, 0, 0, 0, ())
+        assert (empty.num_steps, empty.num_syncs, empty.numel, empty.wire_bytes, empty.buckets) == (0, 0, 0, 0, ())
         for step in range(1, 4):
             model.zero_grad()
             model(batch(rank, step)).square().mean().backward()
             stats = sync.stats()
             num_flags = len(list(model.parameters())) + STAMP * world_size
             assert stats.num_steps == step
-            assert stats.elements == sum(bucket.elements for bucket in stats.buckets) == 8082
+            assert stats.numel == sum(bucket.numel for bucket in stats.buckets) == 8082
             assert stats.num_syncs == step * len(stats.buckets)
             assert stats.wire_bytes == step * (_num_on_wire(stats.buckets) + num_flags) * itemsize
         for bucket in stats.buckets:
@@ -255,14 +257,14 @@ def _stats_add_up(rank: int, world_size: int) -> None:
         model.zero_grad()
         model(batch(rank, 4)).square().mean().backward()
         later = sync.stats()
-        assert later.elements == 8082 - 64 * 33
+        assert later.numel == 8082 - 64 * 33
         num_sent = _num_on_wire(later.buckets) + num_flags - 2
         assert later.wire_bytes - stats.wire_bytes == num_sent * itemsize
 
 
 def _num_on_wire(buckets: Sequence[BucketStats]) -> int:
     """Each bucket has at most one gradient whose size is no multiple of 8, and it is not the last."""
-    return sum(-(-bucket.elements // 8) * 8 for bucket in buckets)
+    return sum(-(-bucket.numel // 8) * 8 for bucket in buckets)
 
 
 def test_stats_add_up() -> None:
@@ -282,7 +284,7 @@ def _norm_of_all_gradients(rank: int, world_size: int) -> None:
             model.zero_grad()
         model(grads).backward()
         expected = nn.utils.get_total_norm([grad.double() for grad in grads_of(model)])
-        torch.testing.assert_close(sync.grad_stats.grad_norm.double(), expected, rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
 
 
 def test_the_norm_is_that_of_all_gradients() -> None:
@@ -326,7 +328,7 @@ def _after_zeros(rank: int, world_size: int, spoil: float) -> None:
         model(grads).backward()
     for grad in grads_of(model):
         assert_bitwise_equal(grad, ones)
-    assert sync.grad_stats.num_saturated == 0
+    assert sync.grad_stats().num_saturated == 0
 
 
 def test_a_scale_that_was_loaded_is_no_longer_saved_after_zeros() -> None:

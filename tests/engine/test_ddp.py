@@ -126,7 +126,7 @@ def _all_ranks_agree(rank: int, world_size: int) -> None:
             for step in range(4):
                 train_step(ddp, optimizer, batch(rank, step, dtype=dtype))
                 assert_same_on_all_ranks(grads_of(ddp))
-                assert_same_on_all_ranks([hook.grad_stats.grad_norm, hook.grad_stats.num_nonfinite])
+                assert_same_on_all_ranks([hook.grad_stats().grad_norm, hook.grad_stats().num_nonfinite])
             assert_same_on_all_ranks(list(ddp.parameters()))
 
 
@@ -176,14 +176,14 @@ def _a_jump_saturates_and_recovers(rank: int, world_size: int) -> None:
         ddp = given_ddp([small])
         state = _register(form, ddp, "fp16")
         assert backward_of(ddp, [small])[0][:3].tolist() == [1.0, -1.0, 0.5]
-        assert state.grad_stats.num_saturated.item() == 0
+        assert state.grad_stats().num_saturated.item() == 0
 
         # At 1, the scale is 2^9: two ranks may send no more than about 2^15 each, which is 2^7 in the sum.
         (averaged,) = backward_of(ddp, [large])
         sent = reference.saturation_limit(torch.float16, world_size) / 2**9
         assert averaged[:3].tolist() == [2 * sent, -2 * sent, 2 * sent]
-        assert state.grad_stats.num_saturated.item() == 4
-        assert state.grad_stats.num_nonfinite.item() == 0
+        assert state.grad_stats().num_saturated.item() == 4
+        assert state.grad_stats().num_nonfinite.item() == 0
         _assert_recovers(ddp, state, large)
 
 
@@ -192,7 +192,7 @@ def _assert_recovers(ddp: DistributedDataParallel, state: fastsync.HookState, gr
         (averaged,) = backward_of(ddp, [grad])
         assert averaged.isfinite().all()
     torch.testing.assert_close(averaged, grad, rtol=2.0**-11, atol=0.0)
-    assert state.grad_stats.num_saturated.item() == 0
+    assert state.grad_stats().num_saturated.item() == 0
 
 
 def _counts_saturation_of_this_rank(rank: int, world_size: int) -> None:
@@ -200,7 +200,7 @@ def _counts_saturation_of_this_rank(rank: int, world_size: int) -> None:
     hook = fastsync.register_comm_hook(ddp, "fp16")
     backward_of(ddp, [torch.ones(3)])
     backward_of(ddp, [torch.tensor([1.0, 1e6, -1e6]) if rank == 1 else torch.ones(3)])
-    assert hook.grad_stats.num_saturated.item() == [0, 2][rank]
+    assert hook.grad_stats().num_saturated.item() == [0, 2][rank]
 
 
 def _fp16_fits_every_magnitude(rank: int, world_size: int) -> None:
@@ -229,12 +229,12 @@ def _nonfinite_is_seen_by_all(rank: int, world_size: int) -> None:
                 assert averaged.isfinite().tolist() == [True, False, False, False, False, True], f"{form}, {wire}"
                 assert averaged[[0, 5]].tolist() == [1.0, 3.0]
                 assert averaged[2:4].tolist() == [float("inf"), float("-inf")]
-                assert state.grad_stats.num_nonfinite.item() == 4
-                assert state.grad_stats.num_saturated.item() == 0
-                assert not state.grad_stats.grad_norm.isfinite()
+                assert state.grad_stats().num_nonfinite.item() == 4
+                assert state.grad_stats().num_saturated.item() == 0
+                assert not state.grad_stats().grad_norm.isfinite()
             (averaged,) = backward_of(ddp, [healthy])
             assert averaged.tolist() == healthy.tolist()
-            assert state.grad_stats.num_nonfinite.item() == 0
+            assert state.grad_stats().num_nonfinite.item() == 0
 
 
 def test_inf_and_nan_of_one_rank_reach_all_and_are_counted() -> None:

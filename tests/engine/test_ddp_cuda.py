@@ -93,7 +93,7 @@ def _measures_and_clips(rank: int, world_size: int, device: str) -> None:
             for parameter in in_float64:
                 parameter.grad = parameter.detach().clone()
             expected_norm = nn.utils.clip_grad_norm_(in_float64, max_norm)
-            stats = hook.grad_stats
+            stats = hook.grad_stats()
             torch.testing.assert_close(stats.grad_norm.double(), expected_norm, rtol=1e-7, atol=0.0)
             assert (stats.num_nonfinite.item(), stats.num_saturated.item()) == (0, 0)
 
@@ -111,7 +111,7 @@ def _measures_and_clips(rank: int, world_size: int, device: str) -> None:
             broken[0][3, 4], broken[4][512, 256] = float("inf"), float("nan")
         averaged = backward_of(ddp, [grad.to(device) for grad in broken])
         assert (averaged[0][3, 4].isinf().item(), averaged[4][512, 256].isnan().item()) == (True, True)
-        assert (hook.grad_stats.num_nonfinite.item(), hook.grad_stats.num_saturated.item()) == (2, 0)
+        assert (hook.grad_stats().num_nonfinite.item(), hook.grad_stats().num_saturated.item()) == (2, 0)
 
 
 @on_one_and_two_ranks
@@ -140,7 +140,7 @@ def _host_never_waits(rank: int, world_size: int, device: str) -> None:
             optimizer.step()
         assert not slept.query(), "the host waited for the device"
         with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-            hook.grad_stats.grad_norm.item()
+            hook.grad_stats().grad_norm.item()
         torch.cuda.set_sync_debug_mode("default")
         assert_same_on_all_ranks(list(ddp.parameters()))
 

@@ -150,7 +150,7 @@ def test_a_bucket_takes_the_smallest_scale_that_was_saved_for_its_parameters() -
             # One bucket: with the scale 2^10 of the other parameter, 4096 would saturate.
             averaged = backward_of(ddp, [torch.full((3,), 4096.0 if index == large else 1.0) for index in range(2)])
             assert averaged[large].tolist() == [4096.0] * 3
-            assert hook.grad_stats.num_saturated.item() == 0
+            assert hook.grad_stats().num_saturated.item() == 0
             assert hook.state_dict()["scales"] == {"weights.0": 2.0**-3, "weights.1": 2.0**-3}
 
 

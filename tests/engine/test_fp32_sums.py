@@ -225,7 +225,7 @@ def _not_finite(rank: int, world_size: int) -> None:
             is_bad = torch.zeros(400, dtype=torch.bool)
             is_bad[reached if step == 1 else []] = True
             assert torch.equal(~mean.isfinite(), is_bad), f"{wire}, {algorithm}, {value}, step {step}"
-            assert sync.grad_stats.num_nonfinite.item() == is_bad.sum()
+            assert sync.grad_stats().num_nonfinite.item() == is_bad.sum()
             if step != 1:
                 exact = torch.stack(grads).mean(0)
                 torch.testing.assert_close(mean, exact, rtol=0, atol=0.15, msg=f"{wire}, {algorithm}, step {step}")
