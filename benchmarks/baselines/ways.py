@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from benchmarks.rivals import compressions
-from benchmarks.rivals.gradients import Gradients, Rounding
-from benchmarks.rivals.shared_memory import BareSum
+from benchmarks.baselines import compressions
+from benchmarks.baselines.gradients import Gradients, Rounding
+from benchmarks.baselines.shared_memory import BareSum
 from fastsync import SyncStats
 from fastsync.compression import parse_compression
 
