@@ -14,8 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/backward.h"
-#include "engine/bucket_layout.h"
 #include "engine/bucket_sync.h"
 #include "engine/ddp_hook.h"
 #include "engine/sharded.h"
@@ -31,7 +29,6 @@ namespace {
 
 namespace py = pybind11;
 using c10::ivalue::Future;
-using fastsync::Backward;
 using fastsync::BucketTotals;
 using fastsync::Candidate;
 using fastsync::Compression;
@@ -82,16 +79,6 @@ auto run(HookState& state, c10d::GradBucket& bucket, std::shared_ptr<const Sched
     return std::make_tuple(buffer, std::vector{storage});
   };
   return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(std::move(with_buffer), type));
-}
-
-// sizes: (bytes, kind) of each parameter.
-auto lay_out_buckets(const std::vector<std::pair<int64_t, int64_t>>& sizes, const std::vector<int64_t>& order,
-                     int64_t cap_bytes) {
-  std::vector<fastsync::ParameterSize> parameters;
-  for (const auto& [bytes, kind] : sizes) {
-    parameters.push_back({bytes, kind});
-  }
-  return fastsync::lay_out_buckets(parameters, order, cap_bytes);
 }
 
 Compression make_compression(const std::string& wire, bool sums_in_float32, bool error_feedback, bool is_stochastic,
@@ -168,7 +155,7 @@ void set_residuals(Engine& engine, const std::vector<ResidualTensors>& residuals
   set(engine, all);
 }
 
-// What an engine has whatever its door.
+// What every engine has.
 template <class Engine>
 void bind_state(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
   const py::call_guard<py::gil_scoped_release> no_gil;
@@ -270,17 +257,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("all_reduce", &ShardedState::all_reduce, py::arg("identity"), py::arg("name"), py::arg("values"), no_gil);
   bind_state(sharded_state);
 
-  py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
-      .def(
-          py::init([](std::function<bool()> is_under_way, std::function<void(int)> end, std::function<void()> give_up) {
-            return std::make_shared<Backward>(
-                Backward::Calls{std::move(is_under_way), std::move(end), std::move(give_up)});
-          }),
-          py::arg("is_under_way"), py::arg("end"), py::arg("give_up"))
-      .def("enter", &Backward::enter, no_gil)
-      .def("is_interrupted", &Backward::is_interrupted, no_gil)
-      .def("ends_with", &Backward::ends_with, py::arg("graph_task"), no_gil);
-
   m.def(
       "check_agreement",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& description, c10::Device device) {
@@ -304,7 +280,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 
-  m.def("lay_out_buckets", &lay_out_buckets, py::arg("sizes"), py::arg("order"), py::arg("cap_bytes"));
   m.def("chunk_table", &fastsync::chunk_table, py::arg("numels"), py::arg("chunk_size"));
   m.def("device_of_sums", &device_of_sums, py::arg("process_group"), py::arg("device"));
   m.def("kernels", &kernels, py::arg("device_type"));

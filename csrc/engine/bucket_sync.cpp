@@ -190,8 +190,12 @@ void BucketSync::share_memory(const Bucket& bucket, const Sync& sync) {
     totals_->why_not_shared = c10::str("its ranks are on ", hosts.num_nodes, " hosts");
     return;
   }
-  teams.make_room(is_across_hosts ? most_bytes(bucket, hosts, adds_hosts_at_once(bucket, sync.compression))
-                                  : most_bytes(bucket, teams.all()->size()));
+  const int64_t bytes = is_across_hosts ? most_bytes(bucket, hosts, adds_hosts_at_once(bucket, sync.compression))
+                                        : most_bytes(bucket, teams.all()->size());
+  if (!teams.has_room(bytes)) {
+    (sync.scatter ? sync.scatter->shared_memory : shared_memory_) = {};
+    teams.make_room(bytes);
+  }
   totals_->why_not_shared = teams.why_not_shared();
 }
 
@@ -212,7 +216,7 @@ std::shared_ptr<Team> BucketSync::team_for(const Compression& compression) const
 
 std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync, bool is_for_future) {
   const auto team = team_for(sync.compression);
-  at::Tensor& memory = teams_.memory_of(*team);
+  SumMemory& memory = team->shares_memory() ? shared_memory_ : memory_;
   totals_->shares_memory = team->shares_memory();
   totals_->num_hosts = teams_.num_hosts();
   team->begin(sync.attempt);
@@ -234,7 +238,7 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync,
 }
 
 std::unique_ptr<BucketSum> BucketSync::make_scatter(Bucket bucket, const Sync& sync) const {
-  auto& [output, factor, teams, memory] = *sync.scatter;
+  auto& [output, factor, teams, memory, shared_memory] = *sync.scatter;
   const auto& shared = teams.shared();
   const std::shared_ptr<Team> team = shared ? shared : teams.all();
   totals_->shares_memory = shared != nullptr;
@@ -243,7 +247,7 @@ std::unique_ptr<BucketSum> BucketSync::make_scatter(Bucket bucket, const Sync& s
     shared->announce(agreement->number);
   }
   Plan plan = reduce_scatter(team, sync.tag, bucket, output, factor);
-  return planned_sum(std::move(plan), std::move(bucket), shared ? teams.memory_of(*team) : memory);
+  return planned_sum(std::move(plan), std::move(bucket), shared ? shared_memory : memory);
 }
 
 bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const {

@@ -43,7 +43,8 @@ struct Sync {
     at::Tensor output;
     double factor;
     Teams& teams;
-    at::Tensor& memory;  // where ranks do not share theirs
+    SumMemory& memory;  // this and the next: where ranks do not share theirs, and where they do
+    SumMemory& shared_memory;
   };
 
   Compression compression;
@@ -186,6 +187,8 @@ class BucketSync {
   c10::Device device_of_gradients_;
   c10::Device device_;
   Teams teams_;
+  SumMemory memory_;  // this and the next: for messages, and where ranks share memory
+  SumMemory shared_memory_;
   double mean_factor_ = 1.0;
   std::shared_ptr<const std::string> failure_;  // the beginning of errors
   std::shared_ptr<Whereabouts> whereabouts_;

@@ -155,7 +155,6 @@ void EngineState::forget_buckets(const std::function<bool(const BucketSync&)>& w
 }
 
 std::vector<ParameterScale> EngineState::scales() {
-  look_at_step_checks();
   SavedScales newest = saved_scales_;  // which hold until their parameters have been synchronised
   for (const auto& bucket : known_buckets_) {
     newest.record(bucket->parameters, bucket->scale());
@@ -225,14 +224,7 @@ std::shared_ptr<Stopwatch> EngineState::start_bucket(const BucketSync& bucket) {
   return times_.start_bucket(bucket.totals(), device);
 }
 
-void EngineState::look_at_step_checks() {
-  for (const auto& bucket : known_buckets_) {
-    bucket->agreement->step_check.look();
-  }
-}
-
 at::Tensor EngineState::grad_stats() {
-  look_at_step_checks();
   TORCH_CHECK(!newest_buckets_.empty(),
               "fastsync: no gradients have been synchronised yet; statistics come with a backward()");
   std::vector<at::Tensor> rows;
@@ -243,7 +235,6 @@ at::Tensor EngineState::grad_stats() {
 }
 
 SyncTotals EngineState::totals() {
-  look_at_step_checks();
   SyncTotals totals = times_.totals();
   for (const auto& bucket : newest_buckets_) {
     totals.buckets.push_back(*bucket->totals());

@@ -100,7 +100,6 @@ class EngineState {
   ProgressThread progress_;
 
  private:
-  void look_at_step_checks();
   void rescale_residuals();
 
   const pid_t process_id_ = getpid();

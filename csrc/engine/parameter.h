@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
@@ -29,11 +30,7 @@ struct Parameter {
   bool takes_part() const { return tensor.requires_grad() && tensor.numel() > 0; }
   // Complex gradients travel as the pairs of reals that they are.
   at::ScalarType real_dtype() const { return c10::toRealValueType(tensor.scalar_type()); }
-  // Of parameters of different ones no bucket is made.
-  int64_t kind() const {
-    return static_cast<int64_t>(real_dtype()) << 16 | static_cast<int64_t>(tensor.device().type()) << 8 |
-           static_cast<uint8_t>(tensor.device().index());
-  }
+  at::Tensor reals() const { return tensor.is_complex() ? at::view_as_real(tensor.detach()) : tensor; }
   int64_t num_reals() const { return tensor.is_complex() ? 2 * tensor.numel() : tensor.numel(); }
   void lay_out(size_t in_bucket, size_t at_place);
   // Which parameter was frozen, unfrozen, moved or cast since the layout was made; empty where none of that was.

@@ -3,13 +3,14 @@
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/util/ScopeExit.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <sstream>
 #include <utility>
 
-#include "engine/bucket_layout.h"
 #include "passes/backend.h"
 #include "transport/agreement.h"
 #include "transport/without_python_objects.h"
@@ -384,15 +385,11 @@ void ParameterSync::prepare() {
 
 void ParameterSync::lay_out() {
   std::vector<size_t> taking_part;
-  std::vector<ParameterSize> sizes;
   for (size_t index = 0; index < parameters_.size(); ++index) {
-    Parameter& parameter = parameters_[index];
-    if (!parameter.takes_part()) {
-      continue;
+    if (parameters_[index].takes_part()) {
+      parameters_[index].place = taking_part.size();
+      taking_part.push_back(index);
     }
-    parameter.place = taking_part.size();
-    taking_part.push_back(index);
-    sizes.push_back({static_cast<int64_t>(parameter.tensor.nbytes()), parameter.kind()});
   }
   if (taking_part.empty()) {
     return;  // nothing requires a gradient: nothing to send, this time
@@ -405,7 +402,7 @@ void ParameterSync::lay_out() {
                       "fastsync: parameter ", parameter.name, " is ", tensor.scalar_type(),
                       ", which cannot be synchronised with ", schedule_->description());
   }
-  const auto layout = lay_out_buckets(sizes, order_of_rank_0(taking_part), bucket_cap_bytes_);
+  const auto layout = layout_of(order_of_rank_0(taking_part), taking_part);
   TORCH_CHECK_VALUE(static_cast<int64_t>(layout.size()) <= kMaxBuckets, "fastsync: gradients in ", layout.size(),
                     " buckets, but there may be ", kMaxBuckets, " at most: use a larger bucket_cap_mb");
   std::vector<Bucket> buckets;
@@ -428,6 +425,35 @@ void ParameterSync::lay_out() {
   side_values_.lay_out(num_places, group_->getSize());
   newest_buckets_ = known_buckets_;
   buckets_ = std::move(buckets);
+}
+
+// Places by bucket. Where all gradients take more than a bucket, the first one is full with less, as DDP's is: until it
+// is, the network has nothing to do. Buckets come in the order in which their last parameters do, so that the one that
+// is ready first is sent first.
+std::vector<std::vector<int64_t>> ParameterSync::layout_of(const std::vector<int64_t>& order,
+                                                           const std::vector<size_t>& taking_part) const {
+  std::vector<at::Tensor> tensors;
+  std::vector<int64_t> positions(order.size());  // in the order: given, the buckets are not put in another one
+  std::iota(positions.begin(), positions.end(), 0);
+  int64_t bytes = 0;
+  for (const int64_t place : order) {
+    tensors.push_back(parameters_[taking_part[place]].reals());
+    bytes += static_cast<int64_t>(tensors.back().nbytes());
+  }
+  const auto cap = static_cast<size_t>(bucket_cap_bytes_);
+  const std::vector<size_t> caps = bytes > bucket_cap_bytes_
+                                       ? std::vector{std::min<size_t>(cap, c10d::kDefaultFirstBucketBytes), cap}
+                                       : std::vector{cap};
+  auto layout = std::get<0>(c10d::compute_bucket_assignment_by_size(tensors, caps, {}, positions));
+  std::sort(layout.begin(), layout.end(), [](const auto& a, const auto& b) { return a.back() < b.back(); });
+  std::vector<std::vector<int64_t>> places;
+  for (const auto& bucket : layout) {
+    auto& of_bucket = places.emplace_back();
+    for (const size_t position : bucket) {
+      of_bucket.push_back(order[position]);
+    }
+  }
+  return places;
 }
 
 // Rank 0's order for all, as places among those that take part: that in which its gradients got ready, then, from the

@@ -95,6 +95,8 @@ class ParameterSync : public EngineState {
   void prepare();
   void lay_out();
   void forget_layout();
+  std::vector<std::vector<int64_t>> layout_of(const std::vector<int64_t>& order,
+                                              const std::vector<size_t>& taking_part) const;
   std::vector<int64_t> order_of_rank_0(const std::vector<size_t>& taking_part);
 
   void wait_for_gradients(const Bucket& bucket) const;

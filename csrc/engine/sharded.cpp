@@ -49,9 +49,9 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
       teams_.emplace(group_, input.device());
     }
   }
-  at::Tensor for_once;  // where an allocator keeps memory for all
+  SumMemory for_once;  // where an allocator keeps memory for all
   const Sync::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_,
-                              input.is_cpu() ? next_memory_ : for_once};
+                              input.is_cpu() ? next_memory_ : for_once, shared_memory_};
   run(identity, name, input, /*same_for_all=*/false, in_background && input.is_cpu(), &scatter);
 }
 

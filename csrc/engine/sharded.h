@@ -56,8 +56,9 @@ class ShardedState : public std::enable_shared_from_this<ShardedState>, public E
 
   // Of all reduce-scatters, on the device of the first.
   std::optional<Teams> teams_;
-  at::Tensor memory_;  // of the newest; it and the next take turns, for two may be under way
-  at::Tensor next_memory_;
+  SumMemory memory_;  // of the newest; it and the next take turns, for two may be under way
+  SumMemory next_memory_;
+  SumMemory shared_memory_;
   std::array<at::Tensor, 2> inputs_;
 };
 

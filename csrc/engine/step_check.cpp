@@ -90,15 +90,6 @@ void StepCheck::arrive(const at::Tensor& sum) {
   }
 }
 
-// To ask an event anything ends a capture that is under way.
-void StepCheck::look() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (has_come_ && !is_capturing(has_come_->device()) && has_come_->query()) {
-    has_come_.reset();
-    check(on_its_way_);
-  }
-}
-
 void StepCheck::check(const at::Tensor& sum) const {
   const at::Tensor numbers = sum.to(at::kFloat);
   const auto* of_rank = numbers.const_data_ptr<float>();

@@ -37,9 +37,8 @@ class StepCheck {
   std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, bool has_room = true);
 
   // Takes a sum over the ranks of stamps. On a CPU it throws c10::Error, on every rank, where they differ. On another
-  // device, for the host does not wait, the next one that arrives does, or look once the device has passed it.
+  // device the next one that arrives does, for the host does not wait.
   void arrive(const at::Tensor& sum);
-  void look();
 
  private:
   static constexpr int64_t kNumbers = 2;  // of a rank: its engine, or 0 from one that says nothing, and its updates

@@ -13,7 +13,7 @@ namespace {
 
 class AllReduceSum final : public BucketSum {
  public:
-  AllReduceSum(std::shared_ptr<Team> team, Bucket bucket, at::Tensor& memory, bool is_for_future)
+  AllReduceSum(std::shared_ptr<Team> team, Bucket bucket, SumMemory& memory, bool is_for_future)
       : BucketSum(std::move(bucket)),
         team_(std::move(team)),
         is_left_out_(!is_for_future && team_->is_alone()),
@@ -21,12 +21,12 @@ class AllReduceSum final : public BucketSum {
     bucket_.multiplier = 1.0 / static_cast<double>(team_->size());
     bucket_.limit = saturation_limit(bucket_.is_lossless ? DType::kFloat64 : bucket_.wire_dtype, team_->size());
     if (is_own_wire_) {
-      memory.reset();
+      memory.bytes.reset();
       wire_ = bucket_.grads.front().view({-1});
       return;
     }
     is_behind_ = side_values_.defined() && bucket_.wire_dtype == DType::kFloat32;
-    wire_ = send_buffer(memory, bucket_.num_values + (is_behind_ ? side_values_.numel() : 0),
+    wire_ = send_buffer(memory.bytes, bucket_.num_values + (is_behind_ ? side_values_.numel() : 0),
                         scalar_type_of(bucket_.wire_dtype), bucket_.device);
   }
 
@@ -74,7 +74,7 @@ class AllReduceSum final : public BucketSum {
 
 }  // namespace
 
-std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, at::Tensor& memory,
+std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, SumMemory& memory,
                                           bool is_for_future) {
   return std::make_unique<AllReduceSum>(std::move(team), std::move(bucket), memory, is_for_future);
 }

@@ -78,16 +78,20 @@ class BucketSum {
   std::exception_ptr error_;
 };
 
-// The memory is kept from sum to sum.
+// What is kept from sum to sum.
+struct SumMemory {
+  at::Tensor bytes;
+  std::vector<int64_t> layout;  // that it was cleared for
+};
 
 // By the process group, in the wire's dtype. is_for_future: somebody may ask when it is over, and nobody else uses the
 // gradients until then; so a single one of the wire's dtype is its own wire. Side values travel behind the gradients of
 // a float32 wire that is memory of its own, else in a collective of their own.
-std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, at::Tensor& memory,
+std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, SumMemory& memory,
                                           bool is_for_future);
 bool is_own_wire(const std::vector<at::Tensor>& grads, DType wire);
 
 // By the ranks, as planned for the bucket.
-std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, at::Tensor& memory);
+std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, SumMemory& memory);
 
 }  // namespace fastsync

@@ -13,7 +13,8 @@ namespace {
 
 class PlannedSum final : public BucketSum {
  public:
-  PlannedSum(Plan plan, Bucket bucket, at::Tensor& memory) : BucketSum(std::move(bucket)), plan_(std::move(plan)) {
+  PlannedSum(Plan plan, Bucket bucket, SumMemory& memory)
+      : BucketSum(std::move(bucket)), plan_(std::move(plan)), kept_(memory) {
     take_memory(memory);
   }
 
@@ -40,13 +41,23 @@ class PlannedSum final : public BucketSum {
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
   int64_t side_bytes() const { return side_values_.defined() ? static_cast<int64_t>(side_values_.nbytes()) : 0; }
 
-  // Rows also have values that are no gradient's: what lies there is added, but nobody reads the sum.
-  void take_memory(at::Tensor& kept) {
+  // At full width, what lies between gradients in a block of int8 is added and encoded with the block. So memory that
+  // was last used with another layout is cleared. A reduce-scatter reads nothing that nobody has written: its memory
+  // may be that of several buckets, one after the other.
+  void take_memory(SumMemory& kept) {
     use_ = plan_.team->use_rows();
-    if (!kept.defined() || kept.scalar_type() != at::kByte || kept.numel() < plan_.bytes) {
-      kept = plan_.team->allocate(plan_.bytes);
+    std::vector<int64_t> layout;
+    if (!plan_.output.defined()) {
+      layout = {bucket_.num_values, static_cast<int64_t>(bucket_.wire_dtype),
+                side_bytes(),       static_cast<int64_t>(num_phases()),
+                plan_.num_wires,    plan_.team->size()};
     }
-    memory_ = kept;
+    const bool fits =
+        kept.bytes.defined() && kept.bytes.scalar_type() == at::kByte && kept.bytes.numel() >= plan_.bytes;
+    if (!fits || kept.layout != layout) {
+      kept = {plan_.team->allocate(plan_.bytes), std::move(layout)};
+    }
+    memory_ = kept.bytes;
   }
 
   static bool follows_in_place(const Piece& piece, size_t phase) {
@@ -69,6 +80,7 @@ class PlannedSum final : public BucketSum {
         throw;
       }
       failure_to_send_ = std::current_exception();
+      kept_.layout.clear();  // it is cleared for the next sum
       fill_with_nan(first);
       first.transfer->send();
     }
@@ -223,13 +235,14 @@ class PlannedSum final : public BucketSum {
   void give_up() override { plan_.team->give_up(); }
 
   Plan plan_;
+  SumMemory& kept_;  // the bucket's, until send has returned
   at::Tensor memory_;
   std::shared_ptr<void> use_;  // of the memory
 };
 
 }  // namespace
 
-std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, at::Tensor& memory) {
+std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, SumMemory& memory) {
   return std::make_unique<PlannedSum>(std::move(plan), std::move(bucket), memory);
 }
 

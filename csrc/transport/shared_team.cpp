@@ -4,6 +4,7 @@
 #include <ATen/record_function.h>
 
 #include <chrono>
+#include <cstring>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -80,6 +81,7 @@ SharedTeam::Numbers& SharedTeam::numbers_of(int64_t rank) const {
 at::Tensor SharedTeam::allocate(int64_t bytes) {
   TORCH_INTERNAL_ASSERT(bytes <= region_bytes_, bytes, " bytes do not fit into a region of ", region_bytes_);
   std::byte* data = shared_->data() + control_bytes(size(), sizeof(Numbers));
+  std::memset(data + rank() * region_bytes_, 0, bytes);
   return at::from_blob(data, {size() * region_bytes_}, [shared = shared_](void*) {}, at::kByte);
 }
 

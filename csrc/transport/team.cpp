@@ -1,6 +1,6 @@
 #include "transport/team.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -186,7 +186,7 @@ Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std
 }
 
 at::Tensor Team::allocate(int64_t bytes) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+  return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
 // Large enough on a CPU that the number of messages costs nothing, small enough to overlap. NCCL cuts up by itself.

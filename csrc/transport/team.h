@@ -83,7 +83,8 @@ class Team {
   // Then there is nobody to add to, but Gloo would wake a thread to find that out.
   bool is_alone() const { return size() == 1 && device_.is_cpu(); }
 
-  // Memory for the rows of sums. Each member fills a region of its own, of which it takes so many bytes.
+  // Memory for the rows of sums. Each member fills a region of its own, of which it takes so many bytes, zeros at
+  // first.
   virtual at::Tensor allocate(int64_t bytes);
   // From one member's region to the next one's, where the members share memory.
   virtual int64_t region_bytes() const { return 0; }

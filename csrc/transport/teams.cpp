@@ -47,13 +47,7 @@ const Levels& Teams::hosts() {
   return hosts_;
 }
 
-// Once, or anew where a sum takes more.
 void Teams::make_room(int64_t bytes) {
-  hosts();
-  if (!may_share_ || (shared_ && bytes <= shared_->region_bytes())) {
-    return;
-  }
-  shared_memory_.reset();
   hosts_.node.reset();
   shared_.reset();
   shared_ = SharedTeam::make(all_->group(), host_, bytes, why_not_);

@@ -34,11 +34,12 @@ class Teams {
 
   const std::shared_ptr<Team>& all() const { return all_; }
 
-  // Whether ranks may yet find out that they share memory: then the next two wait for all ranks, in the same sync.
+  // Whether ranks may yet find out that they share memory: then hosts and make_room wait for all ranks, in one sync.
   bool may_share() const { return may_share_ && !shared_; }
   // The hosts as levels, of which node shares memory once there is room. None where ranks cannot share memory.
   const Levels& hosts();
-  // In memory of each host: for so many bytes of each rank. Does nothing where there is that already.
+  // Whether each host has memory for so many bytes of each rank; or else need not try to have it.
+  bool has_room(int64_t bytes) const { return !may_share_ || (shared_ && bytes <= shared_->region_bytes()); }
   void make_room(int64_t bytes);
   const std::string& why_not_shared() const { return why_not_; }
 
@@ -48,9 +49,6 @@ class Teams {
   // Whether hosts are nodes of so many ranks.
   bool hosts_have(int64_t ranks_per_node) const;
 
-  // Kept from sum to sum.
-  at::Tensor& memory_of(const Team& team) { return &team == shared_.get() ? shared_memory_ : memory_; }
-
  private:
   std::shared_ptr<Team> all_;
   bool may_share_;  // until a try has failed
@@ -58,8 +56,6 @@ class Teams {
   std::shared_ptr<SharedTeam> shared_;
   Levels hosts_;
   std::string why_not_;
-  at::Tensor memory_;
-  at::Tensor shared_memory_;
 };
 
 }  // namespace fastsync

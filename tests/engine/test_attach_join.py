@@ -97,7 +97,7 @@ def _new_riders(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.raises(ValueError, match=r"rank 0: nothing; rank 1: rider loss of shape \[\]"))
+        stack.enter_context(pytest.raises(ValueError, match=r"rank 0: nothing; rank 1: piggybacked value loss of shape \[\]"))
         stack.enter_context(sync.join())
         if rank == 1:
             sync.piggyback("loss", torch.tensor(1.0))
@@ -108,7 +108,7 @@ def _new_riders(rank: int, world_size: int) -> None:
         for step in range(1 + rank):
             sync.piggyback("loss", torch.tensor(1.0 + rank))
             if step == 1:
-                with pytest.raises(ValueError, match=r"rider 'new' of shape \[2\] is new, and ranks that have run out"):
+                with pytest.raises(ValueError, match=r"'new' of shape \[2\] is new, and ranks that have run out"):
                     sync.piggyback("new", torch.ones(2))
             model([torch.ones(3)]).backward()
             assert sync.piggybacked()["loss"] == (1.5 if step == 0 else 2.0)

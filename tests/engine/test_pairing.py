@@ -93,7 +93,7 @@ def test_a_backward_more_on_one_rank(
     ("world_size", "compression", "within"),
     [
         pytest.param(2, "none", 1, id="messages"),
-        pytest.param(3, "fp16", 1, id="room beside the gradients"),
+        pytest.param(3, "int8", 1, id="room beside the gradients"),
         pytest.param(3, "none", HOOK_CHECKS_ONE_OF, id="in place"),
     ],
 )
@@ -189,8 +189,8 @@ def _two_models_share_a_state(rank: int, world_size: int) -> None:
     for _ in range(3):
         for training in trainings:
             training.step()
-    message = _error_of(trainings[rank].step, within=1)
-    assert re.search(r"rank 0: engine \d+, 1 update; rank 1: engine \d+, 1 update", message)
+    message = _error_of(trainings[rank].step, within=HOOK_CHECKS_ONE_OF)
+    assert re.search(r"rank 0: engine \d+, \d+ updates?; rank 1: engine \d+, \d+ updates?", message)
 
 
 def _sharded_optimizer(rank: int, world_size: int) -> None:

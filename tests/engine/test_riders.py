@@ -138,7 +138,7 @@ def _different_riders(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     sync.piggyback("value", torch.ones(2 + rank))
-    with pytest.raises(ValueError, match=r"rank 0: rider value of shape \[2\]; rank 1: rider value of shape \[3\]"):
+    with pytest.raises(ValueError, match=r"rank 0: piggybacked value value of shape \[2\]; rank 1: piggybacked value value of shape \[3\]"):
         model([torch.ones(3)]).backward()
     sync.piggyback("value", torch.ones(2))
     model.zero_grad()
@@ -208,5 +208,5 @@ def test_ranks_whose_riders_differ_are_told() -> None:
 def test_what_is_not_float32_is_refused(wrong: object) -> None:
     with group_of_one():
         sync = fastsync.attach(torch.nn.Linear(2, 2))
-        with pytest.raises(ValueError, match=r"rider 'kl' has to be a float32 tensor, got .*; use tensor\.float\(\)"):
+        with pytest.raises(ValueError, match=r"'kl' has to be a float32 tensor, got .*; use tensor\.float\(\)"):
             sync.piggyback("kl", wrong)
