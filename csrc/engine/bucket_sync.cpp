@@ -193,7 +193,8 @@ void BucketSync::share_memory(const Bucket& bucket, const Sync& sync) {
   const int64_t bytes = is_across_hosts ? most_bytes(bucket, hosts, adds_hosts_at_once(bucket, sync.compression))
                                         : most_bytes(bucket, teams.all()->size());
   if (!teams.has_room(bytes)) {
-    (sync.scatter ? sync.scatter->shared_memory : shared_memory_) = {};
+    SumMemory& memory = sync.scatter ? sync.scatter->shared_memory : shared_memory_;
+    memory = SumMemory();  // it belongs to the memory that there is now
     teams.make_room(bytes);
   }
   totals_->why_not_shared = teams.why_not_shared();

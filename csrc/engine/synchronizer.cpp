@@ -14,12 +14,12 @@ namespace fastsync {
 namespace {
 
 // All ranks must send in one order. The buckets of one engine have one; those of two engines whose gradients get ready
-// side by side do not. So of the engines in one lane only the first to be attached sends while backward goes on, and at
+// side by side do not. So of the engines in one sequence only the first to be attached sends while backward goes on, and at
 // its end all of them follow each other in the order in which they were attached.
 struct Attached {
   struct Entry {
     const Synchronizer* engine;
-    const void* lane;  // of those whose calls have to come in one order on all ranks
+    const void* sequence;  // of those whose calls have to come in one order on all ranks
     std::weak_ptr<Synchronizer> owner;
   };
 
@@ -45,14 +45,14 @@ Attached& attached() {
 
 // NCCL asks for one order of all groups together: collectives of two groups, begun in different orders on two ranks,
 // may wait for each other on the device.
-constexpr char kLaneOfAllGroups = 0;
+constexpr char kSequenceOfAllGroups = 0;
 
 }  // namespace
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
     : is_on_cpu_(parameters.front().is_cpu()),
-      lane_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kLaneOfAllGroups),
+      sequence_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kSequenceOfAllGroups),
       process_id_(getpid()),
       backward_({[this] { return sync_.is_under_way(); }, &finish, &send_leftovers}),
       sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes, sums) {}
@@ -79,7 +79,7 @@ void Synchronizer::attach(const std::vector<at::Tensor>& parameters) {
                                call(&Synchronizer::lose_hooks)});
   }
   const std::lock_guard<std::mutex> lock(attached().mutex);
-  attached().engines.push_back({this, lane_, weak_from_this()});
+  attached().engines.push_back({this, sequence_, weak_from_this()});
 }
 
 void Synchronizer::before_gradient(size_t index) {
@@ -258,7 +258,7 @@ bool Synchronizer::may_send_early() const {
   const std::lock_guard<std::mutex> lock(attached().mutex);
   const auto& engines = attached().engines;
   const auto first =
-      std::find_if(engines.begin(), engines.end(), [&](const auto& entry) { return entry.lane == lane_; });
+      std::find_if(engines.begin(), engines.end(), [&](const auto& entry) { return entry.sequence == sequence_; });
   return first != engines.end() && first->engine == this;
 }
 

@@ -73,7 +73,7 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   static void finish(int graph_task);
 
   const bool is_on_cpu_;
-  const void* const lane_;
+  const void* const sequence_;
   const int process_id_;
   Backward backward_;  // that the sync under way belongs to
 
