@@ -247,7 +247,7 @@ def _nodes_that_are_named(rank: int, world_size: int, nodes: Nodes) -> str:
     parameter.grad = torch.full((1000,), float(rank))
     sync.synchronize()
     assert torch.equal(parameter.grad, torch.full((1000,), 1.5))
-    return describe_transport(sync.stats())
+    return sync.stats().transport
 
 
 def test_nodes_that_are_named_share_memory_where_they_are_the_hosts() -> None:
