@@ -32,34 +32,15 @@ std::vector<at::Tensor> all_gather(const Group& group, const at::Tensor& mine, c
   return on_cpu;
 }
 
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) {
-    lines.push_back(line);
-  }
-  return lines;
-}
-
-std::string line_or_nothing(const std::vector<std::string>& lines, size_t index) {
-  return index < lines.size() ? lines[index] : "nothing";
-}
-
 // "rank 0, 2: compression fp16; rank 1: compression none", for the first line in which the ranks differ.
 std::string first_difference(const std::vector<std::string>& texts) {
-  std::vector<std::vector<std::string>> lines;
-  for (const std::string& text : texts) {
-    lines.push_back(lines_of(text));
-  }
-  size_t most_lines = 0;
-  for (const auto& of_rank : lines) {
-    most_lines = std::max(most_lines, of_rank.size());
-  }
+  std::vector<std::istringstream> rest(texts.begin(), texts.end());
   std::map<std::string, std::string> ranks_of;
-  for (size_t index = 0; index < most_lines && ranks_of.size() < 2; ++index) {
+  while (ranks_of.size() < 2 && ranks_of.count("nothing") == 0) {
     ranks_of.clear();
-    for (size_t rank = 0; rank < lines.size(); ++rank) {
-      std::string& ranks = ranks_of[line_or_nothing(lines[rank], index)];
+    for (size_t rank = 0; rank < rest.size(); ++rank) {
+      std::string line;
+      std::string& ranks = ranks_of[std::getline(rest[rank], line) ? line : "nothing"];
       ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(rank);
     }
   }

@@ -1,15 +1,17 @@
 #include "transport/host.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
-#include <numeric>
-#include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "transport/agreement.h"
@@ -20,13 +22,12 @@ namespace {
 
 using Group = Host::Group;
 
-constexpr int64_t kLongestText = Connection::kLongest;
+constexpr int64_t kLongestText = 256;
 
-// With a rank that has said that it is about to answer.
-Deadline patience(const Group& group) {
-  return std::chrono::steady_clock::now() +
-         std::min<std::chrono::milliseconds>(std::chrono::seconds(20), limit_of(*group));
-}
+// Not every rank could do its part, and all have heard why.
+struct CannotShare {
+  std::string why;
+};
 
 std::vector<std::string> gather(const Group& group, const std::string& text) {
   return gather_texts(group, text.substr(0, kLongestText - 1), kLongestText, c10::kCPU);
@@ -44,30 +45,25 @@ std::string failure_of(const std::function<void()>& call) {
   }
 }
 
-// Every rank tries, and every rank comes to hear how it went. The first that failed, and why, is what all return; else
-// `found` is what each rank's attempt has returned.
-std::string vote(const Group& group, const std::function<std::string()>& attempt, std::vector<std::string>& found) {
+// Every rank does its part, and hears what each rank's returned. All throw CannotShare where one has thrown.
+template <class Part>
+std::vector<std::string> vote(const Group& group, const Part& part) {
   std::string text;
-  const std::string failure = failure_of([&] { text = attempt(); });
-  found = gather(group, failure.empty() ? "+" + text : "-" + failure);
+  const std::string failure = failure_of([&] {
+    if constexpr (std::is_void_v<decltype(part())>) {
+      part();
+    } else {
+      text = part();
+    }
+  });
+  std::vector<std::string> found = gather(group, failure.empty() ? "+" + text : "-" + failure);
   for (size_t rank = 0; rank < found.size(); ++rank) {
     if (found[rank].front() == '-') {
-      return c10::str("rank ", rank, ": ", found[rank].substr(1));
+      throw CannotShare{c10::str("rank ", rank, ": ", found[rank].substr(1))};
     }
     found[rank].erase(0, 1);
   }
-  return "";
-}
-
-std::string vote(const Group& group, const std::function<void()>& attempt) {
-  std::vector<std::string> nothing;
-  return vote(
-      group,
-      [&] {
-        attempt();
-        return std::string();
-      },
-      nothing);
+  return found;
 }
 
 // Empty where it is not set.
@@ -86,25 +82,29 @@ bool is_on(std::string value) {
   return false;
 }
 
-// Where other ranks come in.
-struct Invitation {
-  Invitation() {
-    TORCH_CHECK(is_on(setting()), "FASTSYNC_SHARED_MEMORY=", setting());
-    const Descriptor memory = SharedMemory::make(1);
-    const SharedMemory shared(memory, 1);
-    shared.check_room();
-    shared.claim(memory, 0, 1);
-  }
+// Memory that shows that this process can share some.
+Descriptor try_memory() {
+  TORCH_CHECK(is_on(setting()), "FASTSYNC_SHARED_MEMORY=", setting());
+  Descriptor memory = SharedMemory::make(1);
+  const SharedMemory shared(memory, 1);
+  shared.check_room();
+  shared.claim(memory, 0, 1);
+  return memory;
+}
 
-  Listener listener;
-  std::string secret = random_text();
-};
+// One that ends with the process, or when that closes the memory. A child that is forked does not have it.
+struct flock lock_of(int64_t rank) {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
+}
 
-// All ranks have sent theirs before any of them gets here. So who has said nothing is none of them.
-std::string said_first(const Connection& connection) {
-  std::string text;
-  failure_of([&] { text = connection.is_same_user() ? connection.receive(Deadline()).text : ""; });
-  return text;
+void hold_lock(const Descriptor& memory, int64_t rank) {
+  struct flock lock = lock_of(rank);
+  TORCH_CHECK(fcntl(memory.number(), F_SETLK, &lock) == 0, "fcntl(F_SETLK): ", std::strerror(errno));
 }
 
 int64_t first_byte_of(int64_t place, int64_t size, int64_t bytes) {
@@ -125,7 +125,7 @@ std::chrono::milliseconds limit_of(c10d::ProcessGroup& group) {
 void Host::check_setting() { is_on(setting()); }
 
 std::string Host::obstacle() {
-  return failure_of([] { const Invitation invitation; });
+  return failure_of([] { try_memory(); });
 }
 
 std::shared_ptr<Host> Host::of(const Group& group) {
@@ -154,116 +154,106 @@ std::shared_ptr<Host> Host::of(const Group& group) {
   return made;
 }
 
-// Whoever can be connected to is on this host, and is the rank that it says, for nobody else knows the secret. A
-// listener takes connections before it accepts them, so none waits for another.
-Host::Host(const Group& group) : connections_(static_cast<size_t>(group->getSize())) {
-  const auto rank = static_cast<size_t>(group->getRank());
-  std::optional<Invitation> invitation;
-  const std::string failure = failure_of([&] { invitation.emplace(); });
-  const auto invitations = gather(group, failure.empty() ? invitation->listener.address() + invitation->secret : "");
-  id_ = std::to_string(fingerprint(std::accumulate(invitations.begin(), invitations.end(), std::string())));
-  std::vector<std::string> reached;
-  const auto reach = [&] {
-    TORCH_CHECK(failure.empty(), failure);
-    std::vector<size_t> peers{rank};
-    for (size_t peer = rank; peer-- > 0 && !invitations[peer].empty();) {  // an empty one's rank says why
-      connections_[peer] = Connection::to(invitations[peer].substr(0, kRandomLength));
-      if (connections_[peer].is_open()) {
-        connections_[peer].send(invitations[peer].substr(kRandomLength) + std::to_string(rank));
-        peers.push_back(peer);
-      }
-    }
-    return c10::str(peers.back(), " ", peers.size());
-  };
-  why_not_ = vote(group, reach, reached);
-  if (why_not_.empty()) {
-    find_hosts(reached, rank);
-  }
-  if (why_not_.empty()) {
-    why_not_ = vote(group, [&] {
-      const Deadline deadline = patience(group);
-      const auto is_here = [&](int64_t peer) { return peer <= group->getRank() || connections_[peer].is_open(); };
-      while (!std::all_of(ranks().begin(), ranks().end(), is_here)) {
-        Connection connection = invitation->listener.accept(deadline);
-        const std::string text = said_first(connection);
-        for (size_t peer = rank + 1; peer < connections_.size(); ++peer) {
-          if (text == invitation->secret + std::to_string(peer)) {
-            connections_[peer] = std::move(connection);
-            break;
-          }
+// See Note [Sharing memory with processes that nobody forked].
+Host::Host(const Group& group) {
+  const int64_t rank = group->getRank();
+  try {
+    Descriptor listener;
+    const auto names = vote(group, [&] {
+      locks_ = try_memory();
+      const std::string name = random_name();
+      listener = listen_at(name);
+      return name;
+    });
+    id_ = names.front();
+    const auto firsts = vote(group, [&] {
+      for (int64_t peer = 0; peer < rank; ++peer) {
+        if (Descriptor connection = connect_to(names[peer]); connection.is_open()) {
+          connections_.push_back(std::move(connection));
+          return std::to_string(peer);
         }
       }
+      return std::to_string(rank);
     });
-  }
-  if (!why_not_.empty()) {
+    find_hosts(firsts, rank);
+    vote(group, [&] {
+      if (is_first(group)) {
+        connections_ = accept_all(listener);
+        hand_out(locks_);
+      }
+    });
+    vote(group, [&] {
+      if (!is_first(group)) {
+        locks_ = receive_descriptor(connections_.front());
+      }
+      hold_lock(locks_, rank);
+    });
+  } catch (const CannotShare& failure) {
+    why_not_ = failure.why;
+    hosts_.clear();
     connections_.clear();
   }
 }
 
-// Each rank says which is the first that it reaches, itself if there is none before it, and how many it reaches up to
-// itself. Those of one host reach all of it.
-void Host::find_hosts(const std::vector<std::string>& reached, size_t rank) {
+// By the first rank that each one reaches.
+void Host::find_hosts(const std::vector<std::string>& firsts, int64_t rank) {
   std::map<size_t, Ranks> by_first;
-  for (size_t other = 0; other < reached.size(); ++other) {
-    const size_t first = std::stoul(reached[other]);
-    Ranks& ranks = by_first[first];
-    ranks.push_back(static_cast<int64_t>(other));
-    if (reached[other] != c10::str(first, " ", ranks.size())) {
-      why_not_ = c10::str("rank ", other, " reaches some processes that others on its host do not, or not all");
-      return;
+  for (size_t other = 0; other < firsts.size(); ++other) {
+    const size_t first = std::stoul(firsts[other]);
+    by_first[first].push_back(static_cast<int64_t>(other));
+    if (firsts[first] != firsts[other]) {
+      throw CannotShare{c10::str("rank ", first, " reaches a process that rank ", other, " on its host does not")};
     }
   }
-  if (by_first.size() == reached.size()) {
-    why_not_ = "no two ranks are on one host, in one network namespace";
-    return;
+  if (by_first.size() == firsts.size()) {
+    throw CannotShare{"no two ranks are on one host, in one network namespace"};
   }
   for (auto& [first, ranks] : by_first) {
-    if (std::find(ranks.begin(), ranks.end(), static_cast<int64_t>(rank)) != ranks.end()) {
+    if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) {
       place_ = hosts_.size();
     }
     hosts_.push_back(std::move(ranks));
   }
 }
 
+void Host::hand_out(const Descriptor& memory) const {
+  for (const Descriptor& connection : connections_) {
+    send_descriptor(connection, memory);
+  }
+}
+
+bool Host::has_left(int64_t rank) const {
+  struct flock lock = lock_of(rank);
+  return fcntl(locks_.number(), F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
 std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std::string& why_not) {
-  TORCH_CHECK(!std::exchange(is_sharing_, true), "the process group has failed before, in sharing memory");
-  std::shared_ptr<SharedMemory> shared;
-  Descriptor memory;
-  why_not = vote(group, [&] {
-    const std::string number = std::to_string(++num_shared_);
-    const std::string none = number + ": none";
-    if (group->getRank() == ranks().front()) {
-      const std::string failure = failure_of([&] { memory = SharedMemory::make(bytes); });
-      for (const Connection& connection : connections_) {
-        if (connection.is_open()) {
-          connection.send(failure.empty() ? number : none, memory);
-        }
+  try {
+    Descriptor memory;
+    vote(group, [&] {
+      if (is_first(group)) {
+        memory = SharedMemory::make(bytes);
+        hand_out(memory);
       }
-      TORCH_CHECK(failure.empty(), failure);
-    } else {
-      const Deadline deadline = patience(group);
-      const Connection& first = connections_[ranks().front()];
-      auto message = first.receive(deadline);
-      while (message.text != number && message.text != none) {  // of a try that failed here
-        message = first.receive(deadline);
+    });
+    std::shared_ptr<SharedMemory> shared;
+    vote(group, [&] {
+      if (!is_first(group)) {
+        memory = receive_descriptor(connections_.front());
       }
-      if (message.text == none) {
-        return;  // the first rank says why
-      }
-      memory = std::move(message.descriptor);
-    }
-    shared = std::make_shared<SharedMemory>(memory, bytes);
-    shared->check_room();
-  });
-  if (why_not.empty()) {
-    why_not = vote(group, [&] {
+      shared = std::make_shared<SharedMemory>(memory, bytes);
+      shared->check_room();
+    });
+    vote(group, [&] {
       const auto size = static_cast<int64_t>(ranks().size());
       const int64_t place = std::find(ranks().begin(), ranks().end(), group->getRank()) - ranks().begin();
       shared->claim(memory, first_byte_of(place, size, bytes), first_byte_of(place + 1, size, bytes));
     });
+    return shared;
+  } catch (const CannotShare& failure) {
+    why_not = failure.why;
+    return nullptr;
   }
-  is_sharing_ = false;
-  return why_not.empty() ? shared : nullptr;
 }
 
 std::vector<Host::Ranks> hosts_of(const Group& group) {

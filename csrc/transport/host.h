@@ -1,4 +1,16 @@
 // Which ranks of a group are processes of one host: found out by trying, agreed on by all.
+//
+// Note [Sharing memory with processes that nobody forked]
+// Memory has no name, so that nothing of it is left, however processes end: one of them makes it (memfd_create) and
+// hands it to the others through a socket. At first each rank listens at a random name and tells it to all through the
+// process group. Then it connects to the first rank that it reaches. Who reaches the same rank is on one host; that
+// rank hands out the memory from then on. The system tells of each connection whose process made it, so that no other
+// user's comes in.
+// After each step all ranks vote, those too where something was thrown. So nobody waits for who cannot go on, and what
+// one step sends is there in the next.
+// The first memory is for locks (fcntl(2)): each rank holds one, which the system takes away when its process ends,
+// and which children do not get. Whoever waits looks at them. Containers that have their own process ids or users do
+// not matter to locks, as they would to kill(2) or /proc.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -42,19 +54,20 @@ class Host {
   const std::vector<Ranks>& hosts() const { return hosts_; }
 
   // Whether the rank's process has ended, or has let go of all that used its group.
-  bool has_left(int64_t rank) const { return connections_[static_cast<size_t>(rank)].has_ended(); }
+  bool has_left(int64_t rank) const;
 
  private:
   explicit Host(const Group& group);
-  void find_hosts(const std::vector<std::string>& reached, size_t rank);
+  void find_hosts(const std::vector<std::string>& firsts, int64_t rank);
+  bool is_first(const Group& group) const { return group->getRank() == ranks().front(); }
+  void hand_out(const Descriptor& memory) const;
 
   std::string id_;
   std::string why_not_;
   std::vector<Ranks> hosts_;
   size_t place_ = 0;
-  int64_t num_shared_ = 0;
-  bool is_sharing_ = false;              // or has failed to, with the group
-  std::vector<Connection> connections_;  // by rank, open to those of this host
+  std::vector<Descriptor> connections_;  // of a host's first rank to the others, of another one to the first
+  Descriptor locks_;                     // memory in which each rank of this host holds a lock
 };
 
 // The group's CPU ranks by host, as above, found out by all ranks together; none where they cannot share memory.

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <future>
 #include <map>
 #include <mutex>
@@ -18,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <tuple>
 #include <vector>
 
 namespace fastsync {
@@ -30,7 +32,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 constexpr milliseconds kPeriod(1000);    // between two words of a rank
 constexpr milliseconds kPatience(3000);  // with ranks that say nothing new
 constexpr milliseconds kLimit(4000);     // for the store, which may hang
-constexpr milliseconds kMoment(200);     // for a last word
+constexpr milliseconds kMoment(200);     // at the process's end
 
 const char* const kQuestion = "fastsync/where";
 
@@ -85,22 +87,21 @@ int64_t now() {
   return std::chrono::duration_cast<milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// What a rank writes: when, by its own clock, and where it stands. The last word of a rank is of time 0.
-std::string word_of(int64_t time, const std::string& where) { return c10::str(time, " ", where); }
-int64_t time_of(const std::string& word) { return std::atoll(word.c_str()); }
+// What a rank writes: when, by its own clock, and where it stands.
+std::string word_of(const std::string& where) { return c10::str(now(), " ", where); }
 
 // By the words of a rank before and after a while in which it had to write a new one.
-bool is_new(const std::string& before, const std::string& after) {
-  return before != after || (!after.empty() && time_of(after) == 0);
-}
-
 std::string where_is(const std::string& before, const std::string& after) {
   const std::string where = after.substr(after.find(' ') + 1);
-  if (after.empty() || is_new(before, after)) {
-    return after.empty() ? "no answer, so it is stopped or gone, or has no engine of this group" : where;
+  if (before != after) {
+    return where;
   }
-  const int64_t seconds = std::max<int64_t>(0, now() - time_of(after)) / 1000;
-  return c10::str("no answer, so it is stopped or gone, last heard of ", seconds, " s ago: ", where);
+  std::string text = "no answer, so it is stopped or gone, or has no engine of this group";
+  if (!after.empty()) {
+    const int64_t seconds = std::max<int64_t>(0, now() - std::atoll(after.c_str())) / 1000;
+    text += c10::str(", last heard of ", seconds, " s ago: ", where);
+  }
+  return text;
 }
 
 std::string why_none(bool has_server) {
@@ -114,31 +115,17 @@ std::string why_none(bool has_server) {
 
 constexpr const char* kThreadName = "fastsync calls";
 
-// Calls on a thread of its own, for a store may hang. False where that takes too long, or throws.
-bool is_done_in_time(milliseconds limit, std::function<void()> call) {
-  try {
-    std::packaged_task<void()> task([call = std::move(call)] {
-      pthread_setname_np(pthread_self(), kThreadName);
-      call();
-    });
-    auto done = task.get_future();
-    std::thread(std::move(task)).detach();
-    return done.wait_for(limit) == std::future_status::ready && (done.get(), true);
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
 }  // namespace
 
 // This process as one rank of a group.
-struct Whereabouts::Place {
+struct Whereabouts::Place : std::enable_shared_from_this<Place> {
   explicit Place(const c10d::ProcessGroup& of)
       : group(&of), rank(of.getRank()), size(of.getSize()), global_ranks(global_ranks_of(of)), store(of.getStore()) {}
 
-  void write(const std::string& where, bool is_last);
+  void write(const std::string& where);
   std::vector<std::string> read(c10d::Store& from) const;
   std::string roll_call() const;
+  std::string roll_call_in_time();
   std::string names(const std::vector<int64_t>& ranks) const;
 
   const c10d::ProcessGroup* const group;  // to be compared only
@@ -146,28 +133,22 @@ struct Whereabouts::Place {
   const int64_t size;
   const std::vector<uint64_t> global_ranks;          // empty where they are the same, or not known
   const c10::weak_intrusive_ptr<c10d::Store> store;  // the group's, which may have a server that has to end with it
-  std::mutex writing;                                // guards the next two
   std::optional<std::string> answered;               // the newest question
-  bool has_left = false;
 };
 
 // ---- what is in the store -------------------------------------------------------------------------------------------
 
-// A FileStore keeps all that was ever written. There a rank writes its first and last words, and when somebody asks.
-void Whereabouts::Place::write(const std::string& where, bool is_last) {
-  const std::lock_guard<std::mutex> lock(writing);
+// A FileStore keeps all that was ever written. There a rank writes at first, and when somebody asks.
+void Whereabouts::Place::write(const std::string& where) {
   const StorePtr to = store.lock();
-  if (std::exchange(has_left, is_last || has_left)) {
-    return;
-  }
   check_server(to);
-  if (as<c10d::FileStore>(to) != nullptr && !is_last) {
+  if (as<c10d::FileStore>(to) != nullptr) {
     const std::string question = to->check({kQuestion}) ? to->get_to_str(kQuestion) : "";
     if (std::exchange(answered, question) == question) {
       return;
     }
   }
-  to->set(key_of(rank), word_of(is_last ? 0 : now(), where));
+  to->set(key_of(rank), word_of(where));
 }
 
 // The words of all ranks. multiGet waits for those that are not there, so they become empty ones.
@@ -192,11 +173,11 @@ std::vector<std::string> Whereabouts::Place::read(c10d::Store& from) const {
 std::string Whereabouts::Place::roll_call() const {
   const StorePtr from = store.lock();
   check_server(from);
-  from->set(kQuestion, word_of(now(), std::to_string(rank)));
+  from->set(kQuestion, word_of(std::to_string(rank)));
   const auto deadline = Clock::now() + kPatience;
   const std::vector<std::string> before = read(*from);
   std::vector<std::string> after = before;
-  while (!std::equal(before.begin(), before.end(), after.begin(), is_new) && Clock::now() < deadline) {
+  while (!std::equal(before.begin(), before.end(), after.begin(), std::not_equal_to<>()) && Clock::now() < deadline) {
     std::this_thread::sleep_for(std::max(kPeriod / 20, milliseconds(size)));
     after = read(*from);
   }
@@ -211,6 +192,23 @@ std::string Whereabouts::Place::roll_call() const {
     text += (text.empty() ? ". Where the ranks are: " : "; ") + names(ranks) + ": " + at.second;
   }
   return text;
+}
+
+// On a thread of its own, for a store may hang.
+std::string Whereabouts::Place::roll_call_in_time() {
+  try {
+    std::packaged_task<std::string()> task([place = shared_from_this()] {
+      pthread_setname_np(pthread_self(), kThreadName);
+      return place->roll_call();
+    });
+    auto told = task.get_future();
+    std::thread(std::move(task)).detach();
+    if (told.wait_for(kLimit) == std::future_status::ready) {
+      return told.get();
+    }
+  } catch (const std::exception&) {  // of the store's
+  }
+  return why_none(as<c10d::TCPStore>(store.lock()) != nullptr);
 }
 
 // "rank 0, 2 (global 4, 6)"
@@ -237,12 +235,13 @@ struct RollCall {
 
   void add(Whereabouts& engine, c10d::ProcessGroup& group);
   void remove(Whereabouts& engine);
-  void write_all(bool is_last);
+  void write_all();
   std::string position(const Whereabouts::Place& place) const;
 
   const pid_t process_id = getpid();
   std::mutex mutex;  // guards the next; never held during a call of a store
   std::vector<Whereabouts*> engines;
+  std::timed_mutex writing;  // held during a call of a store by the thread
 };
 
 RollCall& RollCall::instance() {
@@ -251,13 +250,13 @@ RollCall& RollCall::instance() {
     std::thread([made] {
       pthread_setname_np(pthread_self(), kThreadName);
       for (;; std::this_thread::sleep_for(kPeriod)) {
-        made->write_all(/*is_last=*/false);
+        made->write_all();
       }
     }).detach();
-    // After its last word a place touches no store: what stores are made of is torn down next.
+    // For good: what stores are made of is torn down next.
     std::atexit([] {
       if (instance().is_own()) {
-        is_done_in_time(kMoment, [] { instance().write_all(/*is_last=*/true); });
+        std::ignore = instance().writing.try_lock_for(kMoment);
       }
     });
     return made;
@@ -274,28 +273,22 @@ void RollCall::add(Whereabouts& engine, c10d::ProcessGroup& group) {
 }
 
 void RollCall::remove(Whereabouts& engine) {
-  std::unique_lock<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(mutex);
   std::erase(engines, &engine);
-  const bool is_last = std::none_of(engines.begin(), engines.end(),
-                                    [&](const Whereabouts* each) { return each->place_ == engine.place_; });
-  lock.unlock();
-  if (is_last) {
-    is_done_in_time(kMoment, [place = engine.place_, where = engine.text()] {
-      place->write("has let go of its engines, before that: " + where, /*is_last=*/true);
-    });
-  }
 }
 
-void RollCall::write_all(bool is_last) {
+void RollCall::write_all() {
   std::map<std::shared_ptr<Whereabouts::Place>, std::string> words;
-  std::unique_lock<std::mutex> lock(mutex);
-  for (const Whereabouts* engine : engines) {
-    words[engine->place_] = (is_last ? "has ended, before that: " : "") + position(*engine->place_);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const Whereabouts* engine : engines) {
+      words[engine->place_] = position(*engine->place_);
+    }
   }
-  lock.unlock();
   for (const auto& [place, where] : words) {
+    const std::lock_guard<std::timed_mutex> lock(writing);
     try {
-      place->write(where, is_last);
+      place->write(where);
     } catch (const std::exception&) {  // the store is gone: whoever asks is told
     }
   }
@@ -386,9 +379,7 @@ std::string Whereabouts::roll_call() {
   }
   const std::lock_guard<std::mutex> lock(asking_);
   if (told_.empty() || Clock::now() - told_at_ > kPatience) {  // else another bucket has just asked
-    const auto told = std::make_shared<std::string>();
-    const bool is_told = is_done_in_time(kLimit, [place = place_, told] { *told = place->roll_call(); });
-    told_ = is_told ? *told : why_none(as<c10d::TCPStore>(place_->store.lock()) != nullptr);
+    told_ = place_->roll_call_in_time();
     told_at_ = Clock::now();
   }
   return told_;

@@ -1,19 +1,17 @@
-// Connections between processes of one host, over which they hand each other memory. They end with the process, however
-// it ends, and the other side notices.
+// Sockets over which processes of one user on one host hand each other memory. None of this waits: whoever expects
+// something has heard before, through the process group, that it is there.
 #pragma once
 
-#include <chrono>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace fastsync {
 
-using Deadline = std::chrono::steady_clock::time_point;
-
-// Closed with its owner, and in a child that is forked: which would keep a connection alive that has lost its process.
+// A file of this process, closed with its owner.
 class Descriptor {
  public:
-  explicit Descriptor(int number = -1);
+  explicit Descriptor(int number = -1) : number_(number) {}
   Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
   Descriptor& operator=(Descriptor&& other) noexcept {
     std::swap(number_, other.number_);
@@ -29,48 +27,21 @@ class Descriptor {
 };
 
 // All of this throws c10::Error, with the system's reason.
-class Connection {
- public:
-  struct Message {
-    std::string text;
-    Descriptor descriptor;  // of the sender's, here too; not open where none came
-  };
 
-  Connection() = default;
-  explicit Connection(Descriptor socket) : socket_(std::move(socket)) {}
+// A name that no other host has. It stands in the network namespace and in no file system, so nothing is left of it.
+std::string random_name();
+Descriptor listen_at(const std::string& name);
 
-  // To a listener, of the same user's, which need not have accepted it yet. Not open where there is none.
-  static Connection to(const std::string& address);
+// Not open where nobody listens in this network namespace. Throws where another user does.
+Descriptor connect_to(const std::string& name);
 
-  bool is_open() const { return socket_.is_open(); }
-  bool is_same_user() const;
-  // Texts of at most kLongest bytes.
-  void send(const std::string& text, const Descriptor& descriptor = Descriptor()) const;
-  Message receive(Deadline deadline) const;
-  // Whether the other process has ended or has closed it.
-  bool has_ended() const;
+// The connections that have come since, but for those of other users.
+std::vector<Descriptor> accept_all(const Descriptor& listener);
 
-  static constexpr size_t kLongest = 256;
+// The other side gets a file of its own for what is sent, unless it has ended.
+void send_descriptor(const Descriptor& connection, const Descriptor& sent);
 
- private:
-  Descriptor socket_;
-};
-
-// At a random name in the network namespace: nothing is left in any file system.
-class Listener {
- public:
-  Listener();
-
-  const std::string& address() const { return address_; }
-  Connection accept(Deadline deadline) const;
-
- private:
-  std::string address_;
-  Descriptor socket_;
-};
-
-// So many hexadecimal digits that nobody could guess.
-constexpr size_t kRandomLength = 32;
-std::string random_text();
+// The newest. What came before it was of an attempt that failed.
+Descriptor receive_descriptor(const Descriptor& connection);
 
 }  // namespace fastsync
