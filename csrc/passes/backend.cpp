@@ -75,7 +75,7 @@ int64_t end_of(const Segment& segment, int64_t alignment) {
 }  // namespace
 
 int64_t alignment_of(DType wire, size_t num_gradients) {
-  return wire == DType::kInt8 ? kBlockValues : (num_gradients > 1 ? kWireAlignment : 1);
+  return std::max(unit_of(wire).values, num_gradients > 1 ? kWireAlignment : 1);
 }
 
 int64_t wire_length(const std::vector<Segment>& segments, int64_t alignment) {
@@ -83,7 +83,7 @@ int64_t wire_length(const std::vector<Segment>& segments, int64_t alignment) {
 }
 
 std::vector<Segment> lay_out(at::TensorList grads, DType wire, at::TensorList residuals, int64_t alignment) {
-  alignment = wire == DType::kInt8 ? kBlockValues : alignment;
+  alignment = std::max(unit_of(wire).values, alignment);
   std::vector<Segment> segments;
   segments.reserve(grads.size());
   int64_t offset = 0;

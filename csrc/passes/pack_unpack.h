@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "passes/wire_format.h"
+#include "passes/wires/int8.h"
 
 namespace fastsync {
 
@@ -27,18 +28,6 @@ struct Turn {
   bool is_first = true;
   bool is_last = true;
 };
-
-// How int8 rounds: to nearest even, or up with a probability of the fraction that is lost, by bits that follow from the
-// seed, the step and the value's place on the wire. The other wires round to nearest even.
-struct Rounding {
-  bool is_stochastic = false;
-  uint64_t seed = 0;
-  const int64_t* step = nullptr;  // on the gradients' device, where unpack counts it; null means 0
-};
-
-FASTSYNC_HOST_DEVICE uint32_t block_key(const Rounding& rounding, int64_t block) {
-  return block_key(seed_of_step(rounding.seed, rounding.step != nullptr ? *rounding.step : 0), block);
-}
 
 // gradients → wire: wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite. The value is
 // gradient[i] * weight + residual[i], in Compute<G> and in this order, and the new residual[i] is the
@@ -127,10 +116,10 @@ struct ReduceArgs {
   Rounding rounding = {};
 };
 
-// Calls call(G{}) with the type of a gradient.
+// Calls call(T{}) with the type of a gradient's element, or of a wire's unit.
 template <class Call>
-void dispatch_grad(DType grad, const Call& call) {
-  switch (grad) {
+void dispatch(DType dtype, const Call& call) {
+  switch (dtype) {
     case DType::kFloat32:
       return call(float{});
     case DType::kFloat64:
@@ -139,67 +128,94 @@ void dispatch_grad(DType grad, const Call& call) {
       return call(Float16{});
     case DType::kBFloat16:
       return call(BFloat16{});
-    case DType::kInt8:  // no gradient's
-      return;
-  }
-}
-
-// Calls call(W{}) with the type of a wire, which is Own unless it is a narrow one.
-template <class Own, class Call>
-void dispatch_wire_or(DType wire, const Call& call) {
-  switch (wire) {
-    case DType::kFloat16:
-      return call(Float16{});
-    case DType::kBFloat16:
-      return call(BFloat16{});
     case DType::kInt8:
       return call(Int8Block{});
-    default:
-      return call(Own{});
   }
 }
 
-// Calls call(G{}, W{}) with the types of a gradient and of the wire, which is the gradient's own or a narrow one.
+// Calls call(G{}) with the type of a gradient.
 template <class Call>
-void dispatch_wire(DType grad, DType wire, const Call& call) {
-  dispatch_grad(grad, [&](auto g) { dispatch_wire_or<decltype(g)>(wire, [&](auto w) { call(g, w); }); });
+void dispatch_grad(DType grad, const Call& call) {
+  dispatch(grad, [&](auto g) {
+    if constexpr (!kIsBlock<decltype(g)>) {
+      call(g);
+    }
+  });
 }
 
-// Calls call(C{}, W{}, Out{}) with what is summed in and the types of the wires read and written: the same, or one of
-// them is what is summed in.
+// Whether values of type Own travel as W: as they are, or narrower than what is computed in.
+template <class Own, class W>
+inline constexpr bool kTravelsAs = std::is_same_v<W, Own> || !std::is_same_v<W, Compute<W>>;
+
+// Calls call(G{}, W{}) with the types of a gradient and of its wire's unit.
+template <class Call>
+void dispatch_wire(DType grad, DType wire, const Call& call) {
+  dispatch_grad(grad, [&](auto g) {
+    using G = decltype(g);
+    dispatch(wire, [&](auto w) {
+      if constexpr (kTravelsAs<G, decltype(w)>) {
+        call(G{}, w);
+      }
+    });
+  });
+}
+
+// Whether wires of one type are read and of another written where C is what is summed in: they are the same, or one of
+// them is C.
+template <class C, class W, class Out>
+inline constexpr bool kReduces = kTravelsAs<C, W> && kTravelsAs<C, Out> &&
+                                 (std::is_same_v<W, Out> || std::is_same_v<W, C> || std::is_same_v<Out, C>);
+
+// Calls call(C{}, W{}, Out{}) with what is summed in and the units of the wires read and written.
 template <class Call>
 void dispatch_reduce(DType grad, DType wire, DType out, const Call& call) {
   const auto with_compute = [&](auto c) {
     using C = decltype(c);
-    dispatch_wire_or<C>(wire, [&](auto w) {
-      dispatch_wire_or<C>(out, [&](auto o) {
-        using W = decltype(w);
-        using Out = decltype(o);
-        if constexpr (std::is_same_v<W, Out> || std::is_same_v<W, C> || std::is_same_v<Out, C>) {
-          call(c, w, o);
+    dispatch(wire, [&](auto w) {
+      using W = decltype(w);
+      dispatch(out, [&](auto o) {
+        if constexpr (kReduces<C, W, decltype(o)>) {
+          call(C{}, W{}, o);
         }
       });
     });
   };
-  if (grad == DType::kFloat64) {
-    with_compute(double{});
-  } else {
-    with_compute(float{});
-  }
+  grad == DType::kFloat64 ? with_compute(double{}) : with_compute(float{});
 }
 
-// The element of a wire, on int8 the block that begins with it.
-template <class W>
-FASTSYNC_HOST_DEVICE W* element_of(void* wire, int64_t index) {
-  return static_cast<W*>(wire) + index;
+// A wire's unit.
+struct WireUnit {
+  int64_t values;
+  int64_t bytes;
+  int64_t alignment;  // in bytes
+};
+
+inline WireUnit unit_of(DType wire) {
+  WireUnit unit{};
+  dispatch(wire, [&](auto w) { unit = {WireFormat<decltype(w)>::kValues, sizeof(w), alignof(decltype(w))}; });
+  return unit;
 }
-template <>
-FASTSYNC_HOST_DEVICE Int8Block* element_of<Int8Block>(void* wire, int64_t index) {
-  return static_cast<Int8Block*>(wire) + index / kBlockValues;
+
+// How many units hold so many values.
+template <class W>
+FASTSYNC_HOST_DEVICE constexpr int64_t num_units(int64_t values) {
+  return (values + WireFormat<W>::kValues - 1) / WireFormat<W>::kValues;
+}
+
+// The unit of a wire that begins with the value of this index.
+template <class W>
+FASTSYNC_HOST_DEVICE W* unit_at(void* wire, int64_t index) {
+  return static_cast<W*>(wire) + index / WireFormat<W>::kValues;
 }
 template <class W>
-FASTSYNC_HOST_DEVICE const W* element_of(const void* wire, int64_t index) {
-  return element_of<W>(const_cast<void*>(wire), index);
+FASTSYNC_HOST_DEVICE const W* unit_at(const void* wire, int64_t index) {
+  return unit_at<W>(const_cast<void*>(wire), index);
+}
+
+// What values may be before they are encoded, as a number of what is computed in.
+template <class W, class C>
+C limit_on(double limit) {
+  return static_cast<C>(limit < WireFormat<W>::kLimit ? limit : WireFormat<W>::kLimit);
 }
 
 namespace cpu {

@@ -319,6 +319,22 @@ def test_norm_of_many_values_is_that_of_float64(dtype: torch.dtype, device: str)
     torch.testing.assert_close(norm, expected, rtol=1e-7, atol=0)
 
 
+@in_either_order
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_statistics_do_not_depend_on_where_the_values_lie(dtype: torch.dtype, device: str) -> None:
+    """Ranks whose gradients lie otherwise in memory would clip by different norms, and be replicas no more."""
+    values = torch.randn(2 * CHUNK + 7, generator=torch.Generator().manual_seed(3)).to(dtype)
+    all_stats = []
+    for offset in range(4):
+        grad = torch.zeros(len(values) + offset, dtype=dtype, device=device)[offset:]
+        wire, stats = values.to(torch.float16).to(device), [new_stats(device), new_stats(device)]
+        ops.measure([grad.copy_(values)], stats[0])
+        ops.unpack(wire, [grad], stats[1])
+        all_stats.append(torch.stack(stats))
+    for stats in all_stats[1:]:
+        assert_bitwise_equal(stats, all_stats[0])
+
+
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("values", VALUES)
 def test_results_do_not_depend_on_the_number_of_threads(grad_dtype: torch.dtype, values: str) -> None:

@@ -30,7 +30,7 @@ void put(const std::vector<at::Tensor>& places, const at::Tensor& values) {
 }
 
 Segments::Segments(const Segment* segments, int64_t num_segments, DType wire, c10::Device device)
-    : unit_(wire == DType::kInt8 ? kBlockValues : 1), device_(device) {
+    : unit_(unit_of(wire).values), device_(device) {
   std::copy_if(segments, segments + num_segments, std::back_inserter(segments_),
                [](const Segment& segment) { return segment.numel > 0; });
 }

@@ -21,8 +21,11 @@ at::Tensor scale_or_one(const float* bucket_scale, at::ScalarType compute, c10::
   return bucket_scale == nullptr ? number(1.0, compute) : over(bucket_scale, 1, at::kFloat, device).to(compute);
 }
 
-// What a wire's values may be before they are encoded.
-double limit_on(DType wire, double limit) { return wire == DType::kInt8 ? std::min<double>(limit, kInt8Limit) : limit; }
+// As limit_on for the type of the wire.
+double limit_of(DType wire, double limit) {
+  dispatch(wire, [&](auto w) { limit = limit_on<decltype(w), double>(limit); });
+  return limit;
+}
 
 // The sum over the wires of their values there, each times the multiplier. May be the wire itself.
 at::Tensor sum_wires(const void* first, int64_t num_wires, int64_t stride_bytes, DType dtype, double multiplier,
@@ -120,7 +123,7 @@ void pack(const PackArgs& args, c10::Device device) {
   } else if (weight.defined()) {
     factor = factor.mul(weight);
   }
-  const at::Tensor scaled = within(values.mul(factor), values, limit_on(args.wire_dtype, args.limit), num_saturated);
+  const at::Tensor scaled = within(values.mul(factor), values, limit_of(args.wire_dtype, args.limit), num_saturated);
   const auto places = segments.ranges();
   const Wire wire(args.wire, args.wire_dtype, device);
   const Encoded encoded = encode(scaled, args.wire_dtype, args.rounding, places);
@@ -192,7 +195,7 @@ void reduce(const ReduceArgs& args, c10::Device device) {
     values = values.add(kept.mul(scale));
   }
   const Encoded encoded =
-      encode(within(values, values, limit_on(args.out_dtype, args.limit)), args.out_dtype, args.rounding, all);
+      encode(within(values, values, limit_of(args.out_dtype, args.limit)), args.out_dtype, args.rounding, all);
   Wire(args.out, args.out_dtype, device).write(all, encoded);
   if (kept.defined()) {
     const at::Tensor sent = decode(encoded, compute);

@@ -81,7 +81,7 @@ std::pair<Wire::Pieces, Wire::Pieces> Wire::pieces(const std::vector<Range>& pla
     }
     constexpr auto kBytes = static_cast<int64_t>(sizeof(Int8Block));
     constexpr auto kFloats = kBytes / static_cast<int64_t>(sizeof(float));
-    const Int8Block* const block = element_of<Int8Block>(memory_, first);
+    const Int8Block* const block = unit_at<Int8Block>(memory_, first);
     const int64_t num_blocks = numel / kBlockValues;
     values.push_back(over(block->values, {num_blocks, kBlockValues}, {kBytes, 1}, at::kChar, device_));
     scales.push_back(over(&block->scale, {num_blocks, 1}, {kFloats, 1}, at::kFloat, device_));

@@ -433,12 +433,6 @@ int64_t pack_block(const G* gradient, C* residual, Scaling<C> scaling, C weight,
   return num_saturated;
 }
 
-// How many of the wire's elements hold so many values.
-template <class W>
-constexpr int64_t num_elements(int64_t values) {
-  return std::is_same_v<W, Int8Block> ? (values + kBlockValues - 1) / kBlockValues : values;
-}
-
 template <class W, class G>
 int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Scaling<Compute<G>> scaling,
                    Compute<G> weight, const Rounding& rounding, void* wire, int64_t first) {
@@ -449,18 +443,18 @@ int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Scali
   }
   const bool is_direct = residual == nullptr && weight == C(1);
   int64_t i = is_direct ? numel / kBlock * kBlock : 0;
-  int64_t num_saturated = encode_values<C>(gradient, i, scaling, rounding, first, element_of<W>(wire, first));
+  int64_t num_saturated = encode_values<C>(gradient, i, scaling, rounding, first, unit_at<W>(wire, first));
   for (; i + kBlock <= numel; i += kBlock) {
     num_saturated += pack_block(gradient + i, from_or_null(residual, i), scaling, weight, rounding, first + i,
-                                element_of<W>(wire, first + i));
+                                unit_at<W>(wire, first + i));
   }
   if (const int64_t rest = numel - i; rest > 0) {
     const Padded<G> last(gradient + i, rest);
     Padded<C> kept(from_or_null(residual, i), rest);
-    W encoded[num_elements<W>(kBlock)];
+    W encoded[num_units<W>(kBlock)];
     num_saturated += pack_block(last.values, residual != nullptr ? kept.values : nullptr, scaling, weight, rounding,
                                 first + i, encoded);
-    std::copy_n(encoded, num_elements<W>(rest), element_of<W>(wire, first + i));
+    std::copy_n(encoded, num_units<W>(rest), unit_at<W>(wire, first + i));
     if (residual != nullptr) {
       std::copy_n(kept.values, rest, residual + i);
     }
@@ -508,7 +502,7 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
                    Compute<G> inverse_scale) {
   using C = Compute<G>;
   constexpr bool kIsFloat = std::is_same_v<G, float>;
-  const bool is_direct = !std::is_same_v<W, Int8Block> && wires.num == 1 && multiplier == C(1);
+  const bool is_direct = !kIsBlock<W> && wires.num == 1 && multiplier == C(1);
   // What saturated is counted by a second look at the wire, which by then must not hold the gradients.
   const bool is_in_place = static_cast<const void*>(wires.at<W>(0, first)) == gradient && inverse_scale != C(1);
   Tally tally;
@@ -517,7 +511,7 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
     G unpacked[kBlock];
     G* const destination = length == kBlock && !is_in_place ? gradient + i : unpacked;
     bool is_done = false;
-    if constexpr (!std::is_same_v<W, Int8Block>) {
+    if constexpr (!kIsBlock<W>) {
       if (is_direct) {
         const W* const wire = wires.at<W>(0, first + i);
         const bool may_redo = kIsFloat && !std::is_same_v<W, float>;
@@ -584,14 +578,14 @@ void reduce_chunk(const Wires& wires, int64_t begin, int64_t numel, C multiplier
   int64_t i = begin;
   for (; i + kBlock <= begin + numel; i += kBlock) {
     reduce_block<W>(wires, i, kBlock, multiplier, scaling, rounding, scale, from_or_null(residual, i),
-                    element_of<Out>(out, i));
+                    unit_at<Out>(out, i));
   }
   if (const int64_t rest = begin + numel - i; rest > 0) {
     Padded<C> kept(from_or_null(residual, i), rest);
-    Out encoded[num_elements<Out>(kBlock)];
+    Out encoded[num_units<Out>(kBlock)];
     reduce_block<W>(wires, i, rest, multiplier, scaling, rounding, scale, residual != nullptr ? kept.values : nullptr,
                     encoded);
-    std::copy_n(encoded, num_elements<Out>(rest), element_of<Out>(out, i));
+    std::copy_n(encoded, num_units<Out>(rest), unit_at<Out>(out, i));
     if (residual != nullptr) {
       std::copy_n(kept.values, rest, residual + i);
     }

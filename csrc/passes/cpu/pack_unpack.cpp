@@ -38,7 +38,7 @@ struct Wires {
 
   template <class W>
   const W* at(int64_t wire, int64_t index) const {
-    return element_of<W>(static_cast<const char*>(first) + wire * stride_bytes, index);
+    return unit_at<W>(static_cast<const char*>(first) + wire * stride_bytes, index);
   }
 };
 
@@ -89,23 +89,17 @@ bool has_avx2() {
 #define FASTSYNC_BEST(...) any::__VA_ARGS__
 #endif
 
-template <class W, class C>
-Scaling<C> scaling_of(C multiplier, double limit) {
-  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
-  return {multiplier, static_cast<C>(std::min<double>(limit, std::is_same_v<W, Int8Block> ? kInt8Limit : kNoLimit))};
-}
-
 template <class C>
 C value_or_one(const float* scale) {
   return static_cast<C>(scale != nullptr ? *scale : 1.0F);
 }
 
-// What lies behind a segment's last chunk, which on int8 is the rest of its last block.
+// What lies behind a segment's last chunk, which in a block is zeros already.
 template <class W>
 void fill_gap(const Segment& segment, const Chunk& chunk, const PackArgs& args) {
-  if constexpr (!std::is_same_v<W, Int8Block>) {
+  if constexpr (!kIsBlock<W>) {
     if (chunk.begin + chunk.length == segment.numel) {
-      std::fill_n(element_of<W>(args.wire, segment.offset + segment.numel), gap_behind(segment, args.alignment), W{});
+      std::fill_n(unit_at<W>(args.wire, segment.offset + segment.numel), gap_behind(segment, args.alignment), W{});
     }
   }
 }
@@ -114,7 +108,7 @@ template <class G, class W>
 void pack_typed(const PackArgs& args) {
   using C = Compute<G>;
   const auto multiplier = static_cast<C>(args.multiplier) * value_or_one<C>(args.bucket_scale);
-  const Scaling<C> scaling = scaling_of<W>(multiplier, args.limit);
+  const Scaling<C> scaling{multiplier, limit_on<W, C>(args.limit)};
   const auto weight = static_cast<C>(args.weight != nullptr ? *args.weight : 1.0);
   const auto counts =
       for_each_chunk<int64_t>(args.segments, args.num_segments, [&](const Segment& segment, const Chunk& chunk) {
@@ -158,7 +152,7 @@ void measure_typed(const MeasureArgs& args) {
 template <class C, class W, class Out>
 void reduce_typed(const ReduceArgs& args) {
   const Wires wires{args.wire, args.num_wires, args.stride_bytes};
-  const Scaling<C> scaling = scaling_of<Out>(C(1), args.limit);
+  const Scaling<C> scaling{C(1), limit_on<Out, C>(args.limit)};
   const C scale = value_or_one<C>(args.bucket_scale);
   const Segment all{nullptr, args.numel, 0};
   for_each_chunk<char>(&all, 1, [&](const Segment&, const Chunk& chunk) {

@@ -1,4 +1,4 @@
-// What the kernels add up, and what all of them read.
+// What the kernels add up.
 #pragma once
 
 #include <type_traits>
@@ -7,15 +7,17 @@
 
 namespace fastsync::cuda {
 
+struct Nothing {
+  using Batch = Nothing;
+  __device__ void add(const Nothing& /*other*/) {}
+};
+
 // No constructors: the totals also live in shared memory, which has none. Total{} is zero.
 struct Saturations {
   using Batch = Saturations;
   int64_t count;
 
   __device__ void add(const Saturations& other) { count += other.count; }
-
-  template <class T>
-  __device__ void add_values(const T* /*written*/, int /*count*/) {}  // what saturated does not show in what is written
 
   __device__ void add_to(double* stats, bool is_first) const {
     stats[kNumSaturated] = (is_first ? 0.0 : stats[kNumSaturated]) + static_cast<double>(count);
@@ -103,26 +105,6 @@ __device__ void add_batch(const typename Total::Batch& batch, Total& total, cons
     }
   }
   total.add(batch);
-}
-
-// Behind a segment's last value, whose chunk the block has: zeros up to the next multiple of the alignment.
-template <class W>
-__device__ void fill_gap(W* wire, const Segment& segment, int64_t alignment) {
-  if (static_cast<int64_t>(threadIdx.x) < gap_behind(segment, alignment)) {
-    wire[segment.offset + segment.numel + threadIdx.x] = W{};
-  }
-}
-// The rest of an int8 block is zeros already.
-__device__ inline void fill_gap(Int8Block* /*wire*/, const Segment& /*segment*/, int64_t /*alignment*/) {}
-
-// A pointer is chosen, not a value: a branch would make the compiler write every loop twice.
-__device__ const float kUnitScale = 1.0F;
-__device__ inline const float* scale_or_unit(const float* bucket_scale) {
-  return bucket_scale != nullptr ? bucket_scale : &kUnitScale;
-}
-__device__ const double kUnitWeight = 1.0;
-__device__ inline const double* weight_or_unit(const double* weight) {
-  return weight != nullptr ? weight : &kUnitWeight;
 }
 
 }  // namespace fastsync::cuda

@@ -1,0 +1,281 @@
+// What each pass does to the vectors of a thread: load them, decode and add up, encode and store.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "passes/cuda/totals.cuh"
+#include "passes/cuda/vectors.cuh"
+#include "passes/pack_unpack.h"
+
+namespace fastsync::cuda {
+
+// Of a thread's values in their segment: the first num_valid from the index on.
+struct Place {
+  const Segment& segment;
+  int64_t index;
+  int num_valid;
+};
+
+// A pointer is chosen, not a value: a branch would make the compiler write every loop twice.
+__device__ const float kUnitScale = 1.0F;
+__device__ const double kUnitWeight = 1.0;
+
+template <class C>
+__device__ C scale_or_one(const float* scale) {
+  return static_cast<C>(*(scale != nullptr ? scale : &kUnitScale));
+}
+template <class C>
+__device__ C weight_or_one(const double* weight) {
+  return static_cast<C>(*(weight != nullptr ? weight : &kUnitWeight));
+}
+
+template <class C, int kWidth>
+__device__ void add_residual(const Place& at, C scale, C (&values)[kWidth]) {
+  if (at.segment.residual == nullptr) {
+    return;
+  }
+  const auto kept = Encoded<C, kWidth>::load(static_cast<const C*>(at.segment.residual), at.index, at.num_valid);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    values[i] += kept.vector.values[i] * scale;
+  }
+}
+
+// residual[i] = (values[i] - what decoding gives, times the multiplier) * unit, where that is finite.
+template <class W, class C, int kWidth>
+__device__ void keep_loss(const Place& at, const C (&values)[kWidth], const Encoded<W, kWidth>& sent, C multiplier,
+                          C unit) {
+  C* const kept = static_cast<C*>(at.segment.residual);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    const C decoded = sent.template decoded<C>(i);
+    if (i < at.num_valid && is_finite(decoded)) {
+      kept[at.index + i] = (values[i] - decode_to<C>(decoded, multiplier)) * unit;
+    }
+  }
+}
+
+// The sum over the wires of their values, each times the multiplier.
+template <class C, class W, int kWidth>
+struct Sum {
+  const void* first_wire;
+  int64_t num_wires;
+  int64_t stride_bytes;
+  C multiplier;
+
+  __device__ Encoded<W, kWidth> load(int64_t wire, int64_t index, int num_valid) const {
+    const char* const begin = static_cast<const char*>(first_wire) + wire * stride_bytes;
+    return Encoded<W, kWidth>::load(reinterpret_cast<const W*>(begin), index, num_valid);
+  }
+
+  __device__ void add_up(const Encoded<W, kWidth>& of_first, int64_t index, int num_valid, C (&sums)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      sums[i] = of_first.template decoded<C>(i) * multiplier;
+    }
+    for (int64_t wire = 1; wire < num_wires; ++wire) {
+      const auto next = load(wire, index, num_valid);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        sums[i] += next.template decoded<C>(i) * multiplier;
+      }
+    }
+  }
+};
+
+template <class G, class W>
+struct Pack {
+  using Gradient = G;
+  using C = Compute<G>;
+  using Total = Saturations;
+  static constexpr const char* kName = "pack";
+  static constexpr int kWidth = vector_width<G, W>();
+  static constexpr int kUnit = WireFormat<W>::kValues;
+  using Loaded = Encoded<G, kWidth>;
+
+  W* wire;
+  const float* bucket_scale;
+  const double* weight;
+  C multiplier;
+  C limit;
+  Rounding rounding;
+  double* stats;
+  int64_t alignment;
+  C own_weight = C(1);
+
+  __device__ Pack with_scale() const {
+    Pack scaled = *this;
+    scaled.multiplier *= scale_or_one<C>(bucket_scale);
+    scaled.own_weight = weight_or_one<C>(weight);
+    return scaled;
+  }
+
+  __device__ Loaded load(const Place& at) const {
+    return Loaded::load(static_cast<const G*>(at.segment.data), at.index, at.num_valid);
+  }
+
+  __device__ void decode(const Place& at, const Loaded& loaded, C (&values)[kWidth]) const {
+    const C factor = at.segment.residual != nullptr ? own_weight : C(1);  // else the multiplier has it
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      values[i] = own_weight == C(0) ? C(0) : loaded.template decoded<C>(i) * factor;
+    }
+    add_residual(at, C(1), values);
+  }
+
+  __device__ void encode(const Place& at, const C (&values)[kWidth], Total& total) const {
+    const C factor = at.segment.residual != nullptr ? multiplier : multiplier * own_weight;
+    C scaled[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      bool saturated;
+      scaled[i] = scale_and_clamp(values[i], factor, limit, saturated);
+      total.count += saturated;
+    }
+    const auto sent = Encoded<W, kWidth>::of(scaled, rounding, at.segment.offset + at.index);
+    sent.store(wire, at.segment.offset + at.index, at.num_valid);
+    if (at.segment.residual != nullptr) {
+      keep_loss(at, values, sent, C(1) / factor, C(1));
+    }
+  }
+
+  // Behind a segment's last value, whose chunk the block has: zeros up to the next multiple of the alignment. The rest
+  // of a wire's block is zeros already.
+  __device__ void end_segment(const Segment& segment) const {
+    if constexpr (!kIsBlock<W>) {
+      if (static_cast<int64_t>(threadIdx.x) < gap_behind(segment, alignment)) {
+        wire[segment.offset + segment.numel + threadIdx.x] = W{};
+      }
+    }
+  }
+};
+
+template <class G, class W>
+struct Unpack {
+  using Gradient = G;
+  using C = Compute<G>;
+  using Total = Squares<C>;
+  static constexpr const char* kName = "unpack";
+  static constexpr int kWidth = vector_width<W, G>();
+  static constexpr int kUnit = WireFormat<W>::kValues;
+  using Loaded = Encoded<W, kWidth>;
+
+  Sum<C, W, kWidth> sum;
+  float* bucket_scale;
+  int64_t* step;
+  double* stats;
+  double scale_share;
+  C inverse = C(1);
+
+  __device__ Unpack with_scale() const {
+    Unpack scaled = *this;
+    scaled.inverse = C(1) / scale_or_one<C>(bucket_scale);
+    return scaled;
+  }
+
+  __device__ Loaded load(const Place& at) const { return sum.load(0, at.segment.offset + at.index, at.num_valid); }
+
+  __device__ void decode(const Place& at, const Loaded& loaded, C (&values)[kWidth]) const {
+    sum.add_up(loaded, at.segment.offset + at.index, at.num_valid, values);
+  }
+
+  __device__ void encode(const Place& at, const C (&values)[kWidth], Total::Batch& batch) const {
+    Encoded<G, kWidth> gradients;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      bool saturated;
+      const G gradient = decode_to<G>(values[i], inverse, saturated);
+      gradients.vector.values[i] = gradient;
+      if (i < at.num_valid) {
+        batch.add_value(fastsync::decode(gradient));
+        batch.num_saturated += saturated;
+      }
+    }
+    gradients.store(static_cast<G*>(at.segment.data), at.index, at.num_valid);
+  }
+
+  __device__ void move_on() const { fastsync::move_on(bucket_scale, step, stats, scale_share); }
+};
+
+template <class G>
+struct Measure {
+  using Gradient = G;
+  using C = Compute<G>;
+  using Total = Squares<C>;
+  static constexpr const char* kName = "measure";
+  static constexpr int kWidth = vector_width<G, G>();
+  static constexpr int kUnit = 1;
+  using Loaded = Encoded<G, kWidth>;
+
+  double* stats;
+
+  __device__ Measure with_scale() const { return *this; }
+
+  __device__ Loaded load(const Place& at) const {
+    return Loaded::load(static_cast<const G*>(at.segment.data), at.index, at.num_valid);
+  }
+
+  __device__ void decode(const Place& /*at*/, const Loaded& loaded, C (&values)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      values[i] = loaded.template decoded<C>(i);
+    }
+  }
+
+  __device__ void encode(const Place& /*at*/, const C (&values)[kWidth], Total::Batch& batch) const {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      batch.add_value(values[i]);
+    }
+  }
+};
+
+// Of one segment, the sums, which has no memory but a residual.
+template <class T, class W, class Out>
+struct Reduce {
+  using Gradient = T;
+  using C = T;
+  using Total = Nothing;
+  static constexpr const char* kName = "reduce";
+  static constexpr int kWidth = vector_width<W, Out>();
+  static constexpr int kUnit = std::max<int>(WireFormat<W>::kValues, WireFormat<Out>::kValues);
+  using Loaded = Encoded<W, kWidth>;
+
+  Sum<C, W, kWidth> sum;
+  Out* out;
+  C limit;
+  const float* bucket_scale;
+  Rounding rounding;
+  C scale = C(1);
+
+  __device__ Reduce with_scale() const {
+    Reduce scaled = *this;
+    scaled.scale = scale_or_one<C>(bucket_scale);
+    return scaled;
+  }
+
+  __device__ Loaded load(const Place& at) const { return sum.load(0, at.index, at.num_valid); }
+
+  __device__ void decode(const Place& at, const Loaded& loaded, C (&values)[kWidth]) const {
+    sum.add_up(loaded, at.index, at.num_valid, values);
+    add_residual(at, scale, values);
+  }
+
+  __device__ void encode(const Place& at, const C (&values)[kWidth], Total& /*total*/) const {
+    C within[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      bool saturated;
+      within[i] = scale_and_clamp(values[i], C(1), limit, saturated);
+    }
+    const auto sent = Encoded<Out, kWidth>::of(within, rounding, at.index);
+    sent.store(out, at.index, at.num_valid);
+    if (at.segment.residual != nullptr) {
+      keep_loss(at, values, sent, C(1), C(1) / scale);
+    }
+  }
+};
+
+}  // namespace fastsync::cuda

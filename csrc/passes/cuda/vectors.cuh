@@ -1,0 +1,137 @@
+// How a thread reads and writes neighbouring values of a gradient, a residual or a wire.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "passes/pack_unpack.h"
+
+namespace fastsync::cuda {
+
+constexpr int kVectorBytes = 16;
+constexpr int kWarp = 32;
+constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
+
+// How many values a thread has at a time: a vector's on the side with the wider type, or its share of a block, which a
+// warp has.
+template <class In, class Out>
+constexpr int vector_width() {
+  constexpr int64_t kBlock = std::max(WireFormat<In>::kValues, WireFormat<Out>::kValues);
+  return kBlock > 1 ? static_cast<int>(kBlock / kWarp)
+                    : kVectorBytes / static_cast<int>(std::max(sizeof(In), sizeof(Out)));
+}
+
+template <class T, int kWidth>
+struct alignas(kWidth * sizeof(T)) Vector {
+  T values[kWidth];
+};
+
+// Values of type W, as they travel. Of those in memory the first num_valid are the thread's; zeros follow them.
+template <class W, int kWidth>
+struct Encoded {
+  using Whole = Vector<W, kWidth>;
+  Whole vector;
+
+  // Of values that are within the limit already.
+  template <class C>
+  __device__ static Encoded of(const C (&values)[kWidth], const Rounding& /*rounding*/, int64_t /*index*/) {
+    Encoded encoded;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      encoded.vector.values[i] = encode<W>(static_cast<Compute<W>>(values[i]));
+    }
+    return encoded;
+  }
+
+  __device__ static Encoded load(const W* data, int64_t index, int num_valid) {
+    Encoded loaded{};
+    if (is_whole(data + index, num_valid)) {
+      loaded.vector = *reinterpret_cast<const Whole*>(data + index);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if (i < num_valid) {
+          loaded.vector.values[i] = data[index + i];
+        }
+      }
+    }
+    return loaded;
+  }
+
+  __device__ void store(W* data, int64_t index, int num_valid) const {
+    if (is_whole(data + index, num_valid)) {
+      *reinterpret_cast<Whole*>(data + index) = vector;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if (i < num_valid) {
+          data[index + i] = vector.values[i];
+        }
+      }
+    }
+  }
+
+  template <class C>
+  __device__ C decoded(int i) const {
+    return static_cast<C>(decode(vector.values[i]));
+  }
+
+ private:
+  __device__ static bool is_whole(const W* data, int num_valid) {
+    return num_valid == kWidth && reinterpret_cast<uintptr_t>(data) % sizeof(Whole) == 0;
+  }
+};
+
+// A thread's share of a block, which the whole warp encodes together. What is not valid is zero.
+template <int kWidth>
+struct Encoded<Int8Block, kWidth> {
+  using Whole = Vector<int8_t, kWidth>;
+  float scale;
+  Whole vector;
+
+  template <class C>
+  __device__ static Encoded of(const C (&values)[kWidth], const Rounding& rounding, int64_t index) {
+    uint32_t largest_bits = 0;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      largest_bits = max(largest_bits, float_bits(static_cast<float>(values[i])) & 0x7FFFFFFFU);
+    }
+    const float amax = float_from_bits(__reduce_max_sync(kWholeWarp, largest_bits));
+    if (!is_finite(amax)) {
+      return {float_from_bits(0x7FC00000U), {}};
+    }
+    const float inverse = block_inverse(amax);
+    const uint32_t key = rounding.is_stochastic ? block_key(rounding, index / kBlockValues) : 0;
+    const int place = static_cast<int>(index % kBlockValues);
+    Encoded encoded{block_scale(amax), {}};
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const auto value = static_cast<float>(values[i]);
+      encoded.vector.values[i] =
+          rounding.is_stochastic ? quantize(value, inverse, random_fraction(key, place + i)) : quantize(value, inverse);
+    }
+    return encoded;
+  }
+
+  __device__ static Encoded load(const Int8Block* blocks, int64_t index, int /*num_valid*/) {
+    const Int8Block& block = blocks[index / kBlockValues];
+    return {block.scale, *reinterpret_cast<const Whole*>(block.values + index % kBlockValues)};
+  }
+
+  __device__ void store(Int8Block* blocks, int64_t index, int /*num_valid*/) const {
+    Int8Block& block = blocks[index / kBlockValues];
+    *reinterpret_cast<Whole*>(block.values + index % kBlockValues) = vector;
+    if (index % kBlockValues == 0) {
+      block.scale = scale;
+    }
+  }
+
+  template <class C>
+  __device__ C decoded(int i) const {
+    return static_cast<C>(decode(vector.values[i], scale));
+  }
+};
+
+}  // namespace fastsync::cuda
