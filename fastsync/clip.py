@@ -8,8 +8,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .grad_scaler import has_unscaled, note_scaler, scale_of
-from .handle import GradientHandle, SyncHandle
+from ._handle import GradientHandle, SyncHandle, has_unscaled, loss_scale, note_scaler
 
 
 def clip_grad_norm_(
@@ -116,7 +115,7 @@ def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradS
     if has_unscaled(scaler, optimizer):
         sync.check_backward_synchronised()
     sync.follow_scaler(scaler)
-    scale = scale_of(scaler, next(iter(sync.parameters())).device)
+    scale = loss_scale(scaler).to(next(iter(sync.parameters())).device, non_blocking=True)
     return sync.claim_norm() / scale
 
 
@@ -139,7 +138,7 @@ def _other_norm(
         norm = norm.full_tensor()
     if scaler is None or optimizer is None or not scaler.is_enabled() or has_unscaled(scaler, optimizer):
         return norm
-    return norm / scale_of(scaler, norm.device)
+    return norm / loss_scale(scaler).to(norm.device, non_blocking=True)
 
 
 def _takes_grad_scale(optimizer: Optimizer) -> bool:

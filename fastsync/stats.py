@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor
 
-from .reference import NUM_NONFINITE, NUM_SATURATED, SUM_OF_SQUARES
-from .wording import format_bytes
+from ._checks import format_bytes
 
 if TYPE_CHECKING:
     from . import _C
+
+SUM_OF_SQUARES, NUM_NONFINITE, NUM_SATURATED = range(3)
+"""Columns of the engine's statistics of a bucket."""
 
 Transport: TypeAlias = Literal["process_group", "shared_memory", "two_level"]
 
@@ -21,7 +23,7 @@ class GradStats:
     nothing else here does.
 
     Args:
-        rows: the engine's statistics, float64 [buckets, reference.NUM_STATS].
+        rows: the engine's statistics, float64 [buckets, 4].
     """
 
     def __init__(self, rows: Tensor) -> None:

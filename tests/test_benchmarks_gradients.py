@@ -13,7 +13,7 @@ from benchmarks.rivals.compressions import DEFAULT, ON_REQUEST, half_steps, spli
 from benchmarks.rivals.gradients import Rounding
 from benchmarks.rivals.ways import LIMITS, WAYS
 from benchmarks.rivals.workloads import Size, Workload
-from fastsync import reference
+from tests import reference
 from tests.models import group_of_one
 
 CPU = torch.device("cpu")

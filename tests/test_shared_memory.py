@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync import Compression, reference
+from fastsync import Compression
 from fastsync.compression import Wire
 from fastsync.stats import describe_transport
+from tests import reference
 from tests.models import SMALL_BUCKETS, Fails, Given, assert_all_bitwise_equal, assert_same_on_all_ranks, random_grads
 from tests.ranks import RankError, run_ranks
 from tests.system_calls import before, refuse

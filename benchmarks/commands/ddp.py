@@ -36,7 +36,7 @@ from benchmarks.report.table import (
 from benchmarks.rivals.models import TRAININGS, Scale, Training
 from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC, PARTS
 from benchmarks.rivals.ways import BARE, BY_DEFAULT, WAYS, Way, with_their_limits
-from fastsync.wording import check_at_least
+from fastsync._checks import check_at_least
 
 if TYPE_CHECKING:
     ModelName = str

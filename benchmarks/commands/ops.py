@@ -25,8 +25,8 @@ from benchmarks.harness.timing import rounds
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, spread
 from benchmarks.rivals.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.units import format_bytes, parse_bytes
+from fastsync._checks import check_at_least
 from fastsync.stopwatch import Stopwatch
-from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:
     WireName = str

@@ -37,8 +37,8 @@ from benchmarks.report.scaling import scaling_document
 from benchmarks.report.table import console
 from benchmarks.rivals.models import TRAININGS, Scale
 from benchmarks.rivals.ways import SYNCHRONISED, left_out
+from fastsync._checks import check_at_least
 from fastsync.launch.torchrun import Nodes, launch_ranks
-from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:
     ModelName = str

@@ -40,7 +40,7 @@ from benchmarks.report.table import (
 from benchmarks.rivals.compressions import held_bytes
 from benchmarks.rivals.ways import BY_DEFAULT, WAYS, with_their_limits
 from benchmarks.rivals.workloads import SIZES, Size, size_of, sweep
-from fastsync.wording import check_at_least
+from fastsync._checks import check_at_least
 
 if TYPE_CHECKING:
     WayName = str

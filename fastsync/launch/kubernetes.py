@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from fastsync.wording import check_at_least
+from fastsync._checks import check_at_least
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 RUNS = "/runs"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fastsync.wording import check_at_least
+from fastsync._checks import check_at_least
 
 
 @dataclass(frozen=True)

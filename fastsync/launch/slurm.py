@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastsync.wording import check_at_least
+from fastsync._checks import check_at_least
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from fastsync._checks import did_you_mean
 from fastsync.launch.kubernetes import RUNS, TrainJob, manifest
 from fastsync.launch.skypilot import Task, task_file
 from fastsync.launch.slurm import BatchJob, batch_script
 from fastsync.ppo.cli import parse
 from fastsync.ppo.ppo import Settings
-from fastsync.wording import did_you_mean
 
 
 @dataclass(frozen=True)
