@@ -8,12 +8,11 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -48,7 +47,7 @@ BUCKET_CAP_MB = 25.0
 LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
 
 
-class GradientSynchronizer(GradientHandle, Joinable):
+class GradientSynchronizer(GradientHandle):
     """Averages the gradients of some parameters whenever a backward ends: what ``attach`` returns.
 
     A copy or a pickle of it is None: a copied model is a plain one.
@@ -67,7 +66,6 @@ class GradientSynchronizer(GradientHandle, Joinable):
         op: str = "mean",
         overlap: bool = True,
     ) -> None:
-        Joinable.__init__(self)
         self._named = dict(named)
         self._without_gradients: dict[str, Tensor] = {}
         self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
@@ -76,7 +74,6 @@ class GradientSynchronizer(GradientHandle, Joinable):
         self._buffers: _Buffers | None = None
         self._broadcast_buffers: BroadcastBuffers = False
         self._weight: float | None = None
-        self._uneven: _UnevenInputs | None = None  # while ranks join
         self._is_enabled = True
         self._is_attached = False
         self._is_proven = False  # that its parameters get gradients, and from no pipeline's stage
@@ -132,7 +129,6 @@ class GradientSynchronizer(GradientHandle, Joinable):
         ``divide_by_initial_world_size=False``, and so is what ``piggyback`` sends, by names that every rank has sent
         before. ``broadcast_buffers`` takes rank 0's from the first of these ranks. At the end all ranks get the
         parameters and buffers of one that has taken the most steps; optimizers' state stays what it is on each rank.
-        For several engines, or with what else has collectives of its own, see ``join_hook``.
 
         Raises:
             RuntimeError: it is inside another ``join``; or as ``synchronize()``: no longer than the process group's
@@ -141,52 +137,31 @@ class GradientSynchronizer(GradientHandle, Joinable):
         if _thread.joining is not None:
             raise RuntimeError(
                 "fastsync: join() was called inside another join(), so that ranks that have run out of batches would "
-                "wait for each other; let several engines join together: "
-                "torch.distributed.algorithms.join.Join([first, second])"
+                "wait for each other; attach one nn.ModuleList of all models in place of several engines"
             )
-        uneven = _UnevenInputs(self)
         self._engine.set_joining(True)
         _thread.joining = self
         try:
             yield
-            uneven.main_hook()
-            is_last_joiner = self._engine.num_active() == 0
+            self._sync_without_batches()
+            is_last = self._engine.num_active() == 0
             while self._engine.num_active() != 0:  # nan where a rank has failed, which may go on
-                uneven.main_hook()
-        except BaseException:
-            uneven.end()
-            raise
+                self._sync_without_batches()
         finally:
+            self._engine.set_joining(False)
             _thread.joining = None
-        uneven.post_hook(is_last_joiner)
+        # The parameters and buffers of the first of those that ran out last go to all ranks.
+        size, rank = self._group.size(), self._group.rank()
+        first = torch.tensor(size - rank if is_last else 0, device=next(iter(self._named.values())).device)
+        dist.all_reduce(first, dist.ReduceOp.MAX, group=self._group)
+        self._init_sync(root=size - int(first))
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Makes ``torch.distributed.algorithms.join.Join([sync, zero_redundancy_optimizer])`` do what ``join`` does.
-
-        ``Join`` is notified, by an all-reduce, at the first gradient of each backward that averages, and by
-        ``synchronize()``: so list this before optimizers, and step each once after every such backward.
-
-        Raises:
-            ValueError: ``divide_by_initial_world_size=True``: the mean is over the ranks that still have batches.
-        """
-        if kwargs.get("divide_by_initial_world_size", False):
-            raise ValueError(
-                "divide_by_initial_world_size: fastsync's means are over those that still have batches; leave it out"
-            )
-        uneven = _UnevenInputs(self)
-        before_sync = weakref.WeakMethod(uneven.before_sync)  # else the engine would keep its own owner alive
-        self._engine.set_before_sync(lambda: (call := before_sync()) is not None and call())
-        return uneven
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where ``Join`` has its own collectives: the parameters' device."""
-        return next(iter(self._named.values())).device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group that is averaged over."""
-        return self._group
+    def _sync_without_batches(self) -> None:
+        """Takes part in one sync with gradients that count for nothing."""
+        self._engine.run_out()
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.synchronize()
 
     def _check_outside_join(self, call: str) -> None:
         """Raises RuntimeError inside of ``join()``, whose end is for the engine that began it."""
@@ -303,8 +278,6 @@ class GradientSynchronizer(GradientHandle, Joinable):
             RuntimeError: it was called inside of ``join``, or of a backward.
         """
         self._check_outside_join("detach()")
-        if self._uneven is not None:
-            self._uneven.end()
         self._engine.detach()
         self._is_attached = False
         forget(self)
@@ -588,47 +561,6 @@ class _Buffers:
                 f"module_or_params: {what}; {way_out}leave it to each rank, with init_sync=False and "
                 "broadcast_buffers=False"
             )
-
-
-class _UnevenInputs(JoinHook):
-    """Has a rank without batches take part in the syncs of the others, with gradients that count for nothing."""
-
-    def __init__(self, sync: GradientSynchronizer) -> None:
-        if sync._uneven is not None:
-            sync._uneven.end()  # of a loop that was left by an error
-        sync._uneven = self
-        self._sync = sync
-        self._has_run_out = False
-
-    def before_sync(self) -> bool:
-        """Tells PyTorch's ``Join``, before each sync, that this rank still has batches."""
-        if not self._sync._join_config.enable:
-            return False
-        if not self._has_run_out:
-            Join.notify_join_context(self._sync)
-        return True
-
-    def end(self) -> None:
-        """From the next sync on no rank has run out."""
-        self._sync._engine.set_before_sync(None)
-        self._sync._engine.set_joining(False)
-        self._sync._uneven = None
-
-    def main_hook(self) -> None:
-        """Takes part in one sync."""
-        self._has_run_out = True
-        self._sync._engine.run_out()
-        for parameter in self._sync.parameters():
-            parameter.grad = None
-        self._sync.synchronize()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Gives all ranks the parameters and buffers of the first of those that ran out last."""
-        self.end()
-        group = self._sync._group
-        first = torch.tensor(group.size() - group.rank() if is_last_joiner else 0, device=self._sync.join_device)
-        dist.all_reduce(first, dist.ReduceOp.MAX, group=group)
-        self._sync._init_sync(root=group.size() - int(first))
 
 
 class _Thread(threading.local):
