@@ -29,7 +29,7 @@ from .autotune.choose import engine_schedule, explain
 from .autotune.measure import Phases, make_plan
 from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
 from .doctor import cuda_left_out
-from .stats import GradStats, SyncStats, describe_transport
+from .stats import GradStats, SyncStats
 
 MAX_SCALE_EXPONENT = 118
 """The engine's fp16 scales lie within 2**±118."""
@@ -192,7 +192,7 @@ class GradientHandle(SyncHandle):
             )
         step = self._engine.step()
         candidates = next(candidates for first, candidates in reversed(self._phases) if first <= step)
-        return explain(candidates, [bucket.numel for bucket in stats.buckets], describe_transport(stats))
+        return explain(candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
 
     def remeasure(self) -> None:
         """Measures the process group again where ``compression`` is chosen by measurement: now that links are others.
