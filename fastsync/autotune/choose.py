@@ -1,4 +1,4 @@
-"""Choosing by measurement: the candidates, the time each is predicted to take, the rule that picks one, and why."""
+"""Choosing by measurement: the candidates, the time each is predicted to take, which one is picked, and why."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import get_args
 from .. import _C
 from ..compression import LOSSIER, Algorithm, Compression, Wire
 
-TOLERANCE = 1.03
-"""The engine takes times within this factor of the least for as good as it: repetitions differ by as much."""
+TOLERANCE = 1.03  # the engine's: times within this factor of the least are as good, for repetitions differ by as much
 WIRES: tuple[Wire, ...] = ("none", "fp16", "bf16", *LOSSIER)
 """From the one that loses least to the one that loses most."""
 _BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128}
@@ -24,14 +23,10 @@ class Candidate:
 
     compression: Compression
     points: tuple[tuple[int, float], ...] = ()
-    """(gradient values, seconds), the first rising, the second not falling. A candidate without rivals needs none. The
-    last of several may follow from the others."""
+    """(gradient values, seconds), the first rising, the second not falling. A candidate without rivals needs none."""
 
     def predict(self, numel: int) -> float:
-        """Estimates the seconds that a sync of ``numel`` values takes: linear between the points.
-
-        Above them, on the line through the last two points; below, as long as the first one.
-        """
+        """Estimates the seconds that a sync of so many values takes, on the line through the points beside it."""
         return _C.predict(self.in_engine(), numel)
 
     def in_engine(self) -> _C.Candidate:
@@ -49,16 +44,11 @@ class Candidate:
 
 def engine_schedule(phases: Sequence[tuple[int, Sequence[Candidate]]]) -> _C.CandidateSchedule:
     """Tells the engine the candidates from each first step on. Of several it takes one a bucket, as ``choose`` does."""
-    in_engine = [(step, [candidate.in_engine() for candidate in candidates]) for step, candidates in phases]
-    return _C.CandidateSchedule(in_engine)
+    return _C.CandidateSchedule([(step, [each.in_engine() for each in candidates]) for step, candidates in phases])
 
 
 def choose(candidates: Sequence[Candidate], numel: int) -> int:
-    """Picks the candidate that a bucket of ``numel`` values travels with: the first that is as good as the fastest.
-
-    Candidates come from the one that loses least to the one that loses most (``compressions``), so a lossier one has to
-    earn its place.
-    """
+    """Picks the first candidate that is as fast as the fastest, so that a lossier one has to earn its place."""
     return _C.choose([candidate.in_engine() for candidate in candidates], numel)
 
 

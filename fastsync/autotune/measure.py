@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
 from typing import TypeAlias
@@ -34,7 +33,7 @@ GROWTH = 10.0
 """No sync of ``FACTOR`` times as many values is taken to last longer than this, compared to the one before."""
 MIN_TURNS, MAX_TURNS = 3, 15
 SHARE = 0.1
-"""Of the budget: what a size may take for more than ``MIN_TURNS``, unless it is the last one."""
+"""Of the budget, for more than ``MIN_TURNS`` of a size that is not the last one."""
 UNUSUAL = 2.0
 """Beyond the measured sizes, bytes of all candidates cost alike but for this factor each way: more is noise."""
 
@@ -56,13 +55,12 @@ def measure_group(
     """Measures what syncs take on a process group, in under a second. Every rank must call it.
 
     ``compression="auto"`` does so by itself. On its own it is for looking at what was found, or for saving it.
-    On links of so high a latency that one small sync with each candidate takes a second, it takes that second.
+    On links of a very high latency it takes as long as one small sync with each candidate.
 
     Args:
         process_group: the group, or a one-dimensional ``DeviceMesh``; None for the default group.
         wires: what to measure, out of ``"none"``, ``"fp16"``, ``"bf16"`` and ``"int8"`` (with error feedback).
-        device: where gradients are; by default on the GPU if the group serves CUDA, by another backend than Gloo, else
-            on the CPU.
+        device: where gradients are; by default on the GPU where NCCL serves it, else on the CPU.
         dtype: of the gradients.
 
     Raises:
@@ -125,13 +123,13 @@ def make_plan(
 
 
 def _given(compression: Compression, group: dist.ProcessGroup) -> Candidate:
-    """Simplifies it for this group: the ranks of a single node do not compress."""
     ranks_per_node = compression.ranks_per_node or 1
     if group.size() % ranks_per_node:
         raise ValueError(
             f"compression: ranks_per_node={ranks_per_node} does not divide the process group's {group.size()} ranks; "
             "every node has to have as many"
         )
+    # The ranks of a single node do not compress.
     return Candidate(Compression(reduce="fp32") if group.size() == ranks_per_node > 1 else compression)
 
 
@@ -149,10 +147,7 @@ def _allowed(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) ->
         if obstacle:
             raise ValueError(obstacle)
         return auto.profile.of_wires(wires)
-    numels: Counter[torch.dtype] = Counter()
-    for parameter in trained:
-        numels[parameter.dtype.to_real()] += parameter.numel()
-    dtype = numels.most_common(1)[0][0]
+    dtype = max(trained, key=torch.Tensor.numel).dtype.to_real()
     known, case = _profiles.setdefault(group, {}), (wires, device.type, dtype)
     if case not in known:
         known[case] = measure_group(group, wires=wires, device=device, dtype=dtype)
@@ -180,8 +175,9 @@ class _Turns:
         # Who leaves a sync early waits in the next one, so that it must not always be the same one.
         first = self._num_turns % len(active)
         self._num_turns += 1
-        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-        self._finish()
+        ready = torch.zeros(1, device=self._device)
+        dist.all_reduce(ready, group=self._group)
+        ready.item()  # waits for a GPU
         of_each = {compression: self._sync(compression) for compression in (*active[first:], *active[:first])}
         elapsed = time.perf_counter() - self._began
         # What counts is the rank that takes longest; and all ranks have to decide by the same numbers.
@@ -204,12 +200,9 @@ class _Turns:
     def _sync(self, compression: Compression) -> float:
         start = time.perf_counter()
         self._engines[compression].synchronize()
-        self._finish()
-        return time.perf_counter() - start
-
-    def _finish(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        return time.perf_counter() - start
 
 
 TakeTurn = Callable[[Sequence[Compression], int], tuple[list[float], float]]
@@ -217,10 +210,10 @@ TakeTurn = Callable[[Sequence[Compression], int], tuple[list[float], float]]
 
 
 class Survey:
-    """Measures whole syncs at rising sizes, at the smallest one in any case, and extends them by a cost model.
+    """Measures whole syncs at rising sizes, and extends them by a cost model: a latency, and a time for each byte.
 
-    A sync takes a latency and a time for each byte; what was measured gives both. Where not even the second size fits
-    for all, the candidate that sends least is measured alone, and its time for a byte goes for all.
+    Where not even the second size fits for all, the candidate that sends least is measured alone, and its time for a
+    byte goes for all.
 
     Args:
         volumes: bytes that a rank sends of each value, with each of the candidates.

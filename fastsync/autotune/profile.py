@@ -28,11 +28,10 @@ class GroupProfile:
     ranks_per_host: tuple[int, ...]
     """How many share memory on each host; empty where none do."""
     backend: str
-    """Such as ``gloo``, of the group for ``device``."""
+    """Such as ``gloo``, for ``device``."""
     device: str
     """Type of the device that gradients were on: ``cpu`` or ``cuda``."""
     dtype: str
-    """Of the gradients, such as ``float32``."""
 
     def choose(self, numel: int) -> Compression:
         """Picks what a bucket of ``numel`` values travels best with, lossiness counted in."""
@@ -45,7 +44,7 @@ class GroupProfile:
     def why_not(
         self, process_group: dist.ProcessGroup, device: torch.device, hosts: tuple[int, ...], wires: Sequence[str]
     ) -> str:
-        """Says what keeps it from serving this group, with these hosts, gradients on this device and these wires."""
+        """Says what keeps it from serving this group; empty where nothing does."""
         there = (self.world_size, self.backend, self.device, self.ranks_per_host)
         here = (process_group.size(), backend_of(process_group, device), device.type, hosts)
         if here != there:
@@ -53,12 +52,9 @@ class GroupProfile:
             there_and_here = f"it was measured on {kind.format(*there)}, and here are {kind.format(*here)}"
             return f"profile: {there_and_here}; measure here with fastsync.measure_group, or leave profile out"
         measured = dict.fromkeys(candidate.compression.wire for candidate in self.candidates)
-        if missing := [wire for wire in wires if wire not in measured]:
-            return (
-                f"profile: it was measured with the wires {', '.join(measured)}, without {', '.join(missing)}; measure "
-                "with fastsync.measure_group(wires=...) what the compression allows"
-            )
-        return ""
+        missing = [wire for wire in wires if wire not in measured]
+        said = f"profile: it was measured with the wires {', '.join(measured)}, without {', '.join(missing)}; measure "
+        return f"{said}with fastsync.measure_group(wires=...) what the compression allows" if missing else ""
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes it to a JSON file. Every rank may, to one file as well: all write the same."""
