@@ -362,9 +362,8 @@ class GradientSynchronizer(GradientHandle):
         if not self._overlaps:
             self._check_called(optimizer, stepped)
         # With a new optimizer all is asked anew: load_state_dict(assign=True) brings other parameters, too.
-        if self._is_proven and is_new:
-            self._is_proven = not any(id(p) in stepped for module in modules_of(self) for p in module.parameters())
-        if not self._is_proven:
+        is_asked_anew = is_new and any(id(p) in stepped for module in modules_of(self) for p in module.parameters())
+        if is_asked_anew or not self._is_proven:
             self._check_that_the_model_has_them()
             # The engine, which knows, must not be asked: it may be waiting for its ranks in another thread.
             if any(parameter.grad is not None for parameter in self._named.values()):
