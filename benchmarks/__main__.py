@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from fastsync.installation import install_command
+from fastsync.doctor import install_command
 
 COMMANDS = {
     "ops": "pack and unpack over sizes and numbers of tensors, against a copy of as many bytes and torch's operations",

@@ -16,7 +16,7 @@ from fastsync.distributed import process_group
 try:
     from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
 
-    from fastsync.hf_trainer import FastsyncCallback
+    from fastsync.integrations.transformers import FastsyncCallback
 except ImportError:
     raise SystemExit("this example needs transformers and accelerate: pip install transformers accelerate") from None
 

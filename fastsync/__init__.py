@@ -4,7 +4,7 @@ from typing import NoReturn
 
 import torch  # noqa: F401  the extension links against its libraries, which must be loaded first
 
-from .installation import load
+from .doctor import load
 
 __version__ = "0.1.0"
 
@@ -13,10 +13,8 @@ __all__ = [
     "Auto",
     "BucketStats",
     "Candidate",
-    "Choice",
     "CommHook",
     "Compression",
-    "Explanation",
     "GradStats",
     "GradientHandle",
     "GradientSynchronizer",
@@ -54,16 +52,16 @@ except ImportError as error:
         raise ImportError(_obstacle)
 
 else:
+    from ._handle import GradientHandle, SyncHandle, handle_of
     from .all_reduce import all_reduce_gradients
-    from .autotune.candidates import Candidate, Explanation
+    from .attach import GradientSynchronizer, attach
+    from .autotune.choose import Candidate
     from .autotune.measure import measure_group
-    from .autotune.profile import Choice, GroupProfile
+    from .autotune.profile import GroupProfile
     from .clip import clip_grad_norm_
     from .compression import AnyCompression, Auto, Compression, Schedule
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
-    from .handle import GradientHandle, SyncHandle, handle_of
-    from .prepared import register_prepared
-    from .sharded import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
+    from .fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
+    from .integrations.accelerate import register_prepared
     from .stats import BucketStats, GradStats, SyncStats, Transport
-    from .synchronizer import GradientSynchronizer, attach

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fastsync import __version__
+from . import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command != "doctor":
         return _run(options.command, rest)
     commands.choices["doctor"].parse_args(rest)
-    from fastsync import doctor
+    from . import doctor
 
     return doctor.main()
 
@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: Sequence[str]) -> int:
     """Runs what needs the extra "train". What the user got wrong is told in one sentence."""
     try:
-        from fastsync.train import require_extra
+        from .train import require_extra
 
         require_extra()
-        from fastsync.ppo import cli, evaluate, jobs
+        from .ppo import cli, evaluate, jobs
     except ImportError as error:  # the extension is not built
         sys.exit(f"fastsync {command}: {error}")
 

@@ -8,8 +8,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .grad_scaler import has_unscaled, note_scaler, scale_of
-from .handle import GradientHandle, SyncHandle
+from ._handle import GradientHandle, SyncHandle, has_unscaled, loss_scale, note_scaler
 
 
 def clip_grad_norm_(
@@ -21,46 +20,27 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales the gradients so that their norm is at most ``max_norm``.
+    """Scales the gradients so that their norm is at most ``max_norm``; the host never waits to find out.
 
-    Given a handle, which ``attach`` and the functions called ``register_...`` return, the norm is the one its unpack
-    found out, of shards that over all of them, so clipping reads the gradients no more than once. It is the norm of
-    what ``backward()`` left: call this once after each backward that was synchronised, before anything else changes the
-    gradients. Where a GradScaler has scaled them, hand it over: then it makes no difference whether ``unscale_`` was
-    called.
-    Given parameters, it is ``torch.nn.utils.clip_grad_norm_``. The gradients are always multiplied by the coefficient,
-    clamped to 1, so that the host never waits to find out whether they need be.
+    Given a handle, the norm is the one that its unpack found out, of shards that over all of them. Call this once after
+    each backward that was synchronised, before anything else changes the gradients. Given parameters, it is
+    ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
-        sync_or_params: a handle, or parameters (one or many).
-        max_norm: the largest norm allowed, positive. With a handle it may be a 0-dim tensor on the gradients' device,
-            which is not read on the host.
-        optimizer: the one that will step with these gradients and no others. Where it is fused and takes a
-            ``grad_scale`` (Adam, AdamW, SGD with ``fused=True``), the coefficient goes into its next step, and clipping
-            makes no pass at all: until then the gradients stay as they are. Any other is as good as None.
-        scaler: the one that has scaled the loss; ``max_norm`` is then meant for the gradients without its scale. It
-            goes with the optimizer that it will step, which then may step other gradients, too. One that is not enabled
-            is as good as None.
-        norm_type: of which p-norm; ``inf`` for the largest magnitude. The engine knows the 2-norm alone. Any other
-            takes a pass over the gradients as they are, whatever has changed them since.
+        sync_or_params: a handle of fastsync, or parameters (one or many).
+        max_norm: positive, for gradients without a scaler's scale. It may be a 0-dim tensor on their device.
+        optimizer: the one that steps with these gradients. A fused one takes the coefficient into its next step.
+        scaler: the one that has scaled the loss; it goes with the optimizer that it will step.
+        norm_type: of which p-norm; any but 2 takes a pass over the gradients.
         error_if_nonfinite: raise where the norm is inf or nan, before anything is scaled. On a GPU the host waits.
 
     Returns:
-        The norm before clipping, without the scaler's scale, a 0-dim float32 tensor on the gradients' device. Where it
-        is inf or nan the gradients are of no use afterwards, as with torch's function: an optimizer step must be
-        skipped.
+        The norm before clipping, without the scaler's scale, a 0-dim float32 tensor on the gradients' device.
 
     Raises:
-        ValueError: ``max_norm`` is not positive, the first argument is neither a handle nor parameters, parameters came
-            with an optimizer or a scaler, the scaler without an optimizer, or the optimizer without a scaler steps
-            other gradients too.
-        RuntimeError: the norm is not known: no backward was synchronised since the gradients were last clipped; or,
-            with ``attach``, their version counters tell that something changed them (what bypasses those counters, such
-            as ``.data``, goes unnoticed, and then they are clipped by a wrong norm); or ``scaler`` is missing though a
-            GradScaler has unscaled them (one that was passed here before, or has stepped an optimizer since a model was
-            attached or got the hook: before its first step nothing tells of it); or ``unscale_`` was called where
-            ``synchronize()`` was, which leaves open which of them came first; or the norm is not finite and
-            ``error_if_nonfinite`` is set.
+        ValueError: an argument is not what it should be, or does not go with another one.
+        RuntimeError: the norm is not known, as where the gradients were clipped or changed since they were
+            synchronised, or unscaled by a scaler that is not passed; or it is not finite and may not be.
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
@@ -116,7 +96,7 @@ def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradS
     if has_unscaled(scaler, optimizer):
         sync.check_backward_synchronised()
     sync.follow_scaler(scaler)
-    scale = scale_of(scaler, next(iter(sync.parameters())).device)
+    scale = loss_scale(scaler).to(next(iter(sync.parameters())).device, non_blocking=True)
     return sync.claim_norm() / scale
 
 
@@ -139,7 +119,7 @@ def _other_norm(
         norm = norm.full_tensor()
     if scaler is None or optimizer is None or not scaler.is_enabled() or has_unscaled(scaler, optimizer):
         return norm
-    return norm / scale_of(scaler, norm.device)
+    return norm / loss_scale(scaler).to(norm.device, non_blocking=True)
 
 
 def _takes_grad_scale(optimizer: Optimizer) -> bool:

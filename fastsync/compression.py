@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from .wording import did_you_mean
+from ._checks import did_you_mean
 
 if TYPE_CHECKING:
     from .autotune.profile import GroupProfile
@@ -129,8 +128,8 @@ class Auto:
 
     allow: tuple[str, ...] = ()
     """Lossier wires that are candidates too. There is ``"int8"``, which comes with error feedback."""
-    profile: GroupProfile | str | PathLike[str] | None = None
-    """What ``measure_group`` found, or a file that it was saved to. By default the group is measured."""
+    profile: GroupProfile | None = None
+    """What ``measure_group`` found, also as ``GroupProfile.load`` gives it. By default the group is measured."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.allow, tuple) or any(wire not in LOSSIER for wire in self.allow):

@@ -1,9 +1,6 @@
 """Communication hooks for models wrapped in DistributedDataParallel."""
 
-import gc
-import threading
 import weakref
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,14 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
-from .attached import check_unattached
-from .autotune.candidates import Candidate, engine_schedule
-from .checks import check_dense, check_group, check_not_sharded, check_parameters, resolve_group, resolve_nodes
+from ._checks import (
+    check_dense,
+    check_dtypes,
+    check_group,
+    check_not_sharded,
+    has_a_stage_of,
+    resolve_group,
+    resolve_nodes,
+)
+from ._handle import GradientHandle, SyncHandle, check_free, remember, warn_of_generic_kernels, watch
+from .autotune.choose import Candidate, engine_schedule
 from .compression import AnyCompression, Compression
-from .handle import GradientHandle, SyncHandle, remember
-from .kernels import look_at_kernels
-from .optimizer_steps import watch
-from .pipelines import has_a_stage_of
 
 
 class HookState(SyncHandle):
@@ -49,6 +50,10 @@ class CommHook(HookState, GradientHandle):
     """The handle of a hook that ``register_comm_hook`` put into a DDP model."""
 
     _argument = "ddp_model"
+    _taken_by = (
+        "by register_comm_hook on a DistributedDataParallel that has it; leave one of the two out. To attach a model "
+        "that was wrapped, drop the wrapper first"
+    )
     _is_stage: bool | None = None  # of a pipeline; None until somebody asks
 
     def __init__(
@@ -65,8 +70,13 @@ class CommHook(HookState, GradientHandle):
         self._parameters = [
             p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored
         ]
+        self._ddp_model = weakref.ref(ddp_model)
         self.compression = compression
         _C.register_hook(ddp_model.reducer, self._engine)
+
+    def taken(self) -> list[nn.Parameter]:
+        """As ``GradientHandle.taken``."""
+        return [] if self._ddp_model() is None else self._parameters
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients the hook averages."""
@@ -88,24 +98,6 @@ class CommHook(HookState, GradientHandle):
 _SCHEDULES = {wire: engine_schedule([(0, [Candidate(Compression(wire))])]) for wire in ("none", "fp16", "bf16")}
 
 _registered: "weakref.WeakKeyDictionary[nn.Module, CommHook]" = weakref.WeakKeyDictionary()
-_lock = threading.RLock()  # for _registered
-
-
-def check_unhooked(named: Mapping[str, Tensor], argument: str) -> None:
-    """Raises ValueError where ``register_comm_hook`` serves one of these parameters."""
-    if _first_hooked(named) is not None:
-        gc.collect()  # DDP is part of reference cycles, and this one may be in use no more
-    if (name := _first_hooked(named)) is not None:
-        raise ValueError(
-            f"{argument}: parameter {name} is averaged already, by register_comm_hook on a DistributedDataParallel "
-            "that has it; leave one of the two out. To attach a model that was wrapped, drop the wrapper first"
-        )
-
-
-def _first_hooked(named: Mapping[str, Tensor]) -> str | None:
-    with _lock:
-        hooked = {id(parameter) for hook in _registered.values() for parameter in hook.parameters()}
-    return next((name for name, parameter in named.items() if id(parameter) in hooked), None)
 
 
 def register_comm_hook(
@@ -159,14 +151,13 @@ def register_comm_hook(
     _check_options(ddp_model)
     check_dense(ddp_model.module, "ddp_model")
     named = dict(ddp_model.module.named_parameters())
-    check_parameters(named, Compression(), "ddp_model")
+    check_dtypes(named, "none", "ddp_model")
     group, ranks_per_node = resolve_nodes(ddp_model.process_group if process_group is None else process_group)
     check_group(group, named)
-    check_unattached(named, "ddp_model")
+    check_free(named, "ddp_model")
     hook = CommHook(ddp_model, compression, group, ranks_per_node)
-    with _lock:
-        _registered[ddp_model] = hook
-    remember(ddp_model, hook)
+    _registered[ddp_model] = hook
+    remember(hook, [ddp_model])
     watch(hook)
     return hook
 
@@ -206,7 +197,7 @@ bf16_compress_hook.__name__ = "fastsync_bf16_compress_hook"
 
 def _run(state: object, bucket: GradBucket, wire: str) -> torch.futures.Future[Tensor]:
     found = _state_for(state)
-    look_at_kernels(found._group, [bucket.buffer().device])
+    warn_of_generic_kernels(found._group, [bucket.buffer().device])
     return found._engine.run(bucket, _SCHEDULES[wire])
 
 

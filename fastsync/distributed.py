@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import math
 import numbers
 import os
 import warnings
@@ -21,10 +20,18 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from .checks import check_not_sharded, is_wrapper, resolve_group
-from .replicas import broadcast
+from . import _C
+from ._checks import check_not_sharded, is_wrapper, resolve_group
 
 _Mine = TypeVar("_Mine")
+
+_BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
+
+# Gloo knows these, but no other integers and no float8: those go as bytes.
+_DTYPES = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+}
 
 
 @contextmanager
@@ -134,12 +141,54 @@ def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None)
     return dist_sum(values, process_group=process_group) / dist.get_world_size(process_group)
 
 
+@torch.no_grad()
+def broadcast_tensors(
+    named: Mapping[str, Tensor], others: Mapping[str, Tensor], group: dist.ProcessGroup, root: int = 0
+) -> None:
+    """Gives all ranks of the group the tensors of one, in place, once they know that they have the same others.
+
+    Args:
+        named: those that the ranks have agreed on.
+        others: what else there is, by what it is called.
+        root: whose they are, as a rank of the group.
+
+    Raises:
+        ValueError: the ranks have different others.
+    """
+    if others:
+        lines = [
+            f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
+            for name, tensor in others.items()
+        ]
+        _C.check_agreement(group, "\n".join(lines), next(iter(named.values())).device)
+    tensors = [tensor.detach() for tensor in (*named.values(), *others.values())]
+    vectors = [_as_vector(tensor) if tensor.dtype in _DTYPES else _as_bytes(tensor) for tensor in tensors]
+    sent = [vector.to(_C.device_of_sums(group, vector.device)) for vector in vectors]
+    dist._broadcast_coalesced(group, sent, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
+    for tensor, values in zip(tensors, sent, strict=True):
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+
+
+def _as_vector(tensor: Tensor) -> Tensor:
+    """Its elements as they lie in memory, where they fill a block of it; else the tensor.
+
+    Strides of dimensions of size 1 may be anything, and torch takes some for elements that overlap.
+    """
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def check_consistency(
     module: nn.Module, *, process_group: dist.ProcessGroup | DeviceMesh | None = None, buffers: bool = True
 ) -> None:
     """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it.
 
-    Only hashes travel, and where they differ rank 0's tensors, to tell by how much. What else the state dict holds, as
+    Only hashes travel. What else the state dict holds, as
     ``get_extra_state`` gives it, is compared where it is a tensor, bytes, a number or a string; a warning names what is
     not compared.
 
@@ -151,8 +200,8 @@ def check_consistency(
 
     Raises:
         ValueError: it is no module, or a parameter is sharded, so that ranks are meant to hold different ones.
-        RuntimeError: on every rank, naming the first that differs and which ranks agree on it, with how many differ and
-            the largest difference; or not every rank has called it in time.
+        RuntimeError: on every rank, naming the first that differs and which ranks agree on it, with how many differ; or
+            not every rank has called it in time.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module: expected a module, got {type(module).__name__}; put several into an nn.ModuleList")
@@ -181,7 +230,7 @@ def check_consistency(
         way_out = _ABOUT_BUFFERS if first in names_of_buffers else ""
         raise RuntimeError(
             f"{first!r} of {of_module} differs between ranks: {camps}; {len(differing)} of {len(names)} entries "
-            f"differ{_by_how_much({name: entries.get(name) for name in differing}, group)}{way_out}"
+            f"differ{way_out}"
         )
 
 
@@ -197,37 +246,6 @@ def _gathered(mine: _Mine, group: dist.ProcessGroup) -> list[_Mine]:
             "batches, put the training loop inside `with sync.join():`"
         ) from error
     return [theirs for theirs in of_rank if theirs is not None]
-
-
-def _by_how_much(differing: Mapping[str, object], group: dist.ProcessGroup) -> str:
-    """Says what differs most from rank 0's, of the tensors that have one shape and dtype on all ranks."""
-    kinds = {
-        name: (value.dtype, value.shape) if isinstance(value, Tensor) and _can_be_compared(value) else None
-        for name, value in differing.items()
-    }
-    of_rank = _gathered(kinds, group)
-    distances: dict[str, float] = {}
-    for name, value in differing.items():
-        if isinstance(value, Tensor) and all(theirs[name] == of_rank[0][name] is not None for theirs in of_rank):
-            of_rank_0 = value.detach().to(_device_for(value, group), copy=True)
-            broadcast({name: of_rank_0}, {}, group)
-            distances[name] = _distance(value.detach(), of_rank_0.to(value.device))
-    if not distances:
-        return ""
-    found = [(d, name, rank) for rank, theirs in enumerate(_gathered(distances, group)) for name, d in theirs.items()]
-    largest, name, rank = max(found, key=lambda each: (math.isnan(each[0]), each[0]))
-    return f", by up to {largest:.3g} from rank 0's ({name!r} on rank {rank})"
-
-
-def _device_for(tensor: Tensor, group: dist.ProcessGroup) -> torch.device:
-    """Where the group can send it from."""
-    served = {device.type for device in group._device_types}
-    return tensor.device if tensor.device.type in served else torch.device(min(served))
-
-
-def _distance(mine: Tensor, theirs: Tensor) -> float:
-    wide = torch.complex128 if mine.is_complex() else torch.float64
-    return float((mine.to(wide) - theirs.to(wide)).abs().max())
 
 
 _ABOUT_BUFFERS = (

@@ -1,15 +1,17 @@
 """Statistics of a sync: of the gradients that it averaged, and of what it cost."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from .reference import NUM_NONFINITE, NUM_SATURATED, SUM_OF_SQUARES
-from .wording import format_bytes
+from ._checks import format_bytes
 
 if TYPE_CHECKING:
     from . import _C
+
+SUM_OF_SQUARES, NUM_NONFINITE, NUM_SATURATED = range(3)
+"""Columns of the engine's statistics of a bucket."""
 
 Transport: TypeAlias = Literal["process_group", "shared_memory", "two_level"]
 
@@ -21,7 +23,7 @@ class GradStats:
     nothing else here does.
 
     Args:
-        rows: the engine's statistics, float64 [buckets, reference.NUM_STATS].
+        rows: the engine's statistics, float64 [buckets, 4].
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -52,67 +54,17 @@ class GradStats:
         return self._rows[:, NUM_SATURATED].sum().long()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BucketStats:
-    """One bucket's share of ``SyncStats``. Sums over its syncs so far; times in seconds."""
+    """The cost of synchronising one bucket, as sums over its syncs so far; times in seconds."""
 
-    numel: int
-    wire_bytes: int
-    num_syncs: int
-    pack_time: float
-    collective_time: float
-    unpack_time: float
-    transport: Transport
-    """How the newest sync's gradients got to other ranks, see ``SyncStats``."""
-    num_hosts: int
-    transport_reason: str
-
-    @classmethod
-    def _from_totals(cls, totals: "_C.BucketTotals") -> "BucketStats":
-        # On a GPU a sync goes untimed when the device has not finished it while its events are kept: scale up.
-        scale = totals.num_syncs / totals.num_timed if totals.num_timed else 0.0
-        return cls(
-            numel=totals.elements,
-            wire_bytes=totals.wire_bytes,
-            num_syncs=totals.num_syncs,
-            pack_time=totals.pack_time * scale,
-            collective_time=totals.collective_time * scale,
-            unpack_time=totals.unpack_time * scale,
-            transport=_transport(totals),
-            num_hosts=max(1, totals.num_hosts),
-            transport_reason=totals.why_not_shared,
-        )
-
-
-def _transport(totals: "_C.BucketTotals") -> Transport:
-    if not totals.shares_memory:
-        return "process_group"
-    return "two_level" if totals.num_hosts > 1 else "shared_memory"
-
-
-def describe_transport(stats: "SyncStats | BucketStats") -> str:
-    """Says in words how gradients get to other ranks."""
-    if stats.transport == "process_group":
-        return "process group" + (f" (no shared memory: {stats.transport_reason})" if stats.transport_reason else "")
-    between = f", process group between {stats.num_hosts} hosts" if stats.transport == "two_level" else ""
-    return f"shared memory{between}" if stats.transport else "nothing yet"
-
-
-@dataclass(frozen=True, repr=False)
-class SyncStats:
-    """The cost of synchronisation on this rank so far. Sums since the beginning; times in seconds, bytes of payload."""
-
-    num_steps: int
-    """Backward passes that were synchronised."""
-    num_syncs: int
-    """Buckets that were synchronised, all steps together."""
     numel: int
     """Gradient values in one step."""
+    num_syncs: int
     wire_bytes: int
-    """Bytes this rank handed to the process group: values times their size on the wire. ``attach`` adds what is
-    piggybacked, and one element a parameter that tells whether there is a gradient. With two levels it is what it sent
-    inside its node and to other nodes in all. In shared memory it is what it wrote for others; where that spans several
-    hosts, what it sent to the others. Alone on a CPU it hands over nothing."""
+    """Bytes this rank handed to the process group: values times their size on the wire, with what is piggybacked. In
+    shared memory it is what it wrote for others; with several hosts or nodes what it sent to others. Alone on a CPU it
+    hands over nothing."""
     pack_time: float
     """In the pass before the collective: scale, cast, gather."""
     collective_time: float
@@ -120,49 +72,77 @@ class SyncStats:
     unpack_time: float
     """In the pass after the collective: cast, unscale, scatter, statistics. Where ranks add up themselves, large
     buckets come in pieces, and this is the last one's: the others are unpacked while there is something to wait for."""
-    exposed_time: float
-    """From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide."""
-    buckets: tuple[BucketStats, ...]
-    """The buckets of the newest step, in the order they are sent."""
     transport: Transport | None = None
-    """How gradients get to other ranks: through ``"shared_memory"`` of one host, by the ``"process_group"``, or
-    ``"two_level"``: shared memory inside each of several hosts and the process group between them. None before the
-    first step."""
+    """How the newest sync's gradients got to other ranks: through ``"shared_memory"`` of one host, by the
+    ``"process_group"``, or ``"two_level"``: shared memory inside each of several hosts and the process group between
+    them. None before the first step."""
     num_hosts: int = 1
     """Hosts between which a sum travels; more than 1 only where ranks share memory inside each."""
     transport_reason: str = ""
     """Why ranks on a CPU, which tried, do not share memory; empty where they do, or where it does not apply."""
     kernels: str = ""
     """What packs and unpacks: "fused" kernels, made for the gradients' device, or "generic" ones, of torch's own
-    operations."""
+    operations; empty before the first step."""
+
+    def describe_transport(self) -> str:
+        """Says in words how gradients get to other ranks."""
+        if self.transport == "process_group":
+            return "process group" + (f" (no shared memory: {self.transport_reason})" if self.transport_reason else "")
+        between = f", process group between {self.num_hosts} hosts" if self.transport == "two_level" else ""
+        return f"shared memory{between}" if self.transport else "nothing yet"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class SyncStats(BucketStats):
+    """The cost of synchronisation on this rank: of all buckets, as sums since the beginning; times in seconds."""
+
+    num_steps: int
+    """Backward passes that were synchronised."""
+    exposed_time: float
+    """From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide."""
+    buckets: tuple[BucketStats, ...]
+    """The buckets of the newest step, in the order they are sent."""
 
     def __repr__(self) -> str:
         steps = max(self.num_steps, 1)
         parts = ("pack", "collective", "unpack", "exposed")
         times = ", ".join(f"{part} {getattr(self, f'{part}_time') / steps * 1e3:.3g} ms" for part in parts)
         return (
-            f"SyncStats({self.num_steps} steps through {describe_transport(self)}; in each {len(self.buckets)} "
+            f"SyncStats({self.num_steps} steps through {self.describe_transport()}; in each {len(self.buckets)} "
             f"buckets of {self.numel:,} values, {format_bytes(self.wire_bytes / steps)} sent, {times})"
         )
 
     @classmethod
     def from_totals(cls, totals: "_C.SyncTotals") -> "SyncStats":
         """From the engine's own counters."""
-        everything = BucketStats._from_totals(totals.all)
-        buckets = tuple(BucketStats._from_totals(bucket) for bucket in totals.buckets)
+        buckets = tuple(BucketStats(**_of_bucket(bucket)) for bucket in totals.buckets)
         timed_share = totals.num_timed_steps / totals.num_steps if totals.num_steps else 0.0
+        newest = _of_bucket(totals.buckets[-1]) if buckets else {"transport": None, "kernels": ""}
+        now = {name: value for name, value in newest.items() if name in _OF_NEWEST}
         return cls(
+            **(_of_bucket(totals.all) | now | {"numel": sum(bucket.numel for bucket in buckets)}),
             num_steps=totals.num_steps,
-            num_syncs=everything.num_syncs,
-            numel=sum(bucket.numel for bucket in buckets),
-            wire_bytes=everything.wire_bytes,
-            pack_time=everything.pack_time,
-            collective_time=everything.collective_time,
-            unpack_time=everything.unpack_time,
             exposed_time=totals.exposed_time / timed_share if timed_share else 0.0,
             buckets=buckets,
-            transport=buckets[-1].transport if buckets else None,
-            num_hosts=buckets[-1].num_hosts if buckets else 1,
-            transport_reason=buckets[-1].transport_reason if buckets else "",
-            kernels=totals.buckets[-1].kernels if buckets else "",
         )
+
+
+_OF_NEWEST = ("transport", "num_hosts", "transport_reason", "kernels")
+
+
+def _of_bucket(totals: "_C.BucketTotals") -> dict[str, Any]:
+    # On a GPU a sync goes untimed when the device has not finished it while its events are kept: scale up.
+    scale = totals.num_syncs / totals.num_timed if totals.num_timed else 0.0
+    spans_hosts = "two_level" if totals.num_hosts > 1 else "shared_memory"
+    return {
+        "numel": totals.elements,
+        "num_syncs": totals.num_syncs,
+        "wire_bytes": totals.wire_bytes,
+        "pack_time": totals.pack_time * scale,
+        "collective_time": totals.collective_time * scale,
+        "unpack_time": totals.unpack_time * scale,
+        "transport": spans_hosts if totals.shares_memory else "process_group",
+        "num_hosts": max(1, totals.num_hosts),
+        "transport_reason": totals.why_not_shared,
+        "kernels": totals.kernels,
+    }

@@ -11,8 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 def require_extra() -> None:
     """Ends the process with one sentence if something that training needs is not installed."""
-    from fastsync.doctor import missing_train_packages
-    from fastsync.installation import install_command
+    from .doctor import install_command, missing_train_packages
 
     missing = missing_train_packages()
     if missing:
@@ -28,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cannot work end rank 0 with one sentence and status 2.
     """
     require_extra()
-    from fastsync.ppo.cli import STOPPED, Arguments, cores_note, parse, train_rank
-    from fastsync.ppo.preflight import check_environment, check_run
+    from .ppo.cli import STOPPED, Arguments, cores_note, parse, train_rank
+    from .ppo.preflight import check_environment, check_run
 
     prog = "python -m fastsync.train"
     settings = parse(Arguments, prog, arguments).settings

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastsync.reference import BLOCK_VALUES
+BLOCK_VALUES = 128
+"""Of int8 that share a scale."""
+
 
 LARGEST_INT8 = 127
 """What the largest value of a block is sent as."""

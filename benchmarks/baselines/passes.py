@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastsync  # noqa: F401  registers torch.ops.fastsync
-from fastsync import reference
+from tests import reference
 
 WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16, "none": torch.float32}
 COPY = "copy of as many bytes"

@@ -36,7 +36,7 @@ from benchmarks.report.table import (
     ranks_on,
     spread,
 )
-from fastsync.wording import check_at_least
+from fastsync._checks import check_at_least
 
 if TYPE_CHECKING:
     ModelName = str

@@ -25,8 +25,8 @@ from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import rounds
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, spread
 from benchmarks.units import format_bytes, parse_bytes
+from fastsync._checks import check_at_least
 from fastsync.stopwatch import Stopwatch
-from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:
     WireName = str

@@ -25,7 +25,7 @@ from benchmarks.harness.options import check_gpus, check_json, check_places, che
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.report.table import Columns, grouped_by, measured_on, number, print_tables
-from fastsync.wording import check_at_least
+from fastsync._checks import check_at_least
 
 HYPERPARAMETERS = {
     "cleanrl": Training(total_steps=0, num_envs=4, num_steps=128, num_minibatches=4, num_epochs=4, seed=1),

@@ -37,8 +37,8 @@ from benchmarks.report.document import Document
 from benchmarks.report.folder import ROWS, check_folder, write_report
 from benchmarks.report.scaling import scaling_document
 from benchmarks.report.table import console
+from fastsync._checks import check_at_least
 from fastsync.launch.torchrun import Nodes, launch_ranks
-from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:
     ModelName = str

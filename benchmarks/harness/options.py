@@ -15,7 +15,7 @@ from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.records import RowFile
 from benchmarks.harness.timing import TIMEOUT, Sampling
 from fastsync import _C
-from fastsync.wording import check_at_least
+from fastsync._checks import check_at_least
 
 Device = Literal["auto", "cpu", "cuda"]
 

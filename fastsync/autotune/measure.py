@@ -1,20 +1,48 @@
-"""Measuring a process group: whole syncs of stand-in gradients, by the engine that will send the real ones."""
+"""Measuring a process group with whole syncs of stand-in gradients, and what the engine follows from it.
+
+Sizes rise by factors of eight for as long as the time allows, so that a slow link is measured with small messages and a
+fast one with large ones. Candidates take turns, so that what changes on the machine meanwhile meets all of them alike.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median_low
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastsync import _C, __version__
-from fastsync.autotune.candidates import Candidate, compressions, engine_schedule, volume
-from fastsync.autotune.profile import GroupProfile, backend_of, ranks_by_host
-from fastsync.autotune.survey import survey
-from fastsync.checks import resolve_group
-from fastsync.compression import Compression
+from .. import _C
+from .._checks import check_dtypes, resolve_group
+from ..compression import LOSSIER, Auto, Compression, Schedule
+from .choose import WIRES, Candidate, compressions, engine_schedule, volume
+from .profile import GroupProfile, backend_of, ranks_by_host
+
+BUDGET = 0.7
+"""Seconds that measuring may take, connecting the ranks not counted."""
+SMALLEST, LARGEST = 2**12, 2**21
+"""Gradient values. More than the largest would tell nothing new: all is bandwidth there."""
+FACTOR = 8
+"""From one size to the next."""
+GROWTH = 10.0
+"""No sync of ``FACTOR`` times as many values is taken to last longer than this, compared to the one before."""
+MIN_TURNS, MAX_TURNS = 3, 15
+SHARE = 0.1
+"""Of the budget, for more than ``MIN_TURNS`` of a size that is not the last one."""
+UNUSUAL = 2.0
+"""Beyond the measured sizes, bytes of all candidates cost alike but for this factor each way: more is noise."""
+
+Phases: TypeAlias = tuple[tuple[int, tuple[Candidate, ...]], ...]
+"""(first step, the candidates that buckets may travel with), steps ascending from 0. Equal on all ranks."""
+
+_profiles: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], GroupProfile]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def measure_group(
@@ -27,14 +55,12 @@ def measure_group(
     """Measures what syncs take on a process group, in under a second. Every rank must call it.
 
     ``compression="auto"`` does so by itself. On its own it is for looking at what was found, or for saving it.
-    The links should be as idle as they are when a step sends its gradients. On links of so high a latency that one sync
-    of a few thousand values with each candidate takes a second, it takes that second.
+    On links of a very high latency it takes as long as one small sync with each candidate.
 
     Args:
         process_group: the group, or a one-dimensional ``DeviceMesh``; None for the default group.
         wires: what to measure, out of ``"none"``, ``"fp16"``, ``"bf16"`` and ``"int8"`` (with error feedback).
-        device: where gradients are; by default on the GPU if the group serves CUDA, by another backend than Gloo, else
-            on the CPU.
+        device: where gradients are; by default on the GPU where NCCL serves it, else on the CPU.
         dtype: of the gradients.
 
     Raises:
@@ -42,112 +68,24 @@ def measure_group(
         RuntimeError: another rank did not take part in time, or is lost.
     """
     group = resolve_group(process_group)
-    candidates = compressions(wires, group.size())  # refuses names that are none before anything is sent
+    named = "; ".join(str(each) for each in compressions(wires, group.size()))  # before anything is sent
     where = _device_of(group) if device is None else torch.device(device)
-    backend = backend_of(group, where)
-    described = "; ".join(str(compression) for compression in candidates)
+    backend, dtype_name = backend_of(group, where), str(dtype).removeprefix("torch.")
     try:
-        _C.check_agreement(group, f"measuring {_name(dtype)} on {where.type} with {described}", where)
-        ranks_per_host = ranks_by_host(group, where)
-        candidates = compressions(wires, _num_members(group, ranks_per_host))
-        measured = _measure(candidates, group, where, dtype, ranks_per_host)
+        _C.check_agreement(group, f"measuring {dtype_name} on {where.type} with {named}", where)
+        hosts = ranks_by_host(group, where)
+        # Who adds over the slowest links: hosts where there are several, else ranks.
+        members = len(hosts) if len(hosts) > 1 else group.size()
+        volumes = {each: volume(each, members, dtype.itemsize) for each in compressions(wires, members)}
+        # Alone nothing travels, so nothing can be gained.
+        alone = [Candidate(each) for each in volumes]
+        measured = alone if group.size() == 1 else Survey(volumes, _Turns(group, where, dtype)).candidates()
     except RuntimeError as error:
         raise RuntimeError(
             f"fastsync: measuring failed on rank {group.rank()} of {group.size()}; does every rank measure, or is "
             f"compression set to 'auto', or remeasure() called, on this rank alone? {error}"
         ) from error
-    return GroupProfile(
-        candidates=tuple(measured),
-        world_size=group.size(),
-        ranks_per_host=ranks_per_host,
-        backend=backend,
-        device=where.type,
-        dtype=_name(dtype),
-        torch_version=torch.__version__,
-        fastsync_version=__version__,
-    )
-
-
-def _num_members(group: dist.ProcessGroup, ranks_per_host: Sequence[int]) -> int:
-    """Counts who adds over the slowest links: hosts where there are several, else ranks."""
-    return len(ranks_per_host) if len(ranks_per_host) > 1 else group.size()
-
-
-def _measure(
-    candidates: Sequence[Compression],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    dtype: torch.dtype,
-    ranks_per_host: Sequence[int],
-) -> list[Candidate]:
-    if group.size() == 1:
-        return [Candidate(compression) for compression in candidates]  # nothing travels, so nothing can be gained
-    members = _num_members(group, ranks_per_host)
-    volumes = {candidate: volume(candidate, members, dtype.itemsize) for candidate in candidates}
-    return survey(volumes, _Turns(group, device, dtype))
-
-
-class _Turns:
-    """``survey.TakeTurns`` on a process group."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-        self._group = group
-        self._device = device
-        self._dtype = dtype
-        self._stand_in = torch.empty(0)
-        self._engines: dict[Compression, _C.Synchronizer] = {}
-        self._began: float | None = None
-        self._num_turns = 0
-
-    def __call__(self, active: Sequence[Compression], numel: int) -> tuple[list[float], float]:
-        if self._began is None:
-            # Backends connect ranks when they first talk to each other: a part of starting, not of a sync.
-            self._prepare(active, numel)
-            for compression in active:
-                self._sync(compression)
-            self._began = time.perf_counter()
-        elif numel != self._stand_in.numel():
-            self._prepare(active, numel)
-        # Who leaves a sync early waits in the next one, so that it must not always be the same one.
-        first = self._num_turns % len(active)
-        self._num_turns += 1
-        self._barrier()
-        of_each = {compression: self._sync(compression) for compression in (*active[first:], *active[:first])}
-        seconds = [of_each[compression] for compression in active]
-        elapsed = time.perf_counter() - self._began
-        # What counts is the rank that takes longest; and all ranks have to decide by the same numbers.
-        joined = torch.tensor([*seconds, elapsed], dtype=torch.float64).to(self._device)
-        dist.all_reduce(joined, dist.ReduceOp.MAX, group=self._group)
-        *seconds, elapsed = joined.tolist()
-        return seconds, elapsed
-
-    def _prepare(self, active: Sequence[Compression], numel: int) -> None:
-        # Equal on all ranks, so that averaging changes little from one turn to the next. Engines do not keep it alive.
-        gradient = torch.linspace(-1.0, 1.0, numel).to(self._device, self._dtype)
-        self._stand_in = torch.empty_like(gradient).requires_grad_()
-        self._stand_in.grad = gradient
-        self._engines = {compression: self._engine(compression) for compression in active}
-        for engine in self._engines.values():
-            engine.agree()
-
-    def _engine(self, compression: Compression) -> _C.Synchronizer:
-        engine = _C.Synchronizer([self._stand_in], ["stand-in"], self._group, self._stand_in.nbytes)
-        engine.set_schedule(engine_schedule([(0, [Candidate(compression)])]))
-        return engine
-
-    def _sync(self, compression: Compression) -> float:
-        start = time.perf_counter()
-        self._engines[compression].synchronize()
-        self._finish()
-        return time.perf_counter() - start
-
-    def _barrier(self) -> None:
-        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-        self._finish()
-
-    def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    return GroupProfile(tuple(measured), group.size(), hosts, backend, where.type, dtype_name)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
@@ -158,5 +96,201 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def make_plan(
+    compression: Compression | Auto | Schedule,
+    group: dist.ProcessGroup,
+    named: Mapping[str, Tensor],
+    argument: str,
+    *,
+    remeasure: bool = False,
+) -> Phases:
+    """Plans what these parameters' gradients travel with; measures the group where that has to be known and is not yet.
+
+    Raises:
+        ValueError: the compression cannot carry one of the parameters, which come from ``argument``, nodes do not
+            divide the group, or a profile is of another group.
+    """
+    phases = compression.phases if isinstance(compression, Schedule) else ((0, compression),)
+    for _, choice in phases:
+        check_dtypes(named, "none" if isinstance(choice, Auto) else choice.wire, argument)
+    if remeasure:
+        _profiles.pop(group, None)
+    trained = [parameter for parameter in named.values() if parameter.requires_grad]
+    return tuple(
+        (step, (_given(choice, group),) if isinstance(choice, Compression) else _allowed(choice, group, trained))
+        for step, choice in phases
+    )
+
+
+def _given(compression: Compression, group: dist.ProcessGroup) -> Candidate:
+    ranks_per_node = compression.ranks_per_node or 1
+    if group.size() % ranks_per_node:
+        raise ValueError(
+            f"compression: ranks_per_node={ranks_per_node} does not divide the process group's {group.size()} ranks; "
+            "every node has to have as many"
+        )
+    # The ranks of a single node do not compress.
+    return Candidate(Compression(reduce="fp32") if group.size() == ranks_per_node > 1 else compression)
+
+
+def _allowed(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) -> tuple[Candidate, ...]:
+    if not trained:
+        return (Candidate(Compression()),)
+    device = trained[0].device
+    wires = tuple(wire for wire in WIRES if wire not in LOSSIER or wire in auto.allow)
+    if any(parameter.is_complex() for parameter in trained):
+        wires = ("none",)  # nothing else carries them
+    if auto.profile is not None:
+        # All ranks raise where it will not do on one, or the others would wait for that one.
+        obstacle = auto.profile.why_not(group, device, ranks_by_host(group, device), wires)
+        _C.check_agreement(group, obstacle or "profile: fits this group", device)
+        if obstacle:
+            raise ValueError(obstacle)
+        return auto.profile.of_wires(wires)
+    dtype = max(trained, key=torch.Tensor.numel).dtype.to_real()
+    known, case = _profiles.setdefault(group, {}), (wires, device.type, dtype)
+    if case not in known:
+        known[case] = measure_group(group, wires=wires, device=device, dtype=dtype)
+    return known[case].candidates
+
+
+class _Turns:
+    """``TakeTurn`` on a process group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+        self._group, self._device, self._dtype = group, device, dtype
+        self._stand_in = torch.empty(0)
+        self._engines: dict[Compression, _C.Synchronizer] = {}
+        self._began: float | None = None
+        self._num_turns = 0
+
+    def __call__(self, active: Sequence[Compression], numel: int) -> tuple[list[float], float]:
+        if numel != self._stand_in.numel():
+            self._prepare(active, numel)
+        if self._began is None:
+            # Backends connect ranks when they first talk to each other: a part of starting, not of a sync.
+            for compression in active:
+                self._sync(compression)
+            self._began = time.perf_counter()
+        # Who leaves a sync early waits in the next one, so that it must not always be the same one.
+        first = self._num_turns % len(active)
+        self._num_turns += 1
+        ready = torch.zeros(1, device=self._device)
+        dist.all_reduce(ready, group=self._group)
+        ready.item()  # waits for a GPU
+        of_each = {compression: self._sync(compression) for compression in (*active[first:], *active[:first])}
+        elapsed = time.perf_counter() - self._began
+        # What counts is the rank that takes longest; and all ranks have to decide by the same numbers.
+        joined = torch.tensor([*map(of_each.__getitem__, active), elapsed], dtype=torch.float64).to(self._device)
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group=self._group)
+        *seconds, elapsed = joined.tolist()
+        return seconds, elapsed
+
+    def _prepare(self, active: Sequence[Compression], numel: int) -> None:
+        # Equal on all ranks, so that averaging changes little from one turn to the next. Engines do not keep it alive.
+        gradient = torch.linspace(-1.0, 1.0, numel).to(self._device, self._dtype)
+        self._stand_in = torch.empty_like(gradient).requires_grad_()
+        self._stand_in.grad = gradient
+        for compression in active:
+            engine = _C.Synchronizer([self._stand_in], ["stand-in"], self._group, self._stand_in.nbytes)
+            engine.set_schedule(engine_schedule([(0, [Candidate(compression)])]))
+            engine.agree()
+            self._engines[compression] = engine
+
+    def _sync(self, compression: Compression) -> float:
+        start = time.perf_counter()
+        self._engines[compression].synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - start
+
+
+TakeTurn = Callable[[Sequence[Compression], int], tuple[list[float], float]]
+"""Syncs so many values once with each. Seconds of each, and since measuring began: the same on all ranks."""
+
+
+class Survey:
+    """Measures whole syncs at rising sizes, and extends them by a cost model: a latency, and a time for each byte.
+
+    Where not even the second size fits for all, the candidate that sends least is measured alone, and its time for a
+    byte goes for all.
+
+    Args:
+        volumes: bytes that a rank sends of each value, with each of the candidates.
+        take_turn: what measures. Nothing else decides, so that all ranks decide alike.
+        budget: seconds. A size is begun where a turn fits in even if it takes ``GROWTH`` times as long.
+    """
+
+    def __init__(self, volumes: Mapping[Compression, float], take_turn: TakeTurn, budget: float = BUDGET) -> None:
+        self._volumes, self._take_turn, self._budget = volumes, take_turn, budget
+        self._spent = 0.0
+        self._active = list(volumes)
+        self._points: dict[Compression, dict[int, float]] = {compression: {} for compression in volumes}
+        self._samples: list[list[float]] = []
+        """Of the newest size, for each turn the seconds of each that is active."""
+
+    def candidates(self) -> list[Candidate]:
+        """Measures them."""
+        numel, fits = SMALLEST, True
+        while fits:
+            share = min(self._spent + SHARE * self._budget, self._budget)
+            self._samples = []
+            self._take_turns(numel, self._budget, MIN_TURNS)
+            self._take_turns(numel, share, MAX_TURNS)
+            if fits := numel < LARGEST and self._prepare_next():
+                numel *= FACTOR
+        # What time is left goes into the size that decides about all that are larger.
+        self._take_turns(numel, self._budget, MAX_TURNS)
+        beyond = [(FACTOR * numel, seconds) for seconds in self._expected().values()] if numel > SMALLEST else []
+        steady = [_steady(points) for points in self._points.values()]
+        extended = [(*points, *beyond[index : index + 1]) for index, points in enumerate(steady)]
+        return [Candidate(*each) for each in zip(self._volumes, extended, strict=True)]
+
+    def _take_turns(self, numel: int, until: float, at_most: int) -> None:
+        while not self._samples or (len(self._samples) < at_most and self._spent + sum(self._samples[-1]) <= until):
+            seconds, self._spent = self._take_turn(self._active, numel)
+            self._samples.append(seconds)
+        for compression, of_turns in zip(self._active, zip(*self._samples, strict=True), strict=True):
+            # The lower quartile: what disturbs a turn only ever adds to it.
+            self._points[compression][numel] = sorted(of_turns)[(len(of_turns) - 1) // 4]
+        for compression in self._points.keys() - self._active:
+            (alone,) = self._active
+            rise = max(0.0, self._points[alone][numel] - self._points[alone][numel // FACTOR])
+            further = rise * self._volumes[compression] / self._volumes[alone]
+            self._points[compression][numel] = self._points[compression][numel // FACTOR] + further
+
+    def _prepare_next(self) -> bool:
+        """Decides who is measured at the next size; False where the time is too short for anybody."""
+        if len(self._points[self._active[0]]) > 1:
+            expected = self._expected()
+            often = MIN_TURNS * sum(expected[compression] for compression in self._active)
+            return self._fits(self._active) and self._spent + often <= self._budget
+        # Nothing is known about larger sizes yet, so it is enough if one turn fits.
+        for chosen in (self._active, [min(self._active, key=self._volumes.__getitem__)]):
+            if self._fits(chosen):
+                self._active = chosen
+                return True
+        return False
+
+    def _fits(self, chosen: Sequence[Compression]) -> bool:
+        newest = sum(list(self._points[compression].values())[-1] for compression in chosen)
+        return self._spent + GROWTH * newest <= self._budget
+
+    def _expected(self) -> dict[Compression, float]:
+        """Seconds of each at the next size, by its latency and what its bytes cost."""
+        newest = {compression: _steady(points)[-2:] for compression, points in self._points.items()}
+        per_byte = {
+            compression: (longer - seconds) / (more - less) / self._volumes[compression]
+            for compression, ((less, seconds), (more, longer)) in newest.items()
+        }
+        usual = median_low([value for value in per_byte.values() if value > 0] or [0.0])
+        found = {}
+        for compression, (_, (numel, seconds)) in newest.items():
+            cost = min(max(per_byte[compression], usual / UNUSUAL), usual * UNUSUAL)
+            found[compression] = seconds + (FACTOR - 1) * numel * self._volumes[compression] * cost
+        return found
+
+
+def _steady(points: Mapping[int, float]) -> list[tuple[int, float]]:
+    """Fewer values never take longer: where they seemed to, something else was in the way."""
+    return [(numel, min(seconds for size, seconds in points.items() if size >= numel)) for numel in points]

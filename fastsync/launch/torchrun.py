@@ -6,19 +6,17 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from multiprocessing import resource_tracker
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fastsync.launch.signals import STOP_SIGNALS, handling
@@ -28,9 +26,6 @@ LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 END_SECONDS = 5
 """How long ranks have that are to end at once, before they are killed: those that still import do not listen."""
-
-STOPPED_SECONDS = 1
-"""How long ranks have that are to end and whose process is stopped: long enough for one that is about to go on."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +69,7 @@ def launch_ranks(
         stop_timeout: seconds that ranks have to end in order when they are told to.
 
     Raises:
-        ChildFailedError: a rank raised or died. Its traceback has been logged. One whose process was found stopped
-            counts as the first that failed: what others raised, they raised because it did not come.
+        ChildFailedError: a rank raised or died. Its traceback has been logged.
         SignalException: a signal ended the launch before there were ranks, or they did not end in time.
     """
     if nodes is None or nodes.number == 1:
@@ -101,20 +95,10 @@ def launch_ranks(
         signals_to_handle=",".join(number.name for number in LAUNCHERS),
         **place,
     )
-    pids = multiprocessing.get_context("spawn").RawArray("i", nproc)
-    with (
-        _signals_passed_on(stop_timeout) as received,
-        _ctrl_c_kept_from_children(),
-        _stopped_ranks_killed(pids) as killed,
-    ):
+    with _signals_passed_on(stop_timeout) as received, _ctrl_c_kept_from_children():
         try:
-            results = elastic_launch(config, _as_rank)(fn, args, pids)
+            results = elastic_launch(config, _as_rank)(fn, args)
         except ChildFailedError as error:
-            of_this_attempt = [local for local, pid in killed.items() if pids[local] == pid]
-            if of_this_attempt:
-                first = 0 if nodes is None else nodes.rank * nproc
-                failures = {first + local: _stopped(local, pids[local]) for local in of_this_attempt}
-                raise ChildFailedError(error.name, {**error.failures, **failures}) from error
             if received and error.get_first_failure()[1].exitcode == -signal.SIGTERM:
                 # It was told to stop before it could listen.
                 raise SignalException(f"ended by {received[0].name}", sigval=signal.SIGTERM) from None
@@ -183,53 +167,7 @@ def _ctrl_c_kept_from_children() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def _stopped_ranks_killed(pids: Sequence[int]) -> Iterator[dict[int, int]]:
-    """Kills ranks that are to end, as the launcher tells them when another one has failed, and cannot: stopped ones.
-
-    The launcher itself would wait for half a minute. Yields a dict of those that were killed, by their number here.
-    """
-    killed: dict[int, int] = {}
-
-    def watch(over: threading.Event) -> None:
-        since: dict[int, float] = {}
-        while not over.wait(STOPPED_SECONDS / 4):
-            for local, pid in enumerate(pids):
-                if not _is_stopped_and_told_to_end(pid):
-                    since.pop(pid, None)
-                elif time.monotonic() - since.setdefault(pid, time.monotonic()) > STOPPED_SECONDS:
-                    killed[local] = pid
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-
-    with thread_meanwhile(watch, "watches for stopped ranks"):
-        yield killed
-
-
-def _is_stopped_and_told_to_end(pid: int) -> bool:
-    """Tells whether that child is stopped, and a signal that would end it waits until it goes on. See proc(5)."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:  # it has ended
-        return False
-    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-    waiting = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
-    return (
-        int(status["PPid"]) == os.getpid()
-        and status["State"][0] in "Tt"
-        and any(waiting >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT))
-    )
-
-
-def _stopped(local_rank: int, pid: int) -> ProcessFailure:
-    failure = ProcessFailure(local_rank, pid, -signal.SIGKILL, error_file="")
-    failure.message = f"its process {pid} was stopped, as by SIGSTOP or a debugger, and had to be killed"
-    failure.timestamp = 0
-    return failure
-
-
-def _as_rank(fn: Callable[..., Any], args: tuple[Any, ...], pids: MutableSequence[int]) -> Any:
-    pids[int(os.environ["LOCAL_RANK"])] = os.getpid()
+def _as_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     # From here on Ctrl-C ends it, also where it waits for others in C++, and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

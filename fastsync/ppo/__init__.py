@@ -9,7 +9,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastsync.installation import load
+from fastsync.doctor import load
 
 if TYPE_CHECKING:
     from fastsync.ppo.batches import Batch

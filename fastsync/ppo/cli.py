@@ -25,18 +25,18 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fastsync._C import num_usable_cores
+from fastsync._checks import check_at_least
 from fastsync.distributed import process_group
-from fastsync.installation import install_command
+from fastsync.doctor import install_command
+from fastsync.integrations.ray import launch_on_ray
 from fastsync.launch.failures import describe
 from fastsync.launch.machines import find_this_machine, read_machines
-from fastsync.launch.ray import launch_on_ray
 from fastsync.launch.torchrun import Nodes, launch_ranks
 from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.preflight import check_environment, check_run
 from fastsync.ppo.runs.folder import CHECKPOINTS, default_run_name, run_of, settings_of_run
 from fastsync.ppo.session import use_threads
 from fastsync.ppo.settings import PRESET_WORLD_SIZE, is_preset, load_settings
-from fastsync.wording import check_at_least
 
 STOPPED = 128 + 15
 """Exit status of a training that was asked to stop, and did in order: what shells have for SIGTERM."""

@@ -17,7 +17,8 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordVideo
 
-from fastsync.installation import install_command
+from fastsync._checks import check_at_least
+from fastsync.doctor import install_command
 from fastsync.ppo.envs.interface import Environments
 from fastsync.ppo.envs.lookup import EnvSource, find_env
 from fastsync.ppo.envs.resume import EpisodeRecorder
@@ -27,7 +28,6 @@ from fastsync.ppo.ppo import Settings
 from fastsync.ppo.random_streams import RandomStreams
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.runs.folder import CHECKPOINTS, run_of
-from fastsync.wording import check_at_least
 
 UNSEEN = 2**31
 """Number of the environment that episodes are played in: none that trained has it, so its episodes are new."""

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from fastsync.launch.kubernetes import RUNS, TrainJob, manifest
-from fastsync.launch.skypilot import Task, task_file
-from fastsync.launch.slurm import BatchJob, batch_script
+from fastsync._checks import did_you_mean
+from fastsync.launch.jobs import RUNS, BatchJob, Task, TrainJob, job_file
 from fastsync.ppo.cli import parse
 from fastsync.ppo.ppo import Settings
-from fastsync.wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -91,10 +89,10 @@ def write(job: Job) -> tuple[str, str]:
         return slurm_script(job), "sbatch"
     settings = replace(job.settings, run_name=job.settings.run_name or job.name)
     if isinstance(job, SkyPilot):
-        return task_file(job, _rank_words(settings)), "sky launch"
+        return job_file(job, _rank_words(settings)), "sky launch"
     if job.claim is not None:
         settings = replace(settings, runs_dir=RUNS)
-    return manifest(job, ["torchrun", *_rank_words(settings)]), "kubectl apply -f"
+    return job_file(job, _rank_words(settings)), "kubectl apply -f"
 
 
 def slurm_script(job: Slurm) -> str:
@@ -104,7 +102,7 @@ def slurm_script(job: Slurm) -> str:
     words = ["fastsync", "train", *settings_words(job.settings), *named, "--resume", "auto"]
     words += ["--nproc", str(job.nproc), "--nnodes", str(job.nodes), "--node-rank", "$SLURM_NODEID"]
     words += ["--master-addr", "$master_addr", "--master-port", "$master_port"]
-    return batch_script(job, [*words, "--max-restarts", str(job.max_restarts)])
+    return job_file(job, [*words, "--max-restarts", str(job.max_restarts)])
 
 
 def _rank_words(settings: Settings) -> list[str]:

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
+from fastsync._checks import did_you_mean
 from fastsync.compression import parse_compression
-from fastsync.wording import did_you_mean
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Activation = Literal["tanh", "relu", "elu"]

@@ -359,7 +359,10 @@ def test_ratios():
 
 def test_cost_per_step():
     def stats(num_steps: int, seconds: float, wire_bytes: int) -> SyncStats:
-        return SyncStats(num_steps, 1, 1, wire_bytes, seconds, seconds, seconds, seconds, ())
+        return SyncStats(
+            num_steps=num_steps, num_syncs=1, numel=1, wire_bytes=wire_bytes, pack_time=seconds,
+            collective_time=seconds, unpack_time=seconds, exposed_time=seconds, buckets=(),
+        )  # fmt: skip
 
     assert cost_per_step(stats(2, 1.0, 100), stats(6, 3.0, 500)) == dict.fromkeys(COSTS, 0.5) | {"wire_bytes": 100.0}
     assert cost_per_step(None, None) == {}

@@ -13,7 +13,7 @@ from benchmarks.baselines.compressions import DEFAULT, ON_REQUEST, half_steps, s
 from benchmarks.baselines.gradients import Rounding
 from benchmarks.baselines.ways import LIMITS, WAYS
 from benchmarks.baselines.workloads import Size, Workload
-from fastsync import reference
+from tests import reference
 from tests.models import group_of_one
 
 CPU = torch.device("cpu")

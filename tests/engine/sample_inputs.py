@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsync import reference
+from tests import reference
 
 # On an emulated one the kernels of CUDA run on tensors of the CPU, threads and blocks in this order or in the opposite;
 # on a generic one torch's own operations run in place of the kernels that were built.

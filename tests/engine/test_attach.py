@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync import reference
+from tests import reference
 from tests.models import (
     SMALL_BUCKETS,
     Given,

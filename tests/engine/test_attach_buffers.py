@@ -236,7 +236,7 @@ def test_what_is_refused() -> None:
 
 def _differ(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
-        fastsync.attach(Normed(), broadcast_buffers=True if rank == 0 else None)
+        fastsync.attach(Normed(), broadcast_buffers=rank == 0)
     with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
         fastsync.attach(Normed(), broadcast_buffers=True if rank == 0 else "mean")
     model = Normed()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import fastsync
-from fastsync import reference
 from fastsync.compression import AnyCompression
+from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.test_ddp_cuda import LONG, SHORT, STEPS, WIRE_DTYPES, _grads
 from tests.models import (

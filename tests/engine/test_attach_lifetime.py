@@ -210,7 +210,7 @@ def _group_goes_first(rank: int, world_size: int, folder: str) -> None:
         dist.destroy_process_group()
         if number == 0:
             open_group(f"{folder}/store", rank, world_size)
-            with pytest.raises(ValueError, match="attached already"):
+            with pytest.raises(ValueError, match="averaged already, by attach"):
                 attach(models[0])
             attach(models[2])
             assert_averages(models[2], rank, 0)

@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 import fastsync
-from fastsync.autotune.candidates import Candidate, compressions, engine_schedule
-from fastsync.autotune.plan import Plan
+from fastsync.autotune.choose import Candidate, compressions, engine_schedule
 from fastsync.compression import parse_compression
 from fastsync.stats import BucketStats
 from tests.bitwise import assert_bitwise_equal
@@ -203,8 +202,8 @@ def _without_zeros(rank: int, world_size: int) -> None:
         used, unused = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300))
         sync = fastsync.attach([used, unused], "none" if asked == "measured" else asked)
         if asked == "measured":  # as if it had measured that full width is the fastest
-            sync._plan = Plan(((0, tuple(profile_of)),))
-            sync._engine.set_schedule(engine_schedule(sync._plan.phases))
+            sync._phases = ((0, tuple(profile_of)),)
+            sync._engine.set_schedule(engine_schedule(sync._phases))
         assert sync.state_dict()["residuals"].keys() == {f"{name} of rank {rank}" for name in ("0", "1")}
         (used * torch.linspace(-1.0, 1.0, 300)).sum().backward()
         expected = {f"0 of rank {rank}"} if asked == feeds_back else set()

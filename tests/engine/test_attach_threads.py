@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import _C, Compression, GradientSynchronizer
-from fastsync.autotune.candidates import Candidate, engine_schedule
+from fastsync.autotune.choose import Candidate, engine_schedule
 from tests.engine.attached import (
     Fallible,
     assert_averages,

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 import fastsync
-from fastsync import Compression, reference
+from fastsync import Compression
 from fastsync.compression import parse_compression
+from tests import reference
 from tests.models import (
     SMALL_BUCKETS,
     Fails,

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression, GroupProfile
-from fastsync.autotune.candidates import TOLERANCE, Candidate, choose, compressions, explain
-from fastsync.autotune.plan import make_plan
+from fastsync.autotune.choose import TOLERANCE, Candidate, choose, compressions, explain
+from fastsync.autotune.measure import make_plan
 from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks, group_of_one
 from tests.ranks import RankError, run_ranks
 
@@ -44,8 +44,6 @@ PROFILE = GroupProfile(
     backend="gloo",
     device="cpu",
     dtype="float32",
-    torch_version=torch.__version__,
-    fastsync_version=fastsync.__version__,
 )
 
 
@@ -56,14 +54,6 @@ def test_a_prediction_lies_between_the_points_beside_it_and_goes_on_beyond_the_l
     assert candidate.predict(1) == 1.0, "no sync is faster than the smallest that was measured"
     assert Candidate(NONE, ((100, 1.0),)).predict(10**6) == 1.0
     assert Candidate(NONE).predict(100) == 0.0
-
-
-@pytest.mark.parametrize(
-    "points", [((100, 1.0), (100, 2.0)), ((200, 1.0), (100, 2.0)), ((100, 2.0), (200, 1.0)), ((0, 1.0),), ((9, -1.0),)]
-)
-def test_points_that_no_measurement_gives_are_refused(points: tuple[tuple[int, float], ...]) -> None:
-    with pytest.raises(ValueError, match="points: expected"):
-        Candidate(NONE, points)
 
 
 def test_a_lossier_candidate_has_to_earn_its_place() -> None:
@@ -81,13 +71,7 @@ def test_a_lossier_candidate_has_to_earn_its_place() -> None:
 
 def test_small_buckets_and_large_ones_may_travel_differently() -> None:
     # none and fp16 meet at 5,000 values, fp16 and int8 at 190,000: beyond the last point.
-    assert [PROFILE.choose(numel).compression for numel in (1000, 20_000, 150_000, 250_000)] == [NONE, FP16, FP16, INT8]
-    assert PROFILE.predict(FP16, 10**6) == pytest.approx(1.1e-3 + 2e-2)
-    with pytest.raises(ValueError, match="compression: bf16, all_reduce was not measured, only: none, all_reduce; "):
-        PROFILE.predict(BF16, 10)
-    assert PROFILE.predict("fp16", 10) == PROFILE.predict(FP16, 10)
-    assert PROFILE.choose(100_000).reason == "fastest; int8, error feedback, two_shot takes 1.29 times that"
-    assert PROFILE.choose(6_000).reason == "as fast as fp16, all_reduce within 3%, and loses less"
+    assert [PROFILE.choose(numel) for numel in (1000, 20_000, 150_000, 250_000)] == [NONE, FP16, FP16, INT8]
 
 
 def test_candidates_come_from_the_least_lossy_to_the_lossiest() -> None:
@@ -109,34 +93,25 @@ def test_candidates_come_from_the_least_lossy_to_the_lossiest() -> None:
 
 
 def test_the_table_says_what_each_bucket_travels_with_and_why() -> None:
-    table = explain(PROFILE.candidates, [250_000, 250_000, 1000], "shared memory")
-    assert [row.buckets for row in table.rows] == ["0-1"] * 3 + ["2"] * 3
-    assert [(row.buckets, row.compression) for row in table.rows if row.reason] == [("0-1", INT8), ("2", NONE)]
     assert (
-        str(table)
+        explain(PROFILE.candidates, [250_000, 250_000, 6000], "shared memory")
         == """\
 through: shared memory
 buckets   values  candidate                       predicted ms  chosen
 0-1      250,000  none, all_reduce                      11.000
                   fp16, all_reduce                       6.100
-                  int8, error feedback, two_shot         5.500  fastest; fp16, all_reduce takes 1.11 times that
-2          1,000  none, all_reduce                       1.040  fastest; fp16, all_reduce takes 1.08 times that
-                  fp16, all_reduce                       1.120
-                  int8, error feedback, two_shot         3.010"""
+                  int8, error feedback, two_shot         5.500  fastest
+2          6,000  none, all_reduce                       1.240  as fast as fp16, all_reduce within 3%, and loses less
+                  fp16, all_reduce                       1.220
+                  int8, error feedback, two_shot         3.060"""
     )
-    (given,) = explain([Candidate(FP16)], [7], "process group").rows
-    assert (given.seconds, given.reason) == (None, "given")
-
-
-def test_rich_prints_the_same_table() -> None:
-    rich = pytest.importorskip("rich.console")
-    table = explain(PROFILE.candidates, [250_000], "process group")
-    console = rich.Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115  closed with the test
-    console.print(table)
-    text = console.export_text()
-    for cells in table.cells():
-        for cell in cells:
-            assert cell in text
+    assert explain([Candidate(FP16)], [7], "process group").splitlines()[-1].split() == [
+        "0",
+        "7",
+        "fp16,",
+        "all_reduce",
+        "given",
+    ]
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -144,22 +119,16 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     odd = replace(PROFILE, candidates=(Candidate(NONE, ((1, rng.random() / 3), (2, 1 + rng.random() / 7))),))
     for profile in (PROFILE, odd):
         profile.save(tmp_path / "profile.json")
-        assert GroupProfile.read(tmp_path / "profile.json") == profile
+        assert GroupProfile.load(tmp_path / "profile.json") == profile
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
-    found = json.loads((tmp_path / "profile.json").read_text())
-    assert (found["world_size"], found["backend"], found["device"]) == (2, "gloo", "cpu")
-    assert (found["torch_version"], found["fastsync_version"]) == (torch.__version__, fastsync.__version__)
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda fields: fields.pop("backend"),
-        lambda fields: fields.update(format=99),
-        lambda fields: fields.pop("format"),
         lambda fields: fields.update(more=1),
         lambda fields: fields["candidates"][0]["compression"].update(wire="fp8"),
-        lambda fields: fields["candidates"][0]["points"].reverse(),
         lambda fields: fields.update(candidates=3),
     ],
 )
@@ -169,34 +138,28 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, change) -> None:
     change(fields)
     (tmp_path / "profile.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"profile: '.*profile\.json' is no profile that this version .* can read"):
-        GroupProfile.read(tmp_path / "profile.json")
+        GroupProfile.load(tmp_path / "profile.json")
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "null"])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(ValueError, match="is no profile"):
-        GroupProfile.read(tmp_path / "profile.json")
+        GroupProfile.load(tmp_path / "profile.json")
 
 
-def test_a_profile_of_another_group_is_refused(tmp_path: Path) -> None:
+def test_a_profile_of_another_group_is_refused() -> None:
     here = replace(PROFILE, world_size=1)
-    here.save(tmp_path / "here.json")
     with group_of_one():
-        assert GroupProfile.load(tmp_path / "here.json") == here
-        for change in ({"world_size": 2}, {"backend": "mpi"}):
+        for change in ({"world_size": 2}, {"backend": "mpi"}, {"ranks_per_host": (1, 1)}):
             other = replace(here, **change)
-            other.save(tmp_path / "other.json")
             with pytest.raises(ValueError, match=r"profile: it was measured on .* and here are 1 ranks of gloo with"):
-                GroupProfile.load(tmp_path / "other.json")
-            for profile in (other, tmp_path / "other.json"):
-                with pytest.raises(ValueError, match="profile: it was measured on"):
-                    fastsync.attach([torch.ones(3, requires_grad=True)], fastsync.Auto(profile=profile))
+                fastsync.attach([torch.ones(3, requires_grad=True)], fastsync.Auto(profile=other))
 
 
 def test_a_profile_has_to_know_the_wires_that_are_allowed() -> None:
     parameters = {"weight": torch.ones(3, requires_grad=True)}
-    of_one = replace(PROFILE, world_size=1, candidates=PROFILE.candidates[:2])
+    of_one = replace(PROFILE, world_size=1, ranks_per_host=(), candidates=PROFILE.candidates[:2])
     with group_of_one():
         group = dist.group.WORLD
         for allow, missing in (((), "bf16"), (("int8",), "bf16, int8")):
@@ -210,8 +173,7 @@ def test_what_is_not_allowed_is_not_chosen_and_complex_gradients_stay_whole() ->
         assert profile.world_size == 1
 
         def wires(compression: fastsync.Auto, parameter: torch.Tensor) -> set[str]:
-            plan = make_plan(compression, dist.group.WORLD, {"weight": parameter}, "params")
-            ((step, candidates),) = plan.phases
+            ((step, candidates),) = make_plan(compression, dist.group.WORLD, {"weight": parameter}, "params")
             assert step == 0
             return {candidate.compression.wire for candidate in candidates}
 
@@ -249,27 +211,19 @@ def _predict(points: Sequence[tuple[int, float]], numel: int) -> float:
     return seconds + (longer - seconds) * (numel - less) / (more - less)
 
 
-def _finds_another_profile(rank: int, world_size: int, folder: str) -> None:
+def _finds_another_profile(rank: int, world_size: int) -> None:
     usual = replace(PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),))))
-    usual.save(Path(folder) / f"{rank}.json")
     of_three = replace(usual, world_size=3)
-    of_three.save(Path(folder) / "three.json")
     without_bf16 = replace(usual, candidates=usual.candidates[:2])
-    missing, stale = Path(folder) / "missing", Path(folder) / "three.json"
-    for other, what in (
-        (missing, "No such file or directory"),
-        (stale, "it was measured on 3 ranks"),
-        (of_three, "it was measured on 3 ranks"),
-        (without_bf16, "without bf16"),
-    ):
-        own = Path(folder) / f"{rank}.json" if rank == 0 else other
+    for other, what in ((of_three, "it was measured on 3 ranks"), (without_bf16, "without bf16")):
+        own = usual if rank == 0 else other
         with pytest.raises(ValueError, match=f"the ranks do not agree on .*{what}") as told:
             fastsync.attach(torch.nn.Linear(4, 4), fastsync.Auto(profile=own))
         assert "rank 0: profile: fits this group" in str(told.value)
 
 
-def test_a_profile_that_will_not_do_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
-    run_ranks(_finds_another_profile, 2, str(tmp_path), timeout=60)
+def test_a_profile_that_will_not_do_on_one_rank_is_told_on_all() -> None:
+    run_ranks(_finds_another_profile, 2, timeout=60)
 
 
 def _travels_as_chosen(rank: int, world_size: int) -> None:
@@ -284,8 +238,8 @@ def _travels_as_chosen(rank: int, world_size: int) -> None:
             sync.explain()
         for _ in range(3):  # DDP makes other buckets after the first
             forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
-        explained = {row.numel: row.compression for row in sync.explain().rows if row.reason}
-        assert explained == {1000: NONE, 30_000: FP16}
+        explained = [" ".join(line.split()) for line in sync.explain().splitlines() if line.endswith("fastest")]
+        assert explained == ["fp16, all_reduce 1.700 fastest", "1 1,000 none, all_reduce 1.040 fastest"]
         width = {bucket.numel: bucket.wire_bytes / bucket.numel for bucket in _newest_step(sync, forward)}
         assert width[1000] == pytest.approx(4, abs=0.2)
         assert width[30_000] == pytest.approx(2, abs=0.1)
@@ -293,9 +247,8 @@ def _travels_as_chosen(rank: int, world_size: int) -> None:
         sync.compression = fastsync.Auto(profile=profile)
         sync.remeasure()
         assert sync.compression == fastsync.Auto()
-        measured = {row.seconds for row in sync.explain().rows}
-        assert None not in measured
-        assert len(measured) > 2
+        assert "bf16, all_reduce" in sync.explain()
+        assert "1.040" not in sync.explain(), "the time of the profile that was loaded"
         forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
         assert_same_on_all_ranks([parameter.grad for parameter in forward.parameters()])
 

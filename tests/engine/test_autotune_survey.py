@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fastsync.autotune.candidates import choose, compressions, volume
-from fastsync.autotune.survey import BUDGET, FACTOR, GROWTH, LARGEST, MAX_TURNS, MIN_TURNS, SMALLEST, survey
+from fastsync.autotune.choose import choose, compressions, volume
+from fastsync.autotune.measure import BUDGET, FACTOR, GROWTH, LARGEST, MAX_TURNS, MIN_TURNS, SMALLEST, Survey
 from fastsync.compression import Compression
 
 EVERYTHING = compressions(["none", "fp16", "bf16", "int8"], world_size=4)
@@ -64,7 +64,7 @@ LINKS = {
 @pytest.mark.parametrize("name", LINKS)
 def test_it_is_over_in_time(name: str, world_size: int) -> None:
     link = Link(*LINKS[name], world_size=world_size)
-    survey(link.volumes, link.take_turns)
+    Survey(link.volumes, link.take_turns).candidates()
     smallest = [turn for turn in link.log if turn[0] == SMALLEST]
     # What the smallest size takes, nobody knows before.
     assert link.spent <= max(BUDGET, sum(link.seconds(each, SMALLEST) for each in EVERYTHING))
@@ -81,7 +81,7 @@ def test_it_is_over_in_time_where_times_grow_as_fast_as_they_may() -> None:
             numel / SMALLEST
         )
     )
-    survey(link.volumes, link.take_turns)
+    Survey(link.volumes, link.take_turns).candidates()
     assert link.spent <= BUDGET
 
 
@@ -89,7 +89,7 @@ def test_it_is_over_in_time_where_times_grow_as_fast_as_they_may() -> None:
 @pytest.mark.parametrize("name", [name for name in LINKS if name != "another continent"])
 def test_its_choice_is_as_good_as_the_best_at_any_size(name: str, world_size: int) -> None:
     link = Link(*LINKS[name], world_size=world_size)
-    candidates = survey(link.volumes, link.take_turns)
+    candidates = Survey(link.volumes, link.take_turns).candidates()
     for numel in (1, 5_000, 50_000, 500_000, BUCKET):
         chosen = EVERYTHING[choose(candidates, numel)]
         best = min(link.seconds(compression, max(numel, SMALLEST)) for compression in EVERYTHING)
@@ -99,14 +99,14 @@ def test_its_choice_is_as_good_as_the_best_at_any_size(name: str, world_size: in
 def test_a_second_size_is_measured_where_a_turn_of_it_fits() -> None:
     # 52 ms a turn: three turns of ten times that would not fit, and of what is expected one does.
     link = Link(1.25e7, 3e-3, world_size=2)
-    candidates = survey(link.volumes, link.take_turns)
+    candidates = Survey(link.volumes, link.take_turns).candidates()
     assert min(len(candidate.points) for candidate in candidates) >= 2
     assert EVERYTHING[choose(candidates, BUCKET)].wire == "int8"
 
 
 def test_every_size_gets_several_turns_and_small_ones_leave_time_for_large_ones() -> None:
     link = Link(1.25e9, 5e-5)
-    survey(link.volumes, link.take_turns)
+    Survey(link.volumes, link.take_turns).candidates()
     turns = [sum(numel == size for numel, _ in link.log) for size in dict.fromkeys(numel for numel, _ in link.log)]
     assert len(turns) == 4
     assert min(turns) >= MIN_TURNS
@@ -119,7 +119,7 @@ def test_a_turn_that_was_disturbed_counts_for_nothing() -> None:
         return 7.0 if turn % 3 == 1 else 1.0
 
     link = Link(1.25e8, 1e-4, disturbance=disturbed)
-    for candidate in survey(link.volumes, link.take_turns):
+    for candidate in Survey(link.volumes, link.take_turns).candidates():
         for numel, seconds in candidate.points:
             if numel <= 2**16:  # beyond, there may have been one turn
                 assert seconds == link.seconds(candidate.compression, numel)
@@ -136,7 +136,7 @@ def test_full_width_is_chosen_where_only_the_cores_count(costs: tuple[float, ...
     link = Link(1.0, 0.0)
     link.seconds = lambda compression, numel: 1e-9 * numel * seconds(compression)  # type: ignore[method-assign]
     volumes = {compression: volume(compression, 2) for compression in between_two}
-    assert between_two[choose(survey(volumes, link.take_turns), BUCKET)] == between_two[0]
+    assert between_two[choose(Survey(volumes, link.take_turns).candidates(), BUCKET)] == between_two[0]
 
 
 def test_times_that_hide_what_values_cost_are_not_taken_for_free_values() -> None:
@@ -149,17 +149,5 @@ def test_times_that_hide_what_values_cost_are_not_taken_for_free_values() -> Non
         return undisturbed(compression, LARGEST if disturbed else numel)
 
     link.seconds = seconds  # type: ignore[method-assign]
-    found = {candidate.compression: candidate for candidate in survey(link.volumes, link.take_turns)}
+    found = {candidate.compression: candidate for candidate in Survey(link.volumes, link.take_turns).candidates()}
     assert found[lucky].predict(BUCKET) > 0.5 * undisturbed(lucky, BUCKET)
-
-
-def test_who_has_fallen_behind_for_good_is_left_out_and_stays_behind() -> None:
-    link = Link(4e7, 1e-4, world_size=8)
-    candidates = survey(link.volumes, link.take_turns)
-    hopeless = Compression("none", reduce="fp32", algorithm="one_shot")
-    largest_of = {compression: max(n for n, active in link.log if compression in active) for compression in EVERYTHING}
-    assert largest_of[hopeless] < max(largest_of.values()), "28 bytes a value, against less than 2"
-    (left_out,) = (candidate for candidate in candidates if candidate.compression == hopeless)
-    best = min(candidates, key=lambda candidate: candidate.points[-1][1])
-    assert len(left_out.points) == len(best.points)
-    assert left_out.predict(BUCKET) > 1.5 * best.predict(BUCKET)

@@ -81,24 +81,20 @@ def _how_much(rank: int, world_size: int) -> None:
     with pytest.raises(
         RuntimeError,
         match=r"'0\.bias' of Sequential differs between ranks: ranks \[0, 2\]: sha256 \w+; ranks \[1\]: sha256 \w+; "
-        r"6 of 7 entries differ, by up to 3 from rank 0's \('1\.num_batches_tracked' on rank 1\)",
+        r"6 of 7 entries differ",
     ):
         fastsync.check_consistency(model)
-    with pytest.raises(
-        RuntimeError, match=r"3 of 4 entries differ, by up to 0\.25 from rank 0's \('0\.bias' on rank 1\)$"
-    ):
+    with pytest.raises(RuntimeError, match=r"3 of 4 entries differ$"):
         fastsync.check_consistency(model, buffers=False)
     if rank == 2:
         with torch.no_grad():
             model[1].weight[0] = float("nan")
-    with pytest.raises(RuntimeError, match=r"by up to nan from rank 0's \('1\.weight' on rank 2\)"):
+    with pytest.raises(RuntimeError, match=r"3 of 4 entries differ$"):
         fastsync.check_consistency(model, buffers=False)
     for dtype in (torch.bfloat16, torch.float64, torch.int16, torch.uint8, torch.bool, torch.complex64):
         other = nn.Module()
         other.register_buffer("values", torch.tensor([[1, 0], [0, rank == 2]]).to(dtype).T)
-        with pytest.raises(
-            RuntimeError, match=r"1 of 1 entries differ, by up to 1 from rank 0's \('values' on rank 2\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"ranks \[2\]: sha256 \w+; 1 of 1 entries differ"):
             fastsync.check_consistency(other)
     other.register_buffer("values", torch.zeros(2 + rank))
     with pytest.raises(RuntimeError, match=r"ranks \[2\]: sha256 \w+; 1 of 1 entries differ; it is a buffer"):

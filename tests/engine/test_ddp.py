@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync import reference
+from tests import reference
 from tests.models import (
     SMALL_BUCKETS,
     Mlp,

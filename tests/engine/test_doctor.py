@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastsync import doctor, installation
+from fastsync import doctor
 
 
 def _extension(with_cuda: bool = False) -> SimpleNamespace:
@@ -98,7 +98,7 @@ def test_what_kept_the_cuda_kernels_out_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     _use(monkeypatch, _extension())
-    monkeypatch.setattr(installation, "HERE", tmp_path)
+    monkeypatch.setattr(doctor, "HERE", tmp_path)
     assert doctor.main() == 0
     assert "fused CUDA kernels: not built, and the build has noted no reason" in _limits(capsys.readouterr().out)
     note = tmp_path.joinpath(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").with_suffix(".torch")
@@ -106,7 +106,7 @@ def test_what_kept_the_cuda_kernels_out_is_said(
     assert doctor.main() == 0
     line = "fused CUDA kernels: no nvcc was found; run: pip install 'cuda-toolkit[nvcc]==13.2.2'; to build again: `pip"
     assert line in _limits(capsys.readouterr().out)
-    assert installation.built_for() == torch.__version__
+    assert doctor.built_for() == torch.__version__
 
 
 @pytest.mark.parametrize(("with_cuda", "gpu", "status"), [(False, True, 1), (True, True, 0), (False, False, 0)])

@@ -174,7 +174,7 @@ def _round(sync: Any, parameter: nn.Parameter, rank: int) -> Tensor:
 
 def _follow_the_step(rank: int, world_size: int, how: dict[str, Any]) -> None:
     compression = Compression("int8", rounding="stochastic", **how)
-    schedule = {0: compression, 2: "none", 4: compression}
+    schedule = fastsync.Schedule({0: compression, 2: "none", 4: compression})
     first, second = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
     sync = fastsync.attach([first], schedule, overlap=False)
     states, results = [], []

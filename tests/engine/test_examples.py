@@ -259,7 +259,7 @@ def test_hugging_faces_trainer_learns_with_two_bytes_a_gradient():
 
 
 def test_hugging_faces_callback_asks_for_its_trainer():
-    hf_trainer = pytest.importorskip("fastsync.hf_trainer", exc_type=ImportError)
+    hf_trainer = pytest.importorskip("fastsync.integrations.transformers", exc_type=ImportError)
     with pytest.raises(ValueError, match="trainer: expected the Trainer that this is added to, got 'fp16'"):
         hf_trainer.FastsyncCallback("fp16")
 

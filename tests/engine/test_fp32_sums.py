@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from fastsync import Compression, reference
+from fastsync import Compression
 from fastsync.compression import Algorithm, Wire
+from tests import reference
 from tests.models import (
     SMALL_BUCKETS,
     Given,

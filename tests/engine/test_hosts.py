@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync import Compression, reference
+from fastsync import Compression
 from fastsync.compression import Wire
-from fastsync.stats import describe_transport
+from tests import reference
 from tests.engine.hosts import entered, host_of, hosts
 from tests.engine.system_calls import refuse
 from tests.models import assert_same_on_all_ranks, random_grads
@@ -222,11 +222,12 @@ def test_groups_of_some_ranks_take_what_their_own_ranks_have() -> None:
         # New groups connect through the network, so these ranks enter their hosts once they have them.
         found = run_ranks(_on_a_mesh, 4, names)
     for inside, between in found:
-        assert inside == "shared memory"
-        assert "no two ranks are on one host" in between
+        assert inside.transport == "shared_memory"
+        assert between.transport == "process_group"
+        assert "no two ranks are on one host" in between.transport_reason
 
 
-def _on_a_mesh(rank: int, world_size: int, names: list[str]) -> list[str]:
+def _on_a_mesh(rank: int, world_size: int, names: list[str]) -> list[fastsync.SyncStats]:
     found = []
     for groups in (PAIRS, ALTERNATING):
         mine = next(ranks for ranks in groups if rank in ranks)
@@ -237,7 +238,7 @@ def _on_a_mesh(rank: int, world_size: int, names: list[str]) -> list[str]:
         with entered(names[host_of(PAIRS, rank)]):
             sync.synchronize()
         assert torch.equal(parameter.grad, torch.full((1000,), sum(mine) / 2))
-        found.append(describe_transport(sync.stats()))
+        found.append(sync.stats())
     return found
 
 
@@ -264,7 +265,7 @@ def _fails_once(rank: int, world_size: int, nodes: Nodes) -> None:
             parameter.grad = torch.full((1000,), float(rank + step))
             sync.synchronize()
             assert torch.equal(parameter.grad, torch.full((1000,), 1.5 + step))
-        return describe_transport(sync.stats())
+        return sync.stats().describe_transport()
 
     def average_without_memory() -> None:
         if rank == 2:

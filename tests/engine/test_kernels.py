@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastsync
-from fastsync import _C, kernels, reference
-from tests import standin
+from fastsync import _C, _handle
+from tests import reference, standin
 from tests.models import Given, random_grads
 from tests.ranks import run_ranks
 from tests.standin import DEVICE
@@ -152,10 +152,10 @@ class _OfCuda:
 
 
 def test_of_cuda_the_warning_says_what_the_build_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_seen", set())
-    monkeypatch.setattr(kernels, "cuda_left_out", lambda: "no nvcc; to build again: `pip install .`")
-    monkeypatch.setattr(kernels, "_C", _OfCuda)
+    monkeypatch.setattr(_handle, "_seen", set())
+    monkeypatch.setattr(_handle, "cuda_left_out", lambda: "no nvcc; to build again: `pip install .`")
+    monkeypatch.setattr(_handle, "_C", _OfCuda)
     monkeypatch.delenv("FASTSYNC_KERNELS", raising=False)
     group = dist.ProcessGroup(0, 1)
     with pytest.warns(UserWarning, match=r"on cuda are packed.*\(no nvcc; to build again: `pip install \.`\)$"):
-        kernels.look_at_kernels(group, [torch.device("cuda", 0)])
+        _handle.warn_of_generic_kernels(group, [torch.device("cuda", 0)])

@@ -1,7 +1,7 @@
 """Every wire and every algorithm, through both doors, for several steps: on NCCL ranks as on Gloo's.
 
 The bodies are the same for both, so that what runs on a CPU proves the tests that need a GPU. What the ranks add up
-themselves, in rank order, is compared bit by bit with a bucket's way worked out on the CPU by ``fastsync.reference``,
+themselves, in rank order, is compared bit by bit with a bucket's way worked out on the CPU by ``tests.reference``,
 what they keep for the next step included. What an all_reduce adds is only as exact as its dtype.
 """
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync import Compression, reference
+from fastsync import Compression
 from fastsync.compression import Algorithm, Wire
+from tests import reference
 from tests.models import Given, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of, random_grads
 from tests.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""torch.ops.fastsync.{pack,unpack,measure} against fastsync.reference, and the way torch sees them."""
+"""torch.ops.fastsync.{pack,unpack,measure} against tests.reference, and the way torch sees them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastsync._C  # noqa: F401 registers torch.ops.fastsync
-from fastsync import reference
+from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.emulated import ops
 from tests.engine.sample_inputs import (
@@ -572,7 +572,7 @@ AT_THE_END_OF_A_PAGE = """
 import ctypes, mmap
 import torch
 import fastsync._C
-from fastsync import reference
+from tests import reference
 from tests.engine.sample_inputs import GRAD_DTYPES, WIRE_DTYPES
 
 mappings = []

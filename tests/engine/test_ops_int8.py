@@ -1,4 +1,4 @@
-"""Blocks of int8 on the wire: torch.ops.fastsync against fastsync.reference, and what becomes of the values."""
+"""Blocks of int8 on the wire: torch.ops.fastsync against tests.reference, and what becomes of the values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastsync._C  # noqa: F401 registers torch.ops.fastsync
-from fastsync import reference
+from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.emulated import ops
 from tests.engine.sample_inputs import GRAD_DTYPES, in_either_order, on_each_device

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastsync._C  # noqa: F401 registers torch.ops.fastsync
-from fastsync import reference
+from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.emulated import ops
 from tests.engine.sample_inputs import GRAD_DTYPES, NUM_BEHIND, in_either_order, on_each_device, random_values

@@ -1,4 +1,4 @@
-"""fastsync.reference against facts that do not come from it: rational arithmetic, small integers, worked examples."""
+"""tests.reference against facts that do not come from it: rational arithmetic, small integers, worked examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsync import reference
+from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.sample_inputs import GRAD_DTYPES
 

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fastsync
-from fastsync import _C, Compression, reference
-from fastsync.autotune.candidates import Candidate, engine_schedule
+from fastsync import _C, Compression
+from fastsync.autotune.choose import Candidate, engine_schedule
 from fastsync.compression import Wire
+from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.sharded import (
     LIMITS,

@@ -19,8 +19,8 @@ from torch.torch_version import TorchVersion
 
 import fastsync
 from fastsync import _C, Compression
-from fastsync.autotune.candidates import Candidate, engine_schedule
-from fastsync.sharded import _Unit, _units_of
+from fastsync.autotune.choose import Candidate, engine_schedule
+from fastsync.fsdp import _Unit, _units_of
 from tests.bitwise import assert_bitwise_equal
 from tests.ranks import run_ranks
 

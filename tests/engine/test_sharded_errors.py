@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import _C, Compression
-from fastsync.autotune.candidates import Candidate, engine_schedule
+from fastsync.autotune.choose import Candidate, engine_schedule
 from tests.engine.sharded import Tied, batch_of, loss_of, sharded, step_of
 from tests.ranks import run_ranks
 

@@ -219,7 +219,9 @@ def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
         assert_bitwise_equal(one.to_local(), other.to_local(), f"parameter {index}")
 
 
-@pytest.mark.parametrize("compression", [{0: STOCHASTIC, 6: "fp16"}, "fp16"], ids=["scheduled", "fp16"])
+@pytest.mark.parametrize(
+    "compression", [fastsync.Schedule({0: STOCHASTIC, 6: "fp16"}), "fp16"], ids=["scheduled", "fp16"]
+)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Any, compression: Any) -> None:
     run_ranks(_goes_on, 2, str(tmp_path), compression)
 

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync import Compression, reference
+from fastsync import Compression
 from fastsync.compression import Wire
-from fastsync.stats import describe_transport
+from tests import reference
 from tests.engine.system_calls import before, refuse
 from tests.models import SMALL_BUCKETS, Fails, Given, assert_all_bitwise_equal, assert_same_on_all_ranks, random_grads
 from tests.ranks import RankError, run_ranks
@@ -418,7 +418,7 @@ def averages(sync: fastsync.GradientSynchronizer, parameters: list[nn.Parameter]
     set_grads(parameters, float(rank))
     sync.synchronize()
     assert_mean(parameters, 0.5)
-    return describe_transport(sync.stats())
+    return sync.stats().describe_transport()
 
 
 def _memfd_is_forbidden(rank: int, world_size: int, where: int) -> None:

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync import Compression, reference
+from fastsync import Compression
 from fastsync.compression import AnyCompression
+from tests import reference
 from tests.models import (
     SMALL_BUCKETS,
     STAMP,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from fastsync.installation import install_command
+from fastsync.doctor import install_command
 from fastsync.ppo.envs.make import Environments, FinishedEpisode, make_environments
 from fastsync.ppo.envs.resume import seed_from
 from fastsync.ppo.envs.spaces import random_actions

@@ -116,7 +116,6 @@ def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("words", "message"),
     [
         (["kubernetes"], "image is missing: say which container image"),
-        (["kubernetes", "--image", "mine", "--name", "My_job"], "name='My_job' may hold small letters"),
         (["kubernetes", "--image", "mine", "--nodes", "0"], "nodes=0 must be at least 1"),
         (["skypilot", "--nproc", "0"], "nproc=0 must be at least 1"),
         (["skypilot", "--resume", "runs/mine"], "the job always goes on with resume=auto"),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import fastsync
 from fastsync.distributed import process_group
-from fastsync.launch.ray import launch_on_ray
+from fastsync.integrations.ray import launch_on_ray
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import load_checkpoint

@@ -14,13 +14,13 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastsync._checks import format_bytes
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.console import Dashboard, Lines, format_share, result_table
 from fastsync.ppo.runs.metrics import Episode, EpisodeWindow, GpuUse, PhaseTimes, RankReport, Status, TrainResult
 from fastsync.ppo.runs.report import RunReport
 from fastsync.ppo.runs.straggler import WaitingTimes
 from fastsync.ppo.sync import SyncReport
-from fastsync.wording import format_bytes
 
 SETTINGS = Settings(total_steps=1000)
 

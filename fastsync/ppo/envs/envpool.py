@@ -10,12 +10,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from fastsync import _C
-from fastsync.installation import install_command
+from fastsync._checks import did_you_mean
+from fastsync.doctor import install_command
 from fastsync.ppo.envs.interface import Array, Bools, Environments, FinishedEpisode, Transition
 from fastsync.ppo.envs.resume import seed_from
 from fastsync.ppo.envs.spaces import check_spaces
 from fastsync.ppo.settings import RunSettings
-from fastsync.wording import did_you_mean
 
 # What gymnasium's "ALE/..." environments do with an action (Machado et al., 2018); EnvPool's own default is 0.
 REPEAT_ACTION_PROBABILITY = 0.25

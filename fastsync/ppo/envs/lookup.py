@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from fastsync.installation import install_command
+from fastsync._checks import did_you_mean
+from fastsync.doctor import install_command
 from fastsync.ppo.envs.atari import wrap_atari
 from fastsync.ppo.envs.dictionaries import pack
-from fastsync.wording import did_you_mean
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
 

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fastsync._checks import format_bytes
 from fastsync.ppo.runs.metrics import PHASES, Status, TrainResult, mean
 from fastsync.ppo.runs.straggler import WaitingTimes
-from fastsync.wording import format_bytes
 
 NUM_LINES = 20
 MAX_RANKS = 16

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from fastsync._checks import format_bytes
 from fastsync.files import write_whole
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.runs.lock import RunLock, check_free
 from fastsync.ppo.settings import Kind, RunSettings, dump_settings, load_settings
-from fastsync.wording import format_bytes
 
 CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from fastsync.doctor import install_command
 from fastsync.files import replacing
-from fastsync.installation import install_command
 
 
 class Logger(Protocol):

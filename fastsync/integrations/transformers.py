@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from .compression import AnyCompression
-from .handle import GradientHandle
-from .prepared import register_prepared
+from .._handle import GradientHandle
+from ..compression import AnyCompression
+from .accelerate import register_prepared
 
 
 class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is checked of transformers

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .compression import AnyCompression
-from .ddp import register_comm_hook
-from .distributed import group_of_this_rank
-from .handle import GradientHandle
-from .sharded import register_reduce_scatter
-from .synchronizer import attach
+from .._handle import GradientHandle
+from ..attach import attach
+from ..compression import AnyCompression
+from ..ddp import register_comm_hook
+from ..distributed import group_of_this_rank
+from ..fsdp import register_reduce_scatter
 
 
 def register_prepared(model: nn.Module, compression: AnyCompression = "none") -> GradientHandle:
@@ -20,7 +20,7 @@ def register_prepared(model: nn.Module, compression: AnyCompression = "none") ->
     Call it on every rank, on what ``accelerator.prepare`` returned, before the first backward. Of a model in
     DistributedDataParallel it is ``register_comm_hook``, of one that went through ``fully_shard``
     ``register_reduce_scatter``, and of one that a single rank left as it was ``attach``. For Hugging Face's Trainer
-    there is ``fastsync.hf_trainer.FastsyncCallback``.
+    there is ``fastsync.integrations.transformers.FastsyncCallback``.
 
     Args:
         model: the wrapped model, also where it was compiled.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from .checks import resolve_group
+from ._checks import resolve_group
+from ._handle import GradientHandle, forget, remember
 from .compression import AnyCompression, Auto, Compression, Schedule
-from .handle import GradientHandle, forget_handle, remember
-from .reference import SUM_OF_SQUARES
+from .stats import SUM_OF_SQUARES
 
 _NO_GRAPH_TASK = -1  # outside of any backward
 
@@ -120,7 +120,7 @@ class ShardedGradients(GradientHandle):
             else:
                 unit.module.set_all_reduce_hook(None)
         self._is_in_use = False
-        forget_handle(self)
+        forget(self)
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters whose gradients are synchronised."""
@@ -303,7 +303,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
     _check_agreement(handle, units[0].replica_group)
     for unit in units:
         unit.module.set_custom_reduce_scatter(_EngineReduceScatter(handle, unit))
-    remember(model, handle)
+    remember(handle, [model])
     return handle
 
 
@@ -354,7 +354,7 @@ def register_all_reduce_hook(
     _check_agreement(handle, shard_group)
     for unit in units:
         unit.module.set_all_reduce_hook(lambda values, unit=unit: handle.all_reduce(unit, values))
-    remember(model, handle)
+    remember(handle, [model])
     return handle
 
 

@@ -1,29 +1,38 @@
-"""The handles that hook and attach return: statistics, state for checkpoints, compression, the norm for clipping."""
+"""The handles that every entry point returns, which of them are in use, and what optimizers and scalers do to them."""
 
+from __future__ import annotations
+
+import gc
+import inspect
 import math
+import os
 import re
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from . import _C
-from .autotune.candidates import Explanation, engine_schedule
-from .autotune.plan import Plan, make_plan
+from .autotune.choose import engine_schedule, explain
+from .autotune.measure import Phases, make_plan
 from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
-from .grad_scaler import loss_scale, some_scaler_has_unscaled
-from .kernels import look_at_kernels
-from .reference import MAX_SCALE_EXPONENT
-from .stats import GradStats, SyncStats, describe_transport
+from .doctor import cuda_left_out
+from .stats import GradStats, SyncStats
+
+MAX_SCALE_EXPONENT = 118
+"""The engine's fp16 scales lie within 2**±118."""
 
 
 def own_rank() -> int:
@@ -34,7 +43,7 @@ def own_rank() -> int:
 class SyncHandle(ABC):
     """Statistics of an engine, and its state for checkpoints."""
 
-    _engine: "_C.HookState | _C.Synchronizer | _C.ShardedState"
+    _engine: _C.HookState | _C.Synchronizer | _C.ShardedState
 
     @abstractmethod
     def _named_parameters(self) -> Mapping[str, Tensor]: ...
@@ -81,7 +90,7 @@ class SyncHandle(ABC):
 
         Raises:
             ValueError: it is no state of an engine, a name is no parameter of the model, the step is no number of
-                steps, a scale is not a power of two within ``2**±reference.MAX_SCALE_EXPONENT``, or a residual is not
+                steps, a scale is not a power of two within ``2**±118``, or a residual is not
                 of its parameter's size.
         """
         named = self._named_parameters()
@@ -136,8 +145,10 @@ class GradientHandle(SyncHandle):
     _asked: Compression | Auto | Schedule
     """The compression, without what a DeviceMesh says."""
     _compression: Compression | Auto | Schedule
-    _plan: Plan
+    _phases: Phases
     _claimed_step = -1
+    _taken_by: ClassVar[str] = ""
+    """Ends the sentence that a parameter is averaged already: by what, and the way out."""
 
     def __repr__(self) -> str:
         # Asks nothing of the engine, which may be waiting for other ranks in another thread.
@@ -150,7 +161,7 @@ class GradientHandle(SyncHandle):
     def state_dict(self) -> dict[str, Any]:
         """As ``SyncHandle.state_dict``."""
         state = super().state_dict()
-        chosen = (candidate.compression for _, candidates in self._plan.phases for candidate in candidates)
+        chosen = (candidate.compression for _, candidates in self._phases for candidate in candidates)
         is_new = self._engine.num_steps() == self._engine.step() == 0
         if is_new and not state["residuals"] and any(each.error_feedback for each in chosen):
             trained = {name: p for name, p in self._named_parameters().items() if p.requires_grad and p.numel() > 0}
@@ -167,8 +178,8 @@ class GradientHandle(SyncHandle):
         self._asked = as_compression(compression)
         self._follow(on_nodes(self._asked, self._ranks_per_node))
 
-    def explain(self) -> Explanation:
-        """Tells what each bucket of the next step travels with, how it gets to other ranks, and why: to be printed.
+    def explain(self) -> str:
+        """Tells what each bucket of the next step travels with, how it gets to other ranks, and why, in a table.
 
         Raises:
             RuntimeError: no step was synchronised yet, which is when buckets are made.
@@ -179,8 +190,9 @@ class GradientHandle(SyncHandle):
                 "explain: buckets are made when the first backward is synchronised; before it, "
                 "fastsync.measure_group().choose(numel) tells what a bucket of so many values travels with"
             )
-        numels = [bucket.numel for bucket in stats.buckets]
-        return self._plan.explain(self._engine.step(), numels, describe_transport(stats))
+        step = self._engine.step()
+        candidates = next(candidates for first, candidates in reversed(self._phases) if first <= step)
+        return explain(candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
 
     def remeasure(self) -> None:
         """Measures the process group again where ``compression`` is chosen by measurement: now that links are others.
@@ -191,10 +203,10 @@ class GradientHandle(SyncHandle):
 
     def _follow(self, compression: Compression | Auto | Schedule, *, remeasure: bool = False) -> None:
         named = self._planned_parameters()
-        look_at_kernels(self._group, (parameter.device for parameter in named.values()))
-        plan = make_plan(compression, self._group, named, self._argument, remeasure=remeasure)
-        self._engine.set_schedule(engine_schedule(plan.phases))
-        self._plan, self._compression = plan, compression
+        warn_of_generic_kernels(self._group, (parameter.device for parameter in named.values()))
+        phases = make_plan(compression, self._group, named, self._argument, remeasure=remeasure)
+        self._engine.set_schedule(engine_schedule(phases))
+        self._phases, self._compression = phases, compression
 
     def _planned_parameters(self) -> Mapping[str, Tensor]:
         """Those whose gradients have to travel."""
@@ -203,6 +215,10 @@ class GradientHandle(SyncHandle):
     @abstractmethod
     def parameters(self) -> Sequence[Tensor]:
         """Returns the parameters whose gradients are averaged."""
+
+    def taken(self) -> Iterable[Tensor]:
+        """Returns the parameters that nothing else may average."""
+        return self.parameters()
 
     def claim_norm(self) -> Tensor:
         """Returns the newest ``GradStats.grad_norm`` for clipping, once: clipping changes it.
@@ -245,7 +261,7 @@ class GradientHandle(SyncHandle):
 
         One that was never handed over is known once it has stepped an optimizer.
         """
-        if some_scaler_has_unscaled(optimizer):
+        if _some_scaler_has_unscaled(optimizer):
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: a GradScaler has unscaled gradients since they were synchronised, so that "
                 "the norm that is known is too large by its scale; pass optimizer= and scaler=, or use "
@@ -283,22 +299,94 @@ def _is_residual(residual: object, parameter: Tensor) -> bool:
     return all(isinstance(p, Tensor) and p.dtype == dtype and p.shape == (parameter.numel(),) for p in parts)
 
 
-# In use, by the module that they were made for, or that they look after. None keeps the other alive.
-_handles: "WeakKeyDictionary[nn.Module, WeakSet[GradientHandle]]" = WeakKeyDictionary()
-_lock = threading.RLock()  # for _handles: one thread may attach while another detaches
+_seen: set[str] = set()
 
 
-def remember(module: nn.Module, handle: GradientHandle) -> None:
+def warn_of_generic_kernels(group: dist.ProcessGroup, devices: Iterable[torch.device]) -> None:
+    """Warns, once for a type of device, where torch's own operations go over its gradients and nobody has chosen that.
+
+    Gradients that the group sums on the host are a CPU's. Raises ValueError where FASTSYNC_KERNELS is neither "auto"
+    nor "aten".
+    """
+    for kind in {_C.device_of_sums(group, device).type for device in set(devices)} - _seen:
+        if _C.kernels(kind) == "generic" and os.environ.get("FASTSYNC_KERNELS") != "aten":
+            is_nvidia = kind == "cuda" and torch.version.hip is None
+            reason = cuda_left_out() if is_nvidia else "fastsync has some for CPUs and for NVIDIA GPUs"
+            warnings.warn(
+                f"fastsync: gradients on {kind} are packed by torch's own operations, which take more launches and "
+                f"more memory than fused kernels do: none were built for it{f' ({reason})' if reason else ''}",
+                stacklevel=5,  # where attach was called
+            )
+        _seen.add(kind)
+
+
+# ---- which handles are in use ---------------------------------------------------------------------------------------
+
+# One thread may attach while another steps, or detaches; and a handle may be collected while this is held.
+_lock = threading.RLock()
+_handles: WeakKeyDictionary[nn.Module, WeakSet[GradientHandle]] = WeakKeyDictionary()
+"""By the module that they were made for, or that they look after. None keeps the other alive."""
+_watched: WeakSet[GradientHandle] = WeakSet()
+"""Those whose optimizers are watched."""
+_hooks: list[RemovableHandle] = []
+"""Of all optimizers, while one of them is watched."""
+_checks: list[Callable[[Optimizer], None]] = []
+
+
+def remember(handle: GradientHandle, modules: Iterable[nn.Module]) -> None:
     """Lets ``handle_of`` find the handle."""
     with _lock:
-        _handles.setdefault(module, WeakSet()).add(handle)
+        for module in modules:
+            _handles.setdefault(module, WeakSet()).add(handle)
 
 
-def forget_handle(handle: GradientHandle) -> None:
-    """Ends that, for one that is in use no more."""
+def watch(handle: GradientHandle) -> None:
+    """From now on its parameters are taken, and its engine hears of optimizers' steps. One inside backward raises.
+
+    Of each step the engine is told, for version counters are left as they are by a fused one and by what writes to
+    ``.data``.
+    """
     with _lock:
+        _watched.add(handle)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
+    finalize(handle, _let_optimizers_be).atexit = False
+
+
+def forget(handle: GradientHandle) -> None:
+    """Ends what ``remember`` and ``watch`` began."""
+    with _lock:
+        _watched.discard(handle)
         for handles in _handles.values():
             handles.discard(handle)
+        _let_optimizers_be()
+
+
+def watched() -> list[GradientHandle]:
+    """Returns those that are watched, in a list of its own: another thread may attach meanwhile."""
+    with _lock:
+        return list(_watched)
+
+
+def modules_of(handle: GradientHandle) -> list[nn.Module]:
+    """Returns the modules that it was remembered for, the outermost first."""
+    with _lock:
+        return [module for module, handles in _handles.items() if handle in handles]
+
+
+def check_free(named: Mapping[str, Tensor], argument: str) -> None:
+    """Raises ValueError where a handle in use averages one of these parameters already."""
+    if _first_taken(named) is not None:
+        gc.collect()  # DDP is part of reference cycles, and that one may be in use no more
+    if (taken := _first_taken(named)) is not None:
+        name, handle = taken
+        raise ValueError(f"{argument}: parameter {name} is averaged already, {handle._taken_by}")
+
+
+def _first_taken(named: Mapping[str, Tensor]) -> tuple[str, GradientHandle] | None:
+    taken = {id(p): handle for handle in watched() for p in handle.taken()}
+    return next(((name, taken[id(p)]) for name, p in named.items() if id(p) in taken), None)
 
 
 def handle_of(module: nn.Module) -> GradientHandle:
@@ -321,3 +409,135 @@ def handle_of(module: nn.Module) -> GradientHandle:
             "module that attach() or register_comm_hook() was given, or keep what they return"
         )
     return handles[0]
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+_WAY_OUT = (
+    "so it would use this rank's own gradients and ranks would drift apart; let one optimizer step after backward() "
+    "has returned, or do not attach these parameters"
+)
+
+
+def before_each_step(check: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    """Has it called before each step of any optimizer, while something is watched."""
+    _checks.append(check)
+    return check
+
+
+def check_no_optimizer_in_backward(named: Mapping[str, Tensor], argument: str) -> None:
+    """Raises ValueError for parameters that torch's ``_apply_optimizer_in_backward`` was called with."""
+    for name, parameter in named.items():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"{argument}: parameter {name} has an optimizer that steps inside backward() "
+                f"(_apply_optimizer_in_backward), {_WAY_OUT}"
+            )
+
+
+def _let_optimizers_be() -> None:
+    """Where nothing is watched any more."""
+    with _lock:
+        if not list(_watched):
+            while _hooks:
+                _hooks.pop().remove()
+
+
+def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    for check in _checks:
+        check(optimizer)
+
+
+@before_each_step
+def _check_not_in_backward(optimizer: Optimizer) -> None:
+    if torch._C._current_graph_task_id() == -1:
+        return
+    averaged = {id(parameter) for handle in watched() for parameter in handle.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in averaged:
+                raise RuntimeError(
+                    f"fastsync: {type(optimizer).__name__} stepped inside backward() with a parameter of shape "
+                    f"{list(parameter.shape)} whose gradients are averaged over ranks when backward() ends, {_WAY_OUT}"
+                )
+
+
+def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    scaler = _scaler_that_steps()
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for handle in watched():
+        if not stepped.isdisjoint(map(id, handle.parameters())):
+            handle._engine.note_update()  # type: ignore[union-attr]  # sharded models are not watched
+            if scaler is not None:
+                handle.follow_scaler(scaler)
+
+
+# ---- GradScalers, asked without waiting for the device --------------------------------------------------------------
+
+_scalers: WeakSet[GradScaler] = WeakSet()
+
+
+def note_scaler(scaler: GradScaler) -> None:
+    """It is known from now on."""
+    with _lock:
+        _scalers.add(scaler)
+
+
+def loss_scale(scaler: GradScaler) -> Tensor:
+    """The tensor that ``update()`` writes the scale to, on its own device.
+
+    Raises:
+        RuntimeError: it has scaled no loss yet.
+    """
+    scale: Tensor | None = scaler._scale
+    if scale is None:
+        raise RuntimeError(
+            "scaler: it has scaled no loss yet, so these gradients are not its; call scaler.scale(loss).backward(), "
+            "or leave scaler out"
+        )
+    return scale
+
+
+def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Tells whether ``unscale_`` has divided the optimizer's gradients by the scale.
+
+    Raises:
+        RuntimeError: the optimizer has stepped since the scaler's last ``update()``.
+    """
+    stage = _stages(scaler).get(id(optimizer), OptState.READY)
+    if stage is OptState.STEPPED:
+        raise RuntimeError(
+            "scaler: it has stepped with these gradients already; clip between backward() and scaler.step(optimizer)"
+        )
+    return stage is OptState.UNSCALED
+
+
+def _some_scaler_has_unscaled(optimizer: Optimizer | None) -> bool:
+    """Tells whether a GradScaler that is known has unscaled the optimizer's gradients; None: any optimizer's.
+
+    Unscaling leaves no trace in the gradients: their version counters do not count it.
+    """
+    with _lock:
+        stages = [_stages(scaler) for scaler in _scalers]
+    return any(
+        OptState.UNSCALED in (each.values() if optimizer is None else [each.get(id(optimizer))]) for each in stages
+    )
+
+
+def _scaler_that_steps() -> GradScaler | None:
+    """Called as an optimizer steps, notices the GradScaler that has called it: nothing but the stack tells."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    scaler: GradScaler = frame.f_locals["self"]
+    note_scaler(scaler)
+    return scaler
+
+
+def _stages(scaler: GradScaler) -> dict[int, Any]:
+    """The stage of each optimizer by its id; of those that have been unscaled or stepped since the last update."""
+    if not scaler.is_enabled():
+        return {}
+    return {key: state["stage"] for key, state in scaler._per_optimizer_states.items()}

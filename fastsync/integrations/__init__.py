@@ -1,0 +1,1 @@
+"""One line in trainers that wrap models, or place ranks, themselves."""
