@@ -18,7 +18,6 @@ from rich.progress import Progress
 from benchmarks.baselines.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.launches import LAUNCHES, count
-from benchmarks.harness.memory import available_on, check_fits
 from benchmarks.harness.options import Device, check_json
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
@@ -74,7 +73,6 @@ class Options:
             nbytes = parse_bytes(size)
             if nbytes % 4 or not 1 <= max(self.tensors) <= nbytes // 4 or min(self.tensors) < 1:
                 raise ValueError(f"sizes: {size} are not whole float32 values for {max(self.tensors)} tensors")
-            check_fits(f"size {size}", memory_needed(nbytes), available_on(self.torch_device), "choose smaller sizes")
 
     @property
     def torch_device(self) -> torch.device:
@@ -97,11 +95,6 @@ def main(arguments: Sequence[str]) -> int:
 def num_sets(nbytes: int) -> int:
     """Input sets: as many as make 256 MiB of gradients, between 2 and 64."""
     return max(MIN_SETS, min(MAX_SETS, BYTES_IN_SETS // nbytes))
-
-
-def memory_needed(nbytes: int) -> int:
-    """Bytes allocated at most for so many bytes of gradients: each set, with a float32 wire, and what a way makes."""
-    return nbytes * (4 * num_sets(nbytes) + 6)
 
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
