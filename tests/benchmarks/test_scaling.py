@@ -1,0 +1,384 @@
+"""Scaling: efficiency and breakdown of known times, refusals, and real launches of tiny steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from benchmarks.__main__ import main
+from benchmarks.baselines.ways import WAYS, TrainingStep, Way
+from benchmarks.commands import scaling
+from benchmarks.commands.ddp import PARTS
+from benchmarks.commands.scaling import compute_figures, train
+from benchmarks.harness.records import Record, read_json
+from benchmarks.report.efficiency import overhead, points, reference
+from tests.benchmarks.rows import step_row
+from tests.ppo.test_launch_torchrun import free_port
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.end_to_end
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--ways", "fastsync.attach/none", "--model", "mlp", "--batch-size", "2", "--steps", "2", "--warmup", "2")
+LIMIT = 300.0  # seconds that commands have, whose processes all import torch, on however busy a machine
+
+
+# What follows from times.
+
+
+def test_weak_efficiency_is_the_time_of_one_rank_over_that_of_n():
+    rows = [step_row(n, [step] * 3, launch=launch) for n, step in ((1, 1.0), (2, 1.25), (4, 2.0)) for launch in (0, 1)]
+    found = points(rows)
+    assert [point.world_size for point in found] == [1, 2, 4]
+    assert [point.efficiency.value for point in found] == [1.0, 0.8, 0.5]
+    assert [point.efficiency[1:] for point in found] == [(1, 1), (0.8, 0.8), (0.5, 0.5)]
+    assert [point.launches for point in found] == [2, 2, 2]
+
+
+def test_strong_efficiency_is_that_of_constant_work():
+    rows = [step_row(n, [step] * 3, scaling="strong") for n, step in ((1, 1.0), (2, 0.5), (4, 0.5))]
+    assert [point.efficiency.value for point in points(rows)] == [1.0, 1.0, 0.5]
+
+
+def test_efficiency_is_relative_to_the_smallest_world_size():
+    strong = [step_row(n, [step] * 3, scaling="strong") for n, step in ((4, 1.0), (8, 0.625))]
+    assert [point.efficiency.value for point in points(strong)] == [1.0, 0.8]
+    assert [point.contention for point in points(strong)] == [None, None]
+    weak = [step_row(n, [step] * 3) for n, step in ((8, 1.25), (2, 1.0))]
+    assert [(point.world_size, point.efficiency.value) for point in points(weak)] == [(2, 1.0), (8, 0.8)]
+
+
+def test_all_ways_are_relative_to_the_fastest():
+    rows = [
+        step_row(n, [step] * 3, way=way)
+        for way, steps in (("ddp", (1.25, 2.0)), ("fastsync.attach/none", (1.0, 1.6)))
+        for n, step in zip((1, 2), steps, strict=True)
+    ]
+    found = points(rows)
+    assert [(point.way, point.efficiency.value) for point in found] == [
+        ("ddp", 0.8),
+        ("ddp", 0.5),
+        ("fastsync.attach/none", 1.0),
+        ("fastsync.attach/none", 0.625),
+    ]
+    assert reference(found) is found[2]
+
+
+def test_intervals_are_over_launches():
+    """Launches of 1.0 to 1.2 s and 2.0 to 2.4 s; within a launch all steps are alike."""
+    rows = [
+        step_row(n, [n * factor] * 100, launch=launch) for launch, factor in enumerate((1.0, 1.1, 1.2)) for n in (1, 2)
+    ]
+    point = points(rows)[1]
+    assert point.step == (2.2, 2.0, 2.4)
+    assert point.efficiency.value == 0.5
+    assert point.efficiency[1:] == pytest.approx((1.0 / 2.4, 1.2 / 2.0))
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    rows = [
+        step_row(n, [step + 0.01 * launch] * 3, launch=launch, compute=compute, stragglers=stragglers, scaling=kind)
+        for kind in ("weak",)
+        for n, step, compute, stragglers in ((1, 1.0, 0.75, 0.0), (2, 1.7, 0.9, 0.2), (4, 1.1, 1.0, 0.3))
+        for launch in range(3)
+    ]
+    one, two, four = points(rows)
+    for point in (one, two, four):
+        assert point.contention is not None
+        assert point.compute == 0.75
+        assert point.compute + point.contention + point.stragglers + point.exposed == pytest.approx(
+            point.step.value, rel=1e-12
+        )
+    assert (one.contention, one.stragglers) == (0.0, 0.0)
+    assert (two.contention, two.stragglers) == (pytest.approx(0.15), 0.2)
+    assert two.exposed == pytest.approx(1.71 - 0.75 - 0.15 - 0.2)
+    assert four.exposed < 0  # noise, which is shown as what it is
+
+
+def test_in_strong_scaling_a_fair_share_of_compute_is_its_nth_part():
+    rows = [
+        step_row(1, [1.0] * 3, compute=0.75, scaling="strong"),
+        step_row(2, [0.8] * 3, compute=0.5, scaling="strong"),
+    ]
+    point = points(rows)[1]
+    assert (point.compute, point.contention) == (0.375, 0.125)
+
+
+def test_without_world_size_1_contention_is_part_of_compute():
+    (point, _) = points([step_row(2, [1.0] * 3, compute=0.5), step_row(4, [1.0] * 3)])
+    assert (point.compute, point.contention) == (0.5, None)
+    assert point.compute + point.stragglers + point.exposed == pytest.approx(point.step.value, rel=1e-12)
+
+
+def test_rows_of_several_jobs_are_not_held_against_each_other():
+    rows = [step_row(1, [1.0] * 3), step_row(2, [1.25] * 3)]
+    strong = [step_row(n, [1.0] * 3, scaling="strong") for n in (1, 2)]
+    with pytest.raises(ValueError, match=r"several jobs, weak scaling of mlp .* 8 samples a rank over gloo; strong"):
+        points([*rows, *strong])
+    for name, value in {"model": "gpt2", "scale": "full", "batch_size": 9, "backend": "nccl", "numel": 11}.items():
+        other = replace(rows[1], settings={**rows[1].settings, name: value})
+        with pytest.raises(ValueError, match="the rows are of several jobs"):
+            points([rows[0], other])
+    assert [point.world_size for point in points(strong)] == [1, 2]
+
+
+def test_a_point_is_oversubscribed_if_one_of_its_launches_is():
+    rows = [step_row(2, [1.0], launch=launch, oversubscribed=launch == 1) for launch in range(2)]
+    assert points(rows)[0].oversubscribed
+
+
+def test_what_is_wrong_makes_no_point():
+    rows = [step_row(1, [1.0] * 3), step_row(2, [], correct=False), step_row(2, [1.0], correct=False, launch=1)]
+    assert [point.world_size for point in points(rows)] == [1]
+    assert points([]) == []
+
+
+def test_compute_is_the_mean_of_the_ranks_and_stragglers_are_what_the_slowest_takes_more():
+    of_rank = [[1.0, 1.0, 9.0], [1.0, 3.0, 9.0]]
+    assert compute_figures(of_rank) == {"compute": 2.0, "stragglers": 0.0}
+    assert compute_figures([[1.0, 1.0], [4.0, 2.0], [1.0, 3.0]]) == {"compute": 2.0, "stragglers": 1.5}
+
+
+def test_the_overhead_is_the_median_of_the_launches():
+    assert overhead([step_row(1, [1.0])]) == 1e-6
+    assert overhead([]) is None
+
+
+# The command, with launches that are made up.
+
+Launched = list[tuple[int, scaling.Options]]
+Launcher = Callable[[Sequence[list[Record] | BaseException]], Launched]
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    """On a machine of two cores, launches that end as told, one after the other; what each was to measure."""
+    monkeypatch.setattr("fastsync._C.num_usable_cores", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+    def prepare(endings: Sequence[list[Record] | BaseException]) -> Launched:
+        launched: Launched = []
+
+        def launch(
+            fn: object, nproc: int, options: scaling.Options, number: int, *, stop_timeout: float
+        ) -> list[list[Record]]:
+            del fn, number, stop_timeout
+            launched.append((nproc, options))
+            ending = endings[len(launched) - 1]
+            if isinstance(ending, BaseException):
+                raise ending
+            return [ending] * nproc
+
+        monkeypatch.setattr(scaling, "launch_ranks", launch)
+        return launched
+
+    return prepare
+
+
+def test_world_sizes_take_turns(tmp_path: Path, launcher: Launcher):
+    launched = launcher([[step_row(n, [1.0], scaling="strong")] for n in (1, 2, 4)] * 2)
+    options = ("--world-sizes", "4,1,2", "--repetitions", "2", "--batch-size", "8", "--strong", "--oversubscribe")
+    assert main(["scaling", *options, "--report", str(tmp_path / "report")]) == 0
+    assert [nproc for nproc, _ in launched] == [1, 2, 4, 1, 2, 4]
+    assert [row.settings["world_size"] for row in read_json(tmp_path / "report/rows.json")] == [1, 2, 4] * 2
+    page = (tmp_path / "report/index.html").read_text()
+    assert "Strong scaling of mlp, 8 samples in all" in page
+    assert "--world-sizes 4,1,2" in page
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "note"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SignalException("", signal.SIGINT), 130, "interrupted"),
+        (SignalException("", signal.SIGTERM), 143, "interrupted"),
+        (ChildFailedError("x", {1: ProcessFailure(1, 7, 1, "/nowhere")}), 1, "rank 1 failed first"),
+        ([step_row(2, [], correct=False)], 1, "WRONG: ddp at"),
+    ],
+)
+def test_whatever_ends_it_the_report_of_what_there_is_is_written(
+    tmp_path: Path,
+    launcher: Launcher,
+    capsys: pytest.CaptureFixture[str],
+    ending: list[Record] | BaseException,
+    status: int,
+    note: str,
+):
+    launcher([[step_row(1, [1.0])], ending])
+    folder = tmp_path / "report"
+    assert main(["scaling", "--world-sizes", "1", "2", "--repetitions", "1", "--report", str(folder)]) == status
+    assert len([row for row in read_json(folder / "rows.json") if row.correct]) == 1
+    assert note in capsys.readouterr().out
+    assert note in (folder / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--world-sizes", "4"), "4 ranks: this machine has 2 cores"),
+        (("--world-sizes", "1,2,4"), "--oversubscribe"),
+        (("--world-sizes", "0"), "each from 1 on"),
+        (("--world-sizes",), "name at least one"),
+        (("--world-sizes", "two"), "two"),
+        (("--world-sizes", "2", "3", "--strong", "--batch-size", "64"), "batch_size=64 cannot be shared by 3 ranks"),
+        (("--strong",), "--strong takes the number of samples of all ranks together"),
+        (("--steps", "0"), "steps=0 must be at least 1"),
+        (("--repetitions", "0"), "repetitions=0 must be at least 1"),
+        (("--warmup", "1"), "warmup=1 must be at least 2"),
+        (("--step-timeout", "0"), "step_timeout=0.0 must be more than 0"),
+        (("--ways",), "ways: choose at least one of"),
+        (("--ways", "all_reduce/fp32"), "all_reduce/fp32"),
+        (("--ways", "ddp/bf16_compress_hook", "--device", "cpu"), "PyTorch refuses it on gloo"),
+        (("--report", "FILE"), "is a file"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    launched = launcher([])
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").touch()
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["scaling", *arguments])
+    assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
+    assert launched == []
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+
+
+def test_samples_of_a_rank():
+    weak = scaling.Options(world_sizes=(1, 2, 3), batch_size=12, oversubscribe=True)
+    strong = scaling.Options(world_sizes=(1, 2, 3), batch_size=12, strong=True, oversubscribe=True)
+    assert [weak.samples(size) for size in (1, 2, 3)] == [12, 12, 12]
+    assert [strong.samples(size) for size in (1, 2, 3)] == [12, 6, 4]
+
+
+# Real launches.
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The command in a session of its own, as a terminal would have it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "scaling", *TINY, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def left_of_session(session: int) -> list[str]:
+    """The processes that still run in it, without those that have ended and whom init has not taken notice of."""
+    command = ["ps", "-s", str(session), "-o", "stat=,pid=,args="]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return [line for line in found.splitlines() if not line.startswith("Z")]
+
+
+def check_rows(folder: Path, world_size: int) -> None:
+    rows = [row for row in read_json(folder / "rows.json") if row.settings["world_size"] == world_size]
+    assert [row.way for row in rows] == ["no_ddp", "fastsync.attach/none"]
+    for row in rows:
+        assert row.correct
+        assert len(row.samples) == 2
+        assert min(row.samples) > 0
+        assert row.figures["overhead"] > 0
+        assert row.environment["torch"] == torch.__version__
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_a_launcher_starts_ranks_of_several_machines(tmp_path: Path):
+    """Two agents of torchrun on this one, and their rows beside those of one rank in one report."""
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-port",
+        str(free_port()),
+    )
+    port, rest = str(free_port()), ("-m", "benchmarks", "scaling", *TINY, "--report", "two")
+    machines = [
+        subprocess.Popen(
+            [sys.executable, *torchrun, "--master-port", port, "--node-rank", str(rank), *rest],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [machine.communicate(timeout=LIMIT)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(said)
+    assert "Weak scaling of mlp (small), 2 samples a rank" in "".join(said)
+    check_rows(tmp_path / "two", 2)
+    assert {row.settings["nodes"] for row in read_json(tmp_path / "two/rows.json")} == {2}
+    one = start(tmp_path, "--world-sizes", "1", "--repetitions", "1", "--report", "one")
+    assert one.wait(LIMIT) == 0, one.communicate()[0]
+    check_rows(tmp_path / "one", 1)
+    rows = (str(tmp_path / "one/rows.json"), str(tmp_path / "two/rows.json"))
+    assert main(["report", *rows, "--report", str(tmp_path / "both")]) == 0
+    page = (tmp_path / "both/index.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 2
+    assert "fastsync.attach/none on 2 ranks" in page
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_ctrl_c_leaves_a_report_and_no_process(tmp_path: Path):
+    process = start(tmp_path, "--world-sizes", "1", "--repetitions", "1000", "--report", "report")
+    rows = tmp_path / "report/rows.json"
+    deadline = time.monotonic() + LIMIT
+    while not (rows.exists() and len(read_json(rows)) >= 2):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no launch has ended"
+        time.sleep(0.1)
+    time.sleep(1)  # into the next launch
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=LIMIT / 3)
+    assert process.returncode == 130, said
+    deadline = time.monotonic() + LIMIT / 3
+    while left := left_of_session(process.pid):  # the kernel may be slow to take down what has ended
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    assert "interrupted; launches before are reported" in said
+    kept = read_json(rows)
+    assert len(kept) >= 2
+    page = (tmp_path / "report/index.html").read_text()
+    assert "interrupted; launches before are reported" in page
+    assert page.count("data:image/svg+xml;base64,") == 2
+
+
+def measure_with_a_wrong_way(rank: int, world_size: int) -> list[Record]:
+    del rank, world_size
+    WAYS["wrong"] = PARTS["wrong"] = Way(lambda gradients, group: TrainingStep(gradients.model()))
+    options = scaling.Options(ways=("wrong", "cat"), batch_size=2, steps=2, warmup=2, oversubscribe=True)
+    return train(options, 0, torch.device("cpu"))
+
+
+def test_a_wrong_way_is_not_timed():
+    first, second = run_ranks(measure_with_a_wrong_way, 2)
+    assert first == second
+    assert [(row.way, row.correct, len(row.samples)) for row in first] == [
+        ("no_ddp", True, 2),
+        ("wrong", False, 0),
+        ("cat", True, 2),
+    ]
