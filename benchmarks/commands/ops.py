@@ -5,7 +5,7 @@ fit into the cache together; those of the smallest do, as the newest gradients d
 the same sets and take turns in an order that changes; "nothing" is what the loop itself costs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import tyro
-from rich.progress import Progress
 
 from benchmarks.baselines.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.harness.collect import Collected, collect
@@ -103,7 +102,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
     device = options.torch_device
     cases = [(size, n, wire) for size in options.sizes for n in options.tensors for wire in options.wires]
     with progress_bars(shown=True) as progress:
-        for size, num_tensors, wire in _each(cases, progress):
+        for size, num_tensors, wire in progress.track(cases, description="pack and unpack"):
             sets = _input_sets(parse_bytes(size), num_tensors, wire, device, options.seed)
             for name in PASSES:
                 rows.add(measure(name, sets, _settings(size, num_tensors, wire, len(sets), options), device))
@@ -201,14 +200,6 @@ def _time(run: Callable[[Buffers], None], sets: list[Buffers], device: torch.dev
 
 def _do_nothing(buffers: Buffers) -> None:
     del buffers
-
-
-def _each(cases: list[tuple[str, int, str]], progress: Progress) -> Iterator[tuple[str, int, str]]:
-    task = progress.add_task("pack and unpack", total=len(cases))
-    for size, num_tensors, wire in cases:
-        progress.update(task, description=f"{size}, {num_tensors} tensors, {wire}", refresh=True)
-        yield size, num_tensors, wire
-        progress.update(task, advance=1, refresh=True)
 
 
 def _title(record: Record) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 import tyro
@@ -29,7 +29,7 @@ from benchmarks.baselines import compressions
 from benchmarks.baselines.compressions import WIRE_BYTES
 from benchmarks.harness.options import check_positive
 from benchmarks.harness.records import Record, read_json
-from benchmarks.report.table import OVERSUBSCRIBED, grouped_by, make_table, milliseconds, print_lines, print_table
+from benchmarks.report.table import OVERSUBSCRIBED, Table, grouped_by, milliseconds, print_lines, print_table
 from benchmarks.units import format_rate, parse_rate
 
 ROUTES: Mapping[str, Callable[[int], tuple[float, float]]] = {
@@ -98,8 +98,7 @@ class Options:
         return Job(numel, self.compute_time or compute, math.ceil(4 * numel / (self.bucket_mb * 2**20)))
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One training step of one rank: float32 gradients, seconds without communication, equal buckets."""
 
     numel: int
@@ -272,24 +271,10 @@ def worst_near(left_out: Sequence[tuple[int, float]], numel: float) -> float:
     return max(near or [error for _, error in left_out])
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Of a way on a number of ranks. low and high: every sync off by the worst error near it."""
-
-    way: str
-    link: str
-    num_ranks: int
-    exposed: float
-    efficiency: float
-    low: float
-    high: float
-    extrapolated: bool
-
-
 def predict(
     options: Options, model: CostModel, points: Sequence[Point], left_out: Sequence[tuple[int, float]]
-) -> Iterator[Prediction]:
-    """One for each bandwidth, way and number of ranks."""
+) -> Iterator[Sequence[str]]:
+    """Lines of the table: one for each bandwidth, way and number of ranks."""
     job, most_ranks = options.job, max(point.num_ranks for point in points)
     in_bucket, numels = job.numel / job.num_buckets, [point.numel for point in points]
     worst = worst_near(left_out, in_bucket)
@@ -297,23 +282,17 @@ def predict(
         per_byte = None if rate is None else 8 / parse_rate(rate)
         factors = (1.0, 1 / max(1 - worst, 1e-9), 1 / (1 + worst))
         exposed = [model.exposed_time(way, job, num_ranks, per_byte, slower) for slower in factors]
-        efficiencies = [job.compute / (job.compute + seconds) for seconds in exposed]
+        efficiency, low, high = (f"{job.compute / (job.compute + seconds):.1%}" for seconds in exposed)
         measured = num_ranks <= most_ranks and min(numels) <= in_bucket <= max(numels) and rate is None
-        yield Prediction(way, rate or "as fitted", num_ranks, exposed[0], *efficiencies, extrapolated=not measured)
+        ranks = f"{num_ranks}{'' if measured else '*'}"
+        yield way, rate or "as fitted", ranks, milliseconds(exposed[0]), efficiency, f"[{low}, {high}]"
 
 
-COLUMNS: Mapping[str, Callable[[Any], str]] = {
-    "way": lambda row: row.way,
-    "link": lambda row: row.link,
-    "ranks": lambda row: f"{row.num_ranks}{'*' if row.extrapolated else ''}",
-    "exposed, ms": lambda row: milliseconds(row.exposed),
-    "efficiency": lambda row: f"{row.efficiency:.1%}",
-    "with the worst error": lambda row: f"[{row.low:.1%}, {row.high:.1%}]",
-}
+HEADINGS = ("way", "link", "ranks", "exposed, ms", "efficiency", "with the worst error")
 
 
 def report(
-    options: Options, model: CostModel, left_out: Sequence[tuple[int, float]], predictions: Sequence[Prediction]
+    options: Options, model: CostModel, left_out: Sequence[tuple[int, float]], predictions: Sequence[Sequence[str]]
 ) -> None:
     """Prints the parameters, how far they can be trusted, the predictions and what is assumed."""
     job = options.job
@@ -324,7 +303,7 @@ def report(
         trust = f"median {median(errors):.1%}, worst {max(errors):.1%} of {len(errors)}"
         print_lines([f"  {of_size[0][0]:>12,} values: {trust}"])
     title = f"{job.numel:,} parameters, {job.compute * 1e3:.3g} ms of compute a step and rank"
-    print_table(title, make_table(COLUMNS, predictions))
+    print_table(title, Table(HEADINGS, predictions))
     print_lines([ASSUMED.format(num_buckets=job.num_buckets, share=BACKWARD_SHARE)])
 
 
