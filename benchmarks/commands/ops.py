@@ -6,7 +6,7 @@ the same sets and take turns in an order that changes; "nothing" is what the loo
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,12 +114,13 @@ def measure(name: str, sets: list[Buffers], settings: Mapping[str, Any], device:
     ways = PASSES[name]
     right = {way: is_right(name, ways[way], sets[0]) for way in ways}
     launches = {way: count(partial(ways[way].run, sets[0]), device).launches for way in ways}
-    timed: dict[str, Callable[[Buffers], None]] = {way: ways[way].run for way in ways if right[way]}
-    samples: dict[str, list[float]] = {way: [] for way in (NOTHING, *timed)}
+    timed: dict[str, Callable[[Buffers], object]] = {way: ways[way].run for way in ways if right[way]}
+    timed[NOTHING] = lambda buffers: None
+    samples: dict[str, list[float]] = {way: [] for way in timed}
     order = rounds(samples, settings["warmup"] + settings["repetitions"], settings["seed"])
     for turn, names in enumerate(order):
         for way in names:
-            seconds = _time(timed.get(way, _do_nothing), sets, device)
+            seconds = _time(timed[way], sets, device)
             if turn >= settings["warmup"]:
                 samples[way].append(seconds)
     right = {way: right[way] and is_right(name, ways[way], sets[-1]) for way in ways}
@@ -171,7 +172,6 @@ COLUMNS: Columns = {
 
 
 def _settings(size: str, num_tensors: int, wire: str, sets: int, options: Options) -> dict[str, Any]:
-    chosen = asdict(options)
     return {
         "size": format_bytes(parse_bytes(size)),
         "numel": parse_bytes(size) // 4,
@@ -179,7 +179,7 @@ def _settings(size: str, num_tensors: int, wire: str, sets: int, options: Option
         "wire": wire,
         "input_sets": sets,
         "device": options.torch_device.type,
-        **{name: chosen[name] for name in ("threads", "repetitions", "warmup", "seed")},
+        **{name: getattr(options, name) for name in ("threads", "repetitions", "warmup", "seed")},
     }
 
 
@@ -190,16 +190,12 @@ def _input_sets(nbytes: int, num_tensors: int, wire: str, device: torch.device, 
     return sets
 
 
-def _time(run: Callable[[Buffers], None], sets: list[Buffers], device: torch.device) -> float:
+def _time(run: Callable[[Buffers], object], sets: list[Buffers], device: torch.device) -> float:
     stopwatch = Stopwatch(device)
     with stopwatch:
         for buffers in sets:
             run(buffers)
     return stopwatch.seconds() / len(sets)
-
-
-def _do_nothing(buffers: Buffers) -> None:
-    del buffers
 
 
 def _title(record: Record) -> str:

@@ -110,7 +110,7 @@ def _stack(axes: Axes, place: int, point: Point) -> None:
         bottom = above if value >= 0 else below
         axes.bar(place, value, 0.7, bottom, color=colour, hatch=hatch, edgecolor="white", label=part)
         above, below = above + max(value, 0.0), below + min(value, 0.0)
-    axes.annotate(f"{point.step.value * 1e3:.3g}", (place, above), ha="center", va="bottom", fontsize=9)
+    axes.annotate(f"{point.step.value * 1e3:.4g}", (place, above), ha="center", va="bottom", fontsize=9)
 
 
 def _tick(point: Point) -> str:
