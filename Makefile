@@ -124,10 +124,10 @@ bench: venv
 	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-columns=median,iqr,rounds $(PYTEST_ARGS)
 
 check-cuda: venv
-	$(BIN)/python tools/check_cuda.py
+	$(BIN)/python tools/check_compile.py cuda
 
 check-aarch64: venv
-	$(BIN)/python tools/check_aarch64.py
+	$(BIN)/python tools/check_compile.py aarch64
 
 # On a machine that has torch already, maybe without a network: no environment is made.
 PROVE_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)

@@ -42,13 +42,3 @@ def half_steps(name: str) -> float | None:
         return None
     times = 1 if "one_shot" in options else 2
     return float(times * (2 if "stochastic" in options else 1) * (2 if "ef" in options else 1))
-
-
-def held_bytes(name: str, num_ranks: int) -> float:
-    """Returns the bytes kept for each value: every rank's wire in one_shot, two in two_shot, and residuals."""
-    if name in CHOSEN:
-        return held_bytes("none+one_shot", num_ranks)  # the most that may be chosen
-    wire, options = split(name)
-    wires = {"all_reduce": 0, "one_shot": num_ranks, "two_shot": 2}[algorithm(name, num_ranks)]
-    residuals = 2 * 4 if "ef" in options else 0
-    return wires * WIRE_BYTES[wire] + residuals

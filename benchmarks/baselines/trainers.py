@@ -6,7 +6,6 @@ Prints one JSON object: the fields of ``Outcome``.
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,75 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-
-@dataclass(frozen=True)
-class Training:
-    """The settings of a training. Counts of environments and minibatches are those of all ranks together."""
-
-    total_steps: int
-    num_envs: int
-    num_steps: int
-    num_minibatches: int
-    num_epochs: int
-    seed: int
-    env: str = "CartPole-v1"
-    """A game of ALE is seen in pictures, by convolutions that actor and critic share."""
-    learning_rate: float = 2.5e-4
-    """At the start; it falls to 0 over the training."""
-    clip: float = 0.2
-    entropy: float = 0.01
-    normalize: bool = False
-    """Observations and rewards, by running moments."""
-    hidden_size: int = 64
-    nproc: int = 1
-    vectorization: str = "auto"
-    cleanrl: str | None = None
-    """CleanRL's ppo.py."""
-    pufferlib: str | None = None
-    """The Python that has PufferLib."""
-    device: str = "cpu"
-    """What policies compute on: cpu or cuda."""
-
-    @property
-    def is_atari(self) -> bool:
-        return self.env.startswith("ALE/")
-
-    @property
-    def batch_size(self) -> int:
-        return self.num_envs * self.num_steps
-
-    @property
-    def minibatch_size(self) -> int:
-        return self.batch_size // self.num_minibatches
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a training has done."""
-
-    steps: int
-    """Of environments."""
-    seconds: float
-    """Of collecting and learning, without start-up."""
-    mean_return: float | None = None
-    """Of the last 100 episodes; None where the trainer does not tell it."""
-    phases: dict[str, float] | None = None
-    """Where it was asked for: seconds of rank 0 for an optimizer step, by what they go into."""
-
-    @property
-    def speed(self) -> float:
-        return self.steps / self.seconds
-
-
-GAMMA, GAE_LAMBDA = 0.99, 0.95
+from benchmarks.baselines.training import GAE_LAMBDA, GAMMA, Outcome, Training
 
 
 def train_fastsync(training: Training) -> Outcome:
@@ -90,16 +28,6 @@ def train_fastsync(training: Training) -> Outcome:
 
     with tempfile.TemporaryDirectory() as folder:
         return launch_ranks(fastsync_rank, training.nproc, _settings(training, folder))[0]
-
-
-def train_fastsync_phases(training: Training) -> Outcome:
-    """As ``train_fastsync``, telling where the time goes."""
-    from benchmarks.baselines.trainer_phases import fastsync_rank_phases
-    from fastsync.launch.torchrun import launch_ranks
-
-    with tempfile.TemporaryDirectory() as folder:
-        outcome, phases = launch_ranks(fastsync_rank_phases, training.nproc, _settings(training, folder))[0]
-    return replace(outcome, phases=phases)
 
 
 def train_fastsync_apart(training: Training) -> Outcome:
@@ -203,43 +131,11 @@ def _sb3_environments(training: Training) -> Any:
     return VecNormalize(envs, gamma=GAMMA) if training.normalize else envs
 
 
-def train_cleanrl(training: Training) -> Outcome:
-    """CleanRL's script tells its speed itself: steps so far by the time since its environments began."""
-    options = {
-        "total-timesteps": training.total_steps,
-        "num-envs": training.num_envs,
-        "num-steps": training.num_steps,
-        "num-minibatches": training.num_minibatches,
-        "update-epochs": training.num_epochs,
-        "learning-rate": training.learning_rate,
-        "seed": training.seed,
-    }
-    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    assert training.cleanrl is not None
-    with tempfile.TemporaryDirectory() as folder:
-        cuda = "--cuda" if training.device == "cuda" else "--no-cuda"
-        command = [sys.executable, str(Path(training.cleanrl).resolve()), *arguments, cuda]
-        printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
-    speed = int(re.findall(r"^SPS: (\d+)$", printed, flags=re.MULTILINE)[-1])
-    steps = training.total_steps // training.batch_size * training.batch_size
-    return Outcome(steps, steps / speed)
-
-
 def train_cleanrl_loop(training: Training) -> Outcome:
     """CleanRL's way of working, without its script."""
     from benchmarks.baselines.cleanrl_loop import train
 
     return train(training)
-
-
-def train_pufferlib(training: Training) -> Outcome:
-    """PufferLib needs older packages than all others, so it runs in a Python of its own."""
-    assert training.pufferlib is not None
-    script = Path(__file__).with_name("pufferlib_trainer.py")
-    with tempfile.TemporaryDirectory() as folder:
-        command = [training.pufferlib, str(script), json.dumps(asdict(training)), str(GAMMA), str(GAE_LAMBDA)]
-        printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return Outcome(**json.loads(printed.splitlines()[-1]))
 
 
 def step_environment_alone(training: Training) -> Outcome:
@@ -267,11 +163,8 @@ def step_environment_alone(training: Training) -> Outcome:
 TRAINERS: dict[str, Callable[[Training], Outcome]] = {
     "fastsync": train_fastsync,
     "fastsync apart": train_fastsync_apart,
-    "fastsync phases": train_fastsync_phases,
     "stable-baselines3": train_sb3,
-    "cleanrl": train_cleanrl,
     "cleanrl loop": train_cleanrl_loop,
-    "pufferlib": train_pufferlib,
     "environment alone": step_environment_alone,
 }
 

@@ -17,12 +17,11 @@ import torch
 import tyro
 from rich.progress import Progress
 
-from benchmarks.baselines.models import TRAININGS, Scale, Training
+from benchmarks.baselines.models import TRAININGS, Scale
 from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC, PARTS
 from benchmarks.baselines.ways import BARE, BY_DEFAULT, WAYS, Way, with_their_limits
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import Measurement, measure_each, measure_training, measured_figures
-from benchmarks.harness.memory import check_ranks_fit
 from benchmarks.harness.options import RankOptions, run_on_ranks
 from benchmarks.harness.records import Record, RowFile
 from benchmarks.report.table import (
@@ -75,25 +74,12 @@ class Options(RankOptions):
             raise ValueError(f"models: choose at least one of {', '.join(TRAININGS)}")
         check_at_least(self, batch_size=1)
         check_installed(self.models)
-        for name in self.models:
-            needed = memory_needed(TRAININGS[name][self.scale], 1 + len(with_their_limits(self.ways)))
-            way_out = "choose fewer --ways, other models, or --scale small"
-            check_ranks_fit(f"model {name}", needed, self.nproc, way_out, self.cpu, self.share_gpus)
 
 
 def check_installed(models: Sequence[str]) -> None:
     """Refuses policies where gymnasium is missing."""
     if any(name in POLICIES for name in models) and importlib.util.find_spec("gymnasium") is None:
         raise ValueError(f"models {', '.join(POLICIES)} need gymnasium, which the extra 'train' installs")
-
-
-def memory_needed(training: Training, num_ways: int) -> int:
-    """Bytes that one rank allocates to measure so many ways: at most, as measured in main memory, without activations.
-
-    The weights, own gradients, their mean and its bound; one result at a time is compared in float64. A way holds
-    weights, gradients, the optimizer's state, its buffer, and DDP's buckets where it has them.
-    """
-    return 4 * training.numel * (14 + 7 * num_ways)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,25 +12,24 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import tyro
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.baselines.compressions import WIRE_BYTES, algorithm
-from benchmarks.baselines.models import Scale
 from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC
 from benchmarks.baselines.ways import BY_DEFAULT, DTYPES, WAYS
 from benchmarks.commands import ddp, sync
-from benchmarks.commands.ddp import ModelName
 from benchmarks.harness.collect import Collected, collect, ending, termination_raises
+from benchmarks.harness.options import RankOptions
 from benchmarks.harness.records import Record, RowFile, quantiles
 from benchmarks.network.launch import run_in_namespaces
 from benchmarks.network.namespaces import CONGESTION_CONTROL, Network, NetworkError, burst, why_not
 from benchmarks.network.raw_tcp import RawTcp, check_links
 from benchmarks.report.choices import against_the_best
 from benchmarks.report.table import (
+    OVERSUBSCRIBED,
     Columns,
     cost,
     grouped_by,
@@ -43,11 +42,7 @@ from benchmarks.report.table import (
 )
 from benchmarks.units import format_rate, parse_rate
 
-if TYPE_CHECKING:
-    WayName = str
-else:
-    WayName = tyro.extras.literal_type_from_choices(name for name in WAYS if name != "no_sync")
-
+PROG = "python -m benchmarks link"
 MIN_RANKS, MAX_RANKS = 2, 16
 CHECK_SECONDS = 0.5
 """How long each of two transfers takes that show what the links carry."""
@@ -66,15 +61,15 @@ DEFAULT_WAYS = (
     "ddp/powerSGD_hook",
     *(name for name in BY_DEFAULT if name.startswith(("fastsync.register_comm_hook/", "fastsync.attach/"))),
 )
-DEFAULT_SIZES = ("0.5m", "12m")
-DEFAULT_MODELS = ("resnet50", "gpt2")
-OF_BENCHMARK = {"sync": ("sizes",), "ddp": ("models", "scale", "batch_size")}
-"""Options that one benchmark alone has."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure over links of a known rate, between network namespaces on this machine. Linux, as root."""
+    """Measure over links of a known rate, between network namespaces on this machine. Linux, as root.
+
+    All other options are those of the benchmark: see `sync --help` and `ddp --help`. By default sync measures the sizes
+    0.5m and 12m, and ddp the models resnet50 and gpt2.
+    """
 
     rate: tuple[str, ...] = ("1gbit",)
     """Of each host's link, each way, as tc writes it: 100mbit, 1gbit, 10gbit. One after the other."""
@@ -84,26 +79,6 @@ class Options:
     """How many of them share a host, which is a namespace of its own, and its link. Divides their number."""
     benchmark: Literal["sync", "ddp"] = "sync"
     """What is measured: a step's synchronisation alone, or whole training steps."""
-    sizes: tuple[str, ...] | None = None
-    """For sync: what is synchronised, as its own option has it; by default 0.5m and 12m."""
-    models: tuple[ModelName, ...] | None = None
-    """For ddp: what is trained; by default resnet50 and gpt2."""
-    scale: Scale | None = None
-    """For ddp: small models and inputs, as by default, or those of the papers."""
-    batch_size: int | None = None
-    """For ddp: samples in each rank's batch; by default as many as suit the model and the scale."""
-    ways: tuple[WayName, ...] = DEFAULT_WAYS
-    """Ways to synchronise. Those that they are compared to are always measured as well."""
-    repetitions: int = 10
-    """Samples of each way."""
-    warmup: int = 2
-    """Steps of each way that are not timed."""
-    timeout: float = 600.0
-    """Seconds that a step may take, and that ranks wait for each other."""
-    json: Path | None = None
-    """File to write all rows to, with every sample, the settings, versions and hardware."""
-    seed: int = 0
-    """Seeds the order of the ways, the weights and the gradients."""
 
     def __post_init__(self) -> None:
         if not self.rate:
@@ -116,32 +91,20 @@ class Options:
             raise ValueError(
                 f"ranks_per_host={self.ranks_per_host} must divide ranks={self.ranks}, and leave two hosts at least"
             )
-        for benchmark, names in OF_BENCHMARK.items():
-            for name in names:
-                if benchmark != self.benchmark and getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} says nothing to --benchmark {self.benchmark}: leave it out, or "
-                        f"choose --benchmark {benchmark}"
-                    )
-        self.benchmark_options()  # which refuse what is wrong with the others
 
-    def benchmark_options(self) -> Any:
-        """The options of the benchmark that runs in the namespaces."""
-        shared = {
+    def of_benchmark(self, arguments: Sequence[str]) -> RankOptions:
+        """Parses the options of the benchmark that runs in the namespaces."""
+        fixed: dict[str, Any] = {
             "nproc": self.ranks,
             "device": "cpu",  # GPUs of one machine would find each other past the links
-            "ways": self.ways,
-            "repetitions": self.repetitions,
-            "warmup": self.warmup,
-            "timeout": self.timeout,
-            "json": self.json,
-            "seed": self.seed,
             "oversubscribe": True,
         }
-        if self.benchmark == "sync":
-            return sync.Options(sizes=DEFAULT_SIZES if self.sizes is None else self.sizes, **shared)
-        models = DEFAULT_MODELS if self.models is None else self.models
-        return ddp.Options(models=models, scale=self.scale or "small", batch_size=self.batch_size, **shared)
+        shared = {"ways": DEFAULT_WAYS, "repetitions": 10, "warmup": 2, "timeout": 600.0, **fixed}
+        default: RankOptions = sync.Options(sizes=("0.5m", "12m"), **shared)
+        if self.benchmark == "ddp":
+            default = ddp.Options(models=("resnet50", "gpt2"), **shared)
+        prog = f"{PROG} --benchmark {self.benchmark}"
+        return replace(tyro.cli(type(default), prog=prog, args=arguments, default=default), **fixed)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -151,7 +114,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0; 1 if a way gave a wrong result or a rank failed; 2 if this machine cannot do it; 130 after
         Ctrl-C, 143 after SIGTERM.
     """
-    options = tyro.cli(Options, prog="python -m benchmarks link", args=arguments)
+    options, others = tyro.cli(Options, prog=PROG, args=arguments, return_unknown_args=True)
+    measured = options.of_benchmark(others)
     measure_all = sync.measure_all if options.benchmark == "sync" else ddp.measure_all
     # For the ranks: GPUs of one machine would find each other past the links, and c10d would warn that these addresses
     # have no host names.
@@ -161,14 +125,14 @@ def main(arguments: Sequence[str]) -> int:
         with termination_raises():
             if reason := why_not():
                 raise NetworkError(reason)
-            collected = collect(measure_all, options.ranks, options.benchmark_options(), options.json, launch)
+            collected = collect(measure_all, options.ranks, measured, measured.json, launch)
     except NetworkError as error:
-        print(f"python -m benchmarks link: {error}", file=sys.stderr)
+        print(f"{PROG}: {error}", file=sys.stderr)
         return BAD_OPTIONS
     except (KeyboardInterrupt, SignalException) as error:
         # Before there were ranks, or while what they ran in was removed.
         status, note = ending(error)
-        print(f"python -m benchmarks link: {note}", file=sys.stderr)
+        print(f"{PROG}: {note}", file=sys.stderr)
         return status
     report(collected)
     return collected.status
@@ -238,7 +202,7 @@ def with_link(records: Sequence[Record], rate: int, raw: RawTcp, ranks_per_host:
         if ranks_per_host > 1:
             settings["ranks_per_host"] = ranks_per_host
         if record.settings["world_size"] > record.environment["cores"]:
-            settings["oversubscribed"] = True
+            settings[OVERSUBSCRIBED] = True
         figures = {
             **record.figures,
             **link_figures(num_bytes, medians.get(record.way), rate, raw.rate_ring),
@@ -334,7 +298,7 @@ def _subject(record: Record) -> str:
 
 def _title(record: Record) -> str:
     settings, where, figures = record.settings, record.environment, record.figures
-    crowded = f", OVERSUBSCRIBED: {where['cores']} cores" if settings.get("oversubscribed") else ""
+    crowded = f", OVERSUBSCRIBED: {where['cores']} cores" if settings.get(OVERSUBSCRIBED) else ""
     work = f"{settings['numel']:,} gradients in {settings['num_tensors']} tensors"
     subject = work if record.benchmark == "sync" else f"{settings['model']} ({settings['scale']}), {work}"
     shared = settings.get("ranks_per_host", 1)

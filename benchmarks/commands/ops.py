@@ -5,20 +5,18 @@ fit into the cache together; those of the smallest do, as the newest gradients d
 the same sets and take turns in an order that changes; "nothing" is what the loop itself costs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import tyro
-from rich.progress import Progress
 
 from benchmarks.baselines.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.launches import LAUNCHES, count
-from benchmarks.harness.memory import available_on, check_fits
 from benchmarks.harness.options import Device, check_json
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
@@ -74,7 +72,6 @@ class Options:
             nbytes = parse_bytes(size)
             if nbytes % 4 or not 1 <= max(self.tensors) <= nbytes // 4 or min(self.tensors) < 1:
                 raise ValueError(f"sizes: {size} are not whole float32 values for {max(self.tensors)} tensors")
-            check_fits(f"size {size}", memory_needed(nbytes), available_on(self.torch_device), "choose smaller sizes")
 
     @property
     def torch_device(self) -> torch.device:
@@ -99,18 +96,13 @@ def num_sets(nbytes: int) -> int:
     return max(MIN_SETS, min(MAX_SETS, BYTES_IN_SETS // nbytes))
 
 
-def memory_needed(nbytes: int) -> int:
-    """Bytes allocated at most for so many bytes of gradients: each set, with a float32 wire, and what a way makes."""
-    return nbytes * (4 * num_sets(nbytes) + 6)
-
-
 def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all combinations in this process. Returns notes."""
     torch.set_num_threads(options.threads)
     device = options.torch_device
     cases = [(size, n, wire) for size in options.sizes for n in options.tensors for wire in options.wires]
     with progress_bars(shown=True) as progress:
-        for size, num_tensors, wire in _each(cases, progress):
+        for size, num_tensors, wire in progress.track(cases, description="pack and unpack"):
             sets = _input_sets(parse_bytes(size), num_tensors, wire, device, options.seed)
             for name in PASSES:
                 rows.add(measure(name, sets, _settings(size, num_tensors, wire, len(sets), options), device))
@@ -122,12 +114,13 @@ def measure(name: str, sets: list[Buffers], settings: Mapping[str, Any], device:
     ways = PASSES[name]
     right = {way: is_right(name, ways[way], sets[0]) for way in ways}
     launches = {way: count(partial(ways[way].run, sets[0]), device).launches for way in ways}
-    timed: dict[str, Callable[[Buffers], None]] = {way: ways[way].run for way in ways if right[way]}
-    samples: dict[str, list[float]] = {way: [] for way in (NOTHING, *timed)}
+    timed: dict[str, Callable[[Buffers], object]] = {way: ways[way].run for way in ways if right[way]}
+    timed[NOTHING] = lambda buffers: None
+    samples: dict[str, list[float]] = {way: [] for way in timed}
     order = rounds(samples, settings["warmup"] + settings["repetitions"], settings["seed"])
     for turn, names in enumerate(order):
         for way in names:
-            seconds = _time(timed.get(way, _do_nothing), sets, device)
+            seconds = _time(timed[way], sets, device)
             if turn >= settings["warmup"]:
                 samples[way].append(seconds)
     right = {way: right[way] and is_right(name, ways[way], sets[-1]) for way in ways}
@@ -179,7 +172,6 @@ COLUMNS: Columns = {
 
 
 def _settings(size: str, num_tensors: int, wire: str, sets: int, options: Options) -> dict[str, Any]:
-    chosen = asdict(options)
     return {
         "size": format_bytes(parse_bytes(size)),
         "numel": parse_bytes(size) // 4,
@@ -187,7 +179,7 @@ def _settings(size: str, num_tensors: int, wire: str, sets: int, options: Option
         "wire": wire,
         "input_sets": sets,
         "device": options.torch_device.type,
-        **{name: chosen[name] for name in ("threads", "repetitions", "warmup", "seed")},
+        **{name: getattr(options, name) for name in ("threads", "repetitions", "warmup", "seed")},
     }
 
 
@@ -198,24 +190,12 @@ def _input_sets(nbytes: int, num_tensors: int, wire: str, device: torch.device, 
     return sets
 
 
-def _time(run: Callable[[Buffers], None], sets: list[Buffers], device: torch.device) -> float:
+def _time(run: Callable[[Buffers], object], sets: list[Buffers], device: torch.device) -> float:
     stopwatch = Stopwatch(device)
     with stopwatch:
         for buffers in sets:
             run(buffers)
     return stopwatch.seconds() / len(sets)
-
-
-def _do_nothing(buffers: Buffers) -> None:
-    del buffers
-
-
-def _each(cases: list[tuple[str, int, str]], progress: Progress) -> Iterator[tuple[str, int, str]]:
-    task = progress.add_task("pack and unpack", total=len(cases))
-    for size, num_tensors, wire in cases:
-        progress.update(task, description=f"{size}, {num_tensors} tensors, {wire}", refresh=True)
-        yield size, num_tensors, wire
-        progress.update(task, advance=1, refresh=True)
 
 
 def _title(record: Record) -> str:

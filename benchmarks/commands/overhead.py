@@ -123,7 +123,9 @@ def to_records(
             figures={
                 **figures,
                 "host_over_ddp": figures["host_time"] - rows[DDP]["host_time"],
-                "memory_over_ddp": _difference(figures["peak_memory"], rows[DDP]["peak_memory"]),
+                "memory_over_ddp": None
+                if figures["peak_memory"] is None
+                else figures["peak_memory"] - rows[DDP]["peak_memory"],
             },
             correct=all(rank[name].correct for rank in of_rank),
             samples=slowest_rank([rank[name].host_times for rank in of_rank]),
@@ -139,10 +141,6 @@ def _figures(of_rank: Sequence[Overhead]) -> dict[str, Any]:
         for name in ("launches", "group_calls", "peak_memory")
     }
     return {"host_time": median(slowest_rank([rank.host_times for rank in of_rank])), **most}
-
-
-def _difference(value: float | None, other: float | None) -> float | None:
-    return None if value is None or other is None else value - other
 
 
 def report(options: Options, collected: Collected) -> None:

@@ -19,12 +19,13 @@ import tyro
 from rich.progress import TaskID
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from benchmarks.baselines.trainers import Outcome, Training, run_alone
+from benchmarks.baselines.trainers import run_alone
+from benchmarks.baselines.training import Outcome, Training
 from benchmarks.harness.collect import ending, termination_raises
-from benchmarks.harness.options import check_gpus, check_json, check_places, check_positive, places
+from benchmarks.harness.options import check_device, check_json, check_positive, places
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment
-from benchmarks.report.table import Columns, grouped_by, measured_on, number, print_tables
+from benchmarks.report.table import OVERSUBSCRIBED, Columns, grouped_by, measured_on, number, print_tables
 from fastsync._checks import check_at_least
 
 HYPERPARAMETERS = {
@@ -48,7 +49,6 @@ OTHERS = {
 }  # fmt: skip
 """CleanRL's for continuous actions and for games."""
 CARTPOLE = "CartPole-v1"
-CLEANRL_HIDDEN_SIZE = 64
 LEARNT = {CARTPOLE: 40.0}
 """A random policy has a mean return of 22: what has learnt nothing has not done the work. Other environments take
 longer than a benchmark does."""
@@ -85,11 +85,6 @@ class Options:
     """In place of them: numbers of environments on each rank, such as 4 16 64 256 1024. The more there are, the fewer
     steps each takes between updates: 128, 128, 64, 32 and 16, in 4 minibatches or, from 256 on, 8. How far a training
     comes depends on total_steps: with 500,000 the table's returns tell which settings learn."""
-    cleanrl: Path | None = None
-    """CleanRL's ppo.py (https://github.com/vwxyzjn/cleanrl), to be measured beside its loop written anew."""
-    pufferlib: Path | None = None
-    """The Python of an environment with PufferLib 3, whose trainer is measured on CartPole. docs/performance.md tells
-    how to make one."""
     nproc: int = 2
     """Ranks of fastsync's runs on several, and trainings at once of the one without communication."""
     oversubscribe: bool = False
@@ -102,9 +97,6 @@ class Options:
     """Trainings of each kind, with other seeds. The kinds take turns."""
     timeout: float = 600.0
     """Seconds after which a training counts as hanging."""
-    profile: Path | None = None
-    """Measure no baselines: draw what the time between two optimizer steps goes into, on one rank and on nproc, into
-    this picture (.svg, .png)."""
     json: Path | None = None
     """File to write all rows to, with every sample, the settings, versions and hardware."""
 
@@ -113,20 +105,12 @@ class Options:
             raise ValueError(f"hyperparameters: choose at least one of {', '.join(HYPERPARAMETERS)}")
         check_positive(self, "timeout")
         check_at_least(self, nproc=1, total_steps=1, repetitions=1)
-        if self.cleanrl is not None and not self.cleanrl.is_file():
-            raise ValueError(f"cleanrl={self.cleanrl}: there is no such file")
-        if self.pufferlib is not None and not self.pufferlib.is_file():
-            raise ValueError(f"pufferlib={self.pufferlib}: there is no such Python")
         check_json(self.json)
-        if self.profile is not None and not self.profile.parent.is_dir():
-            raise ValueError(f"profile={self.profile}: there is no folder {self.profile.parent}")
         if self.num_envs and self.env != CARTPOLE:
             raise ValueError(f"num_envs are scaled for {CARTPOLE}: leave them out, or env={self.env!r}")
         if any(number < 1 for number in self.num_envs):
             raise ValueError(f"num_envs={self.num_envs} must be at least 1 each")
-        if self.device == "cuda":
-            check_gpus(self.nproc)
-        check_places(self.nproc, self.oversubscribe, cpu=self.device == "cpu")
+        check_device(self.device, self.nproc, self.oversubscribe)
 
     def sets(self) -> dict[str, Training]:
         """The hyperparameters to train with, by their names."""
@@ -150,10 +134,7 @@ def main(arguments: Sequence[str]) -> int:
         note, status = "", 0
         try:
             with termination_raises():
-                if options.profile:
-                    draw_profile(options, options.profile)
-                else:
-                    measure_all(options, rows)
+                measure_all(options, rows)
         except (KeyboardInterrupt, SignalException) as error:
             status, note = ending(error)
         except RuntimeError as error:
@@ -183,36 +164,15 @@ def measure_all(options: Options, rows: RowFile) -> None:
             done += records_of(name, ways, outcomes, where)
 
 
-def draw_profile(options: Options, path: Path) -> None:
-    """Draws where trainings of one rank and of several spend their time, a bar each."""
-    from benchmarks.report.phases import draw_phases
-
-    bars = {}
-    for name, base in options.sets().items():
-        training = replace(base, total_steps=options.total_steps, device=options.device)
-        for n in sorted({1, options.nproc}):
-            wide = replace(training, nproc=n, num_envs=n * base.num_envs, total_steps=n * options.total_steps)
-            outcome = run_alone("fastsync phases", wide, timeout=options.timeout)
-            assert outcome.phases is not None
-            bars[f"{name}, {n} {'rank' if n == 1 else 'ranks'}"] = outcome.phases
-    draw_phases(path, bars, title=f"{options.env}: time between two optimizer steps, of rank 0")
-    print(f"{path} is written")
-
-
 def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:
     """Lists what is compared: a name, who trains, and with what."""
     training = replace(base, total_steps=options.total_steps, device=options.device)
     n = options.nproc
-    of_cleanrl = training.env == CARTPOLE and training.hidden_size == CLEANRL_HIDDEN_SIZE  # its script has no other
     has_envpool = importlib.util.find_spec("envpool") is not None
     yield "environment alone", ("environment alone", training)
     if importlib.util.find_spec("stable_baselines3"):
         yield SB3, ("stable-baselines3", training)
     yield CLEANRL_LOOP, ("cleanrl loop", training)
-    if options.cleanrl and of_cleanrl:
-        yield CLEANRL, ("cleanrl", replace(training, cleanrl=str(options.cleanrl)))
-    if options.pufferlib and takes_pufferlib(training):
-        yield "PufferLib", ("pufferlib", replace(training, pufferlib=str(options.pufferlib.absolute())))
     yield ALONE, ("fastsync", training)
     if training.env == CARTPOLE:  # the others have no vectorised implementation of their own to compare it with
         yield "fastsync, 1 rank, SyncVectorEnv", ("fastsync", replace(training, vectorization="sync"))
@@ -228,18 +188,13 @@ def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, 
         yield apart(n), ("fastsync apart", wide)
 
 
-def takes_pufferlib(training: Training) -> bool:
-    """Its minibatches are whole sequences of some environments, and it computes on CPUs here."""
-    return training.env == CARTPOLE and training.device == "cpu" and training.num_envs % training.num_minibatches == 0
-
-
 def apart(nproc: int, batch: str = "the batch each") -> str:
     """The way that shows what the machine gives: as many trainings at once, each on its own."""
     return f"fastsync, {nproc} × 1 rank, {batch}, no communication"
 
 
 SPLIT = "a part of the batch each"
-SB3, CLEANRL_LOOP, CLEANRL, ALONE = "stable-baselines3", "CleanRL's loop", "cleanrl", "fastsync, 1 rank"
+SB3, CLEANRL_LOOP, ALONE = "stable-baselines3", "CleanRL's loop", "fastsync, 1 rank"
 
 
 def records_of(
@@ -262,11 +217,7 @@ def records_of(
             continue
         of_speed = [outcome.speed for outcome in outcomes[way]]
         known = [outcome.mean_return for outcome in outcomes[way] if outcome.mean_return is not None]
-        ratios = {
-            f"over_{baseline}": speeds[way] / speeds[baseline]
-            for baseline in (SB3, CLEANRL_LOOP, CLEANRL)
-            if baseline in speeds
-        }
+        ratios = {f"over_{other}": ratio(way, other) for other in (SB3, CLEANRL_LOOP) if other in speeds}
         on_cpu = training.device == "cpu"
         is_wide = training.num_envs > ways[ALONE][1].num_envs
         without = apart(training.nproc) if is_wide else apart(training.nproc, SPLIT)
@@ -276,7 +227,7 @@ def records_of(
             settings={
                 "hyperparameters": name,
                 **{key: value for key, value in vars(training).items() if (key, value) != ("device", "cpu")},
-                **({"oversubscribed": True} if training.nproc > places(training.nproc, on_cpu) else {}),
+                **({OVERSUBSCRIBED: True} if training.nproc > places(training.nproc, on_cpu) else {}),
             },
             figures={
                 "steps_per_second": speeds[way],
@@ -311,14 +262,13 @@ def _cell(name: str, form: str) -> Callable[[Record], str]:
 
 
 COLUMNS: Columns = {
-    "trainer": lambda record: record.way + (", OVERSUBSCRIBED" if record.settings.get("oversubscribed") else ""),
+    "trainer": lambda record: record.way + (", OVERSUBSCRIBED" if record.settings.get(OVERSUBSCRIBED) else ""),
     "steps/s": _cell("steps_per_second", ",.0f"),
     "per rank": _cell("steps_per_second_per_rank", ",.0f"),
     "slowest": _cell("slowest", ",.0f"),
     "fastest": _cell("fastest", ",.0f"),
     "× SB3": _cell(f"over_{SB3}", ".2f"),
     "× CleanRL's loop": _cell(f"over_{CLEANRL_LOOP}", ".2f"),
-    "× CleanRL": _cell(f"over_{CLEANRL}", ".2f"),
     "of environment alone": _cell("over_environment", ".1%"),
     "weak scaling": _cell("weak_scaling", ".0%"),
     "of no communication": _cell("over_apart", ".0%"),

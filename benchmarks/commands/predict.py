@@ -17,20 +17,20 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
-import torch
 import tyro
 
 from benchmarks.baselines import compressions
 from benchmarks.baselines.compressions import WIRE_BYTES
-from benchmarks.harness.options import check_json, check_positive
-from benchmarks.harness.records import Record, RowFile, environment, read_json
-from benchmarks.report.table import OVERSUBSCRIBED, Columns, console, milliseconds, table
-from benchmarks.units import format_rate, format_seconds, parse_rate, parse_seconds
+from benchmarks.harness.options import check_positive
+from benchmarks.harness.records import Record, read_json
+from benchmarks.report.table import OVERSUBSCRIBED, Table, grouped_by, milliseconds, print_lines, print_table
+from benchmarks.units import format_rate, parse_rate
 
 ROUTES: Mapping[str, Callable[[int], tuple[float, float]]] = {
     # From the number of ranks: messages that follow each other, and what a rank sends as a multiple of the bytes.
@@ -39,11 +39,10 @@ ROUTES: Mapping[str, Callable[[int], tuple[float, float]]] = {
     "two_shot": lambda n: (2, 2 * (n - 1) / n),
 }
 MODELS = {
-    # Parameters, and floating-point operations of one training step: three times those of the forward pass.
-    "ppo-mlp": (9_155, 3 * 256 * 2 * 9_155),  # fastsync's policy for CartPole-v1, minibatch of 256
-    "atari-cnn": (1_687_719, 3 * 256 * 18.7e6),  # the Nature CNN with 6 actions, minibatch of 256
-    "resnet50": (25_557_032, 3 * 64 * 8.2e9),  # 64 images of 224 × 224
-    "gpt2-small": (124_439_808, 6 * 8 * 1024 * 124_439_808),  # 8 sequences of 1,024 tokens
+    # Parameters, and seconds of one training step without communication, at 1e14 operations a second: a third of an
+    # A100's peak in bfloat16. A step takes three times the operations of its forward pass.
+    "resnet50": (25_557_032, 3 * 64 * 8.2e9 / 1e14),  # 64 images of 224 × 224
+    "gpt2-small": (124_439_808, 6 * 8 * 1024 * 124_439_808 / 1e14),  # 8 sequences of 1,024 tokens
 }
 BACKWARD_SHARE = 2 / 3
 """Of a step's compute: backward computes two gradients where forward computes one product."""
@@ -61,61 +60,45 @@ else:
 class Options:
     """Predict weak-scaling efficiency from measured rows, with the error that the prediction of measured rows has."""
 
-    rows: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """JSON files that sync or link wrote with --json: several message sizes at two world sizes or more."""
+    rows: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ROWS.json ...")]
+    """JSON files that sync or link wrote with --json: several message sizes at two world sizes or more, of one link."""
     model: ModelName = "resnet50"
-    """What is trained: its parameters, and a step's floating-point operations."""
+    """What is trained: its parameters and a step's compute."""
     numel: int | None = None
     """Number of parameters, in place of the model's."""
-    compute_time: str | None = None
-    """Of one step without communication, such as 15ms; by default the model's operations by --flops."""
-    flops: float = 1e14
-    """Floating-point operations per second that a rank reaches: 1e14 is a third of an A100's peak in bfloat16."""
+    compute_time: float | None = None
+    """Seconds of one step without communication, in place of what the model would take on a fast GPU."""
     world_sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     """Numbers of ranks to predict."""
     compression: tuple[Compression, ...] = ("none", "fp16", "bf16")
-    """What is compared."""
-    entry_point: Literal["attach", "register_comm_hook"] = "attach"
-    """Whose rows to take."""
+    """What is compared, of fastsync.attach."""
     bandwidth: tuple[str, ...] = ()
     """Of the link, such as 1gbit 25gbit, in place of the fitted one: compression pays where its row is ahead."""
-    link: str | None = None
-    """Rows over which shaped link to take, such as 100mbit, where the files have several."""
     bucket_mb: float = 25.0
     """MiB of gradients that travel together; as many buckets overlap with backward."""
-    json: Path | None = None
-    """File to write the predictions to."""
 
     def __post_init__(self) -> None:
-        for path in self.rows:
-            if not path.is_file():
-                raise ValueError(f"rows: there is no file {path}")
         if not self.rows or not self.compression or not self.world_sizes:
             raise ValueError("rows, compression and world_sizes: choose at least one of each")
-        check_positive(self, "flops", "bucket_mb", "numel", unit="")
+        check_positive(self, "bucket_mb", "numel", "compute_time")
         if min(self.world_sizes) < 2:
             raise ValueError(f"world_sizes: {min(self.world_sizes)} must be 2 or more; one rank sends nothing")
-        for rate in (*self.bandwidth, *([self.link] if self.link else [])):
+        for rate in self.bandwidth:
             parse_rate(rate)
-        if self.compute_time is not None:
-            parse_seconds(self.compute_time)
-        check_json(self.json)
 
     @property
     def ways(self) -> list[str]:
         """What is compared, as rows name it."""
-        return [f"fastsync.{self.entry_point}/{compression}" for compression in self.compression]
+        return [f"fastsync.attach/{compression}" for compression in self.compression]
 
     @property
     def job(self) -> "Job":
-        numel, operations = MODELS[self.model]
+        numel, compute = MODELS[self.model]
         numel = self.numel or numel
-        compute = parse_seconds(self.compute_time) if self.compute_time else operations / self.flops
-        return Job(numel, compute, math.ceil(4 * numel / (self.bucket_mb * 2**20)))
+        return Job(numel, self.compute_time or compute, math.ceil(4 * numel / (self.bucket_mb * 2**20)))
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One training step of one rank: float32 gradients, seconds without communication, equal buckets."""
 
     numel: int
@@ -133,7 +116,6 @@ class Point:
     seconds: float
     burst: float = 0.0
     """Bytes that the link, idle before, lets through at once."""
-    oversubscribed: bool = False
 
 
 def demands(way: str, numel: float, num_ranks: int, burst: float = 0.0) -> tuple[float, float]:
@@ -183,19 +165,6 @@ class CostModel:
         return max(link, job.num_buckets * link - hidden) + host
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """A point that a fit had not seen, and what that fit says of it."""
-
-    point: Point
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """Relative to what was measured."""
-        return abs(self.predicted / self.point.seconds - 1)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Fits, predicts and reports.
 
@@ -204,48 +173,45 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = tyro.cli(Options, prog="python -m benchmarks predict", args=arguments)
     try:
-        points = read_points(options)
+        rows = [row for path in options.rows for row in read_json(path)]
+        points = to_points(rows, options.ways)
         model, left_out = fit(points), leave_out(points)
     except ValueError as error:
         print(f"python -m benchmarks predict: {error}", file=sys.stderr)
         return 2
-    predictions = list(predict(options, model, points, left_out))
-    if options.json is not None:
-        RowFile(options.json).add(predictions)
-    report(options, model, points, left_out, predictions)
+    report(options, model, left_out, list(predict(options, model, points, left_out)))
+    if any(row.settings.get(OVERSUBSCRIBED) for row in rows):
+        print_lines(["OVERSUBSCRIBED: some of the rows are of more ranks than cores."])
     return 0
 
 
-def read_points(options: Options) -> list[Point]:
-    """The points in the files, of the ways that are compared.
+def to_points(rows: Sequence[Record], ways: Sequence[str]) -> list[Point]:
+    """The points of the ways that are compared.
 
     Raises:
         ValueError: the rows are of several links or backends, or there are none of a way.
     """
-    rows = [row for path in options.rows for row in read_json(path) if row.benchmark == "sync"]
-    if options.link is not None:
-        rows = [row for row in rows if row.settings.get("link") == parse_rate(options.link)]
-    for name, remedy in (("link", "choose one with --link"), ("backend", "name files of one only")):
+    rows = [row for row in rows if row.benchmark == "sync" and row.samples and row.correct]
+    for name in ("link", "backend"):
         if len(found := sorted({str(row.settings.get(name, "unshaped")) for row in rows})) > 1:
-            raise ValueError(f"the rows are of several {name}s, {', '.join(found)}: {remedy}")
-    alone = {_case(row): row.quantiles["median"] for row in rows if row.way == "no_sync" and row.samples}
+            raise ValueError(f"the rows are of several {name}s, {', '.join(found)}: name files of one")
+    alone = {_case(row): median(row.samples) for row in rows if row.way == "no_sync"}
     points = []
     for row in rows:
-        if row.way in options.ways and row.correct and row.settings["world_size"] > 1 and _case(row) in alone:
-            added = row.quantiles["median"] - alone[_case(row)]
+        settings = row.settings
+        if row.way in ways and settings["world_size"] > 1 and _case(row) in alone:
+            added = median(row.samples) - alone[_case(row)]
             if added > 0:  # else it is less than the noise, and has no relative error
-                size, crowded = row.settings["numel"], bool(row.settings.get(OVERSUBSCRIBED))
-                burst = row.settings.get("link_burst", 0.0)
-                points.append(Point(row.way, size, row.settings["world_size"], added, burst, crowded))
-    if missing := set(options.ways) - {point.way for point in points}:
+                burst = settings.get("link_burst", 0.0)
+                points.append(Point(row.way, settings["numel"], settings["world_size"], added, burst))
+    if missing := set(ways) - {point.way for point in points}:
         raise ValueError(f"there are no rows of {', '.join(sorted(missing))}: measure it, or change --compression")
     return points
 
 
 def _case(row: Record) -> tuple[object, ...]:
     """Rows that took turns with each other have the same."""
-    names = ("link", "size", "world_size", "backend")
-    return (*(row.settings.get(name) for name in names), row.environment.get("time"))
+    return row.settings["size"], row.settings["world_size"], row.environment.get("time")
 
 
 def fit(points: Sequence[Point]) -> CostModel:
@@ -272,79 +238,78 @@ def fit(points: Sequence[Point]) -> CostModel:
     return CostModel(found[0], found[1], {way: (found[2 + 2 * i], found[3 + 2 * i]) for i, way in enumerate(ways)})
 
 
-def leave_out(points: Sequence[Point]) -> list[LeftOut]:
-    """Predicts each world size, or with two of them each message size, from a fit on the others."""
+def leave_out(points: Sequence[Point]) -> list[tuple[int, float]]:
+    """Predicts each world size, or with two of them each message size, from a fit on the others.
+
+    Returns:
+        For each point its number of values, and the relative error of what a fit said that had not seen it.
+
+    Raises:
+        ValueError: nothing can be left out.
+    """
     by_ranks = len({point.num_ranks for point in points}) > 2
-    key: Callable[[Point], int] = (lambda point: point.num_ranks) if by_ranks else (lambda point: point.numel)
     left_out = []
-    for part in sorted({key(point) for point in points}):
+    for part in grouped_by(points, lambda point: point.num_ranks if by_ranks else point.numel):
         try:
-            model = fit([point for point in points if key(point) != part])
+            model = fit([point for point in points if point not in part])
         except ValueError:
             continue  # what is left does not allow a fit
-        unseen = [point for point in points if key(point) == part and point.way in model.hosts]
-        left_out += [LeftOut(p, model.sync_time(p.way, p.numel, p.num_ranks, p.burst)) for p in unseen]
+        for unseen in part:
+            if unseen.way in model.hosts:
+                predicted = model.sync_time(unseen.way, unseen.numel, unseen.num_ranks, unseen.burst)
+                left_out.append((unseen.numel, abs(predicted / unseen.seconds - 1)))
     if not left_out:
         raise ValueError("the rows allow no fit without some of them: measure three world sizes, or three sizes")
     return left_out
 
 
-def errors_near(left_out: Sequence[LeftOut], numel: float) -> list[float]:
-    """Of points with about as many values, or of those nearest to that where it is beyond them."""
-    numels = [left.point.numel for left in left_out]
+def worst_near(left_out: Sequence[tuple[int, float]], numel: float) -> float:
+    """The largest error of points with about as many values, or of those nearest to that where it is beyond them."""
+    numels = [size for size, _ in left_out]
     wanted = min(max(numel, min(numels)), max(numels))
-    near = [left.error for left in left_out if 1 / NEAR <= left.point.numel / wanted <= NEAR]
-    return near or [left.error for left in left_out]
+    near = [error for size, error in left_out if 1 / NEAR <= size / wanted <= NEAR]
+    return max(near or [error for _, error in left_out])
 
 
 def predict(
-    options: Options, model: CostModel, points: Sequence[Point], left_out: Sequence[LeftOut]
-) -> Iterator[Record]:
-    """A row for each bandwidth, way and number of ranks. low and high: every sync off by the worst error near it."""
-    job, where = options.job, environment(torch.device("cpu"))
-    in_bucket = job.numel / job.num_buckets
-    worst = max(errors_near(left_out, in_bucket))
-    factors = (1.0, 1 / (1 + worst), 1 / max(1 - worst, 1e-9))
-    ranks, numels = {point.num_ranks for point in points}, {point.numel for point in points}
-    for rate in options.bandwidth or [None]:
+    options: Options, model: CostModel, points: Sequence[Point], left_out: Sequence[tuple[int, float]]
+) -> Iterator[Sequence[str]]:
+    """Lines of the table: one for each bandwidth, way and number of ranks."""
+    job, most_ranks = options.job, max(point.num_ranks for point in points)
+    in_bucket, numels = job.numel / job.num_buckets, [point.numel for point in points]
+    worst = worst_near(left_out, in_bucket)
+    for rate, way, num_ranks in product(options.bandwidth or [None], options.ways, sorted(set(options.world_sizes))):
         per_byte = None if rate is None else 8 / parse_rate(rate)
-        for way in options.ways:
-            for num_ranks in sorted(set(options.world_sizes)):
-                exposed = [model.exposed_time(way, job, num_ranks, per_byte, slower) for slower in factors]
-                efficiency, high, low = (job.compute / (job.compute + seconds) for seconds in exposed)
-                measured = num_ranks <= max(ranks) and min(numels) <= in_bucket <= max(numels) and rate is None
-                settings = {"world_size": num_ranks, "bandwidth": rate, "extrapolated": not measured}
-                figures = {"exposed_time": exposed[0], "efficiency": efficiency, "low": low, "high": high}
-                yield Record("predict", way, settings, figures, correct=True, samples=[], environment=where)
+        factors = (1.0, 1 / max(1 - worst, 1e-9), 1 / (1 + worst))
+        exposed = [model.exposed_time(way, job, num_ranks, per_byte, slower) for slower in factors]
+        efficiency, low, high = (f"{job.compute / (job.compute + seconds):.1%}" for seconds in exposed)
+        measured = num_ranks <= most_ranks and min(numels) <= in_bucket <= max(numels) and rate is None
+        ranks = f"{num_ranks}{'' if measured else '*'}"
+        yield way, rate or "as fitted", ranks, milliseconds(exposed[0]), efficiency, f"[{low}, {high}]"
 
 
-COLUMNS: Columns = {
-    "way": lambda row: row.way,
-    "link": lambda row: row.settings["bandwidth"] or "as fitted",
-    "ranks": lambda row: f"{row.settings['world_size']}{'*' if row.settings['extrapolated'] else ''}",
-    "exposed, ms": lambda row: milliseconds(row.figures["exposed_time"]),
-    "efficiency": lambda row: f"{row.figures['efficiency']:.1%}",
-    "with the worst error": lambda row: f"[{row.figures['low']:.1%}, {row.figures['high']:.1%}]",
-}
+HEADINGS = ("way", "link", "ranks", "exposed, ms", "efficiency", "with the worst error")
 
 
 def report(
-    options: Options, model: CostModel, points: Sequence[Point], left_out: Sequence[LeftOut], rows: Sequence[Record]
+    options: Options, model: CostModel, left_out: Sequence[tuple[int, float]], predictions: Sequence[Sequence[str]]
 ) -> None:
     """Prints the parameters, how far they can be trusted, the predictions and what is assumed."""
-    out, job = console(), options.job
+    job = options.job
     rate = "no measurable cost a byte" if model.per_byte == 0 else format_rate(8 / model.per_byte)
-    crowded = ", some of more ranks than cores (OVERSUBSCRIBED)" if any(p.oversubscribed for p in points) else ""
-    out.print(f"Link: {format_seconds(model.latency)} a message, {rate}; fitted on {len(points)} rows{crowded}.")
-    out.print("How far to trust it: the error of rows that a fit had not seen.")
-    for numel in sorted({left.point.numel for left in left_out}):
-        found = [left.error for left in left_out if left.point.numel == numel]
-        out.print(f"  {numel:>12,} values: median {median(found):.1%}, worst {max(found):.1%} of {len(found)}")
-    compute = format_seconds(job.compute)
-    out.print(table(f"{job.numel:,} parameters, {compute} of compute a step and rank", COLUMNS, rows))
-    out.print(
-        f"Assumed: {job.num_buckets} equal buckets, each sent behind the one before while backward, "
-        f"{BACKWARD_SHARE:.0%} of the compute, goes on; a ring where the process group adds; an idle link. "
-        "*: beyond measured ranks or bytes, or over another link: the error was seen elsewhere.",
-        markup=False,
-    )
+    print_lines([f"Link: {model.latency * 1e6:.3g} µs a message, {rate}.", TRUST])
+    for of_size in grouped_by(sorted(left_out), lambda left: left[0]):
+        errors = [error for _, error in of_size]
+        trust = f"median {median(errors):.1%}, worst {max(errors):.1%} of {len(errors)}"
+        print_lines([f"  {of_size[0][0]:>12,} values: {trust}"])
+    title = f"{job.numel:,} parameters, {job.compute * 1e3:.3g} ms of compute a step and rank"
+    print_table(title, Table(HEADINGS, predictions))
+    print_lines([ASSUMED.format(num_buckets=job.num_buckets, share=BACKWARD_SHARE)])
+
+
+TRUST = "How far to trust it: the error of rows that a fit had not seen."
+ASSUMED = (
+    "Assumed: {num_buckets} equal buckets, each sent behind the one before while backward, {share:.0%} of the compute, "
+    "goes on; a ring where the process group adds; an idle link. *: beyond measured ranks or bytes, or over another "
+    "link: the error was seen elsewhere."
+)

@@ -9,9 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.harness.records import Record, RowFile, read_json
-from benchmarks.report.document import Document
-from benchmarks.report.folder import ROWS, check_folder, write_report
+from benchmarks.harness.records import RowFile, read_json
+from benchmarks.report.page import ROWS, check_folder, write_page
 from benchmarks.report.rows import rows_document
 from benchmarks.report.scaling import scaling_document
 
@@ -20,10 +19,10 @@ PROG = "python -m benchmarks report"
 
 @dataclass(frozen=True)
 class Options:
-    """Write the report of rows that were measured before: rows.json, rows.csv, report.md, pictures and index.html."""
+    """Write the report of rows that were measured before: rows.json, pictures, and index.html."""
 
-    rows: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROWS.json")]
-    """What a command has written with --json, or the rows.json of another report."""
+    rows: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ROWS.json")]
+    """What commands have written with --json, or the rows.json of other reports."""
     report: Path = Path("report")
     """Folder to write."""
 
@@ -35,23 +34,19 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 2 for rows that cannot be read or shown together, and folders that hold another report.
     """
     options = tyro.cli(Options, prog=PROG, args=arguments)
+    command = shlex.join(["python", "-m", "benchmarks", "report", *arguments])
     try:
         check_folder(options.report)
-        if not options.rows.is_file():
-            raise ValueError(f"{options.rows}: there is no such file")
-        records = read_json(options.rows)
-        document = _document(records, options.rows, shlex.join(["python", "-m", "benchmarks", "report", *arguments]))
+        records = [record for path in options.rows for record in read_json(path)]
+        if {record.benchmark for record in records} == {"scaling"}:
+            document = scaling_document(records, command)
+        else:
+            document = rows_document(records, f"Benchmarks of {', '.join(path.stem for path in options.rows)}", command)
     except ValueError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     options.report.mkdir(parents=True, exist_ok=True)
     RowFile(options.report / ROWS).add(records)
-    write_report(options.report, document, records)
+    write_page(options.report, document)
     print(f"Report: {options.report / 'index.html'}")
     return 0
-
-
-def _document(records: Sequence[Record], path: Path, command: str) -> Document:
-    if {record.benchmark for record in records} == {"scaling"}:
-        return scaling_document(records, command)
-    return rows_document(records, f"Benchmarks of {path.stem}", command)

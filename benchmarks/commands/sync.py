@@ -8,7 +8,6 @@ Sizes are models or bytes of gradients; ``--sweep 1KiB 1GiB`` goes through bytes
 busbw are given.
 """
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +17,11 @@ import torch
 import tyro
 from rich.progress import Progress
 
-from benchmarks.baselines.compressions import held_bytes
 from benchmarks.baselines.ways import BY_DEFAULT, WAYS, with_their_limits
 from benchmarks.baselines.workloads import SIZES, Size, size_of, sweep
 from benchmarks.harness.busy import busy_processes
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import measure, measure_each
-from benchmarks.harness.memory import check_ranks_fit
 from benchmarks.harness.options import RankOptions, run_on_ranks
 from benchmarks.harness.records import Record, RowFile
 from benchmarks.report.choices import against_the_best
@@ -73,29 +70,13 @@ class Options(RankOptions):
         if not self.sizes:
             raise ValueError(f"sizes: choose at least one of {', '.join(SIZES)}, or bytes such as 1MiB")
         check_at_least(self, factor=2, busy=0)
-        for name, size in self.all_sizes.items():
-            needed = memory_needed(size, with_their_limits(self.ways), self.nproc)
-            way_out = "choose fewer --ways or smaller sizes"
-            check_ranks_fit(f"size {name}", needed, self.nproc, way_out, self.cpu, self.share_gpus)
+        self.all_sizes  # noqa: B018  refuses what is no size
 
     @property
     def all_sizes(self) -> dict[str, Size]:
         """The sizes by name, in the order in which they are measured."""
         names = self.sizes if self.sweep is None else sweep(*self.sweep, self.factor)
         return {name: size_of(name) for name in names}
-
-
-def memory_needed(size: Size, names: Sequence[str], num_ranks: int) -> int:
-    """Bytes that one rank allocates to measure these ways: at most, as measured in main memory.
-
-    The workload holds weights, own gradients, their mean and its bound; one result at a time is compared in float64. A
-    way holds gradients, its buffer, and DDP's buckets where it has them; PowerSGD what it has left out as well, and the
-    engine what ranks send each other.
-    """
-    workload, comparison, way = 6 * size.nbytes, 8 * size.nbytes, 3 * size.nbytes
-    compressions = [WAYS[name].compression for name in names]
-    held = sum(held_bytes(compression, num_ranks) for compression in compressions if compression is not None)
-    return workload + comparison + way * len(names) + math.ceil(held * size.numel)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -53,23 +53,16 @@ class RankOptions:
         check_warmup(self.warmup)
         check_positive(self, "timeout")
         check_json(self.json)
-        if self.device == "cuda" and not self.share_gpus:
-            check_gpus(self.nproc)
-        check_places(self.nproc, self.oversubscribe, self.cpu, self.share_gpus)
+        check_device(self.device, self.nproc, self.oversubscribe, self.share_gpus)
 
     def sampling(self, repetitions: int, device: torch.device, progress: Progress) -> Sampling:
         """The warm-up, repetitions and order of each way, with ``repetitions`` where none were chosen."""
         return Sampling(self.warmup, self.repetitions or repetitions, self.seed, self.timeout, device, progress)
 
     @property
-    def cpu(self) -> bool:
-        """True if ranks compute on CPUs where there are GPUs, too."""
-        return self.device == "cpu"
-
-    @property
     def crowded(self) -> bool:
         """True if there are more ranks than places for them."""
-        return self.nproc > places(self.nproc, self.cpu, self.share_gpus)
+        return self.nproc > places(self.nproc, self.device == "cpu", self.share_gpus)
 
 
 def run_on_ranks(
@@ -85,7 +78,7 @@ def run_on_ranks(
         The exit status: 0; 1 if a way gave a wrong result or a rank failed; 130 after Ctrl-C.
     """
     options = tyro.cli(options_type, prog=f"python -m benchmarks {command}", args=arguments)
-    if options.cpu:
+    if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
     collected = collect(measure_all, options.nproc, options, options.json)
     report(options, collected)
@@ -102,34 +95,30 @@ def places(nproc: int, cpu: bool = False, share_gpus: bool = False) -> int:
     return gpus if nproc <= gpus or (share_gpus and gpus) else _C.num_usable_cores()
 
 
-def check_places(nproc: int, oversubscribe: bool, cpu: bool = False, share_gpus: bool = False) -> None:
-    """Refuses more ranks than find a place, unless they may share.
+def check_device(device: Device, nproc: int, oversubscribe: bool, share_gpus: bool = False) -> None:
+    """Refuses GPUs that are not there, and more ranks than find a place, unless they may share.
 
     Raises:
         ValueError: they would share, and may not, or there is no GPU to share.
     """
-    if share_gpus and (cpu or torch.cuda.device_count() == 0):
+    gpus, cores, cpu = torch.cuda.device_count(), _C.num_usable_cores(), device == "cpu"
+    if share_gpus and (cpu or gpus == 0):
         raise ValueError("share_gpus: torch sees no GPU here, or may not take one: leave it out")
+    if device == "cuda" and not share_gpus and nproc > gpus:
+        raise ValueError(f"device=cuda: torch sees {gpus} GPUs, for {nproc} ranks")
     if nproc > places(nproc, cpu, share_gpus) and not (oversubscribe or share_gpus):
-        cores, gpus = _C.num_usable_cores(), torch.cuda.device_count()
         raise ValueError(
-            f"nproc={nproc}: this machine has {cores} cores, and GPUs for {gpus} ranks; "
-            "ranks that share one slow each other down: choose fewer, or --oversubscribe, which every table then says"
+            f"{nproc} ranks: this machine has {cores} cores, and GPUs for {gpus} ranks; ranks that share one slow each "
+            "other down: choose fewer, or --oversubscribe, which every table then says"
         )
 
 
-def check_gpus(nproc: int) -> None:
-    """Refuses more ranks than torch sees GPUs."""
-    if nproc > torch.cuda.device_count():
-        raise ValueError(f"device=cuda: torch sees {torch.cuda.device_count()} GPUs, for {nproc} ranks")
-
-
-def check_positive(options: Any, *names: str, unit: str = " seconds") -> None:
+def check_positive(options: Any, *names: str) -> None:
     """Refuses numbers that are not above 0."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} must be more than 0{unit}")
+            raise ValueError(f"{name}={value} must be more than 0")
 
 
 def check_warmup(warmup: int) -> None:

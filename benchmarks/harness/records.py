@@ -78,8 +78,10 @@ def read_json(path: Path) -> list[Record]:
     """The rows of a file that RowFile wrote.
 
     Raises:
-        ValueError: it is not such a file.
+        ValueError: it is not such a file, or there is none.
     """
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
     names = [field.name for field in fields(Record)]
     try:
         return [Record(**{name: row[name] for name in names}) for row in json.loads(path.read_text())]

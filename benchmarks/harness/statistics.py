@@ -1,4 +1,4 @@
-"""Tells how sure a median is: intervals by the bootstrap, and the band in which a repetition's median is expected.
+"""Tells how sure a median is: by order statistics, and ratios of two medians by the bootstrap.
 
 A sample must be a repetition of its own. Steps of one launch are alike (the same cores, the same connections), so where
 there are several launches, ``replicates`` takes each launch as one sample: its median.
@@ -6,6 +6,7 @@ there are several launches, ``replicates`` takes each launch as one sample: its 
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,26 +20,41 @@ probability of 2^(1-n), whatever their distribution."""
 RATIO_HOLDS = {2: 0.66, 3: 0.90, 4: 0.93, 5: 0.97, 6: 0.96, 10: 0.96}
 """How often an interval of 95 % held the true ratio of two medians of as many samples each: of 5,000 simulated cases,
 lognormal with σ = 0.05, 1,000 resamples."""
-SAMPLES_ARE_LAUNCHES = ("ppo",)
-"""Benchmarks of which each sample is a run of new processes. In a row of any other they are steps of one launch."""
 
 
-def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Bounds the median, whatever the distribution.
+class Interval(NamedTuple):
+    """A value, and between which ends the truth lies. One sample says nothing of them, so they are infinite."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def is_known(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+
+UNKNOWN = Interval(math.nan, math.nan, math.nan)
+"""Without samples."""
+
+
+def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """The median and its bounds, whatever the distribution.
 
     From the k-th smallest sample to the k-th largest, with the largest k that misses the median with a probability of
     1 - ``confidence`` at most (W. Conover, Practical Nonparametric Statistics, section 3.2). Too few samples allow
-    none: then it is the whole range, which holds the median with a probability of 1 - 2^(1-n), 75 % for three. One
-    sample tells nothing, so its interval has no end; without samples there is no median, and both ends are nan.
+    none: then it is the whole range, which holds the median with a probability of 1 - 2^(1-n), 75 % for three.
     """
     from scipy.stats import binom  # not needed for --help
 
-    number = len(samples)
-    if number < 2:
-        return (-math.inf, math.inf) if samples else (math.nan, math.nan)
+    if not samples:
+        return UNKNOWN
+    middle, number = float(np.median(samples)), len(samples)
+    if number == 1:
+        return Interval(middle, -math.inf, math.inf)
     kth = max(1, int(binom.ppf((1 - confidence) / 2, number, 0.5)))
     ordered = sorted(samples)
-    return ordered[kth - 1], ordered[-kth]
+    return Interval(middle, ordered[kth - 1], ordered[-kth])
 
 
 def range_holds_median(number: int) -> float:
@@ -48,30 +64,31 @@ def range_holds_median(number: int) -> float:
 
 def ratio_interval(
     numerator: Sequence[float], denominator: Sequence[float], confidence: float = CONFIDENCE
-) -> tuple[float, float, float]:
+) -> Interval:
     """The ratio of two medians, and between which values it lies.
 
     The percentile bootstrap (B. Efron, R. Tibshirani, An Introduction to the Bootstrap, chapter 13); the samples are
     not paired. Its confidence is nominal: for as many samples on either side as RATIO_HOLDS names, that is how often
-    it held the true ratio. As for ``median_interval``, one sample on either side tells nothing about how sure the
-    ratio is, and without samples there is none.
+    it held the true ratio.
     """
+    from scipy.stats import bootstrap
+
     if not numerator or not denominator:
-        return math.nan, math.nan, math.nan
+        return UNKNOWN
     ratio = float(np.median(numerator) / np.median(denominator))
     if min(len(numerator), len(denominator)) < 2:
-        return ratio, -math.inf, math.inf
-    return ratio, *_interval((numerator, denominator), confidence)
-
-
-def noise_band(samples: Sequence[float], confidence: float = CONFIDENCE) -> float:
-    """Bounds how far a repetition's median lies from this one by chance alone, as a part of it.
-
-    The other median is as unsure as this one, so it is how far apart the medians of two draws from these samples lie,
-    on the wider side. Infinite for one sample, nan without any.
-    """
-    _, low, high = ratio_interval(samples, samples, confidence)
-    return max(1 - low, high - 1)
+        return Interval(ratio, -math.inf, math.inf)
+    found = bootstrap(
+        (numerator, denominator),
+        lambda above, below, axis: np.median(above, axis=axis) / np.median(below, axis=axis),
+        n_resamples=max(RESAMPLES, round(20 / (1 - confidence))),  # ten beyond each end, or the ends would be chance
+        batch=500,  # 500 × samples in memory at once
+        vectorized=True,
+        confidence_level=confidence,
+        method="percentile",
+        rng=np.random.default_rng(SEED),
+    ).confidence_interval
+    return Interval(ratio, float(found.low), float(found.high))
 
 
 def replicates(launches: Sequence[Sequence[float]]) -> list[float]:
@@ -80,23 +97,3 @@ def replicates(launches: Sequence[Sequence[float]]) -> list[float]:
     if len(launches) == 1:
         return list(launches[0])
     return [float(np.median(samples)) for samples in launches]
-
-
-def _interval(data: tuple[Sequence[float], ...], confidence: float) -> tuple[float, float]:
-    from scipy.stats import bootstrap
-
-    result = bootstrap(
-        data,
-        _ratio_of_medians,
-        n_resamples=max(RESAMPLES, round(20 / (1 - confidence))),  # ten beyond each end, or the ends would be chance
-        batch=500,  # 500 × samples in memory at once
-        vectorized=True,
-        confidence_level=confidence,
-        method="percentile",
-        rng=np.random.default_rng(SEED),
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-def _ratio_of_medians(numerator: np.ndarray, denominator: np.ndarray, axis: int = -1) -> np.ndarray:
-    return np.median(numerator, axis=axis) / np.median(denominator, axis=axis)

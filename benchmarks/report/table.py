@@ -1,13 +1,15 @@
-"""Records as tables in the terminal."""
+"""Rows as tables of text, and such tables in the terminal."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from rich import table as rich_table
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from benchmarks.harness.records import Record
+from benchmarks.harness.statistics import Interval
 
 T = TypeVar("T")
 Columns = Mapping[str, Callable[[Record], str]]
@@ -15,6 +17,19 @@ WIDTH_IN_FILES = 180
 WITHIN_NOISE = "within noise"
 OVERSUBSCRIBED = "oversubscribed"
 """The setting of what had more ranks than cores or GPUs, and its mark wherever that is shown."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text. The first column holds names, the others numbers."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def make_table(columns: Mapping[str, Callable[[T], str]], rows: Iterable[T]) -> Table:
+    """One line a row; ``columns`` maps each heading to what stands under it."""
+    return Table(tuple(columns), [tuple(cell(row) for cell in columns.values()) for row in rows])
 
 
 def console() -> Console:
@@ -25,28 +40,39 @@ def console() -> Console:
     return out
 
 
-def table(title: str, columns: Columns, records: Iterable[Record]) -> Table:
-    """One row a record; ``columns`` maps each heading to what stands under it. The first column holds names."""
-    result = Table(title=title, title_justify="left")
-    for index, heading in enumerate(columns):
-        result.add_column(heading, justify="right" if index else "left", no_wrap=index == 0)
-    for record in records:
-        result.add_row(*(cell(record) for cell in columns.values()), style=None if record.correct else "red")
-    return result
+def print_table(title: str, table: Table, styles: Sequence[str | None] | None = None) -> None:
+    """Prints a table in the terminal; ``styles`` are those of its rows, as rich names them."""
+    shown = rich_table.Table(title=escape(title), title_justify="left")
+    for index, heading in enumerate(table.headings):
+        shown.add_column(heading, justify="right" if index else "left", no_wrap=index == 0)
+    for row, style in zip(table.rows, styles or [None] * len(table.rows), strict=True):
+        shown.add_row(*map(escape, row), style=style)
+    console().print(shown)
+
+
+def print_tables(
+    groups: Iterable[Sequence[Record]],
+    title: Callable[[Record], str],
+    columns: Columns,
+    below: Iterable[str],
+    below_each: Callable[[Sequence[Record]], Iterable[str]] = lambda rows: (),
+) -> None:
+    """Prints a table for each group of rows, with lines below each and below all. What is wrong is red."""
+    for rows in groups:
+        print_table(title(rows[0]), make_table(columns, rows), [None if row.correct else "red" for row in rows])
+        print_lines(below_each(rows))
+    print_lines(below)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Prints text as wide as tables are."""
+    out = console()
+    for line in lines:
+        out.print(line, markup=False)
 
 
 def milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.3f}"
-
-
-def cost(seconds: float | None) -> str:
-    """A difference of two times, in milliseconds, of something that can only take time: less than none is noise."""
-    return WITHIN_NOISE if seconds is not None and seconds < 0 else milliseconds(seconds)
-
-
-def multiple(value: float | None, form: str) -> str:
-    """Such a difference by something else, likewise."""
-    return WITHIN_NOISE if value is not None and value < 0 else number(value, form)
+    return number(seconds, ".3f", 1e-3)
 
 
 def number(value: float | None, form: str, scale: float = 1) -> str:
@@ -54,11 +80,27 @@ def number(value: float | None, form: str, scale: float = 1) -> str:
     return "" if value is None else format(value / scale, form)
 
 
+def cost(seconds: float | None) -> str:
+    """A difference of two times, in milliseconds, of something that can only take time: less than none is noise."""
+    return multiple(seconds, ".3f", 1e-3)
+
+
+def multiple(value: float | None, form: str, scale: float = 1) -> str:
+    """Such a difference by something else, likewise."""
+    return WITHIN_NOISE if value is not None and value < 0 else number(value, form, scale)
+
+
+def ends(interval: Interval, factor: float = 1.0, form: str = ".3f", unit: str = "") -> str:
+    """Of an interval, as text; "not known" where one sample has to do."""
+    if not interval.is_known:
+        return "not known"
+    return f"[{interval.low * factor:{form}}{unit}, {interval.high * factor:{form}}{unit}]"
+
+
 def spread(quantiles: Mapping[str, float], show: Callable[[float], str] = milliseconds) -> str:
-    """Median [p10, p90]."""
-    if not quantiles:
-        return ""
-    return "{} [{}, {}]".format(*(show(quantiles[name]) for name in ("median", "p10", "p90")))
+    """Median [p10, p90]; empty where there are none."""
+    shown = {name: show(value) for name, value in quantiles.items()}
+    return "{median} [{p10}, {p90}]".format(**shown) if shown else ""
 
 
 def measured_on(record: Record) -> str:
@@ -87,28 +129,6 @@ def grouped_by(rows: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
     return list(groups.values())
 
 
-def print_tables(
-    groups: Iterable[Sequence[Record]],
-    title: Callable[[Record], str],
-    columns: Columns,
-    below: Iterable[str],
-    below_each: Callable[[Sequence[Record]], Iterable[str]] = lambda rows: (),
-) -> None:
-    """Prints a table for each group, with lines below each and below all."""
-    out = console()
-    for rows in groups:
-        out.print(table(title(rows[0]), columns, rows))
-        for line in below_each(rows):
-            out.print(line, markup=False)
-    for line in below:
-        out.print(line, markup=False)
-
-
-def share(noise: float) -> str:
-    """A band around a median, as a part of it."""
-    return f"± {noise:.1%}" if math.isfinite(noise) else "not known"
-
-
 class Measured(Protocol):
     """A record, or what was made of some."""
 
@@ -125,10 +145,8 @@ def told_apart(row: Measured, rows: Sequence[Measured]) -> str:
     others = [other for other in rows if other.way == row.way and other is not row]
     told = []
     for name, value in row.settings.items():
-        if name == OVERSUBSCRIBED:
-            continue
         left = [other for other in others if other.settings.get(name) == value]
-        if len(left) < len(others):
+        if name != OVERSUBSCRIBED and len(left) < len(others):
             told.append(f"{name} {value}")
-        others = left
+            others = left
     return ", ".join([*told, *([OVERSUBSCRIBED] if row.settings.get(OVERSUBSCRIBED) else [])])

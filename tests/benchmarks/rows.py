@@ -28,21 +28,11 @@ def step_row(
     return Record("scaling", way, settings, figures, correct, samples, WHERE)
 
 
-def all_reduce_row(world_size: int, num_bytes: int, samples: list[float], oversubscribed: bool = False) -> Record:
-    """As a launch of scaling gives one for each number of bytes."""
-    settings = {"size": num_bytes, "numel": num_bytes // 4, "world_size": world_size, "backend": "gloo"}
-    settings |= {"scaling": "weak", "launch": 0, "nodes": 1}
-    settings |= {"oversubscribed": True} if oversubscribed else {}
-    return Record("scaling", "all_reduce/fp32", settings, {}, True, samples, WHERE)
-
-
 def scaling_rows() -> list[Record]:
-    """Two ways on 1, 2 and 4 ranks, 4 of them oversubscribed, three launches each, and a sweep."""
-    steps = [
+    """Two ways on 1, 2 and 4 ranks, 4 of them oversubscribed, three launches each."""
+    return [
         step_row(n, [n * factor, n * factor], way=way, launch=launch, oversubscribed=n == 4)
         for launch, factor in enumerate((0.9, 1.0, 1.1))
         for n in (1, 2, 4)
         for way in ("ddp", "fastsync.attach/fp16")
     ]
-    sweep = [all_reduce_row(n, size, [size / 1e9] * 3, oversubscribed=n == 4) for n in (2, 4) for size in (1024, 2**20)]
-    return steps + sweep

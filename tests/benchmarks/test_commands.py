@@ -38,10 +38,9 @@ from benchmarks.baselines.ways import (
 from benchmarks.baselines.workloads import SIZES, Workload, size_of, sweep
 from benchmarks.harness.collect import collect
 from benchmarks.harness.measure import COSTS, bandwidths, cost_per_step, measure, ratios
-from benchmarks.harness.memory import available
 from benchmarks.harness.records import Record, RowFile, quantiles, read_json
 from benchmarks.harness.timing import Sampling, rounds, slowest_rank, time_turns
-from benchmarks.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from benchmarks.units import format_bytes, parse_bytes
 from fastsync import SyncStats
 from tests.models import group_of_one
 from tests.ranks import run_ranks
@@ -148,11 +147,6 @@ def test_bytes_are_matrices_that_a_low_rank_method_compresses(name: str):
 def test_units():
     assert [parse_bytes(text) for text in ("64B", "1 KiB", "25MiB", "1GiB")] == [64, 2**10, 25 * 2**20, 2**30]
     assert [format_bytes(nbytes) for nbytes in (64, 1024, 1536, 25 * 2**20)] == ["64B", "1KiB", "1536B", "25MiB"]
-    assert [parse_seconds(text) for text in ("20us", "1.5ms", "2 s")] == pytest.approx([20e-6, 1.5e-3, 2.0])
-    assert [format_seconds(seconds) for seconds in (20e-6, 1.5e-3, 2.0)] == ["20 µs", "1.5 ms", "2 s"]
-    for text in ("", "1", "-1ms", "0us", "1 h"):
-        with pytest.raises(ValueError, match="not a time"):
-            parse_seconds(text)
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -164,30 +158,6 @@ def test_bandwidths_are_those_of_nccl_tests():
     unknown = {"algbw": None, "busbw": None}
     for way in ("no_sync", "cat", "fastsync.attach/fp16"):
         assert bandwidths(way, medians, 1000, 4) == unknown
-
-
-def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("benchmarks.harness.memory.available", lambda: 2**30)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["sync", "--sizes", "64MiB", "--ways", "ddp"])
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    # Two ranks with three ways of 3 times the size, and 14 times that for the workload and its check.
-    assert "size 64MiB takes about 2944MiB of memory, and 1GiB are free: choose fewer --ways or smaller sizes" in said
-
-
-def test_free_memory_is_the_machines_and_the_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.harness.memory.MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr("benchmarks.harness.memory.CGROUP", tmp_path)
-    assert available() is None
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    1000 kB\n")
-    assert available() == 1_024_000
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert available() == 1_024_000
-    (tmp_path / "memory.max").write_text("1000000\n")
-    assert available() == 150_000
 
 
 def test_the_baseline_with_bucket_views_has_them():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.baselines.compressions import DEFAULT, ON_REQUEST, algorithm, half_steps, held_bytes
+from benchmarks.baselines.compressions import DEFAULT, ON_REQUEST, algorithm, half_steps
 from benchmarks.baselines.ways import BY_DEFAULT, WAYS
 from benchmarks.harness.records import Record
 from benchmarks.report.choices import against_the_best
@@ -16,9 +16,6 @@ def test_compressions_by_name():
     names = ("fp16+one_shot", "bf16+fp32", "int8", "int8+two_shot", "int8+ef+one_shot", "int8+ef", "int8+stochastic")
     assert [half_steps(name) for name in names] == [1, 2, 2, 2, 2, 4, 4]
     assert [algorithm(name, 2) for name in ("bf16", "bf16+fp32", "int8")] == ["all_reduce", "one_shot", "one_shot"]
-    assert [held_bytes(name, 2) for name in ("fp16", "fp16+fp32", "none+two_shot", "auto")] == [0, 2 * 2, 2 * 4, 2 * 4]
-    assert [held_bytes(name, 4) for name in ("fp16+fp32", "none+one_shot")] == [2 * 2, 4 * 4]
-    assert held_bytes("int8+ef", 4) == 2 * 132 / 128 + 8
     assert [algorithm(name, 4) for name in ("int8+ef", "int8+one_shot")] == ["two_shot", "one_shot"]
 
 

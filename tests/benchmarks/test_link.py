@@ -111,6 +111,11 @@ def test_hosts_of_several_ranks_send_one_sum(tmp_path: Path, capfd: pytest.Captu
     assert "2 on a host" in capfd.readouterr().out
 
 
+def test_what_links_need_is_not_left_to_the_benchmarks_options():
+    options = link.Options(ranks=3).of_benchmark(["--nproc", "9", "--device", "auto", "--repetitions", "7"])
+    assert (options.nproc, options.device, options.repetitions, options.warmup) == (3, "cpu", 7, 2)
+
+
 def test_ranks_divide_into_hosts():
     with pytest.raises(ValueError, match="ranks_per_host=3 must divide ranks=4"):
         link.Options(ranks_per_host=3)
@@ -339,10 +344,8 @@ def test_the_bucket_holds_a_millisecond_and_two_frames_at_least():
         (["--sizes"], "sizes: choose at least one"),
         (["--benchmark", "ddp", "--batch-size", "0"], "batch_size=0 must be at least 1"),
         (["--benchmark", "ddp", "--models"], "models: choose at least one"),
-        (["--benchmark", "ddp", "--sizes", "5k"], "sizes=('5k',) says nothing to --benchmark ddp"),
-        (["--models", "mlp"], "or choose --benchmark ddp"),
-        (["--scale", "small"], "scale=small says nothing to --benchmark sync"),
-        (["--batch-size", "8"], "batch_size=8 says nothing to --benchmark sync"),
+        (["--benchmark", "ddp", "--sizes", "5k"], "--sizes"),
+        (["--models", "mlp"], "--models"),
         (["--ways", "telepathy"], "telepathy"),
         (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
     ],
@@ -385,7 +388,7 @@ def test_each_phase_of_a_rank_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(link.faulthandler, "dump_traceback_later", lambda seconds, exit: events.append(seconds))
     monkeypatch.setattr(link, "check_links", lambda *arguments: events.append("check"))
-    options = link.Options(sizes=("5k",), timeout=777.0, json=tmp_path / "rows.json").benchmark_options()
+    options = link.Options().of_benchmark(["--sizes", "5k", "--timeout", "777"])
 
     def measure_all(options: object, rows: object) -> list[str]:
         events.append("measure")

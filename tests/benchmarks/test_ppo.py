@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.baselines.trainer_phases import PHASES, Stopwatches
-from benchmarks.baselines.trainers import TRAINERS, Outcome, Training, run_alone
+from benchmarks.baselines.trainers import TRAINERS, run_alone
+from benchmarks.baselines.training import Outcome, Training
 from benchmarks.commands.ppo import OTHERS
 from benchmarks.harness.records import Record, RowFile, read_json
 
@@ -36,25 +34,20 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
         ours = {"fastsync": 1000.0 * training.nproc, "fastsync apart": 1250.0 * training.nproc}
         speed = {**ours, "stable-baselines3": 500.0}.get(trainer, 250.0)
-        returned = {"environment alone": None, "cleanrl": 22.0}.get(trainer, 100.0 + training.seed)
+        returned = {"environment alone": None, "cleanrl loop": 22.0}.get(trainer, 100.0 + training.seed)
         return Outcome(training.total_steps, training.total_steps / speed, returned)
 
     monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
     all_installed(monkeypatch)
-    script = tmp_path / "ppo.py"
-    script.touch()
-    baselines = ("--cleanrl", str(script), "--pufferlib", sys.executable)
-    status = main(["ppo", "--hyperparameters", "zoo", *baselines, "--json", str(tmp_path / "rows.json")])
+    status = main(["ppo", "--hyperparameters", "zoo", "--json", str(tmp_path / "rows.json")])
     rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     said = capsys.readouterr()
     assert status == 1
-    assert "cleanrl has learnt nothing: mean return 22.0" in said.err
+    assert "CleanRL's loop has learnt nothing: mean return 22.0" in said.err
     assert list(rows) == [
         "environment alone",
         "stable-baselines3",
         "CleanRL's loop",
-        "cleanrl",
-        "PufferLib",
         "fastsync, 1 rank",
         "fastsync, 1 rank, SyncVectorEnv",
         "fastsync, 1 rank, EnvPool",
@@ -66,7 +59,7 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert all(way in said.out for way in rows)
     figures = rows["fastsync, 2 ranks, same batch"]["figures"]
     assert (figures["steps_per_second"], figures["steps_per_second_per_rank"]) == (2000, 1000)
-    assert [figures[f"over_{baseline}"] for baseline in ("stable-baselines3", "CleanRL's loop", "cleanrl")] == [4, 8, 8]
+    assert [figures[f"over_{baseline}"] for baseline in ("stable-baselines3", "CleanRL's loop")] == [4, 8]
     assert figures["weak_scaling"] is None
     assert figures["over_apart"] == 0.8
     assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3
@@ -75,54 +68,6 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert wide["figures"]["weak_scaling"] == 1
     assert wide["figures"]["over_apart"] == 0.8
     assert rows["fastsync, 2 × 1 rank, the batch each, no communication"]["figures"]["weak_scaling"] == 1.25
-
-
-def test_a_profile_draws_where_the_time_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    picture = tmp_path / "phases.svg"
-    few = ("--hyperparameters", "zoo", "--total-steps", "512", "--oversubscribe")
-    assert main(["ppo", *few, "--profile", str(picture)]) == 0
-    assert capsys.readouterr().out.split() == [str(picture), "is", "written"]
-    assert picture.read_text().startswith("<?xml")
-
-
-def test_a_profile_is_of_the_device_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    devices = []
-
-    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
-        devices.append(training.device)
-        return Outcome(1, 1.0, phases=dict.fromkeys(PHASES, 1.0))
-
-    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    few = ("--hyperparameters", "zoo", "--device", "cuda", "--oversubscribe")
-    assert main(["ppo", *few, "--profile", str(tmp_path / "phases.svg")]) == 0
-    assert devices == ["cuda", "cuda"]
-
-
-def test_a_training_tells_all_its_phases():
-    training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1)
-    outcome = TRAINERS["fastsync phases"](training)
-    assert outcome.phases is not None
-    assert tuple(outcome.phases) == PHASES
-    assert all(seconds > 0 for seconds in outcome.phases.values())
-
-
-def test_time_within_another_phase_counts_once(monkeypatch: pytest.MonkeyPatch):
-    class Work:
-        def inner(self) -> None: ...
-
-        def outer(self) -> None:
-            self.inner()
-            self.inner()
-
-    watches = Stopwatches()
-    watches.wrap(Work, "inner", "policy")
-    watches.wrap(Work, "outer", "rest")
-    ticks = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
-    Work().outer()  # from 0 to 5: the inner ones from 1 to 2 and from 3 to 4
-    assert dict(watches.seconds) == {"policy": 2.0, "rest": 3.0}
-    assert watches.calls == {"Work.inner": 2, "Work.outer": 1}
 
 
 def ends_training(ending: str) -> float:
@@ -225,7 +170,7 @@ def test_gpus_that_trainings_do_not_see_are_no_places(
     monkeypatch.setattr("fastsync._C.num_usable_cores", lambda: 1)
     with pytest.raises(SystemExit):
         main(["ppo", "--nproc", "2"])
-    assert "nproc=2: this machine has 1 cores" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "2 ranks: this machine has 1 cores" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -281,15 +226,12 @@ def test_trainings_run_in_processes_of_their_own(trainer: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--pufferlib", "/nowhere/python"), "pufferlib=/nowhere/python: there is no such Python"),
-        (("--profile", "/nowhere/out.png"), "profile=/nowhere/out.png: there is no folder /nowhere"),
         (("--num-envs", "4", "0"), "num_envs=(4, 0) must be at least 1 each"),
         (("--num-envs", "4", "--env", "ALE/Pong-v5"), "num_envs are scaled for CartPole-v1"),
-        (("--cleanrl", "/nowhere/ppo.py"), "cleanrl=/nowhere/ppo.py: there is no such file"),
         (("--repetitions", "0"), "repetitions=0 must be at least 1"),
         (("--hyperparameters",), "hyperparameters: choose at least one of cleanrl"),
         (("--timeout", "0"), "timeout=0.0 must be more than 0"),
-        (("--hyperparameters", "large", "--nproc", "4"), "nproc=4: this machine has 2 cores"),
+        (("--hyperparameters", "large", "--nproc", "4"), "4 ranks: this machine has 2 cores"),
         (("--device", "cuda"), "device=cuda: torch sees 0 GPUs, for 2 ranks"),
     ],
 )

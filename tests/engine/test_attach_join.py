@@ -97,7 +97,9 @@ def _new_riders(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.raises(ValueError, match=r"rank 0: nothing; rank 1: piggybacked value loss of shape \[\]"))
+        stack.enter_context(
+            pytest.raises(ValueError, match=r"rank 0: nothing; rank 1: piggybacked value loss of shape \[\]")
+        )
         stack.enter_context(sync.join())
         if rank == 1:
             sync.piggyback("loss", torch.tensor(1.0))

@@ -138,7 +138,10 @@ def _different_riders(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     sync.piggyback("value", torch.ones(2 + rank))
-    with pytest.raises(ValueError, match=r"rank 0: piggybacked value value of shape \[2\]; rank 1: piggybacked value value of shape \[3\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank 0: piggybacked value value of shape \[2\]; rank 1: piggybacked value value of shape \[3\]",
+    ):
         model([torch.ones(3)]).backward()
     sync.piggyback("value", torch.ones(2))
     model.zero_grad()
