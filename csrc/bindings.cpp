@@ -19,7 +19,6 @@
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"
 #include "passes/backend.h"
-#include "passes/chunk_table.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
 #include "transport/shared_gather.h"
@@ -280,11 +279,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 
-  m.def("chunk_table", &fastsync::chunk_table, py::arg("numels"), py::arg("chunk_size"));
   m.def("device_of_sums", &device_of_sums, py::arg("process_group"), py::arg("device"));
   m.def("kernels", &kernels, py::arg("device_type"));
   m.def("use_kernels", &fastsync::use_kernels, py::arg("name"));
   m.def("passes", &passes, py::arg("device_type"));
   m.def("register_passes", &register_passes, py::arg("device_type"), py::arg("passes"));
-  m.def("launch_ranges", &fastsync::launch_ranges, py::arg("numels"), py::arg("capacity"));
 }

@@ -28,7 +28,6 @@ SOURCES: dict[str, list[str]] = {
     "csrc/passes/cuda/pack_unpack.cu": KERNEL_FLAGS,
     f"{SHIM}/ops.cpp": [],
     "csrc/passes/backend.cpp": [],
-    "csrc/passes/chunk_table.cpp": [],
     f"{SHIM}/fibers.cpp": ["-O2"],
 }
 

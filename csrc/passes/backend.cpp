@@ -25,42 +25,31 @@
 
 namespace fastsync {
 
+namespace {
+
+// In the order of DType. Blocks of a wire travel as bytes.
+constexpr std::pair<DType, at::ScalarType> kDTypes[] = {{DType::kFloat32, at::kFloat},
+                                                        {DType::kFloat64, at::kDouble},
+                                                        {DType::kFloat16, at::kHalf},
+                                                        {DType::kBFloat16, at::kBFloat16},
+                                                        {DType::kInt8, at::kByte}};
+
+}  // namespace
+
 bool is_supported(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
 DType dtype_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kDouble:
-      return DType::kFloat64;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kByte:
-      return DType::kInt8;
-    default:
-      TORCH_CHECK_VALUE(false, "fastsync handles float32, float64, float16 and bfloat16 gradients, got ", dtype);
+  for (const auto& [own, torchs] : kDTypes) {
+    if (torchs == dtype) {
+      return own;
+    }
   }
+  TORCH_CHECK_VALUE(false, "fastsync handles float32, float64, float16 and bfloat16 gradients, got ", dtype);
 }
 
-at::ScalarType scalar_type_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return at::kFloat;
-    case DType::kFloat64:
-      return at::kDouble;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    case DType::kInt8:
-      return at::kByte;
-  }
-  TORCH_INTERNAL_ASSERT(false);
-}
+at::ScalarType scalar_type_of(DType dtype) { return kDTypes[static_cast<size_t>(dtype)].second; }
 
 at::ScalarType compute_dtype(at::ScalarType grad) { return grad == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -176,10 +165,7 @@ namespace {
 std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& all_passes() {
   static std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> all = [] {
     decltype(all) built;
-    built[static_cast<size_t>(c10::kCPU)] = {[](const PackArgs& args, void*, void*) { cpu::pack(args); },
-                                             [](const UnpackArgs& args, void*, void*) { cpu::unpack(args); },
-                                             [](const MeasureArgs& args, void*, void*) { cpu::measure(args); },
-                                             [](const ReduceArgs& args, void*) { cpu::reduce(args); }};
+    built[static_cast<size_t>(c10::kCPU)] = {&cpu::pack, &cpu::unpack, &cpu::measure, &cpu::reduce};
 #ifdef FASTSYNC_WITH_CUDA
     built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::measure, &cuda::reduce};
 #endif
@@ -197,8 +183,6 @@ void* current_stream([[maybe_unused]] c10::Device device) {
   return nullptr;
 }
 
-void* data_or_none(const at::Tensor& workspace) { return workspace.defined() ? workspace.data_ptr() : nullptr; }
-
 bool is_aten(const std::string& name) {
   TORCH_CHECK_VALUE(name.empty() || name == "auto" || name == "aten", "FASTSYNC_KERNELS: expected auto, which takes ",
                     "fused kernels where they were built, or aten, which takes torch's own operations everywhere; got ",
@@ -214,15 +198,16 @@ std::atomic<bool>& takes_aten_everywhere() {
   return takes_aten;
 }
 
-// Calls one of the device's own passes, or that on PyTorch's operators.
-template <class Fused, class Generic>
-void run(c10::Device device, const Fused& fused, const Generic& generic) {
+// The device's own pass, or that on PyTorch's operators.
+template <class Args>
+void run(void (*Passes::*fused)(const Args&, void*, void*), void (*generic)(const Args&, c10::Device), const Args& args,
+         c10::Device device, const at::Tensor& workspace = {}) {
   const c10::DeviceGuard guard(device);
   const Passes* const passes = takes_aten_everywhere() ? nullptr : fused_passes(device.type());
   if (passes != nullptr) {
-    fused(*passes, current_stream(device));
+    (passes->*fused)(args, workspace.defined() ? workspace.data_ptr() : nullptr, current_stream(device));
   } else {
-    generic();
+    generic(args, device);
   }
 }
 
@@ -242,27 +227,17 @@ std::string kernels_on(c10::DeviceType type) {
 void use_kernels(const std::string& name) { takes_aten_everywhere() = is_aten(name); }
 
 void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace) {
-  run(
-      device, [&](const Passes& fused, void* stream) { fused.pack(args, data_or_none(workspace), stream); },
-      [&] { aten::pack(args, device); });
+  run(&Passes::pack, &aten::pack, args, device, workspace);
 }
 
 void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace) {
-  run(
-      device, [&](const Passes& fused, void* stream) { fused.unpack(args, data_or_none(workspace), stream); },
-      [&] { aten::unpack(args, device); });
+  run(&Passes::unpack, &aten::unpack, args, device, workspace);
 }
 
 void run_measure(const MeasureArgs& args, c10::Device device, const at::Tensor& workspace) {
-  run(
-      device, [&](const Passes& fused, void* stream) { fused.measure(args, data_or_none(workspace), stream); },
-      [&] { aten::measure(args, device); });
+  run(&Passes::measure, &aten::measure, args, device, workspace);
 }
 
-void run_reduce(const ReduceArgs& args, c10::Device device) {
-  run(
-      device, [&](const Passes& fused, void* stream) { fused.reduce(args, stream); },
-      [&] { aten::reduce(args, device); });
-}
+void run_reduce(const ReduceArgs& args, c10::Device device) { run(&Passes::reduce, &aten::reduce, args, device); }
 
 }  // namespace fastsync

@@ -55,12 +55,12 @@ at::Tensor to_device(const std::vector<float>& values, c10::Device device);
 // The elements, where the host can read them without waiting; else null.
 const double* readable(const at::Tensor& tensor);
 
-// The passes of one type of device, as pack_unpack.h declares them; the last argument is the stream's native handle.
+// The passes of one type of device, as pack_unpack.h declares them; on the stream with this native handle.
 struct Passes {
   void (*pack)(const PackArgs&, void* workspace, void* stream);
   void (*unpack)(const UnpackArgs&, void* workspace, void* stream);
   void (*measure)(const MeasureArgs&, void* workspace, void* stream);
-  void (*reduce)(const ReduceArgs&, void* stream);
+  void (*reduce)(const ReduceArgs&, void* workspace, void* stream);
 };
 
 // For a device that is neither a CPU nor CUDA.

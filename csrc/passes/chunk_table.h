@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -53,10 +52,23 @@ FASTSYNC_HOST_DEVICE Chunk find_chunk(const Segment* segments, const int64_t* fi
 // Segments [first, second) for each launch of a call: as few launches as do when one takes at most capacity non-empty
 // segments, and always one, because statistics are written even where there is nothing to read.
 using SegmentRange = std::pair<int64_t, int64_t>;
-std::vector<SegmentRange> split_into_launches(const Segment* segments, int64_t num_segments, int64_t capacity);
-
-// The above by lengths alone: (segment, begin, length) of every chunk, and the ranges of the launches.
-std::vector<std::tuple<int64_t, int64_t, int64_t>> chunk_table(const std::vector<int64_t>& numels, int64_t chunk_size);
-std::vector<SegmentRange> launch_ranges(const std::vector<int64_t>& numels, int64_t capacity);
+inline std::vector<SegmentRange> split_into_launches(const Segment* segments, int64_t num_segments, int64_t capacity) {
+  std::vector<SegmentRange> ranges;
+  int64_t begin = 0;
+  int64_t num_taken = 0;
+  for (int64_t s = 0; s < num_segments; ++s) {
+    if (segments[s].numel == 0) {
+      continue;
+    }
+    if (num_taken == capacity) {
+      ranges.emplace_back(begin, s);
+      begin = s;
+      num_taken = 0;
+    }
+    num_taken += 1;
+  }
+  ranges.emplace_back(begin, num_segments);
+  return ranges;
+}
 
 }  // namespace fastsync

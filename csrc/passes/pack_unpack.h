@@ -218,25 +218,26 @@ C limit_on(double limit) {
   return static_cast<C>(limit < WireFormat<W>::kLimit ? limit : WireFormat<W>::kLimit);
 }
 
+// Each backend has these. Scratch memory and the stream, a cudaStream_t, are CUDA's alone.
 namespace cpu {
-void pack(const PackArgs& args);
-void unpack(const UnpackArgs& args);
-void measure(const MeasureArgs& args);
-void reduce(const ReduceArgs& args);
+void pack(const PackArgs& args, void* workspace, void* stream);
+void unpack(const UnpackArgs& args, void* workspace, void* stream);
+void measure(const MeasureArgs& args, void* workspace, void* stream);
+void reduce(const ReduceArgs& args, void* workspace, void* stream);
 }  // namespace cpu
 
 namespace cuda {
 
 // Scratch memory of one bucket on the device, all zero before its first use; the kernels leave it ready for the next.
-// Two launches that share it must not overlap.
+// Two launches that share it must not overlap. reduce needs none.
 constexpr int64_t kMaxBlocks = 512;
 constexpr int64_t kWorkspaceBytes = (1 + 4 * kMaxBlocks) * 8;
 
-// stream is a cudaStream_t. Throw std::runtime_error with CUDA's message when a launch fails.
+// Throw std::runtime_error with CUDA's message when a launch fails.
 void pack(const PackArgs& args, void* workspace, void* stream);
 void unpack(const UnpackArgs& args, void* workspace, void* stream);
 void measure(const MeasureArgs& args, void* workspace, void* stream);
-void reduce(const ReduceArgs& args, void* stream);
+void reduce(const ReduceArgs& args, void* workspace, void* stream);
 }  // namespace cuda
 
 }  // namespace fastsync

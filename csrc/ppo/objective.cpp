@@ -6,9 +6,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <iterator>
 #include <tuple>
-#include <utility>
 
 namespace fastsync {
 namespace {
@@ -70,33 +71,28 @@ Outcome<T> evaluate(const Row<T>& row, T clip, bool clip_value_loss) {
   return outcome;
 }
 
-struct Result {
-  at::Tensor loss, figures, grad_log_prob, grad_entropy, grad_values;
-};
+// A row's values, in the order of the operator's arguments: the first three have gradients.
+constexpr std::array kNames{"log_prob",   "entropy",    "values",  "old_log_probs",
+                            "advantages", "old_values", "returns", "weights"};
+constexpr size_t kNumVariables = 3;
+using Columns = std::array<at::Tensor, kNames.size()>;
 
-struct Columns {
-  at::Tensor log_prob, entropy, values, old_log_probs, advantages, old_values, returns, weights;
-};
-
+// The loss and its figures, then the gradients.
 template <typename T>
-Result evaluate_rows(const Columns& columns, const Coefficients& coefficients) {
-  const int64_t num_rows = columns.log_prob.numel();
-  Result result{columns.log_prob.new_empty({}), columns.log_prob.new_empty({kNumFigures}),
-                at::empty_like(columns.log_prob), at::empty_like(columns.log_prob), at::empty_like(columns.log_prob)};
-  const auto* log_prob = columns.log_prob.const_data_ptr<T>();
-  const auto* entropy = columns.entropy.const_data_ptr<T>();
-  const auto* values = columns.values.const_data_ptr<T>();
-  const auto* old_log_probs = columns.old_log_probs.const_data_ptr<T>();
-  const auto* advantages = columns.advantages.const_data_ptr<T>();
-  const auto* old_values = columns.old_values.const_data_ptr<T>();
-  const auto* returns = columns.returns.const_data_ptr<T>();
-  const auto* weights = columns.weights.const_data_ptr<T>();
-  auto* grad_log_prob = result.grad_log_prob.data_ptr<T>();
-  auto* grad_entropy = result.grad_entropy.data_ptr<T>();
-  auto* grad_values = result.grad_values.data_ptr<T>();
+variable_list evaluate_rows(const Columns& columns, const Coefficients& coefficients) {
+  const at::Tensor& like = columns.front();
+  variable_list results{like.new_empty({}), like.new_empty({kNumFigures}), at::empty_like(like), at::empty_like(like),
+                        at::empty_like(like)};
+  const auto column = [&](size_t index) { return columns[index].const_data_ptr<T>(); };
+  const T *log_prob = column(0), *entropy = column(1), *values = column(2), *old_log_probs = column(3),
+          *advantages = column(4), *old_values = column(5), *returns = column(6), *weights = column(7);
+  auto* grad_log_prob = results[2].data_ptr<T>();
+  auto* grad_entropy = results[3].data_ptr<T>();
+  auto* grad_values = results[4].data_ptr<T>();
   const T clip = static_cast<T>(coefficients.clip);
   const T value_weight = static_cast<T>(coefficients.value / 2);
   const T entropy_weight = static_cast<T>(coefficients.entropy);
+  const int64_t num_rows = like.numel();
   double surrogate = 0, squared_error = 0, total_entropy = 0, approx_kl = 0, clipped = 0;
   for (int64_t i = 0; i < num_rows; ++i) {
     const auto outcome =
@@ -112,26 +108,28 @@ Result evaluate_rows(const Columns& columns, const Coefficients& coefficients) {
     approx_kl += double{weight} * double{outcome.approx_kl};
     clipped += outcome.clipped ? double{weight} : 0.0;
   }
-  *result.loss.data_ptr<T>() =
+  *results[0].data_ptr<T>() =
       static_cast<T>(coefficients.value / 2 * squared_error - surrogate - coefficients.entropy * total_entropy);
   const double figures[kNumFigures] = {-surrogate, squared_error / 2, total_entropy, approx_kl, clipped};
-  std::copy(std::begin(figures), std::end(figures), result.figures.data_ptr<T>());
-  return result;
+  std::copy(std::begin(figures), std::end(figures), results[1].data_ptr<T>());
+  return results;
 }
 
 class Objective : public torch::autograd::Function<Objective> {
  public:
   static variable_list forward(AutogradContext* context, const Variable& log_prob, const Variable& entropy,
-                               const Variable& values, const Columns& columns, const Coefficients& coefficients) {
-    Columns all = columns;
-    all.log_prob = log_prob.contiguous();
-    all.entropy = entropy.contiguous();
-    all.values = values.contiguous();
-    const auto result = AT_DISPATCH_FLOATING_TYPES(all.log_prob.scalar_type(), "ppo_objective",
-                                                   [&] { return evaluate_rows<scalar_t>(all, coefficients); });
-    context->save_for_backward({result.grad_log_prob, result.grad_entropy, result.grad_values});
-    context->mark_non_differentiable({result.figures});
-    return {result.loss, result.figures};
+                               const Variable& values, Columns columns, const Coefficients& coefficients) {
+    columns[0] = log_prob;
+    columns[1] = entropy;
+    columns[2] = values;
+    for (at::Tensor& column : columns) {
+      column = column.contiguous();
+    }
+    const auto results = AT_DISPATCH_FLOATING_TYPES(log_prob.scalar_type(), "ppo_objective",
+                                                    [&] { return evaluate_rows<scalar_t>(columns, coefficients); });
+    context->save_for_backward({results[2], results[3], results[4]});
+    context->mark_non_differentiable({results[1]});
+    return {results[0], results[1]};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -154,34 +152,19 @@ std::tuple<at::Tensor, at::Tensor> ppo_objective(const at::Tensor& log_prob, con
                     "log_prob: expected real numbers on the CPU, got ", log_prob.scalar_type(), " on ",
                     log_prob.device());
   TORCH_CHECK_VALUE(clip_coef >= 0, "clip_coef: expected a number from 0 on, got ", clip_coef);
-  const std::pair<const char*, const at::Tensor&> columns[] = {
-      {"entropy", entropy},       {"values", values},         {"old_log_probs", old_log_probs},
-      {"advantages", advantages}, {"old_values", old_values}, {"returns", returns},
-      {"weights", weights}};
-  for (const auto& [name, column] : columns) {
+  const Columns columns{log_prob, entropy, values, old_log_probs, advantages, old_values, returns, weights};
+  for (size_t i = 1; i < columns.size(); ++i) {
+    const at::Tensor& column = columns[i];
     TORCH_CHECK_VALUE(column.sizes() == log_prob.sizes() && column.scalar_type() == log_prob.scalar_type() &&
                           column.device().is_cpu(),
-                      name, ": expected ", log_prob.scalar_type(), " ", log_prob.sizes(),
+                      kNames[i], ": expected ", log_prob.scalar_type(), " ", log_prob.sizes(),
                       " on the CPU like log_prob, got ", column.scalar_type(), " ", column.sizes(), " on ",
                       column.device());
+    TORCH_CHECK_VALUE(i < kNumVariables || !column.requires_grad(), kNames[i],
+                      ": expected constants, got a tensor that requires a gradient");
   }
-  for (const auto& [name, column] : {std::pair<const char*, const at::Tensor&>{"old_log_probs", old_log_probs},
-                                     {"advantages", advantages},
-                                     {"old_values", old_values},
-                                     {"returns", returns},
-                                     {"weights", weights}}) {
-    TORCH_CHECK_VALUE(!column.requires_grad(), name, ": expected constants, got a tensor that requires a gradient");
-  }
-  const Columns constants{{},
-                          {},
-                          {},
-                          old_log_probs.contiguous(),
-                          advantages.contiguous(),
-                          old_values.contiguous(),
-                          returns.contiguous(),
-                          weights.contiguous()};
-  const auto outputs = Objective::apply(log_prob, entropy, values, constants,
-                                        Coefficients{clip_coef, vf_coef, ent_coef, clip_value_loss});
+  const auto outputs =
+      Objective::apply(log_prob, entropy, values, columns, Coefficients{clip_coef, vf_coef, ent_coef, clip_value_loss});
   return {outputs[0], outputs[1]};
 }
 

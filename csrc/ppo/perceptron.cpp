@@ -24,32 +24,23 @@ using torch::autograd::variable_list;
 enum class Activation : int64_t { kTanh, kRelu, kElu };
 
 Activation activation_from_name(std::string_view name) {
-  if (name == "tanh") {
-    return Activation::kTanh;
-  }
-  if (name == "relu") {
-    return Activation::kRelu;
-  }
-  TORCH_CHECK_VALUE(name == "elu", "activation: expected 'tanh', 'relu' or 'elu', got '", name, "'");
-  return Activation::kElu;
+  TORCH_CHECK_VALUE(name == "tanh" || name == "relu" || name == "elu",
+                    "activation: expected 'tanh', 'relu' or 'elu', got '", name, "'");
+  return name == "tanh" ? Activation::kTanh : name == "relu" ? Activation::kRelu : Activation::kElu;
 }
 
 bool suits_float_loops(const at::Tensor& values) {
   return values.device().is_cpu() && values.scalar_type() == at::kFloat && values.is_contiguous();
 }
 
-void apply_tanh_(at::Tensor& values) {
-  if (suits_float_loops(values)) {
-    fast_tanh(values.data_ptr<float>(), values.numel());
-  } else {
-    values.tanh_();
-  }
-}
-
 void activate_(at::Tensor& values, Activation activation) {
   switch (activation) {
     case Activation::kTanh:
-      apply_tanh_(values);
+      if (suits_float_loops(values)) {
+        fast_tanh(values.data_ptr<float>(), values.numel());
+      } else {
+        values.tanh_();
+      }
       return;
     case Activation::kRelu:
       values.relu_();
@@ -95,6 +86,14 @@ bool suits_matmul(const at::Tensor& weight, const at::Tensor& rows) {
 Matrix as_it_is(const at::Tensor& tensor) { return {tensor.const_data_ptr<float>(), tensor.size(1), 1}; }
 Matrix transposed(const at::Tensor& tensor) { return {tensor.const_data_ptr<float>(), 1, tensor.size(1)}; }
 
+// As matmul, into a new tensor like the one given.
+at::Tensor product(const Matrix& left, const Matrix& right, const float* addend, int64_t rows, int64_t inner,
+                   int64_t columns, const at::Tensor& like) {
+  auto result = at::empty({rows, columns}, like.options());
+  matmul(left, right, addend, rows, inner, columns, result.data_ptr<float>());
+  return result;
+}
+
 // rows [B, inputs], weight [outputs, inputs], bias [outputs]: a layer's outputs [B, outputs].
 at::Tensor linear(const at::Tensor& bias, const at::Tensor& rows, const at::Tensor& weight) {
   if (!suits_matmul(weight, rows) || !bias.is_contiguous()) {
@@ -103,10 +102,8 @@ at::Tensor linear(const at::Tensor& bias, const at::Tensor& rows, const at::Tens
   const int64_t inputs = weight.size(1), outputs = weight.size(0);
   std::vector<float> by_input(static_cast<size_t>(weight.numel()));
   transpose(weight.const_data_ptr<float>(), outputs, inputs, by_input.data());
-  auto result = at::empty({rows.size(0), outputs}, rows.options());
-  matmul(as_it_is(rows), {by_input.data(), outputs, 1}, bias.const_data_ptr<float>(), rows.size(0), inputs, outputs,
-         result.data_ptr<float>());
-  return result;
+  return product(as_it_is(rows), {by_input.data(), outputs, 1}, bias.const_data_ptr<float>(), rows.size(0), inputs,
+                 outputs, rows);
 }
 
 // From the gradient of its outputs, [B, outputs], that of its inputs.
@@ -114,10 +111,7 @@ at::Tensor input_gradient(const at::Tensor& grad, const at::Tensor& weight) {
   if (!suits_matmul(weight, grad)) {
     return at::mm(grad, weight);
   }
-  auto result = at::empty({grad.size(0), weight.size(1)}, grad.options());
-  matmul(as_it_is(grad), as_it_is(weight), nullptr, grad.size(0), weight.size(0), weight.size(1),
-         result.data_ptr<float>());
-  return result;
+  return product(as_it_is(grad), as_it_is(weight), nullptr, grad.size(0), weight.size(0), weight.size(1), grad);
 }
 
 // And that of its weight.
@@ -125,10 +119,7 @@ at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& inputs, con
   if (!suits_matmul(weight, grad) || !suits_float_loops(inputs)) {
     return at::mm(grad.t(), inputs);
   }
-  auto result = at::empty_like(weight);
-  matmul(transposed(grad), as_it_is(inputs), nullptr, weight.size(0), grad.size(0), weight.size(1),
-         result.data_ptr<float>());
-  return result;
+  return product(transposed(grad), as_it_is(inputs), nullptr, weight.size(0), grad.size(0), weight.size(1), weight);
 }
 
 void check(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {

@@ -6,6 +6,7 @@
 
 #include "cuda_runtime.h"
 #include "passes/aten/passes.h"
+#include "passes/chunk_table.h"
 #include "passes/ops.cpp"
 
 namespace fastsync::cpu {
@@ -19,10 +20,10 @@ void* workspace() {
 
 }  // namespace
 
-void pack(const PackArgs& args) { cuda::pack(args, workspace(), nullptr); }
-void unpack(const UnpackArgs& args) { cuda::unpack(args, workspace(), nullptr); }
-void measure(const MeasureArgs& args) { cuda::measure(args, workspace(), nullptr); }
-void reduce(const ReduceArgs& args) { cuda::reduce(args, nullptr); }
+void pack(const PackArgs& args, void*, void*) { cuda::pack(args, workspace(), nullptr); }
+void unpack(const UnpackArgs& args, void*, void*) { cuda::unpack(args, workspace(), nullptr); }
+void measure(const MeasureArgs& args, void*, void*) { cuda::measure(args, workspace(), nullptr); }
+void reduce(const ReduceArgs& args, void*, void*) { cuda::reduce(args, nullptr, nullptr); }
 
 }  // namespace fastsync::cpu
 
@@ -36,4 +37,49 @@ void reduce(const ReduceArgs&, c10::Device) {}
 
 }  // namespace fastsync::aten
 
-TORCH_LIBRARY_FRAGMENT(fastsync, library) { library.def("set_descending", &emulator::set_descending); }
+// ---- chunk_table.h by lengths alone ---------------------------------------------------------------------------------
+
+namespace fastsync {
+namespace {
+
+std::vector<Segment> segments_of(at::IntArrayRef numels) {
+  std::vector<Segment> segments;
+  for (const int64_t numel : numels) {
+    segments.push_back({nullptr, numel, 0});
+  }
+  return segments;
+}
+
+// (segment, begin, length) of every chunk, one after the other.
+std::vector<int64_t> chunk_table(at::IntArrayRef numels, int64_t chunk_size) {
+  const std::vector<Segment> segments = segments_of(numels);
+  const auto num_segments = static_cast<int64_t>(segments.size());
+  std::vector<int64_t> first_chunk(num_segments + 1);
+  number_chunks(segments.data(), num_segments, chunk_size, first_chunk.data());
+  std::vector<int64_t> table;
+  for (int64_t index = 0; index < first_chunk.back(); ++index) {
+    const Chunk chunk = find_chunk(segments.data(), first_chunk.data(), num_segments, chunk_size, index);
+    table.insert(table.end(), {chunk.segment, chunk.begin, chunk.length});
+  }
+  return table;
+}
+
+// (first, second) of every launch's range, one after the other.
+std::vector<int64_t> launch_ranges(at::IntArrayRef numels, int64_t capacity) {
+  const std::vector<Segment> segments = segments_of(numels);
+  std::vector<int64_t> ranges;
+  for (const auto& [first, second] :
+       split_into_launches(segments.data(), static_cast<int64_t>(segments.size()), capacity)) {
+    ranges.insert(ranges.end(), {first, second});
+  }
+  return ranges;
+}
+
+}  // namespace
+}  // namespace fastsync
+
+TORCH_LIBRARY_FRAGMENT(fastsync, library) {
+  library.def("set_descending", &emulator::set_descending);
+  library.def("chunk_table(int[] numels, int chunk_size) -> int[]", &fastsync::chunk_table);
+  library.def("launch_ranges(int[] numels, int capacity) -> int[]", &fastsync::launch_ranges);
+}

@@ -5,8 +5,24 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
-from fastsync import _C
+from tests import emulated
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    emulated.load()
+
+
+def chunk_table(numels: list[int], chunk_size: int) -> list[tuple[int, ...]]:
+    flat = torch.ops.fastsync_emulated.chunk_table(numels, chunk_size)
+    return [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
+
+
+def launch_ranges(numels: list[int], capacity: int) -> list[tuple[int, ...]]:
+    flat = torch.ops.fastsync_emulated.launch_ranges(numels, capacity)
+    return [tuple(flat[i : i + 2]) for i in range(0, len(flat), 2)]
 
 
 def _expected_chunks(numels: list[int], chunk_size: int) -> list[tuple[int, int, int]]:
@@ -34,24 +50,24 @@ def _random_numels(num_segments: int, seed: int) -> list[int]:
     ],
 )
 def test_small_tables(numels: list[int], chunk_size: int, expected: list[tuple[int, int, int]]) -> None:
-    assert _C.chunk_table(numels, chunk_size) == expected
+    assert chunk_table(numels, chunk_size) == expected
 
 
 @pytest.mark.parametrize("num_segments", [1, 2, 3, 160, 161, 500, 1017])
 @pytest.mark.parametrize("seed", range(3))
 def test_chunks_cover_every_element_once_and_in_order(num_segments: int, seed: int) -> None:
     numels = _random_numels(num_segments, seed)
-    assert _C.chunk_table(numels, 4096) == _expected_chunks(numels, 4096)
+    assert chunk_table(numels, 4096) == _expected_chunks(numels, 4096)
 
 
 def test_segments_beyond_32_bits() -> None:
     chunk_size = 2**31 + 11
     numels = [7, 3 * 2**32 + 5, 0, 2**33]
-    assert _C.chunk_table(numels, chunk_size) == _expected_chunks(numels, chunk_size)
+    assert chunk_table(numels, chunk_size) == _expected_chunks(numels, chunk_size)
 
 
 def test_chunk_numbers_stay_exact_after_a_huge_segment() -> None:
-    table = _C.chunk_table([2**40, 1], 2**28)
+    table = chunk_table([2**40, 1], 2**28)
     assert len(table) == 2**12 + 1
     assert table[-2:] == [(0, 2**40 - 2**28, 2**28), (1, 0, 1)]
 
@@ -71,7 +87,7 @@ def test_chunk_numbers_stay_exact_after_a_huge_segment() -> None:
 def test_launches_take_at_most_capacity_nonempty_segments(
     numels: list[int], capacity: int, expected: list[tuple[int, int]]
 ) -> None:
-    assert _C.launch_ranges(numels, capacity) == expected
+    assert launch_ranges(numels, capacity) == expected
 
 
 @pytest.mark.parametrize("num_segments", [160, 500, 676, 677, 2500])
@@ -79,7 +95,7 @@ def test_launches_cover_every_segment_once_and_are_as_few_as_possible(num_segmen
     capacity = 676
     numels = _random_numels(num_segments, seed=num_segments)
     num_nonempty = sum(numel > 0 for numel in numels)
-    ranges = _C.launch_ranges(numels, capacity)
+    ranges = launch_ranges(numels, capacity)
     assert [segment for begin, end in ranges for segment in range(begin, end)] == list(range(num_segments))
     assert all(sum(numel > 0 for numel in numels[begin:end]) <= capacity for begin, end in ranges)
     assert len(ranges) == -(-num_nonempty // capacity)

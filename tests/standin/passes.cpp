@@ -12,16 +12,8 @@ using namespace fastsync;
 Passes of_cpu;
 
 int64_t bytes_of(int64_t values, DType dtype) {
-  switch (dtype) {
-    case DType::kInt8:
-      return (values + kBlockValues - 1) / kBlockValues * static_cast<int64_t>(sizeof(Int8Block));
-    case DType::kFloat64:
-      return 8 * values;
-    case DType::kFloat32:
-      return 4 * values;
-    default:
-      return 2 * values;
-  }
+  const WireUnit unit = unit_of(dtype);
+  return (values + unit.values - 1) / unit.values * unit.bytes;
 }
 
 DType compute_dtype(DType grad) { return grad == DType::kFloat64 ? grad : DType::kFloat32; }
@@ -103,7 +95,7 @@ void measure(const MeasureArgs& args, void* workspace, void* /*stream*/) {
   of_cpu.measure(args, nullptr, nullptr);
 }
 
-void reduce(const ReduceArgs& args, void* /*stream*/) {
+void reduce(const ReduceArgs& args, void* /*workspace*/, void* /*stream*/) {
   Touches touches;
   for (int64_t wire = 0; wire < args.num_wires; ++wire) {
     touches.reads(static_cast<const char*>(args.wire) + wire * args.stride_bytes,
@@ -113,7 +105,7 @@ void reduce(const ReduceArgs& args, void* /*stream*/) {
   touches.reads(args.bucket_scale, sizeof(float));
   touches.writes(args.residual, bytes_of(args.numel, compute_dtype(args.grad_dtype)));
   touches.run("reduce");
-  of_cpu.reduce(args, nullptr);
+  of_cpu.reduce(args, nullptr, nullptr);
 }
 
 }  // namespace

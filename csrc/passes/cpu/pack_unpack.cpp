@@ -164,21 +164,21 @@ void reduce_typed(const ReduceArgs& args) {
 
 }  // namespace
 
-void pack(const PackArgs& args) {
+void pack(const PackArgs& args, void* /*workspace*/, void* /*stream*/) {
   dispatch_wire(args.grad_dtype, args.wire_dtype,
                 [&](auto grad, auto wire) { pack_typed<decltype(grad), decltype(wire)>(args); });
 }
 
-void unpack(const UnpackArgs& args) {
+void unpack(const UnpackArgs& args, void* /*workspace*/, void* /*stream*/) {
   dispatch_wire(args.grad_dtype, args.wire_dtype,
                 [&](auto grad, auto wire) { unpack_typed<decltype(grad), decltype(wire)>(args); });
 }
 
-void measure(const MeasureArgs& args) {
+void measure(const MeasureArgs& args, void* /*workspace*/, void* /*stream*/) {
   dispatch_grad(args.grad_dtype, [&](auto grad) { measure_typed<decltype(grad)>(args); });
 }
 
-void reduce(const ReduceArgs& args) {
+void reduce(const ReduceArgs& args, void* /*workspace*/, void* /*stream*/) {
   dispatch_reduce(args.grad_dtype, args.wire_dtype, args.out_dtype, [&](auto compute, auto wire, auto out) {
     reduce_typed<decltype(compute), decltype(wire), decltype(out)>(args);
   });

@@ -214,7 +214,7 @@ void measure(const MeasureArgs& args, void* workspace, void* stream) {
   });
 }
 
-void reduce(const ReduceArgs& args, void* stream) {
+void reduce(const ReduceArgs& args, void* workspace, void* stream) {
   if (args.numel == 0) {
     return;
   }
@@ -228,7 +228,7 @@ void reduce(const ReduceArgs& args, void* stream) {
         args.bucket_scale,
         args.rounding};
     const Segment all{nullptr, args.numel, 0, args.residual};
-    run(&all, 1, Turn{}, pass, /*workspace=*/nullptr, stream);
+    run(&all, 1, Turn{}, pass, workspace, stream);
   });
 }
 
