@@ -9,6 +9,7 @@ from .doctor import load
 __version__ = "0.1.0"
 
 __all__ = [
+    "Algorithm",
     "AnyCompression",
     "Auto",
     "BucketStats",
@@ -20,11 +21,14 @@ __all__ = [
     "GradientSynchronizer",
     "GroupProfile",
     "HookState",
+    "Reduce",
+    "Rounding",
     "Schedule",
     "ShardedGradients",
     "SyncHandle",
     "SyncStats",
     "Transport",
+    "Wire",
     "all_reduce_gradients",
     "allreduce_hook",
     "attach",
@@ -59,7 +63,7 @@ else:
     from .autotune.measure import measure_group
     from .autotune.profile import GroupProfile
     from .clip import clip_grad_norm_
-    from .compression import AnyCompression, Auto, Compression, Schedule
+    from .compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Rounding, Schedule, Wire
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
     from .fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, NoReturn, TypeAlias
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,6 @@ from ._handle import (
 from .compression import AnyCompression
 from .distributed import broadcast_tensors
 
-BroadcastBuffers: TypeAlias = bool | Literal["mean"]
-
 BUCKET_CAP_MB = 25.0
 LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
 
@@ -72,7 +70,7 @@ class GradientSynchronizer(GradientHandle):
         self._op = op
         self._overlaps = overlap
         self._buffers: _Buffers | None = None
-        self._broadcast_buffers: BroadcastBuffers = False
+        self._broadcast_buffers: bool | Literal["mean"] = False
         self._weight: float | None = None
         self._is_enabled = True
         self._is_attached = False
@@ -419,7 +417,7 @@ def attach(
     overlap: bool = True,
     init_sync: bool = True,
     op: str = "mean",
-    broadcast_buffers: BroadcastBuffers = False,
+    broadcast_buffers: bool | Literal["mean"] = False,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 

@@ -265,8 +265,8 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
 
     Args:
         model: the model, or a part of it.
-        compression: what travels: a ``Compression`` without algorithm and nodes, or its shorthand ``"none"``,
-            ``"bf16"``, ``"fp16"``, ``"int8"``; or a ``Schedule`` of these.
+        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``), a ``Compression`` without algorithm and
+            nodes, or a ``Schedule`` of these.
 
     Returns:
         The handle: statistics, the norm over all shards, state for checkpoints, and the compression, which may be

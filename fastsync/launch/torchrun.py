@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fastsync.launch.signals import STOP_SIGNALS, handling
+from .signals import STOP_SIGNALS, handling
 
 LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a launch. The launcher sets handlers for them and leaves them behind."""
