@@ -21,7 +21,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
-	@echo 'make test        set up, then run the tests; SUITE=engine, ppo or benchmarks for some'
+	@echo 'make test        set up, then run the tests; SUITE=engine, ppo, benchmarks or tools for some'
 	@echo 'make test-all    and those that run whole commands and other trainers, as every change has to pass'
 	@echo 'make test-slow   run the tests that take minutes: trainings that must reach published returns'
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
@@ -49,14 +49,13 @@ train: $(VENV)/.train build
 test: CHOSEN := not slow and not end_to_end
 test-all: CHOSEN := not slow
 test test-all: venv
-	$(BIN)/python -m pytest -m '$(CHOSEN)' -n $(TEST_JOBS) --dist worksteal $(if $(SUITE),--suite $(SUITE)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m '$(CHOSEN)' -n $(TEST_JOBS) --dist worksteal $(addprefix tests/,$(SUITE)) $(PYTEST_ARGS)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 # What a device does for which no kernels were built. The operators' tests take both in any case.
-ATEN_TESTS := tests/test_attach.py tests/test_ddp.py tests/test_error_feedback.py tests/test_fp32_sums.py \
-	tests/test_two_level.py tests/test_sharded.py
+ATEN_TESTS := $(addprefix tests/engine/test_,attach.py ddp.py error_feedback.py fp32_sums.py two_level.py sharded.py)
 test-aten: venv
 	FASTSYNC_KERNELS=aten $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal $(ATEN_TESTS) $(PYTEST_ARGS)
 
@@ -66,8 +65,8 @@ test-gpu: venv
 # The interpreter is not built with a sanitizer, so its runtime has to be loaded first, and with it the libstdc++ whose
 # exceptions it watches. That build comes before the package in this folder on the import path, in the tests and in what
 # they start.
-SANITIZED_TESTS ?= tests/test_agreement.py tests/test_fp32_sums.py tests/test_two_level.py \
-	tests/test_ppo_ops.py $(wildcard tests/test_ops*.py tests/test_ddp*.py tests/test_attach*.py tests/test_sharded*.py)
+SANITIZED_TESTS ?= tests/ppo/test_ops.py \
+	$(wildcard $(addprefix tests/engine/test_,agreement.py fp32_sums.py two_level.py ops*.py ddp*.py attach*.py sharded*.py))
 # sanitizer, its runtime, its options
 define test_sanitized
 	mkdir -p build/$(1)
@@ -88,11 +87,11 @@ test-ubsan: venv
 # Ray takes minutes, skrl and RSL-RL some time; PufferLib and SkyPilot contradict what else is installed. An environment of each has
 # what $(VENV) has, and its own packages before that.
 test-trainers: $(foreach package,ray pufferlib skrl rsl-rl skypilot,$(VENV)/with-$(package)/.installed)
-	$(VENV)/with-ray/bin/python -m pytest tests/test_launch_ray.py $(PYTEST_ARGS)
-	$(VENV)/with-pufferlib/bin/python -m pytest tests/test_examples.py -k pufferlib $(PYTEST_ARGS)
-	$(VENV)/with-skrl/bin/python -m pytest tests/test_examples.py -k skrl_ppo\ or\ skrl_learns $(PYTEST_ARGS)
-	$(VENV)/with-rsl-rl/bin/python -m pytest tests/test_examples.py -k rsl_rl_ppo\ or\ rsl_rl_ranks $(PYTEST_ARGS)
-	$(VENV)/with-skypilot/bin/python -m pytest tests/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
+	$(VENV)/with-ray/bin/python -m pytest tests/ppo/test_launch_ray.py $(PYTEST_ARGS)
+	$(VENV)/with-pufferlib/bin/python -m pytest tests/engine/test_examples.py -k pufferlib $(PYTEST_ARGS)
+	$(VENV)/with-skrl/bin/python -m pytest tests/engine/test_examples.py -k skrl_ppo\ or\ skrl_learns $(PYTEST_ARGS)
+	$(VENV)/with-rsl-rl/bin/python -m pytest tests/engine/test_examples.py -k rsl_rl_ppo\ or\ rsl_rl_ranks $(PYTEST_ARGS)
+	$(VENV)/with-skypilot/bin/python -m pytest tests/ppo/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
 
 $(VENV)/with-ray/.installed: PACKAGES = 'ray[default,train]'
 $(VENV)/with-skrl/.installed: PACKAGES = skrl

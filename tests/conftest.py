@@ -6,28 +6,11 @@ import gc
 import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
-from pathlib import Path
 
 import pytest
 
 # A process that only hands out tests to others imports this file too, and would need seconds for torch: so what imports
 # torch is imported where it is used.
-
-# A file belongs to the suite that its name begins with, test_ppo_envs.py to ppo; any other to the first.
-SUITES = ("engine", "ppo", "benchmarks")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--suite", choices=SUITES, help="run the tests of this suite only")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """True leaves out a file of another suite than was asked for."""
-    suite = config.getoption("--suite")
-    if suite is None or collection_path.is_dir():
-        return None
-    own = next((each for each in SUITES if collection_path.name.startswith(f"test_{each}")), SUITES[0])
-    return own != suite or None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -17,7 +17,7 @@ import torch.distributed.optim
 import torch.utils.tensorboard
 
 import fastsync.ppo.ppo
-import tests.attached
+import tests.engine.attached
 import tests.ranks
 
 HUGE_PAGE = 2 << 20

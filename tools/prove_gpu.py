@@ -36,8 +36,8 @@ PASSED, FAILED, TIMED_OUT, UNFINISHED, NO_GPU = "passed", "FAILED", "TIMED OUT",
 NOTHING_COLLECTED = 5  # pytest's exit status
 
 TESTS = "mark.gpu|on_each_device|on_real_devices|in_either_order"
-OF_RANKS = ("test_nccl_algorithms.py", "test_fp32_sums.py", "test_two_level.py")
-OPERATORS = ("test_ops.py", "test_ops_int8.py", "test_ops_residuals.py")
+OF_RANKS = ("engine/test_nccl_algorithms.py", "engine/test_fp32_sums.py", "engine/test_two_level.py")
+OPERATORS = ("engine/test_ops.py", "engine/test_ops_int8.py", "engine/test_ops_residuals.py")
 # Not on random buckets by the hundred, which would take too long there.
 SANITIZED = {"memcheck": "samples or sizes", "racecheck": "samples", "synccheck": "samples"}
 FUSED, GENERIC = {"FASTSYNC_KERNELS": "auto"}, {"FASTSYNC_KERNELS": "aten"}
@@ -94,7 +94,7 @@ def sanitizer(tool: str, keywords: str) -> Command:
     """Watches the operators. With an allocation for each tensor, what lies behind one is nobody's."""
     options = ("--target-processes", "application-only", "--error-exitcode", "9")
     before = ("compute-sanitizer", "--tool", tool, *options)
-    return pytest("test_ops.py", keywords, 150, before, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    return pytest("engine/test_ops.py", keywords, 150, before, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
 def benchmark(command: str, limit: float, words: str, **environment: str) -> Command:
@@ -109,7 +109,9 @@ def on_one_and_two_ranks(command: str, limit: float, words: str) -> list[Command
 
 
 def all_parts() -> dict[str, Part]:
-    texts = {path.name: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    texts = {
+        str(path.relative_to(ROOT / "tests")): path.read_text() for path in sorted((ROOT / "tests").glob("*/test_*.py"))
+    }
     files = [name for name, text in texts.items() if re.search(TESTS, text)]
     alone = [name for name in files if name not in OF_RANKS]
     captured = [name for name in files if "captur" in texts[name]]

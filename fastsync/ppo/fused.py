@@ -1,7 +1,7 @@
 """Operators for CPUs (csrc/ppo) in the place of plain functions and layers: of those that they were proven equal to.
 
 A function that ``@operator`` marks is computed by its operator only while its source is the one whose fingerprint is
-noted here; ``tests/test_ppo_ops.py`` holds the two against each other. A ``torch.nn.Sequential`` is, only while it is
+noted here; ``tests/ppo/test_ops.py`` holds the two against each other. A ``torch.nn.Sequential`` is, only while it is
 linear layers with tanh, ReLU or ELU between them, and nothing hangs on them. All else runs as it is written.
 """
 

@@ -1,0 +1,314 @@
+"""Models to be trained, with synthetic data: PPO's policies for vectors and for images, ResNet-50, and a GPT.
+
+Written out, or fastsync's own, so that they need no other package; shapes are those of the papers at scale "full", and
+small enough for a laptop's CPU at "small".
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from benchmarks.baselines.gradients import Gradients
+
+Scale = Literal["small", "full"]
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its data, and its optimizer."""
+
+    module: Callable[[], nn.Module]
+    """Makes it, from torch's global generator. Its forward takes a batch and returns the loss."""
+    batch: Callable[[int, torch.Generator], Batch]
+    """Makes that many samples on the CPU."""
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
+    """With a learning rate of 0. It does all of its work, and the weights stay as they are, so that the gradients of
+    every step can be compared with the same mean."""
+    batch_size: int
+    """Samples in each rank's batch by default."""
+    repetitions: int
+    """How many steps are timed by default."""
+    dimensions: Mapping[str, int]
+    """What the scale means, for the rows."""
+
+    @property
+    def numel(self) -> int:
+        """Of all parameters; none is allocated."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.module().parameters())
+
+
+class ModelGradients(Gradients):
+    """The gradients of a model on batches that differ between ranks, from one backward a batch."""
+
+    def __init__(self, training: Training, batch_size: int, device: torch.device, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._module = training.module().to(device)
+
+        def batch_of(rank: int) -> Batch:
+            generator = torch.Generator().manual_seed(seed + 1 + rank)
+            return tuple(tensor.to(device) for tensor in training.batch(batch_size, generator))
+
+        self._batch = batch_of(dist.get_rank())
+        # On a GPU some sums have no fixed order; on a CPU the difference is 0.
+        noise = (self._backward(self._batch) - self._backward(self._batch)).abs().max().item()
+        ranks = range(dist.get_world_size())
+        # The largest difference of one repetition is not the largest there can be.
+        lengths = [shape.numel() for shape in self.shapes]
+        super().__init__((self._backward(batch_of(rank)) for rank in ranks), lengths, device, 8 * noise)
+        self._module.zero_grad()
+
+    def model(self) -> nn.Module:
+        return _OnOneBatch(copy.deepcopy(self._module), self._batch)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Of the parameters."""
+        return [parameter.shape for parameter in self._module.parameters()]
+
+    def _backward(self, batch: Batch) -> Tensor:
+        model = _OnOneBatch(copy.deepcopy(self._module), batch)  # buffers change in a forward
+        model().backward()
+        return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+
+
+class _OnOneBatch(nn.Module):
+    def __init__(self, module: nn.Module, batch: Batch) -> None:
+        super().__init__()
+        self.module, self.batch = module, batch
+
+    def forward(self) -> Tensor:
+        return self.module(*self.batch)
+
+
+class Policy(nn.Module):
+    """fastsync's policy with PPO's loss."""
+
+    def __init__(self, observations: Any, num_actions: int, **settings: Any) -> None:
+        from gymnasium import spaces
+
+        from fastsync.ppo.policies import make_policy
+        from fastsync.ppo.ppo import Settings
+
+        super().__init__()
+        self._settings = Settings(**settings)
+        self.policy = make_policy(self._settings, observations, spaces.Discrete(num_actions))
+
+    def forward(self, observations: Tensor, actions: Tensor, log_probs: Tensor, targets: Tensor) -> Tensor:
+        from fastsync.ppo.batches import Batch
+        from fastsync.ppo.ppo import minibatch_loss
+
+        batch = Batch(
+            observations=observations,
+            actions=actions,
+            log_probs=log_probs,
+            values=targets,
+            advantages=targets,
+            returns=targets,
+            weights=torch.full_like(targets, 1 / len(targets)),
+        )
+        return minibatch_loss(self.policy, self.policy, batch, self._settings, 1.0)[0]
+
+
+def _vectors(num_inputs: int, num_actions: int, width: int, batch_size: int, repetitions: int) -> Training:
+    def module() -> nn.Module:
+        from gymnasium import spaces
+
+        box = spaces.Box(-torch.inf, torch.inf, (num_inputs,))
+        return Policy(box, num_actions, hidden_sizes=(width, width))
+
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        return _experience(torch.randn(size, num_inputs, generator=generator), num_actions, generator)
+
+    dimensions = {"inputs": num_inputs, "width": width, "actions": num_actions}
+    return Training(module, batch, _adam, batch_size, repetitions, dimensions)
+
+
+def _images(num_actions: int, batch_size: int, repetitions: int) -> Training:
+    shape = (4, 84, 84)
+
+    def module() -> nn.Module:
+        import numpy as np
+        from gymnasium import spaces
+
+        return Policy(spaces.Box(0, 255, shape, np.uint8), num_actions)
+
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        images = torch.randint(256, (size, *shape), generator=generator, dtype=torch.uint8)
+        return _experience(images, num_actions, generator)
+
+    dimensions = {"frames": shape[0], "image": shape[1], "actions": num_actions}
+    return Training(module, batch, _adam, batch_size, repetitions, dimensions)
+
+
+def _experience(observations: Tensor, num_actions: int, generator: torch.Generator) -> Batch:
+    size = len(observations)
+    actions = torch.randint(num_actions, (size,), generator=generator)
+    # As a policy that is nearly uniform took them: nothing is clipped.
+    log_probs = torch.full((size,), 1 / num_actions).log()
+    return observations, actions, log_probs, torch.randn(size, generator=generator)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the 3x3 strides, as in what is called ResNet v1.5."""
+
+    def __init__(self, num_inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        num_outputs = 4 * width
+        self.body = nn.Sequential(
+            *_convolution(num_inputs, width, 1),
+            nn.ReLU(inplace=True),
+            *_convolution(width, width, 3, stride),
+            nn.ReLU(inplace=True),
+            *_convolution(width, num_outputs, 1),
+        )
+        changes = stride != 1 or num_inputs != num_outputs
+        self.shortcut = nn.Sequential(*_convolution(num_inputs, num_outputs, 1, stride)) if changes else nn.Identity()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.relu(self.body(features) + self.shortcut(features))
+
+
+def _convolution(num_inputs: int, num_outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    layer = nn.Conv2d(num_inputs, num_outputs, kernel, stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return layer, nn.BatchNorm2d(num_outputs)
+
+
+class ResNet50(nn.Module):
+    """He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016), table 1, with its loss.
+
+    Args:
+        width: channels of the first layer; 64 in the paper.
+        num_classes: of images.
+    """
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        blocks: list[nn.Module] = []
+        num_inputs = width
+        for stage, num_blocks in enumerate((3, 4, 6, 3)):
+            for index in range(num_blocks):
+                stride = 2 if stage > 0 and index == 0 else 1
+                blocks.append(Bottleneck(num_inputs, width * 2**stage, stride))
+                num_inputs = 4 * width * 2**stage
+        stem = (*_convolution(3, width, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1))
+        head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_inputs, num_classes))
+        self.layers = nn.Sequential(*stem, *blocks, *head)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(images), labels)
+
+
+def _resnet50(width: int, image: int, num_classes: int, batch_size: int, repetitions: int) -> Training:
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        labels = torch.randint(num_classes, (size,), generator=generator)
+        return torch.randn(size, 3, image, image, generator=generator), labels
+
+    return Training(
+        module=lambda: ResNet50(width, num_classes),
+        batch=batch,
+        optimizer=lambda parameters: SGD(parameters, lr=0.0, momentum=0.9, weight_decay=1e-4),
+        batch_size=batch_size,
+        repetitions=repetitions,
+        dimensions={"width": width, "image": image, "classes": num_classes},
+    )
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a LayerNorm and beside a shortcut."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self._num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        heads = self.queries_keys_values(self.norm1(features)).unflatten(-1, (3, self._num_heads, -1))
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, position, width of a head]
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        features = features + self.projection(attended.transpose(1, 2).flatten(2))
+        return features + self.perceptron(self.norm2(features))
+
+
+class GPT(nn.Module):
+    """Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), without dropout, with its loss.
+
+    Args:
+        vocabulary: number of tokens; 50,257 in the paper.
+        context: longest sequence.
+        num_layers: blocks.
+        width: of the features.
+        num_heads: of the attention.
+    """
+
+    def __init__(self, vocabulary: int, context: int, num_layers: int, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
+        self.norm = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, next_tokens: Tensor) -> Tensor:
+        features = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        logits = F.linear(self.norm(self.blocks(features)), self.tokens.weight)  # the embedding's weights, once more
+        return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())
+
+
+def _gpt(
+    vocabulary: int, context: int, num_layers: int, width: int, num_heads: int, batch_size: int, repetitions: int
+) -> Training:
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        tokens = torch.randint(vocabulary, (size, context + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return Training(
+        module=lambda: GPT(vocabulary, context, num_layers, width, num_heads),
+        batch=batch,
+        optimizer=lambda parameters: AdamW(parameters, lr=0.0),
+        batch_size=batch_size,
+        repetitions=repetitions,
+        dimensions={"layers": num_layers, "width": width, "vocabulary": vocabulary, "context": context},
+    )
+
+
+def _adam(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    return Adam(parameters, lr=0.0, eps=1e-5)
+
+
+TRAININGS: dict[str, dict[Scale, Training]] = {
+    "mlp": {
+        "small": _vectors(4, 2, width=64, batch_size=256, repetitions=200),
+        "full": _vectors(376, 17, width=256, batch_size=4096, repetitions=100),
+    },
+    "atari": {
+        "small": _images(6, batch_size=8, repetitions=30),
+        "full": _images(6, batch_size=256, repetitions=20),
+    },
+    "resnet50": {
+        "small": _resnet50(32, image=64, num_classes=100, batch_size=4, repetitions=10),
+        "full": _resnet50(64, image=224, num_classes=1000, batch_size=32, repetitions=10),
+    },
+    "gpt2": {
+        "small": _gpt(8192, 64, num_layers=4, width=256, num_heads=4, batch_size=2, repetitions=10),
+        "full": _gpt(50257, 1024, num_layers=12, width=768, num_heads=12, batch_size=4, repetitions=10),
+    },
+}

@@ -1,0 +1,315 @@
+"""Whole trainings, one a process: ``python -m benchmarks.baselines.trainers TRAINER OPTIONS``.
+
+Prints one JSON object: the fields of ``Outcome``.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Training:
+    """The settings of a training. Counts of environments and minibatches are those of all ranks together."""
+
+    total_steps: int
+    num_envs: int
+    num_steps: int
+    num_minibatches: int
+    num_epochs: int
+    seed: int
+    env: str = "CartPole-v1"
+    """A game of ALE is seen in pictures, by convolutions that actor and critic share."""
+    learning_rate: float = 2.5e-4
+    """At the start; it falls to 0 over the training."""
+    clip: float = 0.2
+    entropy: float = 0.01
+    normalize: bool = False
+    """Observations and rewards, by running moments."""
+    hidden_size: int = 64
+    nproc: int = 1
+    vectorization: str = "auto"
+    cleanrl: str | None = None
+    """CleanRL's ppo.py."""
+    pufferlib: str | None = None
+    """The Python that has PufferLib."""
+    device: str = "cpu"
+    """What policies compute on: cpu or cuda."""
+
+    @property
+    def is_atari(self) -> bool:
+        return self.env.startswith("ALE/")
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.batch_size // self.num_minibatches
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training has done."""
+
+    steps: int
+    """Of environments."""
+    seconds: float
+    """Of collecting and learning, without start-up."""
+    mean_return: float | None = None
+    """Of the last 100 episodes; None where the trainer does not tell it."""
+    phases: dict[str, float] | None = None
+    """Where it was asked for: seconds of rank 0 for an optimizer step, by what they go into."""
+
+    @property
+    def speed(self) -> float:
+        return self.steps / self.seconds
+
+
+GAMMA, GAE_LAMBDA = 0.99, 0.95
+
+
+def train_fastsync(training: Training) -> Outcome:
+    from fastsync.launch.torchrun import launch_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        return launch_ranks(fastsync_rank, training.nproc, _settings(training, folder))[0]
+
+
+def train_fastsync_phases(training: Training) -> Outcome:
+    """As ``train_fastsync``, telling where the time goes."""
+    from benchmarks.baselines.trainer_phases import fastsync_rank_phases
+    from fastsync.launch.torchrun import launch_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        outcome, phases = launch_ranks(fastsync_rank_phases, training.nproc, _settings(training, folder))[0]
+    return replace(outcome, phases=phases)
+
+
+def train_fastsync_apart(training: Training) -> Outcome:
+    """Each rank trains a policy of its own, all at the same time: what the machine gives where nobody communicates."""
+    from fastsync.launch.torchrun import launch_ranks
+
+    each = replace(training, total_steps=training.total_steps // training.nproc)
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = launch_ranks(fastsync_rank_apart, training.nproc, _settings(each, folder))
+    returns = [outcome.mean_return for outcome in outcomes if outcome.mean_return is not None]
+    return Outcome(
+        sum(outcome.steps for outcome in outcomes),
+        max(outcome.seconds for outcome in outcomes),
+        float(np.mean(returns)) if returns else None,
+    )
+
+
+def _settings(training: Training, folder: str) -> Any:
+    from fastsync.ppo.ppo import Settings
+
+    return Settings(
+        env=training.env,
+        total_steps=training.total_steps,
+        num_envs=training.num_envs // training.nproc,
+        num_steps=training.num_steps,
+        num_minibatches=training.num_minibatches,
+        num_epochs=training.num_epochs,
+        vectorization=training.vectorization,  # type: ignore[arg-type]
+        learning_rate=training.learning_rate,
+        gamma=GAMMA,
+        gae_lambda=GAE_LAMBDA,
+        clip_coef=training.clip,
+        clip_value_loss=True,
+        hidden_sizes=(training.hidden_size, training.hidden_size),
+        ent_coef=training.entropy,
+        norm_observations=training.normalize,
+        norm_rewards=training.normalize,
+        seed=training.seed,
+        runs_dir=folder,
+    )
+
+
+def fastsync_rank(settings: Any) -> Outcome:
+    from fastsync.distributed import process_group
+    from fastsync.ppo.ppo import train
+
+    sys.stdout = sys.stderr  # which the parent lets through
+    with process_group(settings.timeout) as device:
+        _, result = train(settings, device)
+    return Outcome(result.step, result.seconds, None if math.isnan(result.mean_return) else result.mean_return)
+
+
+def fastsync_rank_apart(settings: Any) -> Outcome:
+    """As fastsync_rank, in a world of its own, which begins when all have come this far."""
+    from fastsync.distributed import process_group
+
+    rank = int(os.environ["RANK"])
+    with process_group(settings.timeout):
+        dist.barrier()
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    return fastsync_rank(replace(settings, seed=settings.seed + rank, runs_dir=f"{settings.runs_dir}/{rank}"))
+
+
+def train_sb3(training: Training) -> Outcome:
+    from stable_baselines3 import PPO
+
+    model = PPO(
+        "CnnPolicy" if training.is_atari else "MlpPolicy",
+        _sb3_environments(training),
+        n_steps=training.num_steps,
+        batch_size=training.minibatch_size,
+        n_epochs=training.num_epochs,
+        learning_rate=lambda remaining: training.learning_rate * remaining,
+        gamma=GAMMA,
+        gae_lambda=GAE_LAMBDA,
+        clip_range=training.clip,
+        clip_range_vf=training.clip,
+        ent_coef=training.entropy,
+        policy_kwargs={} if training.is_atari else {"net_arch": [training.hidden_size, training.hidden_size]},
+        seed=training.seed,
+        device=training.device,
+    )
+    began = time.perf_counter()
+    model.learn(training.total_steps)
+    seconds = time.perf_counter() - began
+    returns = [episode["r"] for episode in model.ep_info_buffer or []]
+    return Outcome(model.num_timesteps, seconds, float(np.mean(returns)) if returns else None)
+
+
+def _sb3_environments(training: Training) -> Any:
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
+
+    many: Any = {"n_envs": training.num_envs, "seed": training.seed}
+    if training.is_atari:
+        import ale_py  # noqa: F401 registers the games
+
+        return VecFrameStack(make_atari_env(training.env, env_kwargs={"frameskip": 1}, **many), n_stack=4)
+    envs = make_vec_env(training.env, **many)
+    return VecNormalize(envs, gamma=GAMMA) if training.normalize else envs
+
+
+def train_cleanrl(training: Training) -> Outcome:
+    """CleanRL's script tells its speed itself: steps so far by the time since its environments began."""
+    options = {
+        "total-timesteps": training.total_steps,
+        "num-envs": training.num_envs,
+        "num-steps": training.num_steps,
+        "num-minibatches": training.num_minibatches,
+        "update-epochs": training.num_epochs,
+        "learning-rate": training.learning_rate,
+        "seed": training.seed,
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert training.cleanrl is not None
+    with tempfile.TemporaryDirectory() as folder:
+        cuda = "--cuda" if training.device == "cuda" else "--no-cuda"
+        command = [sys.executable, str(Path(training.cleanrl).resolve()), *arguments, cuda]
+        printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    speed = int(re.findall(r"^SPS: (\d+)$", printed, flags=re.MULTILINE)[-1])
+    steps = training.total_steps // training.batch_size * training.batch_size
+    return Outcome(steps, steps / speed)
+
+
+def train_cleanrl_loop(training: Training) -> Outcome:
+    """CleanRL's way of working, without its script."""
+    from benchmarks.baselines.cleanrl_loop import train
+
+    return train(training)
+
+
+def train_pufferlib(training: Training) -> Outcome:
+    """PufferLib needs older packages than all others, so it runs in a Python of its own."""
+    assert training.pufferlib is not None
+    script = Path(__file__).with_name("pufferlib_trainer.py")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [training.pufferlib, str(script), json.dumps(asdict(training)), str(GAMMA), str(GAE_LAMBDA)]
+        printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return Outcome(**json.loads(printed.splitlines()[-1]))
+
+
+def step_environment_alone(training: Training) -> Outcome:
+    """Random actions, by the environment's own vectorised implementation where it has one that trainings take."""
+    import gymnasium
+
+    from fastsync.ppo.envs.lookup import find_env
+    from fastsync.ppo.envs.spaces import random_actions
+
+    source = find_env(training.env)
+    if source.spec and source.spec.vector_entry_point and not source.is_atari:
+        envs: Any = gymnasium.make_vec(training.env, training.num_envs, vectorization_mode="vector_entry_point")
+    else:
+        envs = gymnasium.vector.SyncVectorEnv([source.make] * training.num_envs)
+    envs.reset(seed=training.seed)
+    generator = np.random.default_rng(training.seed)
+    num_rows = training.total_steps // training.num_envs
+    rows = [random_actions(envs.single_action_space, training.num_envs, generator) for _ in range(num_rows)]
+    began = time.perf_counter()
+    for row in rows:
+        envs.step(row)
+    return Outcome(num_rows * training.num_envs, time.perf_counter() - began)
+
+
+TRAINERS: dict[str, Callable[[Training], Outcome]] = {
+    "fastsync": train_fastsync,
+    "fastsync apart": train_fastsync_apart,
+    "fastsync phases": train_fastsync_phases,
+    "stable-baselines3": train_sb3,
+    "cleanrl": train_cleanrl,
+    "cleanrl loop": train_cleanrl_loop,
+    "pufferlib": train_pufferlib,
+    "environment alone": step_environment_alone,
+}
+
+
+def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
+    """Runs a trainer in a fresh process, with one thread to compute with on each rank.
+
+    It sees no GPU, unless it is to compute on one.
+
+    Whatever ends the wait for it, its ranks and environments end with it.
+
+    Raises:
+        RuntimeError: it failed, or has not ended in ``timeout`` seconds.
+    """
+    command = [sys.executable, "-m", "benchmarks.baselines.trainers", trainer, json.dumps(asdict(training))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if training.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a group of its own, which is ended as a whole
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{trainer} has not ended within {timeout:g} s") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise RuntimeError(f"{trainer} failed:\n{printed}{errors}")
+    return Outcome(**json.loads(printed.splitlines()[-1]))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(asdict(TRAINERS[sys.argv[1]](Training(**json.loads(sys.argv[2]))))))

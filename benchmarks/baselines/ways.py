@@ -1,0 +1,359 @@
+"""The ways to average a model's gradients over ranks: fastsync's, PyTorch's, hand-written ones, and the limit."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from benchmarks.baselines import compressions
+from benchmarks.baselines.gradients import Gradients, Rounding
+from benchmarks.baselines.shared_memory import BareSum
+from fastsync import SyncStats
+from fastsync.compression import parse_compression
+
+MIN_WARMUP = 2
+"""Steps before a way does what it will do from then on: DDP regroups its buckets once, PowerSGD starts at its third."""
+
+
+class Step(Protocol):
+    """One way's model, ready to take step after step: ``prepare``, then ``run``, which is what is timed."""
+
+    def prepare(self) -> None: ...
+
+    def run(self) -> None: ...
+
+    def result(self) -> Tensor:
+        """The gradients that the newest ``run`` left, in one vector."""
+
+    def stats(self) -> SyncStats | None:
+        """The cost of synchronisation so far, where the way tells."""
+
+
+class TrainingStep:
+    """The forward is prepared, the backward timed, with what has to follow it (``synchronize``)."""
+
+    keeps_gradients = False
+    """Whether they stay where they are. Setting them to zero takes time, which counts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        synchronize: Callable[[], object] = lambda: None,
+        stats: Callable[[], SyncStats | None] = lambda: None,
+    ) -> None:
+        self.model = model
+        self._synchronize = synchronize
+        self.stats = stats
+
+    def prepare(self) -> None:
+        if not self.keeps_gradients:
+            self.model.zero_grad()
+        self._loss = self.model()
+
+    def run(self) -> None:
+        if self.keeps_gradients:
+            self.model.zero_grad(set_to_none=False)
+        self._loss.backward()
+        self._synchronize()
+
+    def result(self) -> Tensor:
+        return torch.cat([parameter.grad.reshape(-1) for parameter in self.model.parameters()])
+
+
+class BareAllReduce:
+    """One all_reduce of as many values as the model has, already divided, cast and in one tensor. No backward."""
+
+    def __init__(self, workload: Gradients, group: ProcessGroup, dtype: torch.dtype) -> None:
+        self._source = (workload.flat_grads / workload.world_size).to(dtype)
+        self._flat = torch.empty_like(self._source)
+        self._group = group
+
+    def prepare(self) -> None:
+        self._flat.copy_(self._source)
+
+    def run(self) -> None:
+        dist.all_reduce(self._flat, group=self._group)
+
+    def result(self) -> Tensor:
+        return self._flat
+
+    def stats(self) -> None:
+        return None
+
+
+Build = Callable[[Gradients, ProcessGroup], Step]
+
+
+def _alone(workload: Gradients, group: ProcessGroup) -> Step:
+    del group
+    return TrainingStep(workload.model())
+
+
+def _bare(dtype: torch.dtype) -> Build:
+    return lambda workload, group: BareAllReduce(workload, group, dtype)
+
+
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")  # the second is the older one's name
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
+def wrapped(workload: Gradients, group: ProcessGroup, **options: float | bool) -> DistributedDataParallel:
+    """A model in DDP that sends its gradients and nothing else, as all ways do: buffers stay where they are."""
+    return DistributedDataParallel(workload.model(), process_group=group, **{_SYNC_BUFFERS: False}, **options)
+
+
+def _ddp(hook: Callable | None = None, **options: bool) -> Build:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = wrapped(workload, group, **options)
+        if hook is not None:
+            model.register_comm_hook(group, hook)
+        return TrainingStep(model)
+
+    return build
+
+
+def _power_sgd(workload: Gradients, group: ProcessGroup) -> Step:
+    # In one bucket: the hook starts all_reduces from callbacks, so with two buckets under way each rank would have them
+    # in an order of its own, and Gloo pairs them by order: a wrong size, or a wait without end.
+    one_bucket = 1 + workload.flat_grads.nbytes // 2**20
+    model = wrapped(workload, group, bucket_cap_mb=one_bucket)
+    state = PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook)
+    return TrainingStep(model)
+
+
+def _register_comm_hook(compression: str) -> Build:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = wrapped(workload, group)
+        hook = fastsync.register_comm_hook(model, parse_compression(compression))
+        return TrainingStep(model, stats=hook.stats)
+
+    return build
+
+
+def _attach(compression: str) -> Build:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = workload.model()
+        sync = fastsync.attach(model, parse_compression(compression), process_group=group)
+        return TrainingStep(model, stats=sync.stats)
+
+    return build
+
+
+def _kept(build: Build) -> Build:
+    def build_kept(workload: Gradients, group: ProcessGroup) -> Step:
+        step = build(workload, group)
+        step.keeps_gradients = True
+        return step
+
+    return build_kept
+
+
+def _synchronize(workload: Gradients, group: ProcessGroup) -> Step:
+    model = workload.model()
+    sync = fastsync.attach(model, process_group=group, overlap=False)
+    return TrainingStep(model, sync.synchronize, sync.stats)
+
+
+def all_reduce_concatenated(parameters: list[Tensor], group: dist.ProcessGroup | None = None) -> int:
+    """Averages gradients as trainers without DDP write it. Returns the bytes that were all-reduced."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+    return flat.nbytes
+
+
+def _after_backward(average: Callable[[list[nn.Parameter], ProcessGroup], object]) -> Build:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = workload.model()
+        parameters = list(model.parameters())
+        return TrainingStep(model, lambda: average(parameters, group))
+
+    return build
+
+
+def _all_reduce_gradients(parameters: list[nn.Parameter], group: ProcessGroup) -> None:
+    fastsync.all_reduce_gradients(parameters, process_group=group)
+
+
+def _all_reduce_each(parameters: list[nn.Parameter], group: ProcessGroup) -> None:
+    for parameter in parameters:
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= group.size()
+
+
+class ShardedStep(TrainingStep):
+    """As ``TrainingStep``, of a model under ``fully_shard``, whose gradients are shards."""
+
+    def result(self) -> Tensor:
+        return torch.cat([parameter.grad.full_tensor().reshape(-1) for parameter in self.model.parameters()])
+
+
+def _fully_shard(reduce_dtype: torch.dtype | None = None, compression: str | None = None) -> Build:
+    """Parameters stay whole from forward to backward, so that in the backward only gradients travel."""
+
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        model = copy.deepcopy(workload.model())  # other ways' models have the same memory, and shards are to be its own
+        mesh = DeviceMesh.from_group(group, workload.flat_grads.device.type)
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        blocks = [block for blocks in model.modules() if isinstance(blocks, nn.Sequential) for block in blocks]
+        for module in (*(block for block in blocks if any(True for _ in block.children())), model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        if compression is None:
+            return ShardedStep(model)
+        handle = fastsync.register_reduce_scatter(model, parse_compression(compression))
+        return ShardedStep(model, stats=handle.stats)
+
+    return build
+
+
+@dataclass(frozen=True)
+class Way:
+    build: Build
+    """Makes a step of it. A collective call: on all ranks, in the same order."""
+    wire: torch.dtype | None = torch.float32
+    """As what the gradients travel; None if they do not, or something else does, or what that is gets chosen."""
+    roundings: tuple[Rounding, ...] = ()
+    """What values may lose, one of these; by default what ``wire`` loses where it is summed."""
+    compression: str | None = None
+    """Of the engine, as ``compressions`` names it."""
+    approximate: bool = False
+    """Whether the result is something else than the mean, rounded. Its error is reported and not judged."""
+    nccl_only: bool = False
+    cpu_only: bool = False
+    in_ddp: bool = False
+    """Whether the model is wrapped in DDP, whose own overhead is then a part of the step."""
+    scatters: bool = False
+    """Whether each rank gets a part of the mean only, which is half the way."""
+
+    @property
+    def limit(self) -> str | None:
+        """The bare all_reduce of what travels; None where there is none."""
+        return None if self.cpu_only or self.scatters else LIMITS.get(self.wire)
+
+    @property
+    def averages(self) -> bool:
+        """True if its result is the mean over the ranks, or near it."""
+        return self.approximate or bool(self.allowed)
+
+    @property
+    def allowed(self) -> tuple[Rounding, ...]:
+        """The precision that values may lose; empty if the result is not to be the mean."""
+        return self.roundings or ((Rounding(self.wire),) if self.wire else ())
+
+
+fp16, bf16 = torch.float16, torch.bfloat16
+
+DTYPES = {"none": torch.float32, "fp16": fp16, "bf16": bf16, "int8": torch.int8}
+DOORS = {"fastsync.register_comm_hook": _register_comm_hook, "fastsync.attach": _attach}
+
+SHARED_SUM = "shared_memory_sum"
+"""The limit of CPU ranks that share a host."""
+LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_reduce/bf16"}
+BARE = {SHARED_SUM, *LIMITS.values()}
+"""Ways without a backward."""
+
+
+def _rounding(compression: str) -> Rounding:
+    return Rounding(DTYPES[compressions.split(compression)[0]], compressions.half_steps(compression))
+
+
+def _through(door: str, compression: str) -> Way:
+    """A compression of the engine. What is chosen by measurement may lose as much as the coarsest choice."""
+    build, in_ddp = DOORS[door](compression), door == "fastsync.register_comm_hook"
+    if (coarsest := compressions.CHOSEN.get(compression)) is not None:
+        return Way(build, None, (_rounding("bf16"), _rounding(coarsest)), compression, in_ddp=in_ddp)
+    rounding = _rounding(compression)
+    return Way(build, rounding.wire, (rounding,), compression, in_ddp=in_ddp)
+
+
+def _scattered(compression: str) -> Way:
+    """Of int8 no bound is known: what shares a block depends on how the parameters are sharded."""
+    wire = DTYPES[compressions.split(compression)[0]]
+    rounding = Rounding(wire, None if wire == torch.float32 else 1.0)
+    build, is_int8 = _fully_shard(compression=compression), wire == torch.int8
+    return Way(build, wire, () if is_int8 else (rounding,), approximate=is_int8, scatters=True)
+
+
+SHARDED = {
+    "fully_shard/fp32": Way(_fully_shard(), scatters=True),
+    "fully_shard/bf16": Way(_fully_shard(bf16), bf16, scatters=True),
+    **{
+        f"fastsync.register_reduce_scatter/{name}": _scattered(name)
+        for name in ("none", "bf16", "fp16", "int8", "int8+ef")
+    },
+}
+"""Models under ``fully_shard``: PyTorch's reduce-scatter in the dtype that gradients are cast to, and the engine's."""
+
+WAYS = {
+    "no_sync": Way(_alone, wire=None),
+    SHARED_SUM: Way(BareSum, cpu_only=True),
+    **{name: Way(_bare(wire), wire) for wire, name in LIMITS.items()},
+    "ddp": Way(_ddp(), in_ddp=True),
+    # Gradients are views of the buckets, so that none is copied back. It is copied in all the same, because zero_grad,
+    # which sets gradients to None by default, drops the views.
+    "ddp/bucket_view": Way(_ddp(gradient_as_bucket_view=True), in_ddp=True),
+    "ddp/bucket_view/kept": Way(_kept(_ddp(gradient_as_bucket_view=True)), in_ddp=True),
+    "ddp/allreduce_hook": Way(_ddp(default_hooks.allreduce_hook), in_ddp=True),
+    "ddp/fp16_compress_hook": Way(_ddp(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
+    "ddp/bf16_compress_hook": Way(_ddp(default_hooks.bf16_compress_hook), bf16, nccl_only=True, in_ddp=True),
+    "ddp/powerSGD_hook": Way(_power_sgd, wire=None, approximate=True, in_ddp=True),
+    "cat": Way(_after_backward(all_reduce_concatenated)),
+    "per_parameter": Way(_after_backward(_all_reduce_each)),
+    "fastsync.fp16_compress_hook": Way(_ddp(fastsync.fp16_compress_hook), fp16, in_ddp=True),
+    **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.DEFAULT},
+    "fastsync.attach/none/kept": Way(_kept(_attach("none"))),
+    "fastsync.synchronize/none": Way(_synchronize),
+    "fastsync.all_reduce_gradients/none": Way(_after_backward(_all_reduce_gradients)),
+    **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.ON_REQUEST},
+    **SHARDED,
+}
+
+SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *BARE})
+"""Those that training steps can be taken with."""
+BY_DEFAULT = tuple(
+    name
+    for name, way in WAYS.items()
+    if way.compression not in compressions.ON_REQUEST and not way.scatters and not name.endswith("/kept")
+)
+"""Those that are measured where none are named."""
+
+
+def is_right(way: Way, step: Step, workload: Gradients) -> bool:
+    """Checks the step's newest result against what this way promises."""
+    if way.approximate:
+        return True
+    if not way.allowed:
+        return workload.is_own(step.result())
+    return workload.is_mean(step.result(), *way.allowed)
+
+
+def with_their_limits(names: tuple[str, ...]) -> list[str]:
+    """These ways, with those that they are compared to, in the order of the table."""
+    needed = {*names, "no_sync", *(WAYS[name].limit for name in names)}
+    return [name for name in WAYS if name in needed]
+
+
+def left_out(names: list[str], backend: str) -> dict[str, str]:
+    """Names those of these ways that cannot run on this backend, and why."""
+    if backend == "nccl":
+        return {name: "it is for ranks on the CPU" for name in names if WAYS[name].cpu_only}
+    return {name: f"PyTorch refuses it on {backend}: it takes NCCL" for name in names if WAYS[name].nccl_only}

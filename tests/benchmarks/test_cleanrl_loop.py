@@ -1,0 +1,52 @@
+"""The baseline that works as CleanRL does: its arithmetic, and that it learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.baselines.cleanrl_loop import Rollout, _policy_loss, _value_loss, train
+from benchmarks.baselines.trainers import Training
+
+CHOSEN = Training(total_steps=600, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=2, seed=1)
+
+
+def test_it_trains_whole_iterations():
+    result = train(CHOSEN)
+    assert result.steps == 4 * 128
+    assert result.seconds > 0
+    assert result.mean_return is not None
+    assert 9 < result.mean_return < 100
+
+
+def test_a_seed_repeats_its_run():
+    assert train(CHOSEN).mean_return == train(CHOSEN).mean_return
+
+
+def test_advantages_are_discounted_sums_of_surprises_up_to_the_end_of_an_episode():
+    generator = torch.Generator().manual_seed(3)
+    rollout = Rollout(num_steps=6, num_envs=1, observation_shape=(4,))
+    rollout.rewards.copy_(torch.randn(6, 1, generator=generator))
+    rollout.values.copy_(torch.randn(6, 1, generator=generator))
+    rollout.dones[4] = 1.0  # the episode ends with step 3; step 4 is the first of the next
+    last_value = torch.tensor([0.7])
+    gamma, gae_lambda = 0.9, 0.8
+    next_values = torch.cat([rollout.values[1:, 0], last_value])
+    continues = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    surprises = rollout.rewards[:, 0] + gamma * next_values * continues - rollout.values[:, 0]
+    ends = [3, 3, 3, 3, 5, 5]
+    expected = [
+        sum((gamma * gae_lambda) ** (later - step) * surprises[later] for later in range(step, ends[step] + 1))
+        for step in range(6)
+    ]
+    found = rollout.advantages(last_value, torch.zeros(1), gamma, gae_lambda)
+    torch.testing.assert_close(found[:, 0], torch.stack(expected))
+
+
+def test_losses_are_clipped():
+    advantage, ratio = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([1.5, 0.5, 1.5, 0.5])
+    # -min(ratio · A, clipped ratio · A): the worse of both.
+    expected = -(1.2 + 0.5 - 1.5 - 0.8) / 4
+    assert _policy_loss(advantage, ratio, 0.2).item() == pytest.approx(expected)
+    new, old, returns = torch.tensor([2.0]), torch.tensor([1.0]), torch.tensor([2.0])
+    assert _value_loss(new, old, returns, 0.2).item() == pytest.approx(0.5 * 0.8**2)

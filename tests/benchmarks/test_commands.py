@@ -1,0 +1,472 @@
+"""The benchmark commands: real runs on real ranks, tiny budgets, and no assertion about speed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.abc import MetaPathFinder
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.baselines.gradients import Rounding
+from benchmarks.baselines.ways import (
+    BY_DEFAULT,
+    LIMITS,
+    WAYS,
+    BareAllReduce,
+    TrainingStep,
+    Way,
+    left_out,
+    with_their_limits,
+)
+from benchmarks.baselines.workloads import SIZES, Workload, size_of, sweep
+from benchmarks.harness.collect import collect
+from benchmarks.harness.measure import COSTS, bandwidths, cost_per_step, measure, ratios
+from benchmarks.harness.memory import available
+from benchmarks.harness.records import Record, RowFile, quantiles, read_json
+from benchmarks.harness.timing import Sampling, rounds, slowest_rank, time_turns
+from benchmarks.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from fastsync import SyncStats
+from tests.models import group_of_one
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.end_to_end
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "benchmarks", *arguments)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def test_sync_from_the_command_line(tmp_path: Path):
+    """All ways by default, and one on request of each kind."""
+    on_request = {f"fastsync.attach/{name}" for name in ("none+two_shot", "fp16+one_shot", "int8+stochastic", "auto")}
+    ways = [way for way in WAYS if way in BY_DEFAULT or way in on_request]
+    options = ("--sizes", "5k", "--repetitions", "3", "--warmup", "2", "--json", "rows.json")
+    process = run_command(tmp_path, "sync", *options, "--ways", *ways)
+    assert process.returncode == 0, process.stdout + process.stderr
+    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    refused = "ddp/bf16_compress_hook"
+    assert list(rows) == [way for way in ways if way != refused]
+    assert f"{refused} is left out: PyTorch refuses it on gloo" in process.stdout
+    for way, row in rows.items():
+        assert way in process.stdout
+        assert row["correct"]
+        assert len(row["samples"]) == 3
+        assert min(row["samples"]) > 0
+        assert row["quantiles"] == quantiles(row["samples"])
+        assert row["settings"]["world_size"] == 2
+        assert row["settings"]["numel"] == SIZES["5k"].numel
+        assert row["environment"]["torch"] == torch.__version__
+    values = SIZES["5k"].numel
+    blocks = sum(-(-math.prod(shape) // 128) for shape in SIZES["5k"].shapes)
+    assert "fastsync.attach/auto: " in process.stdout
+    assert "× the best of" in process.stdout
+    assert rows["ddp/powerSGD_hook"]["settings"]["wire"] is None
+    assert rows["ddp/powerSGD_hook"]["figures"]["error"] > 0
+    for door in ("register_comm_hook", "attach"):
+        for compression, width in {"none": 4, "fp16": 2, "bf16": 2}.items():
+            figures = rows[f"fastsync.{door}/{compression}"]["figures"]
+            # attach sends a little of its own along, and what ranks send each other is whole blocks.
+            assert 1 <= figures["wire_bytes"] / (width * values) < 1.05
+            assert all(figures[cost] > 0 for cost in COSTS)
+        assert 1 <= rows[f"fastsync.{door}/int8"]["figures"]["wire_bytes"] / (132 * blocks) < 1.05
+    assert rows["ddp"]["figures"]["wire_bytes"] is None
+
+
+def test_a_sweep_goes_through_bytes(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    sweep = ("--sweep", "1KiB", "16KiB", "--ways", "fastsync.attach/fp16", "--repetitions", "2", "--warmup", "2")
+    assert main(["sync", *sweep, "--json", str(tmp_path / "rows.json")]) == 0
+    rows = {(row["way"], row["settings"]["size"]): row for row in json.loads((tmp_path / "rows.json").read_text())}
+    ways = ("no_sync", "all_reduce/fp16", "fastsync.attach/fp16")
+    assert set(rows) == {(way, size) for way in ways for size in ("1KiB", "4KiB", "16KiB")}
+    for (way, _), row in rows.items():
+        figures, numel = row["figures"], row["settings"]["numel"]
+        over_no_sync = figures["over_no_sync"]
+        assert row["correct"]
+        assert row["settings"]["num_tensors"] == 16
+        if way == "no_sync" or over_no_sync <= 0:
+            assert figures["algbw"] is figures["busbw"] is None
+        else:
+            # Of two ranks each sends as much as there is; compression does not count.
+            assert figures["busbw"] == figures["algbw"] == pytest.approx(4 * numel / over_no_sync)
+    assert capfd.readouterr().out.count("16KiB") == len(ways)  # a table for each way
+
+
+def test_sizes_are_models_or_bytes():
+    assert size_of("5k") is SIZES["5k"]
+    assert size_of("1KiB").nbytes == 1024
+    assert size_of("100B").shapes == [(2, 1)] * 9 + [(1, 1)] * 7
+    assert size_of("1KiB").shapes == [(4, 4)] * 16
+    assert size_of("1004B").shapes == [(9, 2)] * 5 + [(8, 2)] * 10 + [(1,)]
+    assert [size_of(name).repetitions for name in ("1KiB", "16MiB", "256MiB", "1GiB")] == [300, 64, 5, 5]
+    for name, message in {"1KB": "not a number of bytes", "60B": "at least 64B", "66B": "multiple of 4B"}.items():
+        with pytest.raises(ValueError, match=message):
+            size_of(name)
+    assert sweep("1KiB", "1GiB", 4) == [
+        *("1KiB", "4KiB", "16KiB", "64KiB", "256KiB"),
+        *("1MiB", "4MiB", "16MiB", "64MiB", "256MiB", "1GiB"),
+    ]
+    assert sweep("1KiB", "1KiB", 2) == ["1KiB"]
+    assert sweep("1KiB", "20KiB", 4) == ["1KiB", "4KiB", "16KiB", "20KiB"]
+
+
+@pytest.mark.parametrize("name", ["4KiB", "10000B", "99996B", "1MiB", "25MiB", "1GiB"])
+def test_bytes_are_matrices_that_a_low_rank_method_compresses(name: str):
+    size = size_of(name)
+    assert size.nbytes == parse_bytes(name)
+    assert len(size.shapes) == 16
+    matrices = [shape for shape in size.shapes if len(shape) == 2]
+    assert len(matrices) >= 15
+    for rows, columns in matrices:
+        # As PowerSGD decides whether to send two factors of rank 1 instead.
+        assert 2 * (rows + columns) < rows * columns
+
+
+def test_units():
+    assert [parse_bytes(text) for text in ("64B", "1 KiB", "25MiB", "1GiB")] == [64, 2**10, 25 * 2**20, 2**30]
+    assert [format_bytes(nbytes) for nbytes in (64, 1024, 1536, 25 * 2**20)] == ["64B", "1KiB", "1536B", "25MiB"]
+    assert [parse_seconds(text) for text in ("20us", "1.5ms", "2 s")] == pytest.approx([20e-6, 1.5e-3, 2.0])
+    assert [format_seconds(seconds) for seconds in (20e-6, 1.5e-3, 2.0)] == ["20 µs", "1.5 ms", "2 s"]
+    for text in ("", "1", "-1ms", "0us", "1 h"):
+        with pytest.raises(ValueError, match="not a time"):
+            parse_seconds(text)
+
+
+def test_bandwidths_are_those_of_nccl_tests():
+    medians = {"ddp": 0.75, "all_reduce/fp16": 0.25, "no_sync": 0.25, "fastsync.attach/fp16": 0.25}
+    # What ddp adds to the step without sync, so that a link of 16 kB/s is seen as one.
+    assert bandwidths("ddp", medians, 1000, 4) == {"algbw": 8000.0, "busbw": 12000.0}
+    assert bandwidths("all_reduce/fp16", medians, 1000, 1) == {"algbw": 16000.0, "busbw": 0.0}
+    assert bandwidths("all_reduce/fp16", {"all_reduce/fp16": 0.25}, 1000, 2) == {"algbw": 16000.0, "busbw": 16000.0}
+    unknown = {"algbw": None, "busbw": None}
+    for way in ("no_sync", "cat", "fastsync.attach/fp16"):
+        assert bandwidths(way, medians, 1000, 4) == unknown
+
+
+def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("benchmarks.harness.memory.available", lambda: 2**30)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["sync", "--sizes", "64MiB", "--ways", "ddp"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    # Two ranks with three ways of 3 times the size, and 14 times that for the workload and its check.
+    assert "size 64MiB takes about 2944MiB of memory, and 1GiB are free: choose fewer --ways or smaller sizes" in said
+
+
+def test_free_memory_is_the_machines_and_the_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.harness.memory.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("benchmarks.harness.memory.CGROUP", tmp_path)
+    assert available() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    1000 kB\n")
+    assert available() == 1_024_000
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert available() == 1_024_000
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert available() == 150_000
+
+
+def test_the_baseline_with_bucket_views_has_them():
+    with group_of_one():
+        workload = Workload(SIZES["5k"], CPU)
+        step = WAYS["ddp/bucket_view"].build(workload, dist.group.WORLD)
+        for _ in range(3):
+            step.prepare()
+            step.run()
+        buffers = {parameter.grad.untyped_storage().data_ptr() for parameter in step.model.parameters()}
+        assert workload.is_mean(step.result(), Rounding(torch.float32))
+    assert len(buffers) == 1
+
+
+class WrongOnRank1(BareAllReduce):
+    def result(self) -> torch.Tensor:
+        return super().result() + dist.get_rank()
+
+
+def measure_with_wrong_ways(rank: int, world_size: int) -> list[Record]:
+    del rank, world_size
+    WAYS["wrong"] = Way(lambda workload, group: TrainingStep(workload.model()))
+    WAYS["wrong on rank 1"] = Way(lambda workload, group: WrongOnRank1(workload, group, torch.float32))
+    names = with_their_limits(("wrong", "wrong on rank 1", "cat"))
+    return measure("5k", names, Sampling(warmup=2, repetitions=4, seed=0))
+
+
+def test_what_is_wrong_is_not_timed():
+    first, second = run_ranks(measure_with_wrong_ways, 2)
+    assert first == second
+    rows = {record.way: record for record in first}
+    assert {way: len(row.samples) for way, row in rows.items()} == {
+        "no_sync": 4,
+        "all_reduce/fp32": 4,
+        "cat": 4,
+        "wrong": 0,
+        "wrong on rank 1": 0,
+    }
+    assert [way for way, row in rows.items() if not row.correct] == ["wrong", "wrong on rank 1"]
+
+
+def row(way: str, correct: bool = True) -> Record:
+    return Record("sync", way, {"size": "5k"}, {}, correct, [1.0], {})
+
+
+def add_rows_then(ending: str, rows: RowFile) -> list[str]:
+    if os.environ["RANK"] == "0":
+        rows.add([row("ddp"), row("cat", correct=ending != "wrong")])
+    if ending == "failure":
+        raise RuntimeError("a rank fails")
+    if ending == "interrupt" and os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGINT)
+    if ending == "interrupt":
+        time.sleep(100)
+    return ["a note"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "note"),
+    [
+        ("wrong", 1, "WRONG: cat at {'size': '5k'}"),
+        ("failure", 1, "failed first"),
+        ("interrupt", 130, "interrupted"),
+    ],
+)
+def test_rows_are_kept_whatever_ends_the_ranks(tmp_path: Path, ending: str, status: int, note: str):
+    collected = collect(add_rows_then, 2, ending, tmp_path / "rows.json")
+    assert collected.status == status
+    assert collected.records == read_json(tmp_path / "rows.json") == [row("ddp"), row("cat", ending != "wrong")]
+    assert note in collected.notes[-1]
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), SignalException("", signal.SIGTERM)])
+def test_rows_of_an_earlier_run_are_not_shown(tmp_path: Path, ending: BaseException):
+    """This one ends before it has any."""
+    RowFile(tmp_path / "rows.json").add([row("ddp")])
+
+    def launch(*arguments: object) -> list[list[str]]:
+        raise ending
+
+    collected = collect(add_rows_then, 2, "fine", tmp_path / "rows.json", launch)
+    assert collected.records == read_json(tmp_path / "rows.json") == []
+
+
+class Subject:
+    """Notes when it is prepared and when it runs."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def prepare(self) -> None:
+        self._log.append(f"prepare {self._name}")
+
+    def run(self) -> None:
+        self._log.append(f"run {self._name}")
+
+
+def test_subjects_take_turns():
+    log: list[str] = []
+    subjects = {name: Subject(name, log) for name in "ab"}
+    with group_of_one():
+        samples = time_turns(subjects, "abba", CPU)
+    assert log == [f"{what} {name}" for name in "abba" for what in ("prepare", "run")]
+    assert {name: len(times) for name, times in samples.items()} == {"a": 2, "b": 2}
+    assert min(min(times) for times in samples.values()) > 0
+
+
+def test_every_round_has_everyone_and_nobody_always_follows_the_same():
+    orders = list(rounds("abcde", 50, seed=3))
+    assert all(sorted(order) == list("abcde") for order in orders)
+    followers = {(first, second) for order in orders for first, second in pairwise(order)}
+    assert len(followers) == 5 * 4
+    assert orders == list(rounds("abcde", 50, seed=3))
+    assert orders != list(rounds("abcde", 50, seed=4))
+
+
+def test_the_slowest_rank_counts():
+    assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 2.0]]) == [3.0, 5.0, 2.0]
+    assert slowest_rank([[], []]) == []
+
+
+def test_quantiles():
+    assert quantiles([10.0, 0.0, *range(1, 10)]) == {"p10": 1.0, "median": 5.0, "p90": 9.0}
+    assert quantiles([]) == {}
+
+
+def test_records_survive_json(tmp_path: Path):
+    record = Record("sync", "ddp", {"size": "5k"}, {"own_share": None}, True, [0.25, 0.5, 0.75], {"torch": "2"})
+    rows = RowFile(tmp_path / "rows.json")
+    assert rows.read() == []
+    rows.add([record])
+    rows.add([record])
+    assert rows.read() == read_json(rows.path) == [record, record]
+    assert json.loads(rows.path.read_text())[1]["quantiles"] == {"p10": 0.3, "median": 0.5, "p90": 0.7}
+    rows.path.write_text('[{"way": "ddp"}]')
+    with pytest.raises(ValueError, match=r"rows\.json holds no rows of a benchmark"):
+        rows.read()
+
+
+def test_ratios():
+    medians = {"no_sync": 1.0, "all_reduce/fp32": 4.0, "all_reduce/bf16": 2.0, "fastsync.attach/bf16": 4.0}
+    unknown = dict.fromkeys(("over_no_sync", "over_all_reduce", "own_share", "over_ddp", "over_shared_sum"))
+    attached = unknown | {"over_no_sync": 3.0, "over_all_reduce": 1.5, "own_share": 0.5}
+    assert ratios("fastsync.attach/bf16", medians) == attached
+    medians |= {"shared_memory_sum": 2.0}
+    assert ratios("fastsync.attach/bf16", medians) == attached | {"over_shared_sum": 1.5}
+    assert ratios("fastsync.attach/bf16", medians | {"ddp": 5.0})["over_ddp"] == 0.75
+    del medians["shared_memory_sum"]
+    medians |= {"ddp": 6.0}
+    assert ratios("ddp", medians) == unknown | {
+        "over_no_sync": 5.0,
+        "over_all_reduce": 1.25,
+        "own_share": 0.25,
+        "over_ddp": 1.0,
+    }
+    assert ratios("all_reduce/fp32", medians) == unknown | {
+        "over_no_sync": 4.0,
+        "over_all_reduce": 1.0,
+        "own_share": 0.0,
+        "over_ddp": 0.8,
+    }
+    # It sends something else than any of the bare all_reduces.
+    power_sgd = ratios("ddp/powerSGD_hook", medians | {"ddp/powerSGD_hook": 6.0})
+    assert power_sgd == unknown | {"over_no_sync": 5.0, "over_ddp": 1.0}
+    assert ratios("no_sync", medians) == unknown
+    assert ratios("ddp/fp16_compress_hook", medians) == unknown
+
+
+def test_cost_per_step():
+    def stats(num_steps: int, seconds: float, wire_bytes: int) -> SyncStats:
+        return SyncStats(num_steps, 1, 1, wire_bytes, seconds, seconds, seconds, seconds, ())
+
+    assert cost_per_step(stats(2, 1.0, 100), stats(6, 3.0, 500)) == dict.fromkeys(COSTS, 0.5) | {"wire_bytes": 100.0}
+    assert cost_per_step(None, None) == {}
+
+
+def test_ways_come_with_what_they_are_compared_to():
+    assert with_their_limits(("fastsync.attach/fp16",)) == ["no_sync", "all_reduce/fp16", "fastsync.attach/fp16"]
+    assert with_their_limits(tuple(WAYS)) == list(WAYS)
+    assert all(WAYS[name].limit == name for name in LIMITS.values())
+    # No all_reduce adds blocks of int8.
+    assert with_their_limits(("fastsync.attach/int8",)) == ["no_sync", "fastsync.attach/int8"]
+
+
+def test_only_ways_that_the_backend_refuses_are_left_out():
+    assert list(left_out(list(WAYS), "gloo")) == ["ddp/bf16_compress_hook"]
+    assert list(left_out(list(WAYS), "nccl")) == ["shared_memory_sum"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc", "0"], "nproc=0 must be at least 1"),
+        (["--repetitions", "0"], "repetitions=0 must be at least 1"),
+        (["--warmup", "1"], "warmup=1 must be at least 2"),
+        (["--sizes"], "sizes: choose at least one of 5k"),
+        (["--sizes", "7b"], "'7b' is not a number of bytes"),
+        (["--sweep", "1KiB", "1MiB", "--factor", "1"], "factor=1 must be at least 2"),
+        (["--sweep", "1MiB", "1KiB"], "sweep=1MiB 1KiB: the first size must not be above the last"),
+        (["--ways"], "ways: choose at least one"),
+        (["--nproc", "999"], "choose fewer, or --oversubscribe"),
+        (["--ways", "telepathy"], "telepathy"),
+        (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
+    ],
+)
+def test_bad_options_are_refused_before_ranks_are_launched(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["sync", *arguments])
+    # The message may be wrapped into a frame.
+    assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in COMMANDS)
+
+
+class _NotInstalled(MetaPathFinder):
+    NAMES = ("scipy", "matplotlib", "jinja2")
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.partition(".")[0] in self.NAMES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def _help_of_all(rank: int, world_size: int) -> dict[str, str]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("benchmarks", *_NotInstalled.NAMES)]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _NotInstalled())
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name: None if name in _NotInstalled.NAMES else find_spec(name)
+    command = importlib.import_module("benchmarks.__main__")
+    said = {}
+    for name in command.COMMANDS:
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit, match=r"^0$"):
+            command.main([name, "--help"])
+        said[name] = out.getvalue()
+    return said
+
+
+def test_help_needs_nothing_that_only_measuring_and_reports_need():
+    (said,) = run_ranks(_help_of_all, 1)
+    for name, text in said.items():
+        assert f"usage: python -m benchmarks {name}" in text
+        assert "--cpu" not in text
+        computes = name not in ("link", "predict", "report", "compare")
+        assert ("--device " in text) == computes, name
+
+
+def test_gpus_that_are_not_there_are_not_taken(capfd: pytest.CaptureFixture[str]):
+    with patch("torch.cuda.device_count", lambda: 1), pytest.raises(SystemExit, match=r"^2$"):
+        main(["sync", "--device", "cuda"])
+    assert "device=cuda: torch sees 1 GPUs, for 2 ranks" in " ".join(capfd.readouterr().err.replace("│", " ").split())
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
+    with pytest.raises(SystemExit, match=r"^benchmarks need tyro: pip install jinja2 matplotlib .* tyro$"):
+        main(["sync"])
+
+
+def test_sync_beside_processes_that_never_sleep(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    few = [
+        "--sizes",
+        "1KiB",
+        "--ways",
+        "fastsync.attach/none",
+        "--repetitions",
+        "2",
+        "--warmup",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    assert main(["sync", *few, "--busy", "1", "--json", str(tmp_path / "rows.json")]) == 0
+    assert {row.settings["busy"] for row in read_json(tmp_path / "rows.json")} == {1}
+    assert "1 busy processes beside them" in capfd.readouterr().out

@@ -1,0 +1,52 @@
+"""Compressions by their names in ways, and the ways that a choice by measurement is held against."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.baselines.compressions import DEFAULT, ON_REQUEST, algorithm, half_steps, held_bytes
+from benchmarks.baselines.ways import BY_DEFAULT, WAYS
+from benchmarks.harness.records import Record
+from benchmarks.report.choices import against_the_best
+
+
+def test_compressions_by_name():
+    assert {"none", "fp16", "bf16", "int8+ef"} <= set(DEFAULT)
+    assert half_steps("none+one_shot") is half_steps("fp16") is None
+    names = ("fp16+one_shot", "bf16+fp32", "int8", "int8+two_shot", "int8+ef+one_shot", "int8+ef", "int8+stochastic")
+    assert [half_steps(name) for name in names] == [1, 2, 2, 2, 2, 4, 4]
+    assert [algorithm(name, 2) for name in ("bf16", "bf16+fp32", "int8")] == ["all_reduce", "one_shot", "one_shot"]
+    assert [held_bytes(name, 2) for name in ("fp16", "fp16+fp32", "none+two_shot", "auto")] == [0, 2 * 2, 2 * 4, 2 * 4]
+    assert [held_bytes(name, 4) for name in ("fp16+fp32", "none+one_shot")] == [2 * 2, 4 * 4]
+    assert held_bytes("int8+ef", 4) == 2 * 132 / 128 + 8
+    assert [algorithm(name, 4) for name in ("int8+ef", "int8+one_shot")] == ["two_shot", "one_shot"]
+
+
+def test_every_compression_is_a_way_through_both_doors():
+    for door in ("fastsync.attach", "fastsync.register_comm_hook"):
+        for name in (*DEFAULT, *ON_REQUEST):
+            way = WAYS[f"{door}/{name}"]
+            assert way.averages
+            assert (way.wire is None) == name.startswith("auto")
+            assert (f"{door}/{name}" in BY_DEFAULT) == (name in DEFAULT)
+
+
+def test_a_choice_is_held_against_what_it_could_have_chosen():
+    def made(way: str, seconds: float) -> Record:
+        return Record("sync", f"fastsync.{way}", {}, {}, True, [seconds, seconds, seconds], {})
+
+    rows = [made("attach/none", 4.0), made("attach/fp16+one_shot", 2.0), made("attach/auto", 2.0625)]
+    # None of these may be chosen: another door, and wires that lose more.
+    rows += [made("register_comm_hook/fp16", 1.0), made("attach/int8+ef", 1.0), made("attach/int8+stochastic", 0.5)]
+    (line,) = against_the_best(rows)
+    assert line == (
+        "fastsync.attach/auto: 1.031 [1.031, 1.031] × the best of 2 it could have chosen, "
+        "fastsync.attach/fp16+one_shot: as promised"
+    )
+    _, line = against_the_best([*rows, made("attach/auto:int8", 1.0625)])
+    assert line.startswith("fastsync.attach/auto:int8: 1.062 [1.062, 1.062] × the best of 3 it could have chosen, ")
+    assert line.endswith("fastsync.attach/int8+ef: MORE than the promised 1.05, beyond noise")
+    noisy = replace(rows[2], samples=[1.0, 2.25, 9.0])
+    (line,) = against_the_best([*rows[:2], noisy])
+    assert line.endswith(": MORE than the promised 1.05, within noise")
+    assert list(against_the_best(rows[:2])) == list(against_the_best(rows[2:3])) == []

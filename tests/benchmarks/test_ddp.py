@@ -1,0 +1,195 @@
+"""``python -m benchmarks ddp``: tiny trainings on real ranks, and no assertion about speed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.__main__ import main
+from benchmarks.baselines.gradients import Rounding
+from benchmarks.baselines.models import TRAININGS, ModelGradients, ResNet50
+from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC, PARTS, whole_steps
+from benchmarks.baselines.ways import LIMITS, WAYS, Way
+from benchmarks.commands.ddp import Options, breakdown, memory_needed
+from benchmarks.harness.measure import EMPTY, Measurement, measure_ways
+from benchmarks.harness.timing import Sampling
+from tests.models import group_of_one
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.end_to_end
+
+CPU = torch.device("cpu")
+
+
+def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    ways = ("ddp", "ddp/fp16_compress_hook", "ddp/bf16_compress_hook", "fastsync.attach/none", "fastsync.attach/fp16")
+    options = ("--models", "mlp", "--batch-size", "8", "--repetitions", "3", "--warmup", "2")
+    assert main(["ddp", *options, "--ways", *ways, "--json", str(tmp_path / "rows.json")]) == 0
+    said = capfd.readouterr().out
+    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows.keys() == {NO_DDP, NO_SYNC, *LIMITS.values(), *ways} - {"ddp/bf16_compress_hook"}
+    assert "ddp/bf16_compress_hook is left out: PyTorch refuses it on gloo" in said
+    for way, row in rows.items():
+        assert way in said
+        assert row["benchmark"] == "ddp"
+        assert row["correct"]
+        assert len(row["samples"]) == 3
+        settings = row["settings"]
+        assert (settings["model"], settings["scale"], settings["batch_size"]) == ("mlp", "small", 8)
+        assert (settings["width"], settings["world_size"], settings["num_tensors"]) == (64, 2, 12)
+        assert "oversubscribed" not in settings
+    medians = {way: row["quantiles"]["median"] for way, row in rows.items()}
+    for way in rows.keys() & ways:
+        figures = rows[way]["figures"]
+        assert figures["samples_per_second"] == pytest.approx(2 * 8 / medians[way])
+        without = NO_DDP if way.startswith("fastsync.attach/") else NO_SYNC
+        assert figures["exposed"] == pytest.approx(medians[way] - medians[without])
+    assert rows["fastsync.attach/fp16"]["figures"]["wire_bytes"] < rows["fastsync.attach/none"]["figures"]["wire_bytes"]
+
+
+def test_sharded_measures_whole_steps(tmp_path: Path):
+    ways = ("fully_shard/bf16", "fastsync.register_reduce_scatter/none", "fastsync.register_reduce_scatter/int8+ef")
+    options = ("--batch-size", "1", "--repetitions", "2", "--warmup", "2")
+    assert main(["sharded", *options, "--ways", *ways, "--json", str(tmp_path / "rows.json")]) == 0
+    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows.keys() == {NO_DDP, NO_SYNC, *ways}
+    assert all(row["correct"] and len(row["samples"]) == 2 for row in rows.values())
+    assert rows[ways[1]]["figures"]["error"] < 1e-6
+    assert rows[ways[2]]["figures"]["wire_bytes"] < 0.3 * rows[ways[1]]["figures"]["wire_bytes"]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_steps_leave_weights_and_gradients_as_they_were(name: str):
+    """So that what is checked after the last repetition is what every one of them had to give."""
+    training = TRAININGS[name]["small"]
+    with group_of_one():
+        gradients = ModelGradients(training, 2, CPU, seed=0)
+        assert gradients.noise == 0
+        step = whole_steps(["fastsync.attach/none"], training)["fastsync.attach/none"].build(
+            gradients, torch.distributed.group.WORLD
+        )
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in step.model.parameters()])
+        for _ in range(2):
+            step.prepare()
+            step.run()
+            assert gradients.is_mean(step.result(), Rounding(torch.float32))
+            assert gradients.is_own(step.result())
+        after = torch.cat([parameter.detach().reshape(-1) for parameter in step.model.parameters()])
+    assert torch.equal(after, weights)
+    assert gradients.flat_grads.abs().max() > 0
+    assert gradients.flat_grads.isfinite().all()
+
+
+def test_models_are_as_large_as_those_of_the_papers():
+    # torchvision's resnet50, and GPT-2 small with its embedding counted once.
+    assert TRAININGS["resnet50"]["full"].numel == 25_557_032
+    assert TRAININGS["gpt2"]["full"].numel == 124_439_808
+    for scales in TRAININGS.values():
+        small, full = scales["small"], scales["full"]
+        assert small.dimensions.keys() == full.dimensions.keys()
+        assert small.batch_size < full.batch_size
+
+
+def test_what_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("benchmarks.harness.memory.available", lambda: 2**30)
+    ways = ("ddp", "fastsync.attach/fp16")
+    assert memory_needed(TRAININGS["gpt2"]["small"], 6) == 4 * 5_273_088 * 56
+    Options(models=("mlp",), ways=ways)
+    with pytest.raises(ValueError, match=r"model gpt2 takes about \d+MiB of memory, and 1GiB are free: choose fewer"):
+        Options(models=("mlp", "gpt2"), ways=ways)
+
+
+def test_resnet_downsamples_to_a_thirty_second():
+    features = {}
+    network = ResNet50(8, num_classes=10)
+    pooling = next(layer for layer in network.layers if isinstance(layer, nn.AdaptiveAvgPool2d))
+    pooling.register_forward_hook(lambda module, inputs, output: features.update(shape=inputs[0].shape))
+    loss = network(torch.randn(2, 3, 64, 64), torch.tensor([1, 2]))
+    assert features["shape"] == (2, 8 * 32, 2, 2)
+    assert loss.item() < 10 * math.log(10)
+
+
+def test_a_gpt_does_not_look_ahead():
+    network = TRAININGS["gpt2"]["small"].module()
+    tokens = torch.randint(8192, (1, 8), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 8192
+    outputs = []
+    network.norm.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    network(tokens, tokens)
+    network(changed, tokens)
+    same = (outputs[0] == outputs[1]).all(-1)[0]
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+def measure_a_way_that_forgets_to_synchronise(rank: int, world_size: int) -> list[dict[str, Measurement]]:
+    del rank, world_size
+    training = TRAININGS["mlp"]["small"]
+    ways = whole_steps([NO_SYNC, "ddp"], training)
+    PARTS["forgets"] = Way(WAYS["no_sync"].build)
+    ways["forgets"] = whole_steps(["forgets"], training)["forgets"]
+    gradients = ModelGradients(training, 4, CPU, seed=0)
+    return measure_ways(gradients, ways, Sampling(warmup=2, repetitions=2, seed=0), "mlp")
+
+
+def test_gradients_that_are_not_the_mean_are_found():
+    first, second = run_ranks(measure_a_way_that_forgets_to_synchronise, 2)
+    assert first == second
+    for of_rank in first:
+        assert {name: found.correct for name, found in of_rank.items()} == {
+            NO_DDP: True,
+            NO_SYNC: True,
+            "ddp": True,
+            "forgets": False,
+            EMPTY: True,
+        }
+        assert of_rank["forgets"].samples == []
+
+
+def test_breakdown():
+    medians = {NO_DDP: 5.0, NO_SYNC: 6.0, "ddp": 8.0, "all_reduce/fp32": 4.0}
+    assert breakdown("ddp", WAYS["ddp"], medians, num_samples=16) == {
+        "over_no_ddp": 3.0,
+        "exposed": 2.0,
+        "hidden": 0.5,
+        "samples_per_second": 2.0,
+    }
+    # Without DDP there is none of its overhead: half of the all_reduce is exposed, not a quarter.
+    attached = breakdown(
+        "fastsync.attach/none", WAYS["fastsync.attach/none"], medians | {"fastsync.attach/none": 7.0}, 16
+    )
+    assert (attached["over_no_ddp"], attached["exposed"], attached["hidden"]) == (2.0, 2.0, 0.5)
+    approximate = breakdown("ddp/powerSGD_hook", WAYS["ddp/powerSGD_hook"], medians | {"ddp/powerSGD_hook": 7.0}, 16)
+    assert (approximate["exposed"], approximate["hidden"]) == (1.0, None)
+    no_sync = breakdown(NO_SYNC, PARTS[NO_SYNC], medians, num_samples=16)
+    assert (no_sync["over_no_ddp"], no_sync["exposed"], no_sync["hidden"]) == (1.0, None, None)
+    assert set(breakdown("all_reduce/fp32", WAYS["all_reduce/fp32"], medians, 16).values()) == {None}
+    assert set(breakdown("fastsync.attach/none", WAYS["fastsync.attach/none"], medians, 16).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc", "0"], "nproc=0 must be at least 1"),
+        (["--nproc", "1000"], "nproc=1000: this machine has"),
+        (["--batch-size", "0"], "batch_size=0 must be at least 1"),
+        (["--repetitions", "0"], "repetitions=0 must be at least 1"),
+        (["--warmup", "1"], "warmup=1 must be at least 2"),
+        (["--models"], "models: choose at least one of mlp"),
+        (["--ways"], "ways: choose at least one"),
+        (["--models", "telepathy"], "telepathy"),
+        (["--scale", "huge"], "huge"),
+        (["--timeout", "0"], "timeout=0.0 must be more than 0"),
+        (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["ddp", *arguments])
+    assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())

@@ -1,0 +1,404 @@
+"""``python -m benchmarks link``: namespaces, shaped links, ranks in them, and that none of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from benchmarks.__main__ import main
+from benchmarks.commands import link
+from benchmarks.commands.link import Links, link_figures, sent_bytes, slow_links, with_link
+from benchmarks.harness.records import Record, RowFile, read_json
+from benchmarks.network.launch import run_in_namespaces
+from benchmarks.network.namespaces import CONGESTION_CONTROL, Network, NetworkError, burst
+from benchmarks.network.raw_tcp import RawTcp, check_links
+from benchmarks.units import format_rate, parse_rate
+from tests.benchmarks.namespaced import rank_that
+from tests.benchmarks.test_commands import ROOT
+from tests.ppo.test_launch_torchrun import free_port
+
+pytestmark = pytest.mark.end_to_end
+
+MBIT = 10**6
+
+
+needs_namespaces = pytest.mark.usefixtures("namespaces")
+
+
+def started_by(pid: int, command: str) -> list[int]:
+    """The processes that one has started with such a command."""
+    try:
+        threads = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        children = [child for of_thread in threads for child in of_thread]
+        return [int(child) for child in children if command in Path(f"/proc/{child}/cmdline").read_text().split("\0")]
+    except (FileNotFoundError, ProcessLookupError):  # one has ended meanwhile
+        return started_by(pid, command) if Path(f"/proc/{pid}").exists() else []
+
+
+def keepers_of(pid: int) -> list[int]:
+    return started_by(pid, "cat")
+
+
+def ranks_of(pid: int) -> list[int]:
+    return started_by(pid, "--multiprocessing-fork")
+
+
+def until(condition: Callable[[], object], what: str, timeout: float = 150.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout:g} s"
+        time.sleep(0.05)
+
+
+@needs_namespaces
+def test_sync_runs_over_links(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    options = ("--ranks", "2", "--sizes", "5k", "--ways", "ddp", "--repetitions", "3", "--rate", "100mbit", "1gbit")
+    assert main(["link", *options, "--json", str(tmp_path / "rows.json")]) == 0
+    said = capfd.readouterr()
+    rows = read_json(tmp_path / "rows.json")
+    ways = ["no_sync", "all_reduce/fp32", "ddp"]
+    assert [(row.settings["link"], row.way) for row in rows] == [(rate, way) for rate in (10**8, 10**9) for way in ways]
+    for row in rows:
+        assert row.correct
+        assert len(row.samples) == 3
+        assert row.settings["link_burst"] == burst(row.settings["link"])
+        assert row.environment["congestion_control"] == CONGESTION_CONTROL
+        # The kernel's clock drives the bucket, which may lose time on a busy machine but never gains any.
+        assert 0 < row.figures["raw_rate_alone"] < 1.02 * row.settings["link"]
+        assert 0 < row.figures["raw_rate_ring"] < 1.02 * row.settings["link"]
+        assert 0 < row.figures["raw_latency"] < 1
+    assert "links of 100 Mbit/s" in said.out
+    assert "links of 1 Gbit/s" in said.out
+    assert "hostname" not in said.err
+    assert keepers_of(os.getpid()) == []
+
+
+@needs_namespaces
+def test_ddp_runs_over_links(tmp_path: Path):
+    options = ("--rate", "1gbit", "--ranks", "2", "--benchmark", "ddp", "--models", "mlp", "--batch-size", "4")
+    rest = ("--ways", "ddp", "fastsync.attach/bf16", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
+    assert main(["link", *options, *rest]) == 0
+    rows = {row.way: row for row in read_json(tmp_path / "rows.json")}
+    numel = rows["ddp"].settings["numel"]
+    assert rows["ddp"].figures["sent_bytes"] == 4 * numel
+    assert rows["fastsync.attach/bf16"].figures["sent_bytes"] == 2 * numel
+    assert rows["no_ddp"].figures["sent_bytes"] is None
+    assert rows["ddp"].settings.get("oversubscribed", False) == (rows["ddp"].environment["cores"] < 2)
+
+
+@needs_namespaces
+def test_hosts_of_several_ranks_send_one_sum(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    options = ("--rate", "1gbit", "--ranks", "4", "--ranks-per-host", "2", "--sizes", "5k", "--repetitions", "2")
+    rest = ("--ways", "ddp", "fastsync.attach/none", "--json", str(tmp_path / "rows.json"))
+    assert main(["link", *options, *rest]) == 0
+    rows = {row.way: row for row in read_json(tmp_path / "rows.json")}
+    numel = rows["ddp"].settings["numel"]
+    assert all(row.correct and row.settings["ranks_per_host"] == 2 for row in rows.values())
+    assert rows["ddp"].figures["sent_bytes"] == 1.5 * 4 * numel
+    assert rows["fastsync.attach/none"].figures["sent_bytes"] == 4 * numel
+    assert rows["fastsync.attach/none"].figures["wire_bytes"] < 4 * numel  # half of it, and extras
+    assert "2 on a host" in capfd.readouterr().out
+
+
+def test_ranks_divide_into_hosts():
+    with pytest.raises(ValueError, match="ranks_per_host=3 must divide ranks=4"):
+        link.Options(ranks_per_host=3)
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[str]
+    keepers: list[int]
+    ranks: list[int]
+    rows: Path
+
+    def has_rows(self) -> bool:
+        return self.rows.exists() and len(read_json(self.rows)) > 0
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    """A benchmark whose ranks have been started. It soon has rows of a first size, and the second takes minutes."""
+    options = ("--ranks", "2", "--ways", "ddp", "--repetitions", "3", "--rate", "10mbit", "--sizes", "5k", "12m")
+    command = (sys.executable, "-m", "benchmarks", "link", *options, "--json", "rows.json")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+    try:
+        until(lambda: len(ranks_of(process.pid)) == 2 or process.poll() is not None, "the start of two ranks")
+        yield Running(process, keepers_of(process.pid), ranks_of(process.pid), tmp_path / "rows.json")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def check_rows_of_the_first_size(running: Running, said: str) -> None:
+    assert [row.settings["size"] for row in read_json(running.rows)] == ["5k"] * 3
+    assert "rows measured before are shown" in said
+    assert "4,610 gradients" in said
+
+
+def check_that_nothing_stays(running: Running) -> None:
+    assert len(running.keepers) == 3  # of two hosts and the bridge
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (*running.keepers, *running.ranks))
+
+
+@needs_namespaces
+def test_ctrl_c_leaves_the_rows_and_nothing_else(running: Running):
+    until(running.has_rows, "the first size")
+    running.process.send_signal(signal.SIGINT)
+    said = running.process.communicate(timeout=150)
+    assert running.process.returncode == 130, said
+    check_rows_of_the_first_size(running, said[0])
+    check_that_nothing_stays(running)
+    assert "Traceback" not in said[1]
+
+
+@needs_namespaces
+def test_termination_leaves_nothing(running: Running):
+    running.process.terminate()
+    said = running.process.communicate(timeout=150)
+    assert running.process.returncode == 143, said
+    assert not running.rows.exists() or read_json(running.rows) == []
+    check_that_nothing_stays(running)
+
+
+@needs_namespaces
+def test_a_killed_rank_is_named_and_leaves_nothing(running: Running):
+    until(running.has_rows, "the first size")
+    os.kill(running.ranks[1], signal.SIGKILL)
+    said = running.process.communicate(timeout=150)
+    assert running.process.returncode == 1, said
+    assert "rank 1 failed first" in said[0]
+    assert "SIGKILL" in said[1]
+    check_rows_of_the_first_size(running, said[0])
+    check_that_nothing_stays(running)
+
+
+@needs_namespaces
+def test_a_killed_run_leaves_nothing(running: Running):
+    running.process.kill()
+    running.process.communicate()
+    pids = (*running.keepers, *running.ranks)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of all processes")
+
+
+@needs_namespaces
+def test_a_network_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Network, "_shape", lambda *arguments: ["telepathy"])
+    with pytest.raises(NetworkError, match="telepathy"), Network(2, 100 * MBIT):
+        pass
+    assert keepers_of(os.getpid()) == []
+
+
+@needs_namespaces
+def test_ranks_return_and_raise():
+    """Two hosts of two ranks each."""
+    with Network(2, 100 * MBIT) as network:
+        found = run_in_namespaces(network, 2, rank_that, "returns")
+        assert [of_rank[0] for of_rank in found] == [f"{rank} of 4" for rank in range(4)]
+        namespaces = [of_rank[1] for of_rank in found]
+        assert namespaces[0] == namespaces[1] != namespaces[2] == namespaces[3]
+        assert os.readlink("/proc/self/ns/net") not in namespaces
+        with pytest.raises(ChildFailedError, match="this rank has had enough") as raised:
+            run_in_namespaces(network, 2, rank_that, "raises")
+        assert raised.value.get_first_failure()[0] == 1
+    assert keepers_of(os.getpid()) == []
+
+
+def test_the_check_of_the_links_over_loopback():
+    """Rates of loopback, at which nobody wins: only that all ranks end and the figures are ones."""
+    found: dict[int, RawTcp] = {}
+    port = free_port()
+
+    def check(rank: int) -> None:
+        found[rank] = check_links(rank, ["localhost"] * 3, port, rate=8 * 10**8, seconds=0.02, timeout=20)
+
+    threads = [threading.Thread(target=check, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found.keys() == {0, 1, 2}
+    assert 0 < found[0].latency < 1
+    assert found[0].rate_alone > 0
+    assert found[0].rate_ring > 0
+
+
+def test_the_check_does_not_wait_for_ever():
+    with pytest.raises(DistError, match="1/2 clients joined"):
+        check_links(0, ["localhost"] * 2, free_port(), rate=10**8, seconds=0.1, timeout=1)
+
+
+def row(way: str, wire: str | None, seconds: float) -> Record:
+    settings = {"wire": wire, "numel": 10**6, "world_size": 4}
+    return Record("sync", way, settings, {"error": None}, True, [seconds], {"cores": 2})
+
+
+def test_what_a_link_says_of_a_row():
+    raw = RawTcp(latency=1e-5, rate_alone=0.96e9, rate_ring=0.8e9)
+    rows = [row("no_sync", None, 0.01), row("ddp", "float32", 0.06), row("fastsync.attach/fp16", "float16", 0.03)]
+    no_sync, ddp, fp16 = with_link(rows, 10**9, raw)
+    # 2 · 3/4 · 4 MB are 48 Mbit.
+    assert ddp.figures["sent_bytes"] == 6e6
+    assert ddp.figures["link_limit"] == pytest.approx(0.048)
+    assert ddp.figures["over_link_limit"] == pytest.approx(0.06 / 0.048)
+    assert ddp.figures["over_raw_tcp"] == pytest.approx(1.0)
+    assert ddp.figures["error"] is None
+    assert (ddp.figures["raw_latency"], ddp.figures["raw_rate_alone"]) == (1e-5, 0.96e9)
+    assert fp16.figures["link_limit"] == pytest.approx(0.024)
+    assert fp16.figures["ddp_over_this"] == pytest.approx(2.0)
+    assert no_sync.figures["link_limit"] is None
+    assert no_sync.figures["over_link_limit"] is None
+    assert no_sync.figures["ddp_over_this"] is None
+    assert all(
+        record.settings["link"] == 10**9 and record.settings["oversubscribed"] for record in (no_sync, ddp, fp16)
+    )
+    enough = replace(rows[1], environment={"cores": 4})
+    assert "oversubscribed" not in next(with_link([enough], 10**9, raw)).settings
+    wrong = replace(rows[1], samples=[])
+    assert next(with_link([wrong], 10**9, raw)).figures["over_link_limit"] is None
+
+
+def test_a_reduce_scatter_sends_half_of_what_a_ring_does():
+    raw = RawTcp(latency=1e-5, rate_alone=0.96e9, rate_ring=0.8e9)
+    rows = [row("fully_shard/fp32", "float32", 0.03), row("fastsync.register_reduce_scatter/int8", "int8", 0.01)]
+    torchs, ours = with_link(rows, 10**9, raw)
+    assert torchs.figures["sent_bytes"] == 3e6
+    assert ours.figures["sent_bytes"] == pytest.approx(3e6 / 4 * 132 / 128)
+
+
+def test_links_that_the_machine_cannot_fill_are_named():
+    def rows(rate: int, ring: float) -> list[Record]:
+        return list(with_link([row("ddp", "float32", 1.0)], rate, RawTcp(1e-5, 0.95 * rate, ring)))
+
+    (warning,) = slow_links([*rows(10**9, 0.91e9), *rows(10**10, 4e9)])
+    assert "At 10 Gbit/s plain TCP carried 40% of it" in warning
+
+
+def test_what_is_sent_depends_on_who_adds():
+    """A million values between four ranks."""
+    assert sent_bytes(row("fastsync.attach/fp16+one_shot", "float16", 1.0)) == 3 * 2e6
+    assert sent_bytes(row("fastsync.attach/fp16+two_shot", "float16", 1.0)) == 1.5 * 2e6
+    assert sent_bytes(row("fastsync.register_comm_hook/int8+ef", "int8", 1.0)) == 1.5 * 132 / 128 * 1e6
+
+
+def test_ways_that_send_something_else_have_no_limit():
+    assert sent_bytes(row("ddp/powerSGD_hook", "float32", 1.0)) is None
+    assert sent_bytes(row("fastsync.attach/auto", None, 1.0)) is None
+    assert link_figures(None, 1.0, 10**9, 10**9)["link_limit"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100mbit", 10**8), ("1gbit", 10**9), ("2.5Gbit", 25 * 10**8), ("64kbit", 64_000), ("8bit", 8)]
+)
+def test_rates(text: str, rate: int):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "1", "gbit", "1 gbit", "-1gbit", "0gbit", "1gbps", "nan gbit", "1e3mbit"])
+def test_no_rates(text: str):
+    with pytest.raises(ValueError, match="expected a number and a unit"):
+        parse_rate(text)
+
+
+def test_rates_are_said_as_people_say_them():
+    assert [format_rate(rate) for rate in (500, 10**5, 10**8, 25 * 10**8)] == [
+        "500 bit/s",
+        "100 kbit/s",
+        "100 Mbit/s",
+        "2.5 Gbit/s",
+    ]
+
+
+def test_the_bucket_holds_a_millisecond_and_two_frames_at_least():
+    assert burst(10**9) == 125_000
+    assert burst(10**6) == 2 * 1514
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "fast"], "rate=fast: expected a number and a unit"),
+        (["--rate"], "rate: name at least one"),
+        (["--ranks", "1"], "ranks=1 must be from 2 to 16"),
+        (["--ranks", "17"], "ranks=17 must be from 2 to 16"),
+        (["--sizes"], "sizes: choose at least one"),
+        (["--benchmark", "ddp", "--batch-size", "0"], "batch_size=0 must be at least 1"),
+        (["--benchmark", "ddp", "--models"], "models: choose at least one"),
+        (["--benchmark", "ddp", "--sizes", "5k"], "sizes=('5k',) says nothing to --benchmark ddp"),
+        (["--models", "mlp"], "or choose --benchmark ddp"),
+        (["--scale", "small"], "scale=small says nothing to --benchmark sync"),
+        (["--batch-size", "8"], "batch_size=8 says nothing to --benchmark sync"),
+        (["--ways", "telepathy"], "telepathy"),
+        (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["link", *arguments])
+    assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (("sys.platform", "darwin"), "network namespaces are a part of Linux, and this is darwin"),
+        (("shutil.which", lambda name: None), "nsenter not found: install iproute2 and util-linux"),
+        (("os.geteuid", lambda: 1000), "only root may make network namespaces"),
+    ],
+)
+def test_what_is_missing_is_said(
+    missing: tuple[str, object], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(*missing)
+    assert link.main(["--sizes", "5k"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_are_ranks_is_no_traceback(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(link, "why_not", lambda: signal.raise_signal(number))
+    assert link.main(["--sizes", "5k"]) == 128 + number
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_each_phase_of_a_rank_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """What a large model takes to be built has nothing to do with what imports and the check take."""
+    events: list[object] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(link.faulthandler, "dump_traceback_later", lambda seconds, exit: events.append(seconds))
+    monkeypatch.setattr(link, "check_links", lambda *arguments: events.append("check"))
+    options = link.Options(sizes=("5k",), timeout=777.0, json=tmp_path / "rows.json").benchmark_options()
+
+    def measure_all(options: object, rows: object) -> list[str]:
+        events.append("measure")
+        return []
+
+    link.measure_rank(measure_all, options, RowFile(tmp_path / "rows.json"), Links(("10.0.0.1",), MBIT, 1))
+    assert events == [2 * link.CHECK_TIMEOUT, "check", 777.0, "measure"]
+
+
+def test_rows_of_several_processes_stand_behind_each_other(tmp_path: Path):
+    """Each rate has new ranks, whose rank 0 adds to what there is."""
+    first, second = RowFile(tmp_path / "rows.json"), RowFile(tmp_path / "rows.json")
+    first.add([row("ddp", "float32", 1.0)])
+    second.reload()
+    second.add([row("cat", "float32", 2.0)])
+    assert [record.way for record in second.read()] == ["ddp", "cat"]

@@ -1,0 +1,149 @@
+"""``python -m benchmarks ops``: tiny runs, and no assertion about speed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.baselines.passes import COPY, PACKS, PASSES, UNPACKS, WIRES, Buffers, Pass, is_right
+from benchmarks.commands.ops import COLUMNS, NOTHING, figures, measure, memory_needed, num_sets
+from benchmarks.harness.launches import count
+from benchmarks.harness.records import Record
+
+CPU = torch.device("cpu")
+SETTINGS = {"repetitions": 2, "warmup": 1, "seed": 0}
+
+
+def buffers(wire: str = "fp16", device: torch.device = CPU) -> Buffers:
+    made = Buffers(1000, 7, WIRES[wire], device)
+    made.pack()
+    return made
+
+
+@pytest.mark.end_to_end
+def test_ops_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    chosen = ("--sizes", "2KiB", "--tensors", "1", "6", "--wires", "bf16", "none", "--device", "cpu")
+    path = tmp_path / "rows.json"
+    assert main(["ops", *chosen, "--repetitions", "2", "--warmup", "1", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    cases = [(row["settings"]["num_tensors"], row["settings"]["wire"], row["way"]) for row in rows]
+    assert cases == [(n, wire, way) for n in (1, 6) for wire in ("bf16", "none") for way in [*PACKS, *UNPACKS]]
+    for row in rows:
+        assert row["correct"]
+        assert len(row["samples"]) == 2
+        assert row["settings"]["numel"] == 512
+        assert row["figures"]["bytes"] == 512 * (6 if row["settings"]["wire"] == "bf16" else 8)
+        assert row["figures"]["harness"] > 0
+        if row["way"] == COPY:
+            assert row["figures"]["of_copy"] == 1
+        if row["way"].startswith("fastsync"):
+            assert row["figures"]["launches"] == 1
+    said = capfd.readouterr().out
+    assert all(way in said for way in (*PACKS, *UNPACKS))
+    assert "operators that one call dispatches" in said
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("name", PASSES)
+def test_all_ways_are_right(name: str, wire: str):
+    assert [way for way in PASSES[name] if not is_right(name, PASSES[name][way], buffers(wire))] == []
+
+
+def wrong_pack(made: Buffers) -> None:
+    made.pack()
+    made.wire[3] += 1
+
+
+def wrong_unpack(made: Buffers) -> None:
+    made.unpack()
+    made.grads[2][0] += 1
+
+
+def wrong_norm(made: Buffers) -> None:
+    made.unpack()
+    made.stats *= 1.1
+
+
+def nothing(made: Buffers) -> None:
+    del made
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("pack", Pass(wrong_pack)),
+        ("pack", Pass(nothing)),
+        ("unpack", Pass(wrong_unpack)),
+        ("unpack", Pass(wrong_norm, Buffers.norm_in_stats)),
+        ("unpack", Pass(nothing)),
+    ],
+)
+def test_what_is_wrong_is_found(name: str, way: Pass):
+    assert not is_right(name, way, buffers())
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(PASSES, "pack", {**PACKS, "wrong": Pass(wrong_pack)})  # type: ignore[arg-type]
+    rows = {record.way: record for record in measure("pack", [buffers(), buffers()], SETTINGS, CPU)}
+    assert [way for way, record in rows.items() if not record.correct] == ["wrong"]
+    assert {way: len(record.samples) for way, record in rows.items()} == dict.fromkeys(PACKS, 2) | {"wrong": 0}
+    assert rows["wrong"].figures["rate"] is None
+
+
+def test_tables_show_what_was_wrong():
+    settings = {"num_tensors": 1, "wire": "fp16"}
+    record = Record("ops", "wrong", settings, figures("wrong", {NOTHING: 1e-7}, 6) | {"launches": 3}, False, [], {})
+    assert [cell(record) for cell in COLUMNS.values()] == ["wrong", "1", "fp16", "", "", "", "3", "0.10"]
+    assert replace(record, figures=figures(COPY, {NOTHING: 0.0, COPY: 2.0}, 6)).figures["rate"] == 3.0
+
+
+def test_operators_are_counted():
+    def launches(way: str) -> int:
+        return count(partial(PACKS[way].run, buffers()), CPU).launches
+
+    assert launches(COPY) == 1
+    assert launches("fastsync.pack") == 1
+    assert launches("cat + mul + to") > 3
+
+
+def test_input_sets_fill_256_mib_and_are_counted_in_memory():
+    assert [num_sets(nbytes) for nbytes in (18 << 10, 4 << 20, 25 << 20, 256 << 20, 1 << 30)] == [64, 64, 10, 2, 2]
+    made = [buffers("none") for _ in range(num_sets(4000))]
+    held = sum(tensor.nbytes for one in made for tensor in (*one.grads, one.wire, one.copy_source, one.copy_target))
+    assert held <= memory_needed(4000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "1024GiB"], "are free: choose smaller sizes"),
+        (["--sizes", "1KB"], "'1KB' is not a number of bytes"),
+        (["--sizes", "8B", "--tensors", "3"], "8B are not whole float32 values for 3 tensors"),
+        (["--tensors"], "tensors: choose at least one"),
+        (["--threads", "0"], "threads=0 must be at least 1"),
+        (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["ops", "--device", "cpu", *arguments])
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.gpu
+def test_kernels_are_counted_and_timed_on_a_gpu():
+    cuda = torch.device("cuda")
+    for name, most in {"pack": 2, "unpack": 2}.items():
+        rows = {
+            record.way: record for record in measure(name, [buffers(device=cuda), buffers(device=cuda)], SETTINGS, cuda)
+        }
+        assert all(record.correct for record in rows.values())
+        ours = next(record for way, record in rows.items() if way.startswith("fastsync"))
+        assert 1 <= ours.figures["launches"] <= most
+        assert min(ours.samples) > 0

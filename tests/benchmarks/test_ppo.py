@@ -1,0 +1,303 @@
+"""``python -m benchmarks ppo``: made-up trainings, tiny real ones, and what ends them; no assertion about speed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.baselines.trainer_phases import PHASES, Stopwatches
+from benchmarks.baselines.trainers import TRAINERS, Outcome, Training, run_alone
+from benchmarks.commands.ppo import OTHERS
+from benchmarks.harness.records import Record, RowFile, read_json
+
+
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
+pytestmark = pytest.mark.end_to_end
+
+
+def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """With trainings that are made up: 1000 steps/s a rank, SB3 half of that, and CleanRL learns nothing.
+
+    Two trainings that do not communicate have 1250 steps/s each.
+    """
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
+        ours = {"fastsync": 1000.0 * training.nproc, "fastsync apart": 1250.0 * training.nproc}
+        speed = {**ours, "stable-baselines3": 500.0}.get(trainer, 250.0)
+        returned = {"environment alone": None, "cleanrl": 22.0}.get(trainer, 100.0 + training.seed)
+        return Outcome(training.total_steps, training.total_steps / speed, returned)
+
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
+    all_installed(monkeypatch)
+    script = tmp_path / "ppo.py"
+    script.touch()
+    baselines = ("--cleanrl", str(script), "--pufferlib", sys.executable)
+    status = main(["ppo", "--hyperparameters", "zoo", *baselines, "--json", str(tmp_path / "rows.json")])
+    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    said = capsys.readouterr()
+    assert status == 1
+    assert "cleanrl has learnt nothing: mean return 22.0" in said.err
+    assert list(rows) == [
+        "environment alone",
+        "stable-baselines3",
+        "CleanRL's loop",
+        "cleanrl",
+        "PufferLib",
+        "fastsync, 1 rank",
+        "fastsync, 1 rank, SyncVectorEnv",
+        "fastsync, 1 rank, EnvPool",
+        "fastsync, 2 ranks, same batch",
+        "fastsync, 2 × 1 rank, a part of the batch each, no communication",
+        "fastsync, 2 ranks, 2 × the batch",
+        "fastsync, 2 × 1 rank, the batch each, no communication",
+    ]
+    assert all(way in said.out for way in rows)
+    figures = rows["fastsync, 2 ranks, same batch"]["figures"]
+    assert (figures["steps_per_second"], figures["steps_per_second_per_rank"]) == (2000, 1000)
+    assert [figures[f"over_{baseline}"] for baseline in ("stable-baselines3", "CleanRL's loop", "cleanrl")] == [4, 8, 8]
+    assert figures["weak_scaling"] is None
+    assert figures["over_apart"] == 0.8
+    assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3
+    wide = rows["fastsync, 2 ranks, 2 × the batch"]
+    assert wide["settings"]["num_envs"] == 2 * rows["fastsync, 1 rank"]["settings"]["num_envs"]
+    assert wide["figures"]["weak_scaling"] == 1
+    assert wide["figures"]["over_apart"] == 0.8
+    assert rows["fastsync, 2 × 1 rank, the batch each, no communication"]["figures"]["weak_scaling"] == 1.25
+
+
+def test_a_profile_draws_where_the_time_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    picture = tmp_path / "phases.svg"
+    few = ("--hyperparameters", "zoo", "--total-steps", "512", "--oversubscribe")
+    assert main(["ppo", *few, "--profile", str(picture)]) == 0
+    assert capsys.readouterr().out.split() == [str(picture), "is", "written"]
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_a_profile_is_of_the_device_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    devices = []
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
+        devices.append(training.device)
+        return Outcome(1, 1.0, phases=dict.fromkeys(PHASES, 1.0))
+
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    few = ("--hyperparameters", "zoo", "--device", "cuda", "--oversubscribe")
+    assert main(["ppo", *few, "--profile", str(tmp_path / "phases.svg")]) == 0
+    assert devices == ["cuda", "cuda"]
+
+
+def test_a_training_tells_all_its_phases():
+    training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1)
+    outcome = TRAINERS["fastsync phases"](training)
+    assert outcome.phases is not None
+    assert tuple(outcome.phases) == PHASES
+    assert all(seconds > 0 for seconds in outcome.phases.values())
+
+
+def test_time_within_another_phase_counts_once(monkeypatch: pytest.MonkeyPatch):
+    class Work:
+        def inner(self) -> None: ...
+
+        def outer(self) -> None:
+            self.inner()
+            self.inner()
+
+    watches = Stopwatches()
+    watches.wrap(Work, "inner", "policy")
+    watches.wrap(Work, "outer", "rest")
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    Work().outer()  # from 0 to 5: the inner ones from 1 to 2 and from 3 to 4
+    assert dict(watches.seconds) == {"policy": 2.0, "rest": 3.0}
+    assert watches.calls == {"Work.inner": 2, "Work.outer": 1}
+
+
+def ends_training(ending: str) -> float:
+    """What ends the third training, instead of the seconds that it takes."""
+    if ending == "failure":
+        raise RuntimeError("cleanrl loop has not ended within 600 s")
+    if ending == "interrupt":
+        raise KeyboardInterrupt
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(100)
+    raise AssertionError("the signal had no effect")
+
+
+@pytest.mark.parametrize(("ending", "status"), [("failure", 1), ("interrupt", 130), ("termination", 143)])
+def test_ppo_keeps_what_was_measured_whatever_ends_it(
+    ending: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    trained = []
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
+        del timeout
+        trained.append(trainer)
+        seconds = 1.0 if len(trained) < 3 else ends_training(ending)
+        return Outcome(training.total_steps, seconds, 100.0)
+
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
+    rows = RowFile(tmp_path / "rows.json")
+    rows.add([Record("ppo", "of an earlier run", {}, {}, True, [1.0], {})])
+    assert main(["ppo", "--hyperparameters", "zoo", "--repetitions", "1", "--json", str(rows.path)]) == status
+    said = capsys.readouterr()
+    assert [(record.way, len(record.samples)) for record in rows.read()] == [
+        ("environment alone", 1),
+        ("stable-baselines3", 1),
+    ]
+    assert "stable-baselines3" in said.out
+    assert "what was measured before is shown" in said.err
+    if ending == "failure":
+        assert "cleanrl loop has not ended within 600 s" in said.err
+
+
+def test_ppo_keeps_the_repetitions_of_a_set_and_the_sets_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trained: list[str] = []
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
+        del timeout
+        trained.append(trainer)
+        if trained.count("environment alone") == 4:  # the second repetition of the second set
+            raise KeyboardInterrupt
+        return Outcome(training.total_steps, 1.0, 100.0)
+
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
+    all_installed(monkeypatch)
+    options = ("--hyperparameters", "zoo", "fastsync", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
+    assert main(["ppo", *options]) == 130
+    samples = {"zoo": 2, "fastsync": 1}
+    records = read_json(tmp_path / "rows.json")
+    assert len(records) == len({(record.settings["hyperparameters"], record.way) for record in records}) == 20
+    assert all(len(record.samples) == samples[record.settings["hyperparameters"]] for record in records)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_training_that_hangs_ends_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/rank\nwait\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(launcher))
+    training = Training(total_steps=1, num_envs=1, num_steps=1, num_minibatches=1, num_epochs=1, seed=1)
+    with pytest.raises(RuntimeError, match="fastsync has not ended within 2 s"):
+        run_alone("fastsync", training, timeout=2)
+    rank = int((tmp_path / "rank").read_text())
+    deadline = time.monotonic() + 30
+    while not is_gone(rank):
+        assert time.monotonic() < deadline, "the launcher's rank is still there"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("cuda", "0")])
+def test_trainings_see_gpus_only_if_they_are_to(
+    device: str, visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen = tmp_path / "python"
+    seen.write_text('#!/bin/sh\necho "{\\"steps\\": 1, \\"seconds\\": \\"$CUDA_VISIBLE_DEVICES\\"}"\n')
+    seen.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(seen))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    training = Training(total_steps=1, num_envs=1, num_steps=1, num_minibatches=1, num_epochs=1, seed=1, device=device)
+    assert run_alone("fastsync", training, timeout=30).seconds == visible
+
+
+def test_gpus_that_trainings_do_not_see_are_no_places(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("fastsync._C.num_usable_cores", lambda: 1)
+    with pytest.raises(SystemExit):
+        main(["ppo", "--nproc", "2"])
+    assert "nproc=2: this machine has 1 cores" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ("--num-envs", "4", "16", "64", "256", "1024"),
+            [(4, 128, 4), (16, 128, 4), (64, 64, 4), (256, 32, 8), (1024, 16, 8)],
+        ),
+        (("--num-envs", "31", "5000"), [(31, 96, 4), (5000, 8, 8)]),
+        (("--env", "HalfCheetah-v5"), [(1, 2048, 32)]),
+        (("--env", "ALE/Pong-v5"), [(8, 128, 4)]),
+    ],
+)
+def test_ppo_trains_with_what_was_asked_for(
+    options: tuple[str, ...], expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    trained: list[Training] = []
+
+    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
+        del timeout
+        assert training.batch_size % training.num_minibatches == 0
+        if trainer == "stable-baselines3":
+            trained.append(training)
+        return Outcome(training.total_steps, 1.0, 100.0)
+
+    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
+    all_installed(monkeypatch)
+    assert main(["ppo", *options, "--repetitions", "1", "--oversubscribe"]) == 0
+    assert [(each.num_envs, each.num_steps, each.num_minibatches) for each in trained] == expected
+
+
+@pytest.mark.parametrize("trainer", ["fastsync", "environment alone", "stable-baselines3", "cleanrl loop"])
+@pytest.mark.parametrize("env", ["HalfCheetah-v5", "ALE/Pong-v5"])
+def test_trainings_of_other_environments_run(env: str, trainer: str):
+    pytest.importorskip("mujoco" if env == "HalfCheetah-v5" else "ale_py")
+    few = {"total_steps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 1, "num_epochs": 1}
+    outcome = TRAINERS[trainer](replace(OTHERS[env], **few))
+    assert outcome.steps == 64
+    assert outcome.mean_return is None  # no episode is as short
+
+
+@pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
+def test_trainings_run_in_processes_of_their_own(trainer: str):
+    training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, nproc=2)
+    outcome = run_alone(trainer, training, timeout=150)
+    assert 512 <= outcome.steps < 768
+    assert outcome.seconds > 0
+    assert outcome.mean_return is not None
+    assert 9 < outcome.mean_return < 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--pufferlib", "/nowhere/python"), "pufferlib=/nowhere/python: there is no such Python"),
+        (("--profile", "/nowhere/out.png"), "profile=/nowhere/out.png: there is no folder /nowhere"),
+        (("--num-envs", "4", "0"), "num_envs=(4, 0) must be at least 1 each"),
+        (("--num-envs", "4", "--env", "ALE/Pong-v5"), "num_envs are scaled for CartPole-v1"),
+        (("--cleanrl", "/nowhere/ppo.py"), "cleanrl=/nowhere/ppo.py: there is no such file"),
+        (("--repetitions", "0"), "repetitions=0 must be at least 1"),
+        (("--hyperparameters",), "hyperparameters: choose at least one of cleanrl"),
+        (("--timeout", "0"), "timeout=0.0 must be more than 0"),
+        (("--hyperparameters", "large", "--nproc", "4"), "nproc=4: this machine has 2 cores"),
+        (("--device", "cuda"), "device=cuda: torch sees 0 GPUs, for 2 ranks"),
+    ],
+)
+def test_ppo_refuses_what_cannot_be_measured(
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("fastsync._C.num_usable_cores", lambda: 2)
+    with pytest.raises(SystemExit):
+        main(["ppo", *options])
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())

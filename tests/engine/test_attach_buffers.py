@@ -1,0 +1,250 @@
+"""Buffers that are brought together with each sync."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fastsync
+from tests.models import SMALL_BUCKETS, Fails, assert_same_on_all_ranks
+from tests.ranks import run_ranks
+
+
+class Normed(nn.Module):
+    """Buffers of several dtypes, some of which each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        self.register_buffer("samples", torch.tensor(2**40, dtype=torch.int64))
+        self.register_buffer("precise", torch.full((2, 2), 1 / 3, dtype=torch.float64))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("phase", torch.tensor([1 + 2j, 3 - 1j]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.samples += int(inputs[0, 0].abs() * 1000)
+            self.precise += inputs[:2, :2].double() / 7
+            self.mask ^= inputs[0, :3] > 0
+            self.phase *= torch.complex(inputs[0, 1], inputs[0, 2])
+        return self.layers(inputs)
+
+
+def _inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _as_ddp(rank: int, world_size: int, wire: str) -> None:
+    """Before each forward buffers are what DDP has broadcast by then, and never what other dtypes would round."""
+    ddp = DistributedDataParallel(Normed())
+    model = Normed()
+    sync = fastsync.attach(model, wire, broadcast_buffers=True)
+    for step in range(4):
+        if step == 2:
+            sync.piggyback("one more", torch.tensor(1.0))  # so that complex numbers lie at odd places, too
+        for each in (ddp, model):
+            for again in range(2):
+                sync.piggyback("step", torch.tensor(float(step)))
+                each(_inputs(rank, 10 * step + again)).square().mean().backward()
+        assert_same_on_all_ranks([buffer.float().view(-1) for buffer in model.buffers() if not buffer.is_complex()])
+    inputs = _inputs(rank, 1000)
+    ddp(inputs)
+    model(inputs)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, dict(ddp.module.named_buffers())[name]), name
+
+
+@pytest.mark.parametrize(("wire", "shared_memory"), [("none", True), ("int8", True), ("bf16", False)])
+def test_broadcast_is_what_ddp_does(wire: str, shared_memory: bool) -> None:
+    run_ranks(_as_ddp, 2, wire, shared_memory=shared_memory)
+
+
+def _complex(rank: int, world_size: int) -> None:
+    """Whatever travels before them."""
+    model = nn.Linear(5, 3)
+    for index in range(2):
+        model.register_buffer(f"number{index}", torch.tensor([1.0 + rank]))
+        model.register_buffer(f"phase{index}", torch.tensor([1 + 2j]) * (1 + rank))
+    fastsync.attach(model, broadcast_buffers=True, init_sync=False)
+    model(_inputs(rank, 0)).sum().backward()
+    assert [buffer.item() for buffer in model.buffers()] == [1, 1 + 2j] * 2
+
+
+def test_complex_buffers_behind_others() -> None:
+    run_ranks(_complex, 2)
+
+
+def _means(rank: int, world_size: int) -> None:
+    model = Normed()
+    sync = fastsync.attach(model, broadcast_buffers="mean")
+    alone = [Normed() for _ in range(world_size)]
+    for each in (model, *alone):
+        each.phase = each.phase.conj()
+    for step in range(3):
+        sync.set_weight(1.0 + rank)  # which is the gradients' alone
+        model(_inputs(rank, step)).sum().backward()
+        for other, each in enumerate(alone):
+            each(_inputs(other, step))
+        for name, buffer in model.named_buffers():
+            of_ranks = [dict(each.named_buffers())[name] for each in alone]
+            is_mean = buffer.is_floating_point() or buffer.is_complex()
+            expected = torch.stack(of_ranks).mean(dim=0) if is_mean else of_ranks[0]
+            torch.testing.assert_close(buffer, expected, rtol=1e-5, atol=1e-6)
+            for each in of_ranks:
+                each.copy_(buffer)
+    before = [buffer.clone() for buffer in model.buffers()]
+    with pytest.raises(ArithmeticError) if rank == 0 else torch.enable_grad():
+        first, last = model.layers[0].weight, model.layers[2].weight
+        late = (Fails.apply(first) if rank == 0 else first).sum()
+        (late + last.sum()).backward()
+    assert all(map(torch.equal, model.buffers(), before)), "a failed backward changed buffers"
+
+
+def test_means() -> None:
+    run_ranks(_means, 3)
+
+
+class Averaging(nn.Module):
+    """Puts new tensors in the places of its buffers; again where a checkpoint repeats it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("average", torch.zeros(5))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.average = 0.5 * self.average + inputs.mean(dim=0).detach()
+        self.seen = self.seen + 1
+        return self.linear(inputs)
+
+
+def _other_tensors(rank: int, world_size: int, checkpointed: bool) -> None:
+    model, alone = Averaging(), [Averaging() for _ in range(world_size)]
+    sync = fastsync.attach(model, broadcast_buffers="mean", bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(3):
+        inputs = _inputs(rank, step).requires_grad_()
+        (checkpoint(model, inputs, use_reentrant=False) if checkpointed else model(inputs)).sum().backward()
+        for other, each in enumerate(alone):
+            for _ in range(1 + checkpointed):
+                each(_inputs(other, step))
+        mean = torch.stack([each.average for each in alone]).mean(dim=0)
+        torch.testing.assert_close(model.average, mean)
+        assert model.seen == alone[0].seen
+        for each in alone:
+            each.average = mean
+    model.average = torch.full((5,), float(rank))
+    sync.use_group(dist.new_group())
+    assert not model.average.any(), "not rank 0's"
+    model.average = torch.zeros(4)  # on all ranks
+    model.linear(_inputs(rank, 9)).sum().backward()
+    model.average = torch.zeros(2 + rank)
+    with pytest.raises(ValueError, match=r"rank 0: synced buffer of shape \[2\].*; rank 1: .* of shape \[3\]"):
+        model.linear(_inputs(rank, 9)).sum().backward()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_other_tensors_in_their_places(checkpointed: bool) -> None:
+    run_ranks(_other_tensors, 2, checkpointed)
+
+
+class _Grows(nn.Module):
+    """A buffer that is another tensor in each forward, of as many values as that has inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(300)) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs: Tensor, *, fails: bool) -> Tensor:
+        self.seen = inputs.clone()
+        first = Fails.apply(self.weights[0]) if fails else self.weights[0]
+        return inputs.sum() * torch.stack([first, *self.weights[1:]]).sum()
+
+
+def _changes_as_a_rank_fails(rank: int, world_size: int) -> None:
+    model = _Grows()
+    fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, broadcast_buffers=True)
+    for step, numel in enumerate((1, 1, 4, 4, 2, 3)):
+        fails = step in (2, 4)
+        model.zero_grad()
+        loss = model(torch.full((numel,), 1.0 + rank), fails=fails and rank == 1)
+        if fails and rank == 1:
+            with pytest.raises(ArithmeticError, match="as told"):
+                loss.backward()
+        else:
+            loss.backward()
+        if fails:
+            assert rank == 1 or any(weight.grad.isnan().all() for weight in model.weights)
+            assert model.seen.tolist() == [1.0 + rank] * numel
+        else:
+            assert [weight.grad.unique().tolist() for weight in model.weights] == [[1.5 * numel]] * 3
+            assert model.seen.tolist() == [1.0] * numel
+
+
+def test_one_that_changes_in_the_step_in_which_a_rank_fails() -> None:
+    run_ranks(_changes_as_a_rank_fails, 2, timeout=60)
+
+
+def _several_backwards(rank: int, world_size: int) -> None:
+    """Of one graph, and of several forwards before them."""
+    model = Normed()
+    sync = fastsync.attach(model, broadcast_buffers=True)
+    graphs = [model.layers(_inputs(rank, step)) for step in range(2)]
+    with sync.no_sync():
+        for graph in graphs:
+            graph.sum().backward(retain_graph=True)
+    (graphs[0] * graphs[1]).sum().backward()
+    assert sync.stats().num_steps == 1
+    assert_same_on_all_ranks([parameter.grad for parameter in model.parameters()])
+    assert_same_on_all_ranks([model.layers[1].running_mean])
+
+
+def test_several_backwards_of_one_graph() -> None:
+    run_ranks(_several_backwards, 2)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    model = Normed()
+    with pytest.raises(ValueError, match="broadcast_buffers: expected True, False or 'mean', got 'sum'"):
+        fastsync.attach(model, broadcast_buffers="sum")
+    with pytest.raises(ValueError, match="broadcast_buffers: loose parameters have no buffers"):
+        fastsync.attach(model.parameters(), broadcast_buffers=True)
+    for buffer, what in (
+        (
+            torch.ones(1, 3).expand(2, 3),
+            r"elements of buffer seen share memory; register a clone\(\) of it, or leave it",
+        ),
+        (torch.eye(3).to_sparse(), r"buffer seen is torch.sparse_coo, .*; leave it to each rank, with init_sync=False"),
+    ):
+        model = Averaging()
+        model.seen = buffer
+        for options in ({}, {"broadcast_buffers": "mean", "init_sync": False}):
+            with pytest.raises(ValueError, match=what):
+                fastsync.attach(model, **options)
+        fastsync.attach(model, init_sync=False)
+
+
+def test_what_is_refused() -> None:
+    run_ranks(_refused, 1)
+
+
+def _differ(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
+        fastsync.attach(Normed(), broadcast_buffers=True if rank == 0 else None)
+    with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
+        fastsync.attach(Normed(), broadcast_buffers=True if rank == 0 else "mean")
+    model = Normed()
+    model.register_buffer("other", torch.zeros(2 + rank))
+    fastsync.attach(model, broadcast_buffers="mean", init_sync=False)
+    with pytest.raises(ValueError, match=r"rank 0: synced buffer of shape \[2\]"):
+        model(_inputs(rank, 0)).sum().backward()
+
+
+def test_ranks_that_differ_are_told() -> None:
+    run_ranks(_differ, 2)

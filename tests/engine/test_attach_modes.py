@@ -1,0 +1,574 @@
+"""attach under every way of running backward: accumulation, branches, checkpoints, frozen layers, several engines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fastsync
+from tests.models import (
+    SMALL_BUCKETS,
+    Given,
+    Mlp,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    batch,
+    grads_of,
+    random_grads,
+)
+from tests.ranks import run_ranks
+
+SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
+
+Grads = Sequence[Tensor | None]
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    """Of as many tensors as there are ranks, two here: exactly what the engine computes."""
+    return reduce(torch.add, [tensor / len(tensors) for tensor in tensors])
+
+
+def _whole(rank: int, step: int, shapes: Sequence[Sequence[int]] = SHAPES) -> list[Tensor]:
+    """Gradients of whole numbers, whose sums and means are exact."""
+    return [grad.mul(8).round() for grad in random_grads(rank, step, shapes, torch.float32)]
+
+
+# ---- accumulation -----------------------------------------------------------------------------------------------
+
+
+def _no_sync_like_ddp(rank: int, world_size: int) -> None:
+    model = Mlp()
+    ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(4):
+        ddp.zero_grad()
+        model.zero_grad()
+        for micro in range(3):
+            inputs = batch(rank, 10 * step + micro)
+            last = micro == 2
+            with nullcontext() if last else ddp.no_sync():
+                ddp(inputs).square().mean().backward()
+            with nullcontext() if last else sync.no_sync():
+                model(inputs).square().mean().backward()
+        assert_all_bitwise_equal(grads_of(model), grads_of(ddp), f"step {step}")
+    assert sync.stats().num_steps == 4, "a backward under no_sync was synchronised"
+
+
+def test_no_sync_is_as_with_ddp() -> None:
+    run_ranks(_no_sync_like_ddp, 2)
+
+
+def _accumulated_but_not_in_the_last(rank: int, world_size: int) -> None:
+    """What was accumulated under no_sync is averaged although the backward that syncs does not reach it here."""
+    model = Given(_whole(0, 0))
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(3):
+        everyone = [_whole(other, step) for other in range(world_size)]
+        model.zero_grad()
+        with sync.no_sync():
+            model(everyone[rank]).backward()
+        reached = list(everyone[rank])
+        if rank == 0:
+            reached[0] = None
+        model(reached).backward()
+        expected = [_mean([2 * mine for mine in same]) for same in zip(*everyone, strict=True)]
+        expected[0] = _mean([everyone[0][0], 2 * everyone[1][0]])
+        assert_all_bitwise_equal(grads_of(model), expected, f"step {step}")
+
+
+def test_what_no_sync_left_is_averaged_by_the_next_sync() -> None:
+    run_ranks(_accumulated_but_not_in_the_last, 2)
+
+
+def _explicit(rank: int, world_size: int) -> None:
+    everyone = [_whole(other, 0) for other in range(world_size)]
+    expected = [_mean(same) for same in zip(*everyone, strict=True)]
+    model = Given(everyone[0])
+    sync = fastsync.attach(model, overlap=False, bucket_cap_mb=SMALL_BUCKETS)
+    for _ in range(2):
+        model.zero_grad()
+        model(everyone[rank]).backward()
+        assert_all_bitwise_equal(grads_of(model), everyone[rank], "before synchronize()")
+        sync.synchronize()
+        assert_all_bitwise_equal(grads_of(model), expected, "after synchronize()")
+    sync.detach()
+
+    overlapping = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    model.zero_grad()
+    with overlapping.no_sync():
+        model(everyone[rank]).backward()
+    overlapping.synchronize()
+    assert_all_bitwise_equal(grads_of(model), expected, "synchronize() after no_sync")
+    overlapping.detach()
+
+    for _ in range(2):
+        model.zero_grad()
+        model([grad if index != 1 or rank == 0 else None for index, grad in enumerate(everyone[rank])]).backward()
+        stats = fastsync.all_reduce_gradients(model.parameters(), "bf16")
+        expected[1] = _mean([everyone[0][1], torch.zeros(300)])
+        assert_all_bitwise_equal(grads_of(model), expected, "all_reduce_gradients")
+        norm = torch.cat([grad.flatten() for grad in expected]).norm()
+        torch.testing.assert_close(stats.grad_norm, norm, rtol=1e-6, atol=0)
+
+
+def test_explicit_synchronisation() -> None:
+    run_ranks(_explicit, 2)
+
+
+def _forgotten(rank: int, world_size: int) -> None:
+    everyone = [_whole(other, 0) for other in range(world_size)]
+    model = Given(everyone[0])
+    sync = fastsync.attach(model, overlap=False)
+    actor, critic = (torch.optim.SGD(list(model.parameters())[part], lr=0.1) for part in (slice(2), slice(2, 4)))
+    actor.step()  # without a gradient
+    for _ in range(3):
+        model.zero_grad()
+        with sync.no_sync():
+            model(everyone[rank]).backward()
+        model(everyone[rank]).backward()
+        sync.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        actor.step()
+        critic.step()
+    model(everyone[rank]).backward()
+    before = [parameter.clone() for parameter in model.parameters()]
+    for optimizer, name in ((actor, "0"), (critic, "2")):
+        with pytest.raises(RuntimeError, match=rf"SGD was about to step .* of weights\.{name} .*call synchronize\(\)"):
+            optimizer.step()
+    assert_all_bitwise_equal(list(model.parameters()), before, "it stepped all the same")
+    with sync.no_sync():
+        actor.step()
+    sync.synchronize()
+    critic.step()
+    sync.detach()
+    critic.step()
+
+
+def _forgotten_by_a_new_optimizer(rank: int, world_size: int) -> None:
+    everyone = [_whole(other, 0) for other in range(world_size)]
+    model = Given(everyone[0])
+    sync = fastsync.attach(model, overlap=False)
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    for set_to_none in (True, False):
+        model.zero_grad()
+        model(everyone[rank]).backward()
+        sync.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        first.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()  # once more with the same gradients
+        model.zero_grad(set_to_none=set_to_none)
+        model(everyone[rank]).backward()
+        with pytest.raises(RuntimeError, match=r"Adam was about to step .* of weights\.0 .*call synchronize\(\)"):
+            torch.optim.Adam(model.parameters()).step()
+        sync.synchronize()
+        torch.optim.Adam(model.parameters()).step()
+
+
+def test_a_forgotten_synchronize_is_noticed() -> None:
+    run_ranks(_forgotten, 2)
+    run_ranks(_forgotten_by_a_new_optimizer, 2)
+
+
+# ---- which parameters get gradients -----------------------------------------------------------------------------
+
+
+def _missing(rank: int, world_size: int) -> None:
+    for wire in ("none", "fp16"):
+        model = Given(_whole(0, 0))
+        sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+        for step in range(5):
+            everyone: list[list[Tensor | None]] = [list(_whole(other, step)) for other in range(world_size)]
+            for grads in everyone:
+                grads[1] = None  # on all ranks
+            everyone[step % 2][2] = None  # on one
+            if step == 3:
+                everyone[0] = [everyone[0][0], None, None, None]
+            model.zero_grad()
+            model(everyone[rank]).backward()
+            for index, weight in enumerate(model.weights):
+                grads = [mine[index] for mine in everyone]
+                if all(grad is None for grad in grads):
+                    assert weight.grad is None, f"{wire}, step {step}, parameter {index}: a gradient that nobody has"
+                else:
+                    expected = _mean([torch.zeros_like(weight) if grad is None else grad for grad in grads])
+                    assert torch.equal(weight.grad, expected), f"{wire}, step {step}, parameter {index}"
+        assert sync.stats().num_steps == 5
+
+
+def test_parameters_without_gradients() -> None:
+    run_ranks(_missing, 2)
+
+
+def _second_backward(rank: int, world_size: int) -> None:
+    """Two backwards over different parameters: the second leaves alone what the first averaged, to the bit."""
+    torch.manual_seed(0)
+    model = Given(_whole(0, 0))
+    fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(3):
+        everyone = [random_grads(other, step, SHAPES, torch.float32) for other in range(world_size)]
+        model.zero_grad()
+        model([*everyone[rank][:2], None, None]).backward()
+        first = [weight.grad.clone() for weight in model.weights[:2]]
+        model([None, None, *_whole(rank, step)[2:]]).backward()
+        assert_all_bitwise_equal(grads_of(model)[:2], first, f"step {step}")
+        expected = [_mean(same) for same in zip(*(_whole(other, step) for other in range(world_size)), strict=True)]
+        assert_all_bitwise_equal(grads_of(model)[2:], expected[2:], f"step {step}")
+        # And one that adds to what is there already, on one rank alone.
+        before = model.weights[3].grad.clone()
+        model([None, None, torch.full(SHAPES[2], 2.0), torch.full(SHAPES[3], 4.0) if rank == 1 else None]).backward()
+        assert torch.equal(model.weights[3].grad, before + 2.0)
+        assert_same_on_all_ranks(grads_of(model))
+
+
+def test_a_second_backward_over_other_parameters() -> None:
+    run_ranks(_second_backward, 2)
+
+
+class Ordered(nn.Module):
+    """Uses its layers in the order it is told, so that their gradients get ready in the reverse of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, inputs: Tensor, order: Sequence[int]) -> Tensor:
+        total = torch.zeros(1, dtype=torch.float64)
+        for index in order:
+            inputs = inputs + 0.1 * self.layers[index](inputs.detach())
+            total = total + inputs.sum()
+        return total
+
+
+def _order_differs(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Ordered()
+    alone = copy.deepcopy(model)
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(4):
+        orders = [[0, 1, 2, 3], [3, 1, 0, 2]] if step % 2 else [[2, 3, 0, 1], [0, 2, 1, 3]]
+        inputs = [torch.full((2, 16), 1.0 + other, dtype=torch.float64) for other in range(2)]
+        for each in (model, alone):
+            each.zero_grad()
+        model(inputs[rank], orders[rank]).backward()
+        for other in range(2):
+            (alone(inputs[other], orders[other]) / 2).backward()
+        for mine, theirs in zip(grads_of(model), grads_of(alone), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        assert_same_on_all_ranks(grads_of(model))
+    assert len(sync.stats().buckets) == 4
+
+
+def test_ranks_whose_gradients_get_ready_in_other_orders() -> None:
+    run_ranks(_order_differs, 2)
+
+
+def _frozen_and_unfrozen(rank: int, world_size: int) -> None:
+    everyone = [_whole(other, 0) for other in range(world_size)]
+    expected = [_mean(same) for same in zip(*everyone, strict=True)]
+    model = Given(everyone[0])
+    model.weights[0].requires_grad_(False)
+    sync = fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
+    sizes = []
+    for frozen in ([0], [0], [], [], [1, 3], [0, 1, 2], []):
+        for index, weight in enumerate(model.weights):
+            weight.requires_grad_(index not in frozen)
+        model.zero_grad()
+        model(everyone[rank]).backward()
+        assert [weight.grad is None for weight in model.weights] == [index in frozen for index in range(4)]
+        thawed = [mean for index, mean in enumerate(expected) if index not in frozen]
+        assert_all_bitwise_equal(grads_of(model), thawed, f"without {frozen}")
+        sizes.append(sync.stats().numel)
+    numels = [grad.numel() for grad in everyone[0]]
+    assert sizes == [sum(numels[1:])] * 2 + [sum(numels)] * 2 + [numels[0] + numels[2], numels[3], sum(numels)]
+    assert sorted(sync.state_dict()["scales"]) == [f"weights.{index}" for index in range(4)]
+
+
+def test_frozen_and_newly_unfrozen_parameters() -> None:
+    run_ranks(_frozen_and_unfrozen, 2)
+
+
+# ---- kinds of graphs --------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Layers of which some are run under a checkpoint; ``shared`` ones use one and the same layer."""
+
+    def __init__(self, num_layers: int, run: Callable[..., Tensor], *, shared: bool = False, ends: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 16) if ends else nn.Identity()
+        layers = [nn.Linear(16 if ends else 32, 16 if ends else 32) for _ in range(1 if shared else num_layers)]
+        self.layers = nn.ModuleList(layers * num_layers if shared else layers)
+        self.last = nn.Linear(16, 3) if ends else nn.Identity()
+        self.run = run
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs.requires_grad_())
+        for layer in self.layers:
+            hidden = self.run(layer, hidden).tanh()
+        return self.last(hidden)
+
+
+def _plainly(layer: nn.Module, inputs: Tensor) -> Tensor:
+    return layer(inputs)
+
+
+_NON_REENTRANT = partial(checkpoint, use_reentrant=False)
+_REENTRANT = partial(checkpoint, use_reentrant=True)
+
+
+def _checkpoints(rank: int, world_size: int) -> None:
+    for run in (_NON_REENTRANT, _REENTRANT):
+        for shared in (False, True):
+            for ends in (False, True):
+                torch.manual_seed(0)
+                model = Blocks(3, run, shared=shared, ends=ends)
+                alone = copy.deepcopy(model)
+                alone.run = _plainly
+                plain = DistributedDataParallel(alone, bucket_cap_mb=SMALL_BUCKETS)
+                sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+                for step in range(3):
+                    for each in (model, plain):
+                        each.zero_grad()
+                        each(batch(rank, step)).square().mean().backward()
+                    what = f"{run.keywords}, shared {shared}, ends {ends}, step {step}"
+                    for mine, theirs in zip(grads_of(model), grads_of(plain), strict=True):
+                        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8, msg=what)
+                    assert sync.stats().num_steps == step + 1, f"{what}: more than one sync"
+                    assert_same_on_all_ranks(grads_of(model))
+
+
+def test_gradient_checkpoints() -> None:
+    run_ranks(_checkpoints, 2)
+
+
+def _graphs(rank: int, world_size: int) -> None:
+    everyone = [_whole(other, 0) for other in range(world_size)]
+    expected = [_mean(same) for same in zip(*everyone, strict=True)]
+    model = Given(everyone[0])
+    fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    # A graph that is gone through twice: each time the local gradient is added to the mean of before.
+    loss = model(everyone[rank])
+    loss.backward(retain_graph=True)
+    assert_all_bitwise_equal(grads_of(model), expected, "retain_graph, first")
+    loss.backward()
+    assert_all_bitwise_equal(grads_of(model), [2 * mean for mean in expected], "retain_graph, second")
+    # Several losses at once, and gradients without accumulation, which are nobody's .grad.
+    model.zero_grad()
+    torch.autograd.backward([model(everyone[rank]), model(everyone[rank])])
+    assert_all_bitwise_equal(grads_of(model), [2 * mean for mean in expected], "two losses")
+    torch.autograd.grad(model(everyone[rank]), list(model.parameters()))
+    assert_all_bitwise_equal(grads_of(model), [2 * mean for mean in expected], "after autograd.grad")
+    # Only some of the parameters.
+    model.zero_grad()
+    model(everyone[rank]).backward(inputs=[model.weights[2], model.weights[0]])
+    assert [weight.grad is None for weight in model.weights] == [False, True, False, True]
+    assert_all_bitwise_equal(grads_of(model), expected[::2], "inputs=")
+    # A graph of the gradients themselves.
+    model.zero_grad()
+    model(everyone[rank]).backward(create_graph=True)
+    assert_all_bitwise_equal([grad.detach() for grad in grads_of(model)], expected, "create_graph")
+
+
+def test_ways_to_call_backward() -> None:
+    run_ranks(_graphs, 2)
+
+
+def _autocast(rank: int, world_size: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        model = Mlp()
+        plain = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
+        fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+        for step in range(3):
+            for each in (model, plain):
+                each.zero_grad()
+                with torch.autocast("cpu", dtype):
+                    each(batch(rank, step)).square().mean().backward()
+            assert_all_bitwise_equal(grads_of(model), grads_of(plain), f"{dtype}, step {step}")
+
+
+def test_backward_inside_autocast() -> None:
+    run_ranks(_autocast, 2)
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    plain = DistributedDataParallel(copy.deepcopy(model))
+    compiled = torch.compile(model, backend="aot_eager")
+    sync = fastsync.attach(compiled, "fp16")
+    for step in range(3):
+        for each in (compiled, plain):
+            each.zero_grad()
+            each(batch(rank, step)).square().mean().backward()
+        for mine, theirs in zip(grads_of(model), grads_of(plain), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=1e-5)
+        assert_same_on_all_ranks(grads_of(model))
+    assert sync.stats().num_steps == 3
+    assert list(sync.state_dict()["scales"]) == [name for name, _ in model.named_parameters()]
+
+
+def test_a_compiled_module() -> None:
+    run_ranks(_compiled, 2)
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward while it is told to."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx: object, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        if Fails.now:
+            raise ArithmeticError("as told")
+        return grad
+
+
+def _fails_between_checkpoint_and_parameter(rank: int, world_size: int) -> None:
+    """The parameter that a reentrant checkpoint takes as its input outlives the graph in which backward failed."""
+    direct, last, layer = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(3)), nn.Linear(16, 300, bias=False)
+    nn.init.ones_(layer.weight)  # so that every gradient is a whole number
+    parameters = [direct, last, layer.weight]
+    sync = fastsync.attach(parameters, bucket_cap_mb=SMALL_BUCKETS)
+
+    def loss_of(run: Callable[..., Tensor]) -> Tensor:
+        return (last * direct[:3]).sum() + Fails.apply(direct).sum() + run(layer, direct).sum()
+
+    for step in range(5):
+        for parameter in parameters:
+            parameter.grad = None
+        Fails.now = False
+        of_one = torch.autograd.grad(loss_of(_plainly), parameters)
+        Fails.now = step == 2
+        loss = (1 + 2 * rank) * loss_of(_REENTRANT)  # so that the mean is twice rank 0's
+        if Fails.now:
+            with pytest.raises(ArithmeticError, match="as told"):
+                loss.backward()
+        else:
+            loss.backward()
+            expected = [2 * gradient for gradient in of_one]
+            assert_all_bitwise_equal([p.grad for p in parameters], expected, f"step {step}: gradient")  # type: ignore[misc]
+    assert sync.stats().num_steps == 5
+
+
+def test_a_checkpointed_backward_that_fails_spoils_nothing() -> None:
+    run_ranks(_fails_between_checkpoint_and_parameter, 2)
+
+
+class _GivesNone(torch.autograd.Function):
+    """Takes a parameter, and has no gradient for it."""
+
+    @staticmethod
+    def forward(context: Any, parameter: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        return None, *grads
+
+
+def _has_none(rank: int, world_size: int) -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    fastsync.attach(parameters)
+    _GivesNone.apply(parameters[0], (1 + rank) * parameters[1]).sum().backward()
+    assert parameters[1].grad.eq(1.5).all()
+
+
+def test_an_operator_without_a_gradient_for_a_parameter() -> None:
+    run_ranks(_has_none, 2)
+
+
+# ---- several engines --------------------------------------------------------------------------------------------
+
+
+def _actor_and_critic(rank: int, world_size: int) -> None:
+    """Two engines on one group, in one backward and apart, each with gradients that get ready in other orders."""
+    everyone = [_whole(other, 0) for other in range(world_size)]
+    expected = [_mean(same) for same in zip(*everyone, strict=True)]
+    for groups in ("one", "two"):
+        actor, critic = Given(everyone[0]), Given(everyone[0])
+        syncs = [
+            fastsync.attach(
+                model, bucket_cap_mb=SMALL_BUCKETS, process_group=None if groups == "one" else dist.new_group()
+            )
+            for model in (actor, critic)
+        ]
+        for step in range(4):
+            losses = [model(everyone[rank]) for model in (actor, critic)]
+            if (step + rank) % 2:
+                losses.reverse()
+            if step < 2:
+                for model in (actor, critic):
+                    model.zero_grad()
+                (losses[0] + losses[1]).backward()
+            else:
+                for model in (actor, critic):
+                    model.zero_grad()
+                    model(everyone[rank]).backward()
+            for model in (actor, critic):
+                assert_all_bitwise_equal(grads_of(model), expected, f"{groups} group, step {step}")
+        assert [sync.stats().num_steps for sync in syncs] == [4, 4]
+
+
+def test_several_engines() -> None:
+    run_ranks(_actor_and_critic, 2)
+
+
+def _groups_of_two(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
+    shapes = SHAPES[:2]
+    for dim, peers in (("dp", [rank % 2, rank % 2 + 2]), ("other", [rank // 2 * 2, rank // 2 * 2 + 1])):
+        for group in (mesh[dim], mesh.get_group(dim)):
+            model = Given(_whole(rank, 1, shapes))
+            with torch.no_grad():
+                model.weights[0].fill_(rank)
+            fastsync.attach(model, process_group=group)
+            assert model.weights[0][0, 0] == peers[0], "parameters come from the first rank of the group"
+            model(_whole(rank, 1, shapes)).backward()
+            expected = [_mean(same) for same in zip(*(_whole(peer, 1, shapes) for peer in peers), strict=True)]
+            assert_all_bitwise_equal(grads_of(model), expected, dim)
+            assert_same_on_all_ranks(grads_of(model), mesh.get_group(dim))
+
+
+def test_a_dimension_of_a_device_mesh() -> None:
+    run_ranks(_groups_of_two, 4)
+
+
+def _casts_and_moves(rank: int, world_size: int) -> None:
+    """A model that is cast is laid out anew; its parameters have other accumulators then, or some of them have."""
+    for overlap in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        sync = fastsync.attach(model, overlap=overlap)
+        for step, dtype in enumerate((torch.float64, torch.float32, torch.bfloat16)):
+            (model[0] if step == 1 else model).to(dtype)
+            model.zero_grad()
+            for layer in model:
+                layer(torch.full((2, 4), rank + 1.0, dtype=layer.weight.dtype)).sum().backward()
+                if not overlap:
+                    sync.synchronize()
+            for layer in model:
+                assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, 3.0))
+        assert sync.stats().num_steps == 6
+        sync.detach()
+        model.zero_grad()
+        model[0](torch.full((2, 4), rank + 1.0, dtype=torch.bfloat16)).sum().backward()
+        assert model[0].weight.grad.unique().tolist() == [2.0 * (rank + 1)], "a hook was left behind"
+
+
+def test_a_model_that_is_cast() -> None:
+    run_ranks(_casts_and_moves, 2)

@@ -1,0 +1,388 @@
+"""attach() where there are other threads, and in forked processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync import _C, Compression, GradientSynchronizer
+from fastsync.autotune.candidates import Candidate, engine_schedule
+from tests.engine.attached import (
+    Fallible,
+    assert_averages,
+    assert_averages_nothing,
+    assert_freed,
+    assert_soon_none,
+    attach,
+    backward,
+    fail,
+    gradients,
+    loss_of,
+    mean_gradients,
+    references_to,
+)
+from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
+from tests.ranks import run_ranks
+
+CHILD_SECONDS = 60.0  # how long a forked child may take
+
+
+def _threads(number: int) -> ThreadPoolExecutor:
+    # Each of them starts with torch's default, and the result of a matrix product depends on it in the last bit.
+    return ThreadPoolExecutor(number, initializer=torch.set_num_threads, initargs=(1,))
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+
+def _backward_in_other_threads(rank: int) -> None:
+    model = Mlp()
+    attach(model)
+    for step in range(4):
+        with _threads(1) as pool:
+            pool.submit(assert_averages, model, rank, step).result()
+        assert_averages(model, rank, 10 + step)
+
+
+def _two_at_once_with_a_group_each(rank: int) -> None:
+    models = [Mlp(), Mlp()]
+    for model in models:
+        attach(model, process_group=dist.new_group())
+
+    def train(model: nn.Module) -> None:
+        for step in range(10):
+            assert_averages(model, rank, step)
+
+    with _threads(2) as pool:
+        for finished in [pool.submit(train, model) for model in models]:
+            finished.result()
+
+
+def _statistics_read_while_backward_runs(rank: int) -> None:
+    model = Mlp()
+    sync = attach(model, compression="fp16")
+    backward(model, rank, 0)
+    num_buckets = len(sync.stats().buckets)
+    assert num_buckets >= 3
+    done = threading.Event()
+
+    def read() -> None:
+        num_steps = 0
+        while True:
+            is_last = done.is_set()
+            stats = sync.stats()
+            assert stats.num_steps >= num_steps
+            assert len(stats.buckets) == num_buckets
+            assert sync.grad_stats().num_nonfinite.item() == 0
+            assert len(sync.state_dict()["scales"]) == 6
+            assert sync.piggybacked().keys() <= {"kl"}
+            num_steps = stats.num_steps
+            if is_last:
+                return
+
+    with _threads(3) as pool:
+        readers = [pool.submit(read) for _ in range(3)]
+        try:
+            for step in range(1, 30):
+                sync.piggyback("kl", torch.tensor(float(rank)))
+                assert_same_on_all_ranks(backward(model, rank, step))
+        finally:
+            done.set()
+        for reader in readers:
+            reader.result()
+    assert sync.piggybacked()["kl"].item() == 0.5
+    assert sync.stats().num_steps == 30
+
+
+def _python_runs_while_backward_waits(rank: int) -> None:
+    model, others = Mlp(), dist.new_group()
+    attach(model)
+    backward(model, rank, 0)
+    if rank == 1:
+        dist.barrier(others)  # until Python has run on the other rank, whose backward waits for this one's
+        backward(model, rank, 1)
+        return
+    has_begun = threading.Event()
+    model.layers[4].weight.register_post_accumulate_grad_hook(lambda _: has_begun.set())
+
+    def let_the_other_rank_come() -> None:
+        has_begun.wait()
+        time.sleep(0.1)  # by now backward waits; if it held the GIL, this line would not be left
+        dist.barrier(others)
+
+    with _threads(1) as pool:
+        came = pool.submit(let_the_other_rank_come)
+        backward(model, rank, 1)
+        came.result()
+
+
+def _freed_in_another_thread(rank: int) -> None:
+    model = Mlp()
+    model.itself = [model]  # a cycle: only the garbage collector can free it
+    model.handle = attach(model)
+    assert_averages(model, rank)
+    references = [*references_to(model), weakref.ref(model.handle)]
+    gc.disable()
+    try:
+        del model
+        assert all(reference() is not None for reference in references)
+        with _threads(1) as pool:
+            pool.submit(gc.collect).result()
+        assert_freed(references)
+    finally:
+        gc.enable()
+
+
+def _freed_while_backward_runs(rank: int) -> None:
+    for layer, is_averaged in ((4, False), (0, True)):  # before the first gradient is there, or after
+        model = Mlp()
+        attach(model)
+        assert_averages(model, rank, 1)
+        parameters = list(model.parameters())
+        references = [*references_to(model), *(weakref.ref(p) for p in parameters)]
+        expected = mean_gradients(model, 2) if is_averaged else gradients(model, rank, 2)
+        model.zero_grad()
+        holder = [model]
+
+        def free(*_: Any, holder: list[nn.Module] = holder) -> None:
+            with _threads(1) as pool:
+                pool.submit(holder.clear).result()
+            gc.collect()
+
+        loss = loss_of(_CallsBefore(model, layer, free), rank, 2)
+        del model
+        loss.backward()
+        assert references[0]() is None
+        assert_all_bitwise_equal([p.grad for p in parameters], expected, "gradient of a model freed in its backward")
+        del parameters, loss
+        assert_freed(references)
+
+
+class _CallsBefore(nn.Module):
+    """Calls something in backward, when it comes to one layer of an ``Mlp``, which it does not keep alive."""
+
+    def __init__(self, model: Mlp, layer: int, call: Callable[..., None]) -> None:
+        super().__init__()
+        self.modules_of_model = [list(model.layers)]  # a list, so that it is no child
+        self.layer = layer
+        self.call = call
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        (layers,) = self.modules_of_model
+        for index, layer in enumerate(layers):
+            inputs = layer(inputs)
+            if index == self.layer:
+                inputs.register_hook(self.call)
+        return inputs
+
+
+def _all_about_threads(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    _backward_in_other_threads(rank)
+    _two_at_once_with_a_group_each(rank)
+    _statistics_read_while_backward_runs(rank)
+    _python_runs_while_backward_waits(rank)
+    _freed_in_another_thread(rank)
+    _freed_while_backward_runs(rank)
+
+
+def test_threads() -> None:
+    run_ranks(_all_about_threads, 2)
+
+
+def _engine_threads() -> list[str]:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            names.append((task / "comm").read_text().strip())
+    return [name for name in names if name == "fastsync"]
+
+
+def _one_thread_an_engine(rank: int, world_size: int) -> None:
+    model = Mlp()
+    sync = attach(model, compression=Compression("int8", algorithm="two_shot"))
+    for step in range(3):  # of several buckets each, whose means the thread takes
+        backward(model, rank, step)
+    assert _engine_threads() == ["fastsync"]
+    sync.detach()
+    del sync, model
+    assert_soon_none(_engine_threads)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads in /proc")
+def test_an_engine_has_one_thread_which_ends_with_it() -> None:
+    run_ranks(_one_thread_an_engine, 2)
+
+
+def _train_one(
+    models: list[Mlp], syncs: list[GradientSynchronizer] | None, rank: int, index: int, steps: range
+) -> None:
+    for step in steps:
+        expected = mean_gradients(models[index], step)
+        backward(models[index], rank, step)
+        if syncs is not None:
+            syncs[index].synchronize()
+        assert_all_bitwise_equal(grads_of(models[index]), expected, f"step {step}: averaged gradient")
+
+
+def _one_ahead_of_the_other(rank: int, world_size: int) -> None:
+    """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: none may wait for itself.
+
+    Two ranks do it with overlap, and two without, so that they wait at the same time.
+    """
+    pair, rank = divmod(rank, 2)
+    torch.manual_seed(1)
+    models = [Mlp(), Mlp()]
+    groups = [[dist.new_group([first, first + 1]) for _ in models] for first in (0, 2)]
+    overlap = pair == 0
+    syncs = [
+        attach(model, process_group=group, overlap=overlap) for model, group in zip(models, groups[pair], strict=True)
+    ]
+    train = partial(_train_one, models, None if overlap else syncs, rank)
+    train(0, range(1))
+    train(1, range(1))
+    first, second = (1, 0) if rank == 0 else (0, 1)
+    with _threads(2) as pool:
+        one = pool.submit(train, first, range(1, 4))
+        time.sleep(1.0 + rank)  # by now it waits for the other rank, and rank 1's first model is a step ahead
+        other = pool.submit(train, second, range(1, 4))
+        one.result()
+        other.result()
+
+
+def test_one_engine_is_ahead_of_another() -> None:
+    run_ranks(_one_ahead_of_the_other, 4)
+
+
+# ---- forks ----------------------------------------------------------------------------------------------------------
+
+
+def _in_fork(call: Callable[[], None]) -> str:
+    """Runs it in a forked child, and returns what it raised there: "" where it did not."""
+    context = multiprocessing.get_context("fork")
+    mine, childs = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            childs.send(str(error))
+        else:
+            childs.send("")
+
+    child = context.Process(target=run)
+    child.start()
+    childs.close()
+    try:
+        assert mine.poll(CHILD_SECONDS), "the forked child hangs"
+        message = mine.recv()
+        child.join(CHILD_SECONDS)
+        assert child.exitcode == 0
+        return message
+    finally:
+        child.kill()
+        child.join()
+
+
+def _forks(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    model = Fallible()
+    sync = attach(model)
+    assert_averages(model, rank, 0)
+    assert _in_fork(lambda: None) == ""
+    assert_averages(model, rank, 1)
+
+    def assert_child_is_refused() -> None:
+        for call in (lambda: backward(model, rank, 2), sync.synchronize):
+            message = _in_fork(call)
+            assert "this process was forked from the one that attached the engine" in message
+            assert "call detach() in the child" in message
+
+    assert_child_is_refused()
+    assert_averages(model, rank, 2)
+
+    def train_alone() -> None:
+        sync.detach()
+        assert_averages_nothing(model, rank, 3)
+
+    assert _in_fork(train_alone) == ""
+    assert_averages(model, rank, 3)
+    fail(model, rank, 4)  # buckets are left to send, and only the parent can send them
+    assert_child_is_refused()
+    assert _in_fork(train_alone) == ""
+    assert_averages(model, rank, 4)
+
+
+def test_forked_children() -> None:
+    run_ranks(_forks, 2)
+
+
+def _forks_of_other_engines(rank: int, world_size: int, compression: str) -> None:
+    ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
+    fastsync.register_comm_hook(ddp, compression)
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression(compression, reduce="fp32"))])]))
+    identity = torch.empty(8, device="meta")
+
+    def reduce_scatter() -> None:
+        output = torch.empty(8 // world_size)
+        engine.reduce_scatter(identity, "part", output, torch.ones(8), dist.ReduceOp.AVG)
+        assert output.eq(1).all()
+
+    for call in (partial(backward, ddp, rank, 0), reduce_scatter):
+        for _ in range(2):  # DDP regroups its buckets after the first
+            call()
+        assert "this process was forked from the one that attached the engine" in _in_fork(call)
+        call()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_forked_children_of_a_ddp_hook_and_of_fully_shard(compression: str, shared_memory: bool) -> None:
+    run_ranks(_forks_of_other_engines, 2, compression, shared_memory=shared_memory)
+
+
+def _fork_while_another_thread_is_in_backward(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    model, unused, has_forked = Mlp(), [Mlp()], dist.new_group()
+    sync = attach(model)
+    attach(unused[0])
+    assert_averages(model, rank, 0)
+    if rank == 1:
+        dist.barrier(has_forked)
+        assert_averages(model, rank, 1)
+        return
+    with _threads(2) as pool:
+        waiting = pool.submit(backward, model, rank, 1)  # for rank 1
+        while True:
+            try:
+                pool.submit(sync.stats).result(timeout=0.5)
+            except FutureTimeoutError:
+                break  # the engine is busy: it waits
+        try:
+            assert _in_fork(unused.clear) == ""
+        finally:
+            dist.barrier(has_forked)
+        assert_all_bitwise_equal(waiting.result(), mean_gradients(model, 1), "gradient of the parent")
+
+
+def test_fork_while_another_thread_is_in_backward() -> None:
+    run_ranks(_fork_while_another_thread_is_in_backward, 2)

@@ -1,0 +1,395 @@
+"""Choosing by measurement: predictions, the rule, the table, what ranks decide, and profiles."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync import Compression, GroupProfile
+from fastsync.autotune.candidates import TOLERANCE, Candidate, choose, compressions, explain
+from fastsync.autotune.plan import make_plan
+from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks, group_of_one
+from tests.ranks import RankError, run_ranks
+
+NONE, FP16, BF16 = Compression(), Compression("fp16"), Compression("bf16")
+INT8 = Compression("int8", error_feedback=True, algorithm="two_shot")
+
+
+def line(compression: Compression, latency: float, per_value: float, *numels: int) -> Candidate:
+    return Candidate(compression, tuple((numel, latency + per_value * numel) for numel in numels))
+
+
+PROFILE = GroupProfile(
+    candidates=(
+        line(NONE, 1e-3, 4e-8, 1000, 100_000),
+        line(FP16, 1.1e-3, 2e-8, 1000, 100_000),
+        line(INT8, 3e-3, 1e-8, 1000, 100_000),
+    ),
+    world_size=2,
+    ranks_per_host=(2,),
+    backend="gloo",
+    device="cpu",
+    dtype="float32",
+    torch_version=torch.__version__,
+    fastsync_version=fastsync.__version__,
+)
+
+
+def test_a_prediction_lies_between_the_points_beside_it_and_goes_on_beyond_the_last() -> None:
+    candidate = Candidate(NONE, ((100, 1.0), (200, 2.0), (400, 2.5)))
+    assert [candidate.predict(numel) for numel in (100, 150, 200, 300, 400)] == [1.0, 1.5, 2.0, 2.25, 2.5]
+    assert candidate.predict(1400) == pytest.approx(5.0)
+    assert candidate.predict(1) == 1.0, "no sync is faster than the smallest that was measured"
+    assert Candidate(NONE, ((100, 1.0),)).predict(10**6) == 1.0
+    assert Candidate(NONE).predict(100) == 0.0
+
+
+@pytest.mark.parametrize(
+    "points", [((100, 1.0), (100, 2.0)), ((200, 1.0), (100, 2.0)), ((100, 2.0), (200, 1.0)), ((0, 1.0),), ((9, -1.0),)]
+)
+def test_points_that_no_measurement_gives_are_refused(points: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(ValueError, match="points: expected"):
+        Candidate(NONE, points)
+
+
+def test_a_lossier_candidate_has_to_earn_its_place() -> None:
+    def chosen(none: float, fp16: float, bf16: float) -> Compression:
+        times = zip((NONE, FP16, BF16), (none, fp16, bf16), strict=True)
+        candidates = [Candidate(compression, ((1, seconds),)) for compression, seconds in times]
+        return candidates[choose(candidates, 5)].compression
+
+    assert chosen(1.0, 1.0, 1.0) == NONE
+    assert chosen(TOLERANCE, 1.0, 1.0) == NONE
+    assert chosen(1.04, 1.0, 0.98) == FP16
+    assert chosen(1.04, 1.0, 0.9) == BF16
+    assert chosen(1.0, 2.0, 3.0) == NONE
+
+
+def test_small_buckets_and_large_ones_may_travel_differently() -> None:
+    # none and fp16 meet at 5,000 values, fp16 and int8 at 190,000: beyond the last point.
+    assert [PROFILE.choose(numel).compression for numel in (1000, 20_000, 150_000, 250_000)] == [NONE, FP16, FP16, INT8]
+    assert PROFILE.predict(FP16, 10**6) == pytest.approx(1.1e-3 + 2e-2)
+    with pytest.raises(ValueError, match="compression: bf16, all_reduce was not measured, only: none, all_reduce; "):
+        PROFILE.predict(BF16, 10)
+    assert PROFILE.predict("fp16", 10) == PROFILE.predict(FP16, 10)
+    assert PROFILE.choose(100_000).reason == "fastest; int8, error feedback, two_shot takes 1.29 times that"
+    assert PROFILE.choose(6_000).reason == "as fast as fp16, all_reduce within 3%, and loses less"
+
+
+def test_candidates_come_from_the_least_lossy_to_the_lossiest() -> None:
+    found = compressions(["int8", "bf16", "none", "fp16"], 4)
+    assert [compression.wire for compression in found] == ["none"] * 3 + ["fp16"] * 3 + ["bf16"] + ["int8"] * 2
+    assert [compression.wire for compression in compressions(["bf16"], 4)] == ["bf16"] * 3, "no fp16 that loses less"
+    assert [compression.algorithm for compression in found] == [
+        *[None, "one_shot", "two_shot"] * 2,
+        None,
+        "one_shot",
+        "two_shot",
+    ]
+    assert [compression.error_feedback for compression in found] == [False] * 7 + [True] * 2
+    assert {compression.wire for compression in compressions(["none", "fp16", "bf16"], 4)} == {"none", "fp16", "bf16"}
+    assert {str(compression) for compression in compressions(["fp16"], 2)} == {"fp16, all_reduce", "fp16, one_shot"}
+    for wires in (["fp8"], []):
+        with pytest.raises(ValueError, match="wires: expected names out of"):
+            compressions(wires, 4)
+
+
+def test_the_table_says_what_each_bucket_travels_with_and_why() -> None:
+    table = explain(PROFILE.candidates, [250_000, 250_000, 1000], "shared memory")
+    assert [row.buckets for row in table.rows] == ["0-1"] * 3 + ["2"] * 3
+    assert [(row.buckets, row.compression) for row in table.rows if row.reason] == [("0-1", INT8), ("2", NONE)]
+    assert (
+        str(table)
+        == """\
+through: shared memory
+buckets   values  candidate                       predicted ms  chosen
+0-1      250,000  none, all_reduce                      11.000
+                  fp16, all_reduce                       6.100
+                  int8, error feedback, two_shot         5.500  fastest; fp16, all_reduce takes 1.11 times that
+2          1,000  none, all_reduce                       1.040  fastest; fp16, all_reduce takes 1.08 times that
+                  fp16, all_reduce                       1.120
+                  int8, error feedback, two_shot         3.010"""
+    )
+    (given,) = explain([Candidate(FP16)], [7], "process group").rows
+    assert (given.seconds, given.reason) == (None, "given")
+
+
+def test_rich_prints_the_same_table() -> None:
+    rich = pytest.importorskip("rich.console")
+    table = explain(PROFILE.candidates, [250_000], "process group")
+    console = rich.Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115  closed with the test
+    console.print(table)
+    text = console.export_text()
+    for cells in table.cells():
+        for cell in cells:
+            assert cell in text
+
+
+def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    odd = replace(PROFILE, candidates=(Candidate(NONE, ((1, rng.random() / 3), (2, 1 + rng.random() / 7))),))
+    for profile in (PROFILE, odd):
+        profile.save(tmp_path / "profile.json")
+        assert GroupProfile.read(tmp_path / "profile.json") == profile
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+    found = json.loads((tmp_path / "profile.json").read_text())
+    assert (found["world_size"], found["backend"], found["device"]) == (2, "gloo", "cpu")
+    assert (found["torch_version"], found["fastsync_version"]) == (torch.__version__, fastsync.__version__)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields.pop("backend"),
+        lambda fields: fields.update(format=99),
+        lambda fields: fields.pop("format"),
+        lambda fields: fields.update(more=1),
+        lambda fields: fields["candidates"][0]["compression"].update(wire="fp8"),
+        lambda fields: fields["candidates"][0]["points"].reverse(),
+        lambda fields: fields.update(candidates=3),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, change) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    fields = json.loads((tmp_path / "profile.json").read_text())
+    change(fields)
+    (tmp_path / "profile.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"profile: '.*profile\.json' is no profile that this version .* can read"):
+        GroupProfile.read(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "null"])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(ValueError, match="is no profile"):
+        GroupProfile.read(tmp_path / "profile.json")
+
+
+def test_a_profile_of_another_group_is_refused(tmp_path: Path) -> None:
+    here = replace(PROFILE, world_size=1)
+    here.save(tmp_path / "here.json")
+    with group_of_one():
+        assert GroupProfile.load(tmp_path / "here.json") == here
+        for change in ({"world_size": 2}, {"backend": "mpi"}):
+            other = replace(here, **change)
+            other.save(tmp_path / "other.json")
+            with pytest.raises(ValueError, match=r"profile: it was measured on .* and here are 1 ranks of gloo with"):
+                GroupProfile.load(tmp_path / "other.json")
+            for profile in (other, tmp_path / "other.json"):
+                with pytest.raises(ValueError, match="profile: it was measured on"):
+                    fastsync.attach([torch.ones(3, requires_grad=True)], fastsync.Auto(profile=profile))
+
+
+def test_a_profile_has_to_know_the_wires_that_are_allowed() -> None:
+    parameters = {"weight": torch.ones(3, requires_grad=True)}
+    of_one = replace(PROFILE, world_size=1, candidates=PROFILE.candidates[:2])
+    with group_of_one():
+        group = dist.group.WORLD
+        for allow, missing in (((), "bf16"), (("int8",), "bf16, int8")):
+            with pytest.raises(ValueError, match=f"measured with the wires none, fp16, without {missing};"):
+                make_plan(fastsync.Auto(allow, of_one), group, parameters, "params")
+
+
+def test_what_is_not_allowed_is_not_chosen_and_complex_gradients_stay_whole() -> None:
+    with group_of_one():
+        profile = fastsync.measure_group(wires=("none", "fp16", "bf16", "int8"))
+        assert profile.world_size == 1
+
+        def wires(compression: fastsync.Auto, parameter: torch.Tensor) -> set[str]:
+            plan = make_plan(compression, dist.group.WORLD, {"weight": parameter}, "params")
+            ((step, candidates),) = plan.phases
+            assert step == 0
+            return {candidate.compression.wire for candidate in candidates}
+
+        real = torch.ones(3, requires_grad=True)
+        assert wires(fastsync.Auto(profile=profile), real) == {"none", "fp16", "bf16"}
+        assert wires(fastsync.Auto(("int8",), profile), real) == {"none", "fp16", "bf16", "int8"}
+        whole = torch.ones(3, dtype=torch.complex64, requires_grad=True)
+        assert wires(fastsync.Auto(("int8",), profile), whole) == {"none"}
+
+
+RULE = st.lists(
+    st.lists(st.tuples(st.integers(1, 10**7), st.floats(1e-6, 10.0)), max_size=6, unique_by=lambda point: point[0]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(RULE, st.integers(0, 10**8))
+def test_the_engine_follows_the_same_rule(points_of_each: list[list[tuple[int, float]]], numel: int) -> None:
+    candidates = []
+    for points in points_of_each:
+        numels, seconds = sorted(numel for numel, _ in points), sorted(seconds for _, seconds in points)
+        candidates.append(Candidate(NONE, tuple(zip(numels, seconds, strict=True))))
+    expected = [_predict(candidate.points, numel) for candidate in candidates]
+    assert [candidate.predict(numel) for candidate in candidates] == expected
+    first = next(index for index, seconds in enumerate(expected) if seconds <= TOLERANCE * min(expected))
+    assert choose(candidates, numel) == first
+
+
+def _predict(points: Sequence[tuple[int, float]], numel: int) -> float:
+    if len(points) < 2 or numel <= points[0][0]:
+        return points[0][1] if points else 0.0
+    later = next((index for index in range(1, len(points)) if points[index][0] >= numel), len(points) - 1)
+    (less, seconds), (more, longer) = points[later - 1 : later + 1]
+    return seconds + (longer - seconds) * (numel - less) / (more - less)
+
+
+def _finds_another_profile(rank: int, world_size: int, folder: str) -> None:
+    usual = replace(PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),))))
+    usual.save(Path(folder) / f"{rank}.json")
+    of_three = replace(usual, world_size=3)
+    of_three.save(Path(folder) / "three.json")
+    without_bf16 = replace(usual, candidates=usual.candidates[:2])
+    missing, stale = Path(folder) / "missing", Path(folder) / "three.json"
+    for other, what in (
+        (missing, "No such file or directory"),
+        (stale, "it was measured on 3 ranks"),
+        (of_three, "it was measured on 3 ranks"),
+        (without_bf16, "without bf16"),
+    ):
+        own = Path(folder) / f"{rank}.json" if rank == 0 else other
+        with pytest.raises(ValueError, match=f"the ranks do not agree on .*{what}") as told:
+            fastsync.attach(torch.nn.Linear(4, 4), fastsync.Auto(profile=own))
+        assert "rank 0: profile: fits this group" in str(told.value)
+
+
+def test_a_profile_that_will_not_do_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    run_ranks(_finds_another_profile, 2, str(tmp_path), timeout=60)
+
+
+def _travels_as_chosen(rank: int, world_size: int) -> None:
+    profile = replace(
+        PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),)), PROFILE.candidates[2])
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(10, 100, bias=False), torch.nn.Linear(100, 300, bias=False))
+    for name in ("hook", "attach"):
+        chosen = fastsync.Auto(("int8",), profile)
+        sync, forward = _door(name, copy.deepcopy(model), chosen)
+        with pytest.raises(RuntimeError, match="buckets are made when the first backward is synchronised"):
+            sync.explain()
+        for _ in range(3):  # DDP makes other buckets after the first
+            forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
+        explained = {row.numel: row.compression for row in sync.explain().rows if row.reason}
+        assert explained == {1000: NONE, 30_000: FP16}
+        width = {bucket.numel: bucket.wire_bytes / bucket.numel for bucket in _newest_step(sync, forward)}
+        assert width[1000] == pytest.approx(4, abs=0.2)
+        assert width[30_000] == pytest.approx(2, abs=0.1)
+
+        sync.compression = fastsync.Auto(profile=profile)
+        sync.remeasure()
+        assert sync.compression == fastsync.Auto()
+        measured = {row.seconds for row in sync.explain().rows}
+        assert None not in measured
+        assert len(measured) > 2
+        forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
+        assert_same_on_all_ranks([parameter.grad for parameter in forward.parameters()])
+
+
+def _door(name: str, model: torch.nn.Module, compression: fastsync.Auto) -> tuple[Any, torch.nn.Module]:
+    if name == "attach":
+        return fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS), model
+    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+    return fastsync.register_comm_hook(ddp, compression), ddp
+
+
+def _newest_step(sync: Any, forward: torch.nn.Module) -> list[fastsync.BucketStats]:
+    """The buckets of one more step, with what that step alone has sent."""
+    before = sync.stats().buckets
+    forward(torch.ones(4, 10)).sum().backward()
+    after = sync.stats().buckets
+    return [
+        replace(late, wire_bytes=late.wire_bytes - early.wire_bytes) for early, late in zip(before, after, strict=True)
+    ]
+
+
+def test_each_bucket_travels_as_was_chosen_for_its_size() -> None:
+    run_ranks(_travels_as_chosen, 2)
+
+
+def _averages_at_once(rank: int, world_size: int) -> None:
+    """What travels shows in the result: 1 + 2**-12 takes more bits than fp16 has."""
+    profile = replace(PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),))))
+    for numel, expected in ((1000, 2.0 + 2.0**-11), (30_000, 2.0)):
+        weight = torch.zeros(numel, requires_grad=True)
+        for _ in range(2):
+            weight.grad = torch.full((numel,), (1.0 + 2.0**-12) * (1 + 2 * rank))
+            fastsync.all_reduce_gradients([weight], fastsync.Auto(profile=profile))
+            assert weight.grad.unique().tolist() == [expected]
+    weight.grad = torch.full((numel,), 1.0 + rank)
+    fastsync.all_reduce_gradients([weight], "auto")  # which measures
+    assert weight.grad.unique().tolist() == [1.5]
+
+
+def test_gradients_are_averaged_at_once_as_was_chosen() -> None:
+    run_ranks(_averages_at_once, 2)
+
+
+def _measures(rank: int, world_size: int, folder: str) -> GroupProfile:
+    before = torch.random.get_rng_state()
+    profile = fastsync.measure_group()
+    assert torch.equal(before, torch.random.get_rng_state()), "training would see other random numbers"
+    # All of them, to one file.
+    profile.save(Path(folder) / "profile.json")
+    assert GroupProfile.load(Path(folder) / "profile.json") == profile
+    return profile
+
+
+def test_ranks_hold_the_same_profile(tmp_path: Path) -> None:
+    first, *others = run_ranks(_measures, 2, str(tmp_path))
+    assert all(profile == first for profile in others)
+    assert (first.world_size, first.backend, first.device, first.dtype) == (2, "gloo", "cpu", "float32")
+    sizes = {tuple(numel for numel, _ in candidate.points) for candidate in first.candidates}
+    assert len(sizes) == 1, "every candidate has a time at every size"
+    assert min(seconds for candidate in first.candidates for _, seconds in candidate.points) > 0
+
+
+def test_gloo_is_measured_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group_of_one(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        assert fastsync.measure_group(wires=("none",)).device == "cpu"
+
+
+def _measures_something_else(rank: int, world_size: int) -> None:
+    fastsync.measure_group(wires=("none", "fp16") if rank == 0 else ("none", "bf16"))
+
+
+def test_ranks_that_measure_different_things_are_told() -> None:
+    with pytest.raises(RankError, match=r"the ranks do not agree on .*rank 0: measuring float32 on cpu with .*fp16"):
+        run_ranks(_measures_something_else, 2, timeout=60)
+
+
+def _measures_alone(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"fastsync: measuring failed on rank 0 of 2; does every rank measure"):
+            fastsync.measure_group(group)
+    dist.barrier()
+
+
+def test_a_rank_that_measures_alone_is_told_when_the_time_limit_is_over() -> None:
+    run_ranks(_measures_alone, 2, timeout=60)
+
+
+def _attaches_differently(rank: int, world_size: int) -> None:
+    fastsync.attach(torch.nn.Linear(4, 4), "auto" if rank == 0 else "fp16")
+
+
+def test_auto_on_one_rank_only_is_told() -> None:
+    with pytest.raises(RankError, match=r"the ranks do not agree on .*rank 1: compression fp16; rank 0: measuring"):
+        run_ranks(_attaches_differently, 2, timeout=60)

@@ -1,0 +1,206 @@
+"""Compression: its names, and that it can be swapped while training."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync.compression import as_compression, parse_compression
+from tests.models import (
+    SMALL_BUCKETS,
+    STAMP,
+    Mlp,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    backward_of,
+    batch,
+    given_ddp,
+    grads_of,
+    group_of_one,
+    train_step,
+)
+from tests.ranks import run_ranks
+
+
+def test_a_wires_name_is_shorthand_for_its_compression() -> None:
+    assert fastsync.Compression() == fastsync.Compression(wire="none") == as_compression("none")
+    assert as_compression("fp16") == fastsync.Compression(wire="fp16") != as_compression("bf16")
+    compression = fastsync.Compression(wire="bf16")
+    assert as_compression(compression) is compression
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        compression.wire = "fp16"
+
+
+def test_a_command_line_has_options_behind_the_wire() -> None:
+    assert parse_compression("int8+ef") == fastsync.Compression("int8", error_feedback=True)
+    assert parse_compression("fp16+ef") == fastsync.Compression("fp16", reduce="fp32", error_feedback=True)
+    assert parse_compression("none+one_shot") == fastsync.Compression(reduce="fp32", algorithm="one_shot")
+    everything = fastsync.Compression("int8", error_feedback=True, rounding="stochastic", algorithm="two_shot")
+    assert parse_compression("int8+stochastic+two_shot+ef+fp32") == everything
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int8+eff", "expected one of .*, got 'int8\\+eff'"),
+        ("int8+", "expected one of .*, got 'int8\\+'"),
+        ("ef+int8", "expected one of .*, got 'ef\\+int8'"),
+        ("auto+ef", "expected one of .*, got 'auto\\+ef'"),
+        ("none+ef", "error_feedback needs a wire that loses something"),
+        ("fp16+stochastic", "rounding='stochastic' is for wire='int8'"),
+        ("fp16+one_shot+two_shot", "'fp16\\+one_shot\\+two_shot' says both algorithm='one_shot' and 'two_shot'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^compression: {message}"):
+        parse_compression(text)
+
+
+def _takes_names(rank: int, world_size: int) -> None:
+    compressions = ("int8", fastsync.Compression("int8"))
+    values = torch.linspace(-1, 1 + rank, 300)
+    hooked, attached, called = [], [], []
+    for compression in compressions:
+        ddp = given_ddp([torch.ones(300)])
+        fastsync.register_comm_hook(ddp, compression)
+        hooked += backward_of(ddp, [values])
+        weight = torch.nn.Parameter(torch.ones(300))
+        sync = fastsync.attach([weight], compression)
+        (weight * values).sum().backward()
+        attached.append(weight.grad)
+        assert sync.compression == fastsync.Compression("int8")
+        weight = torch.nn.Parameter(torch.ones(300))
+        weight.grad = values.clone()
+        fastsync.all_reduce_gradients([weight], compression)
+        called.append(weight.grad)
+    for door in (hooked, attached, called):
+        assert_all_bitwise_equal(door[:1], door[1:], "the name and what it stands for")
+        assert_same_on_all_ranks(door)
+
+
+def test_every_entry_point_takes_names() -> None:
+    run_ranks(_takes_names, 2, shared_memory=False)
+
+
+@pytest.mark.parametrize(
+    ("wire", "meant"),
+    [
+        ("fp8", "; did you mean fp16?"),
+        ("FP16", "; did you mean fp16 or bf16?"),
+        ("float16", "; did you mean fp16 or bf16?"),
+        ("bfloat16", "; did you mean bf16?"),
+        ("auto:int8", "; did you mean int8 or auto?"),
+        ("int8+ef", "; did you mean int8?"),
+        ("", ""),
+        (None, ""),
+        (16, ""),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_names_there_are(wire: object, meant: str) -> None:
+    names = "'none', 'bf16', 'fp16', 'int8', 'auto'"
+    message = rf"compression: expected one of {names}, .*, got {re.escape(repr(wire))}{re.escape(meant)}$"
+    with pytest.raises(ValueError, match=message):
+        as_compression(wire)
+    with pytest.raises(ValueError, match=message):
+        fastsync.Compression(wire=wire)
+
+
+def test_who_adds_follows_from_the_wire() -> None:
+    assert fastsync.Compression("fp16").reduce == fastsync.Compression().reduce == "wire"
+    assert fastsync.Compression("int8") == fastsync.Compression("int8", reduce="fp32")
+    assert str(fastsync.Compression("fp16")) == "fp16, all_reduce"
+    feeds_back = fastsync.Compression("int8", error_feedback=True, rounding="stochastic", algorithm="one_shot")
+    assert str(feeds_back) == "int8, error feedback, stochastic, one_shot"
+    assert fastsync.Compression("bf16", ranks_per_node=1).reduce == "wire"
+    assert str(fastsync.Compression("bf16", ranks_per_node=8)) == "bf16, fp32 sums, 8 ranks per node"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wire": "int8", "reduce": "wire"}, "int8 blocks cannot be added on the wire"),
+        ({"wire": "fp16", "reduce": "fp64"}, "reduce has to be one of 'wire', 'fp32', got 'fp64'"),
+        ({"wire": "int8", "rounding": "up"}, "rounding has to be one of 'nearest', 'stochastic', got 'up'"),
+        ({"wire": "int8", "algorithm": "ring"}, "algorithm has to be one of None, 'one_shot', 'two_shot', got 'ring'"),
+        ({"wire": "fp16", "algorithm": "one_shot"}, "algorithm='one_shot' needs reduce='fp32'"),
+        ({"wire": "fp16", "error_feedback": True}, "error_feedback needs reduce='fp32'"),
+        ({"reduce": "fp32", "error_feedback": True}, "error_feedback needs a wire that loses something"),
+        ({"wire": "int8", "error_feedback": "yes"}, "error_feedback has to be True or False, got 'yes'"),
+        ({"wire": "bf16", "rounding": "stochastic"}, "rounding='stochastic' is for wire='int8', got wire='bf16'"),
+        ({"wire": "int8", "ranks_per_node": 0}, "ranks_per_node has to be None or at least 1, got 0"),
+        ({"wire": "bf16", "reduce": "wire", "ranks_per_node": 2}, "ranks_per_node=2 needs reduce='fp32'"),
+        ({"wire": "int8", "algorithm": "two_shot", "ranks_per_node": 2}, "ranks_per_node=2 has an algorithm"),
+        ({"wire": "int8", "ranks_per_node": True}, "ranks_per_node has to be None or at least 1, got True"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^compression: {message}"):
+        fastsync.Compression(**options)
+
+
+def test_auto_allows_by_name_what_loses_more() -> None:
+    assert as_compression("auto") == fastsync.Auto()
+    assert parse_compression("auto:int8") == fastsync.Auto(allow=("int8",))
+    for allow in ("int8", ("fp16",), ["int8"]):
+        with pytest.raises(ValueError, match=r"allow: expected a tuple of names out of \('int8',\), got"):
+            fastsync.Auto(allow=allow)
+
+
+def test_an_assignment_that_is_refused_changes_nothing() -> None:
+    with group_of_one():
+        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2)]), "bf16")
+        with pytest.raises(ValueError, match="compression: expected one of"):
+            hook.compression = "int3"
+        assert hook.compression == fastsync.Compression(wire="bf16")
+
+        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2, dtype=torch.complex64)]))
+        with pytest.raises(ValueError, match=r"'fp16' cannot carry parameter weights\.0, which is torch\.complex64"):
+            hook.compression = "fp16"
+        assert hook.compression == fastsync.Compression(wire="none")
+
+
+def _swaps_while_training(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
+    hook = fastsync.register_comm_hook(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    step, sent = 0, 0
+    for compression, itemsize in (("none", 4), (fastsync.Compression("fp16"), 2), ("bf16", 2), ("none", 4)):
+        hook.compression = compression
+        assert hook.compression == as_compression(compression)
+        fresh = DistributedDataParallel(copy.deepcopy(ddp.module), bucket_cap_mb=SMALL_BUCKETS)
+        fastsync.register_comm_hook(fresh, compression)
+        fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1)
+        for _ in range(3):
+            train_step(ddp, optimizer, batch(rank, step))
+            train_step(fresh, fresh_optimizer, batch(rank, step))
+            assert_all_bitwise_equal(grads_of(ddp), grads_of(fresh), f"{compression}: step {step}, gradient")
+            assert_all_bitwise_equal(list(ddp.parameters()), list(fresh.parameters()), f"step {step}, parameter")
+            step, sent = step + 1, sent + (8082 + STAMP * world_size) * itemsize
+            assert hook.stats().wire_bytes == sent
+        assert_same_on_all_ranks(list(ddp.parameters()))
+
+
+def _comes_back_to_other_gradients(rank: int, world_size: int) -> None:
+    ddp = given_ddp([torch.ones(3)])
+    hook = fastsync.register_comm_hook(ddp, "fp16")
+    for wire, magnitude in (("fp16", 1.0), ("none", 1.0), ("none", 1e6), ("fp16", 1e6), ("bf16", 1.0), ("fp16", 1e-6)):
+        hook.compression = wire
+        (averaged,) = backward_of(ddp, [torch.full((3,), magnitude)])
+        torch.testing.assert_close(averaged, torch.full((3,), magnitude), rtol=2.0**-8, atol=0.0)
+        assert hook.grad_stats().num_saturated.item() == 0, f"{wire} at {magnitude}: the scale is an old one"
+
+
+def _swaps(rank: int, world_size: int) -> None:
+    _swaps_while_training(rank, world_size)
+    _comes_back_to_other_gradients(rank, world_size)
+
+
+def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there() -> None:
+    run_ranks(_swaps, 2, shared_memory=False)

@@ -1,0 +1,305 @@
+"""What the DDP hook refuses, each with its reason; and that models, hooks and interpreters end in any order."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import fastsync
+from tests.models import backward_of, given_ddp, group_of_one
+from tests.ranks import run_ranks
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with group_of_one():
+        yield
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wrong", [nn.Linear(1, 1), None, "model"])
+def test_a_model_without_ddp_is_refused(wrong: object) -> None:
+    message = f"ddp_model: expected a torch.nn.parallel.DistributedDataParallel, got {type(wrong).__name__}; wrap"
+    with pytest.raises(ValueError, match=message):
+        fastsync.register_comm_hook(wrong)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_second_hook_is_refused_and_the_first_goes_on() -> None:
+    ours = given_ddp([torch.ones(2)])
+    hook = fastsync.register_comm_hook(ours, "fp16")
+    with pytest.raises(ValueError, match=r"it has a communication hook already.*set \.compression of the CommHook"):
+        fastsync.register_comm_hook(ours, "bf16")
+    with pytest.raises(RuntimeError, match="register_comm_hook or register_builtin_comm_hook can only be called once"):
+        ours.register_comm_hook(None, default_hooks.allreduce_hook)
+    backward_of(ours, [torch.ones(2)])
+    assert hook.stats().wire_bytes == 4
+
+    theirs = given_ddp([torch.ones(2)])
+    theirs.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(ValueError, match="it has a communication hook already"):
+        fastsync.register_comm_hook(theirs)
+
+    builtin = given_ddp([torch.ones(2)])
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        fastsync.register_comm_hook(builtin)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(kind: type[nn.Module]) -> None:
+    model = nn.ModuleDict({"dense": nn.Linear(2, 2), "words": kind(10, 2, sparse=True)})
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=rf"words\.weight gets sparse gradients \({kind.__name__} with sparse=True\)"):
+        fastsync.register_comm_hook(ddp)
+
+    # The drop-in hooks see it in the first backward.
+    ddp = DistributedDataParallel(kind(10, 2, sparse=True))
+    ddp.register_comm_hook(None, fastsync.allreduce_hook)
+    with pytest.raises(ValueError, match="bucket 0 holds a sparse gradient, which fastsync does not handle"):
+        ddp(torch.tensor([[1, 2]])).sum().backward()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+def test_complex_parameters_over_16_bits_are_refused(wire: str) -> None:
+    like = [torch.ones(2), torch.ones(2, dtype=torch.complex64)]
+    message = rf"'{wire}' cannot carry parameter weights\.1, which is torch\.complex64; use compression='none'"
+    with pytest.raises(ValueError, match=message):
+        fastsync.register_comm_hook(given_ddp(like), wire)
+
+    ddp = given_ddp(like)
+    ddp.register_comm_hook(None, {"fp16": fastsync.fp16_compress_hook, "bf16": fastsync.bf16_compress_hook}[wire])
+    with pytest.raises(
+        ValueError, match=rf"ComplexFloat.* cannot travel with compression {wire}; use compression='none'"
+    ):
+        backward_of(ddp, like)
+
+
+def _refused_on_one_rank(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    options: dict[str, Any] = {"process_group": group, "init_sync": False}
+    like = [torch.ones(2, dtype=torch.complex64 if rank else torch.float32)]
+    ddp = given_ddp(like, **options)
+    ddp.register_comm_hook(group, fastsync.bf16_compress_hook)
+    with pytest.raises(ValueError, match=r"do not agree .*rank 0: bucket 0 with 2 .*; rank 1: bucket 0 with 4"):
+        backward_of(ddp, like)
+
+    embedding = DistributedDataParallel(nn.Embedding(10, 2, sparse=rank == 1), **options)
+    embedding.register_comm_hook(group, fastsync.allreduce_hook)
+    with pytest.raises(ValueError, match=r"do not agree .*rank 1: bucket 0 with 20 elements of Float, sparse"):
+        embedding(torch.tensor([[1, 2]])).sum().backward()
+
+
+def test_gradients_that_one_rank_alone_refuses_are_refused_on_all() -> None:
+    run_ranks(_refused_on_one_rank, 2, timeout=60)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_other_dtypes_are_refused_unless_they_are_frozen() -> None:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))
+    ddp = DistributedDataParallel(model, init_sync=False)
+    with pytest.raises(ValueError, match=r"parameter scale is torch\.float8_e4m3fn; fastsync handles float32"):
+        fastsync.register_comm_hook(ddp)
+
+    model.scale.requires_grad_(False)
+    ddp = DistributedDataParallel(model, init_sync=False)
+    fastsync.register_comm_hook(ddp, "fp16")
+    ddp(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wrong", ["fp8", None])
+def test_an_unknown_compression_is_refused_before_anything_is_registered(wrong: object) -> None:
+    ddp = given_ddp([torch.ones(2)])
+    with pytest.raises(ValueError, match="compression: expected one of 'none', 'bf16', 'fp16'"):
+        fastsync.register_comm_hook(ddp, wrong)
+    fastsync.register_comm_hook(ddp)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ddp_with_the_python_reducer_is_refused() -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = given_ddp([torch.ones(2)])
+    with pytest.raises(RuntimeError, match=r"optimize_ddp='python_reducer'.*would skip this one silently"):
+        fastsync.register_comm_hook(ddp)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_options_of_ddp_that_go_past_the_hook_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    delayed = {"delay_all_reduce_named_params": [("weight", model.weight)], "param_to_hook_all_reduce": model.bias}
+    for options, name in (
+        ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params"),
+        (delayed, "delay_all_reduce_named_params"),
+    ):
+        _expect_refusal_of(name, DistributedDataParallel(model, **options))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="a torch with CUDA cannot build such a DDP where there is no GPU",
+)
+def test_mixed_precision_of_ddp_is_refused() -> None:
+    mixed = DistributedDataParallel(nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    _expect_refusal_of("mixed_precision", mixed)
+
+
+def _expect_refusal_of(option: str, ddp: DistributedDataParallel) -> None:
+    with pytest.raises(ValueError, match=f"ddp_model: it was built with {option}"):
+        fastsync.register_comm_hook(ddp)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_group_that_lacks_the_device_is_refused() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2, device="meta"), init_sync=False)
+    message = r"process_group: it serves .*cpu.*, but parameter weight is on meta"
+    with pytest.raises(ValueError, match=message):
+        fastsync.register_comm_hook(ddp)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("state", ["state", 1, nn.Linear(1, 1)])
+def test_a_state_of_another_type_is_refused(state: object) -> None:
+    ddp = given_ddp([torch.ones(2)])
+    ddp.register_comm_hook(state, fastsync.fp16_compress_hook)
+    message = rf"state: expected None, a ProcessGroup or a fastsync\.HookState, got {type(state).__name__}"
+    with pytest.raises(ValueError, match=message):
+        backward_of(ddp, [torch.ones(2)])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("group", ["world", 0])
+def test_a_group_of_another_type_is_refused(group: object) -> None:
+    message = (
+        "process_group: expected a ProcessGroup that this rank is a member of, a one-dimensional DeviceMesh, or None, "
+        f"got {group!r}"
+    )
+    with pytest.raises(ValueError, match=message):
+        fastsync.HookState(group)
+    with pytest.raises(ValueError, match=message):
+        fastsync.register_comm_hook(given_ddp([torch.ones(2)]), process_group=group)
+
+
+def test_without_a_process_group_there_is_no_hook_state() -> None:
+    with pytest.raises(ValueError, match=r"process_group: None stands for the default group.*init_process_group first"):
+        fastsync.HookState()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("numel", [0, 1])
+def test_buckets_of_nothing_and_of_one_value_are_synchronised(numel: int) -> None:
+    for wire in ("none", "fp16", "bf16"):
+        ddp = given_ddp([torch.ones(numel)])
+        hook = fastsync.register_comm_hook(ddp, wire)
+        for _ in range(3):
+            assert backward_of(ddp, [torch.full((numel,), 3.0)])[0].tolist() == [3.0] * numel
+            assert hook.grad_stats().grad_norm.item() == 3.0 * numel
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_hook_outlives_its_model_and_a_state_does_not_keep_it() -> None:
+    ddp = given_ddp([torch.ones(2)])
+    hook = fastsync.register_comm_hook(ddp, "fp16")
+    backward_of(ddp, [torch.ones(2)])
+    reference = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    assert reference() is None
+    assert hook.stats().num_steps == 1
+    assert hook.grad_stats().grad_norm.item() == pytest.approx(2**0.5)
+    assert list(hook.state_dict()["scales"]) == ["weights.0"]
+
+    state = fastsync.HookState()
+    for number in range(20):  # models come and go at the same addresses
+        numel = 2 + number % 3
+        ddp = given_ddp([torch.ones(numel)])
+        ddp.register_comm_hook(state, fastsync.fp16_compress_hook)
+        assert backward_of(ddp, [torch.full((numel,), 10.0**number)])[0].tolist() == pytest.approx(
+            [10.0**number] * numel, rel=2.0**-11
+        )
+        assert state.grad_stats().num_saturated.item() == 0
+        parameter = weakref.ref(ddp.module.weights[0])
+        del ddp
+        gc.collect()
+        assert parameter() is None
+    assert state.stats().num_steps == 20
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_outlives_its_hook() -> None:
+    ddp = given_ddp([torch.ones(2)])
+    fastsync.register_comm_hook(ddp, "fp16")
+    gc.collect()
+    assert backward_of(ddp, [torch.full((2,), 3.0)])[0].tolist() == [3.0, 3.0]
+
+
+def _hooks_are_the_last_to_let_go_of_their_group(rank: int, world_size: int) -> None:
+    for _ in range(50):
+        group = dist.new_group()
+        ddp = given_ddp([torch.ones(2)], process_group=group)
+        hook = fastsync.register_comm_hook(ddp, "fp16")
+        backward_of(ddp, [torch.ones(2)])
+        dist.destroy_process_group(group)
+        del group, ddp
+        assert hook.stats().num_steps == 1
+        del hook
+
+
+def test_a_hook_may_be_the_last_owner_of_its_group() -> None:
+    run_ranks(_hooks_are_the_last_to_let_go_of_their_group, 2, timeout=60)
+
+
+# The thread of a Gloo group lets go of its last work a moment after backward() has returned, and takes the GIL for it.
+# torch does not survive the end of the interpreter, or of the group's last owner, within this moment.
+EXIT = """
+import gc, os, signal, sys, time
+import torch, torch.distributed as dist
+import fastsync
+from tests.models import backward_of, given_ddp
+
+for ending in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        signal.alarm(100)  # which ends the child where it hangs
+        break  # what follows happens in the child, up to the interpreter's exit
+    _, status = os.waitpid(child, 0)
+    assert status == 0, (ending, status)
+else:
+    sys.exit()
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp, drop_in = given_ddp([torch.ones(2)]), given_ddp([torch.ones(2)])
+hook = fastsync.register_comm_hook(ddp, "fp16")
+drop_in.register_comm_hook(None, fastsync.bf16_compress_hook)
+for each in (ddp, drop_in):
+    backward_of(each, [torch.ones(2)])
+time.sleep(0.2)
+exec(ending)
+print("done", flush=True)
+"""
+
+
+def test_the_interpreter_exits_cleanly() -> None:
+    """However it comes to its end: each way in a process of its own, forked from one that has only imported."""
+    endings = ["", "dist.destroy_process_group()", "del ddp, drop_in, each", "del hook; gc.collect()"]
+    program = [sys.executable, "-W", "ignore", "-c", EXIT, *endings]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "done\n" * len(endings)), ended.stderr
+    assert "fastsync" not in ended.stderr
+    assert "terminate" not in ended.stderr

@@ -1,0 +1,397 @@
+"""Error feedback in the engine: residuals go with their parameters, and stay where nothing was sent."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastsync
+from fastsync import Compression
+from tests.bitwise import assert_bitwise_equal
+from tests.models import Fails
+from tests.ranks import run_ranks
+
+FEEDBACK = Compression("bf16", reduce="fp32", error_feedback=True)
+
+
+def given_gradients(rank: int, step: int, *parameters: Tensor) -> None:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+
+
+def residual_of(sync: Any, name: str) -> Tensor:
+    own: Tensor = sync.state_dict()["residuals"][f"{name} of rank {dist.get_rank()}"]["own"]
+    return own
+
+
+def _follow_a_cast(rank: int, world_size: int) -> None:
+    model = nn.Linear(100, 100)
+    parameters = list(model.parameters())
+    sync = fastsync.attach(model, FEEDBACK, overlap=False)
+    given_gradients(rank, 0, *parameters)
+    sync.synchronize()
+    before = residual_of(sync, "weight")
+    assert before.dtype == torch.float32
+    assert before.count_nonzero() > 0
+    model.double()
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    sync.synchronize()
+    sent = [torch.zeros_like(before) for _ in range(world_size)]
+    torch.distributed.all_gather(sent, before.bfloat16().float())
+    torch.testing.assert_close(model.weight.grad.flatten(), torch.stack(sent).double().mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(residual_of(sync, "weight"), before.double() - before.bfloat16().double())
+
+
+def test_residuals_follow_a_cast() -> None:
+    run_ranks(_follow_a_cast, 2)
+
+
+def _resized(rank: int, world_size: int) -> None:
+    parameter = nn.Parameter(torch.zeros(100))
+    sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
+    given_gradients(rank, 0, parameter)
+    sync.synchronize()
+    assert residual_of(sync, "0").count_nonzero() > 0
+    for numel in (150, 50):
+        parameter.grad = None
+        parameter.data = torch.zeros(numel)
+        parameter.grad = torch.ones(numel)
+        sync.synchronize()
+        assert_bitwise_equal(parameter.grad, torch.ones(numel))
+        assert sync.state_dict()["residuals"] == {}
+
+
+def test_residuals_of_another_size_are_dropped() -> None:
+    run_ranks(_resized, 2)
+
+
+def _turned_off(rank: int, world_size: int) -> None:
+    for of_sums, first in ((None, 1.0), (torch.full((100,), 2.0 * rank), 3.0)):
+        parameter = nn.Parameter(torch.zeros(100))
+        sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
+        residual = {"own": torch.ones(100), "of_sums": of_sums}
+        sync.load_state_dict({"step": 0, "scales": {}, "residuals": {"0": residual}})
+        sync.compression = "none"
+        for expected in (first, 0.0):
+            parameter.grad = torch.zeros(100)
+            sync.synchronize()
+            assert_bitwise_equal(parameter.grad, torch.full((100,), expected))
+            assert sync.state_dict()["residuals"] == {}
+
+
+def test_a_residual_that_was_loaded_is_sent_once_where_error_feedback_is_off() -> None:
+    run_ranks(_turned_off, 2)
+
+
+def _of_another_size(rank: int, world_size: int) -> None:
+    complex_one = nn.Parameter(torch.zeros(50_000, dtype=torch.complex64))
+    real_one = nn.Parameter(torch.zeros(100))
+    sync = fastsync.attach([complex_one, real_one], "none", overlap=False)
+    sync.load_state_dict({"step": 0, "scales": {}, "residuals": {"1": {"own": torch.ones(100), "of_sums": None}}})
+    complex_one.grad, real_one.grad = torch.ones_like(complex_one), torch.ones_like(real_one)
+    sync.synchronize()
+    assert_bitwise_equal(torch.view_as_real(complex_one.grad), torch.view_as_real(torch.ones_like(complex_one)))
+    assert_bitwise_equal(real_one.grad, torch.full((100,), 2.0))
+
+
+def test_residuals_beside_complex_parameters() -> None:
+    """Which have none, but lie in the same bucket and are twice as many values."""
+    run_ranks(_of_another_size, 2)
+
+
+def _stay_where_nothing_is_new(rank: int, world_size: int) -> None:
+    used, idle = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
+    sync = fastsync.attach([used, idle], FEEDBACK)
+    (used.square() * 1.37 + idle.square() * 1.37).sum().backward()
+    before = residual_of(sync, "1")
+    assert before.count_nonzero() > 0
+    used.grad = None
+    idle.grad.zero_()  # as zero_grad(set_to_none=False) leaves it
+    (used.square() * 1.37).sum().backward()
+    assert idle.grad.count_nonzero() == 0
+    assert_bitwise_equal(residual_of(sync, "1"), before)
+
+
+def test_residuals_stay_where_no_rank_has_a_new_gradient() -> None:
+    """What came back for such a gradient would go nowhere."""
+    run_ranks(_stay_where_nothing_is_new, 2)
+
+
+def _norm_of_what_is_handed_out(rank: int, world_size: int) -> None:
+    for wire, algorithm in (("int8", "two_shot"), ("bf16", "two_shot"), ("int8", "one_shot")):
+        compression = Compression(wire, reduce="fp32", algorithm=algorithm, error_feedback=True)
+        always, once = nn.Parameter(torch.zeros(3000)), nn.Parameter(torch.zeros(3000))
+        sync = fastsync.attach([always, once], compression, overlap=False)
+        for step in range(3):
+            given_gradients(rank, step, always, once)
+            always.grad.mul_(1e-4)
+            once.grad = once.grad.mul_(1e4) if step == 0 else None
+            sync.synchronize()
+            assert (once.grad is None) == (step > 0)
+            expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
+            torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
+
+
+def test_the_norm_leaves_out_what_no_rank_gets() -> None:
+    """Of a gradient that nobody has any more, a wire still carries what was lost of it before."""
+    run_ranks(_norm_of_what_is_handed_out, 3)
+
+
+def _resume(rank: int, world_size: int) -> None:
+    compression = Compression("int8", error_feedback=True, rounding="stochastic")
+    first, second = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(1000))
+    sync = fastsync.attach([first], compression, overlap=False)
+    given_gradients(rank, 0, first)
+    sync.synchronize()
+    state = copy.deepcopy(sync.state_dict())
+    given_gradients(rank, 1, first)
+    sync.synchronize()
+    resumed = fastsync.attach([second], compression, overlap=False)
+    resumed.load_state_dict(state)
+    given_gradients(rank, 1, second)
+    resumed.synchronize()
+    assert first.grad is not None
+    assert second.grad is not None
+    assert_bitwise_equal(second.grad, first.grad)
+
+
+def test_stochastic_rounding_goes_on_as_it_was_in_another_engine() -> None:
+    run_ranks(_resume, 3)
+
+
+def _round(sync: Any, parameter: nn.Parameter, rank: int) -> Tensor:
+    parameter.grad = torch.linspace(-1.0, 1.0, parameter.numel())
+    sync.synchronize()
+    return parameter.grad
+
+
+def _follow_the_step(rank: int, world_size: int, how: dict[str, Any]) -> None:
+    compression = Compression("int8", rounding="stochastic", **how)
+    schedule = {0: compression, 2: "none", 4: compression}
+    first, second = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
+    sync = fastsync.attach([first], schedule, overlap=False)
+    states, results = [], []
+    for _ in range(7):
+        states.append(copy.deepcopy(sync.state_dict()))
+        results.append(_round(sync, first, rank))
+    rounded = [results[step] for step in (0, 1, 4, 5, 6)]
+    assert len({tuple(each.tolist()) for each in rounded}) == len(rounded)
+    resumed = fastsync.attach([second], schedule, overlap=False)
+    # In an engine of its own, and in one that has counted other steps: forth, back, and where it is already.
+    for start in (3, 6, 0, 1):
+        resumed.load_state_dict(states[start])
+        for step in range(start, min(start + 2, 7)):
+            assert_bitwise_equal(_round(resumed, second, rank), results[step], f"step {step} from {start}")
+
+
+@pytest.mark.parametrize("how", [{"algorithm": "one_shot"}, {"algorithm": "two_shot"}, {"ranks_per_node": 2}], ids=str)
+def test_stochastic_rounding_follows_the_step_wherever_a_run_begins(how: dict[str, Any]) -> None:
+    """Also where the schedule rounds to nearest in between, and nothing counts the steps."""
+    run_ranks(_follow_the_step, 4 if "ranks_per_node" in how else 2, how)
+
+
+def _follow_the_step_past_failures(rank: int, world_size: int) -> None:
+    compression = Compression("int8", rounding="stochastic")
+    weights = torch.linspace(-1.0, 1.0, 3000)
+
+    def run(steps: range, failing: range) -> list[Tensor]:
+        before, parameter = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(3000))
+        sync = fastsync.attach([before, parameter], compression, bucket_cap_mb=1e-3)
+        sync.load_state_dict({"step": steps.start, "scales": {}, "residuals": {}})
+        results = []
+        for step in steps:
+            parameter.grad = before.grad = None
+            first = Fails.apply(before) if step in failing and rank == 0 else before
+            loss = (parameter * weights).sum() + (first * 1.0).sum()
+            if step in failing and rank == 0:
+                with pytest.raises(ArithmeticError, match="as told"):
+                    loss.backward()
+            else:
+                loss.backward()
+                assert parameter.grad is not None
+                results.append(parameter.grad)
+        return results
+
+    results = run(range(4), range(1, 2))
+    assert_bitwise_equal(results[-1], run(range(3, 4), range(0))[0])
+
+
+def test_stochastic_rounding_follows_the_step_past_a_backward_that_failed() -> None:
+    run_ranks(_follow_the_step_past_failures, 2)
+
+
+def _rounds_otherwise_elsewhere(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """What rounding loses of one value, in two buckets of one step."""
+    parameters = [nn.Parameter(torch.zeros(128 * 8)) for _ in range(2)]
+    compression = Compression("int8", error_feedback=True, rounding="stochastic", algorithm="one_shot")
+    sync = fastsync.attach(parameters, compression, overlap=False, bucket_cap_mb=1e-3)
+    for parameter in parameters:
+        parameter.grad = torch.linspace(-1.0, 1.0, parameter.numel())
+    sync.synchronize()
+    assert len(sync.stats().buckets) == 2
+    return residual_of(sync, "0"), residual_of(sync, "1")
+
+
+def test_stochastic_rounding_differs_between_ranks_and_buckets() -> None:
+    lost = [tensor for pair in run_ranks(_rounds_otherwise_elsewhere, 2) for tensor in pair]
+    for index, one in enumerate(lost):
+        for other in lost[index + 1 :]:
+            assert (one != other).float().mean() > 0.25
+
+
+def _statistics_agree(rank: int, world_size: int, kept: str) -> None:
+    """Of a gradient that no rank has a new one of, each rank may have kept something else."""
+    for algorithm in ("one_shot", "two_shot"):
+        compression = Compression("int8", algorithm=algorithm, error_feedback=True)
+        always, once = nn.Parameter(torch.zeros(3000)), nn.Parameter(torch.zeros(3000))
+        sync = fastsync.attach([always, once], compression)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            before = residual_of(sync, "1") if step == 1 else None
+            always.grad = None
+            loss = (always * torch.randn(3000, generator=generator)).sum()
+            if step == 0:
+                loss = loss + (once * torch.randn(3000, generator=generator) * 1e2).sum()
+            elif kept == "None here, zeros there":
+                once.grad = None if rank == 0 else torch.zeros(3000)
+            elif kept == "None here, the newest there" and rank == 0:
+                once.grad = None
+            elif kept == "zeros":
+                once.grad = torch.zeros(3000)
+            loss.backward()
+            norms: list[Any] = [None] * world_size
+            dist.all_gather_object(norms, sync.grad_stats().grad_norm.item())
+            assert len(set(norms)) == 1, f"{algorithm}, step {step}: {norms}"
+            if before is not None:
+                assert_bitwise_equal(residual_of(sync, "1"), before, f"{algorithm}: what is kept")
+            if not (kept == "None here, the newest there" and step > 0):
+                expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
+                torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "kept", ["None here, zeros there", "None here, the newest there", "the newest", "zeros"], ids=str
+)
+def test_statistics_of_what_no_rank_uses_are_the_same_on_all_ranks(kept: str) -> None:
+    run_ranks(_statistics_agree, 3, kept)
+
+
+class _Kept:
+    """What was sent, what has come, and what is kept of a parameter: over all ranks."""
+
+    def __init__(self, sync: Any, parameter: nn.Parameter, name: str) -> None:
+        self.sync, self.parameter, self.name = sync, parameter, name
+        self.missing = torch.zeros(parameter.numel(), dtype=torch.float64)
+
+    def expect(self, own: Tensor) -> None:
+        """The gradient of this rank in the step to come."""
+        mean = own.double().flatten() / dist.get_world_size()
+        dist.all_reduce(mean)
+        self.missing += mean
+
+    def note(self) -> None:
+        assert self.parameter.grad is not None
+        self.missing -= self.parameter.grad.double().flatten()
+
+    def is_missing(self, scale: float = 1.0) -> Tensor:
+        """What is kept on all ranks, as a part of the mean, without the loss's scale. It has to be what is missing."""
+        residual = self.sync.state_dict()["residuals"].get(f"{self.name} of rank {dist.get_rank()}")
+        kept = torch.zeros_like(self.missing)
+        if residual is not None:
+            kept += residual["own"].double() / dist.get_world_size()
+            if residual["of_sums"] is not None:
+                kept += residual["of_sums"].double()
+        dist.all_reduce(kept)
+        kept /= scale
+        torch.testing.assert_close(kept, self.missing, rtol=0.0, atol=1e-5)
+        return kept
+
+
+def _ends(rank: int, world_size: int, algorithm: str) -> None:
+    feedback = Compression("int8", algorithm=algorithm, error_feedback=True)
+    schedule = fastsync.Schedule({0: "none", 2: feedback, 4: "none"})
+    first, second = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(20, 30))
+    sync = fastsync.attach([first, second], schedule)
+    kept = [_Kept(sync, first, "0"), _Kept(sync, second, "1")]
+    for step in range(6):
+        loss = torch.zeros(())
+        for index, of_one in enumerate(kept):
+            generator = torch.Generator().manual_seed(100 * rank + 10 * step + index)
+            weight = torch.randn(of_one.parameter.shape, generator=generator)
+            if of_one.parameter.grad is not None:
+                of_one.parameter.grad.zero_()
+            if step == 4 and index == 1:
+                continue  # error feedback ends in a step that does not use it
+            loss = loss + (of_one.parameter * weight).sum()
+            of_one.expect(weight)
+        loss.backward()
+        for index, of_one in enumerate(kept):
+            if not (step == 4 and index == 1):
+                of_one.note()
+            is_missing = of_one.is_missing()
+            if step == 3 or (step == 4 and index == 1):
+                assert is_missing.abs().max() > 1e-4
+    assert sync.state_dict()["residuals"] == {}
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_what_was_kept_comes_once_error_feedback_has_ended(algorithm: str) -> None:
+    """With the first gradient after it has ended."""
+    run_ranks(_ends, 3, algorithm)
+
+
+def _keeps_what_a_stand_in_loses(rank: int, world_size: int) -> None:
+    """A gradient of an earlier step travels where another rank has a new one, and is rounded as any."""
+    for algorithm in ("one_shot", "two_shot"):
+        sometimes, reach = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(1))
+        sync = fastsync.attach([sometimes, reach], Compression("int8", algorithm=algorithm, error_feedback=True))
+        kept = _Kept(sync, sometimes, "0")
+        for step in range(3):
+            weight = torch.randn(700, generator=torch.Generator().manual_seed(10 * step + rank))
+            uses = step == 0 or rank == 0
+            loss = reach.sum() + ((sometimes * weight).sum() if uses else 0.0)
+            own = torch.zeros(700) if sometimes.grad is None else sometimes.grad.clone()
+            kept.expect(own + weight if uses else own)
+            loss.backward()
+            kept.note()
+            kept.is_missing()
+
+
+def test_what_is_lost_of_a_gradient_from_an_earlier_step_is_kept() -> None:
+    run_ranks(_keeps_what_a_stand_in_loses, 2)
+
+
+def _loss_scale_changes(rank: int, world_size: int, how: str) -> None:
+    """What is kept goes on in the units of the gradients that it is added to."""
+    parameter = nn.Parameter(torch.zeros(700))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    sync = fastsync.attach([parameter], fastsync.Compression("int8", error_feedback=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_factor=4.0, growth_interval=1)
+    kept = _Kept(sync, parameter, "0")
+    for step in range(5):
+        weight = torch.randn(700, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        scale = scaler.get_scale()
+        scaler.scale((parameter * weight).sum()).backward()
+        assert parameter.grad is not None
+        kept.expect(weight)
+        kept.missing -= parameter.grad.double() / scale
+        if how == "clipped":
+            fastsync.clip_grad_norm_(sync, 1e9, optimizer=optimizer, scaler=scaler)
+        else:
+            sync.follow_scaler(scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        assert kept.is_missing(scaler.get_scale()).abs().max() > 1e-3  # in the units of the gradients to come
+
+
+@pytest.mark.parametrize("how", ["clipped", "followed"])
+def test_residuals_follow_a_scale_of_the_loss(how: str) -> None:
+    run_ranks(_loss_scale_changes, 2, how)

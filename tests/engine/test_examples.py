@@ -1,0 +1,414 @@
+"""The examples as a user runs them: real scripts, two ranks on Gloo, torchrun, and what they claim."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastsync
+from tests.models import STAMP
+from tests.ranks import fresh_process_context, run_ranks
+
+pytestmark = pytest.mark.end_to_end
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TIME_LIMIT = 120.0
+# Returns of CartPole: a random policy gets 22 on average, and 500 is the most there is.
+BEYOND_RANDOM = 100.0
+# Packages that print lines of their own.
+TALKATIVE = ("ppo_layer_norm", "ppo_own_loss", "pufferlib_ppo", "rl_games_ppo", "rsl_rl_ppo")
+each_example = pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
+
+
+def run(*command: str, num_lines: int | None = 1) -> str:
+    """Runs a command, which must succeed in time and print so many lines, None for any; returns the last one."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its ranks; killed, it would leave them behind
+            out, err = process.communicate(timeout=60)
+            pytest.fail(f"{command} was not done within {TIME_LIMIT:g} s\n{out}\n{err}", pytrace=False)
+    assert process.returncode == 0, f"{command} exited with status {process.returncode}\n{out}\n{err}"
+    lines = out.splitlines()
+    assert num_lines in (len(lines), None), f"{command}: expected {num_lines} lines of result\n{out}\n{err}"
+    return lines[-1]
+
+
+def run_on_two_ranks(name: str, *arguments: str, num_lines: int | None = 1) -> str:
+    return run(*TORCHRUN, f"examples/{name}.py", *arguments, num_lines=num_lines)
+
+
+def test_the_script_of_the_readme_learns(tmp_path: Path):
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    line = run(*TORCHRUN, str(tmp_path / "train.py"))
+    assert float(line.split()[1].rstrip(",")) < 0.01, line  # 0.3 before the first step
+
+
+def run_in_a_group(name: str, *words: str, num_lines: int = 1, **settings: int) -> str:
+    """Returns the last line that an example's main prints, called on two ranks whose group is there already.
+
+    Launched by torchrun it is the same after its imports, which take longer than the training.
+
+    Args:
+        name: of the example.
+        words: of its command line.
+        num_lines: that rank 0 prints; the other one prints none.
+        settings: of its Args, where it has these in place of a command line.
+    """
+    first, other = run_ranks(main_says, 2, name, words, settings, timeout=TIME_LIMIT)
+    lines = first.splitlines()
+    if name not in TALKATIVE:
+        assert len(lines) == num_lines, f"{name}: expected {num_lines} lines of result\n{lines}"
+        assert not other
+    return lines[-1]
+
+
+def main_says(rank: int, world_size: int, name: str, words: tuple[str, ...], settings: dict[str, int]) -> str:
+    module = load(name)
+    with redirect_stdout(io.StringIO()) as said, mock.patch.object(sys, "argv", [name]):
+        module.main(*arguments_of(module, words, settings), torch.device("cpu"))
+    return said.getvalue()
+
+
+def arguments_of(module: ModuleType, words: tuple[str, ...], settings: dict[str, int]) -> tuple[object, ...]:
+    """What an example's main takes before the device."""
+    if hasattr(module, "Args"):
+        return (module.Args(**settings),)
+    return (module.arguments(words),) if hasattr(module, "arguments") else ()
+
+
+def numbers(pattern: str, line: str) -> list[float]:
+    match = re.fullmatch(pattern, line)
+    assert match, f"{line!r} does not match {pattern!r}"
+    return [float(group) for group in match.groups()]
+
+
+def test_cleanrl_learns_cartpole():
+    line = run_on_two_ranks("cleanrl_ppo", "--total-timesteps", "30000")
+    (mean_return,) = numbers(r"mean return of the last 50 episodes of each rank, 2 ranks: ([\d.]+)", line)
+    assert mean_return > BEYOND_RANDOM
+
+
+@pytest.mark.parametrize("data", ["digits", "shapes"])
+def test_the_image_classifier_learns_and_goes_on_bitwise(data: str, tmp_path: Path):
+    at_once, with_pause = tmp_path / "at_once.pt", tmp_path / "with_pause.pt"
+    settings = ("--data", data, "--epochs")
+    said = run_in_a_group("image_classifier", *settings, "4", "--checkpoint", str(at_once), num_lines=4)
+    run_in_a_group("image_classifier", *settings, "2", "--checkpoint", str(with_pause), num_lines=2)
+    went_on = run_in_a_group("image_classifier", *settings, "4", "--checkpoint", str(with_pause), num_lines=2)
+    assert went_on == said
+    (last,) = numbers(r"epoch 4: loss [\d.]+, ([\d.]+)% of the test images right", said)
+    assert last > 90
+    one, other = (torch.load(path)["model"] for path in (at_once, with_pause))
+    for name, weights in one.items():
+        assert torch.equal(weights, other[name]), name
+
+
+def test_sb3_learns_cartpole():
+    line = run_in_a_group("sb3_ppo", total_timesteps=10_000)
+    (mean_return,) = numbers(r"mean return of 2 x 10 episodes: ([\d.]+)", line)
+    assert mean_return > BEYOND_RANDOM
+
+
+def test_torchrl_learns_cartpole():
+    line = run_in_a_group("torchrl_ppo", total_timesteps=20_000)
+    (mean_return,) = numbers(r"mean return of the last 20 episodes of each rank, 2 ranks: ([\d.]+)", line)
+    assert mean_return > BEYOND_RANDOM
+
+
+def test_pufferlib_learns_cartpole():
+    needs_its_package("pufferlib_ppo")
+    line = run_in_a_group("pufferlib_ppo")
+    (mean_return,) = numbers(r"mean return of 2 ranks in the last 5 updates: ([\d.]+)", line)
+    assert mean_return > BEYOND_RANDOM
+
+
+def test_skrl_learns_cartpole():
+    needs_its_package("skrl_ppo")
+    line = run_on_two_ranks("skrl_ppo")
+    (mean_return,) = numbers(r"mean return of the last 50 episodes of each rank, 2 ranks: ([\d.]+)", line)
+    assert mean_return > BEYOND_RANDOM
+
+
+def needs_its_package(name: str) -> None:
+    """Skips the examples whose packages `make test-trainers` has environments for."""
+    package = {"pufferlib_ppo": "pufferlib", "rsl_rl_ppo": "rsl_rl", "skrl_ppo": "skrl"}.get(name)
+    if package:
+        pytest.importorskip(package, reason=f"make test-trainers has an environment with {package}")
+
+
+def test_atari_ends_with_the_weights_of_cleanrls_own_all_reduce():
+    for weights, of_cleanrls_own in run_ranks(play_breakout_twice, 2, timeout=TIME_LIMIT):
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, of_cleanrls_own[name]), name
+
+
+def play_breakout_twice(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    module = load("cleanrl_ppo_atari")
+    args = module.Args(total_timesteps=64, num_envs=2, num_steps=16)
+    weights = []
+    for reduce in (fastsync.all_reduce_gradients, concatenate_and_copy_back):
+        with mock.patch.object(fastsync, "all_reduce_gradients", reduce):
+            weights.append(module.main(args, torch.device("cpu")).state_dict())
+    return weights
+
+
+def concatenate_and_copy_back(parameters: Iterable[torch.nn.Parameter]) -> None:
+    gradients = [parameter.grad for parameter in parameters]
+    together = torch.cat([gradient.view(-1) for gradient in gradients])
+    dist.all_reduce(together)
+    for gradient, part in zip(gradients, together.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient) / dist.get_world_size())
+
+
+def test_sac_learns_pendulum():
+    line = run_in_a_group("cleanrl_sac", total_timesteps=12_000)
+    (mean_return,) = numbers(r"mean return of the last 8 episodes of each rank, 2 ranks: ([-\d.]+)", line)
+    assert mean_return > -800  # about -1200 at random, and -150 is as good as it gets
+
+
+def test_rl_games_ranks_adapt_their_learning_rate_alike():
+    line = run_in_a_group("rl_games_ppo")
+    mean_return, _, rates = line.partition("; learning rates ")
+    assert numbers(r"mean return of 2 ranks ([-\d.]+)", mean_return)
+    first, other = ast.literal_eval(rates)
+    assert first == other != 1e-3
+
+
+def test_rl_games_ranks_part_where_each_goes_by_its_own_kl():
+    for said in run_ranks(adapts_alone, 2, timeout=TIME_LIMIT):
+        assert "differs between ranks" in said
+
+
+def adapts_alone(rank: int, world_size: int) -> str:
+    module = load("rl_games_ppo")
+    module.AgreedSchedule = lambda schedule, sync: schedule
+    with redirect_stdout(io.StringIO()), pytest.raises(RuntimeError) as error:
+        module.main(torch.device("cpu"))
+    return str(error.value)
+
+
+def test_rsl_rl_ranks_learn_and_adapt_their_learning_rate_alike():
+    needs_its_package("rsl_rl_ppo")
+    line = run_on_two_ranks("rsl_rl_ppo", num_lines=None)
+    mean_return, _, rates = line.partition("; learning rates ")
+    assert numbers(r"mean return of 2 ranks ([-\d.]+)", mean_return)[0] > -900  # about -1200 at random
+    first, other = ast.literal_eval(rates)
+    assert first == other != 1e-3
+
+
+def test_rsl_rl_ranks_part_where_each_goes_by_its_own_kl():
+    needs_its_package("rsl_rl_ppo")
+    for said in run_ranks(follows_its_own_kl, 2, timeout=TIME_LIMIT):
+        assert "differs between ranks" in said
+
+
+def follows_its_own_kl(rank: int, world_size: int) -> str:
+    module = load("rsl_rl_ppo")
+    module.agree_on_kl, module.NUM_UPDATES = lambda actor, sync: None, 4
+    with redirect_stdout(io.StringIO()), pytest.raises(RuntimeError) as error:
+        module.main(torch.device("cpu"))
+    return str(error.value)
+
+
+def test_rsl_rl_learns_the_same_either_way():
+    line = run_in_a_group("rsl_rl_reduce_parameters")
+    first, last, difference = numbers(r"loss ([\d.]+) -> ([\d.]+); attached, weights differ by at most (\S+)", line)
+    assert last < first / 4
+    # The norms that clip are summed in another order.
+    assert difference < 1e-5
+
+
+def test_skrl_skips_the_same_step_on_all_ranks():
+    line = run_in_a_group("skrl_per_model")
+    losses, _, skipped = line.partition("; steps skipped, by rank: ")
+    first, last = numbers(r"loss ([\d.]+) -> ([\d.]+)", losses)
+    assert last < first / 4
+    assert ast.literal_eval(skipped) == [[20], [20]]
+
+
+def test_hugging_faces_trainer_learns_with_two_bytes_a_gradient():
+    line = run_on_two_ranks("hf_trainer")
+    first, last, *sent = numbers(r"loss ([\d.]+) -> ([\d.]+); (\d+) steps of (\d+) gradients in (\d+) bytes", line)
+    assert last < first * 0.75
+    num_steps, num_elements, num_bytes = sent
+    assert num_steps == 60
+    assert 0 < num_bytes / num_steps - 2 * num_elements <= 4 * STAMP * 2 + 2
+
+
+def test_hugging_faces_callback_asks_for_its_trainer():
+    hf_trainer = pytest.importorskip("fastsync.hf_trainer", exc_type=ImportError)
+    with pytest.raises(ValueError, match="trainer: expected the Trainer that this is added to, got 'fp16'"):
+        hf_trainer.FastsyncCallback("fp16")
+
+
+@pytest.mark.parametrize("name", ["ppo_own_loss", "ppo_layer_norm"])
+def test_ppo_is_changed_on_two_ranks(name: str, tmp_path: Path):
+    arguments = ("--total-steps", "2000", "--runs-dir", str(tmp_path))
+    assert run_on_two_ranks(name, *arguments, num_lines=None).startswith("written to")
+
+
+def test_two_pipelines_train_a_transformer():
+    line = "".join(run_ranks(main_says, 4, "pipeline_transformer", (), {}, timeout=TIME_LIMIT)).strip()
+    first, last, _, num_pipelines = numbers(r"loss ([\d.]+) -> ([\d.]+); (\d+) steps over (\d+) pipelines", line)
+    assert last < first / 4
+    assert num_pipelines == 2
+
+
+@pytest.mark.parametrize("name", ["lightning_ddp", "accelerate_ddp"])
+def test_ddp_hooks_learn_with_two_bytes_a_gradient(name: str):
+    line = run_on_two_ranks(name)
+    first, last, *sent = numbers(r"loss ([\d.]+) -> ([\d.]+); (\d+) steps of (\d+) gradients in (\d+) bytes", line)
+    assert last < first / 4
+    num_steps, num_elements, num_bytes = sent
+    # 4 epochs of 4096 rows in batches of 64 on each of 2 ranks, through a network with one hidden layer.
+    assert num_steps == 4 * 4096 / (2 * 64)
+    assert num_elements == (16 + 1) * 64 + (64 + 1)
+    # Beside them goes a stamp, at the width of its transport.
+    assert 0 < num_bytes / num_steps - 2 * num_elements <= 4 * STAMP * 2 + 2
+
+
+# What each example is run with alone, and says then.
+ALONE = {
+    "accelerate_ddp": ((), "in 0 bytes"),
+    "cleanrl_ppo": (("--total-timesteps", "5000"), "1 ranks"),
+    "cleanrl_ppo_atari": (("--total-timesteps", "32", "--num-envs", "2", "--num-steps", "16"), "32 steps"),
+    "cleanrl_sac": (("--total-timesteps", "2000"), "1 ranks"),
+    "hf_trainer": ((), "in 0 bytes"),
+    "image_classifier": (("--epochs", "1"), "epoch 1: loss"),
+    "lightning_ddp": ((), "256 steps"),
+    "pipeline_transformer": ((), "over 1 pipelines"),
+    "ppo_layer_norm": (("--total-steps", "2000"), "written to"),
+    "ppo_own_loss": (("--total-steps", "2000"), "written to"),
+    "pufferlib_ppo": ((), "mean return of 1 ranks"),
+    "rl_games_ppo": ((), "learning rates [0.0"),
+    "rsl_rl_ppo": ((), "mean return of 1 ranks"),
+    "rsl_rl_reduce_parameters": ((), "loss"),
+    "sb3_ppo": (("--total-timesteps", "1000"), "mean return of 1 x 10 episodes"),
+    "skrl_per_model": ((), "by rank: [[20]]"),
+    "skrl_ppo": ((), "1 ranks"),
+    "torchrl_ppo": (("--total-timesteps", "2000"), "1 ranks"),
+}
+
+
+def run_as_main(script: str, arguments: tuple[str, ...], said: str) -> None:
+    """As `python` runs a script, with what it says in a file."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    with open(said, "w") as out:
+        os.dup2(out.fileno(), sys.stdout.fileno())
+    sys.argv = [script, *arguments]
+    if Path(script).stem.startswith("ppo_"):
+        os.chdir(Path(said).parent)  # where their runs go
+    runpy.run_path(script, run_name="__main__")
+
+
+@each_example
+def test_one_process_is_enough(script: Path, tmp_path: Path):
+    needs_its_package(script.stem)
+    arguments, result = ALONE[script.stem]
+    said = tmp_path / "said"
+    process = fresh_process_context().Process(target=run_as_main, args=(str(script), arguments, str(said)))
+    process.start()
+    try:
+        process.join(TIME_LIMIT)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+    lines = said.read_text().splitlines()
+    assert len(lines) == 1 or script.stem in TALKATIVE
+    assert result in lines[-1]
+
+
+@each_example
+def test_the_docstring_says_how_to_run_it(script: Path):
+    docstring = ast.get_docstring(ast.parse(script.read_text())) or ""
+    said = [line.strip() for line in docstring.splitlines()]
+    assert f"torchrun --standalone --nproc-per-node=2 examples/{script.name}" in said
+    assert f"python examples/{script.name}" in said
+
+
+def test_the_index_has_every_example():
+    linked = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(linked) == sorted(script.name for script in EXAMPLES.glob("*.py"))
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_without_sync(rank: int, world_size: int) -> dict[str, str]:
+    """What each example that uses attach or all_reduce_gradients says where these do nothing."""
+    said = {}
+    with (
+        mock.patch.object(fastsync, "attach"),
+        mock.patch.object(fastsync, "all_reduce_gradients", return_value=None),
+        mock.patch.object(fastsync, "clip_grad_norm_", return_value=None),  # knows no norm without what attach returns
+    ):
+        for name in (
+            *("cleanrl_ppo", "cleanrl_sac", "image_classifier", "sb3_ppo", "rsl_rl_reduce_parameters"),
+            *("skrl_per_model", "torchrl_ppo"),
+        ):
+            module = load(name)
+            try:
+                module.main(*arguments_of(module, ("--epochs", "1"), {"total_timesteps": 2000}), torch.device("cpu"))
+                said[name] = "nothing"
+            except RuntimeError as error:
+                said[name] = str(error)
+    return said
+
+
+def test_without_their_line_the_ranks_part():
+    """Each rank has data of its own, so it is the synchronisation that keeps the ranks equal."""
+    for said in run_ranks(run_without_sync, 2, timeout=TIME_LIMIT):
+        for name, error in said.items():
+            assert "differs between ranks" in error, f"{name} said: {error}"
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "message"),
+    [
+        ("cleanrl_ppo", "tyro", "pip install 'gymnasium>=1.4' tyro"),
+        ("sb3_ppo", "stable_baselines3", "pip install stable-baselines3 tyro"),
+        ("lightning_ddp", "lightning", "pip install lightning"),
+        ("accelerate_ddp", "accelerate", "pip install accelerate"),
+        ("cleanrl_ppo_atari", "ale_py", "pip install 'gymnasium>=1.4' ale-py opencv-python-headless tyro"),
+        ("cleanrl_sac", "tyro", "pip install 'gymnasium>=1.4' tyro"),
+        ("hf_trainer", "transformers", "pip install transformers accelerate"),
+        ("pufferlib_ppo", "pufferlib", "see test-trainers in the Makefile"),
+        ("rl_games_ppo", "rl_games", "pip install rl-games 'gymnasium>=1.4'"),
+        ("rsl_rl_ppo", "rsl_rl", "pip install rsl-rl-lib 'gymnasium>=1.4'"),
+        ("torchrl_ppo", "tensordict", "pip install torchrl tyro 'gymnasium>=1.4'"),
+    ],
+)
+def test_a_missing_package_is_named(name: str, package: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=rf"^this example needs .*: {message}$"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))

@@ -1,0 +1,435 @@
+"""A wait for other ranks that fails says who is missing: which ranks do not answer, and where the others are."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from tests.ppo.test_launch_torchrun import LIMIT, ROOT, free_port, launched
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.end_to_end
+
+TIMEOUT = timedelta(seconds=6)
+TWO_SHOT = fastsync.Compression("bf16", reduce="fp32", algorithm="two_shot")
+GOOD_STEPS = 2
+
+NO_ANSWER = "no answer, so it is stopped or gone"
+AVERAGING = "averaging in step 2 of the engine of parameter 0.weight"
+AGREEING = "agreeing before step 2 of the engine of parameter 0.weight, because "
+IN_HOOK = "averaging in step 2 of a DDP hook"
+CURE = ". Where ranks have different numbers of batches, put the training loop inside `with "
+
+Group = dist.ProcessGroup
+Case = Callable[[Group], str]
+"""What the ranks of a group do. Returns what the error says of where the ranks are, or nothing where there is none."""
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+
+
+def backward(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 30)).sum().backward()
+
+
+def where_ranks_are(step: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError, match=r"^fastsync: .* failed on rank .* of ") as error:
+        step()
+    return str(error.value).partition(". Where the ")[2]
+
+
+def good_steps(way: str | fastsync.Compression, group: Group) -> Callable[[], None]:
+    """What takes one more step."""
+    model = small_model()
+    if way == "hook":
+        model = DistributedDataParallel(model, process_group=group)
+        fastsync.register_comm_hook(model, "bf16")
+    elif way != "all_reduce_gradients":
+        fastsync.attach(model, way, process_group=group)
+
+    def step() -> None:
+        backward(model)
+        if way == "all_reduce_gradients":
+            fastsync.all_reduce_gradients(model.parameters(), process_group=group)
+
+    for _ in range(GOOD_STEPS):
+        step()
+    return step
+
+
+def is_stopped(group: Group, way: str | fastsync.Compression, who: int, seconds: float = 0.0) -> str:
+    """So long after its good steps, until all others have raised."""
+    step = good_steps(way, group)
+    time.sleep(seconds)
+    pids = [0] * group.size()
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    if group.rank() == who:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    try:
+        return where_ranks_are(step)
+    finally:
+        store = dist.distributed_c10d._get_default_store()
+        if group.size() == 2 or store.add(f"raised/{pids[who]}", 1) == group.size() - 1:
+            os.kill(pids[who], signal.SIGCONT)
+
+
+def wait_for_the_other(group: Group) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    store.add(f"has raised/{group.group_name}", 1)
+    while store.add(f"has raised/{group.group_name}", 0) < group.size():
+        time.sleep(0.05)
+
+
+def last_has_ended(group: Group) -> str:
+    step = good_steps("none", group)
+    if group.rank() == 0:
+        return where_ranks_are(step)
+    del step
+    gc.collect()
+    time.sleep(TIMEOUT.total_seconds())
+    return ""
+
+
+def last_is_busy(group: Group) -> str:
+    step = good_steps("none", group)
+    if group.rank() == 1:
+        time.sleep(TIMEOUT.total_seconds() + 4)
+        return ""
+    return where_ranks_are(step)
+
+
+def last_does_it_alone(group: Group, what: Callable[[nn.Module, fastsync.GradientSynchronizer], object]) -> str:
+    model = small_model()
+    sync = fastsync.attach(model, process_group=group)
+    for _ in range(GOOD_STEPS):
+        backward(model)
+    if group.rank() == 1:
+        what(model, sync)
+    said = where_ranks_are(lambda: backward(model))
+    wait_for_the_other(group)  # with the engine, which answers
+    return said
+
+
+def last_joins_alone(group: Group) -> str:
+    model = small_model()
+    sync = fastsync.attach(model, process_group=group)
+    for _ in range(GOOD_STEPS):
+        backward(model)
+    with contextlib.suppress(ArithmeticError), sync.join() if group.rank() == 1 else contextlib.nullcontext():
+        said = where_ranks_are(lambda: backward(model))
+        wait_for_the_other(group)
+        raise ArithmeticError  # or it would wait for the others at the end
+    return said
+
+
+def last_compresses_hook(group: Group) -> str:
+    model = DistributedDataParallel(small_model(), process_group=group)
+    hook = fastsync.register_comm_hook(model)
+    for _ in range(GOOD_STEPS):
+        backward(model)
+    if group.rank() == 1:
+        hook.compression = "bf16"
+    said = where_ranks_are(lambda: backward(model))
+    wait_for_the_other(group)
+    return said
+
+
+CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
+    # How many ranks do what, and where each of them is, as those that raise have to say.
+    "attached, stopped": (2, partial(is_stopped, way="none", who=1), {1: NO_ANSWER, 0: AVERAGING}),
+    "two_shot, stopped": (
+        3,
+        partial(is_stopped, way=TWO_SHOT, who=2),
+        {2: NO_ANSWER, 0: AVERAGING, 1: AVERAGING},
+    ),
+    "hook, stopped": (2, partial(is_stopped, way="hook", who=1), {1: NO_ANSWER, 0: IN_HOOK}),
+    "all_reduce_gradients, stopped": (
+        2,
+        partial(is_stopped, way="all_reduce_gradients", who=1),
+        {1: NO_ANSWER, 0: "averaging in step 2 of the engine of parameter 0"},
+    ),
+    "ended": (
+        2,
+        last_has_ended,
+        {
+            1: "has let go of its engines, before that: in no sync, after step 1 of the engine of parameter 0.weight",
+            0: AVERAGING,
+        },
+    ),
+    "busy": (2, last_is_busy, {1: "in no sync, after step 1 of the engine of parameter 0.weight", 0: AVERAGING}),
+    "frozen": (
+        2,
+        partial(last_does_it_alone, what=lambda model, sync: model[1].weight.requires_grad_(False)),
+        {1: AGREEING + "parameter 1.weight was frozen", 0: AVERAGING},
+    ),
+    "rider": (
+        2,
+        partial(last_does_it_alone, what=lambda model, sync: sync.piggyback("loss", torch.tensor(1.0))),
+        {1: AGREEING + "rider 'loss' is new", 0: AVERAGING},
+    ),
+    "compression": (
+        2,
+        partial(last_does_it_alone, what=lambda model, sync: setattr(sync, "compression", "bf16")),
+        {1: AGREEING + "its compression was set", 0: AVERAGING},
+    ),
+    "weight": (
+        2,
+        partial(last_does_it_alone, what=lambda model, sync: sync.set_weight(2.0)),
+        {1: AGREEING + "a weight was set", 0: AVERAGING},
+    ),
+    "join": (2, last_joins_alone, {1: AGREEING + "join() began", 0: AVERAGING}),
+    "hook, compression": (
+        2,
+        last_compresses_hook,
+        {
+            1: "agreeing before step 2 of a DDP hook, because its compression was set",
+            0: IN_HOOK,
+        },
+    ),
+}
+
+
+def _all_cases(rank: int, world_size: int, names: Sequence[str]) -> str:
+    """Each case has a group of its own, so that all of them wait at the same time."""
+    first = 0
+    mine: tuple[Case, Group] | None = None
+    for size, case, _ in (CASES[name] for name in names):
+        members = list(range(first, first + size))
+        group = dist.new_group(members, timeout=TIMEOUT)
+        if rank in members:
+            mine = case, group
+        first += size
+    assert mine is not None
+    case, group = mine
+    return case(group)
+
+
+def _positions(said: str) -> dict[int, str]:
+    """By rank of the group, from "ranks are: rank 1 (global 3): no answer; rank 0, 2 (global 2, 4): averaging"."""
+    positions = {}
+    for camp in said.partition(CURE)[0].removeprefix("ranks are: ").split("; "):
+        ranks, where = re.fullmatch(r"rank ([\d, ]+?)(?: \(global [\d, -]+\))?: (.*)", camp).groups()
+        if where.startswith(NO_ANSWER):
+            assert re.fullmatch(
+                r", or has no engine of this group|, last heard of \d+ s ago: .*", where[len(NO_ANSWER) :]
+            )
+            where = NO_ANSWER
+        positions.update(dict.fromkeys(map(int, ranks.split(", ")), where))
+    return positions
+
+
+@pytest.mark.parametrize(
+    ("names", "shared_memory"), [(tuple(CASES), False), (("rider", "compression", "weight", "join"), True)]
+)
+def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[str], shared_memory: bool) -> None:
+    world_size = sum(CASES[name][0] for name in names)
+    said = iter(run_ranks(_all_cases, world_size, names, shared_memory=shared_memory))
+    for name in names:
+        size, _, where = CASES[name]
+        of_ranks = [next(said) for _ in range(size)]
+        for rank, text in enumerate(of_ranks):
+            raises = where[rank].startswith(("averaging", "agreeing"))
+            assert (_positions(text) if text else None) == (where if raises else None), (name, rank, text)
+            cure = CURE + ("Join([ddp_model]):`" if name.startswith("hook") else "sync.join():`")
+            may_have_no_batches = any(re.match("no answer|in no sync|has let go", at) for at in where.values())
+            assert text.endswith(cure) == (CURE in text) == (raises and may_have_no_batches), (name, rank, text)
+
+
+def _open_group_over_tcp(rank: int, world_size: int, port: int) -> Group:
+    dist.destroy_process_group()
+    store = dist.TCPStore("localhost", port, world_size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    return dist.distributed_c10d._get_default_group()
+
+
+def _is_stopped_over_tcp(rank: int, world_size: int, port: int, who: int) -> str:
+    return is_stopped(_open_group_over_tcp(rank, world_size, port), "none", who=who, seconds=1.5)
+
+
+def test_when_a_rank_was_last_heard_of_is_said() -> None:
+    """As most jobs have it, over a TCPStore: to the second."""
+    said, _ = run_ranks(_is_stopped_over_tcp, 2, free_port(), 1)
+    assert re.fullmatch(
+        rf"ranks are: rank 1: {NO_ANSWER}, last heard of \d s ago: in no sync, after step 1 of the engine of "
+        rf"parameter 0.weight; rank 0: {AVERAGING}" + re.escape(CURE + "sync.join():`"),
+        said,
+    )
+
+
+def _connections_to(port: int) -> int:
+    """Of this process, by the port at the other end."""
+    ends = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            ends[f"socket:[{fields[9]}]"] = int(fields[2].rpartition(":")[2], 16)
+    count = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            count += ends.get(os.readlink(f"/proc/self/fd/{number}")) == port
+    return count
+
+
+def _connections(rank: int, world_size: int, port: int) -> None:
+    default = _open_group_over_tcp(rank, world_size, port)
+    groups = [default, *(dist.new_group() for _ in range(3))]
+    before = _connections_to(port)
+    assert before >= 1
+    steps = [good_steps(way, group) for way in ("none", "hook") for group in groups]
+    time.sleep(1.5)
+    assert len(steps) == 8
+    assert _connections_to(port) == before
+
+
+def test_no_further_connection_to_the_store_is_needed() -> None:
+    """A process has 1,024 descriptors, as a rule: that which holds the store has one for each connection."""
+    run_ranks(_connections, 2, free_port())
+
+
+def _is_killed_at_first(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=TIMEOUT)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    model = small_model()
+    sync = fastsync.attach(model, process_group=group, init_sync=False)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(TIMEOUT.total_seconds())
+        sync.detach()
+        return ""
+    return where_ranks_are(lambda: backward(model))
+
+
+def _is_killed_before_its_weight(rank: int, world_size: int) -> str:
+    model = small_model()
+    fastsync.attach(model).set_weight(1.0 + rank)
+    backward(model)
+    if rank == 1:
+        time.sleep(0.5)  # so that rank 0 has begun to add up weights
+        os.kill(os.getpid(), signal.SIGKILL)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _: time.sleep(0.5))  # so that backward goes on when it learns of that
+    return where_ranks_are(lambda: backward(model))
+
+
+def test_a_rank_that_is_killed_while_weights_are_added_up_is_named() -> None:
+    said = run_ranks(_is_killed_before_its_weight, 2, timeout=60, shared_memory=False, lost=[1])[0]
+    assert "rank 1: no answer" in said
+
+
+def test_a_rank_that_comes_while_another_asks_is_not_taken_for_lost() -> None:
+    said, _, _ = run_ranks(_is_killed_at_first, 3, shared_memory=False, lost=[2])
+    assert _positions(said) == {
+        0: "agreeing before step 0 of the engine of parameter 0.weight, because it is new",
+        1: "not yet in a sync of the engine of parameter 0.weight",
+        2: NO_ANSWER,
+    }
+
+
+def test_a_store_that_does_not_answer_is_said() -> None:
+    _, said = run_ranks(_is_stopped_over_tcp, 2, free_port(), 0)
+    assert said == (
+        "other ranks are is not known, for the store of their group does not answer: the process that holds it, as a "
+        "rule rank 0's, is stopped or gone"
+    )
+
+
+ENDS_FIRST = """
+import os, torch, torch.distributed as dist, fastsync
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(3, 2)
+sync = fastsync.attach(model)
+model(torch.full((1, 3), float(os.environ["RANK"]))).sum().backward()
+if os.environ["RANK"] == "0":
+    try:
+        model(torch.ones(1, 3)).sum().backward()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_a_process_that_has_ended_is_not_taken_for_lost() -> None:
+    """With its engine, which nobody let go of."""
+    rank_0, rank_1 = start_ranks(ENDS_FIRST)
+    assert rank_1.communicate(timeout=LIMIT) == ("", "")
+    said, errors = rank_0.communicate(timeout=LIMIT)
+    assert (rank_0.returncode, rank_1.returncode, errors) == (0, 0, "")
+    assert re.search(
+        r"Where the ranks are: rank 1: has (ended|let go of its engines), before that: in no sync, after step 0 of the "
+        r"engine of parameter weight; rank 0: averaging in step 1 of the engine of parameter weight",
+        said,
+    )
+
+
+SCRIPT = """
+import os, sys, time, torch, torch.distributed as dist, fastsync
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(3, 2)
+sync = fastsync.attach(model)
+model(torch.full((1, 3), float(os.environ["RANK"]))).sum().backward()
+if os.environ["RANK"] == "1":
+    if os.fork() == 0:
+        fastsync.attach(torch.nn.Linear(3, 2), init_sync=False)
+        sys.exit()
+    assert os.wait()[1] == 0
+    time.sleep(3)  # rank 0, which holds the store, ends first
+"""
+
+
+def start_ranks(script: str) -> list[subprocess.Popen[str]]:
+    """Two of them, by a port that is free."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "localhost", "WORLD_SIZE": "2"}
+            | {"MASTER_PORT": port, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for port in [str(free_port())]
+        for rank in range(2)
+    ]
+
+
+def test_ranks_end_without_a_word() -> None:
+    """With engines and a process group that nobody ends, in a fork, and where the store goes first."""
+    ranks = start_ranks(SCRIPT)
+    for rank in ranks:
+        said = rank.communicate(timeout=LIMIT)
+        assert (rank.returncode, *said) == (0, "", "")
+
+
+def test_a_train_job_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
+    with launched(tmp_path, "--nproc", "2", "--timeout", "3") as launcher:
+        launcher.waits_for("attempt0-rank0")
+        pid = launcher.waits_for("attempt0-rank1")[0]
+        os.kill(int(pid), signal.SIGSTOP)
+        status, said = launcher.ends()
+    assert status == 1
+    assert said.startswith(f"fastsync train: rank 1 failed first: its process {pid} was stopped, as by SIGSTOP")

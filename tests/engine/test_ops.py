@@ -1,0 +1,744 @@
+"""torch.ops.fastsync.{pack,unpack,measure} against fastsync.reference, and the way torch sees them."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastsync._C  # noqa: F401 registers torch.ops.fastsync
+from fastsync import reference
+from tests.bitwise import assert_bitwise_equal
+from tests.emulated import ops
+from tests.engine.sample_inputs import (
+    GRAD_DTYPES,
+    OPERATORS,
+    VALUES,
+    WIRE_DTYPES,
+    Bucket,
+    BuiltBucket,
+    Gradient,
+    in_either_order,
+    on_each_device,
+    on_real_devices,
+    random_buckets,
+    sample_inputs,
+)
+
+random_examples = settings(derandomize=True, deadline=None, max_examples=200)
+HALVES = [torch.float16, torch.bfloat16]
+CHUNK = 32768
+BLOCK = 256
+
+# A square is rounded once and is then the term of at most fifteen float32 additions before the sum goes on in float64:
+# sixteen errors of at most 2^-24 of a sum of positive terms, 9.6e-7 in all.
+SUM_TOLERANCE = 1e-6
+
+
+def assert_same_stats(actual: Tensor, expected: Tensor) -> None:
+    actual, expected = actual.cpu(), expected.cpu()
+    squares = slice(reference.SUM_OF_SQUARES, reference.SUM_OF_SQUARES + 1)
+    torch.testing.assert_close(actual[squares], expected[squares], rtol=SUM_TOLERANCE, atol=0, equal_nan=True)
+    for index in (reference.NUM_NONFINITE, reference.NUM_SATURATED, reference.MAX_MAGNITUDE):
+        assert_bitwise_equal(actual[index], expected[index], f"stats[{index}]")
+
+
+def assert_same_state(actual: BuiltBucket, expected: BuiltBucket) -> None:
+    assert_bitwise_equal(actual.wire, expected.wire, "wire")
+    assert_bitwise_equal(actual.out, expected.out, "out")
+    for i, (grad, expected_grad) in enumerate(zip(actual.grads, expected.grads, strict=True)):
+        assert_bitwise_equal(grad, expected_grad, f"grads[{i}]")
+    for i, (storage, expected_storage) in enumerate(zip(actual.storages, expected.storages, strict=True)):
+        assert_bitwise_equal(storage, expected_storage, f"the memory around tensor {i}")
+    if actual.bucket_scale is not None:
+        assert_bitwise_equal(actual.bucket_scale, expected.bucket_scale, "bucket_scale")
+    if actual.step is not None:
+        assert_bitwise_equal(actual.step, expected.step, "step")
+    assert_same_stats(actual.stats, expected.stats)
+
+
+def call(implementation: Any, operator: str, built: BuiltBucket) -> None:
+    args, kwargs = built.arguments(operator)
+    assert getattr(implementation, operator)(*args, **kwargs) is None
+
+
+def check_against_reference(operator: str, bucket: Bucket, device: str) -> None:
+    actual, expected = bucket.build(device), bucket.build("cpu")
+    call(ops, operator, actual)
+    call(reference, operator, expected)
+    assert_same_state(actual, expected)
+
+
+def new_stats(device: str = "cpu") -> Tensor:
+    return torch.zeros(reference.NUM_STATS, dtype=torch.float64, device=device)
+
+
+def all_patterns(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+
+
+# ---- against the reference ------------------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_samples(operator: str, device: str) -> None:
+    for built in sample_inputs(device):
+        expected = built.bucket.build("cpu")
+        call(ops, operator, built)
+        call(reference, operator, expected)
+        assert_same_state(built, expected)
+
+
+@on_each_device
+@given(bucket=random_buckets(expanded=True))
+@random_examples
+def test_pack_of_random_buckets(device: str, bucket: Bucket) -> None:
+    check_against_reference("pack", bucket, device)
+
+
+@on_each_device
+@given(
+    numels=st.lists(st.integers(0, 600), min_size=1, max_size=8),
+    grad_dtype=st.sampled_from(GRAD_DTYPES),
+    wire_dtype=st.sampled_from(WIRE_DTYPES),
+    alignment=st.sampled_from([1, 3, 8, 128]),
+    with_residuals=st.booleans(),
+    multiplier=st.sampled_from([0.5, -7.0]),
+)
+@example(
+    numels=[CHUNK + 1, 4 * CHUNK - 7, 1],
+    grad_dtype=torch.float32,
+    wire_dtype=torch.float16,
+    alignment=8,
+    with_residuals=False,
+    multiplier=1.0,
+)
+@random_examples
+def test_pack_to_aligned_places(
+    device: str,
+    numels: list[int],
+    grad_dtype: torch.dtype,
+    wire_dtype: torch.dtype | None,
+    alignment: int,
+    with_residuals: bool,
+    multiplier: float,
+) -> None:
+    """Every gradient is where it is by itself, at a multiple; between them are zeros, and nothing is written behind."""
+    wire_dtype = wire_dtype or grad_dtype
+    bucket = Bucket(tuple(Gradient((numel,)) for numel in numels), grad_dtype, with_residuals=with_residuals)
+    actual, expected = bucket.build(device), bucket.build("cpu")
+    length = reference.wire_numel(numels, wire_dtype, alignment)
+    wire = torch.full((length + 2,), 77, dtype=wire_dtype, device=device)
+    expected_wire = wire.cpu().clone()
+    options = {"multiplier": multiplier, "alignment": alignment}
+    ops.pack(actual.grads, wire[:length], actual.stats, None, actual.residuals, **options)
+    reference.pack(expected.grads, expected_wire[:length], expected.stats, None, expected.residuals, **options)
+    assert_bitwise_equal(wire, expected_wire)
+    assert_same_state(actual, expected)
+    if wire_dtype == torch.uint8:
+        return
+    begin = 0
+    for grad in bucket.build("cpu").grads if not with_residuals else []:
+        assert begin % alignment == 0
+        alone = torch.empty(grad.numel(), dtype=wire_dtype)
+        reference.pack([grad], alone, new_stats(), multiplier=multiplier)
+        end = begin + grad.numel()
+        assert_bitwise_equal(wire[begin:end], alone)
+        begin = end + -end % alignment
+        assert_bitwise_equal(wire[end:begin], torch.zeros(begin - end, dtype=wire_dtype))
+
+
+@on_each_device
+@given(bucket=random_buckets())
+# A block is decoded in vectors, a tail value by value: neither may pass float32's largest.
+@example(bucket=Bucket((Gradient((BLOCK,)), Gradient((3,))), scale_exponent=-126, values="wide"))
+@example(bucket=Bucket((Gradient((BLOCK,)),), wire_dtype=torch.bfloat16, scale_exponent=-100, values="mostly_ordinary"))
+@random_examples
+def test_unpack_to_random_buckets(device: str, bucket: Bucket) -> None:
+    check_against_reference("unpack", bucket, device)
+
+
+@on_each_device
+@given(bucket=random_buckets())
+@random_examples
+def test_reduce_of_random_wires(device: str, bucket: Bucket) -> None:
+    check_against_reference("reduce", bucket, device)
+
+
+@on_each_device
+@given(bucket=random_buckets(expanded=True))
+@random_examples
+def test_measure_of_random_buckets(device: str, bucket: Bucket) -> None:
+    check_against_reference("measure", bucket, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_sizes_across_chunk_and_block_borders(
+    grad_dtype: torch.dtype, wire_dtype: torch.dtype | None, operator: str, device: str
+) -> None:
+    around_chunk = (Gradient((CHUNK - 1,)), Gradient((CHUNK,), offset=1), Gradient((CHUNK + 1,)))
+    beyond = (Gradient((BLOCK - 1,)), Gradient((BLOCK + 1,)), Gradient((2 * CHUNK + BLOCK + 17,)), Gradient((131, 263)))
+    for values in ("ordinary", "mostly_ordinary"):
+        bucket = Bucket(
+            around_chunk + beyond, grad_dtype, wire_dtype, scale_exponent=2, multiplier=1 / 3, limit=1.5, values=values
+        )
+        check_against_reference(operator, bucket, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("with_residuals", [False, True])
+def test_residuals_across_chunk_and_block_borders(
+    with_residuals: bool, grad_dtype: torch.dtype, wire_dtype: torch.dtype | None, device: str
+) -> None:
+    numels = (0, 1, 127, 128, 129, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK + 17)
+    for values in ("ordinary", "mostly_ordinary"):
+        bucket = Bucket(
+            tuple(Gradient((numel,), offset=i % 2) for i, numel in enumerate(numels)),
+            grad_dtype,
+            wire_dtype,
+            scale_exponent=2,
+            multiplier=1 / 3,
+            limit=1.5,
+            with_residuals=with_residuals,
+            stochastic=values == "ordinary",
+            values=values,
+        )
+        check_against_reference("pack", bucket, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_more_gradients_than_a_large_model_has(operator: str, device: str) -> None:
+    gradients = tuple(Gradient((n % 7, n % 50), offset=n % 3) for n in range(1000))
+    bucket = Bucket(gradients, wire_dtype=torch.float16, scale_exponent=2, limit=9.0, values="mostly_ordinary")
+    check_against_reference(operator, bucket, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_one_flat_buffer_is_gradients_and_wire(
+    grad_dtype: torch.dtype, wire_dtype: torch.dtype | None, device: str
+) -> None:
+    """The gradients are views of one buffer; with a wire of their own dtype, that buffer is the wire as well."""
+    sizes = [5, 0, BLOCK, 1, CHUNK + 3, 16]
+    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(1)).to(grad_dtype)
+    written, expected = flat.clone().to(device), flat.clone()
+    numel = reference.wire_numel(sizes, wire_dtype or grad_dtype)
+    wire = written if wire_dtype is None else torch.empty(numel, dtype=wire_dtype, device=device)
+    expected_wire = torch.empty(numel, dtype=wire_dtype or grad_dtype)
+    stats, expected_stats = new_stats(device), new_stats()
+    ops.pack(written.split(sizes), wire, stats, multiplier=0.3)
+    reference.pack(expected.split(sizes), expected_wire, expected_stats, multiplier=0.3)
+    assert_bitwise_equal(wire, expected_wire)
+    ops.unpack(wire, written.split(sizes), stats)
+    reference.unpack(expected_wire, expected.split(sizes), expected_stats)
+    assert_bitwise_equal(written, expected)
+    assert_same_stats(stats, expected_stats)
+
+
+@in_either_order
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_sum_of_squares_at_every_magnitude(dtype: torch.dtype, device: str) -> None:
+    """Squares leave float32's range from both ends of it, and float64's for float64."""
+    info = torch.finfo(dtype)
+    exponents = range(math.frexp(info.tiny)[1] - 10, math.frexp(info.max)[1])
+    generator = torch.Generator().manual_seed(2)
+    mantissas = 1 + torch.rand(2 * BLOCK + 5, generator=generator, dtype=torch.float64)
+    for exponent in exponents:
+        grads = [(mantissas * 2.0**exponent).to(dtype)]
+        stats, expected = new_stats(device), new_stats()
+        ops.measure([grad.to(device) for grad in grads], stats)
+        reference.measure(grads, expected)
+        assert_same_stats(stats, expected)
+
+
+# The magnitudes between which squares are added up in float32, the neighbours of both beyond them, and zero.
+BORDERS = [0.0, 2.0**-40, 2.0**-40 * (1 - 2.0**-8), 2.0**60, 2.0**60 * (1 + 2.0**-7)]
+
+
+@in_either_order
+@pytest.mark.parametrize("border", BORDERS)
+@pytest.mark.parametrize("others", ["alike", "wide", "subnormal", "zeros"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sum_of_squares_where_the_way_to_take_it_changes(
+    dtype: torch.dtype, others: str, border: float, device: str
+) -> None:
+    """One way or the other follows from the largest of a few values, and has to hold for the smaller ones with it."""
+    numel = 4 * BLOCK + 5
+    generator = torch.Generator().manual_seed(6)
+    factors = {
+        "alike": 1 - torch.rand(numel, generator=generator).double() / 2,
+        "wide": 2.0 ** -(60 * torch.rand(numel, generator=generator).double()),
+        "subnormal": torch.zeros(numel).double(),
+        "zeros": -torch.zeros(numel).double(),
+    }[others]
+    values = factors * border + (2.0**-140 if others == "subnormal" else 0.0)
+    values[::3] = border
+    for bad in ((), (math.nan,), (math.inf, -math.inf), (math.nan, 2.0**100, 2.0**-100)):
+        grad = values.to(dtype)
+        for i, each in enumerate(bad):
+            grad[i * 301 + 2] = each
+        stats, expected = new_stats(device), new_stats()
+        ops.measure([grad.to(device)], stats)
+        reference.measure([grad], expected)
+        assert_same_stats(stats, expected)
+        back = torch.empty_like(grad, device=device)
+        wires = torch.stack([grad, torch.zeros_like(grad)]).to(device)
+        for wire in (wires[0], wires):  # values that are converted, and sums
+            stats = new_stats(device)
+            ops.unpack(wire, [back], stats)
+            assert_same_stats(stats, expected)
+
+
+@in_either_order
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_norm_of_many_values_is_that_of_float64(dtype: torch.dtype, device: str) -> None:
+    """Roundings of float32 to nearest cancel out over many sums."""
+    grad = torch.randn(3 * CHUNK + 5, generator=torch.Generator().manual_seed(7)).to(dtype)
+    back, stats = torch.empty_like(grad, device=device), new_stats(device)
+    ops.unpack(grad.to(device), [back], stats)
+    norm, expected = stats[reference.SUM_OF_SQUARES].sqrt().cpu(), grad.double().norm()
+    torch.testing.assert_close(norm, expected, rtol=1e-7, atol=0)
+
+
+@in_either_order
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_statistics_do_not_depend_on_where_the_values_lie(dtype: torch.dtype, device: str) -> None:
+    """Ranks whose gradients lie otherwise in memory would clip by different norms, and be replicas no more."""
+    values = torch.randn(2 * CHUNK + 7, generator=torch.Generator().manual_seed(3)).to(dtype)
+    all_stats = []
+    for offset in range(4):
+        grad = torch.zeros(len(values) + offset, dtype=dtype, device=device)[offset:]
+        wire, stats = values.to(torch.float16).to(device), [new_stats(device), new_stats(device)]
+        ops.measure([grad.copy_(values)], stats[0])
+        ops.unpack(wire, [grad], stats[1])
+        all_stats.append(torch.stack(stats))
+    for stats in all_stats[1:]:
+        assert_bitwise_equal(stats, all_stats[0])
+
+
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("values", VALUES)
+def test_results_do_not_depend_on_the_number_of_threads(grad_dtype: torch.dtype, values: str) -> None:
+    bucket = Bucket(
+        (Gradient((3 * CHUNK + 77,)), Gradient((11,)), Gradient((300, 301), "transposed"), Gradient((CHUNK + 1,))),
+        grad_dtype,
+        torch.float16,
+        scale_exponent=1,
+        limit=2.0,
+        values=values,
+    )
+    for operator in OPERATORS:
+        results = []
+        for num_threads in (1, 2, 3):
+            results.append(bucket.build("cpu"))
+            torch.set_num_threads(num_threads)
+            call(ops, operator, results[-1])
+            torch.set_num_threads(1)
+        for other in results[1:]:
+            assert_bitwise_equal(other.stats, results[0].stats, "stats")
+            assert_same_state(other, results[0])
+
+
+# ---- every 16-bit value, every rounding -----------------------------------------------------------------------------
+
+# As one tensor the values go through the vectors, in pieces shorter than a row of 16 they go one by one.
+in_one_or_in_pieces = pytest.mark.parametrize("piece", [2**18, 15])
+
+
+def _enough(values: Tensor, piece: int) -> Tensor:
+    """One value in 37 where thousands of pieces would keep an emulated device busy for seconds."""
+    return values[::37].contiguous() if piece == 15 and ops.namespace == "fastsync_emulated" else values
+
+
+@in_either_order
+@in_one_or_in_pieces
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_every_pattern_decodes_to_float32(wire_dtype: torch.dtype, piece: int, device: str) -> None:
+    wire = _enough(all_patterns(wire_dtype), piece)
+    decoded = torch.empty(len(wire), device=device)
+    ops.unpack(wire.to(device), decoded.split(piece), new_stats(device))
+    assert_bitwise_equal(decoded, wire.to(torch.float32))
+
+
+@in_either_order
+@in_one_or_in_pieces
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_every_pattern_reaches_every_gradient_dtype(
+    wire_dtype: torch.dtype, grad_dtype: torch.dtype, piece: int, device: str
+) -> None:
+    wire = _enough(all_patterns(wire_dtype), piece)
+    for scale in (1.0, 2.0**-9, 2.0**12):
+        grads = torch.zeros(len(wire), dtype=grad_dtype, device=device)
+        expected = torch.zeros(len(wire), dtype=grad_dtype)
+        ops.unpack(wire.to(device), grads.split(piece), new_stats(device), torch.tensor(scale, device=device))
+        reference.unpack(wire, [expected], new_stats(), torch.tensor(scale))
+        assert_bitwise_equal(grads, expected)
+
+
+@in_either_order
+@in_one_or_in_pieces
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_every_rounding(wire_dtype: torch.dtype, piece: int, device: str) -> None:
+    """Every 16-bit value, the midpoint between it and the next, and the two float32 neighbours of that midpoint."""
+    magnitudes = all_patterns(wire_dtype)[2**15 :].double()
+    magnitudes = magnitudes[magnitudes.isfinite()]
+    beyond = 2 * magnitudes[-1] - magnitudes[-2]  # where the next value would be if the exponent went on
+    following = torch.cat([magnitudes[1:], beyond.view(1)])
+    midpoints = ((magnitudes + following) / 2).float()
+    up, down = torch.tensor(float("inf")), torch.tensor(float("-inf"))
+    values = torch.cat([magnitudes.float(), midpoints, midpoints.nextafter(up), midpoints.nextafter(down)])
+    values = _enough(torch.cat([values, -values]), piece)
+    wire = torch.empty(len(values), dtype=wire_dtype, device=device)
+    ops.pack(values.to(device).split(piece), wire, new_stats(device))
+    assert_bitwise_equal(wire, values.to(wire_dtype))
+
+
+@in_either_order
+@in_one_or_in_pieces
+@pytest.mark.parametrize("grad_dtype", HALVES)
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_every_16_bit_gradient_is_packed(
+    grad_dtype: torch.dtype, wire_dtype: torch.dtype, piece: int, device: str
+) -> None:
+    grads = _enough(all_patterns(grad_dtype), piece)
+    limit = reference.saturation_limit(wire_dtype, 3)
+    for multiplier in (1.0, 1 / 3, 2.0**-14, 512.0):
+        wire = torch.empty(len(grads), dtype=wire_dtype, device=device)
+        expected = torch.empty(len(grads), dtype=wire_dtype)
+        stats, expected_stats = new_stats(device), new_stats()
+        ops.pack(grads.to(device).split(piece), wire, stats, multiplier=multiplier, limit=limit)
+        reference.pack([grads], expected, expected_stats, multiplier=multiplier, limit=limit)
+        assert_bitwise_equal(wire, expected)
+        assert_same_stats(stats, expected_stats)
+
+
+# ---- finite stays finite --------------------------------------------------------------------------------------------
+
+
+@in_either_order
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", HALVES)
+def test_limit_is_kept_at_every_place(grad_dtype: torch.dtype, wire_dtype: torch.dtype, device: str) -> None:
+    """What is at the limit is sent as it is and not counted; what is beyond is sent as the limit and counted."""
+    limit = 3.0
+    at = torch.tensor(limit, dtype=grad_dtype)
+    inf, nan = float("inf"), float("nan")
+    values = [at, -at, at.nextafter(at + 1), -at.nextafter(at + 1), 1e4, -1e4, inf, -inf, nan]
+    sent = [limit, -limit, limit, -limit, limit, -limit, inf, -inf, nan]
+    for place in range(2 * BLOCK + 7):
+        grad = torch.zeros(2 * BLOCK + 7, dtype=grad_dtype)
+        index = torch.arange(place, place + len(values)) % len(grad)
+        grad[index] = torch.tensor(values, dtype=grad_dtype)
+        expected = torch.zeros(len(grad), dtype=wire_dtype)
+        expected[index] = torch.tensor(sent, dtype=wire_dtype)
+        wire, stats = torch.empty_like(expected, device=device), new_stats(device)
+        ops.pack([grad.to(device)], wire, stats, limit=limit)
+        assert_bitwise_equal(wire, expected)
+        assert stats[reference.NUM_SATURATED] == 4
+
+
+@in_either_order
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("wire_dtype", HALVES)
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("values", ["special", "bits", "wide"])
+def test_sum_over_ranks_stays_finite_in_any_order(
+    values: str, grad_dtype: torch.dtype, wire_dtype: torch.dtype, world_size: int, device: str
+) -> None:
+    """Gradients up to the largest there are, on ranks alike or not: what is finite stays so, what is not arrives."""
+    for scale_exponent in (None, -100, 5, 100):
+        wires, nonfinite = [], torch.zeros(3 * BLOCK + 5, dtype=torch.bool)
+        for rank in range(world_size):
+            built = Bucket(
+                (Gradient((3 * BLOCK + 5,)),),
+                grad_dtype,
+                wire_dtype,
+                scale_exponent=scale_exponent,
+                multiplier=1 / world_size,
+                limit=reference.saturation_limit(wire_dtype, world_size),
+                values=values,
+                seed=rank // 2,  # every other rank holds what the one before it does
+            ).build(device)
+            call(ops, "pack", built)
+            wires.append(built.wire.clone())
+            nonfinite |= ~built.grads[0].cpu().isfinite()
+            alike = _sum_in_order([built.wire] * world_size)
+            assert torch.equal(alike.isfinite(), built.grads[0].isfinite())
+        shuffled = [wires[i] for i in torch.randperm(world_size, generator=torch.Generator().manual_seed(3))]
+        for total in (_sum_in_order(wires), _sum_in_order(wires[::-1]), _sum_in_order(shuffled), _sum_in_pairs(wires)):
+            assert torch.equal(~total.isfinite().cpu(), nonfinite)
+            built.wire.copy_(total)
+            call(ops, "unpack", built)
+            assert torch.equal(~built.grads[0].isfinite().cpu(), nonfinite)
+            assert built.stats[reference.NUM_NONFINITE] == nonfinite.sum()
+
+
+def _sum_in_order(wires: Sequence[Tensor]) -> Tensor:
+    total = wires[0].clone()
+    for wire in wires[1:]:
+        total += wire
+    return total
+
+
+def _sum_in_pairs(wires: Sequence[Tensor]) -> Tensor:
+    if len(wires) == 1:
+        return wires[0].clone()
+    middle = len(wires) // 2
+    return _sum_in_pairs(wires[:middle]) + _sum_in_pairs(wires[middle:])
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_what_saturates_is_counted_once_where_the_wire_is_the_gradients_memory(dtype: torch.dtype, device: str) -> None:
+    """As under DDP, whose buckets travel from where they are: what is read again is not what came."""
+    largest = torch.finfo(dtype).max
+    wire = torch.full((300,), largest / 64, dtype=torch.float64).to(dtype)  # which times 16 fits, and times 256 not
+    wire[[0, 299]] = largest
+    expected, stats = wire.clone(), new_stats(device)
+    grad = wire.to(device)
+    ops.unpack(grad, [grad], stats, torch.tensor(2.0**-4, device=device))
+    reference.unpack(expected, [expected], new_stats(), torch.tensor(2.0**-4))
+    assert_bitwise_equal(grad, expected, "grad")
+    assert stats[reference.NUM_SATURATED].item() == 2
+
+
+# ---- the bucket scale -----------------------------------------------------------------------------------------------
+
+magnitudes_over_time = st.lists(
+    st.one_of(st.just(0.0), st.sampled_from([float("nan"), float("inf")]), st.floats(2.0**-126, 2.0**126, width=32)),
+    max_size=40,
+)
+
+
+@in_either_order
+@given(magnitudes=magnitudes_over_time, exponent=st.integers(-118, 118))
+@example(magnitudes=[1.0] * 15 + [1e6] + [0.0] * 60 + [1e-30] * 200, exponent=0)
+@random_examples
+def test_bucket_scale_follows_the_reference(device: str, magnitudes: list[float], exponent: int) -> None:
+    scale = torch.tensor(2.0**exponent, device=device)
+    expected = scale.item()
+    grad, stats = torch.zeros(3, device=device), new_stats(device)
+    for magnitude in magnitudes:
+        ops.unpack(torch.tensor([0.0, magnitude, -magnitude / 2], device=device), [grad], stats, scale)
+        finite = grad[grad.isfinite()].abs().max().item()
+        assert stats[reference.MAX_MAGNITUDE].item() == finite
+        expected = reference.next_bucket_scale(expected, finite)
+        assert scale.item() == expected
+
+
+@on_each_device
+def test_bucket_scale_rises_by_two_falls_at_once_and_ignores_what_is_not_finite(device: str) -> None:
+    def scale_after(start: float, *values: float) -> float:
+        scale = torch.tensor(start, device=device)
+        wire = torch.tensor(values, device=device) * start
+        ops.unpack(wire, [torch.zeros(len(values), device=device)], new_stats(device), scale)
+        return scale.item()
+
+    assert scale_after(1.0, 1.0, -0.25) == 2.0
+    assert scale_after(256.0, 1.0) == 512.0
+    assert scale_after(512.0, 1.0) == 512.0
+    assert scale_after(512.0, -1023.0) == 1.0
+    assert scale_after(512.0, 1024.0) == 0.5
+    assert scale_after(512.0, float("nan"), 1.0, float("inf")) == 512.0
+    assert scale_after(1.0, 0.0) == 2.0
+    assert scale_after(2.0**24, 0.0) == 2.0**24
+    assert scale_after(2.0**30, 0.0) == 2.0**30
+    assert scale_after(2.0**118, 2.0**-120) == 2.0**118
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+AT_THE_END_OF_A_PAGE = """
+import ctypes, mmap
+import torch
+import fastsync._C
+from fastsync import reference
+from tests.engine.sample_inputs import GRAD_DTYPES, WIRE_DTYPES
+
+mappings = []
+
+def guarded(numel, dtype):
+    num_bytes = numel * dtype.itemsize
+    length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, length + mmap.PAGESIZE)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + length
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    mappings.append(memory)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=length - num_bytes)
+
+for grad_dtype in GRAD_DTYPES:
+    compute = torch.float64 if grad_dtype == torch.float64 else torch.float32
+    for wire_dtype in WIRE_DTYPES:
+        for numel in (1, 37, 128, 256, 300, 384):
+            wire_dtype = wire_dtype or grad_dtype
+            print(grad_dtype, wire_dtype, numel, flush=True)
+            grads = [guarded(numel, grad_dtype)]
+            length, stats = reference.wire_numel([numel], wire_dtype), torch.zeros(4, dtype=torch.float64)
+            wires = guarded(2 * length, wire_dtype).view(2, length)
+            torch.ops.fastsync.pack(grads, wires[1], stats)
+            torch.ops.fastsync.pack(grads, wires[1], stats, None, [guarded(numel, compute)])
+            torch.ops.fastsync.unpack(wires[1], grads, stats)
+            torch.ops.fastsync.unpack(wires, grads, stats)
+            num_values = -(-numel // 128) * 128 if wire_dtype == torch.uint8 else numel
+            residual = guarded(num_values, compute)
+            torch.ops.fastsync.reduce(wires, guarded(length, wire_dtype), None, residual, grad_dtype=grad_dtype)
+            torch.ops.fastsync.measure(grads, stats)
+"""
+
+
+@pytest.mark.parametrize("capability", ["default", ""])
+def test_nothing_is_read_beyond_the_end_of_a_tensor(capability: str) -> None:
+    """There a page begins that may not be touched."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability} if capability else os.environ
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_THE_END_OF_A_PAGE], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, f"{ended.returncode} at {ended.stdout.splitlines()[-1:]}: {ended.stderr}"
+
+
+# ---- as torch sees them ---------------------------------------------------------------------------------------------
+
+
+@on_real_devices
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(operator: str, device: str) -> None:
+    for built in sample_inputs(device):
+        args, kwargs = built.arguments(operator)
+        results = torch.library.opcheck(getattr(ops, operator).default, args, kwargs)
+        assert set(results.values()) == {"SUCCESS"}
+        assert len(results) == 4
+
+
+@on_real_devices
+def test_compiled_function_gives_the_same_and_its_writes_are_seen(device: str) -> None:
+    def average(grads: list[Tensor], wire: Tensor, stats: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        ops.pack(grads, wire, stats, scale, multiplier=0.5, limit=100.0)
+        sent = wire.float()
+        wire.mul_(2)
+        ops.unpack(wire, grads, stats, scale)
+        ops.measure(grads, stats)
+        return sent, grads[0] + 1
+
+    bucket = Bucket((Gradient((3, 5)), Gradient(()), Gradient((200,))), wire_dtype=torch.float16, scale_exponent=1)
+    eager, compiled = bucket.build(device), bucket.build(device)
+    torch._dynamo.reset()
+    compiled_average = torch.compile(average, backend="aot_eager", fullgraph=True)
+    expected = average(eager.grads, eager.wire, eager.stats, eager.bucket_scale)
+    actual = compiled_average(compiled.grads, compiled.wire, compiled.stats, compiled.bucket_scale)
+    for result, expected_result in zip(actual, expected, strict=True):
+        assert_bitwise_equal(result, expected_result)
+    assert_same_state(compiled, eager)
+    assert not torch.equal(eager.grads[0], bucket.build(device).grads[0])
+
+
+def test_fake_tensors_are_checked_and_nothing_else() -> None:
+    with FakeTensorMode():
+        grads, stats, scale = [torch.empty(3, 5), torch.empty(())], new_stats(), torch.ones(())
+        wire = torch.empty(16, dtype=torch.float16)
+        assert ops.pack(grads, wire, stats, scale, limit=1.0) is None
+        assert ops.unpack(wire, grads, stats, scale) is None
+        assert ops.measure(grads, stats) is None
+        blocks, residuals = torch.empty(2, 264, dtype=torch.uint8), [torch.empty(3, 5), torch.empty(())]
+        assert ops.pack(grads, blocks[0], stats, None, residuals, stochastic=True, seed=1) is None
+        assert ops.reduce(blocks, blocks[1], scale, torch.empty(256), multiplier=0.5) is None
+        assert ops.unpack(blocks, grads, stats, multiplier=0.5) is None
+        with pytest.raises(ValueError, match="wire: expected a contiguous vector of 16 elements"):
+            ops.pack(grads, wire[1:], stats)
+        with pytest.raises(ValueError, match="wire: expected a contiguous vector of 16 elements"):
+            ops.unpack(wire[1:], grads, stats)
+        with pytest.raises(ValueError, match="stats: expected 4"):
+            ops.measure(grads, stats[1:])
+        with pytest.raises(ValueError, match="residual: expected a contiguous Float tensor of 256 elements"):
+            ops.reduce(blocks, blocks[1], None, torch.empty(255))
+
+
+def test_more_than_2_to_the_31_elements_on_meta() -> None:
+    grads = [torch.empty(2**31, device="meta", dtype=torch.bfloat16) for _ in range(3)]
+    wire = torch.empty(3 * 2**31, device="meta", dtype=torch.float16)
+    stats, scale = new_stats("meta"), torch.empty((), device="meta")
+    ops.pack(grads, wire, stats, scale)
+    ops.unpack(wire, grads, stats, scale)
+    ops.measure(grads, stats)
+    blocks = torch.empty(2, 3 * 2**24 * reference.BLOCK_BYTES, device="meta", dtype=torch.uint8)
+    ops.pack(grads, blocks[0], stats)
+    ops.reduce(blocks, blocks[0], multiplier=0.5)
+    ops.unpack(blocks, grads, stats, multiplier=0.5)
+    message = r"contiguous vector of 6442450944 elements, as many as the gradients have, got \[6442450943\]"
+    with pytest.raises(ValueError, match=message):
+        ops.pack(grads, wire[:-1], stats)
+    with pytest.raises(ValueError, match=message):
+        ops.unpack(wire[:-1], grads, stats)
+
+
+@on_real_devices
+def test_autograd_sees_that_tensors_were_written(device: str) -> None:
+    saved = torch.ones(4, device=device)
+    weight = torch.ones(4, device=device, requires_grad=True)
+    product = (weight * saved).sum()
+    ops.unpack(torch.zeros(4, device=device), [saved], new_stats(device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+# ---- on other CPUs --------------------------------------------------------------------------------------------------
+
+TESTS_OF_VALUES = (
+    "(samples or random_buckets or random_wires or borders or magnitude or every or limit or references_bits)"
+    " and not emulated"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_vector_instructions(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[subprocess.Popen[str], Path] | None]:
+    """The tests of values in another process, where torch is told to do without AVX2 too, and what it has said.
+
+    It goes on beside the tests of this file, which take one core; the last of them waits for it.
+    """
+    if not any(
+        item.name == "test_without_vector_instructions_the_values_are_the_same" for item in request.session.items
+    ):
+        yield None
+        return
+    folder = Path(__file__).parent
+    files = [__file__, folder / "test_ops_int8.py", folder / "test_ops_residuals.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files), "-k", TESTS_OF_VALUES]
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "TESTS_WITHOUT_RANKS": "1"}
+    environment.pop("FAIL_WITHOUT_CUDA", None)
+    said = tmp_path_factory.mktemp("without-vector-instructions") / "said"
+    with said.open("w") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process, said
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_without_vector_instructions_the_values_are_the_same(
+    without_vector_instructions: tuple[subprocess.Popen[str], Path],
+) -> None:
+    """The plain rows, which other CPUs use."""
+    process, said = without_vector_instructions
+    assert process.wait(timeout=200) == 0, said.read_text()

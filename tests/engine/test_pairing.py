@@ -1,0 +1,215 @@
+"""Gradients that do not belong together are noticed: on every rank, with the rank that is out of step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync.compression import AnyCompression
+from tests.models import SMALL_BUCKETS, Mlp, assert_same_on_all_ranks, batch
+from tests.ranks import run_ranks
+
+ERROR_FEEDBACK = fastsync.Compression("int8", error_feedback=True)
+HOOK_CHECKS_ONE_OF = 16
+
+
+class _Training:
+    def __init__(self, model: nn.Module, rank: int, **options: Any) -> None:
+        self._model, self._rank, self._number = model, rank, count()
+        self._optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, **options)
+
+    def backward(self) -> None:
+        self._optimizer.zero_grad()
+        self._model(batch(self._rank, next(self._number))).square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self._optimizer.step()
+
+
+def _error_of(call: Callable[[], object], within: int) -> str:
+    """What ends a repeated call, at the latest after so many times."""
+
+    def repeat() -> None:
+        for _ in range(within):
+            call()
+
+    with pytest.raises(RuntimeError, match="gradients that do not belong together") as raised:
+        repeat()
+    return str(raised.value)
+
+
+def _one_backward_more(training: _Training, is_odd: bool, within: int = 1) -> str:
+    for _ in range(3):
+        training.step()
+    (training.backward if is_odd else training.step)()
+    return _error_of(training.step, within)
+
+
+def _attached(rank: int, world_size: int, odd: int, compression: AnyCompression, options: dict[str, Any]) -> str:
+    model = Mlp()
+    fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
+    return _one_backward_more(_Training(model, rank, **options), rank == odd)
+
+
+def _hooked(rank: int, world_size: int, odd: int, compression: AnyCompression, within: int) -> str:
+    model = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
+    fastsync.register_comm_hook(model, compression)
+    return _one_backward_more(_Training(model, rank), rank == odd, within)
+
+
+def _assert_names(errors: Sequence[str], odd: int) -> None:
+    others = ", ".join(str(rank) for rank in range(len(errors)) if rank != odd)
+    for error in errors:
+        assert re.search(rf"rank {odd}: engine (\d+), 0 updates; rank {others}: engine \1, 1 update\.", error), error
+
+
+@pytest.mark.parametrize(
+    ("world_size", "odd", "compression", "options"),
+    [
+        pytest.param(2, 1, "none", {}, id="2 ranks, messages"),
+        pytest.param(2, 0, "bf16", {}, id="2 ranks, all_reduce"),
+        pytest.param(2, 1, "fp16", {"fused": True}, id="a fused optimizer"),
+        pytest.param(3, 2, "none", {}, id="3 ranks, all_reduce"),
+        pytest.param(3, 1, ERROR_FEEDBACK, {"foreach": False}, id="3 ranks, messages"),
+    ],
+)
+def test_a_backward_more_on_one_rank(
+    world_size: int, odd: int, compression: AnyCompression, options: dict[str, Any]
+) -> None:
+    _assert_names(run_ranks(_attached, world_size, odd, compression, options), odd)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "compression", "within"),
+    [
+        pytest.param(2, "none", 1, id="messages"),
+        pytest.param(3, "fp16", 1, id="room beside the gradients"),
+        pytest.param(3, "none", HOOK_CHECKS_ONE_OF, id="in place"),
+    ],
+)
+def test_a_backward_more_on_one_rank_with_the_hook(world_size: int, compression: str, within: int) -> None:
+    errors = run_ranks(_hooked, world_size, 1, compression, within, shared_memory=False)
+    if within == 1:
+        _assert_names(errors, 1)
+    for error in errors:  # the stamp of the first step came before any update
+        assert within == 1 or re.search(r"rank 1: engine (\d+), 15 updates; rank 0, 2: engine \1, 16 updates", error)
+
+
+def _twins(rank: int, world_size: int) -> str:
+    trainings = []
+    for critic in (Mlp(), Mlp()):
+        fastsync.attach(critic, "bf16")
+        trainings.append(_Training(critic, rank))
+    for training in trainings:
+        training.step()  # the ranks agree
+    return _error_of(trainings[rank].step, within=1)
+
+
+def test_twins_whose_backwards_come_in_another_order() -> None:
+    for error in run_ranks(_twins, 2, shared_memory=False):
+        first, second = re.search(r"rank 0: engine (\d+), 1 update; rank 1: engine (\d+), 1 update", error).groups()
+        assert first != second
+
+
+def _twins_agree(rank: int, world_size: int) -> str:
+    critics = [Mlp(), Mlp()]
+    for critic in critics if rank == 0 else reversed(critics):
+        fastsync.attach(critic, "bf16")
+    with pytest.raises(ValueError, match="the ranks do not agree") as raised:
+        _Training(critics[0], rank).step()
+    return str(raised.value)
+
+
+def test_twins_that_are_attached_in_another_order() -> None:
+    for error in run_ranks(_twins_agree, 2):
+        assert "rank 0: engine 0; rank 1: engine 1" in error
+
+
+def _swap_and_restore(model: nn.Module) -> None:
+    """What an evaluation with averaged weights does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            kept = parameter.clone()
+            parameter.zero_()
+            parameter.copy_(kept)
+
+
+def _alone(rank: int, world_size: int) -> None:
+    """More steps than a stamp can count; weights that rank 0 swaps for a while, also around a step that all skip."""
+    model = Mlp()
+    sync = fastsync.attach(model)
+    training = _Training(model, rank)
+    for number in range(600):
+        if number % 5 == 0:
+            with sync.no_sync():
+                training.backward()
+        (training.backward if number % 11 == 10 else training.step)()
+        if rank == 0 and number % 7 == 0:
+            _swap_and_restore(model)
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
+def _frozen_alone(rank: int, world_size: int) -> None:
+    """Rank 0 changes what is frozen, and what is made in inference mode counts nothing."""
+    model = Mlp()
+    model.layers[0].requires_grad_(False)
+    with torch.inference_mode():
+        model.extra = nn.Parameter(torch.zeros(2), requires_grad=False)
+    for number in range(3):
+        model.zero_grad()
+        model(batch(rank, number)).square().mean().backward()
+        fastsync.all_reduce_gradients(model)
+        if rank == 0:
+            model.layers[0].bias.add_(1.0)
+
+
+def _two_models_share_a_state(rank: int, world_size: int) -> None:
+    """Rank 0 alone has loaded a checkpoint into one of them, which DDP gives to all."""
+    models = [Mlp(), Mlp()]
+    if rank == 0:
+        models[0].load_state_dict(models[1].state_dict())
+    trainings = []
+    for model in models:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+        ddp.register_comm_hook(None, fastsync.fp16_compress_hook)
+        trainings.append(_Training(ddp, rank))
+    for _ in range(3):
+        for training in trainings:
+            training.backward()  # a step that a GradScaler skips
+    for _ in range(3):
+        for training in trainings:
+            training.step()
+    message = _error_of(trainings[rank].step, within=1)
+    assert re.search(r"rank 0: engine \d+, 1 update; rank 1: engine \d+, 1 update", message)
+
+
+def _sharded_optimizer(rank: int, world_size: int) -> None:
+    """ZeRO, of which one rank owns nothing."""
+    model = nn.Linear(32, 4, bias=False)
+    fastsync.attach(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        model(batch(rank, number)).square().mean().backward()
+        optimizer.step()
+
+
+def _legitimate(rank: int, world_size: int) -> None:
+    _alone(rank, world_size)
+    _frozen_alone(rank, world_size)
+    _sharded_optimizer(rank, world_size)
+    _two_models_share_a_state(rank, world_size)
+
+
+def test_what_ranks_may_do_alone() -> None:
+    run_ranks(_legitimate, 2, shared_memory=False)

@@ -1,0 +1,416 @@
+"""fastsync.reference against facts that do not come from it: rational arithmetic, small integers, worked examples."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastsync import reference
+from tests.bitwise import assert_bitwise_equal
+from tests.engine.sample_inputs import GRAD_DTYPES
+
+HALVES = [torch.float16, torch.bfloat16]
+FLOAT_WIRES = [None, *HALVES]
+INF, NAN = math.inf, math.nan
+random_examples = settings(derandomize=True, deadline=None, max_examples=300)
+
+# Bits of the significand, exponent of the smallest subnormal (IEEE 754; bfloat16 is float32 without 16 bits).
+FORMATS = {
+    torch.float16: (11, -24),
+    torch.bfloat16: (8, -133),
+    torch.float32: (24, -149),
+    torch.float64: (53, -1074),
+}
+
+
+def nearest_even(value: Fraction, dtype: torch.dtype) -> Fraction | float:
+    """The value of ``dtype`` that is nearest to a rational number, or an infinity."""
+    if value == 0:
+        return Fraction(0)
+    bits, smallest_exponent = FORMATS[dtype]
+    exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
+    if Fraction(2) ** exponent > abs(value):
+        exponent -= 1
+    step = Fraction(2) ** max(exponent - bits + 1, smallest_exponent)
+    rounded = round(value / step) * step  # Fraction rounds halves to even
+    return rounded if abs(rounded) <= Fraction(torch.finfo(dtype).max) else math.copysign(INF, rounded)
+
+
+def new_stats() -> Tensor:
+    return torch.full((reference.NUM_STATS,), -1.0, dtype=torch.float64)
+
+
+def pack(grads: list[Tensor], wire: torch.dtype, scale: float | None = None, **options: float) -> tuple[Tensor, Tensor]:
+    packed, stats = torch.empty(sum(grad.numel() for grad in grads), dtype=wire), new_stats()
+    reference.pack(grads, packed, stats, None if scale is None else torch.tensor(scale), **options)
+    return packed, stats
+
+
+# ---- pack -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    value=st.floats(allow_nan=False, allow_infinity=False, width=32),
+    multiplier=st.sampled_from([1.0, 1 / 3, 0.1, 7.0]),
+    exponent=st.integers(-30, 30),
+    wire=st.sampled_from([torch.float32, *HALVES]),
+)
+@random_examples
+def test_pack_multiplies_in_float32_and_rounds_once(
+    value: float, multiplier: float, exponent: int, wire: torch.dtype
+) -> None:
+    factor = nearest_even(Fraction(multiplier), torch.float32) * Fraction(2) ** exponent
+    product = nearest_even(Fraction(value) * factor, torch.float32)
+    expected = nearest_even(product, wire) if isinstance(product, Fraction) else product
+    packed, _ = pack([torch.tensor([value])], wire, 2.0**exponent, multiplier=multiplier)
+    assert packed.item() == float(expected)
+    assert math.copysign(1, packed.item()) == math.copysign(1, value)
+
+
+@given(value=st.floats(-1e300, 1e300), multiplier=st.sampled_from([1.0, 1 / 3, 0.1]))
+@random_examples
+def test_pack_multiplies_float64_in_float64(value: float, multiplier: float) -> None:
+    packed, _ = pack([torch.tensor([value], dtype=torch.float64)], torch.float64, multiplier=multiplier)
+    assert packed.item() == value * multiplier
+
+
+def test_gradients_lie_one_after_the_other_in_c_order() -> None:
+    counting = torch.arange(6.0).view(2, 3)
+    packed, _ = pack([counting, torch.tensor(9.0), torch.empty(0, 4), counting.t()], torch.float32)
+    assert packed.tolist() == [0, 1, 2, 3, 4, 5, 9, 0, 3, 1, 4, 2, 5]
+
+
+def test_finite_values_beyond_the_limit_saturate_and_are_counted() -> None:
+    grads = [torch.tensor([2.0, 2.5, -2.0, -2.5, 1e30, INF, -INF, NAN])]
+    packed, stats = pack(grads, torch.float16, limit=4.0, multiplier=2.0)
+    assert_bitwise_equal(packed, torch.tensor([4, 4, -4, -4, 4, INF, -INF, NAN], dtype=torch.float16))
+    assert stats.tolist() == [-1, -1, 3, -1]
+
+
+def test_product_that_overflows_float32_saturates_too() -> None:
+    packed, stats = pack([torch.tensor([3e38, -3e38])], torch.bfloat16, 4.0, limit=1024.0)
+    assert packed.tolist() == [1024, -1024]
+    assert stats[reference.NUM_SATURATED] == 2
+
+
+def test_without_a_limit_nothing_saturates() -> None:
+    packed, stats = pack([torch.tensor([1e5, -1e5])], torch.float16)
+    assert packed.tolist() == [INF, -INF]
+    assert stats[reference.NUM_SATURATED] == 0
+
+
+# ---- unpack and measure ---------------------------------------------------------------------------------------------
+
+
+@given(
+    value=st.floats(allow_nan=False, allow_infinity=False, width=16),
+    exponent=st.integers(-30, 30),
+    grad=st.sampled_from(GRAD_DTYPES),
+)
+@random_examples
+def test_unpack_divides_by_the_scale_and_keeps_finite_what_is(value: float, exponent: int, grad: torch.dtype) -> None:
+    exact = nearest_even(Fraction(value) / Fraction(2) ** exponent, grad)
+    largest = torch.finfo(grad).max
+    expected = max(-largest, min(largest, float(exact)))
+    written = torch.zeros(1, dtype=grad)
+    scale = torch.tensor(2.0**exponent)
+    reference.unpack(torch.tensor([value], dtype=torch.float16), [written], new_stats(), scale)
+    assert written.item() == expected
+
+
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("wire_dtype", FLOAT_WIRES)
+def test_unpack_undoes_pack_where_nothing_is_rounded(grad_dtype: torch.dtype, wire_dtype: torch.dtype | None) -> None:
+    counting = torch.arange(-30, 30, dtype=grad_dtype)
+    grads = [counting[:12].view(3, 4).t(), counting[12].clone(), counting[13:13], counting[13:]]
+    packed, _ = pack(grads, wire_dtype or grad_dtype, 4.0)
+    back = [torch.full_like(grad, 99) for grad in grads]
+    reference.unpack(packed, back, new_stats(), torch.tensor(4.0))
+    for grad, expected in zip(back, grads, strict=True):
+        assert_bitwise_equal(grad, expected)
+
+
+def test_what_is_not_finite_on_the_wire_arrives() -> None:
+    written = torch.zeros(3, dtype=torch.float16)
+    reference.unpack(torch.tensor([INF, -INF, NAN], dtype=torch.bfloat16), [written], new_stats())
+    assert_bitwise_equal(written, torch.tensor([INF, -INF, NAN], dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_statistics_of_small_integers_are_exact(dtype: torch.dtype) -> None:
+    grads = [torch.tensor([[3.0, -4.0]], dtype=dtype), torch.tensor(12.0, dtype=dtype), torch.empty(0, dtype=dtype)]
+    stats = new_stats()
+    reference.measure(grads, stats)
+    assert stats.tolist() == [169, 0, -1, 12]
+    written, stats = [torch.empty_like(grad) for grad in grads], new_stats()
+    reference.unpack(torch.tensor([6.0, -8.0, 24.0], dtype=dtype), written, stats, torch.tensor(2.0))
+    assert stats.tolist() == [169, 0, -1, 12]
+
+
+def test_statistics_where_something_is_not_finite() -> None:
+    stats = new_stats()
+    reference.measure([torch.tensor([3.0, -INF]), torch.tensor([-4.0])], stats)
+    assert stats.tolist() == [INF, 1, -1, 4]
+    reference.measure([torch.tensor([NAN, INF])], stats)
+    assert math.isnan(stats[reference.SUM_OF_SQUARES])
+    assert stats[1:].tolist() == [2, -1, 0]
+
+
+def test_statistics_of_nothing_are_zero() -> None:
+    stats = new_stats()
+    reference.measure([torch.empty(0), torch.empty(2, 0)], stats)
+    assert stats.tolist() == [0, 0, -1, 0]
+
+
+def test_squares_beyond_float32_count() -> None:
+    stats = new_stats()
+    reference.measure([torch.tensor([2.0**100, 2.0**-100])], stats)
+    assert stats[reference.SUM_OF_SQUARES] == 2.0**200
+    reference.measure([torch.tensor([2.0**-100])], stats)
+    assert stats[reference.SUM_OF_SQUARES] == 2.0**-200
+
+
+# ---- how far values may go ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", HALVES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8, 64, 1000])
+def test_saturation_limit_is_the_largest_that_cannot_overflow(wire: torch.dtype, world_size: int) -> None:
+    bits, _ = FORMATS[wire]
+    growth = world_size * (1 + Fraction(1, 2**bits)) ** (world_size - 1)
+    limit = torch.tensor(reference.saturation_limit(wire, world_size), dtype=wire)
+    assert limit.item() == reference.saturation_limit(wire, world_size)
+    largest = Fraction(torch.finfo(wire).max)
+    assert Fraction(limit.item()) * growth <= largest
+    if world_size > 1:
+        following = limit.nextafter(torch.tensor(INF, dtype=wire)).item()
+        assert Fraction(following) * growth > largest
+
+
+@pytest.mark.parametrize("wire", HALVES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64, 1000])
+def test_sum_of_limits_is_finite(wire: torch.dtype, world_size: int) -> None:
+    """Every addition rounded to the wire's dtype: one after the other, and in pairs of pairs."""
+    limit = torch.tensor(reference.saturation_limit(wire, world_size), dtype=wire)
+    one_by_one = limit
+    for _ in range(world_size - 1):
+        one_by_one = one_by_one + limit
+    assert one_by_one.isfinite()
+    level = limit.repeat(world_size)
+    while len(level) > 1:
+        odd = level[2 * (len(level) // 2) :]
+        level = torch.cat([level[: len(level) // 2] + level[len(level) // 2 : 2 * (len(level) // 2)], odd])
+    assert level.isfinite().all()
+
+
+def test_saturation_limits_of_one_and_two_ranks() -> None:
+    assert reference.saturation_limit(torch.float16, 1) == 65504
+    assert reference.saturation_limit(torch.float16, 2) == 32736
+    assert reference.saturation_limit(torch.bfloat16, 1) == torch.finfo(torch.bfloat16).max
+    assert reference.saturation_limit(torch.float32, 2) is None
+    assert reference.saturation_limit(torch.float64, 2) is None
+
+
+@given(magnitude=st.floats(2.0**-90, 2.0**109, width=32))
+@random_examples
+def test_initial_scale_brings_the_largest_to_1024_at_most(magnitude: float) -> None:
+    scale = reference.initial_bucket_scale(magnitude)
+    assert math.frexp(scale)[0] == 0.5
+    assert 2**9 <= magnitude * scale < 2**10
+
+
+def test_initial_scale_at_its_ends() -> None:
+    assert reference.initial_bucket_scale(0.0) == 1
+    assert reference.initial_bucket_scale(1.0) == 512
+    assert reference.initial_bucket_scale(2.0**-149) == 2.0**118
+    assert reference.initial_bucket_scale(3e38) == 2.0**-118
+
+
+@given(magnitude=st.floats(2.0**-90, 2.0**90, width=32), exponent=st.integers(-118, 118))
+@random_examples
+def test_next_scale_falls_at_once_and_rises_by_two(magnitude: float, exponent: int) -> None:
+    wanted = reference.initial_bucket_scale(magnitude)
+    scale = 2.0**exponent
+    following = reference.next_bucket_scale(scale, magnitude)
+    assert following == (2 * scale if wanted > scale else wanted)
+    for _ in range(200):
+        following = reference.next_bucket_scale(following, magnitude)
+    assert following == wanted
+
+
+def test_next_scale_of_zeros_rises_to_its_end_and_never_falls() -> None:
+    scale = 1.0
+    for exponent in range(1, 25):
+        scale = reference.next_bucket_scale(scale, 0.0)
+        assert scale == 2.0**exponent
+    assert reference.next_bucket_scale(2.0**24, 0.0) == 2.0**24
+    assert reference.next_bucket_scale(2.0**50, 0.0) == 2.0**50
+
+
+def test_unpack_moves_the_scale_on_by_what_it_wrote() -> None:
+    scale = torch.tensor(512.0)
+    reference.unpack(torch.tensor([512.0 * 3, NAN, INF]), [torch.zeros(3)], new_stats(), scale)
+    assert scale.item() == 256
+
+
+# ---- a whole sync ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", FLOAT_WIRES)
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_mean_of_small_integers_is_exact(world_size: int, dtype: torch.dtype, wire: torch.dtype | None) -> None:
+    ranks = [
+        [torch.tensor([[rank, -rank], [2, 16]], dtype=dtype), torch.tensor(3 * rank)] for rank in range(world_size)
+    ]
+    ranks = [[grad.to(dtype) for grad in grads] for grads in ranks]
+    mean = (world_size - 1) / 2
+    matrix, scalar = reference.all_reduce_mean(ranks, wire)
+    assert matrix.tolist() == [[mean, -mean], [2, 16]]
+    assert scalar.item() == 3 * mean
+
+
+def test_mean_of_large_gradients_survives_float16() -> None:
+    """Casting first and dividing afterwards gives inf, because 1.2e5 is no float16."""
+    ranks = [[torch.tensor([1e5, 1.2e5])], [torch.tensor([-5e4, 0.0])]]
+    (mean,) = reference.all_reduce_mean(ranks, torch.float16)
+    assert mean.tolist() == [24992, 60000]
+
+
+@pytest.mark.parametrize("magnitude", [1e-25, 8e-8, 1.0, 3e4, 1e30])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_mean_over_float16_is_near_the_mean_at_every_magnitude(world_size: int, magnitude: float) -> None:
+    """Each rank's value and each of the n − 1 additions is rounded once, by at most 2^-11 of itself."""
+    ranks = [[torch.full((2,), magnitude)] for _ in range(world_size)]
+    (mean,) = reference.all_reduce_mean(ranks, torch.float16)
+    torch.testing.assert_close(mean, ranks[0][0], rtol=world_size * 2**-11, atol=0)
+
+
+@pytest.mark.parametrize("wire", FLOAT_WIRES)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_not_finite_on_one_rank_reaches_the_mean_in_its_place(bad: float, wire: torch.dtype | None) -> None:
+    ranks = [[torch.tensor([1.0, 2.0])], [torch.tensor([1.0, bad])], [torch.tensor([1.0, 2.0])]]
+    for order in itertools.permutations(ranks):
+        (mean,) = reference.all_reduce_mean(order, wire)
+        assert mean.isfinite().tolist() == [True, False]
+
+
+# ---- blocks of int8 -------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_a_scale_and_128_bytes() -> None:
+    values = torch.zeros(130)
+    values[:4] = torch.tensor([254.0, -254.0, 1.0, -3.0])
+    values[128:] = torch.tensor([0.5, 127.0])
+    wire = reference.encode_int8(values)
+    assert len(wire) == 2 * 132
+    assert wire[:4].view(torch.float32).item() == 2
+    assert wire[4:132].view(torch.int8).tolist() == [127, -127, 0, -2] + [0] * 124  # halves go to even
+    assert wire[132:136].clone().view(torch.float32).item() == 1
+    assert wire[136:].view(torch.int8).tolist() == [0, 127] + [0] * 126
+    assert reference.decode_int8(wire)[:4].tolist() == [254, -254, 0, -4]
+
+
+def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
+    values = torch.cat([torch.zeros(128), torch.full((128,), 1.0), torch.full((128,), 2.0)])
+    values[200] = -INF
+    decoded = reference.decode_int8(reference.encode_int8(values))
+    assert_bitwise_equal(decoded[:128], torch.zeros(128))
+    assert decoded[128:256].isnan().all()
+    assert decoded[256:].tolist() == [2.0] * 128
+
+
+def test_every_gradient_begins_a_block() -> None:
+    grads = [torch.arange(130.0), torch.empty(0), torch.tensor(5.0), torch.tensor([[127.0, -1.0]])]
+    assert reference.wire_numel([130, 0, 1, 2], torch.uint8) == 4 * 132
+    wire = torch.empty(4 * 132, dtype=torch.uint8)
+    reference.pack(grads, wire, new_stats())
+    decoded = reference.decode_int8(wire)
+    assert decoded[:127].tolist() == list(range(127))
+    assert (decoded[256].item(), decoded[384].item(), decoded[385].item()) == (5, 127, -1)
+    written = [torch.full_like(grad, 99) for grad in grads]
+    reference.unpack(wire, written, new_stats())
+    assert (written[2].item(), written[3].tolist()) == (5, [[127, -1]])
+
+
+# ---- sums in float32 ------------------------------------------------------------------------------------------------
+
+NARROW = [*HALVES, torch.uint8]
+# The error of one encoding, relative to the largest magnitude of what is encoded: half a step.
+HALF_STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.uint8: 0.5 / 127 + 2.0**-17}
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("wire", NARROW)
+@pytest.mark.parametrize("magnitude", [1e-25, 1e-4, 1.0, 1e4, 1e30])
+def test_error_of_sums_in_float32_does_not_grow_with_the_world(
+    wire: torch.dtype, algorithm: str, magnitude: float
+) -> None:
+    """One rounding in, and for two_shot one more out, whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(6)
+    for world_size in (1, 2, 3, 8, 32):
+        ranks = [[(torch.rand(500, generator=generator) - 0.5) * 2 * magnitude] for _ in range(world_size)]
+        exact = torch.stack([grads[0].double() for grads in ranks]).mean(dim=0)
+        (mean,) = reference.all_reduce_mean(ranks, wire, reduce="fp32", algorithm=algorithm)
+        bound = magnitude * HALF_STEP[wire] * (1 if algorithm == "one_shot" else 2.02)
+        assert (mean.double() - exact).abs().max() <= bound * (1 + world_size * 2.0**-20)
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sums_in_float32_of_the_gradients_own_dtype_are_the_mean(world_size: int, dtype: torch.dtype) -> None:
+    ranks = [[torch.tensor([[rank, -rank], [2, 16]]).to(dtype)] for rank in range(world_size)]
+    for algorithm in ("one_shot", "two_shot"):
+        (mean,) = reference.all_reduce_mean(ranks, reduce="fp32", algorithm=algorithm)
+        assert mean.tolist() == [[(world_size - 1) / 2, (1 - world_size) / 2], [2, 16]]
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("wire", NARROW)
+def test_what_was_applied_over_the_steps_is_the_mean_up_to_one_steps_residuals(
+    wire: torch.dtype, algorithm: str
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    world_size = 3
+    residuals = [[torch.zeros(300)] for _ in range(world_size)]
+    numel = 384 if wire == torch.uint8 else 300
+    reduced_residual = torch.zeros(numel) if algorithm == "two_shot" else None
+    applied, wanted = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
+    for _ in range(30):
+        ranks = [[torch.randn(300, generator=generator)] for _ in range(world_size)]
+        wanted += torch.stack([grads[0].double() for grads in ranks]).mean(dim=0)
+        (mean,) = reference.all_reduce_mean(
+            ranks,
+            wire,
+            reduce="fp32",
+            algorithm=algorithm,
+            residuals=residuals,
+            reduced_residual=reduced_residual,
+        )
+        applied += mean.double()
+        kept = torch.stack([each[0].double() for each in residuals]).mean(dim=0)
+        if reduced_residual is not None:
+            kept += reduced_residual[:300].double()
+        torch.testing.assert_close(applied + kept, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("wire", NARROW)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_not_finite_on_one_rank_reaches_the_sum_in_float32(
+    bad: float, wire: torch.dtype, algorithm: str
+) -> None:
+    ranks = [[torch.ones(300)], [torch.ones(300)]]
+    ranks[1][0][200] = bad
+    (mean,) = reference.all_reduce_mean(ranks, wire, reduce="fp32", algorithm=algorithm)
+    expected = torch.zeros(300, dtype=torch.bool)
+    expected[128 : 256 if wire == torch.uint8 else 128] = True
+    expected[200] = True
+    assert torch.equal(~mean.isfinite(), expected)

@@ -1,0 +1,285 @@
+"""Models under fully_shard: what the engine's reduce-scatter gives, against one process that holds all data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fastsync
+from fastsync import _C, Compression, reference
+from fastsync.autotune.candidates import Candidate, engine_schedule
+from fastsync.compression import Wire
+from tests.bitwise import assert_bitwise_equal
+from tests.engine.sharded import (
+    LIMITS,
+    STEPS,
+    Tied,
+    batch_of,
+    distance,
+    full,
+    loss_of,
+    sharded,
+    step_of,
+    train,
+    trained_alone,
+)
+from tests.ranks import run_ranks
+
+WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
+DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+
+
+# ---- the same bits as the reference ---------------------------------------------------------------------------------
+
+
+def _as_the_reference(rank: int, world_size: int, device: str) -> None:
+    several_pieces = 300_001 if world_size == 2 else 600
+    cases = itertools.product(WIRES, (torch.float32, torch.float64, torch.bfloat16), (5, 1000, several_pieces))
+    for wire, dtype, shard in cases:
+        feedback = wire != "none"
+        numel = shard * world_size
+        engine = _C.ShardedState(dist.group.WORLD)
+        choice = Compression(wire, reduce="fp32", error_feedback=feedback)
+        engine.set_schedule(engine_schedule([(0, [Candidate(choice)])]))
+        identity = torch.empty(numel, dtype=dtype, device="meta")
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
+        residuals = [torch.zeros(numel, dtype=sums) for _ in range(world_size)] if feedback else None
+        for step, factor in enumerate((None, 1.0, 0.3)):
+            generators = [torch.Generator().manual_seed(10 * step + other) for other in range(world_size)]
+            inputs = [torch.randn(numel, generator=generator).to(dtype) for generator in generators]
+            op = [dist.ReduceOp.AVG, dist.ReduceOp.SUM, dist._make_nccl_premul_sum(0.3)][step]
+            output = torch.empty(shard, dtype=dtype, device=device)
+            engine.reduce_scatter(identity, "all of them", output, inputs[rank].to(device), op)
+            expected = reference.reduce_scatter(inputs, DTYPE_OF[wire], factor=factor, residuals=residuals)
+            what = f"{wire}, {dtype}, {shard} values, step {step}"
+            assert_bitwise_equal(output.cpu(), expected[rank], what)
+            squares = expected[rank].double().square().sum().item()
+            assert engine.grad_stats()[0, reference.SUM_OF_SQUARES].item() == pytest.approx(squares, rel=1e-6), what
+
+
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(1, True), (2, True), (2, False), (3, True), (3, False)])
+def test_a_shard_is_the_references_to_the_bit(world_size: int, shared_memory: bool) -> None:
+    run_ranks(_as_the_reference, world_size, "cpu", shared_memory=shared_memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_shard_on_gpus_is_the_references_to_the_bit(world_size: int) -> None:
+    run_ranks(_as_the_reference, world_size, "cuda", backend="nccl")
+
+
+def _rounds_by_chance(rank: int, world_size: int) -> None:
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("int8", reduce="fp32", rounding="stochastic"))])]))
+    for num_blocks in (1, 4000):  # several pieces, in more memory than the first one took
+        values = torch.full((world_size * num_blocks, 128), 0.5)
+        values[:, 0] = 127  # so that whole numbers travel
+        output = torch.empty(num_blocks, 128)
+        identity = torch.empty(values.numel(), device="meta")
+        engine.reduce_scatter(identity, "all of them", output.view(-1), values.view(-1), dist.ReduceOp.SUM)
+        assert len(output.unique(dim=0)) == num_blocks
+
+
+def test_every_block_rounds_by_a_chance_of_its_own() -> None:
+    run_ranks(_rounds_by_chance, 2)
+
+
+# ---- trainings ------------------------------------------------------------------------------------------------------
+
+
+def _trains(rank: int, world_size: int) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    alone = trained_alone()
+    found = {}
+    for wire in WIRES:
+        model = sharded(mesh)
+        handle = fastsync.register_reduce_scatter(model, Compression(wire, error_feedback=wire == "int8"))
+        train(model, rank, world_size)
+        found[wire] = distance(model, alone)
+        stats = handle.stats()
+        assert stats.num_steps == STEPS
+        assert stats.num_syncs == 3 * STEPS
+        assert all(block.unused.grad is None and block.frozen.grad is None for block in model.blocks)
+        assert_bitwise_equal(full(model.head.weight), full(model.embedding.weight))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (4, True)])
+def test_trains_as_one_process_with_all_data(world_size: int, shared_memory: bool) -> None:
+    found = run_ranks(_trains, world_size, shared_memory=shared_memory)[0]
+    assert all(found[wire] <= LIMITS[wire] for wire in WIRES), found
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32 sums of bfloat16": {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    },
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+    "micro-batches": {"micro_batches": 2},
+    "activation checkpointing": {"checkpointed": True},
+}
+
+
+def _trains_in_variants(rank: int, world_size: int) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    alone = trained_alone()
+    found = {}
+    for name, options in VARIANTS.items():
+        micro_batches = options.pop("micro_batches", 1)
+        model = sharded(mesh, **options)
+        fastsync.register_reduce_scatter(model, "bf16")
+        train(model, rank, world_size, micro_batches=micro_batches)
+        found[name] = distance(model, alone)
+    return found
+
+
+def test_trains_in_variants_as_one_process_with_all_data() -> None:
+    found = run_ranks(_trains_in_variants, 2)[0]
+    assert all(found[name] <= LIMITS["bf16"] * (10 if "bfloat16" in name else 1) for name in VARIANTS), found
+
+
+def _trains_in_replicas(rank: int, world_size: int) -> list[dict[str, float]]:
+    """HSDP of two replicas: fully_shard's own, and with an all-reduce of the engine's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    alone = trained_alone()
+    found: list[dict[str, float]] = [{}, {}]
+    for wire in WIRES:
+        compression = Compression(wire, reduce="fp32", error_feedback=wire == "int8")
+        model = sharded(mesh)
+        fastsync.register_reduce_scatter(model, compression)
+        train(model, rank, world_size)
+        found[0][wire] = distance(model, alone)
+        model = sharded(mesh["shard"])
+        handle = fastsync.register_all_reduce_hook(model, compression, process_group=mesh["replicate"])
+        if wire == "bf16":
+            fastsync.register_reduce_scatter(model, compression)
+        train(model, rank, world_size)
+        found[1][wire] = distance(model, alone)
+        assert handle.stats().num_syncs == 3 * STEPS
+        for parameter in model.parameters():
+            theirs = [torch.empty_like(full(parameter)) for _ in range(world_size)]
+            dist.all_gather(theirs, full(parameter).detach())
+            for other in theirs:
+                assert_bitwise_equal(other, full(parameter))
+    return found
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_trains_in_replicas_as_one_process_with_all_data(shared_memory: bool) -> None:
+    for found in run_ranks(_trains_in_replicas, 4, shared_memory=shared_memory)[0]:
+        assert all(found[wire] <= LIMITS[wire] for wire in WIRES), found
+
+
+def _replicates(rank: int, world_size: int) -> float:
+    module = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "alone"))
+    model = Tied()
+    for part in (*model.blocks, model):
+        module.replicate(part, mesh=mesh["alone"])
+    with pytest.raises(ValueError, match="is replicated and not sharded"):
+        fastsync.register_reduce_scatter(model)
+    handle = fastsync.register_all_reduce_hook(model, "fp16", process_group=mesh["replicate"])
+    train(model, rank, world_size)
+    squares = [full(p.grad).square().sum() for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(handle.grad_norm(), torch.stack(squares).sum().sqrt())
+    return distance(model, trained_alone())
+
+
+def test_replicas_that_are_not_sharded() -> None:
+    assert max(run_ranks(_replicates, 2)) <= LIMITS["fp16"]
+
+
+def _trains_beside_tensor_parallelism(rank: int, world_size: int) -> list[float]:
+    """Shards of the tensors' parts, and whole replicas of them."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "alone", "tensor"))
+    found = []
+    for is_sharded in (True, False):
+        model = Tied()
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+        for call in (fastsync.attach, fastsync.all_reduce_gradients):
+            with pytest.raises(ValueError, match=r"is a DTensor.*data-parallel dimension"):
+                call(model, process_group=mesh["data"])
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh["data" if is_sharded else "alone"])
+        if is_sharded:
+            handle = fastsync.register_reduce_scatter(model, "bf16")
+        else:
+            handle = fastsync.register_all_reduce_hook(model, "bf16", process_group=mesh["data"])
+        train(model, mesh.get_local_rank("data"), 2)
+        assert handle.stats().num_syncs == 3 * STEPS
+        found.append(distance(model, trained_alone()))
+        with pytest.raises(RuntimeError, match="tensor parallelism, split some parameters"):
+            handle.grad_norm()
+    return found
+
+
+def test_trains_beside_tensor_parallelism() -> None:
+    for found in run_ranks(_trains_beside_tensor_parallelism, 4):
+        assert max(found) <= LIMITS["bf16"], found
+
+
+# Between two ranks a sum of float32 values is the same whoever adds, and its half is exact.
+POLICIES = [
+    MixedPrecisionPolicy(),
+    MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    MixedPrecisionPolicy(reduce_dtype=torch.float16),
+    MixedPrecisionPolicy(reduce_dtype=torch.float64),
+]
+
+
+def _as_without_it(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def compare(what: str, micro_batches: int = 1, change: Callable[[Any], None] = lambda _: None, **opts: Any) -> None:
+        models = [sharded(mesh, **opts) for _ in range(2)]
+        fastsync.register_reduce_scatter(models[0], "none")
+        for model in models:
+            change(model)
+            train(model, rank, world_size, steps=3, micro_batches=micro_batches)
+        for index, pair in enumerate(zip(*(model.parameters() for model in models), strict=True)):
+            mine, theirs = (parameter.to_local() for parameter in pair)
+            assert_bitwise_equal(mine, theirs, f"{what}, parameter {index}")
+
+    for policy in POLICIES:
+        compare(f"{policy}", mp_policy=policy)
+        compare(f"{policy} with micro-batches", micro_batches=2, mp_policy=policy)
+    compare("checkpointed", checkpointed=True)
+    compare("kept whole after forward", reshard_after_forward=False)
+    compare("sums", change=lambda model: model.set_force_sum_reduction_for_comms(True))
+
+
+def test_full_width_between_two_ranks_is_what_fully_shard_does_by_itself() -> None:
+    run_ranks(_as_without_it, 2)
+
+
+def _divides_by_another_factor(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = sharded(mesh)
+    for module in (*model.blocks, model):
+        module.set_gradient_divide_factor(4.0)  # which Gloo's own reduce-scatter does not take
+    handle = fastsync.register_reduce_scatter(model, "none")
+    assert fastsync.handle_of(model) is handle
+    step_of(model, 0, rank, world_size)
+    alone = Tied()
+    loss_of(alone, *batch_of(0)).backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(full(mine.grad), theirs.grad * (world_size / 4.0))
+    squares = [p.grad.square().sum() for p in alone.parameters() if p.grad is not None]
+    expected = torch.stack(squares).sum().sqrt() * (world_size / 4.0)
+    torch.testing.assert_close(handle.grad_norm(), expected)
+
+
+def test_a_divide_factor_of_the_users() -> None:
+    run_ranks(_divides_by_another_factor, 2)

@@ -1,0 +1,184 @@
+"""Models under fully_shard: ranks that are lost or disagree, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync import _C, Compression
+from fastsync.autotune.candidates import Candidate, engine_schedule
+from tests.engine.sharded import Tied, batch_of, loss_of, sharded, step_of
+from tests.ranks import run_ranks
+
+# ---- ranks that are lost --------------------------------------------------------------------------------------------
+
+
+def _loses_a_rank(rank: int, world_size: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
+    fastsync.register_reduce_scatter(model)
+    step_of(model, 0, rank, world_size)
+    loss = loss_of(model, *batch_of(1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"averaging module 'blocks\.1' failed on rank 0 of 2: (.|\n)*rank 1"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_rank_that_is_lost_is_named(shared_memory: bool) -> None:
+    run_ranks(_loses_a_rank, 2, shared_memory=shared_memory, lost={1})
+
+
+def _meets_others(rank: int, world_size: int) -> None:
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("bf16", reduce="fp32"))])]))
+    whole = [torch.empty(numel * world_size, device="meta") for numel in (64, 512, 512)]
+
+    def send(index: int) -> Tensor:
+        numel = whole[index].numel()
+        output = torch.empty(numel // world_size)
+        engine.reduce_scatter(whole[index], f"part {index}", output, torch.ones(numel), dist.ReduceOp.AVG)
+        return output
+
+    for step in range(2):
+        assert all(send(index).eq(1).all() for index in range(3)), step
+    with pytest.raises(
+        RuntimeError, match=r"averaging part \d failed on rank(.|\n)*rank \d has (sent gradients of oth|fai)"
+    ):
+        send(1 if rank == world_size - 1 else 0 if world_size == 2 else 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_send_others_are_noticed_in_shared_memory(world_size: int) -> None:
+    run_ranks(_meets_others, world_size)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def _misfits(rank: int, world_size: int) -> None:
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("none"))])]))
+
+    def send(numel: int, of_output: int, op: Any) -> None:
+        identity = torch.empty(numel, device="meta")
+        engine.reduce_scatter(identity, "part", torch.empty(of_output), torch.ones(numel), op)
+
+    with pytest.raises(ValueError, match=r"input: expected 2 times the output's 3 values, .*, got 5 of Float"):
+        send(5, 3, dist.ReduceOp.SUM)
+    with pytest.raises(ValueError, match="takes AVG, SUM and PREMUL_SUM with a number, got another one"):
+        send(6, 3, dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match=r"ranks do not agree on .*rank 0: part with 6 values of Float"):
+        send(6 + 2 * rank, 3 + rank, dist.ReduceOp.SUM)
+
+    def send_of(dtype: torch.dtype) -> None:
+        values = torch.ones(6, dtype=dtype)
+        engine.reduce_scatter(torch.empty(6, device="meta"), "part", values[:3].clone(), values, dist.ReduceOp.SUM)
+
+    with pytest.raises(ValueError, match=r"rank 0: part with 6 values of Float; rank 1: part with 6 values of Int"):
+        send_of(torch.int32 if rank else torch.float32)
+    with pytest.raises(ValueError, match="part has Int gradients; fastsync handles float32"):
+        send_of(torch.int32)
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    run_ranks(_misfits, 2)
+
+
+class Foreign:
+    """A reduce-scatter of somebody else's."""
+
+    def allocate(self, size: Any, **options: Any) -> Tensor:
+        return torch.empty(*size, **options)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    register = fastsync.register_reduce_scatter
+    with pytest.raises(ValueError, match="expected a model that went through fully_shard, got int"):
+        register(3)
+    with pytest.raises(ValueError, match="no module of this Tied went through fully_shard"):
+        register(Tied())
+    with pytest.raises(ValueError, match=r"use fastsync\.register_comm_hook for a model in DistributedDataParallel"):
+        register(DistributedDataParallel(Tied()))
+    model = sharded(mesh)
+    for compression, message in (
+        ("auto", "measures all-reduces"),
+        (fastsync.Schedule({0: "none", 5: "auto"}), "measures all-reduces"),
+        (Compression("bf16", reduce="fp32", algorithm="two_shot"), "leave out algorithm='two_shot'"),
+        (Compression("bf16", ranks_per_node=2), "ranks_per_node=2"),
+        ("fp8", "expected one of 'none'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            register(model, compression)
+    register(model.blocks[0])
+    register(model)
+    with pytest.raises(ValueError, match="serves all of its modules already"):
+        register(model)
+    foreign = sharded(mesh)
+    foreign.blocks[1].set_custom_reduce_scatter(Foreign())
+    with pytest.raises(ValueError, match=r"module 'blocks\.1' has a reduce-scatter already, a Foreign"):
+        register(foreign)
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mixed = Tied()
+    fully_shard(mixed.blocks[0], mesh=pair["shard"])
+    fully_shard(mixed, mesh=mesh)
+    with pytest.raises(ValueError, match=r"sharded over several process groups .*the inner ones first"):
+        register(mixed)
+    register(mixed.blocks[0])
+    register(mixed)
+
+    several = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if hasattr(common, "ShardPlacementResult"):  # before it there were no several groups
+        other = common.FSDPMeshInfo(pair["shard"], shard_mesh_dim=0)
+
+        def place(parameter: nn.Parameter) -> Any:
+            return common.ShardPlacementResult(Shard(0), other) if parameter is several[1].weight else None
+
+        fully_shard(several, mesh=mesh, shard_placement_fn=place)
+        with pytest.raises(ValueError, match="2 groups of parameters on different meshes"):
+            register(several)
+
+    hook = fastsync.register_all_reduce_hook
+    with pytest.raises(ValueError, match="averages over replicas itself"):
+        hook(sharded(pair), process_group=pair["replicate"])
+    with pytest.raises(ValueError, match=r"ranks \[0, 1, 2, 3\] of one replica"):
+        hook(sharded(mesh), process_group=mesh)
+    served = sharded(pair["shard"])
+    hook(served, process_group=pair["replicate"])
+    with pytest.raises(ValueError, match="has an all-reduce hook already"):
+        hook(served, process_group=pair["replicate"])
+    dist.barrier()
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    run_ranks(_refused, 4)
+
+
+def _differ(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError, match=r"rank 0.*: compression bf16.*: compression none|rank .*do not agree"):
+        fastsync.register_reduce_scatter(sharded(mesh), "none" if rank == 3 else "bf16")
+    with pytest.raises(ValueError, match=r"rank 0: compression bf16, fp32 sums; rank 1: compression none, fp32 sums"):
+        fastsync.register_reduce_scatter(sharded(mesh), "none" if rank >= 2 else "bf16")
+    model = sharded(mesh["shard"])
+    handle = fastsync.register_reduce_scatter(model, "bf16")
+    handle.compression = "int8" if rank % 2 else "none"
+    with pytest.raises(ValueError, match=r"do not agree on .*: rank 1: compression int8, .*; rank 0: compression none"):
+        step_of(model, 0, rank, world_size)
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    run_ranks(_differ, 4)

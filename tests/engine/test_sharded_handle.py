@@ -1,0 +1,268 @@
+"""The handles of models under fully_shard: norms, statistics, state, and a model that is given back."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fastsync
+from fastsync import Compression
+from tests.bitwise import assert_bitwise_equal
+from tests.engine.sharded import full, sharded, step_of
+from tests.ranks import run_ranks
+
+
+def _detaches(rank: int, world_size: int) -> None:
+    """The model is PyTorch's again, as in the step before, and may be registered anew: also in another group."""
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("shard", "replicate"))
+    register: list[Callable[[nn.Module], fastsync.ShardedGradients]] = [
+        lambda model: fastsync.register_reduce_scatter(model, "int8"),
+        lambda model: fastsync.register_all_reduce_hook(model, "int8", process_group=mesh["replicate"]),
+    ]
+
+    def gradients(model: Any) -> list[Tensor]:
+        model.zero_grad()
+        step_of(model, 0, rank, world_size)
+        return [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+
+    for one in register:
+        model = sharded(mesh["shard"])
+        expected = gradients(model)
+        handle = one(model)
+        gradients(model)
+        handle.detach()
+        with pytest.raises(ValueError, match="no handles of fastsync look after"):
+            fastsync.handle_of(model)
+        for mine, theirs in zip(gradients(model), expected, strict=True):
+            assert_bitwise_equal(mine, theirs)
+        assert handle.stats().num_steps == 1
+        handle = one(model)
+        gradients(model)
+        assert handle.stats().num_steps == 1
+    if hasattr(model, "set_separate_reduce_scatter_group"):
+        for is_told in (False, True):
+            model = sharded(mesh["shard"])
+            handle = register[0](model)
+            if is_told:
+                handle.detach()
+            model.set_separate_reduce_scatter_group()
+            if is_told:
+                register[0](model)
+                gradients(model)
+            else:
+                with pytest.raises(RuntimeError, match="got another process group since"):
+                    gradients(model)
+
+
+def test_a_model_is_given_back() -> None:
+    run_ranks(_detaches, 2)
+
+
+# ---- norms, and what is said of them --------------------------------------------------------------------------------
+
+
+def _clips(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = sharded(mesh)
+    handle = fastsync.register_reduce_scatter(model, "bf16")
+    with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
+        handle.grad_norm()
+    step_of(model, 0, rank, world_size)
+    before = [full(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    expected = torch.cat([grad.flatten() for grad in before]).norm()
+    torch.testing.assert_close(handle.grad_norm(), expected)
+    assert handle.grad_stats().grad_norm < expected  # of this rank's shards
+    torch.testing.assert_close(fastsync.clip_grad_norm_(handle, 0.01), expected)
+    after = [full(p.grad) for p in model.parameters() if p.grad is not None]
+    for one, other in zip(after, before, strict=True):
+        torch.testing.assert_close(one, other * (0.01 / expected))
+    with pytest.raises(RuntimeError, match="no backward was synchronised since"):
+        fastsync.clip_grad_norm_(handle, 0.01)
+    step_of(model, 1, rank, world_size)  # without zero_grad
+    with pytest.raises(RuntimeError, match="gradients were added to those that were there"):
+        handle.grad_norm()
+    model.zero_grad()
+    step_of(model, 2, rank, world_size)
+    assert handle.grad_norm() > 0
+    with_sums = sharded(mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    handle = fastsync.register_reduce_scatter(with_sums)
+    step_of(with_sums, 0, rank, world_size)
+    with pytest.raises(RuntimeError, match="divides the sums afterwards"):
+        fastsync.clip_grad_norm_(handle, 1.0)
+    largest = max(full(p.grad).abs().max() for p in with_sums.parameters() if p.grad is not None)
+    with patch.object(handle, "grad_norm", side_effect=AssertionError("another norm needs no 2-norm")):
+        torch.testing.assert_close(fastsync.clip_grad_norm_(handle, 1.0, norm_type=math.inf), largest)
+
+
+def test_the_norm_over_all_shards() -> None:
+    run_ranks(_clips, 2)
+
+
+def _norms_of_replicas(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh)
+    handle = fastsync.register_reduce_scatter(model)
+    step_of(model, 0, rank, world_size)
+    with pytest.raises(RuntimeError, match="HSDP averages the shards"):
+        handle.grad_norm()
+    model = sharded(mesh["shard"])
+    fastsync.register_reduce_scatter(model)
+    handle = fastsync.register_all_reduce_hook(model, process_group=mesh["replicate"])
+    step_of(model, 0, rank, world_size)
+    expected = torch.cat([full(p.grad).flatten() for p in model.parameters() if p.grad is not None]).norm()
+    torch.testing.assert_close(handle.grad_norm(), expected)
+
+
+def test_the_norm_in_replicas() -> None:
+    run_ranks(_norms_of_replicas, 4)
+
+
+def _is_explained(rank: int, world_size: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world_size,)))
+    handle = fastsync.register_reduce_scatter(
+        model, fastsync.Schedule({0: "bf16", 1: Compression("int8", rounding="stochastic")})
+    )
+    for step in range(2):
+        step_of(model, step, rank, world_size)
+        stats = handle.stats()
+        assert stats.num_steps == step + 1
+        assert len(stats.buckets) == 3
+        assert stats.transport == "shared_memory"
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - 2 * 15
+        assert trained <= stats.numel <= trained + 5 * 64  # rows are padded
+    assert "int8, stochastic, fp32 sums" in repr(handle.explain())
+    assert "ShardedGradients(11 parameters" in repr(handle)
+    before = handle.stats().wire_bytes
+    handle.compression = "none"
+    step_of(model, 2, rank, world_size)
+    assert handle.stats().wire_bytes - before >= 4 * trained // world_size
+    assert str(handle.compression) == "none, fp32 sums"
+
+
+def test_statistics_and_another_compression() -> None:
+    run_ranks(_is_explained, 2)
+
+
+def _norm_before_another_average(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh["shard"])
+    scatter = fastsync.register_reduce_scatter(model, "none")
+    replicas = fastsync.register_all_reduce_hook(model, "none", process_group=mesh["replicate"])
+    step_of(model, 0, rank, world_size)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="an all-reduce hook averages the shards afterwards"):
+            fastsync.clip_grad_norm_(scatter, 1.0)
+    squares = [full(p.grad).square().sum() for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(replicas.grad_norm(), torch.stack(squares).sum().sqrt())
+    cubes = [full(p.grad).abs().pow(3).sum() for p in model.parameters() if p.grad is not None]
+    norm = fastsync.clip_grad_norm_(replicas, 1e3, norm_type=3.0)
+    torch.testing.assert_close(norm, torch.stack(cubes).sum().pow(1 / 3))
+
+
+def test_a_norm_before_another_average_is_not_told() -> None:
+    run_ranks(_norm_before_another_average, 4)
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+
+STOCHASTIC = Compression("int8", error_feedback=True, rounding="stochastic")
+
+
+def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer, fastsync.ShardedGradients]:
+        model = sharded(mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, fastsync.register_reduce_scatter(model, compression)
+
+    def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            step_of(model, step, rank, world_size)
+            optimizer.step()
+
+    model, optimizer, handle = begin()
+    go_on(model, optimizer, range(4))
+    torch.save(handle.state_dict(), saved := io.BytesIO())
+    torch.save(handle.state_dict(), f"{folder}/{rank}.pt")
+    dcp.save({"model": model.state_dict(), f"fastsync {rank}": saved.getvalue()}, checkpoint_id=f"{folder}/shards")
+    state = handle.state_dict()
+    assert state["step"] == 4
+    assert state["scales"] == {}  # each sum begins with one of its own
+    residuals = state["residuals"]
+    assert len(residuals) == (0 if compression == "fp16" else 3)
+    assert all(key.endswith(f" of rank {rank}") and kept["own"].count_nonzero() for key, kept in residuals.items())
+    go_on(model, optimizer, range(4, 8))
+
+    resumed, optimizer, handle = begin()
+    loaded = {"model": resumed.state_dict(), f"fastsync {rank}": b""}
+    dcp.load(loaded, checkpoint_id=f"{folder}/shards")
+    if residuals:
+        with pytest.raises(ValueError, match=f"no parameter named .* of rank {1 - rank}'"):
+            handle.load_state_dict(torch.load(f"{folder}/{1 - rank}.pt"))
+    handle.load_state_dict(torch.load(io.BytesIO(loaded[f"fastsync {rank}"])))
+    go_on(resumed, optimizer, range(4, 8))
+    for index, (one, other) in enumerate(zip(resumed.parameters(), model.parameters(), strict=True)):
+        assert_bitwise_equal(one.to_local(), other.to_local(), f"parameter {index}")
+
+
+@pytest.mark.parametrize("compression", [{0: STOCHASTIC, 6: "fp16"}, "fp16"], ids=["scheduled", "fp16"])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Any, compression: Any) -> None:
+    run_ranks(_goes_on, 2, str(tmp_path), compression)
+
+
+def _state_of_narrow_gradients(rank: int, world_size: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def with_handle() -> tuple[nn.Module, fastsync.ShardedGradients]:
+        model = sharded(mesh, mp_policy=policy)
+        return model, fastsync.register_reduce_scatter(model, Compression("int8", error_feedback=True))
+
+    model, handle = with_handle()
+    other, resumed = with_handle()
+    step_of(model, 0, rank, world_size)
+    resumed.load_state_dict(handle.state_dict())
+    for each in (model, other):
+        each.zero_grad()
+        step_of(each, 1, rank, world_size)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert_bitwise_equal(full(mine.grad), full(theirs.grad))
+
+
+def test_what_error_feedback_has_of_narrow_gradients_goes_on() -> None:
+    run_ranks(_state_of_narrow_gradients, 2)
+
+
+def _scales_go_on(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    states = []
+    for _ in range(2):
+        model = sharded(mesh["shard"])
+        handle = fastsync.register_all_reduce_hook(model, "fp16", process_group=mesh["replicate"])
+        if states:
+            handle.load_state_dict(states[0])
+            assert handle.state_dict()["scales"] == states[0]["scales"]
+        else:
+            step_of(model, 0, rank, world_size)
+            states.append(handle.state_dict())
+            assert states[0]["scales"]
+    step_of(model, 1, rank, world_size)
+
+
+def test_the_scales_of_a_hook_go_on() -> None:
+    run_ranks(_scales_go_on, 2)

@@ -1,0 +1,695 @@
+"""CPU ranks of one host add gradients in memory that they share: the right bits, at any pace, whatever ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import itertools
+import os
+import random
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync import Compression, reference
+from fastsync.compression import Wire
+from fastsync.stats import describe_transport
+from tests.engine.system_calls import before, refuse
+from tests.models import SMALL_BUCKETS, Fails, Given, assert_all_bitwise_equal, assert_same_on_all_ranks, random_grads
+from tests.ranks import RankError, run_ranks
+
+DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
+TIMEOUT = timedelta(seconds=6)
+
+
+def parameters_of(sizes: list[int]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size)) for size in sizes]
+
+
+def engine_of(
+    sizes: list[int], compression: Compression | str = "none", group: dist.ProcessGroup | None = None
+) -> tuple[list[nn.Parameter], fastsync.GradientSynchronizer]:
+    parameters = parameters_of(sizes)
+    return parameters, fastsync.attach(parameters, compression, overlap=False, process_group=group)
+
+
+def set_grads(parameters: list[nn.Parameter], value: float) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def assert_shared(sync: fastsync.GradientSynchronizer | fastsync.CommHook) -> None:
+    assert sync.stats().transport == "shared_memory"
+
+
+def assert_mean(parameters: list[nn.Parameter], value: float) -> None:
+    for parameter in parameters:
+        assert torch.equal(parameter.grad, torch.full_like(parameter, value))
+
+
+# ---- the right bits -------------------------------------------------------------------------------------------------
+
+
+def random_sizes(chance: random.Random) -> list[int]:
+    most = chance.choice([3, 300, 40_000, 700_000])
+    return [chance.choice([0, 1, chance.randrange(most)]) for _ in range(chance.randrange(1, 6))] + [1]
+
+
+def expected_mean(grads: list[list[Tensor]], wire: Wire) -> list[list[Tensor]]:
+    """What may come, by how the engine adds: one of the two."""
+    return [
+        reference.all_reduce_mean(grads, DTYPE_OF[wire], reduce="fp32", algorithm=algorithm)
+        for algorithm in ("one_shot", "two_shot")
+    ]
+
+
+def _random_layouts(rank: int, world_size: int, seed: int) -> None:
+    chance = random.Random(seed)
+    for case in range(6):
+        sizes = random_sizes(chance)
+        wire = chance.choice(WIRES)
+        grads = [random_grads(peer, case, [(size,) for size in sizes], torch.float32) for peer in range(world_size)]
+        parameters, sync = engine_of(sizes, Compression(wire, reduce="fp32"))
+        for parameter, grad in zip(parameters, grads[rank], strict=True):
+            parameter.grad = grad.clone()
+        sync.synchronize()
+        mean = [parameter.grad for parameter in parameters]
+        assert_same_on_all_ranks(mean)
+        means = expected_mean(grads, wire)
+        assert any(all(map(torch.equal, mean, each)) for each in means), f"{wire}, {sizes}"
+        assert_shared(sync)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_random_layouts_give_what_the_reference_gives(world_size: int) -> None:
+    run_ranks(_random_layouts, world_size, world_size)
+
+
+def _the_mean_in_rank_order(rank: int, world_size: int, size: int) -> None:
+    grads = [random_grads(peer, 0, [(size,)], torch.float32)[0] for peer in range(world_size)]
+    share = torch.tensor(1 / world_size)
+    total = grads[0] * share
+    for grad in grads[1:]:
+        total += grad * share
+    for compression in ("none", Compression("none", reduce="fp32")):
+        parameters, sync = engine_of([size], compression)
+        parameters[0].grad = grads[rank].clone()
+        sync.synchronize()
+        assert_all_bitwise_equal([parameters[0].grad], [total], f"{compression}")
+        assert_shared(sync)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "size"), [(2, 5_000), (2, 1_000_000), (3, 5_000), (3, 1_000_000), (5, 999_999), (7, 5_000)]
+)
+def test_full_width_is_the_mean_in_rank_order(world_size: int, size: int) -> None:
+    run_ranks(_the_mean_in_rank_order, world_size, size)
+
+
+def _as_ddp(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 3_000))
+    plain = DistributedDataParallel(model)
+    inputs = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
+    plain(inputs).square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    hooked = DistributedDataParallel(model)
+    hook = fastsync.register_comm_hook(hooked)
+    hooked(inputs).square().mean().backward()
+    assert_all_bitwise_equal([parameter.grad for parameter in model.parameters()], expected, "hook")
+    assert_shared(hook)
+    del plain, hooked, hook
+    model.zero_grad()
+    sync = fastsync.attach(model)
+    model(inputs).square().mean().backward()
+    assert_all_bitwise_equal([parameter.grad for parameter in model.parameters()], expected, "attach")
+    assert_shared(sync)
+
+
+def test_two_ranks_get_what_ddp_gives() -> None:
+    run_ranks(_as_ddp, 2)
+
+
+def _sends_once(rank: int, world_size: int) -> None:
+    for algorithm in ("one_shot", "two_shot"):
+        parameters, sync = engine_of([300_000], Compression("bf16", reduce="fp32", algorithm=algorithm))
+        set_grads(parameters, 1.0)
+        sync.synchronize()
+        assert sync.stats().wire_bytes == pytest.approx(2 * 300_000, rel=0.01), algorithm
+        assert_shared(sync)
+
+
+def test_what_a_rank_writes_for_others_counts_once() -> None:
+    run_ranks(_sends_once, 3)
+
+
+# ---- at any pace ----------------------------------------------------------------------------------------------------
+
+
+def _many_steps(rank: int, world_size: int, sizes: list[int], wire: Wire, num_steps: int) -> None:
+    chance = random.Random(rank)
+    parameters, sync = engine_of(sizes, Compression(wire, reduce="fp32"))
+    for step in range(num_steps):
+        set_grads(parameters, float((rank + 1) * (step % 7 + 1)))
+        if chance.random() < 0.05:
+            time.sleep(chance.random() * 2e-3)
+        sync.synchronize()
+        assert_mean(parameters, (step % 7 + 1) * (world_size + 1) / 2)
+    assert_shared(sync)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "wire", "num_steps"),
+    [
+        (2, [3, 5_000], "none", 4_000),
+        (3, [77], "bf16", 2_000),
+        (3, [300_000], "none", 300),
+        (4, [40_000], "none", 300),
+        (5, [700], "fp16", 300),
+    ],
+)
+def test_no_row_is_read_too_early_or_written_too_soon(
+    world_size: int, sizes: list[int], wire: Wire, num_steps: int
+) -> None:
+    run_ranks(_many_steps, world_size, sizes, wire, num_steps)
+
+
+def _in_threads(rank: int, world_size: int) -> None:
+    groups = [dist.new_group() for _ in range(3)]
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            chance = random.Random(10 * rank + index)
+            engines = [engine_of([1_000 * (index + 1), 3], group=groups[index]) for _ in range(2)]
+            for step in range(200):
+                for which, (parameters, sync) in enumerate(engines):
+                    set_grads(parameters, float(rank + step + index + which))
+                    if chance.random() < 0.05:
+                        time.sleep(chance.random() * 1e-3)
+                    sync.synchronize()
+                    assert_mean(parameters, step + index + which + (world_size - 1) / 2)
+            assert_shared(engines[0][1])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_engines_and_groups_side_by_side_from_several_threads() -> None:
+    run_ranks(_in_threads, 4)
+
+
+def _some_ranks(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    parameters, sync = engine_of([5_000], group=groups[rank % 2])
+    set_grads(parameters, float(rank))
+    sync.synchronize()
+    assert_mean(parameters, 1.0 + rank % 2)
+    assert_shared(sync)
+
+
+def test_groups_of_some_ranks() -> None:
+    run_ranks(_some_ranks, 4)
+
+
+def _compression_changes(rank: int, world_size: int) -> None:
+    parameters, sync = engine_of([70_000, 3])
+    two_levels = Compression("bf16", ranks_per_node=2)  # by messages
+    schedule = ["none", Compression("int8", error_feedback=True), "fp16", two_levels, "bf16"]
+    for step, compression in enumerate([*schedule, *reversed(schedule)]):
+        sync.compression = compression
+        set_grads(parameters, float(rank + 1))
+        sync.piggyback(f"rider {step}", torch.full((1_000 * step + 1,), float(rank)))
+        sync.synchronize()
+        assert_mean(parameters, 2.5)
+        assert torch.equal(sync.piggybacked()[f"rider {step}"], torch.full((1_000 * step + 1,), 1.5))
+        assert (sync.stats().transport == "shared_memory") == (compression is not two_levels)
+
+
+def test_wires_and_riders_come_and_go() -> None:
+    run_ranks(_compression_changes, 4)
+
+
+# ---- a step fails ----------------------------------------------------------------------------------------------------
+
+
+def backward(model: Given, grads: list[Tensor], fails: type[torch.autograd.Function] | None) -> None:
+    """One that fails does so when all gradients but the first are there."""
+    model.zero_grad()
+    weights = [fails.apply(weight) if fails and index == 0 else weight for index, weight in enumerate(model.weights)]
+    loss = torch.stack([(weight * grad).sum() for weight, grad in zip(weights, grads, strict=True)]).sum()
+    if fails is None:
+        loss.backward()
+    else:
+        with pytest.raises(ArithmeticError, match="as told"):
+            loss.backward()
+
+
+def _backward_fails_at_random(rank: int, world_size: int, wire: Wire) -> None:
+    of_all, own = random.Random(1), random.Random(10 + rank)
+    model = Given([torch.zeros(300)] * 3)
+    sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(200):
+        failing = [peer for peer in range(world_size) if of_all.random() < of_all.choice([0.0, 0.3, 0.9])]
+        if own.random() < 0.1:
+            time.sleep(own.random() * 5e-3)
+        backward(model, [torch.full((300,), float(step % 5 + rank))] * 3, Fails if rank in failing else None)
+        grads = [weight.grad for weight in model.weights]
+        if not failing:
+            assert [grad.unique().tolist() for grad in grads] == [[step % 5 + (world_size - 1) / 2]] * 3
+        elif rank not in failing:
+            assert any(grad.isnan().all() for grad in grads)  # the others may have been sent before
+    assert_shared(sync)
+
+
+@pytest.mark.parametrize("wire", ["none", "bf16"])
+def test_ranks_whose_backward_fails_keep_in_step(wire: Wire) -> None:
+    run_ranks(_backward_fails_at_random, 3, wire)
+
+
+RIDER_BYTES = 40 << 20
+
+
+class RunsOutOfMemory(torch.autograd.Function):
+    """Fails, and leaves little memory. With that of the rider before, which goes first, there is enough for one copy
+    of the next: not for the second, when the sum has begun.
+    """
+
+    @staticmethod
+    def forward(ctx: object, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (used + RIDER_BYTES // 2, most))
+        raise ArithmeticError("as told")
+
+
+def _sends_a_step_again(rank: int, world_size: int, failing: list[int]) -> None:
+    model = Given([torch.zeros(300)] * 2)
+    sync = fastsync.attach(model)
+    for step in range(5):
+        fails = step == 2
+        sync.piggyback("large", torch.full((RIDER_BYTES // 4,), float(step)))
+        backward(
+            model, [torch.full((300,), float(step + rank))] * 2, RunsOutOfMemory if fails and rank in failing else None
+        )
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limits[1], limits[1]))
+        grads = [weight.grad for weight in model.weights]
+        if not fails:
+            assert [grad.unique().tolist() for grad in grads] == [[step + 0.5]] * 2
+            assert sync.piggybacked()["large"].min() == sync.piggybacked()["large"].max() == step
+        elif rank not in failing:
+            assert all(grad.isnan().all() for grad in grads)
+    assert sync.stats().num_syncs == 5 + (rank in failing)  # it could not be sent at first
+    assert_shared(sync)
+
+
+@pytest.mark.parametrize("failing", [[1], [0, 1]])
+def test_a_step_that_could_not_be_sent_is_sent_again(failing: list[int]) -> None:
+    """As the step that it is: ranks that wait for it wait for its number."""
+    run_ranks(_sends_a_step_again, 2, failing)
+
+
+# ---- nothing is left ------------------------------------------------------------------------------------------------
+
+
+def shared_mappings() -> list[tuple[int, int]]:
+    """Where the memory that this process shares begins and ends."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "memfd:fastsync" in line]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+
+def what_is_open() -> tuple[int, int, int]:
+    """Descriptors, mappings of shared memory, threads."""
+    return len(os.listdir("/proc/self/fd")), len(shared_mappings()), len(os.listdir("/proc/self/task"))
+
+
+def _again_and_again(rank: int, world_size: int) -> None:
+    counts = []
+    for again in range(100):
+        group = dist.new_group()
+        parameters, sync = engine_of([5_000], group=group)
+        set_grads(parameters, float(rank))
+        sync.synchronize()
+        assert_shared(sync)
+        sync.detach()
+        del parameters, sync
+        dist.destroy_process_group(group)
+        if again % 20 == 19:
+            gc.collect()
+            counts.append(what_is_open())
+    descriptors, mappings, threads = counts[-1]
+    assert mappings == 0
+    # One that is about to go may still be there; of the sixty after the first forty that leak none is missed.
+    assert descriptors <= counts[1][0] + 5
+    assert threads <= counts[1][2] + 5
+    assert not [name for name in os.listdir("/dev/shm") if "fastsync" in name]
+
+
+def test_groups_that_come_and_go_leave_nothing() -> None:
+    run_ranks(_again_and_again, 2)
+
+
+def _one_connection_for_all(rank: int, world_size: int) -> None:
+    engines = [engine_of([5_000])]
+    averages(engines[0][1], engines[0][0], rank)
+    before, *_ = what_is_open()
+    for size in (3, 70_000, 700_000):
+        engines.append(engine_of([size]))
+        averages(engines[-1][1], engines[-1][0], rank)
+    assert what_is_open()[0] == before
+
+
+def test_engines_of_one_group_have_their_connections_in_common() -> None:
+    run_ranks(_one_connection_for_all, 2)
+
+
+def _one_rank_keeps_its_engine(rank: int, world_size: int) -> None:
+    engine = engine_of([5_000])
+    averages(engine[1], engine[0], rank)
+    if rank == 1:
+        engine[1].detach()
+        del engine
+        gc.collect()
+    parameters, sync = engine_of([5_000])
+    assert averages(sync, parameters, rank) == "shared memory"
+
+
+def test_connections_that_one_rank_has_let_go_of_are_made_anew() -> None:
+    run_ranks(_one_rank_keeps_its_engine, 2)
+
+
+# ---- the system says no ---------------------------------------------------------------------------------------------
+
+
+def averages(sync: fastsync.GradientSynchronizer, parameters: list[nn.Parameter], rank: int) -> str:
+    """How they got to the other rank of two."""
+    set_grads(parameters, float(rank))
+    sync.synchronize()
+    assert_mean(parameters, 0.5)
+    return describe_transport(sync.stats())
+
+
+def _memfd_is_forbidden(rank: int, world_size: int, where: int) -> None:
+    if rank == where:
+        refuse("memfd_create", errno.EPERM)
+    parameters, sync = engine_of([5_000])
+    for _ in range(3):
+        transport = averages(sync, parameters, rank)
+        assert transport == (
+            f"process group (no shared memory: rank {where}: memfd_create of 1 bytes: Operation not permitted)"
+        )
+    assert transport in str(sync.explain())
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_where_a_rank_cannot_share_memory_all_send_messages(where: int) -> None:
+    run_ranks(_memfd_is_forbidden, 2, where)
+
+
+def _memory_is_full(rank: int, world_size: int, where: int) -> None:
+    before = engine_of([5_000])
+    averages(before[1], before[0], rank)
+    if rank == where:
+        refuse("fallocate", errno.ENOSPC)
+        assert fastsync._C.shared_memory_obstacle() == "fallocate of 1 bytes: No space left on device"
+    parameters, sync = engine_of([100_000])
+    for _ in range(3):
+        transport = averages(sync, parameters, rank)
+        assert transport.startswith(f"process group (no shared memory: rank {where}: fallocate of ")
+        assert transport.endswith("bytes: No space left on device)")
+        assert averages(before[1], before[0], rank) == "shared memory"
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_where_memory_is_full_all_send_messages(where: int) -> None:
+    run_ranks(_memory_is_full, 2, where)
+
+
+MIB = 2**20
+LENGTH = 3  # the place of fallocate's argument
+
+
+def _a_timer_interrupts(rank: int, world_size: int) -> None:
+    """As before Linux 6.11, where a call that does not end between two signals begins anew at each."""
+    small = engine_of([5_000])
+    averages(small[1], small[0], rank)
+    refuse("fallocate", errno.EINTR, above=(LENGTH, 4 * MIB))
+    large = engine_of([5 * MIB])
+    assert averages(large[1], large[0], rank) == "shared memory"
+    refuse("fallocate", errno.EINTR)
+    parameters, sync = engine_of([100_000])
+    transport = averages(sync, parameters, rank)
+    assert re.fullmatch(
+        r"process group \(no shared memory: rank 0: fallocate of \d+ bytes: Interrupted system call\)", transport
+    )
+    assert averages(small[1], small[0], rank) == "shared memory"
+
+
+def test_where_signals_interrupt_memory_is_claimed_in_pieces_and_not_for_ever() -> None:
+    run_ranks(_a_timer_interrupts, 2, timeout=60.0)
+
+
+WORDS = {
+    "shared memory": ["1", "yes", "True", "on", ""],
+    "process group (no shared memory: rank 1: FASTSYNC_SHARED_MEMORY={})": ["0", "no", "False", "off"],
+}
+
+
+def _turned_on_and_off(rank: int, world_size: int) -> None:
+    for transport, words in WORDS.items():
+        for word in words:
+            if rank == 1:
+                os.environ["FASTSYNC_SHARED_MEMORY"] = word
+            parameters, sync = engine_of([5_000], group=dist.new_group())  # which finds out anew
+            assert averages(sync, parameters, rank) == transport.format(word)
+
+
+def test_one_rank_can_turn_it_off() -> None:
+    run_ranks(_turned_on_and_off, 2)
+
+
+def _a_word_that_is_neither(rank: int, world_size: int) -> None:
+    os.environ["FASTSYNC_SHARED_MEMORY"] = "nein"
+    said = "FASTSYNC_SHARED_MEMORY: expected 0 or 1, got 'nein'"
+    with pytest.raises(ValueError, match=said):
+        fastsync.attach(parameters_of([3]))
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=said):
+        fastsync.register_comm_hook(ddp)
+    assert said in fastsync._C.shared_memory_obstacle()
+
+
+def test_a_word_that_turns_it_neither_on_nor_off_is_refused() -> None:
+    run_ranks(_a_word_that_is_neither, 1)
+
+
+INTRUDER = """
+import os, re, socket, sys
+os.setuid(int(sys.argv[1]))
+while True:
+    for name in set(re.findall("@(fastsync-[0-9a-f]+)", open("/proc/net/unix").read())):
+        other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            other.connect("\\0" + name)
+            other.send(b"rank 1")
+        except OSError:
+            continue
+        print(name, flush=True)
+"""
+
+
+def _another_process_comes_in_between(rank: int, world_size: int, user: int) -> None:
+    command = [sys.executable, "-c", INTRUDER, str(user)]
+    intruder = subprocess.Popen(command, stdout=subprocess.PIPE) if rank == 1 else None
+    try:
+        for _ in range(1_000):
+            parameters, sync = engine_of([5_000])
+            assert averages(sync, parameters, rank) == "shared memory"
+            sync.detach()
+            del parameters, sync
+            gc.collect()
+            came = torch.tensor(float(intruder is not None and bool(select.select([intruder.stdout], [], [], 0)[0])))
+            dist.all_reduce(came)
+            if came > 0:
+                return
+        raise AssertionError("no other process has tried to come in")
+    finally:
+        if intruder is not None:
+            intruder.kill()
+            intruder.wait()
+
+
+def _a_silent_process_connects(rank: int, world_size: int) -> None:
+    """Before the rank that is waited for."""
+    silent: list[socket.socket] = []
+
+    def connect() -> None:
+        for name in re.findall("@(fastsync-[0-9a-f]+)", Path("/proc/net/unix").read_text()):
+            silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            with contextlib.suppress(ConnectionRefusedError):  # another test's, which is gone
+                silent[-1].connect("\0" + name)
+
+    if rank == 1:
+        before("connect", connect)
+    parameters, sync = engine_of([5_000])
+    began = time.monotonic()
+    assert averages(sync, parameters, rank) == "shared memory"
+    assert time.monotonic() - began < 10.0
+    assert bool(silent) == (rank == 1)
+
+
+def test_a_silent_connection_holds_nothing_up() -> None:
+    run_ranks(_a_silent_process_connects, 2)
+
+
+NOBODY = 65534
+BECOMES_NOBODY = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+
+
+@pytest.mark.parametrize("user", [pytest.param(NOBODY, marks=BECOMES_NOBODY), os.geteuid()], ids=["other", "own"])
+def test_other_processes_are_not_let_in(user: int) -> None:
+    run_ranks(_another_process_comes_in_between, 2, user)
+
+
+# ---- a rank ends ----------------------------------------------------------------------------------------------------
+
+
+def _dies(rank: int, world_size: int, where: int, after: float, size: int) -> None:
+    parameters, sync = engine_of([size])
+    for step in itertools.count():
+        set_grads(parameters, float(rank))
+        sync.synchronize()
+        if rank == where and step == 3:
+            if after == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Timer(after, os.kill, [os.getpid(), signal.SIGKILL]).start()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "where", "after", "size"),
+    [(2, 1, 0.0, 5_000), (2, 0, 0.01, 5_000), (3, 2, 0.02, 5_000), (2, 1, 0.05, 2_000_000), (3, 0, 0.1, 500_000)],
+)
+def test_a_rank_that_is_killed_is_named(world_size: int, where: int, after: float, size: int) -> None:
+    """Long before the process group's time-out, which is that of ``run_ranks``."""
+    with pytest.raises(RankError) as error:
+        run_ranks(_dies, world_size, where, after, size)
+    assert f"rank {where} has ended, or has left the process group, and this rank waits for it" in str(error.value)
+
+
+def _dies_with_a_child(rank: int, world_size: int) -> None:
+    parameters, sync = engine_of([5_000])
+    averages(sync, parameters, rank)
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    averages(sync, parameters, rank)
+
+
+def test_a_child_does_not_keep_its_rank_alive() -> None:
+    with pytest.raises(RankError, match="rank 1 has ended"):
+        run_ranks(_dies_with_a_child, 2)
+
+
+def take(begin: int, end: int) -> None:
+    """Puts memory of this process's own at these addresses, where there is none."""
+    mmap = ctypes.CDLL(None).mmap
+    mmap.restype = ctypes.c_void_p
+    readable_and_writable, private_anonymous, fixed_noreplace = 3, 0x22, 0x100000
+    flags = private_anonymous | fixed_noreplace
+    assert mmap(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), readable_and_writable, flags, -1, 0) == begin
+
+
+def _works_after_a_fork(rank: int, world_size: int) -> None:
+    parameters, sync = engine_of([5_000])
+    averages(sync, parameters, rank)
+    mappings = shared_mappings()
+    assert len(mappings) == 1
+    child = os.fork()
+    if child == 0:  # nothing of its parent's is open, and what has taken its place stays
+        for begin, end in mappings:
+            take(begin, end)
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
+        sync.detach()
+        del sync
+        gc.collect()
+        for file in files:
+            os.fstat(file)
+        for begin, end in mappings:
+            assert not any(ctypes.string_at(begin, end - begin))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert averages(sync, parameters, rank) == "shared memory"
+
+
+def test_goes_on_after_a_fork() -> None:
+    run_ranks(_works_after_a_fork, 2)
+
+
+def _leaves(rank: int, world_size: int) -> None:
+    group = dist.new_group()
+    parameters, sync = engine_of([5_000], group=group)
+    averages(sync, parameters, rank)
+    if rank == 1:
+        sync.detach()
+        del parameters, sync
+        gc.collect()
+        dist.barrier()
+        return
+    with pytest.raises(RuntimeError, match="rank 1 has ended, or has left the process group, and this rank waits"):
+        averages(sync, parameters, rank)
+    dist.barrier()
+
+
+def test_a_rank_that_leaves_is_named() -> None:
+    run_ranks(_leaves, 2)
+
+
+def _comes_too_late(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=TIMEOUT)
+    parameters, sync = engine_of([5_000], group=group)
+    averages(sync, parameters, rank)
+    if rank == 1:
+        dist.barrier()
+        return
+    for _ in range(2):  # what has failed is not waited for again
+        with pytest.raises(RuntimeError, match="waited for rank 1's gradients until the process group's time-out, 6 s"):
+            averages(sync, parameters, rank)
+    dist.barrier()
+
+
+def test_a_rank_that_comes_too_late_is_named() -> None:
+    run_ranks(_comes_too_late, 2)

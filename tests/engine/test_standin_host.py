@@ -1,0 +1,107 @@
+"""A device on which the process group does not work: its gradients are summed on the host, with the bits of a CPU's."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync import Compression
+from tests import ranks, standin
+from tests.bitwise import assert_bitwise_equal
+from tests.engine.test_standin_sync import DOORS, ONE_LEVEL, SHAPES, _gradients, _train, _world
+from tests.models import SMALL_BUCKETS, Given, random_grads
+from tests.standin import DEVICE, watched
+
+
+class _HookedOverHost:
+    """DDP's own messages go through the device's group, and what the hook sends through Gloo."""
+
+    def __init__(self, compression: Compression, device: str, group: dist.ProcessGroup) -> None:
+        given = Given(random_grads(0, 0, SHAPES, torch.float32)).to(device)
+        of_device = standin.new_group() if device == DEVICE else group
+        self.model = DistributedDataParallel(
+            given, process_group=of_device, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True
+        )
+        self.hook = fastsync.register_comm_hook(self.model, compression, process_group=group)
+
+    def step(self, grads: list[torch.Tensor | None], rider: torch.Tensor) -> list[torch.Tensor]:
+        self.model(grads).backward()
+        return [self.hook.grad_stats().grad_norm]
+
+
+def _gives_the_cpus_bits(rank: int, world_size: int, door: str) -> None:
+    standin.load()
+    DOORS["hook"] = _HookedOverHost
+    for compression in ONE_LEVEL:
+        expected = _train(door, compression, "cpu", _world())
+        with watched():
+            actual = _train(door, compression, DEVICE, _world())
+        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_bitwise_equal(one, other, f"{door}, {compression}: tensor {index}")
+
+
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "memory"])
+@pytest.mark.parametrize("door", DOORS)
+def test_the_bits_are_the_cpus(door: str, shared_memory: bool) -> None:
+    standin.build()
+    ranks.run_ranks(_gives_the_cpus_bits, 2, door, shared_memory=shared_memory)
+
+
+def _counts_copies(rank: int, world_size: int) -> None:
+    extension = standin.load()
+    model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the CPU's kernels run
+        sync = fastsync.attach(model, process_group=_world())
+    steps = [_gradients(rank, 0, DEVICE) for _ in range(3)]
+    for grads in steps:
+        extension.take_host_waits()
+        model.zero_grad()
+        model(grads).backward()
+    assert extension.take_host_waits() == ["copy_ to the host"]  # there; the host does not wait for the way back
+    stats = sync.stats()
+    assert (len(stats.buckets), stats.kernels) == (1, "fused")
+    assert stats.transport == "shared_memory"
+    assert all(p.grad is not None and p.grad.device.type == DEVICE for p in model.parameters())
+    assert sync.grad_stats().grad_norm.device.type == "cpu"
+
+
+def test_a_bucket_goes_to_the_host_in_one_copy() -> None:
+    standin.build()
+    ranks.run_ranks(_counts_copies, 2)
+
+
+def _weighs(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
+    model = Given([torch.zeros(4), torch.zeros(3, 2)]).to(device)
+    sync = fastsync.attach(model, process_group=_world())
+    sync.set_weight(1.0 + 2.0 * rank)
+    model([torch.full((4,), 1.0 + rank, device=device), None if rank else torch.ones(3, 2, device=device)]).backward()
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def _weighs_as_a_cpu(rank: int, world_size: int) -> None:
+    standin.load()
+    for one, other in zip(_weighs(rank, 2, DEVICE), _weighs(rank, 2, "cpu"), strict=True):
+        assert_bitwise_equal(one, other)
+    assert _weighs(rank, 2, DEVICE)[0].tolist() == [1.75] * 4
+
+
+def test_weights_count_there_too() -> None:
+    standin.build()
+    ranks.run_ranks(_weighs_as_a_cpu, 2)
+
+
+def _is_refused(rank: int, world_size: int) -> None:
+    group = standin.new_group()  # which does not work on CPUs
+    with pytest.raises(ValueError, match=r"process_group: it serves standin, but parameter .* is on cpu"):
+        fastsync.attach(torch.nn.Linear(2, 2), process_group=group)
+
+
+def test_a_group_that_works_neither_there_nor_on_the_host_is_refused() -> None:
+    standin.build()
+    ranks.run_ranks(_is_refused, 1)

@@ -1,0 +1,293 @@
+"""Which stream the engine uses when, on the stand-in device: side streams, two at once, devices, failed backwards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync import Compression
+from tests import standin
+from tests.engine.attached import Fallible, assert_freed, assert_soon_none, references_to
+from tests.models import SMALL_BUCKETS, Given, assert_all_bitwise_equal, random_grads
+from tests.standin import DEVICE, unwaited, watched
+
+SHAPES = [(7, 33), (300,), (2, 3, 4), (513, 7)]
+STEPS = 4
+COMPRESSIONS = [
+    Compression(),
+    Compression("fp16"),
+    Compression("int8", algorithm="one_shot", error_feedback=True),
+    Compression("int8", algorithm="two_shot", error_feedback=True),
+    Compression("fp16", reduce="fp32", algorithm="two_shot"),
+    Compression("bf16", ranks_per_node=2),
+]
+
+
+@contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """As a trainer uses a side stream: it waits for what came before, and what comes after waits for it."""
+    around = torch.accelerator.current_stream()
+    stream.wait_stream(around)
+    with stream:
+        yield
+    around.wait_stream(stream)
+
+
+def _grads(rank: int, step: int) -> list[Tensor]:
+    return random_grads(rank, step, SHAPES, torch.float32)
+
+
+class Halves(nn.Module):
+    """A ``Given`` model whose second half runs under another stream, so that its gradients come there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = Given(_grads(0, 0))
+        self.beside = torch.Stream(device=DEVICE)
+
+    def forward(self, grads: list[Tensor]) -> Tensor:
+        first = self.given([*grads[:2], None, None])
+        with _on(self.beside):
+            second = self.given([None, None, *grads[2:]])
+        second.record_stream(torch.accelerator.current_stream())
+        return first + second
+
+
+def _model(side: torch.Stream) -> nn.Module:
+    return Given(_grads(0, 0)).to(DEVICE)
+
+
+def _all_under_a_side_stream(side: torch.Stream, attach: Callable[[nn.Module], Any]) -> nn.Module:
+    with _on(side):
+        model = _model(side)
+        attach(model)
+    return model
+
+
+def _attached_on_the_default_stream(side: torch.Stream, attach: Callable[[nn.Module], Any]) -> nn.Module:
+    model = _model(side)
+    attach(model)
+    return model
+
+
+def _in_two_halves(side: torch.Stream, attach: Callable[[nn.Module], Any]) -> nn.Module:
+    model = Halves().to(DEVICE)
+    attach(model)
+    return model
+
+
+WAYS = {
+    "all under a side stream": _all_under_a_side_stream,
+    "attached on the default stream": _attached_on_the_default_stream,
+    "two streams in one forward": _in_two_halves,
+}
+
+
+def _averages_on_cpu(rank: int, compression: Compression) -> list[Tensor]:
+    model = Given(_grads(0, 0))
+    fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
+    kept = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(_grads(rank, step)).backward()
+        kept += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return kept
+
+
+def _trains_under_a_side_stream(rank: int, world_size: int, way: str) -> None:
+    group = standin.new_group()
+    warnings.simplefilter("error")  # torch warns of an accumulator that remembers another stream
+    for compression in COMPRESSIONS if world_size == 4 else COMPRESSIONS[:-1]:
+        expected = _averages_on_cpu(rank, compression)
+        with watched():
+            side = torch.Stream(device=DEVICE)
+            inputs = [[grad.to(DEVICE) for grad in _grads(rank, step)] for step in range(STEPS)]
+            options = {"bucket_cap_mb": SMALL_BUCKETS, "process_group": group}
+            model = WAYS[way](side, partial(fastsync.attach, compression=compression, **options))
+            kept = []
+            for grads in inputs:
+                with _on(side):
+                    model.zero_grad()
+                    model(grads).backward()
+                    kept += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            del model  # its memory, too, goes back while the device may be behind
+            side.synchronize()
+            assert_all_bitwise_equal([tensor.cpu() for tensor in kept], expected, f"{way}, {compression}: gradient")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_attached_and_trained_under_side_streams(world_size: int, way: str) -> None:
+    standin.run_ranks(_trains_under_a_side_stream, world_size, way)
+
+
+def _weights_under_side_streams(rank: int, world_size: int, way: str) -> None:
+    """Nobody waits for the weights but streams, also for those of the last step."""
+    group = standin.new_group()
+    for compression in COMPRESSIONS[:-1]:
+        kept: dict[str, list[Tensor]] = {"cpu": [], DEVICE: []}
+        for device in kept:
+            with watched():
+                side = torch.Stream(device=DEVICE)
+                options = {"bucket_cap_mb": SMALL_BUCKETS, "process_group": group if device == DEVICE else None}
+                attach = partial(fastsync.attach, compression=compression, **options)
+                if device == DEVICE:
+                    model = WAYS[way](side, attach)
+                else:
+                    model = Given(_grads(0, 0))
+                    attach(model)
+                sync = fastsync.handle_of(model)
+                for step in range(STEPS):
+                    grads = [grad.to(device) for grad in _grads(rank, step)]
+                    with _on(side), unwaited() if step >= 2 and device == DEVICE else nullcontext():
+                        sync.set_weight(1.0 + step * rank)
+                        sync.piggyback("weight", torch.ones(2, device=device) * (1.0 + step * rank))
+                        model.zero_grad()
+                        model(grads).backward()
+                        kept[device] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                        kept[device].append(sync.piggybacked()["weight"].clone())
+                side.synchronize()
+        on_cpu = [tensor.cpu() for tensor in kept[DEVICE]]
+        assert_all_bitwise_equal(on_cpu, kept["cpu"], f"{way}, {compression}: gradient or rider")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_under_side_streams(way: str) -> None:
+    standin.run_ranks(_weights_under_side_streams, 2, way)
+
+
+def _hooked_under_a_side_stream(rank: int, world_size: int) -> None:
+    group = standin.new_group()
+    for compression in COMPRESSIONS[:-1]:
+        with watched():
+            side = torch.Stream(device=DEVICE)
+            inputs = [[grad.to(DEVICE) for grad in _grads(rank, step)] for step in range(STEPS)]
+            with _on(side):
+                ddp = DistributedDataParallel(_model(side), process_group=group, bucket_cap_mb=SMALL_BUCKETS)
+                hook = fastsync.register_comm_hook(ddp, compression, process_group=group)
+                for step, grads in enumerate(inputs):
+                    with unwaited() if step >= 2 else nullcontext():
+                        ddp.zero_grad()
+                        ddp(grads).backward()
+                        hook.grad_stats().grad_norm.sqrt()
+
+
+def test_hooked_and_trained_under_a_side_stream() -> None:
+    standin.run_ranks(_hooked_under_a_side_stream, 2)
+
+
+class Apart(nn.Module):
+    """Two layers on two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Given(_grads(0, 0)).to(f"{DEVICE}:0")
+        self.second = Given(_grads(0, 0)).to(f"{DEVICE}:1")
+
+    def forward(self, grads: list[Tensor]) -> Tensor:
+        first = self.first([grad.to(f"{DEVICE}:0") for grad in grads])
+        return first.to(f"{DEVICE}:1") + self.second([grad.to(f"{DEVICE}:1") for grad in grads])
+
+
+def _trains_on_two_devices(rank: int, world_size: int) -> None:
+    group = standin.new_group()
+    for compression in COMPRESSIONS[:-1]:
+        expected = _averages_on_cpu(rank, compression)
+        with watched():
+            inputs = [[grad.to(DEVICE) for grad in _grads(rank, step)] for step in range(STEPS)]
+            model = Apart()
+            fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+            kept: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for grads in inputs:
+                model.zero_grad()
+                model(grads).backward()
+                for half, into in zip((model.first, model.second), kept, strict=True):
+                    into += [parameter.grad.clone() for parameter in half.parameters() if parameter.grad is not None]
+            if compression.rounding == "nearest":
+                for half in kept:
+                    actual = [tensor.cpu() for tensor in half]
+                    assert_all_bitwise_equal(actual, expected, f"{compression}: gradient")
+
+
+def test_a_model_on_two_devices() -> None:
+    standin.run_ranks(_trains_on_two_devices, 2)
+
+
+def _survives_failures(rank: int, world_size: int) -> None:
+    group = standin.new_group()
+    for compression in COMPRESSIONS[:-1]:
+        with watched():
+            model = Fallible().to(DEVICE)
+            sync = fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+            inputs = torch.ones(16, 32, device=DEVICE)
+            for step in range(STEPS):
+                model.zero_grad()
+                model.fails = step == STEPS - 2 and rank == 0
+                if model.fails:
+                    with pytest.raises(ArithmeticError, match="as planned"):
+                        model(inputs).square().mean().backward()
+                else:
+                    model(inputs).square().mean().backward()
+            grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            sync.detach()
+            model.zero_grad()
+            model(inputs).square().mean().backward()
+            backend = standin.backend_of(group)
+            backend.take_calls()
+            model(inputs).square().mean().backward()
+            assert backend.take_calls() == []
+            for grad in grads:
+                assert grad.isfinite().all().item()
+
+
+def test_failed_backwards_and_detach() -> None:
+    standin.run_ranks(_survives_failures, 2)
+
+
+def _goes_on_right_after_failures(rank: int, world_size: int) -> None:
+    group = standin.new_group()
+    inputs = torch.ones(16, 32, device=DEVICE)
+    for attempt in range(100):
+        model = Fallible().to(DEVICE)
+        sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group, init_sync=False)
+        model(inputs).square().mean().backward()
+        model.fails = True
+        loss = model(inputs).square().mean()
+        try:
+            loss.backward()
+        except ArithmeticError:
+            sync.synchronize() if attempt % 2 else sync.detach()
+
+
+def test_detach_and_synchronize_right_after_a_failed_backward() -> None:
+    """A device's thread tells of the failure before it lets go of what it was doing."""
+    standin.run_ranks(_goes_on_right_after_failures, 1)
+
+
+def _ends_with_its_model(rank: int, world_size: int) -> None:
+    group = standin.new_group()
+    extension = standin.load()
+    before = extension.allocated_bytes()
+    for compression in COMPRESSIONS[:-1]:
+        model = _model(torch.Stream(device=DEVICE))
+        sync = fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+        for step in range(STEPS):
+            sync.piggyback("kl", torch.ones(2, device=DEVICE))
+            model([grad.to(DEVICE) for grad in _grads(rank, step)]).backward()
+        references = references_to(model)
+        del model, sync
+        assert_freed(references)
+        assert_soon_none(lambda: extension.allocated_bytes() - before)  # bytes that are kept
+
+
+def test_an_engine_and_its_memory_end_with_the_model() -> None:
+    standin.run_ranks(_ends_with_its_model, 2)

@@ -1,0 +1,227 @@
+"""Engines that go while messages are under way, and buckets that fail while they are sent: the group goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastsync
+from fastsync import _C, Compression
+from tests.engine.sharded import batch_of, loss_of, sharded, step_of
+from tests.models import SMALL_BUCKETS, Fails, Given, grads_of
+from tests.ranks import open_group, run_ranks
+
+COMPRESSIONS = {
+    "one_shot": "none",
+    "all_reduce": "bf16",
+    "two_shot": Compression("bf16", reduce="fp32", algorithm="two_shot"),
+    "error feedback": Compression("int8", error_feedback=True),
+}
+
+
+def _backward(model: Given, grads: list[Tensor], *, fails: bool = False) -> None:
+    """One that fails does so when all gradients but the first are there."""
+    model.zero_grad()
+    weights = [Fails.apply(weight) if fails and index == 0 else weight for index, weight in enumerate(model.weights)]
+    loss = sum((weight * grad).sum() for weight, grad in zip(weights, grads, strict=True))
+    if fails:
+        with pytest.raises(ArithmeticError, match="as told"):
+            loss.backward()
+    else:
+        loss.backward()
+
+
+def _assert_group_is_free(rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
+    dist.barrier(group)
+    total = torch.full((5,), float(rank + 1))
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [sum(range(1, world_size + 1))] * 5
+
+
+def _drops_its_model_after_an_error(rank: int, world_size: int) -> None:
+    grads = [torch.full((numel,), 1.0 + rank) for numel in (7, 300, 700)]
+    mean = sum(range(1, world_size + 1)) / world_size
+    for compression in COMPRESSIONS.values():
+        for _ in range(2):  # "catch out-of-memory, make the model anew"
+            model = Given(grads)
+            fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
+            _backward(model, grads)
+            torch.testing.assert_close(
+                grads_of(model), [torch.full_like(each, mean) for each in grads], rtol=1e-2, atol=0
+            )
+            if rank == 1:
+                time.sleep(0.5)  # so that what the others expect has not come when they drop their models
+            _backward(model, grads, fails=True)
+            del model
+            gc.collect()
+            _assert_group_is_free(rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_models_that_go_after_an_error_leave_the_group_free(world_size: int, shared_memory: bool) -> None:
+    run_ranks(_drops_its_model_after_an_error, world_size, timeout=90, shared_memory=shared_memory)
+
+
+def _one_rank_drops_its_model(rank: int, world_size: int) -> None:
+    grads = [torch.full((numel,), 1.0 + rank) for numel in (7, 300, 700)]
+    for compression in COMPRESSIONS.values():
+        model = Given(grads)
+        fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
+        _backward(model, grads)
+        if rank == 0:
+            time.sleep(0.5)
+        _backward(model, grads, fails=rank == 1)
+        assert rank == 1 or all(grad.isnan().all() for grad in grads_of(model)[:1])
+        del model
+        gc.collect()
+        _assert_group_is_free(rank, world_size)
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_rank_that_fails_and_drops_its_model_gives_the_others_nan(shared_memory: bool) -> None:
+    """It goes on to add up its part of what the others have sent."""
+    run_ranks(_one_rank_drops_its_model, 2, timeout=90, shared_memory=shared_memory)
+
+
+# ---- fully_shard ----------------------------------------------------------------------------------------------------
+
+
+def _drops_its_shards_after_an_error(rank: int, world_size: int, calls_detach: bool) -> None:
+    for _ in range(2):
+        model = sharded(init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
+        handle = fastsync.register_reduce_scatter(model)
+        step_of(model, 0, rank, world_size)
+        model.zero_grad()
+        model.blocks[0].narrow.register_forward_hook(lambda module, inputs, output: Fails.apply(output))
+        loss = loss_of(model, *batch_of(1))
+        if rank == 1:
+            time.sleep(0.5)
+        with pytest.raises(ArithmeticError, match="as told"):
+            loss.backward()  # when the reduce-scatter of blocks.1 is under way
+        if calls_detach:
+            handle.detach()
+        gone = weakref.ref(handle)
+        del model, handle, loss
+        gc.collect()
+        assert gone() is None
+        _assert_group_is_free(rank, world_size)
+
+
+@pytest.mark.parametrize("calls_detach", [False, True])
+def test_sharded_models_that_go_after_an_error_leave_the_group_free(calls_detach: bool) -> None:
+    run_ranks(_drops_its_shards_after_an_error, 2, calls_detach, timeout=60, shared_memory=False)
+
+
+# ---- DDP ------------------------------------------------------------------------------------------------------------
+
+
+def _fail(_: Tensor) -> None:
+    raise ArithmeticError("as told")
+
+
+def _drops_ddp_after_an_error(rank: int, world_size: int, is_python_hook: bool, folder: str) -> None:
+    grads = [torch.full((numel,), 1.0 + rank) for numel in (7, 300, 700)]
+    for number in range(2):
+        ddp = DistributedDataParallel(Given(grads), bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=True)
+        if is_python_hook:
+            ddp.register_comm_hook(None, fastsync.bf16_compress_hook)
+        else:
+            fastsync.register_comm_hook(ddp, "bf16")
+        for _ in range(2):  # DDP regroups its buckets after the first
+            ddp.zero_grad()
+            ddp(grads).backward()
+        handle = ddp.module.weights[0].register_hook(_fail)
+        loss = ddp(grads)
+        if rank == 1:
+            time.sleep(0.5)  # so that what rank 0 has begun is under way when it drops all it has
+        with pytest.raises(ArithmeticError, match="as told"):
+            loss.backward()
+        gone = weakref.ref(ddp)
+        dist.destroy_process_group()
+        del loss, handle, ddp  # the last owner of the group
+        gc.collect()
+        assert gone() is None
+        open_group(f"{folder}/{number}", rank, world_size)
+        _assert_group_is_free(rank, world_size)
+
+
+@pytest.mark.parametrize("is_python_hook", [False, True])
+def test_models_under_ddp_and_their_group_may_go_after_an_error(is_python_hook: bool, tmp_path: Path) -> None:
+    """torch's Reducer ends the group with the GIL, and waits for a thread that may want it."""
+    run_ranks(_drops_ddp_after_an_error, 2, is_python_hook, str(tmp_path), timeout=60, shared_memory=False)
+
+
+# ---- a bucket that fails while it is sent ---------------------------------------------------------------------------
+
+
+class _FailsToPack(TorchDispatchMode):
+    """After so many messages there is no memory for the next one."""
+
+    def __init__(self, num_messages: int) -> None:
+        super().__init__()
+        self._left = num_messages
+        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        passes = get_pointer(_C.passes("cpu"), None)
+        assert passes is not None
+        self._pack = ctypes.c_void_p.from_address(passes)  # the first of its functions
+        self._before = self._pack.value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_message = func.name() == "c10d::send"
+        self._left -= is_message
+        raises = ctypes.CDLL("libstdc++.so.6")._ZSt17__throw_bad_allocv
+        fails_next = is_message and self._left == 0  # and not after that
+        self._pack.value = ctypes.cast(raises, ctypes.c_void_p).value if fails_next else self._before
+        return func(*args, **(kwargs or {}))
+
+
+def _fails_while_it_sends(rank: int, world_size: int) -> None:
+    numel = 3 * 2**20  # of three pieces at 32 bits
+    for compression in (
+        Compression("none", reduce="fp32", algorithm="one_shot"),
+        Compression("none", reduce="fp32", algorithm="two_shot"),
+        Compression("fp16", reduce="fp32", algorithm="two_shot"),
+    ):
+        model = Given([torch.zeros(numel), torch.zeros(numel)])
+        fastsync.attach(model, compression, bucket_cap_mb=14)
+        for step in range(5):
+            grads = [torch.full((numel,), float(2 * rank + step + index)) for index in range(2)]
+            fails = step == 2
+            model.zero_grad()
+            loss = model(grads)
+            if fails and rank == 1:
+                with (
+                    _FailsToPack(4),
+                    pytest.raises(RuntimeError, match="0 failed on rank 1 of 2: std::bad_alloc"),
+                ):
+                    loss.backward()
+            else:
+                loss.backward()
+            expected = [world_size - 1.0 + step + index for index in range(2)]
+            found = [grad.unique().tolist() for grad in grads_of(model)]
+            if not fails:
+                assert found == [[each] for each in expected], f"{compression}, step {step}"
+            elif rank == 0:
+                assert any(grad.isnan().any() for grad in grads_of(model))
+                for grad, right in zip(grads_of(model), expected, strict=True):
+                    assert (grad.isnan() | grad.eq(right)).all(), f"{compression}: {grad.unique()}"
+        del model
+        gc.collect()
+
+
+def test_a_bucket_that_fails_while_it_is_sent_goes_on_as_nan() -> None:
+    run_ranks(_fails_while_it_sends, 2, timeout=60, shared_memory=False)

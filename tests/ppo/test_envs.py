@@ -1,0 +1,416 @@
+"""Environments step as single ones would, ranks share none, actions arrive in their space, bad ones are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+
+from fastsync.installation import install_command
+from fastsync.ppo.envs.make import Environments, FinishedEpisode, make_environments
+from fastsync.ppo.envs.resume import seed_from
+from fastsync.ppo.envs.spaces import random_actions
+from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
+from fastsync.ppo.ppo import Settings
+from fastsync.ppo.preflight import check_environment
+from tests.ranks import fresh_process_context
+from tests.toy_envs import Countdown, OwnVector
+
+
+def settings(env: str, num_envs: int = 4, **changes: Any) -> Settings:
+    return Settings(env=env, num_envs=num_envs, num_steps=4, **{"num_minibatches": 1} | changes)
+
+
+class PlainCopies:
+    """What Environments must do, written without thought for speed: single environments, one after the other."""
+
+    def __init__(self, seed: int, first: int, num_envs: int) -> None:
+        self.seed, self.first = seed, first
+        self.envs = [Countdown() for _ in range(num_envs)]
+        self.episode = [-1] * num_envs
+        self.ended = [False] * num_envs
+        self.account = [(0.0, 0)] * num_envs
+        self.first_observations = [self.restart(i) for i in range(num_envs)]
+
+    def restart(self, i: int) -> Any:
+        self.episode[i] += 1
+        self.ended[i] = False
+        self.account[i] = (0.0, 0)
+        return self.envs[i].reset(seed=seed_from(self.seed, self.first + i, self.episode[i]))[0]
+
+    def step(self, i: int, action: int, same_step: bool) -> tuple[Any, ...]:
+        """Observation, reward, terminated, truncated, valid, final observation, episode."""
+        if self.ended[i]:
+            return self.restart(i), 0.0, False, False, False, None, None
+        observation, reward, terminated, truncated, _ = self.envs[i].step(action)
+        self.account[i] = (self.account[i][0] + reward, self.account[i][1] + 1)
+        if not (terminated or truncated):
+            return observation, reward, False, False, True, None, None
+        episode = FinishedEpisode(i, *self.account[i])
+        if same_step:
+            return self.restart(i), reward, terminated, truncated, True, observation, episode
+        self.ended[i] = True
+        return observation, reward, terminated, truncated, True, None, episode
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_steps_and_accounts_are_those_of_single_environments(vectorization: str, autoreset: str):
+    same_step = autoreset == "same_step"
+    rng = np.random.default_rng(0)
+    seen = {"terminated": 0, "truncated": 0, "invalid": 0}
+    chosen = settings("tests.toy_envs:Countdown", 3, seed=5, vectorization=vectorization, autoreset=autoreset)
+    with make_environments(chosen, rank=2) as environments:
+        plain = PlainCopies(seed=5, first=6, num_envs=3)
+        assert environments.same_step is same_step
+        np.testing.assert_array_equal(environments.reset(), plain.first_observations)
+        for _ in range(60):
+            actions = rng.integers(0, 3, 3)
+            step = environments.step(actions)
+            rows = [plain.step(i, int(actions[i]), same_step) for i in range(3)]
+            np.testing.assert_array_equal(step.observations, [row[0] for row in rows])
+            np.testing.assert_array_equal(step.rewards, [row[1] for row in rows])
+            assert step.terminated.tolist() == [row[2] for row in rows]
+            assert step.truncated.tolist() == [row[3] for row in rows]
+            assert step.valid.tolist() == [row[4] for row in rows]
+            finals = {i: row[5].tolist() for i, row in enumerate(rows) if row[5] is not None}
+            assert {i: final.tolist() for i, final in step.final_observations.items()} == finals
+            assert step.episodes == [row[6] for row in rows if row[6]]
+            seen["terminated"] += step.terminated.sum()
+            seen["truncated"] += step.truncated.sum()
+            seen["invalid"] += (~step.valid).sum()
+    assert seen["terminated"] > 5
+    assert seen["truncated"] > 5
+    assert (seen["invalid"] > 10) is not same_step
+
+
+def play(environments: Environments, num_steps: int) -> list[list[Any]]:
+    """Observations per environment, with actions that depend on the environment's global number only."""
+    observations = [environments.reset().copy()]
+    generators = [np.random.default_rng(environments.first_index + i) for i in range(environments.num_envs)]
+    for _ in range(num_steps):
+        actions = np.array([generator.integers(0, 3) for generator in generators])
+        observations.append(environments.step(actions).observations.copy())
+    return [[row[i].tolist() for row in observations] for i in range(environments.num_envs)]
+
+
+def test_environments_are_the_same_however_they_are_spread_over_ranks():
+    with make_environments(settings("tests.toy_envs:Countdown", 4), rank=0) as together:
+        expected = play(together, 20)
+    spread = []
+    for rank in range(2):
+        with make_environments(settings("tests.toy_envs:Countdown", 2), rank=rank) as part:
+            spread += play(part, 20)
+    assert spread == expected
+    assert len({str(row) for row in expected}) == 4
+    with make_environments(settings("tests.toy_envs:Countdown", 4, seed=2), rank=0) as other:
+        assert not any(row in expected for row in play(other, 20))
+
+
+def test_own_vectorisation_is_chosen_where_there_is_one():
+    with make_environments(settings("CartPole-v1"), rank=0) as own:
+        assert isinstance(own, VectorizedEnvironments)
+        assert own.reward_threshold == 475
+        assert not own.same_step
+    for env, changes in [("CartPole-v1", {"autoreset": "same_step"}), ("Acrobot-v1", {})]:
+        with make_environments(settings(env, **changes), rank=0) as copies:
+            assert isinstance(copies, RecordedEnvironments)
+            assert copies.same_step is bool(changes)
+
+
+def test_own_vectorisation_differs_by_rank_and_by_restart_only():
+    def first(rank: int, restart: int) -> Any:
+        with make_environments(settings("CartPole-v1"), rank=rank, restart=restart) as environments:
+            return environments.reset()
+
+    np.testing.assert_array_equal(first(0, 0), first(0, 0))
+    rows = np.concatenate([first(0, 0), first(1, 0), first(0, 64)])
+    assert len(np.unique(rows, axis=0)) == 12
+
+
+def test_vectorised_cartpole_is_cartpole():
+    """Step for step what single environments do, through terminations, truncations at 500 steps, and restarts."""
+    num_envs = 8
+    envs: Any = gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
+    singles: list[Any] = [gymnasium.make("CartPole-v1") for _ in range(num_envs)]
+    observations, _ = envs.reset(seed=7)
+    for index, single in enumerate(singles):
+        single.reset()
+        single.unwrapped.state = envs.state[:, index].copy()
+    rng = np.random.default_rng(0)
+    restarting = np.zeros(num_envs, dtype=bool)
+    num_terminated = num_truncated = 0
+    for _ in range(1500):
+        # A controller that balances for 500 steps; the more often an environment ignores it, the sooner it falls.
+        balance = observations @ [0.05, 0.1, 1, 0.5] > 0
+        ignore = rng.random(num_envs) < np.linspace(0, 0.6, num_envs)
+        actions = np.where(ignore, rng.integers(0, 2, num_envs), balance)
+        observations, rewards, terminated, truncated, _ = envs.step(actions)
+        for index, single in enumerate(singles):
+            got = (rewards[index], terminated[index], truncated[index])
+            if restarting[index]:
+                assert got == (0, False, False)
+                single.reset()
+                single.unwrapped.state = envs.state[:, index].copy()
+            else:
+                observation, *expected, _ = single.step(int(actions[index]))
+                assert got == tuple(expected)
+                np.testing.assert_array_equal(observations[index], observation)
+        num_terminated += terminated.sum()
+        num_truncated += truncated.sum()
+        restarting = terminated | truncated
+    assert num_terminated > 10
+    assert num_truncated >= 4
+
+
+@pytest.mark.parametrize(
+    ("env", "actions", "rewards"),
+    [
+        ("Continuous", np.array([[-3.0, 5.0], [0.5, -7.0]], dtype=np.float32), [1 - 1 + 2, 1 + 0.5 - 7]),
+        ("FromFive", np.array([0, 2]), [1 + 5, 1 + 7]),
+        ("Several", np.array([[0, 0], [1, 2]]), [1 + 10, 1 + 1 + 12]),
+    ],
+)
+def test_actions_arrive_in_their_space(env: str, actions: Any, rewards: list[float]):
+    with make_environments(settings(f"tests.toy_envs:{env}", 2), rank=0) as environments:
+        environments.reset()
+        assert environments.step(actions).rewards.tolist() == rewards
+        tried = random_actions(environments.single_action_space, 2, np.random.default_rng(0))
+        assert (tried.shape, tried.dtype) == (actions.shape, actions.dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"env": "NoSuchEnv-v0"}, "env='NoSuchEnv-v0' cannot be made: .*NoSuchEnv"),
+        ({"env": "CartPol-v1"}, "cannot be made: .*Did you mean: `CartPole`"),
+        ({"env": "no_such_module:Env-v0"}, "env='no_such_module:Env-v0' cannot be made: .*no_such_module"),
+        ({"env": "tests.toy_envs:Nothing"}, "the module tests.toy_envs has no function 'Nothing'"),
+        ({"env": "tests.toy_envs:not_an_environment"}, "returned 7; the function must return a gymnasium.Env"),
+        ({"env": "tests.toy_envs:Grid"}, r"observations Box.*; a Box must have one dimension.*FlattenObservation"),
+        ({"env": "tests.toy_envs:FloatImage"}, "or be an image of three dimensions and dtype uint8"),
+        (
+            {"env": "tests.toy_envs:ChannelsLast"},
+            r"\(C, H, W\).*TransformObservation.*transpose\(2, 0, 1\).*Box\(0, 255, \(3, 96, 80\)",
+        ),
+        ({"env": "tests.toy_envs:SmallImage"}, "H and W must be at least 36: enlarge them .*ResizeObservation"),
+        (
+            {"env": "tests.toy_envs:Image", "norm_observations": True},
+            "norm_observations=True is for vectors, .* leave norm_observations at False",
+        ),
+        ({"env": "tests.toy_envs:Spoken"}, "has observations Dict.*FilterObservation, with the keys that can"),
+        ({"env": "tests.toy_envs:Binary"}, "has actions MultiBinary.*TransformAction"),
+        ({"env": "tests.toy_envs:Table"}, "a MultiDiscrete must have one dimension"),
+        ({"env": "tests.toy_envs:Whole"}, "a Box of actions must have one dimension and real numbers"),
+        (
+            {"env": "Acrobot-v1", "vectorization": "vector_entry_point"},
+            "env='Acrobot-v1' has no vectorised implementation of its own; choose vectorization='sync' or 'async'",
+        ),
+        (
+            {"env": "CartPole-v1", "vectorization": "vector_entry_point", "autoreset": "same_step"},
+            "autoreset='same_step' contradicts vectorization='vector_entry_point'",
+        ),
+        (
+            {"env": "CartPole-v1", "vectorization": "envpool", "autoreset": "same_step"},
+            "autoreset='same_step' contradicts vectorization='envpool'",
+        ),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        make_environments(settings(**changes), rank=0)
+
+
+def test_settings_are_tried_with_one_step(monkeypatch: pytest.MonkeyPatch):
+    """The trial of saving takes thousands; only the rank that tells of it needs it."""
+    steps: list[Any] = []
+    take_step = Countdown.step
+
+    def counted(self: Countdown, action: Any) -> Any:
+        steps.append(action)
+        return take_step(self, action)
+
+    monkeypatch.setattr(Countdown, "step", counted)
+    check_environment(settings("tests.toy_envs:Countdown"))
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            "tests.toy_envs:OldStep",
+            r"env='tests.toy_envs:OldStep' cannot be played: ValueError: .*; reset\(seed=...\)",
+        ),
+        (
+            "tests.toy_envs:needs_an_argument",
+            "needs_an_argument. cannot be made: TypeError: .*size",
+        ),
+        ("broken_module:make", "env='broken_module:make' cannot be made: SyntaxError: "),
+        ("module_here:nothing", "the module module_here has no function 'nothing'"),
+    ],
+)
+def test_mistakes_in_own_environments_are_told_before_ranks_start(
+    env: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also those in modules that lie in the current folder, which commands do not have on the import path."""
+    (tmp_path / "broken_module.py").write_text("def make(:")
+    (tmp_path / "module_here.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    with pytest.raises(ValueError, match=message):
+        check_environment(settings(env))
+
+
+@pytest.mark.parametrize(
+    ("env", "vectorization", "modules", "extra"),
+    [
+        ("ALE/Pong-v5", "auto", ["ale_py"], "atari"),
+        ("LunarLander-v3", "auto", ["Box2D"], "box2d"),
+        ("HalfCheetah-v5", "auto", ["mujoco"], "mujoco"),
+        ("CartPole-v1", "envpool", ["envpool"], "envpool"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    env: str, vectorization: str, modules: list[str], extra: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in list(sys.modules):
+        if name.startswith(("gymnasium.envs.box2d", "gymnasium.envs.mujoco")):
+            monkeypatch.delitem(sys.modules, name)
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=re.escape(install_command(extra))):
+        make_environments(settings(env, vectorization=vectorization), rank=0)
+
+
+@pytest.fixture
+def own_vector(request: pytest.FixtureRequest) -> Iterator[str]:
+    def make(num_envs: int, **_: Any) -> OwnVector:
+        return OwnVector(num_envs, **request.param)
+
+    gymnasium.register("OwnVector-v0", entry_point=Countdown, vector_entry_point=make)
+    yield "OwnVector-v0"
+    del gymnasium.registry["OwnVector-v0"]
+
+
+@pytest.mark.parametrize("own_vector", [{"mode": AutoresetMode.DISABLED}, {"mode": None}], indirect=True)
+@pytest.mark.filterwarnings("ignore:.*AutoresetMode")
+def test_unknown_autoreset_modes_are_refused(own_vector: str):
+    with pytest.raises(ValueError, match=r"env='OwnVector-v0' has metadata\['autoreset_mode'\]="):
+        make_environments(settings(own_vector), rank=0)
+
+
+@pytest.mark.parametrize("own_vector", [{"mode": AutoresetMode.SAME_STEP}], indirect=True)
+def test_own_vectorisation_may_restart_in_the_same_step(own_vector: str):
+    with make_environments(settings(own_vector, 2), rank=0) as environments:
+        assert environments.same_step
+        environments.reset()
+        steps = [environments.step(np.zeros(2, np.int64)) for _ in range(6)]
+        assert [step.valid.all() for step in steps] == [True] * 6
+        assert [{i: x.item() for i, x in step.final_observations.items()} for step in steps[2::3]] == [
+            {0: 3, 1: 3},
+            {0: 6, 1: 6},
+        ]
+        assert steps[5].episodes == [FinishedEpisode(0, 3.0, 3), FinishedEpisode(1, 3.0, 3)]
+
+
+@pytest.mark.parametrize("own_vector", [{"mode": AutoresetMode.SAME_STEP, "tells_final": False}], indirect=True)
+def test_a_missing_last_observation_is_an_error(own_vector: str):
+    with make_environments(settings(own_vector, 2), rank=0) as environments:
+        environments.reset()
+        with pytest.raises(RuntimeError, match=r"environment 0 restarted .* hold no 'final_obs'"):
+            [environments.step(np.zeros(2, np.int64)) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [("Hangs", "did not answer to a step within timeout=1 seconds"), ("Dies", "has ended instead of answering to")],
+)
+def test_processes_that_do_not_answer_end_with_an_error(env: str, message: str):
+    chosen = settings(f"tests.toy_envs:{env}", 2, vectorization="async", timeout=1.0)
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        with pytest.raises(RuntimeError, match=message):
+            environments.step(np.array([[0.0], [1e8]], dtype=np.float32))
+
+
+def test_processes_that_hang_in_a_reset_end_with_an_error():
+    chosen = settings("tests.toy_envs:HangsInReset", 2, vectorization="async", timeout=2.0)
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        state = environments.state()
+        with pytest.raises(RuntimeError, match="did not answer to a reset within timeout=2 seconds"):
+            environments.restore(state)
+
+
+def test_processes_that_hang_when_they_are_closed_are_ended():
+    chosen = settings("tests.toy_envs:HangsInClose", 2, vectorization="async", timeout=0.5)
+    with make_environments(chosen, rank=0) as environments:
+        assert isinstance(environments, RecordedEnvironments)
+        processes = environment_processes(environments)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+
+
+def environment_processes(environments: Environments) -> list[Any]:
+    return environments._vector.processes  # type: ignore[attr-defined,no-any-return]
+
+
+def test_processes_outlive_signals_to_the_whole_job_and_their_end_is_told():
+    chosen = settings("tests.toy_envs:Countdown", 2, vectorization="async")
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        first, second = environment_processes(environments)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(first.pid, number)
+            os.kill(second.pid, number)
+        environments.step(np.zeros(2, np.int64))
+        assert len(environments.state()["episodes"]) == 2
+        first.kill()
+        first.join()
+        with pytest.raises(RuntimeError, match="a process with an environment has ended instead of answering"):
+            environments.step(np.zeros(2, np.int64))
+        assert not second.is_alive()
+
+
+def leave_processes(said: Path, how: str) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # they tell that their pipe broke
+    left = make_environments(settings("tests.toy_envs:Countdown", 2, vectorization="async"), rank=0)
+    left.reset()
+    said.write_text(" ".join(str(process.pid) for process in environment_processes(left)))
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["of itself", "killed"])
+def test_processes_that_nobody_closed_end_with_their_rank(tmp_path: Path, how: str):
+    said = tmp_path / "pids"
+    rank = fresh_process_context().Process(target=leave_processes, args=(said, how))
+    rank.start()
+    rank.join()
+    assert rank.exitcode == (0 if how == "of itself" else -signal.SIGKILL)
+    pids = [int(pid) for pid in said.read_text().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 100
+    while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert alive == []
+
+
+def is_running(pid: int) -> bool:
+    """Not where it has ended and nobody has asked how."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,137 @@
+"""The files for Kubernetes and SkyPilot: what they ask for, by the tools' own schemas, and that their commands run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fastsync.cli import main
+from fastsync.ppo.evaluate import find_checkpoint
+
+pytestmark = pytest.mark.end_to_end
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--total-steps", "1000", "--num-envs", "4", "--compression", "int8+ef")
+
+
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
+    """What ``fastsync launch`` writes."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *words]) == 0
+    (file,) = tmp_path.glob("*.yaml")
+    content: dict[str, Any] = yaml.safe_load(file.read_text())
+    return content
+
+
+def run(tmp_path: Path, command: list[str], **variables: str) -> None:
+    """Runs what a machine would be given, with what its launcher sets there."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "CUDA_VISIBLE_DEVICES": ""} | variables
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 2 ranks, compression int8+ef" in done.stdout
+    assert find_checkpoint(tmp_path / "runs" / "mine").step >= 1000
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+def test_a_train_job_is_what_kubeflow_says_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
+    job = launch(
+        tmp_path, monkeypatch, "kubernetes", "--image", "registry/mine", "--nodes", "2", "--nproc", "8",
+        "--gpus-per-node", "8", "--memory", "64Gi", "--shared-memory", "4Gi", "--claim", "disk", "--namespace", "rl",
+    )  # fmt: skip
+    model = TrainerV1alpha1TrainJob.from_dict(job)
+    assert model is not None
+    # What the schema does not know, the model leaves out.
+    assert model.to_dict() == job
+    spec = job["spec"]
+    assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]) == (2, 8)
+    assert spec["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 8, "memory": "64Gi"}
+    (patch,) = spec["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert pod["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "4Gi"}
+    assert [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]] == ["/dev/shm", "/runs"]
+    assert "--runs-dir /runs --run-name fastsync --resume auto" in " ".join(spec["trainer"]["command"])
+
+
+def test_the_command_of_a_train_job_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    job = launch(tmp_path, monkeypatch, "kubernetes", "--image", "mine", "--nproc", "2", "--name", "mine", *TINY)
+    trainer = job["spec"]["trainer"]
+    # What Kubeflow sets in a pod.
+    run(
+        tmp_path,
+        trainer["command"],
+        PET_NNODES=str(trainer["numNodes"]),
+        PET_NPROC_PER_NODE=str(trainer["numProcPerNode"]),
+        PET_NODE_RANK="0",
+        PET_MASTER_ADDR="127.0.0.1",
+        PET_MASTER_PORT=str(free_port()),
+    )
+
+
+def test_a_task_of_skypilot_asks_for_what_was_said_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    task = launch(
+        tmp_path, monkeypatch, "skypilot", "--nproc", "2", "--name", "mine", "--accelerators", "H100:2", "--cpus", "8+",
+        "--setup", "pip install here\npip list", "--master-port", str(free_port()), *TINY,
+    )  # fmt: skip
+    assert list(task) == ["name", "num_nodes", "resources", "setup", "run"]
+    assert (task["name"], task["num_nodes"]) == ("mine", 1)
+    assert task["resources"] == {"accelerators": "H100:2", "cpus": "8+"}
+    assert task["setup"] == "pip install here\npip list\n"
+    # What SkyPilot sets on a machine.
+    ips = {"SKYPILOT_NODE_IPS": "127.0.0.1\n10.255.255.1", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}
+    run(tmp_path, ["bash", "-c", task["run"]], **ips)
+
+
+def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sky = pytest.importorskip("sky", reason="make test-trainers has an environment with SkyPilot")
+    (tmp_path / "code").mkdir()
+    launch(
+        tmp_path, monkeypatch, "skypilot", "--nodes", "2", "--nproc", "8", "--name", "mine", "--infra", "kubernetes",
+        "--accelerators", "H100:8", "--cpus", "16+", "--workdir", "code", "--setup", "pip install here", *TINY,
+    )  # fmt: skip
+    task = sky.Task.from_yaml(str(tmp_path / "sky.yaml"))  # refuses what its schema does not know
+    (resources,) = task.resources
+    assert (task.name, task.num_nodes, task.setup) == ("mine", 2, "pip install here\n")
+    assert (str(resources.cloud), resources.accelerators, resources.cpus) == ("Kubernetes", {"H100": 8}, "16+")
+    assert "-m fastsync.train" in task.run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["kubernetes"], "image is missing: say which container image"),
+        (["kubernetes", "--image", "mine", "--name", "My_job"], "name='My_job' may hold small letters"),
+        (["kubernetes", "--image", "mine", "--nodes", "0"], "nodes=0 must be at least 1"),
+        (["skypilot", "--nproc", "0"], "nproc=0 must be at least 1"),
+        (["skypilot", "--resume", "runs/mine"], "the job always goes on with resume=auto"),
+        (["kubernets"], "'kubernets' is none of slurm, kubernetes, skypilot; did you mean kubernetes?"),
+        ([], "usage: fastsync launch {slurm,kubernetes,skypilot}"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status: object = main(["launch", *words])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,282 @@
+"""Launching: real processes through torchrun's launcher, that are told to stop, killed, and started again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from fastsync.launch.torchrun import launch_ranks
+from fastsync.ppo.cli import Launch, launch, parse
+from fastsync.ppo.ppo import Settings
+from fastsync.ppo.runs.checkpoints import CheckpointFolder
+from tests.ppo.test_runs_checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.end_to_end
+
+ROOT = Path(__file__).parents[2]
+SAVED = "runs/x/checkpoints/step-000000001.pt"
+LIMIT = 60
+"""Seconds after which a test gives up waiting."""
+
+
+def rank_or_failure(failing: int) -> int:
+    rank = int(os.environ["RANK"])
+    if rank == failing:
+        raise RuntimeError("as told")
+    return rank
+
+
+def test_it_returns_what_the_ranks_return_and_raises_if_one_does() -> None:
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in signals]
+    assert launch_ranks(rank_or_failure, 2, -1) == [0, 1]
+    with pytest.raises(ChildFailedError) as error:
+        launch_ranks(rank_or_failure, 2, 1)
+    assert error.value.get_first_failure()[0] == 1
+    assert [signal.getsignal(number) for number in signals] == before
+
+
+class Launched:
+    """A launcher that runs."""
+
+    def __init__(self, folder: Path, *arguments: str, work: str = "until_told_to_stop") -> None:
+        self._folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ppo.launched", work, "--runs-dir", str(folder), *arguments],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def waits_for(self, name: str) -> list[str]:
+        """What a rank has said, once it did."""
+        file = self._folder / name
+        deadline = time.monotonic() + LIMIT
+        while not file.exists():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.process.communicate()[1]}"
+            assert time.monotonic() < deadline, f"nobody wrote {name}"
+            time.sleep(0.05)
+        return file.read_text().split()
+
+    def ends(self) -> tuple[int, str]:
+        """Its exit status, and the last line that it wrote."""
+        _, said = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, (said.strip().splitlines() or [""])[-1]
+
+
+@contextmanager
+def launched(folder: Path, *arguments: str, work: str = "until_told_to_stop") -> Iterator[Launched]:
+    launcher = Launched(folder, *arguments, work=work)
+    try:
+        yield launcher
+    finally:
+        if launcher.process.poll() is None:
+            launcher.process.send_signal(signal.SIGINT)  # which takes its ranks along
+            launcher.process.communicate(timeout=LIMIT)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "more"),
+    [
+        ({}, [], ["--run-name", "NEW", "--resume", "auto"]),
+        ({"run_name": "a b"}, ["--run-name", "a b"], ["--run-name", "a b", "--resume", "auto"]),
+        ({"resume": "auto"}, ["--resume=auto"], ["--resume", "auto"]),
+        ({"resume": "runs/x"}, ["--resume", "runs/x"], ["--resume", "runs/x"]),
+        ({"resume": "runs/x/checkpoints"}, ["--resume", "runs/x/checkpoints"], ["--resume", "runs/x"]),
+        ({"resume": SAVED}, ["--resume", SAVED], ["--resume", "runs/x"]),
+        ({"resume": "found.pt"}, ["--resume", "found.pt"], ["--run-name", "NEW", "--resume", "auto"]),
+    ],
+)
+def test_the_way_to_go_on_is_that_of_the_run(
+    settings: dict[str, str],
+    words: list[str],
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = make_checkpoint(1, settings=Settings().as_dict())
+    saved = CheckpointFolder(tmp_path / "runs/x/checkpoints", 1).save(checkpoint, 0.0)
+    shutil.copy(saved, "found.pt")
+    monkeypatch.setattr("fastsync.ppo.cli.default_run_name", lambda settings, started: "NEW")
+
+    def save_and_stop(work: object, nproc: int, settings: Settings, **options: object) -> list[str | None]:
+        name = settings.run_name or "NEW"
+        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / name / "checkpoints" / "step-000000002.pt").touch()
+        return [None, "SIGTERM"]
+
+    monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", save_and_stop)
+    assert launch(Launch(settings=Settings(**settings)), ["--seed", "1", *words, "--num-envs", "32"]) == 143
+    command = shlex.split(capsys.readouterr().err.partition(" with: ")[2])
+    assert command == ["fastsync", "train", "--seed", "1", "--num-envs", "32", *more]
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["--config", "CartPole-v1"], "nproc=1, nnodes=1 and num_envs=4 make it 4"),
+        (["--config", "CartPole-v1", "--nproc", "2", "--nnodes", "2", "--master-addr", "x"], "num_envs=4 make it 16"),
+        (["--config", "CartPole-v1", "--nproc", "2"], None),
+        (["--config", "CartPole-v1", "--num-envs", "8"], None),
+        (["--config", "own.yaml"], None),
+    ],
+)
+def test_a_preset_with_another_number_of_environments_is_noted(
+    words: list[str],
+    note: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("num_envs: 4")
+    monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", lambda *arguments, **options: [])
+    assert launch(parse(Launch, "fastsync train", words)) == 0
+    said = capsys.readouterr().err
+    if note is None:
+        assert said == ""
+    else:
+        made_for = "fastsync train: the preset CartPole-v1 is made for 8 environments on 2 ranks; "
+        assert said.startswith(made_for)
+        assert said.endswith(f"{note}\n")
+
+
+def test_a_stopped_launcher_lets_its_ranks_end_and_says_how_to_go_on(tmp_path: Path):
+    with launched(tmp_path, "--nproc", "2") as launcher:
+        *_, name = launcher.waits_for("attempt0-rank0")
+        launcher.waits_for("attempt0-rank1")
+        launcher.process.send_signal(signal.SIGTERM)
+        status, said = launcher.ends()
+    assert status == 143
+    assert said == (
+        f"fastsync train: stopped by SIGTERM. Go on from the last checkpoint with: "
+        f"fastsync train --runs-dir {tmp_path} --nproc 2 --run-name {name} --resume auto"
+    )
+    assert name.startswith("CartPole-v1-none-1-20")
+    # Both came to their own end, rather than being killed.
+    assert [launcher.waits_for(f"attempt0-end{rank}") for rank in range(2)] == [["SIGTERM"]] * 2
+
+
+def test_a_rank_that_is_stopped_alone_stops_the_job(tmp_path: Path):
+    with launched(tmp_path, "--nproc", "2", "--run-name", "mine", "--max-restarts", "1") as launcher:
+        launcher.waits_for("attempt0-rank0")
+        pid, world_size, name = launcher.waits_for("attempt0-rank1")
+        os.kill(int(pid), signal.SIGUSR1)
+        status, said = launcher.ends()
+    assert (world_size, name) == ("2", "mine")
+    assert status == 143
+    assert said.startswith("fastsync train: stopped by SIGUSR1. ")
+    assert said.endswith("--nproc 2 --max-restarts 1 --run-name mine --resume auto")
+    assert not (tmp_path / "attempt1-rank0").exists()
+
+
+def test_a_lost_job_comes_back_under_its_name_until_the_rank_that_is_lost_is_named(tmp_path: Path):
+    with launched(tmp_path, "--nproc", "2", "--max-restarts", "1") as launcher:
+        *_, name = launcher.waits_for("attempt0-rank0")
+        pid, *_ = launcher.waits_for("attempt0-rank1")
+        os.kill(int(pid), signal.SIGKILL)
+        again = [launcher.waits_for(f"attempt1-rank{rank}") for rank in range(2)]
+        assert [words[1:] for words in again] == [["2", name]] * 2
+        pid = again[1][0]
+        os.kill(int(pid), signal.SIGKILL)
+        status, said = launcher.ends()
+    assert status == 1
+    assert said == f"fastsync train: rank 1 failed first: Signal 9 (SIGKILL) received by PID {pid}"
+
+
+@pytest.mark.parametrize(
+    ("work", "number", "expected"),
+    [
+        ("deaf", signal.SIGTERM, 143),
+        ("not_listening_yet", signal.SIGTERM, 143),
+        ("not_listening_yet", signal.SIGINT, 130),
+    ],
+)
+def test_ranks_that_do_not_stop_are_ended(tmp_path: Path, work: str, number: signal.Signals, expected: int):
+    with launched(tmp_path, "--stop-timeout", "1", work=work) as launcher:
+        pid, _, name = launcher.waits_for("attempt0-rank0")
+        launcher.process.send_signal(number)
+        status, said = launcher.ends()
+    assert status == expected
+    assert said == f"fastsync train: ended by {number.name} before {tmp_path / name} had a checkpoint"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+@pytest.mark.parametrize("moment", ["import", "rendezvous"])
+def test_ctrl_c_ends_ranks_that_still_start_in_seconds_and_with_one_line(tmp_path: Path, moment: str):
+    """As a terminal sends it: to all processes. --timeout is no measure for it."""
+    work = "not_listening_yet" if moment == "import" else "in_the_rendezvous"
+    with launched(tmp_path, "--nproc", "2", "--timeout", "3600", work=work) as launcher:
+        if moment == "import":
+            deadline = time.monotonic() + LIMIT
+            while len(children(launcher.process.pid)) < 3:  # one of them is no rank
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            time.sleep(0.5)
+        else:
+            for rank in range(2):
+                launcher.waits_for(f"attempt0-rank{rank}")
+            time.sleep(0.5)
+        os.killpg(launcher.process.pid, signal.SIGINT)
+        _, said = launcher.process.communicate(timeout=LIMIT)
+    assert launcher.process.returncode == 130
+    assert len(said.splitlines()) == 1, said
+    assert said.startswith("fastsync train: ended by SIGINT before ")
+    assert said.endswith(" had a checkpoint\n")
+
+
+def test_two_machines_make_one_job(tmp_path: Path):
+    """Both are this machine. A rank of one is killed, and all come back; then one launcher is stopped."""
+    port = str(free_port())
+
+    def node(rank: int) -> tuple[str, ...]:
+        return ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "localhost", "--master-port", port)
+
+    options = ("--nproc", "1", "--timeout", "30", "--max-restarts", "1")
+    # The second one first: it has to wait.
+    with launched(tmp_path, *node(1), *options) as second, launched(tmp_path, *node(0), *options) as first:
+        for attempt in range(2):
+            said = [first.waits_for(f"attempt{attempt}-rank{rank}") for rank in range(2)]
+            assert [words[1] for words in said] == ["2", "2"]
+            # Ranks count by machine: the second one's child is rank 1.
+            assert int(said[1][0]) in children(second.process.pid)
+            if attempt == 0:
+                os.kill(int(said[1][0]), signal.SIGKILL)
+        second.process.send_signal(signal.SIGUSR1)  # as SLURM sends it ahead of a job's end
+        assert (second.ends()[0], first.ends()[0]) == (143, 143)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_machine_that_nobody_joins_gives_up_within_the_timeout(tmp_path: Path):
+    options = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", str(free_port()), "--timeout", "2")
+    with launched(tmp_path, *options) as launcher:
+        status, said = launcher.ends()
+    assert status == 1
+    assert said.startswith("fastsync train: ")
+    assert Settings().timeout > 2

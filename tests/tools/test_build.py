@@ -1,0 +1,333 @@
+"""setup.py: what it builds, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pty
+import re
+import subprocess
+import sys
+import tarfile
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import setuptools
+import torch
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def setup_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fastsync_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def built(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[setuptools.Extension]:
+    """What setup.py hands on to be built once its ``main`` is called, which then builds nothing."""
+    extensions: list[setuptools.Extension] = []
+    monkeypatch.setattr(
+        setup_script.setuptools, "setup", lambda *, ext_modules, cmdclass: extensions.extend(ext_modules)
+    )
+    for name in ("FASTSYNC_CUDA", "FASTSYNC_SANITIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")  # or main() would set it for all tests that follow
+    return extensions
+
+
+def _run_setup(*words: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Runs setup.py; ``path`` comes first on the import path."""
+    return subprocess.run(
+        [sys.executable, "setup.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def _sources(*patterns: str) -> set[str]:
+    return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
+
+
+def _fake_toolkit(folder: Path, release: str, refusal: str = "") -> str:
+    """A toolkit whose nvcc names this release, and compiles, or refuses with these words."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    refuses = f"echo '{refusal}' >&2; exit 1" if refusal else ":"
+    says = f"echo 'Cuda compilation tools, release {release}, V{release}.88'"
+    nvcc.write_text(
+        f'#!/bin/sh\ncase $1 in --version) {says};; -c) {refuses};; *) echo "#\\$ TOP={folder}" >&2;; esac\n'
+    )
+    nvcc.chmod(0o755)
+    (folder / "include").mkdir()
+    (folder / "include/cuda_runtime_api.h").touch()
+    return str(folder)
+
+
+@pytest.fixture
+def no_toolkit(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No toolkit is found, but those that a test makes; those of PyPI's packages in the folder that is returned."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, "")  # so that what is set is undone
+        monkeypatch.delenv(name)
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: "/usr/local/cuda" not in str(path) and exists(path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site-packages")])
+    return tmp_path / "site-packages"
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path) -> Path:
+    """A folder whose torch cannot be imported, as in pip's build isolation."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["build_ext", "dist_info"])
+def test_without_torch_one_sentence_says_what_to_do(no_torch: Path, command: str) -> None:
+    result = _run_setup("--quiet", command, path=no_torch)
+    assert result.returncode == 1
+    assert result.stderr.strip().count("\n") == 0
+    assert "No module named 'torch'" in result.stderr
+    assert (
+        "pip install torch ninja 'setuptools>=77.0.3', then the same command with --no-build-isolation" in result.stderr
+    )
+
+
+def test_a_source_distribution_needs_no_torch(no_torch: Path) -> None:
+    result = _run_setup("--quiet", "egg_info", "-e", str(no_torch), "sdist", "-d", str(no_torch), path=no_torch)
+    assert result.returncode == 0, result.stderr
+    (archive,) = no_torch.glob("fastsync_torch-*.tar.gz")
+    with tarfile.open(archive) as files:
+        assert any(name.endswith("/csrc/bindings.cpp") for name in files.getnames())
+
+
+def test_too_old_setuptools_is_refused(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_script.setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match=r"setuptools 65\.5\.0 is too old .*: pip install .* 'setuptools>=77"):
+        setup_script.check_setuptools()
+
+
+@pytest.mark.parametrize(
+    ("setting", "way_out"),
+    [
+        ("FASTSYNC_CUDA", "1 insists on the CUDA half, 0 leaves it out"),
+        ("FASTSYNC_SANITIZE", "address, undefined, thread build with that sanitizer"),
+    ],
+)
+def test_unknown_setting_is_refused(
+    setup_script: ModuleType,
+    built: list[setuptools.Extension],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    way_out: str,
+) -> None:
+    monkeypatch.setenv(setting, "banana")
+    with pytest.raises(SystemExit, match=f"{setting}='banana' means nothing: {way_out}"):
+        setup_script.main()
+    assert built == []
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
+@pytest.mark.usefixtures("built")
+def test_insisting_on_cuda_without_a_cuda_torch_fails_with_the_reason(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTSYNC_CUDA", "1")
+    message = f"FASTSYNC_CUDA=1, but the CUDA half cannot be built: torch {torch.__version__} is built without CUDA"
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        setup_script.main()
+
+
+def test_on_request_the_cpu_half_is_built(
+    setup_script: ModuleType, built: list[setuptools.Extension], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTSYNC_CUDA", "0")
+    setup_script.main()
+    assert [extension.name for extension in built] == ["fastsync._C", "fastsync._ppo"]
+    assert setup_script.cuda_left_out("0", "2.15.0", "13.2") == setup_script.ON_REQUEST
+
+
+def test_what_keeps_a_toolkit_from_compiling_is_said(setup_script: ModuleType, tmp_path: Path) -> None:
+    obstacle = setup_script.toolkit_obstacle
+    toolkit = _fake_toolkit(tmp_path / "cuda", "13.0")
+    assert obstacle(toolkit, "13.2") is None
+    assert obstacle(toolkit, "12.8") == f"torch is built with CUDA 12.8, but the toolkit in {toolkit} is 13.0"
+    (tmp_path / "cuda/include/cuda_runtime_api.h").unlink()
+    assert "cuda_runtime_api.h: No such file or directory)" in obstacle(toolkit, "13.2")
+    assert obstacle(f"{tmp_path}/empty", "13.0") == f"{tmp_path}/empty/bin/nvcc does not run"
+    broken = _fake_toolkit(tmp_path / "broken", "13.0", "ptxas x.ptx, line 9; fatal   : Unsupported .version 9.4")
+    assert obstacle(broken, "13.0") == (
+        f"the toolkit in {broken} does not compile (ptxas x.ptx, line 9; fatal   : Unsupported .version 9.4)"
+    )
+
+
+PINNED = 'cuda-toolkit[cublas,cudart,nvrtc]==13.2.2; platform_system == "Linux"'
+PIP_LINE = "pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.2.2'"
+
+
+def test_the_toolkit_to_install_is_of_the_release_that_torch_pins(setup_script: ModuleType) -> None:
+    advice = setup_script.toolkit_advice
+    assert advice("13.2", ["filelock", "cuda-bindings<14,>=13.0.3", PINNED]) == f"run: {PIP_LINE}"
+    assert advice("13.2", ["cuda-toolkit==13.2.2"]) == f"run: {PIP_LINE}"
+    assert advice("12.8", ["filelock"]) == "install a CUDA toolkit of release 12.8, and set CUDA_HOME"
+
+
+@pytest.mark.usefixtures("no_toolkit")
+def test_without_a_toolkit_the_reason_ends_in_the_line_to_run(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        setup_script.importlib.metadata, "distributions", lambda name: iter([SimpleNamespace(requires=[PINNED])])
+    )
+    assert setup_script.cuda_left_out("", "2.15.0", "13.2") == f"no nvcc was found; run: {PIP_LINE}"
+    with pytest.raises(SystemExit, match="FASTSYNC_CUDA=1, but the CUDA half cannot be built: no nvcc was found; run"):
+        setup_script.cuda_left_out("1", "2.15.0", "13.2")
+    assert "CUDA_HOME" not in os.environ
+
+
+def test_the_first_toolkit_that_works_is_taken_and_pypis_last(
+    setup_script: ModuleType, no_toolkit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose() -> str:
+        monkeypatch.delenv("CUDA_HOME", raising=False)
+        assert setup_script.cuda_left_out("", "2.15.0", "13.2") is None
+        return os.environ["CUDA_HOME"]
+
+    from_pypi = _fake_toolkit(no_toolkit / "nvidia/cu13", "13.2")
+    assert choose() == from_pypi
+    too_old = _fake_toolkit(tmp_path / "too-old", "11.5")
+    monkeypatch.setenv("PATH", f"{too_old}/bin", prepend=":")
+    assert choose() == from_pypi
+    monkeypatch.setenv("CUDA_PATH", f"{tmp_path}/nowhere")
+    assert choose() == from_pypi
+    monkeypatch.delenv("CUDA_PATH")
+    # A wrapper elsewhere tells where its toolkit is.
+    system = _fake_toolkit(tmp_path / "system", "13.0")
+    (tmp_path / "wrapper").mkdir()
+    (tmp_path / "wrapper/nvcc").symlink_to(f"{system}/bin/nvcc")
+    monkeypatch.setenv("PATH", f"{tmp_path}/wrapper", prepend=":")
+    assert choose() == system
+
+
+def test_an_nvcc_that_does_not_tell_chooses_no_toolkit(setup_script: ModuleType, tmp_path: Path) -> None:
+    silent = tmp_path / "nvcc"
+    silent.write_text("#!/bin/sh\n")
+    silent.chmod(0o755)
+    assert setup_script.toolkit_of(str(silent)) is None
+    assert setup_script.toolkit_of(str(tmp_path / "nowhere")) is None
+
+
+def test_pypis_runtime_is_linked_by_the_one_name_that_it_has(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "lib").mkdir()
+    assert setup_script.runtime_library() == "cudart"
+    (tmp_path / "lib/libcudart.so.13").touch()
+    assert setup_script.runtime_library() == ":libcudart.so.13"
+    (tmp_path / "lib/libcudart.so").touch()
+    assert setup_script.runtime_library() == "cudart"
+
+
+def test_what_kept_the_cuda_half_out_is_kept_and_said_once(
+    setup_script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    note = tmp_path / "_C.torch"
+    monkeypatch.setattr(setup_script, "TERMINAL", "/nowhere/tty")
+    setup_script.leave_note(note, "2.15.0", "no nvcc was found; run: pip")
+    assert capfd.readouterr().err == "fastsync: built without its CUDA kernels: no nvcc was found; run: pip\n"
+    assert note.read_text() == "2.15.0\nno nvcc was found; run: pip"
+    setup_script.leave_note(note, "2.15.0", setup_script.ON_REQUEST)
+    assert note.read_text().endswith("\nFASTSYNC_CUDA=0 was set when it was built")
+    setup_script.leave_note(note, "2.15.0", None)
+    assert note.read_text() == "2.15.0"
+    assert capfd.readouterr().err == ""
+
+
+def test_the_user_sees_it_though_pip_keeps_what_the_build_prints(tmp_path: Path) -> None:
+    """On the terminal that pip was called from, which the build shares."""
+    code = f"import setup, pathlib; setup.leave_note(pathlib.Path({str(tmp_path / 'note')!r}), '2.15.0', 'no nvcc')"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    shown = b""
+    with suppress(OSError):  # how the end is told
+        while part := os.read(terminal, 1000):
+            shown += part
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert shown.split() == b"fastsync: built without its CUDA kernels: no nvcc".split()
+
+
+def test_cpu_half_is_always_built(setup_script: ModuleType) -> None:
+    extension, trainer = setup_script.make_extensions(with_cuda=False)
+    assert set(trainer.sources) == _sources("csrc/ppo/*.cpp")
+    assert set(extension.sources) == _sources("csrc/**/*.cpp") - set(trainer.sources)
+    assert "-DFASTSYNC_WITH_CUDA" not in extension.extra_compile_args["cxx"]
+    assert _sources("csrc/**/*.h") <= set(extension.depends)
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "expected"),
+    [
+        ("13.0", "8.0;9.0;10.0;12.0+PTX"),
+        ("12.8", "8.0;9.0;10.0;12.0+PTX"),
+        ("12.6", "8.0;9.0+PTX"),
+        ("11.8", "8.0;9.0+PTX"),
+    ],
+)
+def test_architectures_are_those_that_the_toolkit_knows(setup_script: ModuleType, toolkit: str, expected: str) -> None:
+    assert setup_script.architectures(toolkit) == expected
+
+
+def test_cuda_half_adds_the_kernels(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    extension, trainer = setup_script.make_extensions(with_cuda=True)
+    assert set(extension.sources) == _sources("csrc/**/*.cpp", "csrc/**/*.cu") - set(trainer.sources)
+    assert "-DFASTSYNC_WITH_CUDA" not in trainer.extra_compile_args["cxx"]
+    for compiler in ("cxx", "nvcc"):
+        assert "-DFASTSYNC_WITH_CUDA" in extension.extra_compile_args[compiler]
+        assert str(Path(torch.__file__).parent / "include") in _system_folders(extension.extra_compile_args[compiler])
+
+
+def _system_folders(flags: list[str]) -> list[str]:
+    """The folders of system headers, named in the one way that both g++ and nvcc take: a word of their own."""
+    return [folder for option, folder in pairwise(flags) if option == "-isystem"]
+
+
+def test_warnings_are_errors_only_on_request(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTSYNC_WERROR", raising=False)
+    assert "-Werror" not in setup_script.make_extension("one", []).extra_compile_args["cxx"]
+    monkeypatch.setenv("FASTSYNC_WERROR", "1")
+    assert "-Werror" in setup_script.make_extension("one", []).extra_compile_args["cxx"]
+
+
+def test_extension_brings_no_openmp_runtime_of_its_own() -> None:
+    from fastsync import _C, _ppo
+
+    for extension in (_C, _ppo):
+        command = ["readelf", "-d", extension.__file__]
+        libraries = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "libtorch_cpu" in libraries
+        assert "omp" not in libraries
