@@ -47,9 +47,9 @@ bool Buffers::look_up() {
 
 std::string Buffers::description() const {
   std::ostringstream text;
-  text << "sync_buffers " << (!exist() ? "None" : means_ ? "mean" : "broadcast") << "\n";
+  text << "broadcast_buffers " << (!exist() ? "False" : means_ ? "mean" : "True") << "\n";
   for (const at::Tensor& buffer : buffers_) {
-    text << "synced buffer of shape " << buffer.sizes() << ", " << buffer.scalar_type() << "\n";
+    text << "buffer of shape " << buffer.sizes() << ", " << buffer.scalar_type() << "\n";
   }
   return text.str();
 }
