@@ -100,13 +100,13 @@ Algorithm algorithm_for(const Compression& compression, DType grad, int64_t nume
     return Algorithm::kTwoLevel;
   }
   if (team.shares_memory()) {
-    const int64_t bytes = numel * size_of(wire_dtype(compression.wire, grad));
+    const int64_t bytes = bytes_of(numel, wire_dtype(compression.wire, grad));
     const bool is_fast_at_once = world_size == 2 || bytes <= kOneShotBytesInMemory;
     return compression.algorithm.value_or(is_fast_at_once ? Algorithm::kOneShot : Algorithm::kTwoShot);
   }
   if (!compression.sums_in_float32) {
     const bool is_exact = compression.wire == Wire::kNone && (grad == DType::kFloat32 || grad == DType::kFloat64);
-    const bool is_small = numel * size_of(grad) <= kOneShotBytesOfTwo;
+    const bool is_small = bytes_of(numel, grad) <= kOneShotBytesOfTwo;
     return is_exact && is_small && world_size == 2 && team.sends_at_once() ? Algorithm::kOneShot
                                                                            : Algorithm::kAllReduce;
   }
@@ -114,7 +114,7 @@ Algorithm algorithm_for(const Compression& compression, DType grad, int64_t nume
 }
 
 Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members) {
-  const int64_t bytes = numel * size_of(wire_dtype(compression.wire, grad));
+  const int64_t bytes = bytes_of(numel, wire_dtype(compression.wire, grad));
   const bool is_fast_at_once = (num_members - 1) * (num_members - 2) * bytes <= kOneShotBytes * num_members;
   return compression.algorithm.value_or(is_fast_at_once ? Algorithm::kOneShot : Algorithm::kTwoShot);
 }

@@ -12,8 +12,7 @@ void raise_failure(const std::string& beginning, const std::string& why, Whereab
   const char* const join = says("of the engine of parameter") ? "with sync.join():"
                            : says("of a DDP hook")            ? "with Join([ddp_model]):"
                                                               : nullptr;
-  const bool may_have_no_batches =
-      join != nullptr && (says(": in no sync") || says(": no answer"));
+  const bool may_have_no_batches = join != nullptr && (says(": in no sync") || says(": no answer"));
   TORCH_CHECK(false, beginning, why, told,
               may_have_no_batches ? c10::str(". Where ranks have different numbers of batches, put the training loop ",
                                              "inside `", join, "`")

@@ -14,8 +14,8 @@ namespace fastsync {
 namespace {
 
 // All ranks must send in one order. The buckets of one engine have one; those of two engines whose gradients get ready
-// side by side do not. So of the engines in one sequence only the first to be attached sends while backward goes on, and at
-// its end all of them follow each other in the order in which they were attached.
+// side by side do not. So of the engines in one sequence only the first to be attached sends while backward goes on,
+// and at its end all of them follow each other in the order in which they were attached.
 struct Attached {
   struct Entry {
     const Synchronizer* engine;

@@ -8,29 +8,14 @@
 
 namespace fastsync {
 
-int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return 8;
-    case DType::kFloat32:
-      return 4;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kInt8:
-      return 1;
-  }
-  TORCH_INTERNAL_ASSERT(false);
-}
-
 int64_t bytes_of(int64_t values, DType dtype) {
-  return dtype == DType::kInt8 ? values / kBlockValues * static_cast<int64_t>(sizeof(Int8Block))
-                               : values * size_of(dtype);
+  const WireUnit unit = unit_of(dtype);
+  return values / unit.values * unit.bytes;
 }
 
 int64_t values_in(int64_t bytes, DType dtype) {
-  return dtype == DType::kInt8 ? bytes / static_cast<int64_t>(sizeof(Int8Block)) * kBlockValues
-                               : bytes / size_of(dtype);
+  const WireUnit unit = unit_of(dtype);
+  return bytes / unit.bytes * unit.values;
 }
 
 Bucket::Bucket(std::vector<at::Tensor> of, DType wire, c10::Device where)
@@ -60,7 +45,7 @@ void Bucket::for_each_part(const Span& span, const Call& call) const {
 }
 
 std::vector<Segment> Bucket::cut(const std::vector<Span>& spans) const {
-  const int64_t grad_size = size_of(grad_dtype);
+  const int64_t grad_size = unit_of(grad_dtype).bytes;
   const int64_t residual_size = grad_dtype == DType::kFloat64 ? 8 : 4;
   std::vector<Segment> parts;
   for (const Span& span : spans) {

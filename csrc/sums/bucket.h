@@ -38,8 +38,7 @@ struct Owned {
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline std::byte* advance(void* data, int64_t bytes) { return static_cast<std::byte*>(data) + bytes; }
 inline const std::byte* advance(const void* data, int64_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
-int64_t size_of(DType dtype);
-// Of whole blocks where the dtype is int8.
+// Of whole units of the wire, such as blocks of int8.
 int64_t bytes_of(int64_t values, DType dtype);
 int64_t values_in(int64_t bytes, DType dtype);
 

@@ -15,9 +15,11 @@ constexpr int64_t kSmallestShardBytes = 1 << 18;
 // Of gradients. A message wakes who waits for it, and where cores are busy that takes longer than what pieces win.
 constexpr int64_t kOnePieceBytes = 1 << 22;
 
-// What parts are multiples of, in values. On int8 so many blocks that rows begin at multiples of 16 bytes.
-constexpr int64_t part_multiple(DType dtype) { return dtype == DType::kInt8 ? 4 * kBlockValues : kBlockValues; }
-static_assert(4 * sizeof(Int8Block) % 16 == 0);
+// What parts are multiples of, in values. Of a wire of blocks so many that rows begin at multiples of 16 bytes.
+int64_t part_multiple(DType dtype) {
+  const WireUnit unit = unit_of(dtype);
+  return unit.values > 1 ? unit.values * (16 / std::gcd(int64_t{16}, unit.bytes)) : kBlockValues;
+}
 
 // What regions are multiples of: blocks of int8 are counted from region to region.
 constexpr int64_t kRegionAlignment = std::lcm(kRowAlignment, 4 * static_cast<int64_t>(sizeof(Int8Block)));
@@ -68,7 +70,7 @@ class Planner {
   Rows row_of(int64_t values, DType dtype, bool is_last) const {
     const int64_t bytes = bytes_of(values, dtype);
     const int64_t length = is_last && side_bytes_ > 0 ? round_up(bytes, sizeof(float)) + side_bytes_ : bytes;
-    const int64_t alignment = dtype == DType::kInt8 ? bytes_of(part_multiple(dtype), dtype) : kRowAlignment;
+    const int64_t alignment = unit_of(dtype).values > 1 ? bytes_of(part_multiple(dtype), dtype) : kRowAlignment;
     return {0, length, round_up(length, alignment)};
   }
 
@@ -335,7 +337,7 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
 // At full width, with every gradient in blocks of its own, and each part of each piece rounded up.
 int64_t most_bytes(const Bucket& bucket, int64_t num_parts) {
   constexpr int64_t kSideBytes = 4096;  // not every sync has all that may travel beside its gradients
-  const int64_t width = size_of(bucket.grad_dtype);
+  const int64_t width = unit_of(bucket.grad_dtype).bytes;
   int64_t bytes = 0;
   for (const at::Tensor& grad : bucket.grads) {
     bytes += round_up(grad.numel(), kBlockValues) * width;

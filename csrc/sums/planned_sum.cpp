@@ -158,7 +158,7 @@ class PlannedSum final : public BucketSum {
   // No pass leads from one 16-bit type to another wire at once.
   void encode_sum(ReduceArgs args) const {
     at::Tensor unencoded;
-    if (args.wire_dtype != args.out_dtype && size_of(args.wire_dtype) < size_of(DType::kFloat32)) {
+    if (args.wire_dtype != args.out_dtype && unit_of(args.wire_dtype).bytes < unit_of(DType::kFloat32).bytes) {
       unencoded = at::empty({args.numel}, memory_.options().dtype(at::kFloat));
       ReduceArgs sum = args;
       sum.out = unencoded.data_ptr();
@@ -218,7 +218,7 @@ class PlannedSum final : public BucketSum {
   void unpack(const Piece& piece) const {
     std::vector<Segment> to;
     if (plan_.output.defined()) {
-      void* const part = advance(plan_.output.data_ptr(), piece.begin * size_of(bucket_.grad_dtype));
+      void* const part = advance(plan_.output.data_ptr(), bytes_of(piece.begin, bucket_.grad_dtype));
       to = {{part, piece.end - piece.begin, /*offset=*/0}};
     } else {
       to = bucket_.cut(piece.unpacked);
