@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -31,8 +30,6 @@ from tests.ranks import run_ranks
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
 
-Grads = Sequence[Tensor | None]
-
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
     """Of as many tensors as there are ranks, two here: exactly what the engine computes."""
@@ -45,28 +42,6 @@ def _whole(rank: int, step: int, shapes: Sequence[Sequence[int]] = SHAPES) -> li
 
 
 # ---- accumulation -----------------------------------------------------------------------------------------------
-
-
-def _no_sync_like_ddp(rank: int, world_size: int) -> None:
-    model = Mlp()
-    ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    for step in range(4):
-        ddp.zero_grad()
-        model.zero_grad()
-        for micro in range(3):
-            inputs = batch(rank, 10 * step + micro)
-            last = micro == 2
-            with nullcontext() if last else ddp.no_sync():
-                ddp(inputs).square().mean().backward()
-            with nullcontext() if last else sync.no_sync():
-                model(inputs).square().mean().backward()
-        assert_all_bitwise_equal(grads_of(model), grads_of(ddp), f"step {step}")
-    assert sync.stats().num_steps == 4, "a backward under no_sync was synchronised"
-
-
-def test_no_sync_is_as_with_ddp() -> None:
-    run_ranks(_no_sync_like_ddp, 2)
 
 
 def _accumulated_but_not_in_the_last(rank: int, world_size: int) -> None:
@@ -181,33 +156,6 @@ def test_a_forgotten_synchronize_is_noticed() -> None:
 
 
 # ---- which parameters get gradients -----------------------------------------------------------------------------
-
-
-def _missing(rank: int, world_size: int) -> None:
-    for wire in ("none", "fp16"):
-        model = Given(_whole(0, 0))
-        sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
-        for step in range(5):
-            everyone: list[list[Tensor | None]] = [list(_whole(other, step)) for other in range(world_size)]
-            for grads in everyone:
-                grads[1] = None  # on all ranks
-            everyone[step % 2][2] = None  # on one
-            if step == 3:
-                everyone[0] = [everyone[0][0], None, None, None]
-            model.zero_grad()
-            model(everyone[rank]).backward()
-            for index, weight in enumerate(model.weights):
-                grads = [mine[index] for mine in everyone]
-                if all(grad is None for grad in grads):
-                    assert weight.grad is None, f"{wire}, step {step}, parameter {index}: a gradient that nobody has"
-                else:
-                    expected = _mean([torch.zeros_like(weight) if grad is None else grad for grad in grads])
-                    assert torch.equal(weight.grad, expected), f"{wire}, step {step}, parameter {index}"
-        assert sync.stats().num_steps == 5
-
-
-def test_parameters_without_gradients() -> None:
-    run_ranks(_missing, 2)
 
 
 def _second_backward(rank: int, world_size: int) -> None:

@@ -165,38 +165,6 @@ def test_every_mode_of_ddp_gives_bitwise_what_it_gives_without_a_hook() -> None:
     run_ranks(_like_ddp_in_every_mode, 2)
 
 
-def _disjoint_groups(rank: int, world_size: int) -> None:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = groups[rank // 2]
-    grad = torch.tensor([float(rank), 1.0])
-    in_group = torch.tensor([0.5 + 2 * (rank // 2), 1.0])
-    in_world = torch.tensor([1.5, 1.0])
-    for wire in FLOAT_WIRES:
-        own = given_ddp([grad], process_group=mine)
-        assert_all_bitwise_equal(_twice(own, fastsync.register_comm_hook(own, wire), grad), [in_group], "of its group")
-        world = given_ddp([grad])
-        assert_all_bitwise_equal(_twice(world, fastsync.register_comm_hook(world, wire), grad), [in_world], "of all")
-        given = given_ddp([grad])
-        hook = fastsync.register_comm_hook(given, wire, process_group=mine)
-        assert_all_bitwise_equal(_twice(given, hook, grad), [in_group], "of the group given")
-    for state, expected in ((None, in_world), (mine, in_group), (fastsync.HookState(mine), in_group), (None, in_world)):
-        drop_in = given_ddp([grad])
-        drop_in.register_comm_hook(state, fastsync.fp16_compress_hook)
-        assert_all_bitwise_equal(backward_of(drop_in, [grad]), [expected], "of the state's group")
-    assert_same_on_all_ranks([grad * 0 + in_group], mine)
-
-
-def _twice(ddp: DistributedDataParallel, hook: fastsync.CommHook, grad: Tensor) -> list[Tensor]:
-    backward_of(ddp, [grad])
-    averaged = backward_of(ddp, [grad])
-    assert hook.stats().num_steps == 2
-    return averaged
-
-
-def test_each_process_group_averages_over_its_own_ranks() -> None:
-    run_ranks(_disjoint_groups, 4)
-
-
 def _two_models_share_the_state_none(rank: int) -> None:
     shapes = [(300,), (200,), (400,)]
     likes = [random_grads(rank, 0, shapes, torch.float32), random_grads(rank, 1, shapes[:2], torch.bfloat16)]
@@ -319,3 +287,47 @@ def _compiled(rank: int, world_size: int) -> None:
 
 def test_compiled_ddp_runs_the_hook() -> None:
     run_ranks(_compiled, 2)
+
+
+def _three_ranks_within_a_rounding(rank: int, world_size: int) -> None:
+    # DDP multiplies by 1/3 where it copies into a bucket, and divides by 3 where the gradient lies in it already.
+    for keeps_views in (False, True):
+        options = {"bucket_cap_mb": SMALL_BUCKETS, "gradient_as_bucket_view": keeps_views}
+        like = random_grads(0, 0, SHAPES, torch.float32)
+        plain, hooked = given_ddp(like, **options), given_ddp(like, **options)
+        fastsync.register_comm_hook(hooked)
+        for step in range(4):
+            mine = random_grads(rank, step, SHAPES, torch.float32)
+            everyone = [random_grads(other, step, SHAPES, torch.float32) for other in range(world_size)]
+            for ddp in (plain, hooked):
+                ddp.zero_grad(set_to_none=not keeps_views)
+                ddp(mine).backward()
+            for index, (actual, expected) in enumerate(zip(grads_of(hooked), grads_of(plain), strict=True)):
+                # With u = 2^-24 and m the mean magnitude: g·fl(1/3) is off by 2u·|g|/3 at most, g/3 by u·|g|/3, and
+                # each of the two additions on each side by u·m. In all (3 + 2 + 2)·u·m, to first order in u.
+                magnitude = sum(grads[index].abs() for grads in everyone) / world_size
+                bound = 7 * 2.0**-24 * 1.001 * magnitude
+                assert bool(((actual - expected).abs() <= bound).all()), f"step {step}, gradient {index}"
+            assert_same_on_all_ranks(grads_of(hooked))
+
+
+def test_none_on_three_ranks_is_ddp_without_a_hook_within_one_rounding() -> None:
+    run_ranks(_three_ranks_within_a_rounding, 3)
+
+
+def _groups_that_are_given(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[rank // 2]
+    grad = torch.tensor([float(rank), 1.0])
+    in_group, in_world = torch.tensor([0.5 + 2 * (rank // 2), 1.0]), torch.tensor([1.5, 1.0])
+    given = given_ddp([grad])
+    fastsync.register_comm_hook(given, "fp16", process_group=mine)
+    assert_all_bitwise_equal(backward_of(given, [grad]), [in_group], "of the group given")
+    for state, expected in ((None, in_world), (mine, in_group), (fastsync.HookState(mine), in_group), (None, in_world)):
+        drop_in = given_ddp([grad])
+        drop_in.register_comm_hook(state, fastsync.fp16_compress_hook)
+        assert_all_bitwise_equal(backward_of(drop_in, [grad]), [expected], "of the state's group")
+
+
+def test_a_hook_may_average_over_another_group_than_ddp_has() -> None:
+    run_ranks(_groups_that_are_given, 4)
