@@ -44,63 +44,6 @@ def _whole(rank: int, step: int, shapes: Sequence[Sequence[int]] = SHAPES) -> li
 # ---- accumulation -----------------------------------------------------------------------------------------------
 
 
-def _accumulated_but_not_in_the_last(rank: int, world_size: int) -> None:
-    """What was accumulated under no_sync is averaged although the backward that syncs does not reach it here."""
-    model = Given(_whole(0, 0))
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    for step in range(3):
-        everyone = [_whole(other, step) for other in range(world_size)]
-        model.zero_grad()
-        with sync.no_sync():
-            model(everyone[rank]).backward()
-        reached = list(everyone[rank])
-        if rank == 0:
-            reached[0] = None
-        model(reached).backward()
-        expected = [_mean([2 * mine for mine in same]) for same in zip(*everyone, strict=True)]
-        expected[0] = _mean([everyone[0][0], 2 * everyone[1][0]])
-        assert_all_bitwise_equal(grads_of(model), expected, f"step {step}")
-
-
-def test_what_no_sync_left_is_averaged_by_the_next_sync() -> None:
-    run_ranks(_accumulated_but_not_in_the_last, 2)
-
-
-def _explicit(rank: int, world_size: int) -> None:
-    everyone = [_whole(other, 0) for other in range(world_size)]
-    expected = [_mean(same) for same in zip(*everyone, strict=True)]
-    model = Given(everyone[0])
-    sync = fastsync.attach(model, overlap=False, bucket_cap_mb=SMALL_BUCKETS)
-    for _ in range(2):
-        model.zero_grad()
-        model(everyone[rank]).backward()
-        assert_all_bitwise_equal(grads_of(model), everyone[rank], "before synchronize()")
-        sync.synchronize()
-        assert_all_bitwise_equal(grads_of(model), expected, "after synchronize()")
-    sync.detach()
-
-    overlapping = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    model.zero_grad()
-    with overlapping.no_sync():
-        model(everyone[rank]).backward()
-    overlapping.synchronize()
-    assert_all_bitwise_equal(grads_of(model), expected, "synchronize() after no_sync")
-    overlapping.detach()
-
-    for _ in range(2):
-        model.zero_grad()
-        model([grad if index != 1 or rank == 0 else None for index, grad in enumerate(everyone[rank])]).backward()
-        stats = fastsync.all_reduce_gradients(model.parameters(), "bf16")
-        expected[1] = _mean([everyone[0][1], torch.zeros(300)])
-        assert_all_bitwise_equal(grads_of(model), expected, "all_reduce_gradients")
-        norm = torch.cat([grad.flatten() for grad in expected]).norm()
-        torch.testing.assert_close(stats.grad_norm, norm, rtol=1e-6, atol=0)
-
-
-def test_explicit_synchronisation() -> None:
-    run_ranks(_explicit, 2)
-
-
 def _forgotten(rank: int, world_size: int) -> None:
     everyone = [_whole(other, 0) for other in range(world_size)]
     model = Given(everyone[0])
@@ -156,31 +99,6 @@ def test_a_forgotten_synchronize_is_noticed() -> None:
 
 
 # ---- which parameters get gradients -----------------------------------------------------------------------------
-
-
-def _second_backward(rank: int, world_size: int) -> None:
-    """Two backwards over different parameters: the second leaves alone what the first averaged, to the bit."""
-    torch.manual_seed(0)
-    model = Given(_whole(0, 0))
-    fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
-    for step in range(3):
-        everyone = [random_grads(other, step, SHAPES, torch.float32) for other in range(world_size)]
-        model.zero_grad()
-        model([*everyone[rank][:2], None, None]).backward()
-        first = [weight.grad.clone() for weight in model.weights[:2]]
-        model([None, None, *_whole(rank, step)[2:]]).backward()
-        assert_all_bitwise_equal(grads_of(model)[:2], first, f"step {step}")
-        expected = [_mean(same) for same in zip(*(_whole(other, step) for other in range(world_size)), strict=True)]
-        assert_all_bitwise_equal(grads_of(model)[2:], expected[2:], f"step {step}")
-        # And one that adds to what is there already, on one rank alone.
-        before = model.weights[3].grad.clone()
-        model([None, None, torch.full(SHAPES[2], 2.0), torch.full(SHAPES[3], 4.0) if rank == 1 else None]).backward()
-        assert torch.equal(model.weights[3].grad, before + 2.0)
-        assert_same_on_all_ranks(grads_of(model))
-
-
-def test_a_second_backward_over_other_parameters() -> None:
-    run_ranks(_second_backward, 2)
 
 
 class Ordered(nn.Module):

@@ -203,26 +203,6 @@ def test_large_weights_of_small_gradients(shared_memory: bool) -> None:
     run_ranks(_large_weights, 2, shared_memory=shared_memory)
 
 
-def _growing_weights(rank: int, world_size: int) -> None:
-    """The fp16 scale follows the mean, which does not depend on the weights' scale."""
-    model = Given(_whole(0, 0))
-    sync = fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
-    for step, weight in enumerate((1.0, 17.0, 4096.0, 1e9, 1e-9)):
-        everyone = [_whole(other, step) for other in range(world_size)]
-        weights = [weight * (1 + other) for other in range(world_size)]
-        sync.set_weight(weights[rank])
-        model.zero_grad()
-        model(everyone[rank]).backward()
-        expected = [each / sum(weights) for each in _weighted(everyone, weights)]
-        _assert_near(grads_of(model), expected, "fp16", f"step {step}")
-        assert sync.grad_stats.num_saturated == 0
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_weights_may_grow_by_any_factor(shared_memory: bool) -> None:
-    run_ranks(_growing_weights, 2, shared_memory=shared_memory)
-
-
 def _nothing_is_lost(rank: int, world_size: int, algorithm: Any) -> None:
     """Whatever the weights do from step to step, even where nobody counts: what is kept is a part of the mean."""
     model = Given(_whole(0, 0))
@@ -292,37 +272,6 @@ def _calls(rank: int, world_size: int) -> None:
 
 def test_weights_take_one_call_a_step() -> None:
     run_ranks(_calls, 2)
-
-
-def _several_engines(rank: int, world_size: int) -> None:
-    """Which get ready in another order on each rank, on one group and on groups of their own."""
-    for groups in ([None, None, None], [dist.new_group() for _ in range(3)]):
-        models = [Given(_whole(index, 0)) for index in range(3)]
-        syncs = [
-            fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
-            for model, group in zip(models, groups, strict=True)
-        ]
-        for step in range(4):
-            for index, sync in enumerate(syncs):
-                sync.set_weight(1.0 + (rank + index) * step)
-            everyone = [_whole(other, step) for other in range(world_size)]
-            losses = []
-            for index in range(3):
-                model = models[(index + rank) % 3]
-                model.zero_grad()
-                losses.append(model(everyone[rank]))
-            torch.stack(losses).sum().backward()
-            for index, model in enumerate(models):
-                weights = [1.0 + (other + index) * step for other in range(world_size)]
-                expected = [each / sum(weights) for each in _weighted(everyone, weights)]
-                _assert_near(grads_of(model), expected, "none", f"engine {index}, step {step}")
-        for sync in syncs:
-            sync.detach()
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_several_engines_with_weights(shared_memory: bool) -> None:
-    run_ranks(_several_engines, 2, timeout=60.0, shared_memory=shared_memory)
 
 
 def _scale_of_sums(rank: int, world_size: int) -> None:

@@ -22,7 +22,6 @@ from tests.models import (
     batch,
     given_ddp,
     grads_of,
-    group_of_one,
     train_step,
 )
 from tests.ranks import run_ranks
@@ -61,32 +60,6 @@ def test_options_stand_behind_the_wire() -> None:
 def test_options_that_do_not_fit_are_refused(shorthand: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^compression: {message}"):
         as_compression(shorthand)
-
-
-def _takes_shorthands(rank: int, world_size: int) -> None:
-    compressions = ("int8+ef", fastsync.Compression("int8", error_feedback=True))
-    values = torch.linspace(-1, 1 + rank, 300)
-    hooked, attached, called = [], [], []
-    for compression in compressions:
-        ddp = given_ddp([torch.ones(300)])
-        fastsync.register_comm_hook(ddp, compression)
-        hooked += backward_of(ddp, [values])
-        weight = torch.nn.Parameter(torch.ones(300))
-        sync = fastsync.attach([weight], compression)
-        (weight * values).sum().backward()
-        attached.append(weight.grad)
-        assert sync.state_dict()["residuals"][f"0 of rank {rank}"]["own"].any()
-        weight = torch.nn.Parameter(torch.ones(300))
-        weight.grad = values.clone()
-        fastsync.all_reduce_gradients([weight], compression)
-        called.append(weight.grad)
-    for door in (hooked, attached, called):
-        assert_all_bitwise_equal(door[:1], door[1:], "the shorthand and what it stands for")
-        assert_same_on_all_ranks(door)
-
-
-def test_every_door_takes_shorthands() -> None:
-    run_ranks(_takes_shorthands, 2, shared_memory=False)
 
 
 @pytest.mark.parametrize(
@@ -150,19 +123,6 @@ def test_auto_allows_by_name_what_loses_more() -> None:
     for allow in ("int8", ("fp16",), ["int8"]):
         with pytest.raises(ValueError, match=r"allow: expected a tuple of names out of \('int8',\), got"):
             fastsync.Auto(allow=allow)
-
-
-def test_an_assignment_that_is_refused_changes_nothing() -> None:
-    with group_of_one():
-        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2)]), "bf16")
-        with pytest.raises(ValueError, match="compression: expected one of"):
-            hook.compression = "int3"
-        assert hook.compression == fastsync.Compression(wire="bf16")
-
-        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2, dtype=torch.complex64)]))
-        with pytest.raises(ValueError, match=r"'fp16' cannot carry parameter weights\.0, which is torch\.complex64"):
-            hook.compression = "fp16"
-        assert hook.compression == fastsync.Compression(wire="none")
 
 
 def _swaps_while_training(rank: int, world_size: int) -> None:

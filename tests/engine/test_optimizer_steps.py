@@ -148,3 +148,28 @@ def test_another_thread_may_attach_while_an_optimizer_steps() -> None:
         next(alone.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
         alone(batch(0, 0)).sum().backward()
         assert len(others) >= 2
+
+
+def _let_through(rank: int, world_size: int) -> None:
+    """Optimizers of other models before the first backward, and models that were only changed in part."""
+    model, other = Mlp(), Mlp()
+    sync = fastsync.attach(model)
+    of_other = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(batch(0, 0)).sum().backward()
+    of_other.step()
+    model.layers[0].weight = nn.Parameter(torch.zeros(64, 32))
+    model(batch(rank, 0)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert sync.stats().num_steps == 1
+    loose = [nn.Parameter(torch.ones(2))]
+    fastsync.attach(loose)
+    loose[0].sum().backward()
+    torch.optim.SGD(loose).step()
+    ddp = DistributedDataParallel(Mlp())
+    fastsync.register_comm_hook(ddp)
+    ddp(batch(rank, 0)).sum().backward()
+    torch.optim.SGD(ddp.parameters()).step()
+
+
+def test_steps_of_other_models_and_of_models_changed_in_part_are_let_through() -> None:
+    run_ranks(_let_through, 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -18,26 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync import _C, Compression
 from fastsync.autotune.candidates import Candidate, engine_schedule
-from tests.engine.sharded import Tied, batch_of, loss_of, sharded, step_of
+from tests.engine.sharded import Tied, sharded, step_of
 from tests.ranks import run_ranks
 
 # ---- ranks that are lost --------------------------------------------------------------------------------------------
-
-
-def _loses_a_rank(rank: int, world_size: int) -> None:
-    model = sharded(init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
-    fastsync.register_reduce_scatter(model)
-    step_of(model, 0, rank, world_size)
-    loss = loss_of(model, *batch_of(1))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"averaging module 'blocks\.1' failed on rank 0 of 2: (.|\n)*rank 1"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_rank_that_is_lost_is_named(shared_memory: bool) -> None:
-    run_ranks(_loses_a_rank, 2, shared_memory=shared_memory, lost={1})
 
 
 def _meets_others(rank: int, world_size: int) -> None:

@@ -123,31 +123,6 @@ def test_full_width_is_the_mean_in_rank_order(world_size: int, size: int) -> Non
     run_ranks(_the_mean_in_rank_order, world_size, size)
 
 
-def _as_ddp(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 3_000))
-    plain = DistributedDataParallel(model)
-    inputs = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
-    plain(inputs).square().mean().backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    hooked = DistributedDataParallel(model)
-    hook = fastsync.register_comm_hook(hooked)
-    hooked(inputs).square().mean().backward()
-    assert_all_bitwise_equal([parameter.grad for parameter in model.parameters()], expected, "hook")
-    assert_shared(hook)
-    del plain, hooked, hook
-    model.zero_grad()
-    sync = fastsync.attach(model)
-    model(inputs).square().mean().backward()
-    assert_all_bitwise_equal([parameter.grad for parameter in model.parameters()], expected, "attach")
-    assert_shared(sync)
-
-
-def test_two_ranks_get_what_ddp_gives() -> None:
-    run_ranks(_as_ddp, 2)
-
-
 def _sends_once(rank: int, world_size: int) -> None:
     for algorithm in ("one_shot", "two_shot"):
         parameters, sync = engine_of([300_000], Compression("bf16", reduce="fp32", algorithm=algorithm))
@@ -222,19 +197,6 @@ def _in_threads(rank: int, world_size: int) -> None:
 
 def test_engines_and_groups_side_by_side_from_several_threads() -> None:
     run_ranks(_in_threads, 4)
-
-
-def _some_ranks(rank: int, world_size: int) -> None:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    parameters, sync = engine_of([5_000], group=groups[rank % 2])
-    set_grads(parameters, float(rank))
-    sync.synchronize()
-    assert_mean(parameters, 1.0 + rank % 2)
-    assert_shared(sync)
-
-
-def test_groups_of_some_ranks() -> None:
-    run_ranks(_some_ranks, 4)
 
 
 def _compression_changes(rank: int, world_size: int) -> None:
