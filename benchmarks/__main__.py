@@ -27,7 +27,7 @@ REQUIRED = (*REQUIRED_FOR_HELP, "jinja2", "matplotlib", "scipy")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed, against rivals and the limit.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed, against baselines and the limit.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, description in COMMANDS.items():
         # No help of its own: `python -m benchmarks COMMAND --help` shows the options.

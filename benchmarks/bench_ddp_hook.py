@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.rivals.ways import WAYS, Step, is_right
-from benchmarks.rivals.workloads import SIZES, Workload
+from benchmarks.baselines.ways import WAYS, Step, is_right
+from benchmarks.baselines.workloads import SIZES, Workload
 
 WARMUP = 10
 TIMEOUT = timedelta(seconds=120)

@@ -9,7 +9,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from benchmarks.rivals.passes import PASSES, WIRES, Buffers, is_right
+from benchmarks.baselines.passes import PASSES, WIRES, Buffers, is_right
 
 NUM_TENSORS = 160
 NUM_INPUT_SETS = 4

@@ -34,7 +34,7 @@ def main(device):
     # Gives every rank another part of the data.
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    handle = fastsync.register_prepared(model, "fp16")  # the line; None alone
+    handle = fastsync.register_prepared(model, "fp16")  # the line
 
     losses = []
     for _ in range(4):
@@ -48,10 +48,8 @@ def main(device):
 
     fastsync.check_consistency(model)
     if accelerator.is_main_process:
-        stats = handle.stats() if handle else None
-        sent = (
-            f"{stats.num_steps} steps of {stats.elements} gradients in {stats.wire_bytes} bytes" if stats else "alone"
-        )
+        stats = handle.stats()
+        sent = f"{stats.num_steps} steps of {stats.numel} gradients in {stats.wire_bytes} bytes"
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {sent}")
 
 

@@ -59,10 +59,9 @@ def main(device):
     fastsync.check_consistency(model)
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        stats = callback.handle.stats() if callback.handle else None
-        sent = (
-            f"{stats.num_steps} steps of {stats.elements} gradients in {stats.wire_bytes} bytes" if stats else "alone"
-        )
+        assert callback.handle is not None
+        stats = callback.handle.stats()
+        sent = f"{stats.num_steps} steps of {stats.numel} gradients in {stats.wire_bytes} bytes"
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {sent}")
 
 

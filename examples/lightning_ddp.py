@@ -72,7 +72,7 @@ def main():
         stats = model.hook_state.stats()
         if trainer.is_global_zero:
             loss = model.cpu().loss(*data.tensors).item()
-            sent = f"{stats.num_steps} steps of {stats.elements} gradients in {stats.wire_bytes} bytes"
+            sent = f"{stats.num_steps} steps of {stats.numel} gradients in {stats.wire_bytes} bytes"
             print(f"loss {first_loss:.3f} -> {loss:.3f}; {sent}")
 
 

@@ -79,7 +79,7 @@ def main(device):
         optimizer.step()
         losses += [torch.stack(of_micro_batches).mean().item()] if of_micro_batches else []
 
-    fastsync.check_consistency(modules, mesh["data"])
+    fastsync.check_consistency(modules, process_group=mesh["data"])
     if losses and mesh.get_local_rank("data") == 0:
         stats = sync.stats()
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {stats.num_steps} steps over {mesh['data'].size()} pipelines")

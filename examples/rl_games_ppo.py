@@ -55,8 +55,8 @@ class AgreedSchedule:
         self.schedule, self.sync = schedule, sync
 
     def update(self, learning_rate, entropy_coef, epoch, frames, kl_dist, **others):
-        of_all_ranks = self.sync.riders.get("kl")
-        self.sync.ride("kl", torch.tensor(kl_dist))  # travels with the gradients of the next minibatch
+        of_all_ranks = self.sync.piggybacked().get("kl")
+        self.sync.piggyback("kl", torch.tensor(kl_dist))  # travels with the gradients of the next minibatch
         if of_all_ranks is None:
             return learning_rate, entropy_coef
         return self.schedule.update(learning_rate, entropy_coef, epoch, frames, of_all_ranks.item(), **others)

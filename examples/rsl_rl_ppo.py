@@ -62,8 +62,8 @@ def agree_on_kl(actor, sync):
     of_this_rank = actor.get_kl_divergence
 
     def of_all_ranks(old, new):
-        before = sync.riders.get("kl", torch.zeros(()))  # RSL-RL leaves its learning rate as it is at 0
-        sync.ride("kl", of_this_rank(old, new).mean())  # travels with the gradients of this minibatch
+        before = sync.piggybacked().get("kl", torch.zeros(()))  # RSL-RL leaves its learning rate as it is at 0
+        sync.piggyback("kl", of_this_rank(old, new).mean())  # travels with the gradients of this minibatch
         return before
 
     actor.get_kl_divergence = of_all_ranks

@@ -9,17 +9,24 @@ from .installation import load
 __version__ = "0.1.0"
 
 __all__ = [
+    "AnyCompression",
     "Auto",
     "BucketStats",
+    "Candidate",
+    "Choice",
     "CommHook",
     "Compression",
+    "Explanation",
     "GradStats",
+    "GradientHandle",
     "GradientSynchronizer",
     "GroupProfile",
     "HookState",
     "Schedule",
     "ShardedGradients",
+    "SyncHandle",
     "SyncStats",
+    "Transport",
     "all_reduce_gradients",
     "allreduce_hook",
     "attach",
@@ -48,15 +55,15 @@ except ImportError as error:
 
 else:
     from .all_reduce import all_reduce_gradients
+    from .autotune.candidates import Candidate, Explanation
     from .autotune.measure import measure_group
-    from .autotune.profile import GroupProfile
-    from .autotune.request import Auto, Schedule
+    from .autotune.profile import Choice, GroupProfile
     from .clip import clip_grad_norm_
-    from .compression import Compression
+    from .compression import AnyCompression, Auto, Compression, Schedule
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
-    from .handle import handle_of
+    from .handle import GradientHandle, SyncHandle, handle_of
     from .prepared import register_prepared
     from .sharded import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
-    from .stats import BucketStats, GradStats, SyncStats
+    from .stats import BucketStats, GradStats, SyncStats, Transport
     from .synchronizer import GradientSynchronizer, attach

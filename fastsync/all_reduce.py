@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _C
-from .autotune.request import AnyCompression, Auto, Schedule, as_compression, on_nodes
 from .checks import check_group, resolve_nodes
-from .compression import Compression
+from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
 from .parameters import listed, trainable_parameters
 from .stats import GradStats
 from .synchronizer import BUCKET_CAP_MB, GradientSynchronizer

@@ -42,7 +42,7 @@ class Buffers:
             else:
                 continue
             raise ValueError(
-                f"{argument}: {what}; {way_out}leave it to each rank, with broadcast=False and without sync_buffers"
+                f"{argument}: {what}; {way_out}leave it to each rank, with init_sync=False and broadcast_buffers=False"
             )
 
     def tensors(self) -> list[Tensor]:

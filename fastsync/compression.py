@@ -1,11 +1,18 @@
-"""Compression: the form that gradients travel in between ranks, and who adds them."""
+"""Compression: the form that gradients travel in between ranks, who adds them, and how it is asked for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from fastsync.wording import did_you_mean
+from .wording import did_you_mean
+
+if TYPE_CHECKING:
+    from .autotune.profile import GroupProfile
 
 Wire = Literal["none", "bf16", "fp16", "int8"]
 Reduce = Literal["wire", "fp32"]
@@ -15,32 +22,15 @@ Algorithm = Literal["one_shot", "two_shot"]
 LOSSIER: tuple[Wire, ...] = ("int8",)
 """Wires that are chosen only where they are allowed."""
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "ef": {"reduce": "fp32", "error_feedback": True},
-    "fp32": {"reduce": "fp32"},
-    "one_shot": {"reduce": "fp32", "algorithm": "one_shot"},
-    "two_shot": {"reduce": "fp32", "algorithm": "two_shot"},
-    "stochastic": {"rounding": "stochastic"},
-}
-"""What stands behind a wire's name in a shorthand, and the fields that it sets."""
-
-_NAMES = (*get_args(Wire), "auto", *(f"auto:{wire}" for wire in LOSSIER))
-
-_EXPECTED = (
-    ", ".join(map(repr, _NAMES))
-    + f", a wire with options such as 'int8+ef' ({', '.join(_OPTIONS)}), a Compression, an Auto, or a mapping of first "
-    "steps to these"
-)
+_EXPECTED = f"{', '.join(map(repr, (*get_args(Wire), 'auto')))}, a Compression, an Auto or a Schedule"
 
 
 @dataclass(frozen=True)
 class Compression:
     """Says in which form gradients travel between the ranks, and who adds them up.
 
-    Wherever fastsync takes a ``compression``, a string is shorthand for one: the wire's name, and behind it what is
-    not as by default, joined by plus signs: ``"fp16"`` for ``Compression("fp16")``, ``"int8+ef"`` for
-    ``Compression("int8", error_feedback=True)``. Options are ``ef`` (error feedback), ``fp32``, ``one_shot`` and
-    ``two_shot`` (who adds; ``ef`` and these set ``reduce="fp32"``), and ``stochastic``.
+    Wherever fastsync takes a ``compression``, the name of a wire stands for the Compression with that wire: ``"fp16"``
+    for ``Compression("fp16")``.
 
     Raises:
         ValueError: a value is none of those there are, or does not go with another one.
@@ -110,18 +100,6 @@ class Compression:
         if self.rounding == "stochastic" and self.wire != "int8":
             raise ValueError(f"compression: rounding='stochastic' is for wire='int8', got wire={self.wire!r}")
 
-    @classmethod
-    def of(cls, shorthand: str) -> Compression:
-        """Makes what a string such as ``"int8+ef"`` stands for. Raises ValueError where it stands for none."""
-        wire, *options = shorthand.split("+")
-        if wire not in get_args(Wire) or any(option not in _OPTIONS for option in options):
-            raise unknown(shorthand)
-        values: dict[str, Any] = {}
-        for name, value in (item for option in options for item in _OPTIONS[option].items()):
-            if values.setdefault(name, value) != value:
-                raise ValueError(f"compression: {shorthand!r} says both {name}={values[name]!r} and {value!r}")
-        return cls(wire, **values)  # type: ignore[arg-type]  # it is one of them
-
     def _has_two_levels(self) -> bool:
         return self.ranks_per_node is not None and self.ranks_per_node > 1
 
@@ -138,9 +116,140 @@ class Compression:
         return ", ".join(words)
 
 
+@dataclass(frozen=True)
+class Auto:
+    """A choice by measurement: for each bucket the least lossy ``Compression`` among the fastest on this process group.
+
+    Full width and fp16 are candidates, added up by the process group's all-reduce, one_shot or two_shot, and bf16 with
+    its all-reduce. ``"auto"`` stands for ``Auto()``.
+
+    Raises:
+        ValueError: ``allow`` names a wire that does not have to be allowed, or is none.
+    """
+
+    allow: tuple[str, ...] = ()
+    """Lossier wires that are candidates too. There is ``"int8"``, which comes with error feedback."""
+    profile: GroupProfile | str | PathLike[str] | None = None
+    """What ``measure_group`` found, or a file that it was saved to. By default the group is measured."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.allow, tuple) or any(wire not in LOSSIER for wire in self.allow):
+            raise ValueError(f"allow: expected a tuple of names out of {LOSSIER}, got {self.allow!r}")
+
+
+@dataclass(frozen=True, init=False)
+class Schedule:
+    """Another compression from some step on, such as ``Schedule({0: "none", 1000: "fp16"})``.
+
+    Steps are synchronised backward passes, counted from 0; a resumed run goes on counting where its state was saved.
+
+    Args:
+        compressions: for each first step a ``Compression``, an ``Auto``, or a name that stands for one.
+
+    Raises:
+        ValueError: it does not begin at step 0, steps are no whole numbers or do not ascend, or a compression is none.
+    """
+
+    phases: tuple[tuple[int, Compression | Auto], ...]
+    """(first step, compression), steps ascending from 0."""
+
+    def __init__(self, compressions: Mapping[int, Compression | Auto | str]) -> None:
+        steps = list(compressions)
+        if not all(is_int(step) for step in steps):
+            raise ValueError(f"compression: the steps of a schedule have to be whole numbers, got {steps}")
+        if not steps or steps[0] != 0:
+            raise ValueError(f"compression: a schedule has to say what begins at step 0, got steps {steps}")
+        if any(step >= later for step, later in pairwise(steps)):
+            raise ValueError(f"compression: the steps of a schedule have to ascend, got {steps}")
+        phases = []
+        for step, given in compressions.items():
+            chosen = as_compression(given)
+            if isinstance(chosen, Schedule):
+                raise ValueError(f"compression: expected a Compression or an Auto from step {step} on, got {given!r}")
+            phases.append((step, chosen))
+        object.__setattr__(self, "phases", tuple(phases))
+
+    def at(self, step: int) -> Compression | Auto:
+        """Returns what counts in a step."""
+        return next(compression for first, compression in reversed(self.phases) if first <= step)
+
+
+AnyCompression: TypeAlias = Compression | Auto | Schedule | str
+"""What can be passed as ``compression``: the name of a wire, ``"auto"``, or one of these objects."""
+
+
+def as_compression(compression: AnyCompression) -> Compression | Auto | Schedule:
+    """Returns ``compression`` itself, or what the name stands for. Raises ValueError for what is none."""
+    if isinstance(compression, Compression | Auto | Schedule):
+        return compression
+    if isinstance(compression, str):
+        return _named(compression)
+    raise unknown(compression)
+
+
+@lru_cache  # all_reduce_gradients asks at every step
+def _named(name: str) -> Compression | Auto:
+    return Auto() if name == "auto" else Compression(name)  # type: ignore[arg-type]  # it refuses what is no wire
+
+
+def on_nodes(compression: Compression | Auto | Schedule, ranks_per_node: int | None) -> Compression | Auto | Schedule:
+    """Returns the same between nodes of so many ranks. None or 1 leaves it as it is.
+
+    Raises:
+        ValueError: it says something else about nodes, has an algorithm without nodes, or is an ``Auto``.
+    """
+    if ranks_per_node is None or ranks_per_node == 1:
+        return compression
+    if isinstance(compression, Schedule):
+        phases = {step: on_nodes(each, ranks_per_node) for step, each in compression.phases}
+        return Schedule(phases)  # type: ignore[arg-type]  # no Schedule in a Schedule
+    if isinstance(compression, Auto):
+        raise ValueError(
+            f"compression: {compression} measures ranks whose links are alike, and the process group's DeviceMesh says "
+            f"that nodes have {ranks_per_node} each; name a Compression"
+        )
+    if compression.ranks_per_node not in (None, ranks_per_node):
+        raise ValueError(
+            f"compression: ranks_per_node={compression.ranks_per_node}, but the process group's DeviceMesh has nodes "
+            f"of {ranks_per_node} ranks; leave it out"
+        )
+    return replace(compression, reduce="fp32", ranks_per_node=ranks_per_node)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "ef": {"reduce": "fp32", "error_feedback": True},
+    "fp32": {"reduce": "fp32"},
+    "one_shot": {"reduce": "fp32", "algorithm": "one_shot"},
+    "two_shot": {"reduce": "fp32", "algorithm": "two_shot"},
+    "stochastic": {"rounding": "stochastic"},
+}
+
+
+def parse_compression(text: str) -> Compression | Auto:
+    """Reads a command line's word: a wire with options behind plus signs, such as ``int8+ef``, ``auto``, ``auto:int8``.
+
+    Raises:
+        ValueError: it stands for none.
+    """
+    if text in ("auto", *(f"auto:{wire}" for wire in LOSSIER)):
+        return Auto(allow=tuple(text.split(":")[1:]))
+    wire, *options = text.split("+")
+    if wire not in get_args(Wire) or any(option not in _OPTIONS for option in options):
+        names = (*get_args(Wire), "auto", *(f"auto:{wire}" for wire in LOSSIER))
+        raise ValueError(
+            f"compression: expected one of {', '.join(names)}, or a wire with options such as int8+ef "
+            f"({', '.join(_OPTIONS)}), got {text!r}{did_you_mean(text, names)}"
+        )
+    values: dict[str, Any] = {}
+    for name, value in (item for option in options for item in _OPTIONS[option].items()):
+        if values.setdefault(name, value) != value:
+            raise ValueError(f"compression: {text!r} says both {name}={values[name]!r} and {value!r}")
+    return Compression(wire, **values)  # type: ignore[arg-type]  # it is one of them
+
+
 def unknown(compression: object) -> ValueError:
     """Makes the error for what is no compression."""
-    meant = did_you_mean(compression, _NAMES) if isinstance(compression, str) else ""
+    meant = did_you_mean(compression, (*get_args(Wire), "auto")) if isinstance(compression, str) else ""
     return ValueError(f"compression: expected one of {_EXPECTED}, got {compression!r}{meant}")
 
 

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _C
 from .attached import check_unattached
 from .autotune.candidates import Candidate, engine_schedule
-from .autotune.request import AnyCompression
 from .checks import check_dense, check_group, check_not_sharded, check_parameters, resolve_group, resolve_nodes
-from .compression import Compression
+from .compression import AnyCompression, Compression
 from .handle import GradientHandle, SyncHandle, remember
 from .kernels import look_at_kernels
 from .optimizer_steps import watch
@@ -121,9 +120,8 @@ def register_comm_hook(
 
     Args:
         ddp_model: the wrapped model.
-        compression: what travels: a ``Compression`` or its shorthand, such as ``"none"``, ``"fp16"`` or ``"int8+ef"``;
-            an ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps
-            to these.
+        compression: a wire's name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``), ``"auto"``, which measures the
+            group and chooses, or a ``Compression``, an ``Auto`` or a ``Schedule``.
         process_group: the group to average over; None for the model's own. A ``DeviceMesh`` as in ``attach``.
 
     Returns:

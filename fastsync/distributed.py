@@ -98,6 +98,19 @@ def process_group(
     gc.collect()  # DDP is part of reference cycles and holds the group
 
 
+def group_of_this_rank() -> dist.ProcessGroup:
+    """Returns the default group, and where there is none a Gloo group of this rank alone."""
+    if dist.is_initialized():
+        return resolve_group(None)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    store = HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=1)))
+    group._set_group_name(dist.GroupName("fastsync: this rank alone"))
+    return group
+
+
 def let_nccl_share_gpus(rank: int) -> None:
     """Lets ranks of one host use the same GPU, which NCCL refuses; from 2.30 on it can be told not to.
 
@@ -108,7 +121,7 @@ def let_nccl_share_gpus(rank: int) -> None:
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
 
 
-def dist_sum(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
+def dist_sum(values: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Adds ``values`` over the ranks, into a new tensor. Every rank must call it, with the same shape and dtype."""
     total = values.detach().clone()
     if dist.get_world_size(process_group) > 1:  # alone it would only wake a thread
@@ -116,13 +129,13 @@ def dist_sum(values: Tensor, process_group: dist.ProcessGroup | None = None) -> 
     return total
 
 
-def dist_mean(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
+def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Averages ``values`` over the ranks, into a new tensor. Every rank must call it, as ``dist_sum``."""
-    return dist_sum(values, process_group) / dist.get_world_size(process_group)
+    return dist_sum(values, process_group=process_group) / dist.get_world_size(process_group)
 
 
 def check_consistency(
-    module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None = None, *, buffers: bool = True
+    module: nn.Module, *, process_group: dist.ProcessGroup | DeviceMesh | None = None, buffers: bool = True
 ) -> None:
     """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it.
 

@@ -19,12 +19,16 @@ from torch.optim import Optimizer
 from . import _C
 from .autotune.candidates import Explanation, engine_schedule
 from .autotune.plan import Plan, make_plan
-from .autotune.request import AnyCompression, Auto, Schedule, as_compression, on_nodes
-from .compression import Compression
+from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
 from .grad_scaler import loss_scale, some_scaler_has_unscaled
 from .kernels import look_at_kernels
 from .reference import MAX_SCALE_EXPONENT
-from .stats import GradStats, SyncStats
+from .stats import GradStats, SyncStats, describe_transport
+
+
+def own_rank() -> int:
+    """Returns this rank's number; 0 where there is no default group, so that it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class SyncHandle(ABC):
@@ -35,9 +39,8 @@ class SyncHandle(ABC):
     @abstractmethod
     def _named_parameters(self) -> Mapping[str, Tensor]: ...
 
-    @property
     def grad_stats(self) -> GradStats:
-        """Statistics of the newest backward that was synchronised. Raises RuntimeError before the first."""
+        """Returns statistics of the newest backward that was synchronised. Raises RuntimeError before the first."""
         return GradStats(self._engine.grad_stats())
 
     def stats(self) -> SyncStats:
@@ -68,7 +71,7 @@ class SyncHandle(ABC):
 
     def _own(self, name: str) -> str:
         """What this rank's part of a state is called that each rank has one of."""
-        return f"{name} of rank {dist.get_rank()}"
+        return f"{name} of rank {own_rank()}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what ``state_dict()`` returned. Call it on every rank, with the states of one step.
@@ -99,7 +102,7 @@ class SyncHandle(ABC):
         if others and not residuals:
             warnings.warn(
                 f"fastsync: of what error feedback had not sent, the state has that of other ranks ({others[0]!r}) and "
-                f"nothing of rank {dist.get_rank()}, which begins without; to keep it, save the state of every rank",
+                f"nothing of rank {own_rank()}, which begins without; to keep it, save the state of every rank",
                 stacklevel=2,
             )
         for name, scale in scales.items():
@@ -176,8 +179,8 @@ class GradientHandle(SyncHandle):
                 "explain: buckets are made when the first backward is synchronised; before it, "
                 "fastsync.measure_group().choose(numel) tells what a bucket of so many values travels with"
             )
-        numels = [bucket.elements for bucket in stats.buckets]
-        return self._plan.explain(self._engine.step(), numels, stats.transport)
+        numels = [bucket.numel for bucket in stats.buckets]
+        return self._plan.explain(self._engine.step(), numels, describe_transport(stats))
 
     def remeasure(self) -> None:
         """Measures the process group again where ``compression`` is chosen by measurement: now that links are others.
@@ -213,7 +216,7 @@ class GradientHandle(SyncHandle):
                 "norm is not known; clip once after each synchronised backward (the norm before clipping stays in "
                 "grad_stats), or use torch.nn.utils.clip_grad_norm_"
             )
-        grad_norm = self.grad_stats.grad_norm
+        grad_norm = self.grad_stats().grad_norm
         self.use_up_norm()
         return grad_norm
 
@@ -255,7 +258,7 @@ class GradientHandle(SyncHandle):
 
 def _without_profiles(compression: Compression | Auto | Schedule) -> Compression | Auto | Schedule:
     if isinstance(compression, Schedule):
-        phases = tuple((step, _without_profiles(each)) for step, each in compression.phases)
+        phases = {step: _without_profiles(each) for step, each in compression.phases}
         return Schedule(phases)  # type: ignore[arg-type]  # no Schedule in a Schedule
     return replace(compression, profile=None) if isinstance(compression, Auto) else compression
 

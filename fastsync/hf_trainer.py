@@ -7,10 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from .autotune.request import AnyCompression
-from .ddp import CommHook
+from .compression import AnyCompression
+from .handle import GradientHandle
 from .prepared import register_prepared
-from .sharded import ShardedGradients
 
 
 class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is checked of transformers
@@ -18,7 +17,7 @@ class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is che
 
     Hand it over as ``trainer.add_callback(FastsyncCallback(trainer))``.
 
-    ``handle`` is what it returned, None before training begins, and where there is one rank.
+    ``handle`` is what it returned, None before training begins.
 
     Args:
         trainer: the one that this is a callback of.
@@ -28,10 +27,10 @@ class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is che
         ValueError: the trainer is none.
     """
 
-    def __init__(self, trainer: Trainer, compression: AnyCompression = "bf16") -> None:
+    def __init__(self, trainer: Trainer, compression: AnyCompression = "none") -> None:
         if not isinstance(trainer, Trainer):
             raise ValueError(f"trainer: expected the Trainer that this is added to, got {trainer!r}")
-        self.handle: CommHook | ShardedGradients | None = None
+        self.handle: GradientHandle | None = None
         self._trainer = trainer
         self._compression = compression
         self._model: nn.Module | None = None

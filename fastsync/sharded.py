@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from .autotune.request import AnyCompression, Auto, Schedule
 from .checks import resolve_group
-from .compression import Compression
+from .compression import AnyCompression, Auto, Compression, Schedule
 from .handle import GradientHandle, forget_handle, remember
 from .reference import SUM_OF_SQUARES
 
@@ -255,7 +254,7 @@ class _EngineReduceScatter:
         self._handle.reduce_scatter(self._unit, output_tensor, input_tensor, op)
 
 
-def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "bf16") -> ShardedGradients:
+def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "none") -> ShardedGradients:
     """Reduce-scatters the gradients of a model under ``fully_shard`` by the engine: narrow on the way, float32 sums.
 
     Every module of the model that went through ``fully_shard`` is served, however deep; those that another call serves
@@ -267,7 +266,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "bf1
     Args:
         model: the model, or a part of it.
         compression: what travels: a ``Compression`` without algorithm and nodes, or its shorthand ``"none"``,
-            ``"bf16"``, ``"fp16"``, ``"int8"``; or a mapping of first steps to these.
+            ``"bf16"``, ``"fp16"``, ``"int8"``; or a ``Schedule`` of these.
 
     Returns:
         The handle: statistics, the norm over all shards, state for checkpoints, and the compression, which may be
@@ -309,7 +308,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "bf1
 
 
 def register_all_reduce_hook(
-    model: nn.Module, compression: AnyCompression = "bf16", *, process_group: dist.ProcessGroup | DeviceMesh
+    model: nn.Module, compression: AnyCompression = "none", *, process_group: dist.ProcessGroup | DeviceMesh
 ) -> ShardedGradients:
     """Averages the shards of a model under ``fully_shard`` over its replicas: HSDP of which the slow hop alone narrows.
 
@@ -412,7 +411,8 @@ def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 def _of_reduce_scatter(compression: Compression | Auto | Schedule) -> Compression | Schedule:
     """Returns the same with sums in float32, which a reduce-scatter always has."""
     if isinstance(compression, Schedule):
-        return Schedule(tuple((step, _of_reduce_scatter(each)) for step, each in compression.phases))  # type: ignore[misc]
+        phases = {step: _of_reduce_scatter(each) for step, each in compression.phases}
+        return Schedule(phases)  # type: ignore[arg-type]  # no Schedule in a Schedule
     if isinstance(compression, Auto):
         raise ValueError(
             f"compression: {compression} measures all-reduces, and this is a reduce-scatter; name a Compression"

@@ -1,7 +1,7 @@
 """Statistics of a sync: of the gradients that it averaged, and of what it cost."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -10,6 +10,8 @@ from .wording import format_bytes
 
 if TYPE_CHECKING:
     from . import _C
+
+Transport: TypeAlias = Literal["process_group", "shared_memory", "two_level"]
 
 
 class GradStats:
@@ -54,35 +56,46 @@ class GradStats:
 class BucketStats:
     """One bucket's share of ``SyncStats``. Sums over its syncs so far; times in seconds."""
 
-    elements: int
+    numel: int
     wire_bytes: int
     num_syncs: int
     pack_time: float
     collective_time: float
     unpack_time: float
-    transport: str
+    transport: Transport
     """How the newest sync's gradients got to other ranks, see ``SyncStats``."""
+    num_hosts: int
+    transport_reason: str
 
     @classmethod
     def _from_totals(cls, totals: "_C.BucketTotals") -> "BucketStats":
         # On a GPU a sync goes untimed when the device has not finished it while its events are kept: scale up.
         scale = totals.num_syncs / totals.num_timed if totals.num_timed else 0.0
         return cls(
-            elements=totals.elements,
+            numel=totals.elements,
             wire_bytes=totals.wire_bytes,
             num_syncs=totals.num_syncs,
             pack_time=totals.pack_time * scale,
             collective_time=totals.collective_time * scale,
             unpack_time=totals.unpack_time * scale,
             transport=_transport(totals),
+            num_hosts=max(1, totals.num_hosts),
+            transport_reason=totals.why_not_shared,
         )
 
 
-def _transport(totals: "_C.BucketTotals") -> str:
-    if totals.shares_memory:
-        between = f", process group between {totals.num_hosts} hosts" if totals.num_hosts > 1 else ""
-        return f"shared memory{between}"
-    return "process group" + (f" (no shared memory: {totals.why_not_shared})" if totals.why_not_shared else "")
+def _transport(totals: "_C.BucketTotals") -> Transport:
+    if not totals.shares_memory:
+        return "process_group"
+    return "two_level" if totals.num_hosts > 1 else "shared_memory"
+
+
+def describe_transport(stats: "SyncStats | BucketStats") -> str:
+    """Says in words how gradients get to other ranks."""
+    if stats.transport == "process_group":
+        return "process group" + (f" (no shared memory: {stats.transport_reason})" if stats.transport_reason else "")
+    between = f", process group between {stats.num_hosts} hosts" if stats.transport == "two_level" else ""
+    return f"shared memory{between}" if stats.transport else "nothing yet"
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,13 +106,13 @@ class SyncStats:
     """Backward passes that were synchronised."""
     num_syncs: int
     """Buckets that were synchronised, all steps together."""
-    elements: int
+    numel: int
     """Gradient values in one step."""
     wire_bytes: int
-    """Bytes this rank handed to the process group: values times their size on the wire. ``attach`` adds riders, and one
-    element a parameter that tells whether there is a gradient. With two levels it is what it sent inside its node and
-    to other nodes in all. In shared memory it is what it wrote for others; where that spans several hosts, what it sent
-    to the others. Alone on a CPU it hands over nothing."""
+    """Bytes this rank handed to the process group: values times their size on the wire. ``attach`` adds what is
+    piggybacked, and one element a parameter that tells whether there is a gradient. With two levels it is what it sent
+    inside its node and to other nodes in all. In shared memory it is what it wrote for others; where that spans several
+    hosts, what it sent to the others. Alone on a CPU it hands over nothing."""
     pack_time: float
     """In the pass before the collective: scale, cast, gather."""
     collective_time: float
@@ -111,9 +124,14 @@ class SyncStats:
     """From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide."""
     buckets: tuple[BucketStats, ...]
     """The buckets of the newest step, in the order they are sent."""
-    transport: str = ""
-    """How gradients get to other ranks: "shared memory", or "process group", with the reason where ranks on a CPU tried
-    to share memory and could not; "shared memory, process group between 2 hosts" where there are several."""
+    transport: Transport | None = None
+    """How gradients get to other ranks: through ``"shared_memory"`` of one host, by the ``"process_group"``, or
+    ``"two_level"``: shared memory inside each of several hosts and the process group between them. None before the
+    first step."""
+    num_hosts: int = 1
+    """Hosts between which a sum travels; more than 1 only where ranks share memory inside each."""
+    transport_reason: str = ""
+    """Why ranks on a CPU, which tried, do not share memory; empty where they do, or where it does not apply."""
     kernels: str = ""
     """What packs and unpacks: "fused" kernels, made for the gradients' device, or "generic" ones, of torch's own
     operations."""
@@ -123,8 +141,8 @@ class SyncStats:
         parts = ("pack", "collective", "unpack", "exposed")
         times = ", ".join(f"{part} {getattr(self, f'{part}_time') / steps * 1e3:.3g} ms" for part in parts)
         return (
-            f"SyncStats({self.num_steps} steps through {self.transport or 'nothing yet'}; in each {len(self.buckets)} "
-            f"buckets of {self.elements:,} values, {format_bytes(self.wire_bytes / steps)} sent, {times})"
+            f"SyncStats({self.num_steps} steps through {describe_transport(self)}; in each {len(self.buckets)} "
+            f"buckets of {self.numel:,} values, {format_bytes(self.wire_bytes / steps)} sent, {times})"
         )
 
     @classmethod
@@ -136,13 +154,15 @@ class SyncStats:
         return cls(
             num_steps=totals.num_steps,
             num_syncs=everything.num_syncs,
-            elements=sum(bucket.elements for bucket in buckets),
+            numel=sum(bucket.numel for bucket in buckets),
             wire_bytes=everything.wire_bytes,
             pack_time=everything.pack_time,
             collective_time=everything.collective_time,
             unpack_time=everything.unpack_time,
             exposed_time=totals.exposed_time / timed_share if timed_share else 0.0,
             buckets=buckets,
-            transport=buckets[-1].transport if buckets else "",
+            transport=buckets[-1].transport if buckets else None,
+            num_hosts=buckets[-1].num_hosts if buckets else 1,
+            transport_reason=buckets[-1].transport_reason if buckets else "",
             kernels=totals.buckets[-1].kernels if buckets else "",
         )

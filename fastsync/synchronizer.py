@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from . import _C
 from .attached import check_that_the_model_has, check_unattached, is_attached, keep, let_go
-from .autotune.request import AnyCompression
 from .buffers import Buffers
 from .checks import check_group, resolve_nodes
+from .compression import AnyCompression
 from .ddp import check_unhooked
 from .forgotten import ForgottenCalls
 from .handle import GradientHandle
@@ -30,6 +30,7 @@ from .regroup import move_to_group
 from .replicas import broadcast
 
 BUCKET_CAP_MB = 25.0
+BroadcastBuffers: TypeAlias = bool | Literal["mean"]
 LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
 
 
@@ -59,7 +60,7 @@ class GradientSynchronizer(GradientHandle, Joinable):
         self._without_gradients: dict[str, Tensor] = {}
         self._buffers: Buffers | None = None
         self._weight: float | None = None
-        self._sync_buffers: str | None = None
+        self._broadcast_buffers: BroadcastBuffers = False
         self._uneven: UnevenInputs | None = None  # while ranks join
         self._is_enabled = True
         self._called_step = -1  # the newest that synchronize() was called for
@@ -108,11 +109,11 @@ class GradientSynchronizer(GradientHandle, Joinable):
 
         A rank whose loop has ended goes on taking part in the syncs of the others, with gradients that count for
         nothing, until all loops have ended. The mean is over the ranks that still have batches (or over their weights):
-        what DDP does with ``divide_by_initial_world_size=False``. So is what ``ride`` sends, by names that have ridden
-        on every rank before, or do with the first sync inside. ``sync_buffers`` brings together those of these ranks,
-        rank 0's being those of the first of them. At the end all ranks get the parameters and buffers of one that has
-        taken the most steps; optimizers' state stays what it is on each rank. One engine at a time; for several, or
-        with what else has collectives of its own, see ``join_hook``.
+        what DDP does with ``divide_by_initial_world_size=False``. So is what ``piggyback`` sends, by names that were
+        sent on every rank before, or are with the first sync inside. ``broadcast_buffers`` brings together those of
+        these ranks, rank 0's being those of the first of them. At the end all ranks get the parameters and buffers
+        of one that has taken the most steps; optimizers' state stays what it is on each rank. One engine at a
+        time; for several, or with what else has collectives of its own, see ``join_hook``.
 
         Raises:
             RuntimeError: it is inside another ``join``; or as ``synchronize()``: no longer than the process group's
@@ -147,15 +148,16 @@ class GradientSynchronizer(GradientHandle, Joinable):
         """The group that is averaged over."""
         return self._group
 
-    def ride(self, name: str, tensor: Tensor) -> None:
+    def piggyback(self, name: str, tensor: Tensor) -> None:
         """Sends a small tensor along with the next sync, to be averaged over the ranks in float32, at any compression.
 
         With it, ranks agree on control flow (a KL divergence, a stop flag) without a collective of its own. Its value
-        is taken now; once the sync is over, its mean is in ``riders``. A second one of the same name takes its place.
+        is taken now; once the sync is over, its mean is in ``piggybacked()``. A second one of the same name takes its
+        place.
         All ranks must send the same names and shapes.
 
         Args:
-            name: under which ``riders`` will have the mean.
+            name: under which ``piggybacked()`` will have the mean.
             tensor: float32, of any shape, on any device.
 
         Raises:
@@ -163,12 +165,11 @@ class GradientSynchronizer(GradientHandle, Joinable):
         """
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"tensor: rider {name!r} has to be a float32 tensor, got {got}; use tensor.float()")
+            raise ValueError(f"tensor: {name!r} has to be a float32 tensor, got {got}; use tensor.float()")
         self._engine.ride(name, tensor)
 
-    @property
-    def riders(self) -> dict[str, Tensor]:
-        """The means over the ranks of what rode on the newest sync, float32, on the gradients' device."""
+    def piggybacked(self) -> dict[str, Tensor]:
+        """Returns the means over the ranks of what the newest sync carried, float32, on the gradients' device."""
         return self._engine.riders()
 
     def set_weight(self, weight: float) -> None:
@@ -195,7 +196,7 @@ class GradientSynchronizer(GradientHandle, Joinable):
         self._weight = number
         self._engine.set_weight(number)
 
-    def use_group(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, broadcast: bool = True) -> None:
+    def use_group(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, init_sync: bool = True) -> None:
         """Averages over another process group from now on, such as that of the ranks that are left.
 
         Every rank of the new group must call it, between steps, each with a synchronizer of the same parameters: one
@@ -205,7 +206,7 @@ class GradientSynchronizer(GradientHandle, Joinable):
 
         Args:
             process_group: as in ``attach``.
-            broadcast: first give every rank the parameters and buffers of the group's rank 0.
+            init_sync: first give every rank the parameters and buffers of the group's rank 0.
 
         Raises:
             ValueError: the group is none, or its ranks hold different parameters or settings.
@@ -217,7 +218,7 @@ class GradientSynchronizer(GradientHandle, Joinable):
         group, ranks_per_node = resolve_nodes(process_group)
         check_group(group, self._named)
         move_to_group(self, group, ranks_per_node)
-        if broadcast:
+        if init_sync:
             self._broadcast()
 
     def detach(self) -> None:
@@ -288,8 +289,8 @@ class GradientSynchronizer(GradientHandle, Joinable):
         broadcast(self._named, others, self._group, root)
 
     def _follow_buffers(self) -> None:
-        if self._sync_buffers is not None and self._buffers is not None:
-            self._engine.set_buffers(self._buffers.tensors, self._sync_buffers == "mean")
+        if self._broadcast_buffers and self._buffers is not None:
+            self._engine.set_buffers(self._buffers.tensors, self._broadcast_buffers == "mean")
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named
@@ -309,9 +310,9 @@ def attach(
     bucket_cap_mb: float = BUCKET_CAP_MB,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     overlap: bool = True,
-    broadcast: bool = True,
+    init_sync: bool = True,
     op: str = "mean",
-    sync_buffers: str | None = None,
+    broadcast_buffers: BroadcastBuffers = False,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
@@ -326,9 +327,8 @@ def attach(
     Args:
         module_or_params: a model, or some parameters. A module stays attached as long as it lives, even if the return
             value is dropped; loose parameters until ``detach()``.
-        compression: what travels: a ``Compression`` or its shorthand, such as ``"none"``, ``"fp16"`` or ``"int8+ef"``;
-            an ``Auto`` or its shorthand ``"auto"``, which measures the group and chooses; or a mapping of first steps
-            to these.
+        compression: a wire's name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``), ``"auto"``, which measures the
+            group and chooses, or a ``Compression``, an ``Auto`` or a ``Schedule``.
         bucket_cap_mb: how large a bucket gets before the next one begins, in MiB. Smaller ones start earlier and cost
             more latency. Where one is not enough for all, the first is full with 1 MiB, as DDP's is.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. A
@@ -340,31 +340,31 @@ def attach(
         overlap: send during ``backward()``. If false nothing happens there: call ``synchronize()`` after it, or, for
             the stage of a pipeline, after ``schedule.step()``. An optimizer that steps without it raises RuntimeError,
             except inside ``no_sync()``.
-        broadcast: first give every rank the parameters and buffers of the group's rank 0.
+        init_sync: first give every rank the parameters and buffers of the group's rank 0.
         op: what ``.grad`` becomes: the ``"mean"`` over the ranks, or the ``"sum"``, for a loss that is divided by the
             number of samples of all ranks. Weights: see ``GradientSynchronizer.set_weight``.
-        sync_buffers: with each sync, beside the gradients and so before the next forward, give every rank the module's
-            buffers, such as BatchNorm's running statistics: ``"broadcast"`` rank 0's, as DDP does before each forward,
-            or ``"mean"`` the mean in float32 of those that are floating, and rank 0's of the rest. None leaves them to
-            each rank. They travel whole each time, constant ones too, and are looked up by module and name as backward
-            ends: the module may put other tensors in their places. What it registers later stays each rank's. A graph
-            that needs their values from before goes backward no more, as with ``retain_graph`` or after several
-            forwards: put all its backwards but the last inside ``no_sync()``.
+        broadcast_buffers: with each sync, beside the gradients and so before the next forward, give every rank the
+            module's buffers, such as BatchNorm's running statistics: True rank 0's, as DDP does before each forward, or
+            ``"mean"`` the mean in float32 of those that are floating, and rank 0's of the rest. False leaves them
+            to each rank. They travel whole each time, constant ones too, and are looked up by module and name as
+            backward ends: the module may put other tensors in their places. What it registers later stays each
+            rank's. A graph that needs their values from before goes backward no more, as with ``retain_graph``
+            or after several forwards: put all its backwards but the last inside ``no_sync()``.
 
     Raises:
         ValueError: an argument is not what it should be, a parameter is attached already, is averaged by
             ``register_comm_hook`` or is of a kind that fastsync does not handle, the module is or contains a
-            DistributedDataParallel; or, with ``broadcast``, the ranks hold different parameters or settings, on every
+            DistributedDataParallel; or, with ``init_sync``, the ranks hold different parameters or settings, on every
             rank.
     """
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
     if op not in ("mean", "sum"):
         raise ValueError(f"op: expected 'mean' or 'sum', got {op!r}")
-    if sync_buffers not in (None, "broadcast", "mean"):
-        raise ValueError(f"sync_buffers: expected 'broadcast', 'mean' or None, got {sync_buffers!r}")
-    if sync_buffers and not isinstance(module_or_params, nn.Module):
-        raise ValueError(f"sync_buffers: loose parameters have no buffers to {sync_buffers}; pass their module")
+    if broadcast_buffers not in (True, False, "mean"):
+        raise ValueError(f"broadcast_buffers: expected True, False or 'mean', got {broadcast_buffers!r}")
+    if broadcast_buffers and not isinstance(module_or_params, nn.Module):
+        raise ValueError("broadcast_buffers: loose parameters have no buffers; pass their module")
     given = named_parameters(module_or_params, "module_or_params")
     named = with_gradients(given, "module_or_params")
     check_unattached(named, "module_or_params")
@@ -376,14 +376,14 @@ def attach(
     check_group(group, named)
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
     buffers = None if owner is None else Buffers(owner)
-    if buffers is not None and (broadcast or sync_buffers):
+    if buffers is not None and (init_sync or broadcast_buffers):
         buffers.check_can_be_sent("module_or_params")
     sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb, op, overlap)
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = buffers
-    sync._sync_buffers = sync_buffers
+    sync._broadcast_buffers = broadcast_buffers
     sync._follow_buffers()
-    if broadcast:
+    if init_sync:
         sync._broadcast()
     if overlap:
         sync._engine.attach(list(named.values()))

@@ -17,6 +17,9 @@ import torch
 import tyro
 from rich.progress import Progress
 
+from benchmarks.baselines.models import TRAININGS, Scale, Training
+from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC, PARTS
+from benchmarks.baselines.ways import BARE, BY_DEFAULT, WAYS, Way, with_their_limits
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import Measurement, measure_each, measure_training, measured_figures
 from benchmarks.harness.memory import check_ranks_fit
@@ -33,9 +36,6 @@ from benchmarks.report.table import (
     ranks_on,
     spread,
 )
-from benchmarks.rivals.models import TRAININGS, Scale, Training
-from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC, PARTS
-from benchmarks.rivals.ways import BARE, BY_DEFAULT, WAYS, Way, with_their_limits
 from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:

@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from benchmarks.baselines.compressions import WIRE_BYTES, algorithm
+from benchmarks.baselines.models import Scale
+from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC
+from benchmarks.baselines.ways import BY_DEFAULT, DTYPES, WAYS
 from benchmarks.commands import ddp, sync
 from benchmarks.commands.ddp import ModelName
 from benchmarks.harness.collect import Collected, collect, ending, termination_raises
@@ -37,10 +41,6 @@ from benchmarks.report.table import (
     print_tables,
     spread,
 )
-from benchmarks.rivals.compressions import WIRE_BYTES, algorithm
-from benchmarks.rivals.models import Scale
-from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC
-from benchmarks.rivals.ways import BY_DEFAULT, DTYPES, WAYS
 from benchmarks.units import format_rate, parse_rate
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import torch
 import tyro
 from rich.progress import Progress
 
+from benchmarks.baselines.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.launches import LAUNCHES, count
 from benchmarks.harness.memory import available_on, check_fits
@@ -23,7 +24,6 @@ from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import rounds
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, spread
-from benchmarks.rivals.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.units import format_bytes, parse_bytes
 from fastsync.stopwatch import Stopwatch
 from fastsync.wording import check_at_least

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from rich.progress import Progress
 
+from benchmarks.baselines.ways import BY_DEFAULT, WAYS, Step, Way, is_right
+from benchmarks.baselines.workloads import Workload, size_of
 from benchmarks.commands import sync
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.launches import LAUNCHES, count
@@ -27,8 +29,6 @@ from benchmarks.harness.progress import watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.harness.timing import Sampling, slowest_rank
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, ranks_on, spread
-from benchmarks.rivals.ways import BY_DEFAULT, WAYS, Step, Way, is_right
-from benchmarks.rivals.workloads import Workload, size_of
 
 DDP = "ddp"
 

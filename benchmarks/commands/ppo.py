@@ -1,4 +1,4 @@
-"""``python -m benchmarks ppo``: environment steps per second of whole trainings, ours and the rivals', in turns.
+"""``python -m benchmarks ppo``: environment steps per second of whole trainings, ours and the baselines', in turns.
 
 All train with the same hyperparameters and the same network, on the same cores, one thread a process. A sample is the
 time of a training's loop: collecting and learning, without start-up.
@@ -19,12 +19,12 @@ import tyro
 from rich.progress import TaskID
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from benchmarks.baselines.trainers import Outcome, Training, run_alone
 from benchmarks.harness.collect import ending, termination_raises
 from benchmarks.harness.options import check_gpus, check_json, check_places, check_positive, places
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.report.table import Columns, grouped_by, measured_on, number, print_tables
-from benchmarks.rivals.trainers import Outcome, Training, run_alone
 from fastsync.wording import check_at_least
 
 HYPERPARAMETERS = {
@@ -75,7 +75,7 @@ def scaled_to(num_envs: int) -> Training:
 
 @dataclass(frozen=True)
 class Options:
-    """Measure whole trainings: fastsync on one rank and on several, and its rivals."""
+    """Measure whole trainings: fastsync on one rank and on several, and its baselines."""
 
     env: Literal["CartPole-v1", "HalfCheetah-v5", "ALE/Pong-v5"] = CARTPOLE
     """What to train on. HalfCheetah and Pong have CleanRL's hyperparameters."""
@@ -103,7 +103,7 @@ class Options:
     timeout: float = 600.0
     """Seconds after which a training counts as hanging."""
     profile: Path | None = None
-    """Measure no rivals: draw what the time between two optimizer steps goes into, on one rank and on nproc, into
+    """Measure no baselines: draw what the time between two optimizer steps goes into, on one rank and on nproc, into
     this picture (.svg, .png)."""
     json: Path | None = None
     """File to write all rows to, with every sample, the settings, versions and hardware."""
@@ -248,7 +248,7 @@ def records_of(
     outcomes: Mapping[str, Sequence[Outcome]],
     where: Mapping[str, Any],
 ) -> Iterator[Record]:
-    """A row for each way with an outcome, its speed also as a ratio to the rivals' and, for more ranks, to one's.
+    """A row for each way with an outcome, its speed also as a ratio to the baselines' and, for more ranks, to one's.
 
     A ratio to something that has no outcome yet is None.
     """
@@ -263,7 +263,9 @@ def records_of(
         of_speed = [outcome.speed for outcome in outcomes[way]]
         known = [outcome.mean_return for outcome in outcomes[way] if outcome.mean_return is not None]
         ratios = {
-            f"over_{rival}": speeds[way] / speeds[rival] for rival in (SB3, CLEANRL_LOOP, CLEANRL) if rival in speeds
+            f"over_{baseline}": speeds[way] / speeds[baseline]
+            for baseline in (SB3, CLEANRL_LOOP, CLEANRL)
+            if baseline in speeds
         }
         on_cpu = training.device == "cpu"
         is_wide = training.num_envs > ways[ALONE][1].num_envs

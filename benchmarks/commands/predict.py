@@ -25,11 +25,11 @@ import numpy as np
 import torch
 import tyro
 
+from benchmarks.baselines import compressions
+from benchmarks.baselines.compressions import WIRE_BYTES
 from benchmarks.harness.options import check_json, check_positive
 from benchmarks.harness.records import Record, RowFile, environment, read_json
 from benchmarks.report.table import OVERSUBSCRIBED, Columns, console, milliseconds, table
-from benchmarks.rivals import compressions
-from benchmarks.rivals.compressions import WIRE_BYTES
 from benchmarks.units import format_rate, format_seconds, parse_rate, parse_seconds
 
 ROUTES: Mapping[str, Callable[[int], tuple[float, float]]] = {

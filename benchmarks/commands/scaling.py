@@ -21,6 +21,8 @@ from rich.table import Table as RichTable
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from benchmarks.baselines.models import TRAININGS, Scale
+from benchmarks.baselines.ways import SYNCHRONISED, left_out
 from benchmarks.commands.ddp import check_installed, memory_needed
 from benchmarks.harness.collect import ENDINGS, ending
 from benchmarks.harness.memory import check_ranks_fit
@@ -35,8 +37,6 @@ from benchmarks.report.document import Document
 from benchmarks.report.folder import ROWS, check_folder, write_report
 from benchmarks.report.scaling import scaling_document
 from benchmarks.report.table import console
-from benchmarks.rivals.models import TRAININGS, Scale
-from benchmarks.rivals.ways import SYNCHRONISED, left_out
 from fastsync.launch.torchrun import Nodes, launch_ranks
 from fastsync.wording import check_at_least
 

@@ -9,9 +9,9 @@ rate it is ``link``, with ``--benchmark ddp`` or ``sync``, and these ways.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.baselines.ways import SHARDED
 from benchmarks.commands import ddp
 from benchmarks.harness.options import run_on_ranks
-from benchmarks.rivals.ways import SHARDED
 
 
 @dataclass(frozen=True)

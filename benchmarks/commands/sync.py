@@ -18,6 +18,9 @@ import torch
 import tyro
 from rich.progress import Progress
 
+from benchmarks.baselines.compressions import held_bytes
+from benchmarks.baselines.ways import BY_DEFAULT, WAYS, with_their_limits
+from benchmarks.baselines.workloads import SIZES, Size, size_of, sweep
 from benchmarks.harness.busy import busy_processes
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import measure, measure_each
@@ -37,9 +40,6 @@ from benchmarks.report.table import (
     ranks_on,
     spread,
 )
-from benchmarks.rivals.compressions import held_bytes
-from benchmarks.rivals.ways import BY_DEFAULT, WAYS, with_their_limits
-from benchmarks.rivals.workloads import SIZES, Size, size_of, sweep
 from fastsync.wording import check_at_least
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ else:
 
 @dataclass(frozen=True)
 class Options(RankOptions):
-    """Measure what a step's gradient synchronisation costs: fastsync, its rivals and the limit, taking turns."""
+    """Measure what a step's gradient synchronisation costs: fastsync, its baselines and the limit, taking turns."""
 
     sizes: tuple[str, ...] = tuple(SIZES)
     """Models by their number of parameters (5k, 0.5m, 12m), or bytes of float32 gradients (1KiB, 25MiB, 1GiB) in 16

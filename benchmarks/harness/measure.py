@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from rich.progress import Progress
 
+from benchmarks.baselines.gradients import Gradients
+from benchmarks.baselines.models import TRAININGS, ModelGradients, Scale
+from benchmarks.baselines.training_steps import whole_steps
+from benchmarks.baselines.ways import BARE, SHARED_SUM, WAYS, Way, is_right, left_out
+from benchmarks.baselines.workloads import Workload, size_of
 from benchmarks.harness.options import RankOptions
 from benchmarks.harness.progress import progress_bars, watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
-from benchmarks.harness.timing import Rival, Sampling, rounds, slowest_rank, time_turns
-from benchmarks.rivals.gradients import Gradients
-from benchmarks.rivals.models import TRAININGS, ModelGradients, Scale
-from benchmarks.rivals.training_steps import whole_steps
-from benchmarks.rivals.ways import BARE, SHARED_SUM, WAYS, Way, is_right, left_out
-from benchmarks.rivals.workloads import Workload, size_of
+from benchmarks.harness.timing import Sampling, Timed, rounds, slowest_rank, time_turns
 from fastsync import SyncStats
 from fastsync.distributed import process_group
 
@@ -163,11 +163,11 @@ def _measure_here(
     right = {name: is_right(way, steps[name], workload) for name, way in ways.items()}
     # What is wrong on one rank is timed on none, or the others would wait for it.
     timed = {name: steps[name] for name in steps if all(other[name] for other in all_gather(right))}
-    rivals: dict[str, Rival] = {**timed, EMPTY: EmptyStep()}
-    order = list(rounds(rivals, sampling.warmup + sampling.repetitions, sampling.seed))
-    time_turns(rivals, watched(order[: sampling.warmup], "warm-up"), sampling.device)
+    subjects: dict[str, Timed] = {**timed, EMPTY: EmptyStep()}
+    order = list(rounds(subjects, sampling.warmup + sampling.repetitions, sampling.seed))
+    time_turns(subjects, watched(order[: sampling.warmup], "warm-up"), sampling.device)
     before = {name: step.stats() for name, step in timed.items()}
-    samples = time_turns(rivals, watched(order[sampling.warmup :], "timed"), sampling.device)
+    samples = time_turns(subjects, watched(order[sampling.warmup :], "timed"), sampling.device)
     of_ways = {
         name: Measurement(
             # Once more, on what the last repetition has left.

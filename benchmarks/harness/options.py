@@ -10,10 +10,10 @@ import torch
 import tyro
 from rich.progress import Progress
 
+from benchmarks.baselines.ways import BY_DEFAULT, MIN_WARMUP
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.records import RowFile
 from benchmarks.harness.timing import TIMEOUT, Sampling
-from benchmarks.rivals.ways import BY_DEFAULT, MIN_WARMUP
 from fastsync import _C
 from fastsync.wording import check_at_least
 

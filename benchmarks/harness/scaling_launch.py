@@ -12,6 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.baselines.models import Scale
+from benchmarks.baselines.training_steps import NO_DDP
+from benchmarks.baselines.ways import LIMITS, BareAllReduce
 from benchmarks.harness.measure import (
     Measurement,
     all_gather,
@@ -22,9 +25,6 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.records import Record, environment
 from benchmarks.harness.timing import TIMEOUT, Sampling, slowest_rank, time_turns
-from benchmarks.rivals.models import Scale
-from benchmarks.rivals.training_steps import NO_DDP
-from benchmarks.rivals.ways import LIMITS, BareAllReduce
 from fastsync.distributed import process_group
 
 COMPUTE = NO_DDP
@@ -99,9 +99,9 @@ def _sweep(launch: Launch, device: torch.device, where: Mapping[str, Any]) -> It
     for num_bytes in launch.sweep if world_size > 1 else ():
         # Of ones, once they are divided.
         work = Equal(torch.full((num_bytes // 4,), float(world_size), device=device), world_size)
-        rival = BareAllReduce(work, dist.group.WORLD, torch.float32)
-        time_turns({"": rival}, [""] * SWEEP_WARMUP, device)
-        samples = time_turns({"": rival}, [""] * launch.sweep_repetitions, device)[""]
+        baseline = BareAllReduce(work, dist.group.WORLD, torch.float32)
+        time_turns({"": baseline}, [""] * SWEEP_WARMUP, device)
+        samples = time_turns({"": baseline}, [""] * launch.sweep_repetitions, device)[""]
         slowest = slowest_rank(all_gather(samples))
         yield Record(
             benchmark="scaling",
@@ -114,7 +114,7 @@ def _sweep(launch: Launch, device: torch.device, where: Mapping[str, Any]) -> It
                 **settings_of_ranks(Sampling(SWEEP_WARMUP, launch.sweep_repetitions, launch.seed)),
             },
             figures=bandwidths(SWEPT, {SWEPT: float(np.median(slowest))}, work.flat_grads.numel(), world_size),
-            correct=all(all_gather(bool((rival.result() == world_size).all()))),
+            correct=all(all_gather(bool((baseline.result() == world_size).all()))),
             samples=slowest,
             environment=where,
         )

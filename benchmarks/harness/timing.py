@@ -1,4 +1,4 @@
-"""The clock: rivals take turns, in an order that changes, each time from a barrier, and the slowest rank counts."""
+"""The clock: subjects take turns, in an order that changes, each time from a barrier, and the slowest rank counts."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from benchmarks.rivals.shared_memory import barrier
+from benchmarks.baselines.shared_memory import barrier
 from fastsync.stopwatch import Stopwatch
 
 TIMEOUT = 120.0
@@ -35,7 +35,7 @@ class Sampling:
         return {"repetitions": self.repetitions, "warmup": self.warmup, "seed": self.seed}
 
 
-class Rival(Protocol):
+class Timed(Protocol):
     def prepare(self) -> None: ...
 
     def run(self) -> None: ...
@@ -44,7 +44,7 @@ class Rival(Protocol):
 def rounds(names: Iterable[str], num_rounds: int, seed: int) -> Iterator[list[str]]:
     """All names, once a round, each round in another order: the same on all ranks, which share ``seed``.
 
-    Nobody follows the same rival every time, which may leave caches, buffers or threads in a good or a bad state.
+    Nobody follows the same subject every time, which may leave caches, buffers or threads in a good or a bad state.
     """
     order = list(names)
     generator = random.Random(seed)
@@ -53,19 +53,19 @@ def rounds(names: Iterable[str], num_rounds: int, seed: int) -> Iterator[list[st
         yield order.copy()
 
 
-def time_turns(rivals: Mapping[str, Rival], turns: Iterable[str], device: torch.device) -> dict[str, list[float]]:
-    """Each rival's seconds, one sample a turn, as this rank sees them. A collective call.
+def time_turns(subjects: Mapping[str, Timed], turns: Iterable[str], device: torch.device) -> dict[str, list[float]]:
+    """Each subject's seconds, one sample a turn, as this rank sees them. A collective call.
 
     Only ``run`` is timed, on a GPU by events. Before it the ranks meet, so that none waits for another's ``prepare``.
     """
     wait = barrier()
-    samples: dict[str, list[float]] = {name: [] for name in rivals}
+    samples: dict[str, list[float]] = {name: [] for name in subjects}
     for name in turns:
-        rivals[name].prepare()
+        subjects[name].prepare()
         stopwatch = Stopwatch(device)
         wait()
         with stopwatch:
-            rivals[name].run()
+            subjects[name].run()
         samples[name].append(stopwatch.seconds())
     return samples
 

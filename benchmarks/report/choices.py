@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from benchmarks.baselines import compressions
+from benchmarks.baselines.ways import WAYS
 from benchmarks.harness.records import Record
 from benchmarks.harness.statistics import ratio_interval
-from benchmarks.rivals import compressions
-from benchmarks.rivals.ways import WAYS
 
 PROMISED = 1.05
 """No choice is to take longer than the best fixed one by more."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from benchmarks.baselines.ways import SYNCHRONISED
 from benchmarks.harness.records import Record
 from benchmarks.harness.statistics import (
     CONFIDENCE,
@@ -15,7 +16,6 @@ from benchmarks.harness.statistics import (
     replicates,
 )
 from benchmarks.report.table import OVERSUBSCRIBED
-from benchmarks.rivals.ways import SYNCHRONISED
 
 PARTS = ("compute", "contention", "stragglers", "exposed")
 DEFINITIONS = {

@@ -19,8 +19,8 @@ from fastsync.compression import Compression
 
 def measure_group(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    wires: Iterable[str] = ("none", "fp16", "bf16"),
     *,
+    wires: Iterable[str] = ("none", "fp16", "bf16"),
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> GroupProfile:

@@ -16,9 +16,8 @@ from fastsync import _C
 from fastsync.autotune.candidates import WIRES, Candidate, Explanation, explain
 from fastsync.autotune.measure import measure_group
 from fastsync.autotune.profile import GroupProfile, ranks_by_host
-from fastsync.autotune.request import Auto, Schedule
 from fastsync.checks import check_parameters
-from fastsync.compression import LOSSIER, Compression
+from fastsync.compression import LOSSIER, Auto, Compression, Schedule
 
 
 @dataclass(frozen=True)
@@ -128,5 +127,5 @@ def _measured(process_group: dist.ProcessGroup, wires: tuple[str, ...], trained:
     known = _profiles.setdefault(process_group, {})
     case = (wires, device.type, dtype)
     if case not in known:
-        known[case] = measure_group(process_group, wires, device=device, dtype=dtype)
+        known[case] = measure_group(process_group, wires=wires, device=device, dtype=dtype)
     return known[case]

@@ -108,7 +108,7 @@ class GroupProfile:
 
     @classmethod
     def load(
-        cls, path: str | PathLike[str], process_group: dist.ProcessGroup | DeviceMesh | None = None
+        cls, path: str | PathLike[str], *, process_group: dist.ProcessGroup | DeviceMesh | None = None
     ) -> GroupProfile:
         """Reads what ``save`` wrote.
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from fastsync.autotune.request import as_compression
+from fastsync.compression import parse_compression
 from fastsync.wording import did_you_mean
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -58,7 +58,7 @@ class RunSettings:
     """Shift and scale observations by their running mean and variance over all ranks; they are cut off at 10."""
 
     compression: str = "none"
-    """What gradients travel as, as fastsync.attach takes it: none, bf16, fp16, int8, with what lies behind a plus sign,
+    """What gradients travel as, none, bf16, fp16, int8, with what lies behind a plus sign,
     such as int8+ef with error feedback; or auto, which measures and chooses."""
     precision: Precision = "fp32"
     """Of the computation. bf16 and fp16 are autocast, fp16 with a GradScaler."""
@@ -91,7 +91,7 @@ class RunSettings:
         self._check("must not be negative", lambda value: value >= 0, "seed", "lstm_size", "checkpoint_interval")
         self._check("must be greater than 0", lambda value: value is None or value > 0, "num_threads")
         self._check("must be widths of at least 1", lambda sizes: all(n >= 1 for n in sizes), "hidden_sizes")
-        as_compression(self.compression)
+        parse_compression(self.compression)
         if self.is_recurrent and self.network == "separate":
             raise ValueError(
                 f"lstm_size={self.lstm_size} needs network='shared' or 'auto': actor and critic share the LSTM"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import fastsync
 from fastsync import _C
+from fastsync.compression import parse_compression
 from fastsync.distributed import dist_sum
 
 Value = TypeVar("Value")
@@ -36,7 +37,7 @@ class GradientSync:
     def __init__(self, policy: nn.Module, compression: str) -> None:
         self.model = policy
         """To be called in the forward pass of the loss."""
-        self._sync = fastsync.attach(policy, compression)
+        self._sync = fastsync.attach(policy, parse_compression(compression))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, forward and backward passes only add to this rank's gradients."""
@@ -53,9 +54,9 @@ class GradientSync:
             The mean of ``rider`` over ranks, the same on each.
         """
         if rider is not None:
-            self._sync.ride("rider", rider)
+            self._sync.piggyback("rider", rider)
         loss.backward()
-        return None if rider is None else self._sync.riders["rider"]
+        return None if rider is None else self._sync.piggybacked()["rider"]
 
     def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
         """Scales the gradients down to ``max_norm``, or leaves it to the optimizer's next step.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.rivals.cleanrl_loop import Rollout, _policy_loss, _value_loss, train
-from benchmarks.rivals.trainers import Training
+from benchmarks.baselines.cleanrl_loop import Rollout, _policy_loss, _value_loss, train
+from benchmarks.baselines.trainers import Training
 
 CHOSEN = Training(total_steps=600, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=2, seed=1)
 

@@ -24,13 +24,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.__main__ import COMMANDS, main
-from benchmarks.harness.collect import collect
-from benchmarks.harness.measure import COSTS, bandwidths, cost_per_step, measure, ratios
-from benchmarks.harness.memory import available
-from benchmarks.harness.records import Record, RowFile, quantiles, read_json
-from benchmarks.harness.timing import Sampling, rounds, slowest_rank, time_turns
-from benchmarks.rivals.gradients import Rounding
-from benchmarks.rivals.ways import (
+from benchmarks.baselines.gradients import Rounding
+from benchmarks.baselines.ways import (
     BY_DEFAULT,
     LIMITS,
     WAYS,
@@ -40,7 +35,12 @@ from benchmarks.rivals.ways import (
     left_out,
     with_their_limits,
 )
-from benchmarks.rivals.workloads import SIZES, Workload, size_of, sweep
+from benchmarks.baselines.workloads import SIZES, Workload, size_of, sweep
+from benchmarks.harness.collect import collect
+from benchmarks.harness.measure import COSTS, bandwidths, cost_per_step, measure, ratios
+from benchmarks.harness.memory import available
+from benchmarks.harness.records import Record, RowFile, quantiles, read_json
+from benchmarks.harness.timing import Sampling, rounds, slowest_rank, time_turns
 from benchmarks.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from fastsync import SyncStats
 from tests.models import group_of_one
@@ -190,7 +190,7 @@ def test_free_memory_is_the_machines_and_the_containers(tmp_path: Path, monkeypa
     assert available() == 150_000
 
 
-def test_the_rival_with_bucket_views_has_them():
+def test_the_baseline_with_bucket_views_has_them():
     with group_of_one():
         workload = Workload(SIZES["5k"], CPU)
         step = WAYS["ddp/bucket_view"].build(workload, dist.group.WORLD)
@@ -273,7 +273,7 @@ def test_rows_of_an_earlier_run_are_not_shown(tmp_path: Path, ending: BaseExcept
     assert collected.records == read_json(tmp_path / "rows.json") == []
 
 
-class Rival:
+class Subject:
     """Notes when it is prepared and when it runs."""
 
     def __init__(self, name: str, log: list[str]) -> None:
@@ -286,11 +286,11 @@ class Rival:
         self._log.append(f"run {self._name}")
 
 
-def test_rivals_take_turns():
+def test_subjects_take_turns():
     log: list[str] = []
-    rivals = {name: Rival(name, log) for name in "ab"}
+    subjects = {name: Subject(name, log) for name in "ab"}
     with group_of_one():
-        samples = time_turns(rivals, "abba", CPU)
+        samples = time_turns(subjects, "abba", CPU)
     assert log == [f"{what} {name}" for name in "abba" for what in ("prepare", "run")]
     assert {name: len(times) for name, times in samples.items()} == {"a": 2, "b": 2}
     assert min(min(times) for times in samples.values()) > 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.baselines.compressions import DEFAULT, ON_REQUEST, algorithm, half_steps, held_bytes
+from benchmarks.baselines.ways import BY_DEFAULT, WAYS
 from benchmarks.harness.records import Record
 from benchmarks.report.choices import against_the_best
-from benchmarks.rivals.compressions import DEFAULT, ON_REQUEST, algorithm, half_steps, held_bytes
-from benchmarks.rivals.ways import BY_DEFAULT, WAYS
 
 
 def test_compressions_by_name():

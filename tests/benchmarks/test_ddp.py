@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from benchmarks.__main__ import main
+from benchmarks.baselines.gradients import Rounding
+from benchmarks.baselines.models import TRAININGS, ModelGradients, ResNet50
+from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC, PARTS, whole_steps
+from benchmarks.baselines.ways import LIMITS, WAYS, Way
 from benchmarks.commands.ddp import Options, breakdown, memory_needed
 from benchmarks.harness.measure import EMPTY, Measurement, measure_ways
 from benchmarks.harness.timing import Sampling
-from benchmarks.rivals.gradients import Rounding
-from benchmarks.rivals.models import TRAININGS, ModelGradients, ResNet50
-from benchmarks.rivals.training_steps import NO_DDP, NO_SYNC, PARTS, whole_steps
-from benchmarks.rivals.ways import LIMITS, WAYS, Way
 from tests.models import group_of_one
 from tests.ranks import run_ranks
 

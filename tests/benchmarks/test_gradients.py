@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.rivals.compressions import DEFAULT, ON_REQUEST, half_steps, split
-from benchmarks.rivals.gradients import Rounding
-from benchmarks.rivals.ways import LIMITS, WAYS
-from benchmarks.rivals.workloads import Size, Workload
+from benchmarks.baselines.compressions import DEFAULT, ON_REQUEST, half_steps, split
+from benchmarks.baselines.gradients import Rounding
+from benchmarks.baselines.ways import LIMITS, WAYS
+from benchmarks.baselines.workloads import Size, Workload
 from fastsync import reference
 from tests.models import group_of_one
 

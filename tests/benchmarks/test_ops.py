@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.baselines.passes import COPY, PACKS, PASSES, UNPACKS, WIRES, Buffers, Pass, is_right
 from benchmarks.commands.ops import COLUMNS, NOTHING, figures, measure, memory_needed, num_sets
 from benchmarks.harness.launches import count
 from benchmarks.harness.records import Record
-from benchmarks.rivals.passes import COPY, PACKS, PASSES, UNPACKS, WIRES, Buffers, Pass, is_right
 
 CPU = torch.device("cpu")
 SETTINGS = {"repetitions": 2, "warmup": 1, "seed": 0}

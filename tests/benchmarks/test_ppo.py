@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.baselines.trainer_phases import PHASES, Stopwatches
+from benchmarks.baselines.trainers import TRAINERS, Outcome, Training, run_alone
 from benchmarks.commands.ppo import OTHERS
 from benchmarks.harness.records import Record, RowFile, read_json
-from benchmarks.rivals.trainer_phases import PHASES, Stopwatches
-from benchmarks.rivals.trainers import TRAINERS, Outcome, Training, run_alone
 
 
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +43,8 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     all_installed(monkeypatch)
     script = tmp_path / "ppo.py"
     script.touch()
-    rivals = ("--cleanrl", str(script), "--pufferlib", sys.executable)
-    status = main(["ppo", "--hyperparameters", "zoo", *rivals, "--json", str(tmp_path / "rows.json")])
+    baselines = ("--cleanrl", str(script), "--pufferlib", sys.executable)
+    status = main(["ppo", "--hyperparameters", "zoo", *baselines, "--json", str(tmp_path / "rows.json")])
     rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     said = capsys.readouterr()
     assert status == 1
@@ -66,7 +66,7 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert all(way in said.out for way in rows)
     figures = rows["fastsync, 2 ranks, same batch"]["figures"]
     assert (figures["steps_per_second"], figures["steps_per_second_per_rank"]) == (2000, 1000)
-    assert [figures[f"over_{rival}"] for rival in ("stable-baselines3", "CleanRL's loop", "cleanrl")] == [4, 8, 8]
+    assert [figures[f"over_{baseline}"] for baseline in ("stable-baselines3", "CleanRL's loop", "cleanrl")] == [4, 8, 8]
     assert figures["weak_scaling"] is None
     assert figures["over_apart"] == 0.8
     assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from benchmarks.__main__ import main
+from benchmarks.baselines.ways import TrainingStep, Way
 from benchmarks.commands import scaling
 from benchmarks.commands.ddp import PARTS
 from benchmarks.harness.records import Record, read_json
@@ -25,7 +26,6 @@ from benchmarks.harness.scaling_launch import Launch, _sweep, _train, compute_fi
 from benchmarks.network.coordination import Coordinator
 from benchmarks.network.hosts import Capacity, Host, check_capacity, own_capacity, own_index, place, read_hostfile
 from benchmarks.report.efficiency import baseline, overhead, points, sweep
-from benchmarks.rivals.ways import TrainingStep, Way
 from fastsync.launch.torchrun import Nodes
 from tests.benchmarks.rows import all_reduce_row, step_row
 from tests.ppo.test_launch_torchrun import free_port

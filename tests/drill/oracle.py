@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from fastsync import Compression
+from fastsync.compression import parse_compression
 from tests.ranks import RankError, RankTimeoutError, run_ranks
 
 WORLD_SIZES = (2, 3, 4)
@@ -238,9 +238,11 @@ def _words(name: str) -> list[str]:
 def _asked(compression: Any) -> Any:
     """What attach takes for a name, or names by step."""
     if isinstance(compression, str) and compression.endswith("@nodes"):
-        plain = Compression.of(compression.removesuffix("@nodes"))
+        plain = parse_compression(compression.removesuffix("@nodes"))
         return replace(plain, reduce="fp32", ranks_per_node=2)
-    return compression
+    if isinstance(compression, dict):
+        return fastsync.Schedule({step: _asked(each) for step, each in compression.items()})
+    return parse_compression(compression)
 
 
 class _Model(nn.Module):
@@ -456,14 +458,14 @@ class _Run:
                 self.backward(number, step, step.use, part=1)
             self.oracle.all_are_new()
         if step.rides:
-            self.sync.ride("rank", torch.tensor([1.0, float(self.rank)]))
+            self.sync.piggyback("rank", torch.tensor([1.0, float(self.rank)]))
         before = self.copies()
         if step.synchronizes:
             self.sync.synchronize()
         else:
             self.backward(number, step, step.use, part=1)
-        if step.rides and self.sync.riders["rank"].tolist() != [1.0, (self.case.world_size - 1) / 2]:
-            self.problems.append(f"rank {self.rank}, step {number}: {self.sync.riders} rode along")
+        if step.rides and self.sync.piggybacked()["rank"].tolist() != [1.0, (self.case.world_size - 1) / 2]:
+            self.problems.append(f"rank {self.rank}, step {number}: {self.sync.piggybacked()} rode along")
         self.check(number, before)
         if step.clip is not None:
             norm = fastsync.clip_grad_norm_(self.sync, step.clip)
@@ -509,7 +511,7 @@ class _Run:
 
     def check_statistics(self, number: int, where: str) -> None:
         case, oracle = self.case, self.oracle
-        stats = self.sync.grad_stats
+        stats = self.sync.grad_stats()
         norm, num_nonfinite = stats.grad_norm.item(), stats.num_nonfinite.item()
         self.must_agree.append((f"step {number}: grad_norm", repr(norm)))
         self.must_agree.append((f"step {number}: num_nonfinite", num_nonfinite))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.autotune.request import AnyCompression
+from fastsync.compression import AnyCompression
 from tests.models import SMALL_BUCKETS
 
 AVERAGING = ("hook", "drop-in hook", "attach", "synchronize", "all_reduce")
@@ -58,7 +58,7 @@ class Averaged:
     def grad_norm(self) -> Tensor:
         if isinstance(self.handle, fastsync.ShardedGradients):
             return self.handle.grad_norm()
-        return self.handle.grad_stats.grad_norm
+        return self.handle.grad_stats().grad_norm
 
 
 @dataclass
@@ -68,10 +68,13 @@ class _Call:
     model: nn.Module
     compression: AnyCompression
     group: Any
-    grad_stats: Any = None
+    newest: Any = None
 
     def __call__(self) -> None:
-        self.grad_stats = fastsync.all_reduce_gradients(self.model, self.compression, process_group=self.group)
+        self.newest = fastsync.all_reduce_gradients(self.model, self.compression, process_group=self.group)
+
+    def grad_stats(self) -> Any:
+        return self.newest
 
 
 def whole(tensor: Tensor) -> Tensor:

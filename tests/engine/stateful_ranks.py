@@ -95,7 +95,7 @@ class _Rank:
 
     def has_saturated(self) -> bool:
         """Whether the newest sync has counted values that did not fit the wire."""
-        return self.sync.stats().num_steps > 0 and bool(self.sync.grad_stats.num_saturated)
+        return self.sync.stats().num_steps > 0 and bool(self.sync.grad_stats().num_saturated)
 
     def grads(self) -> Grads:
         return [None if p.grad is None else p.grad.unique().tolist() for p in self.model.parameters()]

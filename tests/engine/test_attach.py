@@ -44,7 +44,7 @@ def _scales_follow_as_in_the_hook(rank: int, world_size: int) -> None:
             continue
         assert_all_bitwise_equal(actual, grads_of(ddp), f"step {step}")
         assert sync.state_dict() == hook.state_dict()
-        assert torch.equal(sync.grad_stats.num_saturated, hook.grad_stats.num_saturated)
+        assert torch.equal(sync.grad_stats().num_saturated, hook.grad_stats().num_saturated)
 
 
 def test_fp16_scales_follow_as_in_the_hook() -> None:
@@ -77,7 +77,7 @@ def _memory_layouts(rank: int, world_size: int) -> None:
         sync.synchronize()
         for parameter, mean in zip((weight, transposed), expected, strict=True):
             assert torch.equal(parameter.grad, mean), f"layout {step}"
-    assert [bucket.elements for bucket in sync.stats().buckets] == [weight.numel(), transposed.numel()]
+    assert [bucket.numel for bucket in sync.stats().buckets] == [weight.numel(), transposed.numel()]
 
 
 def test_gradients_of_any_memory_layout() -> None:
@@ -146,7 +146,7 @@ def _buckets_follow_the_first_backward(rank: int, world_size: int) -> None:
     sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)  # 256 elements
     for _ in range(2):
         model(torch.ones(())).backward()
-        assert [bucket.elements for bucket in sync.stats().buckets] == [4 * 256, 3 * 256, 2 * 256, 256]
+        assert [bucket.numel for bucket in sync.stats().buckets] == [4 * 256, 3 * 256, 2 * 256, 256]
 
 
 def test_buckets_follow_the_first_backward() -> None:
@@ -178,12 +178,12 @@ def _sends_a_small_bucket_first(rank: int, world_size: int) -> None:
     for step in range(3):
         for parameter in (*floats, *doubles):
             parameter.grad = None
-        sync.ride("step", torch.tensor(float(step + rank)))
+        sync.piggyback("step", torch.tensor(float(step + rank)))
         sum((parameter * (1.0 + rank)).sum() for parameter in (*floats, *doubles)).backward()  # type: ignore[union-attr]
-        assert sync.riders["step"].item() == step + 0.5
+        assert sync.piggybacked()["step"].item() == step + 0.5
         for parameter in (*floats, *doubles):
             torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 1.5))
-    first, *others = [bucket.elements for bucket in sync.stats().buckets]
+    first, *others = [bucket.numel for bucket in sync.stats().buckets]
     assert first in (mib // 4, mib // 8)
     assert first + sum(others) == mib + mib // 4
     assert mib // 2 in others, "the others are as large as was asked for"

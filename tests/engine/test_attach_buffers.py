@@ -43,13 +43,13 @@ def _as_ddp(rank: int, world_size: int, wire: str) -> None:
     """Before each forward buffers are what DDP has broadcast by then, and never what other dtypes would round."""
     ddp = DistributedDataParallel(Normed())
     model = Normed()
-    sync = fastsync.attach(model, wire, sync_buffers="broadcast")
+    sync = fastsync.attach(model, wire, broadcast_buffers=True)
     for step in range(4):
         if step == 2:
-            sync.ride("one more", torch.tensor(1.0))  # so that complex numbers lie at odd places, too
+            sync.piggyback("one more", torch.tensor(1.0))  # so that complex numbers lie at odd places, too
         for each in (ddp, model):
             for again in range(2):
-                sync.ride("step", torch.tensor(float(step)))
+                sync.piggyback("step", torch.tensor(float(step)))
                 each(_inputs(rank, 10 * step + again)).square().mean().backward()
         assert_same_on_all_ranks([buffer.float().view(-1) for buffer in model.buffers() if not buffer.is_complex()])
     inputs = _inputs(rank, 1000)
@@ -70,7 +70,7 @@ def _complex(rank: int, world_size: int) -> None:
     for index in range(2):
         model.register_buffer(f"number{index}", torch.tensor([1.0 + rank]))
         model.register_buffer(f"phase{index}", torch.tensor([1 + 2j]) * (1 + rank))
-    fastsync.attach(model, sync_buffers="broadcast", broadcast=False)
+    fastsync.attach(model, broadcast_buffers=True, init_sync=False)
     model(_inputs(rank, 0)).sum().backward()
     assert [buffer.item() for buffer in model.buffers()] == [1, 1 + 2j] * 2
 
@@ -81,7 +81,7 @@ def test_complex_buffers_behind_others() -> None:
 
 def _means(rank: int, world_size: int) -> None:
     model = Normed()
-    sync = fastsync.attach(model, sync_buffers="mean")
+    sync = fastsync.attach(model, broadcast_buffers="mean")
     alone = [Normed() for _ in range(world_size)]
     for each in (model, *alone):
         each.phase = each.phase.conj()
@@ -126,7 +126,7 @@ class Averaging(nn.Module):
 
 def _other_tensors(rank: int, world_size: int, checkpointed: bool) -> None:
     model, alone = Averaging(), [Averaging() for _ in range(world_size)]
-    sync = fastsync.attach(model, sync_buffers="mean", bucket_cap_mb=SMALL_BUCKETS)
+    sync = fastsync.attach(model, broadcast_buffers="mean", bucket_cap_mb=SMALL_BUCKETS)
     for step in range(3):
         inputs = _inputs(rank, step).requires_grad_()
         (checkpoint(model, inputs, use_reentrant=False) if checkpointed else model(inputs)).sum().backward()
@@ -169,7 +169,7 @@ class _Grows(nn.Module):
 
 def _changes_as_a_rank_fails(rank: int, world_size: int) -> None:
     model = _Grows()
-    fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, sync_buffers="broadcast")
+    fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, broadcast_buffers=True)
     for step, numel in enumerate((1, 1, 4, 4, 2, 3)):
         fails = step in (2, 4)
         model.zero_grad()
@@ -194,7 +194,7 @@ def test_one_that_changes_in_the_step_in_which_a_rank_fails() -> None:
 def _several_backwards(rank: int, world_size: int) -> None:
     """Of one graph, and of several forwards before them."""
     model = Normed()
-    sync = fastsync.attach(model, sync_buffers="broadcast")
+    sync = fastsync.attach(model, broadcast_buffers=True)
     graphs = [model.layers(_inputs(rank, step)) for step in range(2)]
     with sync.no_sync():
         for graph in graphs:
@@ -211,23 +211,23 @@ def test_several_backwards_of_one_graph() -> None:
 
 def _refused(rank: int, world_size: int) -> None:
     model = Normed()
-    with pytest.raises(ValueError, match="sync_buffers: expected 'broadcast', 'mean' or None, got 'sum'"):
-        fastsync.attach(model, sync_buffers="sum")
-    with pytest.raises(ValueError, match="sync_buffers: loose parameters have no buffers to broadcast"):
-        fastsync.attach(model.parameters(), sync_buffers="broadcast")
+    with pytest.raises(ValueError, match="broadcast_buffers: expected True, False or 'mean', got 'sum'"):
+        fastsync.attach(model, broadcast_buffers="sum")
+    with pytest.raises(ValueError, match="broadcast_buffers: loose parameters have no buffers"):
+        fastsync.attach(model.parameters(), broadcast_buffers=True)
     for buffer, what in (
         (
             torch.ones(1, 3).expand(2, 3),
             r"elements of buffer seen share memory; register a clone\(\) of it, or leave it",
         ),
-        (torch.eye(3).to_sparse(), r"buffer seen is torch.sparse_coo, .*; leave it to each rank, with broadcast=False"),
+        (torch.eye(3).to_sparse(), r"buffer seen is torch.sparse_coo, .*; leave it to each rank, with init_sync=False"),
     ):
         model = Averaging()
         model.seen = buffer
-        for options in ({}, {"sync_buffers": "mean", "broadcast": False}):
+        for options in ({}, {"broadcast_buffers": "mean", "init_sync": False}):
             with pytest.raises(ValueError, match=what):
                 fastsync.attach(model, **options)
-        fastsync.attach(model, broadcast=False)
+        fastsync.attach(model, init_sync=False)
 
 
 def test_what_is_refused() -> None:
@@ -236,12 +236,12 @@ def test_what_is_refused() -> None:
 
 def _differ(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
-        fastsync.attach(Normed(), sync_buffers="broadcast" if rank == 0 else None)
+        fastsync.attach(Normed(), broadcast_buffers=True if rank == 0 else None)
     with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
-        fastsync.attach(Normed(), sync_buffers="broadcast" if rank == 0 else "mean")
+        fastsync.attach(Normed(), broadcast_buffers=True if rank == 0 else "mean")
     model = Normed()
     model.register_buffer("other", torch.zeros(2 + rank))
-    fastsync.attach(model, sync_buffers="mean", broadcast=False)
+    fastsync.attach(model, broadcast_buffers="mean", init_sync=False)
     with pytest.raises(ValueError, match=r"rank 0: synced buffer of shape \[2\]"):
         model(_inputs(rank, 0)).sum().backward()
 

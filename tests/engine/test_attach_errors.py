@@ -268,16 +268,16 @@ def _fails_on_one_rank(rank: int, world_size: int) -> None:
             sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
             for step in range(6):
                 fails = step == failing_step
-                sync.ride("step", torch.tensor(float(step)))
+                sync.piggyback("step", torch.tensor(float(step)))
                 # Smaller from the failing step on, so that fp16's scales have reason to move.
                 size = 2.0**-10 if step >= failing_step else 1.0
                 _step(model, [torch.full((300,), (1.0 + rank) * size)] * 3, fails=fails and rank == 1)
                 if fails:
                     assert rank == 1 or any(grad.isnan().all() for grad in grads_of(model))
-                    assert rank == 1 or sync.riders["step"].isnan() or failing_step == 0
+                    assert rank == 1 or sync.piggybacked()["step"].isnan() or failing_step == 0
                     continue
                 assert [grad.unique().tolist() for grad in grads_of(model)] == [[1.5 * size]] * 3, f"{wire}, {step}"
-                assert sync.riders["step"] == step
+                assert sync.piggybacked()["step"] == step
             states: list[object] = [None, None]
             dist.all_gather_object(states, sync.state_dict())
             assert states[0] == states[1]
@@ -303,13 +303,13 @@ def _changes_after_a_failed_backward(rank: int, world_size: int, change: str) ->
         elif change == "weight":
             sync.set_weight(2.0)
         elif change == "rider":
-            sync.ride("new", torch.tensor(1.0 + rank))
+            sync.piggyback("new", torch.tensor(1.0 + rank))
         elif change == "state":
             states: list[Any] = [None] * world_size
             dist.all_gather_object(states, sync.state_dict())
             assert states[0] == states[1]
             sync.load_state_dict({**states[rank], "step": 7})
-    assert change != "rider" or sync.riders == {} or sync.riders["new"] == 1.5
+    assert change != "rider" or sync.piggybacked() == {} or sync.piggybacked()["new"] == 1.5
 
 
 @pytest.mark.parametrize("change", ["compression", "weight", "rider", "state"])
@@ -321,7 +321,7 @@ def _refused_on_one_rank(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=10))
     for dtype, compression in ((torch.float8_e4m3fn, "none"), (torch.complex64, "bf16")):
         parameter = nn.Parameter(torch.zeros(8))
-        sync = fastsync.attach([parameter], compression, process_group=group, overlap=False, broadcast=False)
+        sync = fastsync.attach([parameter], compression, process_group=group, overlap=False, init_sync=False)
         whole = parameter.data
         if rank == 1:
             parameter.data = whole.to(dtype)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fastsync
+from fastsync.compression import parse_compression
 from tests.models import SMALL_BUCKETS, Given, assert_same_on_all_ranks, grads_of, random_grads
 from tests.ranks import run_ranks
 
@@ -39,7 +40,7 @@ def _unsent(sync: Any, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
 def _leaves_and_returns(rank: int, world_size: int, wire: str) -> None:
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     model = Given(_grads(0, 0))
-    sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
+    sync = fastsync.attach(model, parse_compression(wire), bucket_cap_mb=SMALL_BUCKETS)
     for step in range(3):
         _step(model, rank, step)
     before = sync.state_dict()
@@ -119,7 +120,7 @@ def test_models_that_differ_are_refused() -> None:
 def _keeps_what_was_asked_for(rank: int, world_size: int) -> None:
     group = dist.new_group()
     model = torch.nn.BatchNorm1d(3)
-    sync = fastsync.attach(model, op="sum", sync_buffers="broadcast", overlap=False)
+    sync = fastsync.attach(model, op="sum", broadcast_buffers=True, overlap=False)
     sync.set_weight(1.0 + rank)
     sync.use_group(group)
     model(torch.arange(6.0).view(2, 3) + rank).sum().backward()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
+from fastsync.compression import parse_compression
 from tests.models import SMALL_BUCKETS, Given, assert_same_on_all_ranks
 from tests.ranks import run_ranks
 
@@ -26,7 +27,7 @@ def _inputs(rank: int, step: int) -> Tensor:
 
 def _joins(rank: int, world_size: int, num_steps: list[int], wire: str, weighted: bool) -> None:
     model, reference = _model(), _model()
-    sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS, sync_buffers="broadcast")
+    sync = fastsync.attach(model, parse_compression(wire), bucket_cap_mb=SMALL_BUCKETS, broadcast_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = [1.0 + other if weighted else 1.0 for other in range(world_size)]
 
@@ -68,27 +69,27 @@ def test_join(num_steps: list[int], wire: str, weighted: bool, shared_memory: bo
     run_ranks(_joins, len(num_steps), num_steps, wire, weighted, shared_memory=shared_memory)
 
 
-def _brings_together(rank: int, world_size: int, sync_buffers: str) -> None:
+def _brings_together(rank: int, world_size: int, broadcast_buffers: bool | str) -> None:
     """What rides and buffers go on with the ranks that still have batches."""
     model = nn.BatchNorm1d(1, momentum=1.0, affine=True)
-    sync = fastsync.attach(model, sync_buffers=sync_buffers)
+    sync = fastsync.attach(model, broadcast_buffers=broadcast_buffers)
     with sync.join():
         for step in range(3 if rank else 1):
-            sync.ride("rank", torch.tensor(float(rank)))
+            sync.piggyback("rank", torch.tensor(float(rank)))
             model(torch.tensor([[9.0 * step + rank], [9.0 * step + rank]])).sum().backward()
             active = [0, 1, 2] if step == 0 else [1, 2]
-            assert sync.riders["rank"] == sum(active) / len(active)
+            assert sync.piggybacked()["rank"] == sum(active) / len(active)
             assert model.running_mean is not None
-            if sync_buffers == "mean":
+            if broadcast_buffers == "mean":
                 assert model.running_mean.item() == pytest.approx(9 * step + sum(active) / len(active))
             else:  # of the first that has batches
                 assert model.running_mean.item() == [0, 10, 19][step]
-    assert model.running_mean.item() == pytest.approx(19.5 if sync_buffers == "mean" else 19)
+    assert model.running_mean.item() == pytest.approx(19.5 if broadcast_buffers == "mean" else 19)
 
 
-@pytest.mark.parametrize("sync_buffers", ["broadcast", "mean"])
-def test_ranks_without_batches_do_not_count(sync_buffers: str) -> None:
-    run_ranks(_brings_together, 3, sync_buffers)
+@pytest.mark.parametrize("broadcast_buffers", [True, "mean"])
+def test_ranks_without_batches_do_not_count(broadcast_buffers: bool | str) -> None:
+    run_ranks(_brings_together, 3, broadcast_buffers)
 
 
 def _new_riders(rank: int, world_size: int) -> None:
@@ -99,21 +100,21 @@ def _new_riders(rank: int, world_size: int) -> None:
         stack.enter_context(pytest.raises(ValueError, match=r"rank 0: nothing; rank 1: rider loss of shape \[\]"))
         stack.enter_context(sync.join())
         if rank == 1:
-            sync.ride("loss", torch.tensor(1.0))
+            sync.piggyback("loss", torch.tensor(1.0))
             model([torch.ones(3)]).backward()
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     with sync.join():
         for step in range(1 + rank):
-            sync.ride("loss", torch.tensor(1.0 + rank))
+            sync.piggyback("loss", torch.tensor(1.0 + rank))
             if step == 1:
                 with pytest.raises(ValueError, match=r"rider 'new' of shape \[2\] is new, and ranks that have run out"):
-                    sync.ride("new", torch.ones(2))
+                    sync.piggyback("new", torch.ones(2))
             model([torch.ones(3)]).backward()
-            assert sync.riders["loss"] == (1.5 if step == 0 else 2.0)
-    sync.ride("new", torch.ones(2))
+            assert sync.piggybacked()["loss"] == (1.5 if step == 0 else 2.0)
+    sync.piggyback("new", torch.ones(2))
     model([torch.ones(3)]).backward()
-    assert sync.riders["new"].tolist() == [1.0, 1.0]
+    assert sync.piggybacked()["new"].tolist() == [1.0, 1.0]
 
 
 def test_what_rides_first_where_ranks_have_run_out() -> None:

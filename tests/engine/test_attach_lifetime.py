@@ -48,7 +48,7 @@ def _model_goes_first(rank: int) -> None:
     gc.collect()
     assert references[0]() is None
     assert sync.stats() == stats
-    assert sync.grad_stats.num_nonfinite.item() == 0
+    assert sync.grad_stats().num_nonfinite.item() == 0
     sync.synchronize()  # the parameters live with the handle
     sync.detach()
     assert len(sync.parameters()) == 6
@@ -238,11 +238,11 @@ def _all_ranks_raise(rank: int, world_size: int) -> None:
         assert_averages(model, rank, step)
         for _ in range(step):
             fail(model, rank, step)
-        sync.ride("step", torch.tensor(float(step + rank)))
+        sync.piggyback("step", torch.tensor(float(step + rank)))
     fail(model, rank, 4)
     sync.synchronize()
     assert_same_on_all_ranks(grads_of(model))
-    assert sync.riders["step"].item() == 3.5
+    assert sync.piggybacked()["step"].item() == 3.5
     assert_averages(model, rank, 5)
     with sync.no_sync():
         fail(model, rank, 6)
@@ -273,8 +273,8 @@ def _one_rank_raises(rank: int, world_size: int) -> None:
         torch.testing.assert_close(averaged[4:], expected[4:])
         for grad in averaged[:4]:
             assert grad.isnan().all()
-        assert sync.grad_stats.num_nonfinite.item() == sum(grad.numel() for grad in averaged[:4])
-        assert sync.grad_stats.grad_norm.isnan()
+        assert sync.grad_stats().num_nonfinite.item() == sum(grad.numel() for grad in averaged[:4])
+        assert sync.grad_stats().grad_norm.isnan()
 
     def assert_averages_of_all(step: int) -> None:
         expected = [sum(grads) / world_size for grads in zip(*_of_all_ranks(model, world_size, step), strict=True)]

@@ -154,7 +154,7 @@ def _frozen_and_unfrozen(rank: int, world_size: int) -> None:
         assert [weight.grad is None for weight in model.weights] == [index in frozen for index in range(4)]
         thawed = [mean for index, mean in enumerate(expected) if index not in frozen]
         assert_all_bitwise_equal(grads_of(model), thawed, f"without {frozen}")
-        sizes.append(sync.stats().elements)
+        sizes.append(sync.stats().numel)
     numels = [grad.numel() for grad in everyone[0]]
     assert sizes == [sum(numels[1:])] * 2 + [sum(numels)] * 2 + [numels[0] + numels[2], numels[3], sum(numels)]
     assert sorted(sync.state_dict()["scales"]) == [f"weights.{index}" for index in range(4)]

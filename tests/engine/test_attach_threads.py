@@ -90,9 +90,9 @@ def _statistics_read_while_backward_runs(rank: int) -> None:
             stats = sync.stats()
             assert stats.num_steps >= num_steps
             assert len(stats.buckets) == num_buckets
-            assert sync.grad_stats.num_nonfinite.item() == 0
+            assert sync.grad_stats().num_nonfinite.item() == 0
             assert len(sync.state_dict()["scales"]) == 6
-            assert sync.riders.keys() <= {"kl"}
+            assert sync.piggybacked().keys() <= {"kl"}
             num_steps = stats.num_steps
             if is_last:
                 return
@@ -101,13 +101,13 @@ def _statistics_read_while_backward_runs(rank: int) -> None:
         readers = [pool.submit(read) for _ in range(3)]
         try:
             for step in range(1, 30):
-                sync.ride("kl", torch.tensor(float(rank)))
+                sync.piggyback("kl", torch.tensor(float(rank)))
                 assert_same_on_all_ranks(backward(model, rank, step))
         finally:
             done.set()
         for reader in readers:
             reader.result()
-    assert sync.riders["kl"].item() == 0.5
+    assert sync.piggybacked()["kl"].item() == 0.5
     assert sync.stats().num_steps == 30
 
 

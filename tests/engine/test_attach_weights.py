@@ -15,6 +15,7 @@ from torch.profiler import profile
 
 import fastsync
 from fastsync import Compression, reference
+from fastsync.compression import parse_compression
 from tests.models import (
     SMALL_BUCKETS,
     Fails,
@@ -55,7 +56,7 @@ def _assert_near(actual: Sequence[Tensor | None], expected: Sequence[Tensor], wi
 def _sums(rank: int, world_size: int) -> None:
     for wire in WIRES:
         model = Given(_whole(0, 0))
-        sync = fastsync.attach(model, wire, op="sum", bucket_cap_mb=SMALL_BUCKETS)
+        sync = fastsync.attach(model, parse_compression(wire), op="sum", bucket_cap_mb=SMALL_BUCKETS)
         for step in range(3):
             everyone = [_whole(other, step) for other in range(world_size)]
             expected = _weighted(everyone, [1.0] * world_size)
@@ -66,7 +67,7 @@ def _sums(rank: int, world_size: int) -> None:
             _assert_near(grads_of(model), expected, wire, f"{wire}, step {step}")
             assert_same_on_all_ranks(grads_of(model))
             norm = _norm([grad for grad in grads_of(model) if grad is not None])
-            torch.testing.assert_close(sync.grad_stats.grad_norm, norm, rtol=1e-5, atol=0)
+            torch.testing.assert_close(sync.grad_stats().grad_norm, norm, rtol=1e-5, atol=0)
         sync.detach()
 
 
@@ -79,7 +80,7 @@ def _weights(rank: int, world_size: int) -> None:
     for wire in WIRES:
         for op in ("mean", "sum") if wire == "none" else ("mean",):
             model = Given(_whole(0, 0))
-            sync = fastsync.attach(model, wire, op=op, bucket_cap_mb=SMALL_BUCKETS)
+            sync = fastsync.attach(model, parse_compression(wire), op=op, bucket_cap_mb=SMALL_BUCKETS)
             for step in range(6):
                 everyone = [_whole(other, step) for other in range(world_size)]
                 # First without, then numbers of tokens; at last one has none, and no gradients that mean anything.
@@ -88,7 +89,7 @@ def _weights(rank: int, world_size: int) -> None:
                     weights[1] = 0.0
                 if step >= 2:
                     sync.set_weight(weights[rank])
-                sync.ride("rank", torch.tensor(float(rank)))
+                sync.piggyback("rank", torch.tensor(float(rank)))
                 mine = [grad * math.nan for grad in everyone[rank]] if weights[rank] == 0 else everyone[rank]
                 model.zero_grad(set_to_none=step % 2 == 0)
                 with sync.no_sync():
@@ -101,8 +102,8 @@ def _weights(rank: int, world_size: int) -> None:
                 _assert_near(grads_of(model), expected, wire, what)
                 assert_same_on_all_ranks(grads_of(model))
                 norm = _norm([grad for grad in grads_of(model) if grad is not None])
-                torch.testing.assert_close(sync.grad_stats.grad_norm, norm, rtol=1e-5, atol=0, msg=what)
-                assert sync.riders["rank"] == (world_size - 1) / 2
+                torch.testing.assert_close(sync.grad_stats().grad_norm, norm, rtol=1e-5, atol=0, msg=what)
+                assert sync.piggybacked()["rank"] == (world_size - 1) / 2
             sync.detach()
 
 
@@ -114,7 +115,7 @@ def test_weighted_means_and_sums(world_size: int, shared_memory: bool) -> None:
 def _missing(rank: int, world_size: int) -> None:
     """Gradients of one rank alone are weighted too; one that nobody has stays None, and what it was otherwise."""
     model = Given(_whole(0, 0))
-    sync = fastsync.attach(model, "int8+ef", bucket_cap_mb=SMALL_BUCKETS)
+    sync = fastsync.attach(model, parse_compression("int8+ef"), bucket_cap_mb=SMALL_BUCKETS)
     sync.set_weight(1.0 + 2 * rank)
     for step in range(3):
         grads: list[Tensor | None] = list(_whole(0, step))
@@ -187,15 +188,15 @@ def _large_weights(rank: int, world_size: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for wire in WIRES[:-1]:
             model = Given([torch.ones(300, dtype=dtype)])
-            sync = fastsync.attach(model, wire)
+            sync = fastsync.attach(model, parse_compression(wire))
             for weight in (8192.0, 1.0, 1e30):
                 sync.set_weight(weight * (1 + 2 * rank))
                 model.zero_grad()
                 model([torch.full((300,), 16.0, dtype=dtype)]).backward()
                 (grad,) = grads_of(model)
                 torch.testing.assert_close(grad, torch.full_like(grad, 16.0), rtol=ROUNDING[wire], atol=0)
-                assert sync.grad_stats.num_nonfinite == 0
-                assert sync.grad_stats.num_saturated == 0
+                assert sync.grad_stats().num_nonfinite == 0
+                assert sync.grad_stats().num_saturated == 0
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -297,7 +298,7 @@ def _sums_beyond(rank: int, world_size: int) -> None:
     """A sum that its own dtype does not hold saturates, and is counted on every rank."""
     for wire in ("none", "fp16", "bf16"):
         model = Given([torch.ones(700, dtype=torch.float16)])
-        sync = fastsync.attach(model, wire, op="sum")
+        sync = fastsync.attach(model, parse_compression(wire), op="sum")
         for step in range(2):
             mine = torch.full((700,), 100.0, dtype=torch.float16)
             mine[3:600:3] = -40000.0
@@ -308,8 +309,8 @@ def _sums_beyond(rank: int, world_size: int) -> None:
             what = f"{wire}, step {step}"
             torch.testing.assert_close(grad[0::3][1:200], torch.full_like(grad[:199], -65504.0), rtol=0, atol=0)
             assert (grad[1] - 100.0 * world_size).abs() <= 1, what
-            assert sync.grad_stats.num_saturated == 199, what
-            assert sync.grad_stats.num_nonfinite == step, what
+            assert sync.grad_stats().num_saturated == 199, what
+            assert sync.grad_stats().num_nonfinite == step, what
         sync.detach()
 
 
@@ -339,7 +340,7 @@ def _kept_sums(rank: int, world_size: int) -> None:
     """Of a gradient from an earlier step, which no rank reaches now."""
     for wire in ("none", "fp16", "int8+ef"):
         model = Given(_whole(0, 0))
-        sync = fastsync.attach(model, wire, op="sum", bucket_cap_mb=SMALL_BUCKETS)
+        sync = fastsync.attach(model, parse_compression(wire), op="sum", bucket_cap_mb=SMALL_BUCKETS)
         model(_whole(rank, 0)).backward()
         kept = [grad.clone() for grad in grads_of(model)]
         grads: list[Tensor | None] = list(_whole(rank, 1))
@@ -348,8 +349,8 @@ def _kept_sums(rank: int, world_size: int) -> None:
         for index in (1, 3):
             assert torch.equal(grads_of(model)[index], kept[index]), "what was kept has changed"
         norm = _norm(grads_of(model))
-        torch.testing.assert_close(sync.grad_stats.grad_norm, norm, rtol=1e-5, atol=0)
-        assert sync.grad_stats.num_nonfinite == 0
+        torch.testing.assert_close(sync.grad_stats().grad_norm, norm, rtol=1e-5, atol=0)
+        assert sync.grad_stats().num_nonfinite == 0
         sync.detach()
 
 

@@ -286,7 +286,7 @@ def _travels_as_chosen(rank: int, world_size: int) -> None:
             forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
         explained = {row.numel: row.compression for row in sync.explain().rows if row.reason}
         assert explained == {1000: NONE, 30_000: FP16}
-        width = {bucket.elements: bucket.wire_bytes / bucket.elements for bucket in _newest_step(sync, forward)}
+        width = {bucket.numel: bucket.wire_bytes / bucket.numel for bucket in _newest_step(sync, forward)}
         assert width[1000] == pytest.approx(4, abs=0.2)
         assert width[30_000] == pytest.approx(2, abs=0.1)
 

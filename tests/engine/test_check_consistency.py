@@ -107,12 +107,12 @@ def _how_much(rank: int, world_size: int) -> None:
 
 def _alone(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
-    fastsync.check_consistency(_normalised(), group)
+    fastsync.check_consistency(_normalised(), process_group=group)
     if rank == 0:
         with pytest.raises(
             RuntimeError, match=r"check_consistency: .* rank 0 of 2 .*; every rank has to call it, .*sync\.join\(\)"
         ):
-            fastsync.check_consistency(_normalised(), group)
+            fastsync.check_consistency(_normalised(), process_group=group)
     dist.barrier()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastsync
 from fastsync import reference
-from fastsync.autotune.request import AnyCompression
+from fastsync.compression import AnyCompression
 from tests.engine.entry_points import Averaged, average
 from tests.models import (
     SMALL_BUCKETS,
@@ -65,7 +65,7 @@ def _assert_averages(given: Averaged, wire: str, rank: int, world_size: int) -> 
                 mine[1] = None
         given.model.zero_grad()
         if is_attached:
-            given.handle.ride("rank", torch.tensor([float(rank), 1.0], device=device))
+            given.handle.piggyback("rank", torch.tensor([float(rank), 1.0], device=device))
         loss = given.model(mine)
         with torch.cuda.device(device):
             torch.cuda._sleep(SHORT)  # the gradients come late: who does not wait for their stream reads something else
@@ -77,7 +77,7 @@ def _assert_averages(given: Averaged, wire: str, rank: int, world_size: int) -> 
         assert_all_bitwise_equal(actual, mean, f"{wire}: step {step}, gradient")
         assert_same_on_all_ranks(actual)
         if is_attached:
-            assert given.handle.riders["rank"].tolist() == [(world_size - 1) / 2, 1.0]
+            assert given.handle.piggybacked()["rank"].tolist() == [(world_size - 1) / 2, 1.0]
 
 
 def _averages(rank: int, world_size: int, entry_point: str, device: str) -> None:
@@ -161,7 +161,7 @@ def _measures_and_clips(rank: int, world_size: int, entry_point: str) -> None:
             for parameter in in_float64:
                 parameter.grad = parameter.detach().clone()
             expected_norm = nn.utils.clip_grad_norm_(in_float64, max_norm)
-            stats = given.handle.grad_stats
+            stats = given.handle.grad_stats()
             torch.testing.assert_close(stats.grad_norm.double(), expected_norm, rtol=1e-7, atol=0.0)
             assert (stats.num_nonfinite.item(), stats.num_saturated.item()) == (0, 0)
 
@@ -179,7 +179,7 @@ def _measures_and_clips(rank: int, world_size: int, entry_point: str) -> None:
             broken[0][3, 4], broken[4][512, 256] = float("inf"), float("nan")
         averaged = _step(given, broken)
         assert (averaged[0][3, 4].isinf().item(), averaged[4][512, 256].isnan().item()) == (True, True)
-        stats = given.handle.grad_stats
+        stats = given.handle.grad_stats()
         assert (stats.num_nonfinite.item(), stats.num_saturated.item()) == (2, 0)
 
 
@@ -207,13 +207,13 @@ def _host_never_waits(rank: int, world_size: int, entry_point: str) -> None:
                 torch.cuda.set_sync_debug_mode("error")
             optimizer.zero_grad()
             if rides:
-                given.handle.ride("kl", kl)
+                given.handle.piggyback("kl", kl)
             given.backward(given.model(inputs).square().mean())
             fastsync.clip_grad_norm_(given.handle, 0.01, **({"optimizer": optimizer} if rides else {}))
             optimizer.step()
         assert not slept.query(), "the host waited for the device"
         with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-            given.handle.grad_stats.grad_norm.item()
+            given.handle.grad_stats().grad_norm.item()
         torch.cuda.set_sync_debug_mode("default")
         assert_same_on_all_ranks(list(given.model.parameters()))
 
@@ -256,7 +256,7 @@ def _weights(rank: int, world_size: int) -> None:
             mean = reference.all_reduce_mean(everyone, WIRE_DTYPES[wire], weights=weights)
             for got, expected in zip(grads_of(model), mean, strict=True):
                 torch.testing.assert_close(got.cpu(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
-            assert sync.grad_stats.num_saturated.item() == 0
+            assert sync.grad_stats().num_saturated.item() == 0
             assert_same_on_all_ranks(grads_of(model))
 
 
@@ -281,7 +281,7 @@ class _Training:
     def backward(self, inputs: Tensor) -> None:
         self.model.zero_grad(set_to_none=False)
         if self.rider is not None:
-            self.sync.ride("value", self.rider * 2)
+            self.sync.piggyback("value", self.rider * 2)
         self.model(inputs).square().mean().backward()
 
     def step(self, inputs: Tensor) -> None:
@@ -352,9 +352,9 @@ def _captured_riders(rank: int, world_size: int) -> None:
     for number in range(STEPS):
         value.fill_(number + rank)
         graph.replay()
-        assert training.sync.riders["value"].tolist() == [2 * number + world_size - 1.0] * 2
+        assert training.sync.piggybacked()["value"].tolist() == [2 * number + world_size - 1.0] * 2
     training.rider = None
-    training.sync.ride("value", value)
+    training.sync.piggyback("value", value)
     message = "rider 'value' was given outside of the CUDA graph that is captured, or on the CPU"
     with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
         training.backward(inputs)
@@ -365,7 +365,10 @@ def test_riders_of_a_captured_step() -> None:
 
 
 def _refused(rank: int, world_size: int, has_weight: bool) -> None:
-    training, inputs = _Training("none" if has_weight else {0: "none", 1000: "fp16"}), batch(rank, 0).to("cuda")
+    training, inputs = (
+        _Training("none" if has_weight else fastsync.Schedule({0: "none", 1000: "fp16"})),
+        batch(rank, 0).to("cuda"),
+    )
     what = "the weights of the step that it captures" if has_weight else "the step that it has captured"
     if has_weight:
         training.sync.set_weight(2.0)

@@ -120,7 +120,7 @@ def test_times_and_norms_are_of_one_backward_each() -> None:
         for number in range(1, 5):
             backward_of(ddp, [torch.full((256,), float(number))] * 4)
             assert hook.stats().num_steps == number
-            torch.testing.assert_close(hook.grad_stats.grad_norm.item(), 32.0 * number)
+            torch.testing.assert_close(hook.grad_stats().grad_norm.item(), 32.0 * number)
 
 
 def test_norms_are_of_one_backward_each_where_each_uses_other_buckets() -> None:
@@ -136,7 +136,7 @@ def test_norms_are_of_one_backward_each_where_each_uses_other_buckets() -> None:
         for step, (grads, norm) in enumerate([(ends, 8**0.5), (middle, 4.0), (middle, 4.0)] * 2, start=2):
             backward_of(ddp, grads)
             assert state.stats().num_steps == step
-            torch.testing.assert_close(state.grad_stats.grad_norm.item(), norm)
+            torch.testing.assert_close(state.grad_stats().grad_norm.item(), norm)
 
 
 def test_what_old_buckets_sent_still_counts() -> None:

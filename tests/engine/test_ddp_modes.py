@@ -134,7 +134,7 @@ def _dtypes(rank: int) -> None:
         grads = partial(random_grads, rank, shapes=SHAPES, dtype=dtype)
         _assert_like_ddp(Given(grads(0)), _given_step(grads))
     hook = _assert_like_ddp(Given(mixed(0)), _given_step(mixed))
-    assert sorted(bucket.wire_bytes // bucket.elements // bucket.num_syncs for bucket in hook.stats().buckets)[0] == 2
+    assert sorted(bucket.wire_bytes // bucket.numel // bucket.num_syncs for bucket in hook.stats().buckets)[0] == 2
 
     for wire in FLOAT_WIRES:
         ddp = given_ddp(mixed(0), bucket_cap_mb=SMALL_BUCKETS)
@@ -151,7 +151,7 @@ def _dtypes(rank: int) -> None:
         return [torch.view_as_complex(grad.view(-1, 2)) for grad in random_grads(rank, number, [(30,)] * 3, kinds[0])]
 
     hook = _assert_like_ddp(Given(complex_grads(0)), _given_step(complex_grads))
-    assert hook.grad_stats.grad_norm.item() > 0
+    assert hook.grad_stats().grad_norm.item() > 0
 
 
 def _like_ddp_in_every_mode(rank: int, world_size: int) -> None:
@@ -222,7 +222,7 @@ def _buckets_left_out(rank: int) -> None:
         _, second, third, _ = random_grads(rank, number, SHAPES, torch.float32)
         expected = backward_of(plain, [None, second, third, None])
         assert_all_bitwise_equal(backward_of(hooked, [None, second, third, None]), expected, f"step {number}, gradient")
-        torch.testing.assert_close(state.grad_stats.grad_norm, nn.utils.get_total_norm(expected))
+        torch.testing.assert_close(state.grad_stats().grad_norm, nn.utils.get_total_norm(expected))
         assert state.stats().num_steps == number + 1
 
 

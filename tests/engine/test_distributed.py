@@ -73,7 +73,7 @@ def leave_out_a_collective(rank: int) -> str:
     message = ""
     if rank == 0:
         try:
-            dist_sum(torch.zeros(1), group)
+            dist_sum(torch.zeros(1), process_group=group)
         except RuntimeError as error:
             message = str(error)
     dist.barrier()

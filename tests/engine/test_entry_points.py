@@ -57,8 +57,8 @@ def _exact(rank: int, world_size: int, entry_point: str) -> None:
                 assert_all_bitwise_equal(_there(given.step(everyone[rank])), expected, what)
                 norm = torch.cat([grad.flatten() for grad in expected]).norm()
                 torch.testing.assert_close(given.grad_norm(), norm, rtol=1e-6, atol=0)
-            assert given.handle.grad_stats.num_saturated == 0
-            assert given.handle.grad_stats.num_nonfinite == 0
+            assert given.handle.grad_stats().num_saturated == 0
+            assert given.handle.grad_stats().num_nonfinite == 0
 
 
 @each_entry_point
@@ -212,7 +212,7 @@ def _same_bits(rank: int, world_size: int, entry_point: str) -> None:
                 optimizer.step()
                 assert_same_on_all_ranks(_there(ours.grads()))
                 if entry_point != "sharded":  # whose statistics are of a rank's shards
-                    assert_same_on_all_ranks([ours.grad_norm(), ours.handle.grad_stats.num_nonfinite])
+                    assert_same_on_all_ranks([ours.grad_norm(), ours.handle.grad_stats().num_nonfinite])
             assert_same_on_all_ranks([whole(parameter) for parameter in ours.model.parameters()])
 
 
@@ -295,7 +295,7 @@ def _kinds(rank: int, world_size: int, entry_point: str) -> None:
         assert_all_bitwise_equal(_there(given.step(everyone[rank])), expected, f"step {step}")
     if entry_point != "all_reduce":
         assert len(given.handle.stats().buckets) >= 5, "a bucket holds one dtype"
-        assert given.handle.stats().elements == sum(grad.numel() * (1 + grad.is_complex()) for grad in everyone[0])
+        assert given.handle.stats().numel == sum(grad.numel() * (1 + grad.is_complex()) for grad in everyone[0])
 
 
 @each_averaging
@@ -316,7 +316,7 @@ def _fp16_range(rank: int, world_size: int, entry_point: str) -> None:
     given = average(entry_point, Given(tiny), "fp16")
     for _ in range(3):
         torch.testing.assert_close(_there(given.step(tiny)), tiny, rtol=2.0**-11, atol=0.0)
-    assert given.handle.grad_stats.num_nonfinite == 0
+    assert given.handle.grad_stats().num_nonfinite == 0
 
 
 @each_entry_point
@@ -348,22 +348,22 @@ def _scale_follows(rank: int, world_size: int, entry_point: str) -> None:
     small = torch.tensor([1.0, -1.0, 0.5, 1e-3])
     given = average(entry_point, Given([small]), "fp16")
     assert _there(given.step([small]))[0][:3].tolist() == [1.0, -1.0, 0.5]
-    assert given.handle.grad_stats.num_saturated == 0
+    assert given.handle.grad_stats().num_saturated == 0
     # At 1, the scale is 2^9: two ranks may send no more than about 2^15 each, which is 2^7 in the sum.
     sent = reference.saturation_limit(torch.float16, world_size) / 2**9
     assert _there(given.step([1e6 * small]))[0][:3].tolist() == [2 * sent, -2 * sent, 2 * sent]
-    assert given.handle.grad_stats.num_saturated == 4
-    assert given.handle.grad_stats.num_nonfinite == 0
+    assert given.handle.grad_stats().num_saturated == 4
+    assert given.handle.grad_stats().num_nonfinite == 0
     for _ in range(4):
         averaged = _there(given.step([1e6 * small]))
         assert averaged[0].isfinite().all()
     torch.testing.assert_close(averaged[0], 1e6 * small, rtol=2.0**-11, atol=0.0)
-    assert given.handle.grad_stats.num_saturated == 0
+    assert given.handle.grad_stats().num_saturated == 0
 
     given = average(entry_point, Given([small]), "fp16")
     given.step([torch.ones(4)])
     given.step([torch.tensor([1.0, 1e6, -1e6, 1.0]) if rank == 1 else torch.ones(4)])
-    assert given.handle.grad_stats.num_saturated == [0, 2][rank], "counted on the rank that could not send them"
+    assert given.handle.grad_stats().num_saturated == [0, 2][rank], "counted on the rank that could not send them"
 
 
 @each_averaging
@@ -379,7 +379,7 @@ def _after_zeros(rank: int, world_size: int, entry_point: str) -> None:
             averaged = given.step(grads)
         for grad in _there(averaged):
             assert_bitwise_equal(grad, ones)
-        assert given.handle.grad_stats.num_saturated == 0
+        assert given.handle.grad_stats().num_saturated == 0
 
 
 @each_averaging
@@ -400,12 +400,12 @@ def _nonfinite(rank: int, world_size: int, entry_point: str) -> None:
             assert averaged[[0, 5]].tolist() == [1.0, 3.0]
             assert averaged[2:4].tolist() == [inf, -inf]
             assert not given.grad_norm().isfinite()
-            stats = given.handle.grad_stats
+            stats = given.handle.grad_stats()
             assert stats.num_saturated == 0
             assert stats.num_nonfinite == (4 if entry_point != "sharded" else [1, 2, 1][rank])
         (averaged,) = _there(given.step(healthy))
         assert averaged.tolist() == healthy[0].tolist()
-        assert given.handle.grad_stats.num_nonfinite == 0
+        assert given.handle.grad_stats().num_nonfinite == 0
 
 
 @each_entry_point

@@ -136,7 +136,7 @@ def _norm_of_what_is_handed_out(rank: int, world_size: int) -> None:
             sync.synchronize()
             assert (once.grad is None) == (step > 0)
             expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
-            torch.testing.assert_close(sync.grad_stats.grad_norm.double(), expected, rtol=1e-6, atol=0.0)
+            torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
 
 
 def test_the_norm_leaves_out_what_no_rank_gets() -> None:
@@ -267,13 +267,13 @@ def _statistics_agree(rank: int, world_size: int, kept: str) -> None:
                 once.grad = torch.zeros(3000)
             loss.backward()
             norms: list[Any] = [None] * world_size
-            dist.all_gather_object(norms, sync.grad_stats.grad_norm.item())
+            dist.all_gather_object(norms, sync.grad_stats().grad_norm.item())
             assert len(set(norms)) == 1, f"{algorithm}, step {step}: {norms}"
             if before is not None:
                 assert_bitwise_equal(residual_of(sync, "1"), before, f"{algorithm}: what is kept")
             if not (kept == "None here, the newest there" and step > 0):
                 expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
-                torch.testing.assert_close(sync.grad_stats.grad_norm.double(), expected, rtol=1e-6, atol=0.0)
+                torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ class _Kept:
 
 def _ends(rank: int, world_size: int, algorithm: str) -> None:
     feedback = Compression("int8", algorithm=algorithm, error_feedback=True)
-    schedule = {0: "none", 2: feedback, 4: "none"}
+    schedule = fastsync.Schedule({0: "none", 2: feedback, 4: "none"})
     first, second = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(20, 30))
     sync = fastsync.attach([first, second], schedule)
     kept = [_Kept(sync, first, "0"), _Kept(sync, second, "1")]
@@ -372,7 +372,7 @@ def _loss_scale_changes(rank: int, world_size: int, how: str) -> None:
     """What is kept goes on in the units of the gradients that it is added to."""
     parameter = nn.Parameter(torch.zeros(700))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    sync = fastsync.attach([parameter], "int8+ef")
+    sync = fastsync.attach([parameter], fastsync.Compression("int8", error_feedback=True))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_factor=4.0, growth_interval=1)
     kept = _Kept(sync, parameter, "0")
     for step in range(5):

@@ -64,7 +64,8 @@ def _random_layouts(rank: int, world_size: int, nodes: Nodes, algorithm: str | N
             for each in (["one_shot", "two_shot"] if algorithm is None else [algorithm])
         ]
         assert any(all(map(torch.equal, mean, each)) for each in means), f"{wire}, {sizes}"
-        assert sync.stats().transport == f"shared memory, process group between {len(nodes)} hosts"
+        stats = sync.stats()
+        assert (stats.transport, stats.num_hosts) == ("two_level", len(nodes))
 
 
 @pytest.mark.parametrize("algorithm", [None, "one_shot", "two_shot"])
@@ -127,7 +128,7 @@ def _large_values(rank: int, world_size: int, nodes: Nodes) -> None:
                     atol=0,
                     msg=f"{dtype}, {wire}",
                 )
-                assert sync.grad_stats.num_saturated == 0
+                assert sync.grad_stats().num_saturated == 0
 
 
 def test_values_near_the_largest_between_uneven_hosts() -> None:
@@ -166,7 +167,7 @@ def _hook_and_feedback(rank: int, world_size: int, nodes: Nodes) -> None:
         assert_same_on_all_ranks(grads)
         for sum_, grad in zip(total, grads, strict=True):
             sum_ += grad / steps
-    assert "2 hosts" in hook.stats().transport
+    assert hook.stats().num_hosts == 2
     model.zero_grad()
     model.module(inputs).square().mean().backward()
     # What rounding loses is sent later, so that the mean over the steps comes near the gradient.
@@ -187,7 +188,7 @@ def _riders_presence_and_doors(rank: int, world_size: int, nodes: Nodes) -> None
     sync = fastsync.attach(model, "fp16")
     for step in range(3):
         model.zero_grad()
-        sync.ride("loss", torch.tensor([float(rank + step)]))
+        sync.piggyback("loss", torch.tensor([float(rank + step)]))
         x = torch.full((2, 40), float(rank + 1))
         used = model["all"](x).sum() + (model["some"](x).sum() if rank == world_size - 1 else 0.0)
         used.backward()
@@ -198,8 +199,8 @@ def _riders_presence_and_doors(rank: int, world_size: int, nodes: Nodes) -> None
         assert torch.allclose(everywhere, torch.full((30, 40), 2 * mean), rtol=1e-3)
         assert torch.allclose(somewhere, torch.full((30, 40), 2.0), rtol=1e-3)
         assert model.get_parameter("none.weight").grad is None
-        assert sync.riders["loss"].item() == (world_size - 1) / 2 + step
-    assert f"{len(nodes)} hosts" in sync.stats().transport
+        assert sync.piggybacked()["loss"].item() == (world_size - 1) / 2 + step
+    assert sync.stats().num_hosts == len(nodes)
     assert f"{len(nodes)} hosts" in str(sync.explain())
     grads = [nn.Parameter(torch.zeros(70_001))]
     grads[0].grad = torch.full((70_001,), float(rank))
@@ -246,8 +247,8 @@ def _nodes_that_are_named(rank: int, world_size: int, nodes: Nodes) -> str:
 
 
 def test_nodes_that_are_named_share_memory_where_they_are_the_hosts() -> None:
-    assert set(run_on_hosts(_nodes_that_are_named, PAIRS)) == {"shared memory, process group between 2 hosts"}
-    assert set(run_on_hosts(_nodes_that_are_named, ALTERNATING)) == {"process group"}
+    assert set(run_on_hosts(_nodes_that_are_named, PAIRS)) == {"two_level"}
+    assert set(run_on_hosts(_nodes_that_are_named, ALTERNATING)) == {"process_group"}
 
 
 # ---- a rank that is lost --------------------------------------------------------------------------------------------

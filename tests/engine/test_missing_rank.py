@@ -184,7 +184,7 @@ CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
     ),
     "rider": (
         2,
-        partial(last_does_it_alone, what=lambda model, sync: sync.ride("loss", torch.tensor(1.0))),
+        partial(last_does_it_alone, what=lambda model, sync: sync.piggyback("loss", torch.tensor(1.0))),
         {1: AGREEING + "rider 'loss' is new", 0: AVERAGING},
     ),
     "compression": (
@@ -312,7 +312,7 @@ def _is_killed_at_first(rank: int, world_size: int) -> str:
     if rank == 1:
         time.sleep(1)
     model = small_model()
-    sync = fastsync.attach(model, process_group=group, broadcast=False)
+    sync = fastsync.attach(model, process_group=group, init_sync=False)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
@@ -393,7 +393,7 @@ sync = fastsync.attach(model)
 model(torch.full((1, 3), float(os.environ["RANK"]))).sum().backward()
 if os.environ["RANK"] == "1":
     if os.fork() == 0:
-        fastsync.attach(torch.nn.Linear(3, 2), broadcast=False)
+        fastsync.attach(torch.nn.Linear(3, 2), init_sync=False)
         sys.exit()
     assert os.wait()[1] == 0
     time.sleep(3)  # rank 0, which holds the store, ends first

@@ -140,7 +140,7 @@ def test_another_thread_may_attach_while_an_optimizer_steps() -> None:
         others = []
 
         def attach_meanwhile() -> Any:
-            others.append(pool.submit(fastsync.attach, Mlp(), broadcast=False).result(timeout=20))
+            others.append(pool.submit(fastsync.attach, Mlp(), init_sync=False).result(timeout=20))
             return look()
 
         sync.parameters = attach_meanwhile

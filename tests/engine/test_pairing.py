@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.autotune.request import AnyCompression
+from fastsync.compression import AnyCompression
 from tests.models import SMALL_BUCKETS, Mlp, assert_same_on_all_ranks, batch
 from tests.ranks import run_ranks
 

@@ -29,7 +29,22 @@ def test_whatever_is_wrapped_is_registered() -> None:
     run_ranks(_registers, 2)
 
 
-def test_one_rank_needs_nothing() -> None:
-    assert fastsync.register_prepared(Mlp()) is None
+def _takes_a_step_alone() -> None:
+    model = Mlp()
+    handle = fastsync.register_prepared(model, "fp16")
+    assert isinstance(handle, fastsync.GradientSynchronizer)
+    model(batch(0, 0)).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    assert handle.stats().num_steps == 1
+    handle.load_state_dict(handle.state_dict())
+    handle.detach()
+    model.zero_grad()
+    model(batch(0, 0)).sum().backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_one_rank_has_a_handle_too() -> None:
+    _takes_a_step_alone()
     with group_of_one():
-        assert fastsync.register_prepared(Mlp()) is None
+        _takes_a_step_alone()

@@ -274,7 +274,7 @@ def _differ_from_attach_on(rank: int, world_size: int) -> None:
             call()
     # Without a broadcast nothing is sent by attach: each backward tells.
     model = nn.Linear(2, 3 + rank)
-    fastsync.attach(model, broadcast=False)
+    fastsync.attach(model, init_sync=False)
     for _ in range(2):
         with pytest.raises(ValueError, match=DISAGREE):
             model(torch.ones(1, 2)).sum().backward()

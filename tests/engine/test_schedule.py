@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
-from fastsync.autotune.request import AnyCompression, as_compression
+from fastsync.compression import AnyCompression, as_compression
 from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, batch, grads_of
 from tests.ranks import run_ranks
 
@@ -54,9 +54,9 @@ def step(model: nn.Module, rank: int, number: int) -> list[Tensor]:
 
 
 def _changes_by_itself_as_by_hand(door: Door, rank: int) -> None:
-    scheduled, by_itself = door(new_model(), PHASES)
+    scheduled, by_itself = door(new_model(), fastsync.Schedule(PHASES))
     other, by_hand = door(new_model(), PHASES[0])
-    assert by_itself.compression == fastsync.Schedule.of(PHASES)
+    assert by_itself.compression == fastsync.Schedule(PHASES)
     for number in range(NUM_STEPS):
         if number in PHASES:
             by_hand.compression = PHASES[number]
@@ -67,7 +67,7 @@ def _changes_by_itself_as_by_hand(door: Door, rank: int) -> None:
 
 
 def _takes_less_of_the_wire_from_its_step_on(door: Door, rank: int) -> None:
-    model, sync = door(new_model(), {0: "none", 3: "fp16"})
+    model, sync = door(new_model(), fastsync.Schedule({0: "none", 3: "fp16"}))
     sent = [0]
     for number in range(6):
         step(model, rank, number)
@@ -89,7 +89,7 @@ def test_it_changes_by_itself_as_if_it_were_set_by_hand(name: str) -> None:
 def _interrupted(rank: int, world_size: int, name: str) -> dict[int, tuple[Any, list[list[Tensor]]]]:
     """The state when so many steps were done, and the gradients of those that followed."""
     saved = {}
-    model, sync = DOORS[name](new_model(), PHASES)
+    model, sync = DOORS[name](new_model(), fastsync.Schedule(PHASES))
     grads = []
     for number in range(NUM_STEPS):
         if number in (1, 3, 6):
@@ -100,7 +100,7 @@ def _interrupted(rank: int, world_size: int, name: str) -> dict[int, tuple[Any, 
 
 def _resumed(rank: int, world_size: int, name: str, saved_by_rank: list[dict[int, Any]]) -> None:
     for first, (state, expected) in saved_by_rank[rank].items():
-        model, sync = DOORS[name](new_model(), PHASES)
+        model, sync = DOORS[name](new_model(), fastsync.Schedule(PHASES))
         sync.load_state_dict(state)
         for number, grads in enumerate(expected, start=first):
             assert_all_bitwise_equal(step(model, rank, number), grads, f"resumed at {first}, step {number}")
@@ -111,12 +111,12 @@ def test_a_resumed_run_goes_on_where_it_was(name: str) -> None:
     run_ranks(_resumed, 2, name, run_ranks(_interrupted, 2, name))
 
 
-def test_a_mapping_of_first_steps_is_shorthand() -> None:
-    schedule = as_compression({0: "none", 10: "auto", 1000: fastsync.Compression("fp16")})
+def test_a_schedule_holds_what_names_stand_for() -> None:
+    schedule = fastsync.Schedule({0: "none", 10: "auto", 1000: fastsync.Compression("fp16")})
     fp16 = fastsync.Compression("fp16")
-    assert schedule == fastsync.Schedule(((0, fastsync.Compression()), (10, fastsync.Auto()), (1000, fp16)))
+    assert schedule.phases == ((0, fastsync.Compression()), (10, fastsync.Auto()), (1000, fp16))
     assert as_compression(schedule) is schedule
-    assert hash(schedule) == hash(as_compression({0: "none", 10: "auto", 1000: "fp16"}))
+    assert hash(schedule) == hash(fastsync.Schedule({0: "none", 10: "auto", 1000: "fp16"}))
 
 
 @pytest.mark.parametrize(
@@ -129,17 +129,12 @@ def test_a_mapping_of_first_steps_is_shorthand() -> None:
         ({0: "none", 1.5: "fp16"}, r"have to be whole numbers, got \[0, 1\.5\]"),
         ({False: "none"}, r"have to be whole numbers, got \[False\]"),
         ({0: "none", 5: "fp8"}, "expected one of 'none', .*, got 'fp8'"),
-        ({0: {0: "none"}}, "expected a Compression or an Auto from step 0 on, got Schedule"),
+        ({0: fastsync.Schedule({0: "none"})}, "expected a Compression or an Auto from step 0 on, got Schedule"),
     ],
 )
 def test_a_mapping_that_is_no_schedule_is_refused(mapping: dict[int, str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^compression: .*{message}"):
-        as_compression(mapping)
-
-
-def test_steps_that_repeat_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"have to ascend, got \[0, 0\]"):
-        fastsync.Schedule(((0, fastsync.Compression()), (0, fastsync.Compression("fp16"))))
+        fastsync.Schedule(mapping)
 
 
 def _first_scale_at_the_end_of_backward(rank: int, world_size: int) -> None:
@@ -147,7 +142,7 @@ def _first_scale_at_the_end_of_backward(rank: int, world_size: int) -> None:
     groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
     parameters = [nn.Parameter(torch.ones(1000)) for _ in groups]
     for parameter, group in zip(parameters, groups, strict=True):
-        fastsync.attach([parameter], {0: "none", 2: "fp16"}, process_group=group)
+        fastsync.attach([parameter], fastsync.Schedule({0: "none", 2: "fp16"}), process_group=group)
     for _ in range(4):
         loss = torch.zeros(())
         for parameter in parameters if rank == 0 else reversed(parameters):

@@ -97,7 +97,7 @@ def _refused(rank: int, world_size: int) -> None:
     model = sharded(mesh)
     for compression, message in (
         ("auto", "measures all-reduces"),
-        ({0: "none", 5: "auto"}, "measures all-reduces"),
+        (fastsync.Schedule({0: "none", 5: "auto"}), "measures all-reduces"),
         (Compression("bf16", reduce="fp32", algorithm="two_shot"), "leave out algorithm='two_shot'"),
         (Compression("bf16", ranks_per_node=2), "ranks_per_node=2"),
         ("fp8", "expected one of 'none'"),

@@ -80,7 +80,7 @@ def _clips(rank: int, world_size: int) -> None:
     before = [full(p.grad).clone() for p in model.parameters() if p.grad is not None]
     expected = torch.cat([grad.flatten() for grad in before]).norm()
     torch.testing.assert_close(handle.grad_norm(), expected)
-    assert handle.grad_stats.grad_norm < expected  # of this rank's shards
+    assert handle.grad_stats().grad_norm < expected  # of this rank's shards
     torch.testing.assert_close(fastsync.clip_grad_norm_(handle, 0.01), expected)
     after = [full(p.grad) for p in model.parameters() if p.grad is not None]
     for one, other in zip(after, before, strict=True):
@@ -128,15 +128,17 @@ def test_the_norm_in_replicas() -> None:
 
 def _is_explained(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    handle = fastsync.register_reduce_scatter(model, {0: "bf16", 1: Compression("int8", rounding="stochastic")})
+    handle = fastsync.register_reduce_scatter(
+        model, fastsync.Schedule({0: "bf16", 1: Compression("int8", rounding="stochastic")})
+    )
     for step in range(2):
         step_of(model, step, rank, world_size)
         stats = handle.stats()
         assert stats.num_steps == step + 1
         assert len(stats.buckets) == 3
-        assert stats.transport == "shared memory"
+        assert stats.transport == "shared_memory"
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - 2 * 15
-        assert trained <= stats.elements <= trained + 5 * 64  # rows are padded
+        assert trained <= stats.numel <= trained + 5 * 64  # rows are padded
     assert "int8, stochastic, fp32 sums" in repr(handle.explain())
     assert "ShardedGradients(11 parameters" in repr(handle)
     before = handle.stats().wire_bytes
@@ -228,7 +230,7 @@ def _state_of_narrow_gradients(rank: int, world_size: int) -> None:
 
     def with_handle() -> tuple[nn.Module, fastsync.ShardedGradients]:
         model = sharded(mesh, mp_policy=policy)
-        return model, fastsync.register_reduce_scatter(model, "int8+ef")
+        return model, fastsync.register_reduce_scatter(model, Compression("int8", error_feedback=True))
 
     model, handle = with_handle()
     other, resumed = with_handle()

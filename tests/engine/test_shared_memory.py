@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync import Compression, reference
 from fastsync.compression import Wire
+from fastsync.stats import describe_transport
 from tests.engine.system_calls import before, refuse
 from tests.models import SMALL_BUCKETS, Fails, Given, assert_all_bitwise_equal, assert_same_on_all_ranks, random_grads
 from tests.ranks import RankError, run_ranks
@@ -56,7 +57,7 @@ def set_grads(parameters: list[nn.Parameter], value: float) -> None:
 
 
 def assert_shared(sync: fastsync.GradientSynchronizer | fastsync.CommHook) -> None:
-    assert sync.stats().transport == "shared memory"
+    assert sync.stats().transport == "shared_memory"
 
 
 def assert_mean(parameters: list[nn.Parameter], value: float) -> None:
@@ -206,11 +207,11 @@ def _compression_changes(rank: int, world_size: int) -> None:
     for step, compression in enumerate([*schedule, *reversed(schedule)]):
         sync.compression = compression
         set_grads(parameters, float(rank + 1))
-        sync.ride(f"rider {step}", torch.full((1_000 * step + 1,), float(rank)))
+        sync.piggyback(f"rider {step}", torch.full((1_000 * step + 1,), float(rank)))
         sync.synchronize()
         assert_mean(parameters, 2.5)
-        assert torch.equal(sync.riders[f"rider {step}"], torch.full((1_000 * step + 1,), 1.5))
-        assert (sync.stats().transport == "shared memory") == (compression is not two_levels)
+        assert torch.equal(sync.piggybacked()[f"rider {step}"], torch.full((1_000 * step + 1,), 1.5))
+        assert (sync.stats().transport == "shared_memory") == (compression is not two_levels)
 
 
 def test_wires_and_riders_come_and_go() -> None:
@@ -279,7 +280,7 @@ def _sends_a_step_again(rank: int, world_size: int, failing: list[int]) -> None:
     sync = fastsync.attach(model)
     for step in range(5):
         fails = step == 2
-        sync.ride("large", torch.full((RIDER_BYTES // 4,), float(step)))
+        sync.piggyback("large", torch.full((RIDER_BYTES // 4,), float(step)))
         backward(
             model, [torch.full((300,), float(step + rank))] * 2, RunsOutOfMemory if fails and rank in failing else None
         )
@@ -288,7 +289,7 @@ def _sends_a_step_again(rank: int, world_size: int, failing: list[int]) -> None:
         grads = [weight.grad for weight in model.weights]
         if not fails:
             assert [grad.unique().tolist() for grad in grads] == [[step + 0.5]] * 2
-            assert sync.riders["large"].min() == sync.riders["large"].max() == step
+            assert sync.piggybacked()["large"].min() == sync.piggybacked()["large"].max() == step
         elif rank not in failing:
             assert all(grad.isnan().all() for grad in grads)
     assert sync.stats().num_syncs == 5 + (rank in failing)  # it could not be sent at first
@@ -379,7 +380,7 @@ def averages(sync: fastsync.GradientSynchronizer, parameters: list[nn.Parameter]
     set_grads(parameters, float(rank))
     sync.synchronize()
     assert_mean(parameters, 0.5)
-    return sync.stats().transport
+    return describe_transport(sync.stats())
 
 
 def _memfd_is_forbidden(rank: int, world_size: int, where: int) -> None:

@@ -21,6 +21,7 @@ from benchmarks.network.launch import run_in_namespaces
 from benchmarks.network.namespaces import Network
 from benchmarks.units import RATES
 from fastsync import _C, doctor
+from fastsync.stats import describe_transport
 from tests.engine.system_calls import before
 from tests.engine.test_shared_memory import TIMEOUT, averages, engine_of
 from tests.ranks import run_ranks
@@ -77,7 +78,7 @@ def _in_a_cgroup(rank: int, world_size: int, cgroup: Path, size: int) -> None:
         parameters[0].grad.fill_(float(rank + step))
         sync.synchronize()
         assert parameters[0].grad.min() == parameters[0].grad.max() == 0.5 + step  # without a copy
-        transport = sync.stats().transport
+        transport = describe_transport(sync.stats())
         assert transport.startswith("process group (no shared memory: rank 1: the memory cgroup has "), transport
         assert transport.endswith(" are needed)")
     assert averages(small[1], small[0], rank) == "shared memory"
@@ -98,7 +99,7 @@ def _all_in_a_cgroup(rank: int, world_size: int, cgroup: Path, size: int) -> Non
         before("recvmsg", partial(time.sleep, 1))  # the others have their memory by then
     sync.synchronize()
     assert parameters[0].grad.min() == parameters[0].grad.max() == 1.0
-    assert sync.stats().transport == "shared memory"
+    assert sync.stats().transport == "shared_memory"
 
 
 @pytest.mark.parametrize("memory_cgroup", [(96 + 24) * MIB], indirect=True)
@@ -221,7 +222,7 @@ def hook_on_a_model() -> str:
     hook = fastsync.register_comm_hook(ddp)
     ddp(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
     assert torch.equal(ddp.module.weight.grad, torch.full((2, 3), 0.5))
-    return hook.stats().transport
+    return describe_transport(hook.stats())
 
 
 @pytest.mark.end_to_end

@@ -43,7 +43,7 @@ def _counts_in(
     sync = fastsync.attach(model, compression, process_group=group)  # one bucket
     for step in range(4):
         backend.take_calls()
-        sync.ride("kl", torch.ones(1, device=DEVICE))
+        sync.piggyback("kl", torch.ones(1, device=DEVICE))
         _step(model, rank, step)
     calls = backend.take_calls()
     assert Counter((call.name, call.is_in_group) for call in calls) == expected
@@ -104,11 +104,11 @@ def _fails_in_a_group(rank: int, world_size: int) -> None:
             sync = fastsync.attach(model, compression, process_group=group)
             for step in range(2):
                 backend.take_calls()
-                sync.ride("kl", torch.ones(1, device=DEVICE))
+                sync.piggyback("kl", torch.ones(1, device=DEVICE))
                 _step(model, rank, step)
             num_calls = len(backend.take_calls())
             backend.fail_after(failing)
-            sync.ride("kl", torch.ones(1, device=DEVICE))
+            sync.piggyback("kl", torch.ones(1, device=DEVICE))
             with pytest.raises(RuntimeError, match=rf"averaging bucket 0 failed on rank {rank} of 2: .*told to"):
                 _step(model, rank, 2)
             assert not backend.is_open(), f"{compression}: the group is still open after call {failing} failed"

@@ -31,7 +31,7 @@ class _HookedOverHost:
 
     def step(self, grads: list[torch.Tensor | None], rider: torch.Tensor) -> list[torch.Tensor]:
         self.model(grads).backward()
-        return [self.hook.grad_stats.grad_norm]
+        return [self.hook.grad_stats().grad_norm]
 
 
 def _gives_the_cpus_bits(rank: int, world_size: int, door: str) -> None:
@@ -66,9 +66,9 @@ def _counts_copies(rank: int, world_size: int) -> None:
     assert extension.take_host_waits() == ["copy_ to the host"]  # there; the host does not wait for the way back
     stats = sync.stats()
     assert (len(stats.buckets), stats.kernels) == (1, "fused")
-    assert stats.transport == "shared memory"
+    assert stats.transport == "shared_memory"
     assert all(p.grad is not None and p.grad.device.type == DEVICE for p in model.parameters())
-    assert sync.grad_stats.grad_norm.device.type == "cpu"
+    assert sync.grad_stats().grad_norm.device.type == "cpu"
 
 
 def test_a_bucket_goes_to_the_host_in_one_copy() -> None:

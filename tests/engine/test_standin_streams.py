@@ -150,11 +150,11 @@ def _weights_under_side_streams(rank: int, world_size: int, way: str) -> None:
                     grads = [grad.to(device) for grad in _grads(rank, step)]
                     with _on(side), unwaited() if step >= 2 and device == DEVICE else nullcontext():
                         sync.set_weight(1.0 + step * rank)
-                        sync.ride("weight", torch.ones(2, device=device) * (1.0 + step * rank))
+                        sync.piggyback("weight", torch.ones(2, device=device) * (1.0 + step * rank))
                         model.zero_grad()
                         model(grads).backward()
                         kept[device] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-                        kept[device].append(sync.riders["weight"].clone())
+                        kept[device].append(sync.piggybacked()["weight"].clone())
                 side.synchronize()
         on_cpu = [tensor.cpu() for tensor in kept[DEVICE]]
         assert_all_bitwise_equal(on_cpu, kept["cpu"], f"{way}, {compression}: gradient or rider")
@@ -178,7 +178,7 @@ def _hooked_under_a_side_stream(rank: int, world_size: int) -> None:
                     with unwaited() if step >= 2 else nullcontext():
                         ddp.zero_grad()
                         ddp(grads).backward()
-                        hook.grad_stats.grad_norm.sqrt()
+                        hook.grad_stats().grad_norm.sqrt()
 
 
 def test_hooked_and_trained_under_a_side_stream() -> None:
@@ -258,7 +258,7 @@ def _goes_on_right_after_failures(rank: int, world_size: int) -> None:
     inputs = torch.ones(16, 32, device=DEVICE)
     for attempt in range(100):
         model = Fallible().to(DEVICE)
-        sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group, broadcast=False)
+        sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group, init_sync=False)
         model(inputs).square().mean().backward()
         model.fails = True
         loss = model(inputs).square().mean()
@@ -281,7 +281,7 @@ def _ends_with_its_model(rank: int, world_size: int) -> None:
         model = _model(torch.Stream(device=DEVICE))
         sync = fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
         for step in range(STEPS):
-            sync.ride("kl", torch.ones(2, device=DEVICE))
+            sync.piggyback("kl", torch.ones(2, device=DEVICE))
             model([grad.to(DEVICE) for grad in _grads(rank, step)]).backward()
         references = references_to(model)
         del model, sync

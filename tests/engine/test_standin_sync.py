@@ -56,11 +56,11 @@ class _Attached:
         self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
 
     def step(self, grads: list[Tensor | None], rider: Tensor) -> list[Tensor]:
-        self.sync.ride("kl", rider)
+        self.sync.piggyback("kl", rider)
         with self.sync.no_sync():
             self.model(grads).backward()
         self.model(grads).backward()
-        return [self.sync.riders["kl"], self.sync.grad_stats.grad_norm]
+        return [self.sync.piggybacked()["kl"], self.sync.grad_stats().grad_norm]
 
 
 class _Hooked:
@@ -73,7 +73,7 @@ class _Hooked:
 
     def step(self, grads: list[Tensor | None], rider: Tensor) -> list[Tensor]:
         self.model(grads).backward()
-        return [self.hook.grad_stats.grad_norm]
+        return [self.hook.grad_stats().grad_norm]
 
 
 class _Called:

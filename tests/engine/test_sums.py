@@ -293,7 +293,7 @@ def _not_finite(rank: int, world_size: int, way: Way) -> None:
             is_bad[reached if step == 1 else []] = True
             what = f"{wire}, {way}, {value}, step {step}"
             assert torch.equal(~mean.isfinite(), is_bad), what
-            assert given.handle.grad_stats.num_nonfinite.item() == is_bad.sum()
+            assert given.handle.grad_stats().num_nonfinite.item() == is_bad.sum()
             if step != 1:
                 torch.testing.assert_close(mean, torch.stack(grads).mean(0), rtol=0, atol=0.15, msg=what)
 

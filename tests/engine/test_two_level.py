@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression, reference
-from fastsync.autotune.request import AnyCompression
+from fastsync.compression import AnyCompression
 from tests.models import (
     SMALL_BUCKETS,
     Given,
@@ -68,7 +68,7 @@ def _finite(rank: int, world_size: int) -> None:
     model.zero_grad()
     model([torch.full((300,), 1e6)]).backward()
     assert grads_of(model)[0].isfinite().all()
-    assert sync.grad_stats.num_saturated.item() == 300
+    assert sync.grad_stats().num_saturated.item() == 300
 
 
 def test_finite_stays_finite_and_is_counted() -> None:
@@ -96,14 +96,14 @@ def _flags_and_riders(rank: int, world_size: int) -> None:
         model = Given(like)
         sync = fastsync.attach(model, Compression(wire, ranks_per_node=2))
         for step in range(3):
-            sync.ride("value", torch.tensor([float(rank), 1e-7]))
+            sync.piggyback("value", torch.tensor([float(rank), 1e-7]))
             model.zero_grad()
             # Nobody has the first, one rank has the second.
             model([None, like[1] if rank == step else None, like[2]]).backward()
             assert model.weights[0].grad is None
             torch.testing.assert_close(model.weights[1].grad, torch.full((300,), 0.25), rtol=0.01, atol=0)
             torch.testing.assert_close(model.weights[2].grad, like[2], rtol=0.01, atol=0)
-            value = sync.riders["value"]
+            value = sync.piggybacked()["value"]
             torch.testing.assert_close(value, torch.tensor([1.5, 1e-7]), rtol=1e-6, atol=0)
             assert_same_on_all_ranks([value])
 
@@ -161,7 +161,7 @@ def _mesh(rank: int, world_size: int) -> None:
         for wire, mean in means.items():
             got = averaged(door, ranks[rank], wire, process_group=mesh)
             assert_all_bitwise_equal(got, mean, f"{wire}: gradient")
-        model, sync = door(Given(ranks[0]), {0: "none", 1: "int8"}, process_group=mesh)
+        model, sync = door(Given(ranks[0]), fastsync.Schedule({0: "none", 1: "int8"}), process_group=mesh)
         for wire in ("none", "int8", "bf16"):
             if wire == "bf16":
                 sync.compression = wire
@@ -185,7 +185,7 @@ def _refused_meshes(rank: int, world_size: int) -> None:
     for door in DOORS.values():
         for compression, message in (
             ("auto", r"compression: Auto\(.*\) measures ranks whose links are alike.*nodes have 2 each; name"),
-            ({0: "none", 1: "auto"}, "measures ranks whose links are alike"),
+            (fastsync.Schedule({0: "none", 1: "auto"}), "measures ranks whose links are alike"),
             (Compression("int8", ranks_per_node=4), "compression: ranks_per_node=4, but .* nodes of 2 ranks"),
             (Compression("int8", algorithm="one_shot"), "ranks_per_node=2 has an algorithm of its own"),
         ):
@@ -212,7 +212,10 @@ def test_meshes_that_say_something_else_are_refused() -> None:
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
     message = "compression: ranks_per_node=2 does not divide the process group's 1 ranks"
     with group_of_one():
-        for compression in (Compression("int8", ranks_per_node=2), {0: "none", 5: Compression(ranks_per_node=2)}):
+        for compression in (
+            Compression("int8", ranks_per_node=2),
+            fastsync.Schedule({0: "none", 5: Compression(ranks_per_node=2)}),
+        ):
             with pytest.raises(ValueError, match=message):
                 fastsync.attach(nn.Linear(2, 2), compression)
             with pytest.raises(ValueError, match=message):

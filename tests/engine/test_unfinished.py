@@ -27,7 +27,7 @@ COMPRESSIONS = {
     "one_shot": "none",
     "all_reduce": "bf16",
     "two_shot": Compression("bf16", reduce="fp32", algorithm="two_shot"),
-    "error feedback": "int8+ef",
+    "error feedback": Compression("int8", error_feedback=True),
 }
 
 

@@ -163,7 +163,7 @@ def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
     ("arguments", "message"),
     [
         (["--num-minibatches", "3"], "num_minibatches=3 does not divide the 1024 rows"),
-        (["--compression", "int8+eff"], "compression: expected one of 'none', 'bf16', 'fp16', 'int8', 'auto', "),
+        (["--compression", "int8+eff"], "compression: expected one of none, bf16, fp16, int8, auto, "),
         (["--nproc", "0"], "nproc=0 must be at least 1"),
         (["--nnodes", "2"], "nnodes=2 needs master_addr"),
         (["--nodes", "nodes.yaml", "--nnodes", "2"], "leave out nnodes and master_addr"),

@@ -5,7 +5,7 @@ Normal actions and normalising wrappers are those of its ppo_continuous_action.p
 It steps a SyncVectorEnv whose environments record their episodes, fills a rollout of tensors row by row, asks two
 separate networks through a Categorical distribution, takes advantages in a loop over the rows, shuffles indices with
 NumPy, reads the clipped share of every minibatch on the host, and writes to TensorBoard after every iteration.
-Hyperparameters that it shares with every trainer are those of ``benchmarks.rivals.trainers``; the rest are its
+Hyperparameters that it shares with every trainer are those of ``benchmarks.baselines.trainers``; the rest are its
 defaults. (https://github.com/vwxyzjn/cleanrl, https://docs.cleanrl.dev/rl-algorithms/ppo/#ppopy)
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmarks.rivals.trainers import GAE_LAMBDA, GAMMA, Outcome, Training
+from benchmarks.baselines.trainers import GAE_LAMBDA, GAMMA, Outcome, Training
 from fastsync.ppo.envs.lookup import find_env
 
 VALUE_COEF, MAX_GRAD_NORM, ADAM_EPS = 0.5, 0.5, 1e-5

@@ -1,4 +1,4 @@
-"""The local passes and their rivals: gradients to wire and back, on one device, without communication.
+"""The local passes and their baselines: gradients to wire and back, on one device, without communication.
 
 The bytes of a pass are those it must read and write: 4 an element for float32 gradients and the wire's own width for
 the wire. The limit is a copy that reads and writes as many.

@@ -17,10 +17,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from benchmarks.rivals import compressions
-from benchmarks.rivals.gradients import Gradients, Rounding
-from benchmarks.rivals.shared_memory import BareSum
+from benchmarks.baselines import compressions
+from benchmarks.baselines.gradients import Gradients, Rounding
+from benchmarks.baselines.shared_memory import BareSum
 from fastsync import SyncStats
+from fastsync.compression import parse_compression
 
 MIN_WARMUP = 2
 """Steps before a way does what it will do from then on: DDP regroups its buckets once, PowerSGD starts at its third."""
@@ -139,7 +140,7 @@ def _power_sgd(workload: Gradients, group: ProcessGroup) -> Step:
 def _register_comm_hook(compression: str) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = wrapped(workload, group)
-        hook = fastsync.register_comm_hook(model, compression)
+        hook = fastsync.register_comm_hook(model, parse_compression(compression))
         return TrainingStep(model, stats=hook.stats)
 
     return build
@@ -148,7 +149,7 @@ def _register_comm_hook(compression: str) -> Build:
 def _attach(compression: str) -> Build:
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = workload.model()
-        sync = fastsync.attach(model, compression, process_group=group)
+        sync = fastsync.attach(model, parse_compression(compression), process_group=group)
         return TrainingStep(model, stats=sync.stats)
 
     return build
@@ -218,7 +219,7 @@ def _fully_shard(reduce_dtype: torch.dtype | None = None, compression: str | Non
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if compression is None:
             return ShardedStep(model)
-        handle = fastsync.register_reduce_scatter(model, compression)
+        handle = fastsync.register_reduce_scatter(model, parse_compression(compression))
         return ShardedStep(model, stats=handle.stats)
 
     return build

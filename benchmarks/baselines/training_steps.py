@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.rivals.gradients import Gradients
-from benchmarks.rivals.models import Training
-from benchmarks.rivals.ways import BARE, WAYS, Step, TrainingStep, Way, wrapped
+from benchmarks.baselines.gradients import Gradients
+from benchmarks.baselines.models import Training
+from benchmarks.baselines.ways import BARE, WAYS, Step, TrainingStep, Way, wrapped
 from fastsync import SyncStats
 
 

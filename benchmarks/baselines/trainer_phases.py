@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.rivals.trainers import Outcome, fastsync_rank
+from benchmarks.baselines.trainers import Outcome, fastsync_rank
 
 PHASES = (
     "environment",

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.rivals.gradients import Gradients
+from benchmarks.baselines.gradients import Gradients
 from benchmarks.units import format_bytes, parse_bytes
 
 Shapes = list[tuple[int, ...]]

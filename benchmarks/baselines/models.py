@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from benchmarks.rivals.gradients import Gradients
+from benchmarks.baselines.gradients import Gradients
 
 Scale = Literal["small", "full"]
 Batch = tuple[Tensor, ...]

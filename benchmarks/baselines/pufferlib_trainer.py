@@ -2,7 +2,7 @@
 
 It stands alone, for a Python of its own: PufferLib 3.0 needs gym 0.23 and gymnasium 0.29, which nothing else takes.
 What settings do not tell is PufferLib's: V-trace, prioritised rows, a cosine schedule, rewards cut off at 1. Prints one
-JSON object: the fields of ``benchmarks.rivals.trainers.Outcome``.
+JSON object: the fields of ``benchmarks.baselines.trainers.Outcome``.
 """
 
 import ast

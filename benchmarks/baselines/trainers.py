@@ -1,4 +1,4 @@
-"""Whole trainings, one a process: ``python -m benchmarks.rivals.trainers TRAINER OPTIONS``.
+"""Whole trainings, one a process: ``python -m benchmarks.baselines.trainers TRAINER OPTIONS``.
 
 Prints one JSON object: the fields of ``Outcome``.
 """
@@ -94,7 +94,7 @@ def train_fastsync(training: Training) -> Outcome:
 
 def train_fastsync_phases(training: Training) -> Outcome:
     """As ``train_fastsync``, telling where the time goes."""
-    from benchmarks.rivals.trainer_phases import fastsync_rank_phases
+    from benchmarks.baselines.trainer_phases import fastsync_rank_phases
     from fastsync.launch.torchrun import launch_ranks
 
     with tempfile.TemporaryDirectory() as folder:
@@ -227,7 +227,7 @@ def train_cleanrl(training: Training) -> Outcome:
 
 def train_cleanrl_loop(training: Training) -> Outcome:
     """CleanRL's way of working, without its script."""
-    from benchmarks.rivals.cleanrl_loop import train
+    from benchmarks.baselines.cleanrl_loop import train
 
     return train(training)
 
@@ -286,7 +286,7 @@ def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
     Raises:
         RuntimeError: it failed, or has not ended in ``timeout`` seconds.
     """
-    command = [sys.executable, "-m", "benchmarks.rivals.trainers", trainer, json.dumps(asdict(training))]
+    command = [sys.executable, "-m", "benchmarks.baselines.trainers", trainer, json.dumps(asdict(training))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if training.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""

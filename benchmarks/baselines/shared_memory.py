@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from benchmarks.rivals.gradients import Gradients
+from benchmarks.baselines.gradients import Gradients
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STRIDE = 16

@@ -1,1 +1,0 @@
-"""The subjects: fastsync, its rivals and the limits, and the work that they are given."""
