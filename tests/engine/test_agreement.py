@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 import fastsync
 from tests.models import Given, backward_of, given_ddp, random_grads
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SHAPES = [(300,), (200,), (400,)]
 DISAGREE = "fastsync: the ranks do not agree on what to synchronise: "
 
 
-def _different_scales(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_saved_scales_that_differ_are_told_with_who_has_what(rank: int, world_size: int) -> None:
     grads = random_grads(rank, 0, SHAPES, torch.float32)
     names = [f"weights.{index}" for index in range(3)]
     states = [{"scales": dict.fromkeys(names, scale)} for scale in (8.0, 8.0, 4.0)]
@@ -46,11 +47,8 @@ def _different_scales(rank: int, world_size: int) -> None:
         backward_of(ddp, grads)
 
 
-def test_saved_scales_that_differ_are_told_with_who_has_what() -> None:
-    run_ranks(_different_scales, 3)
-
-
-def _after_an_engine_alone(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=30.0)
+def test_ranks_agree_on_a_number_where_one_has_made_more_engines_before(rank: int, world_size: int) -> None:
     groups = [dist.new_group([other]) for other in range(world_size)]
     alone, model = Given([torch.ones(3)]), Given([torch.ones(3)])
     if rank == 1:
@@ -61,7 +59,3 @@ def _after_an_engine_alone(rank: int, world_size: int) -> None:
         model.zero_grad()
         model([torch.full((3,), float(step + 2 * rank))]).backward()
         assert model.weights[0].grad.tolist() == [step + 1.0] * 3
-
-
-def test_ranks_agree_on_a_number_where_one_has_made_more_engines_before() -> None:
-    run_ranks(_after_an_engine_alone, 2, timeout=30.0)

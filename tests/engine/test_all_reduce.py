@@ -11,7 +11,7 @@ import fastsync
 from fastsync.all_reduce import _MAX_REDUCERS
 from tests.bitwise import assert_bitwise_equal
 from tests.models import group_of_one
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 def _parameter(numel: int = 4) -> nn.Parameter:
@@ -26,7 +26,8 @@ def _averages(parameters: list[Tensor], rank: int, world_size: int, compression:
         assert parameter.grad.unique().tolist() == [(world_size - 1) / 2 + index]
 
 
-def _fast_weights(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_what_still_lives_on_one_rank_decides_nothing(rank: int, world_size: int) -> None:
     """Rank 1's garbage is collected late: what it still holds must not tell it what to forget."""
     model = [_parameter(), _parameter(3)]
     held = []
@@ -40,10 +41,6 @@ def _fast_weights(rank: int, world_size: int) -> None:
         _averages(model, rank, world_size)
 
 
-def test_what_still_lives_on_one_rank_decides_nothing() -> None:
-    run_ranks(_fast_weights, 2, timeout=60)
-
-
 def test_none_does_not_pass_for_a_parameter_that_is_gone() -> None:
     with group_of_one():
         _averages([_parameter()], 0, 1)
@@ -51,7 +48,8 @@ def test_none_does_not_pass_for_a_parameter_that_is_gone() -> None:
             fastsync.all_reduce_gradients([None])
 
 
-def _with_error_feedback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_error_feedback_has_not_sent_follows_the_parameter(rank: int, world_size: int) -> None:
     """What one engine gives that is never forgotten, bit for bit, whatever sets the parameters come in."""
     compression = fastsync.Compression("int8", error_feedback=True)
     numels = (1024, 256)  # whole blocks, so that the parameters' are the same in every set
@@ -90,7 +88,3 @@ def _with_error_feedback(rank: int, world_size: int) -> None:
         for index, (mine, theirs) in enumerate(zip(lasting, expected, strict=True)):
             assert_bitwise_equal(mine.grad, theirs.grad, f"step {step}, parameter {index}")
         dist.barrier()
-
-
-def test_what_error_feedback_has_not_sent_follows_the_parameter() -> None:
-    run_ranks(_with_error_feedback, 2)

@@ -15,7 +15,7 @@ from tests.models import (
     grads_of,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SHAPES = [(7, 33), (5,), (300,), (), (2, 3, 4), (1,)]
 
@@ -29,7 +29,8 @@ def _synced(model: Given, grads: list[Tensor | None]) -> list[Tensor]:
 # ---- against the specification ----------------------------------------------------------------------------------
 
 
-def _scales_follow_as_in_the_hook(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fp16_scales_follow_as_in_the_hook(rank: int, world_size: int) -> None:
     """Over steps whose magnitudes change a lot, attach and the hook give the same bits and keep the same scales."""
     like = random_grads(0, 0, SHAPES, torch.float32)
     model, ddp = Given(like), DistributedDataParallel(Given(like))
@@ -47,14 +48,11 @@ def _scales_follow_as_in_the_hook(rank: int, world_size: int) -> None:
         assert torch.equal(sync.grad_stats().num_saturated, hook.grad_stats().num_saturated)
 
 
-def test_fp16_scales_follow_as_in_the_hook() -> None:
-    run_ranks(_scales_follow_as_in_the_hook, 2)
-
-
 # ---- kinds of parameters ----------------------------------------------------------------------------------------
 
 
-def _memory_layouts(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_of_any_memory_layout(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     shape = (8, 5, 4, 3)  # as many as fill a bucket of its own
     weight = nn.Parameter(torch.zeros(shape).to(memory_format=torch.channels_last))
@@ -80,11 +78,8 @@ def _memory_layouts(rank: int, world_size: int) -> None:
     assert [bucket.numel for bucket in sync.stats().buckets] == [weight.numel(), transposed.numel()]
 
 
-def test_gradients_of_any_memory_layout() -> None:
-    run_ranks(_memory_layouts, 2)
-
-
-def _odd_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_that_share_memory_or_have_another_type(rank: int, world_size: int) -> None:
     # Two gradients in one memory, each in a bucket of its own.
     first, second, small = (nn.Parameter(torch.zeros(shape)) for shape in ((20, 20), (400,), (3,)))
     sync = fastsync.attach([first, second, small], bucket_cap_mb=SMALL_BUCKETS)
@@ -120,10 +115,6 @@ def _odd_gradients(rank: int, world_size: int) -> None:
         assert weights[1].grad.unique().tolist() == [1.5 if step == 0 else 0.5]
 
 
-def test_gradients_that_share_memory_or_have_another_type() -> None:
-    run_ranks(_odd_gradients, 2)
-
-
 # ---- buckets ----------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +132,8 @@ class Chain(nn.Module):
         return total
 
 
-def _buckets_follow_the_first_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buckets_follow_the_first_backward(rank: int, world_size: int) -> None:
     model = Chain([2, 4, 1, 3])
     sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)  # 256 elements
     for _ in range(2):
@@ -149,11 +141,8 @@ def _buckets_follow_the_first_backward(rank: int, world_size: int) -> None:
         assert [bucket.numel for bucket in sync.stats().buckets] == [4 * 256, 3 * 256, 2 * 256, 256]
 
 
-def test_buckets_follow_the_first_backward() -> None:
-    run_ranks(_buckets_follow_the_first_backward, 2)
-
-
-def _sends_while_backward_goes_on(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buckets_are_sent_while_backward_goes_on(rank: int, world_size: int) -> None:
     model = Chain([1, 2, 3])
     fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
     model(torch.ones(())).backward()
@@ -166,11 +155,8 @@ def _sends_while_backward_goes_on(rank: int, world_size: int) -> None:
     assert names.index("fastsync::pack") < last_multiply, "nothing was sent before backward was over"
 
 
-def test_buckets_are_sent_while_backward_goes_on() -> None:
-    run_ranks(_sends_while_backward_goes_on, 2)
-
-
-def _sends_a_small_bucket_first(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_first_of_several_buckets_is_small(rank: int, world_size: int) -> None:
     mib = 2**20
     floats = [nn.Parameter(torch.ones(mib // 4)) for _ in range(4)]
     doubles = [nn.Parameter(torch.ones(mib // 8, dtype=torch.float64)) for _ in range(2)]
@@ -187,10 +173,6 @@ def _sends_a_small_bucket_first(rank: int, world_size: int) -> None:
     assert first in (mib // 4, mib // 8)
     assert first + sum(others) == mib + mib // 4
     assert mib // 2 in others, "the others are as large as was asked for"
-
-
-def test_the_first_of_several_buckets_is_small() -> None:
-    run_ranks(_sends_a_small_bucket_first, 2)
 
 
 # ---- what every rank gets from rank 0 -----------------------------------------------------------------------------
@@ -217,7 +199,8 @@ def _bytes(tensor: Tensor) -> list[int]:
     return tensor.contiguous().view(-1).view(torch.uint8).tolist()
 
 
-def _rank_0s_are_everybodys(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rank_0s_parameters_and_buffers_are_everybodys_whatever_their_dtype(rank: int, world_size: int) -> None:
     model, expected = _of_every_dtype(rank), _of_every_dtype(0)
     fastsync.attach(model)
     for name, tensor in expected.state_dict().items():
@@ -233,7 +216,3 @@ def _rank_0s_are_everybodys(rank: int, world_size: int) -> None:
     model.register_parameter("table", nn.Parameter(torch.zeros(2 + rank, dtype=torch.int64), requires_grad=False))
     with pytest.raises(ValueError, match=r"rank 0: parameter table of shape \[2\], .*torch.int64; rank 1: .*\[3\]"):
         fastsync.attach(model)
-
-
-def test_rank_0s_parameters_and_buffers_are_everybodys_whatever_their_dtype() -> None:
-    run_ranks(_rank_0s_are_everybodys, 2)

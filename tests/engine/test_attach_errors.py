@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.models import SMALL_BUCKETS, Fails, Given, Mlp, grads_of, group_of_one
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 @pytest.fixture
@@ -143,7 +143,8 @@ def test_a_gradient_that_is_used_up_inside_backward() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def _ends_of_two_engines(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_error_in_one_of_several_engines_keeps_no_rank_waiting(rank: int, world_size: int) -> None:
     used, idle, other = (nn.Parameter(torch.zeros(40)) for _ in range(3))
     fastsync.attach([used, idle])
     fastsync.attach([other])
@@ -159,10 +160,6 @@ def _ends_of_two_engines(rank: int, world_size: int) -> None:
         assert used.grad.isnan().all()
     assert other.grad is not None
     assert other.grad.tolist() == [1.5] * 40
-
-
-def test_an_error_in_one_of_several_engines_keeps_no_rank_waiting() -> None:
-    run_ranks(_ends_of_two_engines, 2)
 
 
 class _GivesDTensors(torch.autograd.Function):
@@ -260,7 +257,8 @@ def _step(model: Given, grads: list[torch.Tensor], *, fails: bool, set_to_none: 
         loss.backward()
 
 
-def _fails_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_backward_that_fails_on_one_rank_is_noticed_on_the_others(rank: int, world_size: int) -> None:
     """The others get nan, for they cannot know; then all go on in step, with the same scales."""
     for wire in ("none", "bf16", "fp16"):
         for failing_step in (0, 2):
@@ -283,11 +281,9 @@ def _fails_on_one_rank(rank: int, world_size: int) -> None:
             assert states[0] == states[1]
 
 
-def test_a_backward_that_fails_on_one_rank_is_noticed_on_the_others() -> None:
-    run_ranks(_fails_on_one_rank, 2)
-
-
-def _changes_after_a_failed_backward(rank: int, world_size: int, change: str) -> None:
+@pytest.mark.parametrize("change", ["compression", "weight", "rider", "state"])
+@on_ranks(2, timeout=60)
+def test_what_changes_after_a_failed_backward_is_for_the_next_step(rank: int, world_size: int, change: str) -> None:
     grads = [torch.full((300,), 1.0 + rank)] * 3
     model = Given(grads)
     sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
@@ -312,12 +308,8 @@ def _changes_after_a_failed_backward(rank: int, world_size: int, change: str) ->
     assert change != "rider" or sync.piggybacked() == {} or sync.piggybacked()["new"] == 1.5
 
 
-@pytest.mark.parametrize("change", ["compression", "weight", "rider", "state"])
-def test_what_changes_after_a_failed_backward_is_for_the_next_step(change: str) -> None:
-    run_ranks(_changes_after_a_failed_backward, 2, change, timeout=60)
-
-
-def _refused_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_a_dtype_that_one_rank_alone_refuses_is_refused_on_all(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=10))
     for dtype, compression in ((torch.float8_e4m3fn, "none"), (torch.complex64, "bf16")):
         parameter = nn.Parameter(torch.zeros(8))
@@ -338,10 +330,6 @@ def _refused_on_one_rank(rank: int, world_size: int) -> None:
         sync.detach()
 
 
-def test_a_dtype_that_one_rank_alone_refuses_is_refused_on_all() -> None:
-    run_ranks(_refused_on_one_rank, 2, timeout=60)
-
-
 class _Wrapped(torch.Tensor):
     """Of no memory of its own, and nothing can be asked of it."""
 
@@ -354,7 +342,8 @@ class _Wrapped(torch.Tensor):
         raise NotImplementedError(f"{func} of a wrapper")
 
 
-def _wrapped_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_a_gradient_without_memory_on_one_rank_keeps_no_rank_waiting(rank: int, world_size: int) -> None:
     parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
     fastsync.attach(parameters, process_group=dist.new_group(timeout=timedelta(seconds=10)))
     if rank == 1:
@@ -367,7 +356,3 @@ def _wrapped_on_one_rank(rank: int, world_size: int) -> None:
     else:
         loss.backward()
         assert any(each.grad.isnan().all() for each in parameters)
-
-
-def test_a_gradient_without_memory_on_one_rank_keeps_no_rank_waiting_in_the_first_step() -> None:
-    run_ranks(_wrapped_on_one_rank, 2, timeout=60)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastsync
 from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def _model() -> nn.Sequential:
@@ -76,7 +76,9 @@ def test_uneven_inputs(num_steps: list[int], overlap: bool, is_reentrant: bool) 
     run_ranks(_joins, len(num_steps), num_steps, overlap, is_reentrant)
 
 
-def _throws(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_early_termination(rank: int, world_size: int) -> None:
     model = _model()
     sync = fastsync.attach(model)
     message = "Rank 0 exhausted all inputs" if rank == 0 else "Detected at least one rank that exhausted inputs"
@@ -99,12 +101,8 @@ def _throws(rank: int, world_size: int) -> None:
     assert_same_on_all_ranks(list(model.parameters()))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_early_termination(world_size: int) -> None:
-    run_ranks(_throws, world_size)
-
-
-def _even(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_without_uneven_inputs(rank: int, world_size: int) -> None:
     model = _model()
     sync = fastsync.attach(model)
     with pytest.raises(ValueError, match="divide_by_initial_world_size: fastsync's means are over those that"):
@@ -113,7 +111,3 @@ def _even(rank: int, world_size: int) -> None:
         _loss(model, rank, 0).backward()
     assert_same_on_all_ranks([p.grad for p in model.parameters()])
     sync.detach()
-
-
-def test_without_uneven_inputs() -> None:
-    run_ranks(_even, 2)

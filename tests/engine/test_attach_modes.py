@@ -26,7 +26,7 @@ from tests.models import (
     grads_of,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
 
@@ -116,7 +116,8 @@ class Ordered(nn.Module):
         return total
 
 
-def _order_differs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_whose_gradients_get_ready_in_other_orders(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Ordered()
     alone = copy.deepcopy(model)
@@ -135,11 +136,8 @@ def _order_differs(rank: int, world_size: int) -> None:
     assert len(sync.stats().buckets) == 4
 
 
-def test_ranks_whose_gradients_get_ready_in_other_orders() -> None:
-    run_ranks(_order_differs, 2)
-
-
-def _frozen_and_unfrozen(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_frozen_and_newly_unfrozen_parameters(rank: int, world_size: int) -> None:
     everyone = [_whole(other, 0) for other in range(world_size)]
     expected = [_mean(same) for same in zip(*everyone, strict=True)]
     model = Given(everyone[0])
@@ -158,10 +156,6 @@ def _frozen_and_unfrozen(rank: int, world_size: int) -> None:
     numels = [grad.numel() for grad in everyone[0]]
     assert sizes == [sum(numels[1:])] * 2 + [sum(numels)] * 2 + [numels[0] + numels[2], numels[3], sum(numels)]
     assert sorted(sync.state_dict()["scales"]) == [f"weights.{index}" for index in range(4)]
-
-
-def test_frozen_and_newly_unfrozen_parameters() -> None:
-    run_ranks(_frozen_and_unfrozen, 2)
 
 
 # ---- kinds of graphs --------------------------------------------------------------------------------------------
@@ -193,7 +187,8 @@ _NON_REENTRANT = partial(checkpoint, use_reentrant=False)
 _REENTRANT = partial(checkpoint, use_reentrant=True)
 
 
-def _checkpoints(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradient_checkpoints(rank: int, world_size: int) -> None:
     for run in (_NON_REENTRANT, _REENTRANT):
         for shared in (False, True):
             for ends in (False, True):
@@ -214,11 +209,8 @@ def _checkpoints(rank: int, world_size: int) -> None:
                     assert_same_on_all_ranks(grads_of(model))
 
 
-def test_gradient_checkpoints() -> None:
-    run_ranks(_checkpoints, 2)
-
-
-def _graphs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ways_to_call_backward(rank: int, world_size: int) -> None:
     everyone = [_whole(other, 0) for other in range(world_size)]
     expected = [_mean(same) for same in zip(*everyone, strict=True)]
     model = Given(everyone[0])
@@ -246,11 +238,8 @@ def _graphs(rank: int, world_size: int) -> None:
     assert_all_bitwise_equal([grad.detach() for grad in grads_of(model)], expected, "create_graph")
 
 
-def test_ways_to_call_backward() -> None:
-    run_ranks(_graphs, 2)
-
-
-def _autocast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_backward_inside_autocast(rank: int, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         torch.manual_seed(0)
         model = Mlp()
@@ -264,11 +253,8 @@ def _autocast(rank: int, world_size: int) -> None:
             assert_all_bitwise_equal(grads_of(model), grads_of(plain), f"{dtype}, step {step}")
 
 
-def test_backward_inside_autocast() -> None:
-    run_ranks(_autocast, 2)
-
-
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_compiled_module(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Mlp()
     plain = DistributedDataParallel(copy.deepcopy(model))
@@ -283,10 +269,6 @@ def _compiled(rank: int, world_size: int) -> None:
         assert_same_on_all_ranks(grads_of(model))
     assert sync.stats().num_steps == 3
     assert list(sync.state_dict()["scales"]) == [name for name, _ in model.named_parameters()]
-
-
-def test_a_compiled_module() -> None:
-    run_ranks(_compiled, 2)
 
 
 class Fails(torch.autograd.Function):
@@ -305,7 +287,8 @@ class Fails(torch.autograd.Function):
         return grad
 
 
-def _fails_between_checkpoint_and_parameter(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_checkpointed_backward_that_fails_spoils_nothing(rank: int, world_size: int) -> None:
     """The parameter that a reentrant checkpoint takes as its input outlives the graph in which backward failed."""
     direct, last, layer = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(3)), nn.Linear(16, 300, bias=False)
     nn.init.ones_(layer.weight)  # so that every gradient is a whole number
@@ -332,10 +315,6 @@ def _fails_between_checkpoint_and_parameter(rank: int, world_size: int) -> None:
     assert sync.stats().num_steps == 5
 
 
-def test_a_checkpointed_backward_that_fails_spoils_nothing() -> None:
-    run_ranks(_fails_between_checkpoint_and_parameter, 2)
-
-
 class _GivesNone(torch.autograd.Function):
     """Takes a parameter, and has no gradient for it."""
 
@@ -348,21 +327,19 @@ class _GivesNone(torch.autograd.Function):
         return None, *grads
 
 
-def _has_none(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_operator_without_a_gradient_for_a_parameter(rank: int, world_size: int) -> None:
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     fastsync.attach(parameters)
     _GivesNone.apply(parameters[0], (1 + rank) * parameters[1]).sum().backward()
     assert parameters[1].grad.eq(1.5).all()
 
 
-def test_an_operator_without_a_gradient_for_a_parameter() -> None:
-    run_ranks(_has_none, 2)
-
-
 # ---- several engines --------------------------------------------------------------------------------------------
 
 
-def _actor_and_critic(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_several_engines(rank: int, world_size: int) -> None:
     """Two engines on one group, in one backward and apart, each with gradients that get ready in other orders."""
     everyone = [_whole(other, 0) for other in range(world_size)]
     expected = [_mean(same) for same in zip(*everyone, strict=True)]
@@ -391,11 +368,8 @@ def _actor_and_critic(rank: int, world_size: int) -> None:
         assert [sync.stats().num_steps for sync in syncs] == [4, 4]
 
 
-def test_several_engines() -> None:
-    run_ranks(_actor_and_critic, 2)
-
-
-def _groups_of_two(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_dimension_of_a_device_mesh(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
     shapes = SHAPES[:2]
     for dim, peers in (("dp", [rank % 2, rank % 2 + 2]), ("other", [rank // 2 * 2, rank // 2 * 2 + 1])):
@@ -411,11 +385,8 @@ def _groups_of_two(rank: int, world_size: int) -> None:
             assert_same_on_all_ranks(grads_of(model), mesh.get_group(dim))
 
 
-def test_a_dimension_of_a_device_mesh() -> None:
-    run_ranks(_groups_of_two, 4)
-
-
-def _casts_and_moves(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_is_cast(rank: int, world_size: int) -> None:
     """A model that is cast is laid out anew; its parameters have other accumulators then, or some of them have."""
     for overlap in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -434,7 +405,3 @@ def _casts_and_moves(rank: int, world_size: int) -> None:
         model.zero_grad()
         model[0](torch.full((2, 4), rank + 1.0, dtype=torch.bfloat16)).sum().backward()
         assert model[0].weight.grad.unique().tolist() == [2.0 * (rank + 1)], "a hook was left behind"
-
-
-def test_a_model_that_is_cast() -> None:
-    run_ranks(_casts_and_moves, 2)

@@ -24,7 +24,7 @@ from tests.models import (
     grads_of,
     train_step,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 def test_a_wires_name_is_shorthand_for_its_compression() -> None:
@@ -157,10 +157,7 @@ def _comes_back_to_other_gradients(rank: int, world_size: int) -> None:
         assert hook.grad_stats().num_saturated.item() == 0, f"{wire} at {magnitude}: the scale is an old one"
 
 
-def _swaps(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there(rank: int, world_size: int) -> None:
     _swaps_while_training(rank, world_size)
     _comes_back_to_other_gradients(rank, world_size)
-
-
-def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there() -> None:
-    run_ranks(_swaps, 2, shared_memory=False)

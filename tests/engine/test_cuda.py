@@ -25,7 +25,7 @@ from tests.models import (
     grads_of,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.gpu
 on_one_and_two_ranks = pytest.mark.parametrize("world_size", [1, 2])
@@ -93,7 +93,9 @@ def test_gradients_are_bitwise_the_reference(entry_point: str, world_size: int) 
     run_ranks(_averages, world_size, entry_point, "cuda", backend="nccl")
 
 
-def _like_ddp(rank: int, world_size: int) -> None:
+@on_one_and_two_ranks
+@on_ranks(backend="nccl")
+def test_gradients_are_bitwise_ddps_without_a_hook(rank: int, world_size: int) -> None:
     like = [grad.to("cuda") for grad in _grads(0, 0)]
     plain, hooked = (given_ddp(like, bucket_cap_mb=SMALL_BUCKETS) for _ in range(2))
     hook = fastsync.register_comm_hook(hooked)
@@ -101,11 +103,6 @@ def _like_ddp(rank: int, world_size: int) -> None:
         mine = [grad.to("cuda") for grad in _grads(rank, step)]
         assert_all_bitwise_equal(backward_of(hooked, mine), backward_of(plain, mine), f"step {step}, gradient")
     assert len(hook.stats().buckets) >= 3, "DDP did not rebuild its buckets: the test shows less than it says"
-
-
-@on_one_and_two_ranks
-def test_gradients_are_bitwise_ddps_without_a_hook(world_size: int) -> None:
-    run_ranks(_like_ddp, world_size, backend="nccl")
 
 
 def _other_device(rank: int, world_size: int, entry_point: str) -> None:
@@ -119,7 +116,9 @@ def test_gradients_on_another_device_than_the_current(world_size: int) -> None:
     run_ranks(_other_device, world_size, "hook", backend="nccl")
 
 
-def _side_stream(rank: int, world_size: int, entry_point: str) -> None:
+@each_entry_point
+@on_ranks(2, backend="nccl")
+def test_backward_on_a_side_stream(rank: int, world_size: int, entry_point: str) -> None:
     side = torch.cuda.Stream()
     for wire in WIRE_DTYPES:
         with torch.cuda.stream(side):
@@ -131,11 +130,8 @@ def _side_stream(rank: int, world_size: int, entry_point: str) -> None:
 
 
 @each_entry_point
-def test_backward_on_a_side_stream(entry_point: str) -> None:
-    run_ranks(_side_stream, 2, entry_point, backend="nccl")
-
-
-def _gloo(rank: int, world_size: int, entry_point: str) -> None:
+@on_ranks(2, backend="gloo")
+def test_gradients_on_a_gpu_over_gloo(rank: int, world_size: int, entry_point: str) -> None:
     """Gradients go to the host, and come back with a CPU's bits."""
     averages = []
     for device in ("cpu", "cuda"):
@@ -145,12 +141,10 @@ def _gloo(rank: int, world_size: int, entry_point: str) -> None:
     assert_all_bitwise_equal(*averages, what="gradient")
 
 
-@each_entry_point
-def test_gradients_on_a_gpu_over_gloo(entry_point: str) -> None:
-    run_ranks(_gloo, 2, entry_point, backend="gloo")
-
-
-def _measures_and_clips(rank: int, world_size: int, entry_point: str) -> None:
+@on_one_and_two_ranks
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(backend="nccl")
+def test_grad_stats_and_clipping_are_torchs(rank: int, world_size: int, entry_point: str) -> None:
     for wire in WIRE_DTYPES:
         given = _begin(entry_point, wire)
         for step, max_norm in enumerate((0.5, 1e4, 0.5)):
@@ -185,11 +179,8 @@ def _measures_and_clips(rank: int, world_size: int, entry_point: str) -> None:
 
 @on_one_and_two_ranks
 @pytest.mark.parametrize("entry_point", ["hook", "attach"])
-def test_grad_stats_and_clipping_are_torchs(entry_point: str, world_size: int) -> None:
-    run_ranks(_measures_and_clips, world_size, entry_point, backend="nccl")
-
-
-def _host_never_waits(rank: int, world_size: int, entry_point: str) -> None:
+@on_ranks(backend="nccl")
+def test_the_host_never_waits_for_the_device(rank: int, world_size: int, entry_point: str) -> None:
     for wire in WIRE_DTYPES:
         given = average(entry_point, Mlp().to("cuda"), wire)
         rides = isinstance(given.handle, fastsync.GradientSynchronizer)
@@ -218,13 +209,8 @@ def _host_never_waits(rank: int, world_size: int, entry_point: str) -> None:
         assert_same_on_all_ranks(list(given.model.parameters()))
 
 
-@on_one_and_two_ranks
-@pytest.mark.parametrize("entry_point", ["hook", "attach"])
-def test_the_host_never_waits_for_the_device(entry_point: str, world_size: int) -> None:
-    run_ranks(_host_never_waits, world_size, entry_point, backend="nccl")
-
-
-def _times(rank: int, world_size: int) -> None:
+@on_ranks(2, backend="nccl")
+def test_times_are_the_devices_once_it_is_done(rank: int, world_size: int) -> None:
     given = _begin("hook", "fp16")
     start = time.perf_counter()
     for step in range(STEPS):
@@ -239,11 +225,9 @@ def _times(rank: int, world_size: int) -> None:
         assert bucket.pack_time + bucket.collective_time + bucket.unpack_time < elapsed
 
 
-def test_times_are_the_devices_once_it_is_done() -> None:
-    run_ranks(_times, 2, backend="nccl")
-
-
-def _weights(rank: int, world_size: int) -> None:
+@on_one_and_two_ranks
+@on_ranks(backend="nccl")
+def test_weighted_means(rank: int, world_size: int) -> None:
     for wire in WIRE_DTYPES:
         model = Given([grad.to("cuda") for grad in _grads(0, 0)])
         sync = fastsync.attach(model, wire, bucket_cap_mb=1000.0)
@@ -258,11 +242,6 @@ def _weights(rank: int, world_size: int) -> None:
                 torch.testing.assert_close(got.cpu(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
             assert sync.grad_stats().num_saturated.item() == 0
             assert_same_on_all_ranks(grads_of(model))
-
-
-@on_one_and_two_ranks
-def test_weighted_means(world_size: int) -> None:
-    run_ranks(_weights, world_size, backend="nccl")
 
 
 # ---- steps that a CUDA graph captures -------------------------------------------------------------------------------
@@ -306,7 +285,9 @@ def _captured(call: Any, inputs: Tensor, *others: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _replays(rank: int, world_size: int) -> None:
+@on_one_and_two_ranks
+@on_ranks(backend="nccl")
+def test_a_captured_step_is_the_eager_one(rank: int, world_size: int) -> None:
     """What is attached on the default stream, too: the accumulators are those of the captured forward.
 
     Stochastic rounding follows the replays as it does the eager steps.
@@ -325,12 +306,8 @@ def _replays(rank: int, world_size: int) -> None:
         assert_same_on_all_ranks(list(captured.model.parameters()))
 
 
-@on_one_and_two_ranks
-def test_a_captured_step_is_the_eager_one(world_size: int) -> None:
-    run_ranks(_replays, world_size, backend="nccl")
-
-
-def _clips_what_a_captured_step_left(rank: int, world_size: int) -> None:
+@on_ranks(2, backend="nccl")
+def test_every_replay_of_a_captured_step_may_be_clipped(rank: int, world_size: int) -> None:
     training, inputs = _Training("none"), batch(rank, 0).to("cuda")
     graph = _captured(training.backward, inputs)
     for number in range(1, STEPS):
@@ -340,11 +317,8 @@ def _clips_what_a_captured_step_left(rank: int, world_size: int) -> None:
         torch.testing.assert_close(fastsync.clip_grad_norm_(training.sync, 0.01), expected, rtol=1e-6, atol=0.0)
 
 
-def test_every_replay_of_a_captured_step_may_be_clipped() -> None:
-    run_ranks(_clips_what_a_captured_step_left, 2, backend="nccl")
-
-
-def _captured_riders(rank: int, world_size: int) -> None:
+@on_ranks(1, backend="nccl")
+def test_riders_of_a_captured_step(rank: int, world_size: int) -> None:
     """What rides in a graph is what it computes anew in each replay; a value of before would ride again and again."""
     training, inputs = _Training("none"), batch(rank, 0).to("cuda")
     value = training.rider = torch.zeros(2, device="cuda")
@@ -360,11 +334,9 @@ def _captured_riders(rank: int, world_size: int) -> None:
         training.backward(inputs)
 
 
-def test_riders_of_a_captured_step() -> None:
-    run_ranks(_captured_riders, 1, backend="nccl")
-
-
-def _refused(rank: int, world_size: int, has_weight: bool) -> None:
+@pytest.mark.parametrize("has_weight", [False, True])
+@on_ranks(1, backend="nccl")
+def test_a_captured_schedule_and_captured_weights_are_refused(rank: int, world_size: int, has_weight: bool) -> None:
     training, inputs = (
         _Training("none" if has_weight else fastsync.Schedule({0: "none", 1000: "fp16"})),
         batch(rank, 0).to("cuda"),
@@ -374,8 +346,3 @@ def _refused(rank: int, world_size: int, has_weight: bool) -> None:
         training.sync.set_weight(2.0)
     with pytest.raises(ValueError, match=f"a CUDA graph repeats {what}"):
         _captured(training.step, inputs)
-
-
-@pytest.mark.parametrize("has_weight", [False, True])
-def test_a_captured_schedule_and_captured_weights_are_refused(has_weight: bool) -> None:
-    run_ranks(_refused, 1, has_weight, backend="nccl")

@@ -20,7 +20,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastsync
 from tests.models import backward_of, given_ddp, group_of_one
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 @pytest.fixture
@@ -59,7 +59,8 @@ def test_a_second_hook_is_refused_and_the_first_goes_on() -> None:
         fastsync.register_comm_hook(builtin)
 
 
-def _refused_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_gradients_that_one_rank_alone_refuses_are_refused_on_all(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=10))
     options: dict[str, Any] = {"process_group": group, "init_sync": False}
     like = [torch.ones(2, dtype=torch.complex64 if rank else torch.float32)]
@@ -72,10 +73,6 @@ def _refused_on_one_rank(rank: int, world_size: int) -> None:
     embedding.register_comm_hook(group, fastsync.allreduce_hook)
     with pytest.raises(ValueError, match=r"do not agree .*rank 1: bucket 0 with 20 elements of Float, sparse"):
         embedding(torch.tensor([[1, 2]])).sum().backward()
-
-
-def test_gradients_that_one_rank_alone_refuses_are_refused_on_all() -> None:
-    run_ranks(_refused_on_one_rank, 2, timeout=60)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -151,7 +148,8 @@ def test_a_hook_outlives_its_model_and_a_state_does_not_keep_it() -> None:
     assert state.stats().num_steps == 20
 
 
-def _hooks_are_the_last_to_let_go_of_their_group(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_a_hook_may_be_the_last_owner_of_its_group(rank: int, world_size: int) -> None:
     for _ in range(50):
         group = dist.new_group()
         ddp = given_ddp([torch.ones(2)], process_group=group)
@@ -161,10 +159,6 @@ def _hooks_are_the_last_to_let_go_of_their_group(rank: int, world_size: int) -> 
         del group, ddp
         assert hook.stats().num_steps == 1
         del hook
-
-
-def test_a_hook_may_be_the_last_owner_of_its_group() -> None:
-    run_ranks(_hooks_are_the_last_to_let_go_of_their_group, 2, timeout=60)
 
 
 # The thread of a Gloo group lets go of its last work a moment after backward() has returned, and takes the GIL for it.

@@ -29,7 +29,7 @@ from tests.models import (
     random_grads,
     train_step,
 )
-from tests.ranks import open_group, run_ranks
+from tests.ranks import on_ranks, open_group, run_ranks
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
 FLOAT_WIRES = ["none", "fp16", "bf16"]
@@ -154,15 +154,12 @@ def _dtypes(rank: int) -> None:
     assert hook.grad_stats().grad_norm.item() > 0
 
 
-def _like_ddp_in_every_mode(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_mode_of_ddp_gives_bitwise_what_it_gives_without_a_hook(rank: int, world_size: int) -> None:
     _parameters_without_gradients(rank)
     _ways_to_build_ddp(rank)
     _ways_to_run_a_step(rank)
     _dtypes(rank)
-
-
-def test_every_mode_of_ddp_gives_bitwise_what_it_gives_without_a_hook() -> None:
-    run_ranks(_like_ddp_in_every_mode, 2)
 
 
 def _two_models_share_the_state_none(rank: int) -> None:
@@ -241,15 +238,12 @@ def _uneven_inputs(rank: int) -> None:
     assert hook.stats().num_steps == 5
 
 
-def _states_and_wrappers(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_shared_states_wrapped_hooks_and_join(rank: int, world_size: int) -> None:
     _two_models_share_the_state_none(rank)
     _torchs_wrapper_around_our_hook(rank)
     _buckets_left_out(rank)
     _uneven_inputs(rank)
-
-
-def test_shared_states_wrapped_hooks_and_join() -> None:
-    run_ranks(_states_and_wrappers, 2, shared_memory=False)
 
 
 def _a_new_default_group(rank: int, world_size: int, folder: str) -> None:
@@ -266,7 +260,8 @@ def test_state_none_follows_the_default_group_when_it_is_made_anew(tmp_path: obj
     run_ranks(_a_new_default_group, 2, str(tmp_path))
 
 
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_compiled_ddp_runs_the_hook(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Mlp()
     plain = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
@@ -285,11 +280,8 @@ def _compiled(rank: int, world_size: int) -> None:
             torch.testing.assert_close(actual, expected)
 
 
-def test_compiled_ddp_runs_the_hook() -> None:
-    run_ranks(_compiled, 2)
-
-
-def _three_ranks_within_a_rounding(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_none_on_three_ranks_is_ddp_without_a_hook_within_one_rounding(rank: int, world_size: int) -> None:
     # DDP multiplies by 1/3 where it copies into a bucket, and divides by 3 where the gradient lies in it already.
     for keeps_views in (False, True):
         options = {"bucket_cap_mb": SMALL_BUCKETS, "gradient_as_bucket_view": keeps_views}
@@ -311,11 +303,8 @@ def _three_ranks_within_a_rounding(rank: int, world_size: int) -> None:
             assert_same_on_all_ranks(grads_of(hooked))
 
 
-def test_none_on_three_ranks_is_ddp_without_a_hook_within_one_rounding() -> None:
-    run_ranks(_three_ranks_within_a_rounding, 3)
-
-
-def _groups_that_are_given(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_hook_may_average_over_another_group_than_ddp_has(rank: int, world_size: int) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[rank // 2]
     grad = torch.tensor([float(rank), 1.0])
@@ -327,7 +316,3 @@ def _groups_that_are_given(rank: int, world_size: int) -> None:
         drop_in = given_ddp([grad])
         drop_in.register_comm_hook(state, fastsync.fp16_compress_hook)
         assert_all_bitwise_equal(backward_of(drop_in, [grad]), [expected], "of the state's group")
-
-
-def test_a_hook_may_average_over_another_group_than_ddp_has() -> None:
-    run_ranks(_groups_that_are_given, 4)

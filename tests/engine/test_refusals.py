@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from tests.engine.entry_points import ALL, AVERAGING, average
 from tests.models import Given, Mlp, backward_of, given_ddp, group_of_one
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 CALLS: dict[str, Callable[..., object]] = {
     "module_or_params": fastsync.attach,
@@ -156,7 +156,8 @@ def test_without_a_process_group() -> None:
             call()
 
 
-def _sharded_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sharded_models_are_refused_before_and_after(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     calls = [
         *(CALLS[argument] for argument in TAKE_PARAMETERS),
@@ -197,16 +198,14 @@ def _sharded_models(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_sharded_models_are_refused_before_and_after() -> None:
-    run_ranks(_sharded_models, 2)
-
-
 # ---- ranks that mean different things -------------------------------------------------------------------------------
 
 DISAGREE = "the ranks do not agree on what to synchronise: "
 
 
-def _differ(rank: int, world_size: int, entry_point: str) -> None:
+@pytest.mark.parametrize("entry_point", ALL)
+@on_ranks(3)
+def test_ranks_that_differ_are_told_on_every_rank(rank: int, world_size: int, entry_point: str) -> None:
     """They are told on every rank, with who has what, and go on with what they agree on."""
     grads = [torch.full((300,), 1.0 + rank)]
 
@@ -238,12 +237,8 @@ def _differ(rank: int, world_size: int, entry_point: str) -> None:
         assert [grad.unique().tolist() for grad in given.step(grads) if grad is not None] == [[2.0]]
 
 
-@pytest.mark.parametrize("entry_point", ALL)
-def test_ranks_that_differ_are_told_on_every_rank(entry_point: str) -> None:
-    run_ranks(_differ, 3, entry_point)
-
-
-def _differ_from_attach_on(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_models_that_differ_are_told_when_they_are_attached(rank: int, world_size: int) -> None:
     def attach(**options: Any) -> Callable[[], object]:
         return lambda: fastsync.attach(nn.Linear(2, 3), **options)
 
@@ -278,10 +273,6 @@ def _differ_from_attach_on(rank: int, world_size: int) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=DISAGREE):
             model(torch.ones(1, 2)).sum().backward()
-
-
-def test_models_that_differ_are_told_when_they_are_attached() -> None:
-    run_ranks(_differ_from_attach_on, 2)
 
 
 # ---- ranks that are lost --------------------------------------------------------------------------------------------

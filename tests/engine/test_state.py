@@ -34,7 +34,7 @@ from tests.models import (
     random_grads,
     train_step,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SHAPES = [(300,), (260,), (100, 4)]
 # DDP keeps these buckets from the first step on, one for each parameter.
@@ -101,7 +101,8 @@ def _train(rank: int, ddp: DistributedDataParallel, steps: range) -> list[list[T
     return grads
 
 
-def _resumed_with_other_buckets(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_scales_that_were_saved_serve_other_buckets(rank: int, world_size: int) -> None:
     """DDP has rebuilt its buckets in the run that was saved, and begins with others where it is resumed."""
     torch.manual_seed(1)
     ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
@@ -116,14 +117,12 @@ def _resumed_with_other_buckets(rank: int, world_size: int) -> None:
         assert_all_bitwise_equal(actual, grads, f"step {step}, gradient")
 
 
-def test_scales_that_were_saved_serve_other_buckets() -> None:
-    run_ranks(_resumed_with_other_buckets, 2)
-
-
 ODD_SHAPES = [(3,), (5, 7), (9,)]  # of no multiples of what gradients are aligned to on the wire
 
 
-def _residuals_of_one_rank(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(2, timeout=40.0, parametrized=("shared_memory",))
+def test_residuals_of_one_rank_alone_are_sent(rank: int, world_size: int) -> None:
     """What a rank holds does not change where gradients lie on the wire; it is sent with the next step, as ever."""
     for wire in ("bf16", "fp16", "none"):
         for reduce in ("wire", "fp32"):
@@ -141,11 +140,6 @@ def _residuals_of_one_rank(rank: int, world_size: int) -> None:
                 expected = [grad + (32.0 if step == 0 else 0.0) for grad in grads]
                 assert_all_bitwise_equal(mean, expected, f"{wire}, {reduce}, step {step}: gradient")
             assert hook.state_dict()["residuals"] == {}
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_residuals_of_one_rank_alone_are_sent(shared_memory: bool) -> None:
-    run_ranks(_residuals_of_one_rank, 2, shared_memory=shared_memory, timeout=40.0)
 
 
 def _steps(model: nn.Module, rank: int, steps: range) -> list[list[Tensor]]:
@@ -248,7 +242,9 @@ def test_what_rank_0_has_saved_loads_on_all(tmp_path: Path) -> None:
     run_ranks(_of_rank_0_alone, 2, str(tmp_path / "state.pt"))
 
 
-def _without_zeros(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_zeros_are_not_saved(rank: int, world_size: int) -> None:
+    """Where the schedule has not come to error feedback, where auto has chosen none, and of what is not used."""
     points = {"none": 1e-6, "int8": 1.0}
     profile_of = [Candidate(each, ((1, points[each.wire]),)) for each in compressions(("none", "int8"), world_size)]
     for asked in (fastsync.Schedule({0: "none", 100: FEEDBACK}), FEEDBACK, "measured"):
@@ -261,11 +257,6 @@ def _without_zeros(rank: int, world_size: int) -> None:
         (used * torch.linspace(-1.0, 1.0, 300)).sum().backward()
         expected = {f"0 of rank {rank}"} if asked == FEEDBACK else set()
         assert sync.state_dict()["residuals"].keys() == expected, asked
-
-
-def test_zeros_are_not_saved() -> None:
-    """Where the schedule has not come to error feedback, where auto has chosen none, and of what is not used."""
-    run_ranks(_without_zeros, 2)
 
 
 # ---- what a state does to scales ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.models import (
     assert_same_on_all_ranks,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SHAPES = [(37, 11), (3,), (1,), (700,), (129,), (1000,)]
 SEVERAL_PIECES = [(1_100_003,), (3,)]
@@ -106,17 +106,14 @@ def test_the_mean_is_the_references_to_the_bit(world_size: int, way: Way, transp
     start(_as_the_reference, world_size, transport, way)
 
 
-def _full_width_between_two(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_full_width_between_two_ranks_is_all_reduces_sum(rank: int, world_size: int) -> None:
     for dtype in (torch.float32, torch.float64):
         mine = random_grads(rank, 0, SHAPES, dtype)
         expected = [grad.clone() for grad in mine]
         for grad in expected:
             dist.all_reduce(grad.mul_(0.5))
         assert_all_bitwise_equal(averaged(average("all_reduce", Given(mine)), mine, "cpu"), expected, f"{dtype}")
-
-
-def test_full_width_between_two_ranks_is_all_reduces_sum() -> None:
-    run_ranks(_full_width_between_two, 2)
 
 
 # ---- what depends on the steps before -------------------------------------------------------------------------------
@@ -280,7 +277,9 @@ def test_the_wires_own_sum_grows_less_exact_with_the_ranks() -> None:
 # ---- values that are not finite -------------------------------------------------------------------------------------
 
 
-def _not_finite(rank: int, world_size: int, way: Way) -> None:
+@pytest.mark.parametrize(("world_size", "way"), [(3, "one_shot"), (3, "two_shot"), (4, 2)])
+@on_ranks()
+def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(rank: int, world_size: int, way: Way) -> None:
     for wire, value in itertools.product(WIRES, (torch.inf, -torch.inf, torch.nan)):
         given = average("attach", Given([torch.zeros(400)]), by(way, wire, error_feedback=wire != "none"))
         for step in range(3):
@@ -296,11 +295,6 @@ def _not_finite(rank: int, world_size: int, way: Way) -> None:
             assert given.handle.grad_stats().num_nonfinite.item() == is_bad.sum()
             if step != 1:
                 torch.testing.assert_close(mean, torch.stack(grads).mean(0), rtol=0, atol=0.15, msg=what)
-
-
-@pytest.mark.parametrize(("world_size", "way"), [(3, "one_shot"), (3, "two_shot"), (4, 2)])
-def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(world_size: int, way: Way) -> None:
-    run_ranks(_not_finite, world_size, way)
 
 
 # ---- error feedback -------------------------------------------------------------------------------------------------
@@ -346,7 +340,14 @@ class Ledger:
         return kept
 
 
-def _nothing_is_lost(rank: int, world_size: int, entry_point: str, way: Way, other: Way) -> None:
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@pytest.mark.parametrize(
+    ("world_size", "way", "other"), [(3, "one_shot", "two_shot"), (3, "two_shot", "one_shot"), (4, 2, "two_shot")]
+)
+@on_ranks()
+def test_what_is_applied_and_what_is_kept_are_all_there_was(
+    rank: int, world_size: int, entry_point: str, way: Way, other: Way
+) -> None:
     for wire in WIRES[1:]:
         compression = by(way, wire, error_feedback=True)
         ledger = Ledger(average(entry_point, Given([torch.zeros(s) for s in SHAPES]), compression), SHAPES)
@@ -364,17 +365,9 @@ def _nothing_is_lost(rank: int, world_size: int, entry_point: str, way: Way, oth
         ledger.check(f"{wire}, {way}: sent at last")
 
 
-@pytest.mark.parametrize("entry_point", ["hook", "attach"])
-@pytest.mark.parametrize(
-    ("world_size", "way", "other"), [(3, "one_shot", "two_shot"), (3, "two_shot", "one_shot"), (4, 2, "two_shot")]
-)
-def test_what_is_applied_and_what_is_kept_are_all_there_was(
-    world_size: int, way: Way, other: Way, entry_point: str
-) -> None:
-    run_ranks(_nothing_is_lost, world_size, entry_point, way, other)
-
-
-def _nothing_is_lost_of_some(rank: int, world_size: int, way: Way) -> None:
+@pytest.mark.parametrize("way", [*ALGORITHMS, 2])
+@on_ranks(4)
+def test_nothing_is_lost_of_pieces_and_of_gradients_that_some_ranks_lack(rank: int, world_size: int, way: Way) -> None:
     """Of pieces, of gradients that nobody, one rank, or all but another one in each step has, and of frozen ones."""
     ledger = Ledger(
         average("attach", Given([torch.zeros(s) for s in SEVERAL_PIECES]), by(way, "int8", error_feedback=True)),
@@ -398,12 +391,8 @@ def _nothing_is_lost_of_some(rank: int, world_size: int, way: Way) -> None:
         ledger.check(f"step {number}")
 
 
-@pytest.mark.parametrize("way", [*ALGORITHMS, 2])
-def test_nothing_is_lost_of_pieces_and_of_gradients_that_some_ranks_lack(way: Way) -> None:
-    run_ranks(_nothing_is_lost_of_some, 4, way)
-
-
-def _kept_as_it_lies_in_memory(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_residuals_lie_as_their_gradients_do(rank: int, world_size: int) -> None:
     """A gradient that is gone in the second step, when what was lost of its sums comes back."""
     grad = random_grads(rank, 0, [(4, 3, 5, 5)], torch.float32)[0].to(memory_format=torch.channels_last)
     model = Given([torch.zeros(7), torch.zeros_like(grad)])
@@ -424,14 +413,11 @@ def _kept_as_it_lies_in_memory(rank: int, world_size: int) -> None:
     torch.testing.assert_close(kept, lost.permute(0, 2, 3, 1).flatten(), rtol=0, atol=1e-6)
 
 
-def test_residuals_lie_as_their_gradients_do() -> None:
-    run_ranks(_kept_as_it_lies_in_memory, 2)
-
-
 # ---- stochastic rounding --------------------------------------------------------------------------------------------
 
 
-def _unbiased(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_stochastic_rounding_is_right_on_average_and_never_the_same(rank: int, world_size: int) -> None:
     grads = [torch.full((1280,), 0.3 + 0.1 * other) for other in range(world_size)]
     for values in grads:
         values[::128] = 10.0
@@ -448,10 +434,6 @@ def _unbiased(rank: int, world_size: int) -> None:
         # A step is 10 / 127; the mean of 60 * 1270 roundings has a deviation of less than a step / 2 / sqrt(76,200).
         off = (total / 60 - exact)[torch.arange(1280) % 128 != 0].mean().abs().item()
         assert off < 5 * 10 / 127 / 2 / (60 * 1270) ** 0.5 * 2**0.5, f"{algorithm}: {off:.2g}"
-
-
-def test_stochastic_rounding_is_right_on_average_and_never_the_same() -> None:
-    run_ranks(_unbiased, 2)
 
 
 def _by_a_chance_of_its_own(rank: int, world_size: int, way: Way) -> None:
@@ -471,7 +453,8 @@ def test_every_block_rounds_by_a_chance_of_its_own(way: Way) -> None:
     run_ranks(_by_a_chance_of_its_own, 4 if isinstance(way, int) else 2, way)
 
 
-def _sums_by_another_chance(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sums_round_by_another_chance_than_what_they_are_of(rank: int, world_size: int) -> None:
     """All lies halfway between two of the wire's values, and so do the means of one and the other, rounded anew."""
     parameter = nn.Parameter(torch.zeros(128 * 200))
     sync = fastsync.attach(
@@ -487,10 +470,6 @@ def _sums_by_another_chance(rank: int, world_size: int) -> None:
     for own in residual["own"].view(world_size, -1):
         went_alike = own.sign() == of_sums.sign()
         assert 0.4 < went_alike[is_rounded].float().mean() < 0.6
-
-
-def test_sums_round_by_another_chance_than_what_they_are_of() -> None:
-    run_ranks(_sums_by_another_chance, 2)
 
 
 # ---- what is sent ---------------------------------------------------------------------------------------------------

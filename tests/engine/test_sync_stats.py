@@ -27,7 +27,7 @@ from tests.models import (
     group_of_one,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 ITEMSIZES = {"none": 4, "bf16": 2, "fp16": 2}
 SHAPES = [(7, 33), (), (300,), (250,)]
@@ -40,7 +40,9 @@ def _num_on_wire(buckets: Sequence[BucketStats]) -> int:
     return sum(-(-bucket.numel // 8) * 8 for bucket in buckets)
 
 
-def _sync_stats_add_up(rank: int, world_size: int, entry_point: str) -> None:
+@pytest.mark.parametrize("entry_point", ["hook", "drop-in hook", "attach"])
+@on_ranks(2, shared_memory=False)
+def test_stats_add_up(rank: int, world_size: int, entry_point: str) -> None:
     is_hook = "hook" in entry_point
     for wire, itemsize in ITEMSIZES.items():
         model = Mlp()
@@ -70,12 +72,9 @@ def _sync_stats_add_up(rank: int, world_size: int, entry_point: str) -> None:
         assert 0 < stats.exposed_time < stats.pack_time + stats.collective_time + stats.unpack_time
 
 
-@pytest.mark.parametrize("entry_point", ["hook", "drop-in hook", "attach"])
-def test_stats_add_up(entry_point: str) -> None:
-    run_ranks(_sync_stats_add_up, 2, entry_point, shared_memory=False)
-
-
-def _grad_stats_are_those_of_the_gradients(rank: int, world_size: int, entry_point: str) -> None:
+@pytest.mark.parametrize("entry_point", AVERAGING)
+@on_ranks(2)
+def test_statistics_are_those_of_the_averaged_gradients(rank: int, world_size: int, entry_point: str) -> None:
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for wire in ITEMSIZES:
             given = average(entry_point, Given(random_grads(rank, 0, SHAPES, dtype)), wire)
@@ -96,12 +95,9 @@ def _grad_stats_are_those_of_the_gradients(rank: int, world_size: int, entry_poi
                 assert_same_on_all_ranks([stats.grad_norm])
 
 
-@pytest.mark.parametrize("entry_point", AVERAGING)
-def test_statistics_are_those_of_the_averaged_gradients(entry_point: str) -> None:
-    run_ranks(_grad_stats_are_those_of_the_gradients, 2, entry_point)
-
-
-def _grad_stats_are_of_the_newest_step(rank: int, world_size: int, entry_point: str) -> None:
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(2)
+def test_statistics_are_of_the_newest_step(rank: int, world_size: int, entry_point: str) -> None:
     options: dict[str, Any] = {"find_unused_parameters": True} if entry_point == "hook" else {}
     given = average(entry_point, Given([torch.ones(4), torch.ones(2)]), bucket_cap_mb=2.0**-20, **options)
     given.step([torch.full((4,), 3.0), torch.full((2,), 100.0)])
@@ -114,12 +110,8 @@ def _grad_stats_are_of_the_newest_step(rank: int, world_size: int, entry_point: 
     assert given.handle.stats().num_steps == 2
 
 
-@pytest.mark.parametrize("entry_point", ["hook", "attach"])
-def test_statistics_are_of_the_newest_step(entry_point: str) -> None:
-    run_ranks(_grad_stats_are_of_the_newest_step, 2, entry_point)
-
-
-def _norm_of_all_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_norm_is_that_of_all_gradients(rank: int, world_size: int) -> None:
     """Also of one that keeps the gradient of the step before."""
     model = Given(random_grads(0, 0, SHAPES, torch.float32))
     sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
@@ -134,11 +126,8 @@ def _norm_of_all_gradients(rank: int, world_size: int) -> None:
         torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
 
 
-def test_the_norm_is_that_of_all_gradients() -> None:
-    run_ranks(_norm_of_all_gradients, 2)
-
-
-def _every_step_is_timed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_times_of_buckets_that_are_no_more_count(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(Mlp())  # which makes another bucket after the first step, while nobody reads
     hook = fastsync.register_comm_hook(ddp)
     for step in range(4):
@@ -148,11 +137,8 @@ def _every_step_is_timed(rank: int, world_size: int) -> None:
     assert totals.num_timed == totals.num_syncs == 4
 
 
-def test_the_times_of_buckets_that_are_no_more_count() -> None:
-    run_ranks(_every_step_is_timed, 2)
-
-
-def _what_takes_long(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_times_are_of_what_takes_them(rank: int, world_size: int) -> None:
     """The first bucket is on its way, or another rank is late, for so long that all else counts for nothing."""
     seconds = 1.0
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
@@ -178,10 +164,6 @@ def _what_takes_long(rank: int, world_size: int) -> None:
     hidden = step()
     hook.remove()
     assert hidden["exposed_time"] < seconds < hidden["collective_time"]
-
-
-def test_times_are_of_what_takes_them() -> None:
-    run_ranks(_what_takes_long, 2)
 
 
 def test_complex_gradients_are_measured_by_their_parts() -> None:

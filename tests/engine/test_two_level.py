@@ -28,7 +28,7 @@ from tests.models import (
     group_of_one,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIRES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
 # Neither divides by the number of ranks, nor by that of values in a block.
@@ -61,7 +61,8 @@ def of_all_ranks(world_size: int, shapes: Sequence[Sequence[int]], dtype: torch.
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-def _finite(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_finite_stays_finite_and_is_counted(rank: int, world_size: int) -> None:
     """Larger than what fp16 carries at the scale that the first step has set."""
     model, sync = attached(Given([torch.ones(300)]), Compression("fp16", ranks_per_node=2))
     model([torch.ones(300)]).backward()
@@ -71,11 +72,8 @@ def _finite(rank: int, world_size: int) -> None:
     assert sync.grad_stats().num_saturated.item() == 300
 
 
-def test_finite_stays_finite_and_is_counted() -> None:
-    run_ranks(_finite, 4)
-
-
-def _one_node(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_within_one_node_nothing_is_compressed(rank: int, world_size: int) -> None:
     ranks = of_all_ranks(world_size, SHAPES, torch.float32)
     expected = reference.all_reduce_mean(ranks, reduce="fp32", algorithm="two_shot")
     for door in DOORS.values():
@@ -83,14 +81,11 @@ def _one_node(rank: int, world_size: int) -> None:
         assert_all_bitwise_equal(got, expected, "gradient")
 
 
-def test_within_one_node_nothing_is_compressed() -> None:
-    run_ranks(_one_node, 2)
-
-
 # ---- what is sent ---------------------------------------------------------------------------------------------------
 
 
-def _flags_and_riders(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_missing_gradients_and_riders(rank: int, world_size: int) -> None:
     for wire in WIRES:
         like = [torch.ones(5), torch.ones(300), torch.ones(7)]
         model = Given(like)
@@ -106,10 +101,6 @@ def _flags_and_riders(rank: int, world_size: int) -> None:
             value = sync.piggybacked()["value"]
             torch.testing.assert_close(value, torch.tensor([1.5, 1e-7]), rtol=1e-6, atol=0)
             assert_same_on_all_ranks([value])
-
-
-def test_missing_gradients_and_riders() -> None:
-    run_ranks(_flags_and_riders, 4)
 
 
 # ---- error feedback -------------------------------------------------------------------------------------------------
@@ -153,7 +144,8 @@ def test_a_resumed_run_goes_on_where_it_was() -> None:
 # ---- meshes ---------------------------------------------------------------------------------------------------------
 
 
-def _mesh(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_mesh_says_which_ranks_share_a_node(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
     ranks = of_all_ranks(world_size, SHAPES, torch.float32)
     means = {wire: reference.two_level_mean(ranks, 2, dtype) for wire, dtype in WIRES.items()}
@@ -176,11 +168,8 @@ def _mesh(rank: int, world_size: int) -> None:
     assert_all_bitwise_equal([p.grad for p in parameters if p.grad is not None], means["int8"], "at once: gradient")
 
 
-def test_a_mesh_says_which_ranks_share_a_node() -> None:
-    run_ranks(_mesh, 4)
-
-
-def _refused_meshes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_meshes_that_say_something_else_are_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
     for door in DOORS.values():
         for compression, message in (
@@ -202,10 +191,6 @@ def _refused_meshes(rank: int, world_size: int) -> None:
             door(Given([torch.ones(3)]), "none", process_group=parallel)
 
 
-def test_meshes_that_say_something_else_are_refused() -> None:
-    run_ranks(_refused_meshes, 4)
-
-
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -222,12 +207,9 @@ def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
                 fastsync.register_comm_hook(given_ddp([torch.ones(2)]), compression)
 
 
-def _differ(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_ranks_whose_nodes_differ_are_told(rank: int, world_size: int) -> None:
     compression = Compression("bf16", reduce="fp32", ranks_per_node=2 if rank > 0 else None)
     with pytest.raises(ValueError, match="compression bf16, reduce fp32, 2 ranks per node"):
         fastsync.attach(Given([torch.ones(3)]), compression)
     dist.barrier()
-
-
-def test_ranks_whose_nodes_differ_are_told() -> None:
-    run_ranks(_differ, 4)
