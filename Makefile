@@ -55,7 +55,7 @@ test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 # What a device does for which no kernels were built. The operators' tests take both in any case.
-ATEN_TESTS := $(addprefix tests/engine/test_,attach.py ddp.py error_feedback.py fp32_sums.py two_level.py sharded.py)
+ATEN_TESTS := $(addprefix tests/engine/test_,entry_points.py attach.py error_feedback.py sums.py two_level.py sharded.py)
 test-aten: venv
 	FASTSYNC_KERNELS=aten $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal $(ATEN_TESTS) $(PYTEST_ARGS)
 
@@ -66,7 +66,7 @@ test-gpu: venv
 # exceptions it watches. That build comes before the package in this folder on the import path, in the tests and in what
 # they start.
 SANITIZED_TESTS ?= tests/ppo/test_ops.py \
-	$(wildcard $(addprefix tests/engine/test_,agreement.py fp32_sums.py two_level.py ops*.py ddp*.py attach*.py sharded*.py))
+	$(wildcard $(addprefix tests/engine/test_,entry_points.py agreement.py sums.py two_level.py ops*.py ddp*.py attach*.py sharded*.py))
 # sanitizer, its runtime, its options
 define test_sanitized
 	mkdir -p build/$(1)

@@ -1,13 +1,16 @@
 """Runs a function on several ranks: fresh processes, one process group, a time limit, results in rank order.
 
-``run_ranks`` is the only way in which the tests start ranks, so that none of them can hang or leave a process behind.
+``run_ranks`` is the only way in which the tests start ranks, so that none of them can hang or leave a process behind;
+``on_ranks`` makes a test of what ranks do.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -97,6 +100,34 @@ def run_ranks(
         ]
 
 
+def on_ranks(
+    world_size: int | None = None, *, parametrized: Sequence[str] = (), **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what each of so many ranks does: ``body(rank, world_size, *parameters)``.
+
+    What the body takes beyond the first two are the test's parameters and fixtures, which reach the ranks by pickle.
+    Without a number the world size is a parameter too. ``options`` are those of ``run_ranks``; of ``parametrized`` ones
+    the test's parameters tell the values.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        _, given, *parameters = inspect.signature(body).parameters.values()
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            size = arguments[given.name] if world_size is None else world_size
+            told = {name: arguments[name] for name in parametrized}
+            run_ranks(test, size, *(arguments[each.name] for each in parameters), **options, **told)
+
+        told = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in parametrized]
+        of_size = [given] if world_size is None else []
+        test.__signature__ = inspect.Signature([*of_size, *parameters, *told])  # type: ignore[attr-defined]
+        test.on_a_rank = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
 def fresh_process_context() -> BaseContext:
     """Starts processes that know nothing of this one.
 
@@ -140,7 +171,7 @@ def _rank_main(
         importlib.import_module("torch._dynamo")
         open_group(str(folder / "store"), rank, world_size, backend=backend, timeout=timeout)
         fn, args = pickle.loads(call)
-        result = pickle.dumps(fn(rank, world_size, *args))
+        result = pickle.dumps(getattr(fn, "on_a_rank", fn)(rank, world_size, *args))
         dist.destroy_process_group()
         gc.collect()  # DDP is part of reference cycles and holds the group
         _result_file(folder, rank).write_bytes(result)

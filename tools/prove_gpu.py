@@ -36,7 +36,7 @@ PASSED, FAILED, TIMED_OUT, UNFINISHED, NO_GPU = "passed", "FAILED", "TIMED OUT",
 NOTHING_COLLECTED = 5  # pytest's exit status
 
 TESTS = "mark.gpu|on_each_device|on_real_devices|in_either_order"
-OF_RANKS = ("engine/test_nccl_algorithms.py", "engine/test_fp32_sums.py", "engine/test_two_level.py")
+OF_RANKS = ("engine/test_sums.py",)
 OPERATORS = ("engine/test_ops.py", "engine/test_ops_int8.py", "engine/test_ops_residuals.py")
 # Not on random buckets by the hundred, which would take too long there.
 SANITIZED = {"memcheck": "samples or sizes", "racecheck": "samples", "synccheck": "samples"}

@@ -10,7 +10,7 @@ import fastsync
 from fastsync.all_reduce import MAX_ENGINES
 from tests.bitwise import assert_bitwise_equal
 from tests.models import group_of_one
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 def _parameter(numel: int = 4) -> nn.Parameter:
@@ -25,7 +25,8 @@ def _averages(parameters: list[Tensor], rank: int, world_size: int, compression:
         assert parameter.grad.unique().tolist() == [(world_size - 1) / 2 + index]
 
 
-def _fast_weights(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_what_still_lives_on_one_rank_decides_nothing(rank: int, world_size: int) -> None:
     """Rank 1's garbage is collected late: what it still holds must not tell it what to forget."""
     model = [_parameter(), _parameter(3)]
     held = []
@@ -39,10 +40,6 @@ def _fast_weights(rank: int, world_size: int) -> None:
         _averages(model, rank, world_size)
 
 
-def test_what_still_lives_on_one_rank_decides_nothing() -> None:
-    run_ranks(_fast_weights, 2, timeout=60)
-
-
 def test_none_does_not_pass_for_a_parameter_that_is_gone() -> None:
     with group_of_one():
         _averages([_parameter()], 0, 1)
@@ -50,7 +47,8 @@ def test_none_does_not_pass_for_a_parameter_that_is_gone() -> None:
             fastsync.all_reduce_gradients([None])
 
 
-def _with_error_feedback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_error_feedback_has_not_sent_stays_with_the_set(rank: int, world_size: int) -> None:
     """What one engine gives that is never forgotten, bit for bit, with other sets in between."""
     compression = fastsync.Compression("int8", error_feedback=True)
     lasting, expected = [_parameter(1024), _parameter(256)], [_parameter(1024), _parameter(256)]
@@ -67,7 +65,3 @@ def _with_error_feedback(rank: int, world_size: int) -> None:
         other = _parameter(128)
         other.grad = torch.ones(128)
         fastsync.all_reduce_gradients([other], compression)
-
-
-def test_what_error_feedback_has_not_sent_stays_with_the_set() -> None:
-    run_ranks(_with_error_feedback, 2)

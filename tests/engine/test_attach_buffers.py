@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastsync
 from tests.models import SMALL_BUCKETS, Fails, assert_same_on_all_ranks
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class Normed(nn.Module):
@@ -39,7 +39,9 @@ def _inputs(rank: int, step: int) -> Tensor:
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def _as_ddp(rank: int, world_size: int, wire: str) -> None:
+@pytest.mark.parametrize(("wire", "shared_memory"), [("none", True), ("int8", True), ("bf16", False)])
+@on_ranks(2, parametrized=("shared_memory",))
+def test_broadcast_is_what_ddp_does(rank: int, world_size: int, wire: str) -> None:
     """Before each forward buffers are what DDP has broadcast by then, and never what other dtypes would round."""
     ddp = DistributedDataParallel(Normed())
     model = Normed()
@@ -59,12 +61,8 @@ def _as_ddp(rank: int, world_size: int, wire: str) -> None:
         assert torch.equal(buffer, dict(ddp.module.named_buffers())[name]), name
 
 
-@pytest.mark.parametrize(("wire", "shared_memory"), [("none", True), ("int8", True), ("bf16", False)])
-def test_broadcast_is_what_ddp_does(wire: str, shared_memory: bool) -> None:
-    run_ranks(_as_ddp, 2, wire, shared_memory=shared_memory)
-
-
-def _complex(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_complex_buffers_behind_others(rank: int, world_size: int) -> None:
     """Whatever travels before them."""
     model = nn.Linear(5, 3)
     for index in range(2):
@@ -75,11 +73,8 @@ def _complex(rank: int, world_size: int) -> None:
     assert [buffer.item() for buffer in model.buffers()] == [1, 1 + 2j] * 2
 
 
-def test_complex_buffers_behind_others() -> None:
-    run_ranks(_complex, 2)
-
-
-def _means(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_means(rank: int, world_size: int) -> None:
     model = Normed()
     sync = fastsync.attach(model, broadcast_buffers="mean")
     alone = [Normed() for _ in range(world_size)]
@@ -105,10 +100,6 @@ def _means(rank: int, world_size: int) -> None:
     assert all(map(torch.equal, model.buffers(), before)), "a failed backward changed buffers"
 
 
-def test_means() -> None:
-    run_ranks(_means, 3)
-
-
 class Averaging(nn.Module):
     """Puts new tensors in the places of its buffers; again where a checkpoint repeats it."""
 
@@ -124,7 +115,9 @@ class Averaging(nn.Module):
         return self.linear(inputs)
 
 
-def _other_tensors(rank: int, world_size: int, checkpointed: bool) -> None:
+@pytest.mark.parametrize("checkpointed", [False, True])
+@on_ranks(2)
+def test_other_tensors_in_their_places(rank: int, world_size: int, checkpointed: bool) -> None:
     model, alone = Averaging(), [Averaging() for _ in range(world_size)]
     sync = fastsync.attach(model, broadcast_buffers="mean", bucket_cap_mb=SMALL_BUCKETS)
     for step in range(3):
@@ -144,13 +137,8 @@ def _other_tensors(rank: int, world_size: int, checkpointed: bool) -> None:
     model.average = torch.zeros(4)  # on all ranks
     model.linear(_inputs(rank, 9)).sum().backward()
     model.average = torch.zeros(2 + rank)
-    with pytest.raises(ValueError, match=r"rank 0: synced buffer of shape \[2\].*; rank 1: .* of shape \[3\]"):
+    with pytest.raises(ValueError, match=r"rank 0: buffer of shape \[2\].*; rank 1: .* of shape \[3\]"):
         model.linear(_inputs(rank, 9)).sum().backward()
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_other_tensors_in_their_places(checkpointed: bool) -> None:
-    run_ranks(_other_tensors, 2, checkpointed)
 
 
 class _Grows(nn.Module):
@@ -167,7 +155,8 @@ class _Grows(nn.Module):
         return inputs.sum() * torch.stack([first, *self.weights[1:]]).sum()
 
 
-def _changes_as_a_rank_fails(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_one_that_changes_in_the_step_in_which_a_rank_fails(rank: int, world_size: int) -> None:
     model = _Grows()
     fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, broadcast_buffers=True)
     for step, numel in enumerate((1, 1, 4, 4, 2, 3)):
@@ -187,11 +176,8 @@ def _changes_as_a_rank_fails(rank: int, world_size: int) -> None:
             assert model.seen.tolist() == [1.0] * numel
 
 
-def test_one_that_changes_in_the_step_in_which_a_rank_fails() -> None:
-    run_ranks(_changes_as_a_rank_fails, 2, timeout=60)
-
-
-def _several_backwards(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_several_backwards_of_one_graph(rank: int, world_size: int) -> None:
     """Of one graph, and of several forwards before them."""
     model = Normed()
     sync = fastsync.attach(model, broadcast_buffers=True)
@@ -205,11 +191,8 @@ def _several_backwards(rank: int, world_size: int) -> None:
     assert_same_on_all_ranks([model.layers[1].running_mean])
 
 
-def test_several_backwards_of_one_graph() -> None:
-    run_ranks(_several_backwards, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_is_refused(rank: int, world_size: int) -> None:
     model = Normed()
     with pytest.raises(ValueError, match="broadcast_buffers: expected True, False or 'mean', got 'sum'"):
         fastsync.attach(model, broadcast_buffers="sum")
@@ -230,21 +213,13 @@ def _refused(rank: int, world_size: int) -> None:
         fastsync.attach(model, init_sync=False)
 
 
-def test_what_is_refused() -> None:
-    run_ranks(_refused, 1)
-
-
-def _differ(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
-        fastsync.attach(Normed(), broadcast_buffers=rank == 0)
-    with pytest.raises(ValueError, match="rank 0: sync_buffers broadcast"):
-        fastsync.attach(Normed(), broadcast_buffers=True if rank == 0 else "mean")
+@on_ranks(2)
+def test_ranks_that_differ_are_told(rank: int, world_size: int) -> None:
+    for other in (False, "mean"):
+        with pytest.raises(ValueError, match="rank 0: broadcast_buffers True"):
+            fastsync.attach(Normed(), broadcast_buffers=True if rank == 0 else other)
     model = Normed()
     model.register_buffer("other", torch.zeros(2 + rank))
     fastsync.attach(model, broadcast_buffers="mean", init_sync=False)
-    with pytest.raises(ValueError, match=r"rank 0: synced buffer of shape \[2\]"):
+    with pytest.raises(ValueError, match=r"rank 0: buffer of shape \[2\]"):
         model(_inputs(rank, 0)).sum().backward()
-
-
-def test_ranks_that_differ_are_told() -> None:
-    run_ranks(_differ, 2)

@@ -22,86 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.models import SMALL_BUCKETS, Fails, Given, Mlp, grads_of, group_of_one
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     with group_of_one():
         yield
-
-
-def _linear_in(dtype: torch.dtype) -> nn.Module:
-    return nn.Linear(2, 2, dtype=dtype)
-
-
-def _frozen() -> nn.Module:
-    return nn.Linear(2, 2).requires_grad_(False)
-
-
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "ddp": (lambda: DistributedDataParallel(Mlp()), "the module is wrapped in DistributedDataParallel.*register_comm"),
-    "ddp inside": (lambda: nn.Sequential(DistributedDataParallel(Mlp())), "0 is wrapped in DistributedDataParallel"),
-    "sparse": (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), r"0\.weight gets sparse gradients"),
-    "float8": (
-        lambda: [nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))],
-        r"parameter 0 is torch\.float8_e4m3fn; fastsync handles float32",
-    ),
-    "lazy": (lambda: nn.LazyLinear(3), "parameter weight is not initialised yet; run a forward first"),
-    "frozen": (_frozen, "none of its 2 parameters requires a gradient"),
-    "nothing": (list, "none of its 0 parameters requires a gradient"),
-    "string": (lambda: "model", "is a str; pass the module or its parameters, not"),
-    "named": (lambda: Mlp().named_parameters(), "number 0 is a tuple; pass the module or its parameters, not"),
-    "optimizer": (
-        lambda: torch.optim.SGD(Mlp().parameters()),
-        "expected a module or tensors, got SGD; pass the module",
-    ),
-    "optimizer's groups": (lambda: torch.optim.SGD(Mlp().parameters()).param_groups, "number 0 is a dict"),
-    "expanded": (
-        lambda: [nn.Parameter(torch.zeros(1, 6).expand(4, 6))],
-        r"elements of parameter 0 share memory \(shape \[4, 6\], strides \[0, 1\]\).*attach what it was expanded from",
-    ),
-    "no leaf": (lambda: [torch.ones(2, requires_grad=True) * 2], "tensor 0 is no leaf of the graph.*MulBackward"),
-}
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.parametrize("call", [fastsync.attach, fastsync.all_reduce_gradients])
-def test_what_cannot_be_synchronised_is_refused(call: Callable[..., object], what: str) -> None:
-    make, message = REFUSED[what]
-    argument = "module_or_params" if call is fastsync.attach else "params"
-    with pytest.raises(ValueError, match=f"{argument}: .*{message}"):
-        call(make())
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_bad_settings_are_refused() -> None:
-    model = Mlp()
-    for cap in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"bucket_cap_mb: expected a positive number of MiB, got {cap!r}"):
-            fastsync.attach(model, bucket_cap_mb=cap)
-    with pytest.raises(ValueError, match="compression: expected one of 'none', 'bf16', 'fp16'"):
-        fastsync.attach(model, "fp32")
-    with pytest.raises(ValueError, match=r"'bf16' cannot carry parameter weight, which is torch\.complex64"):
-        fastsync.attach(_linear_in(torch.complex64), "bf16")
-    sync = fastsync.attach(_linear_in(torch.complex64))
-    with pytest.raises(ValueError, match="'fp16' cannot carry parameter weight"):
-        sync.compression = "fp16"
-    assert sync.compression.wire == "none"
-    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp", "tp"))
-    with pytest.raises(ValueError, match=r"process_group: the DeviceMesh has 3 dimensions .*as in mesh\['dp'\]"):
-        fastsync.attach(model, process_group=mesh)
-    with pytest.raises(ValueError, match="process_group: expected a ProcessGroup"):
-        fastsync.attach(model, process_group="world")
-    # None of these left anything behind.
-    fastsync.attach(model)
-
-
-def test_without_a_process_group() -> None:
-    for call in (fastsync.attach, fastsync.all_reduce_gradients):
-        with pytest.raises(ValueError, match="process_group: None stands for the default group, and there is none yet"):
-            call(Mlp())
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -215,7 +142,8 @@ def test_a_gradient_that_is_used_up_inside_backward() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def _ends_of_two_engines(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_error_in_one_of_several_engines_keeps_no_rank_waiting(rank: int, world_size: int) -> None:
     used, idle, other = (nn.Parameter(torch.zeros(40)) for _ in range(3))
     fastsync.attach([used, idle])
     fastsync.attach([other])
@@ -231,10 +159,6 @@ def _ends_of_two_engines(rank: int, world_size: int) -> None:
         assert used.grad.isnan().all()
     assert other.grad is not None
     assert other.grad.tolist() == [1.5] * 40
-
-
-def test_an_error_in_one_of_several_engines_keeps_no_rank_waiting() -> None:
-    run_ranks(_ends_of_two_engines, 2)
 
 
 class _GivesDTensors(torch.autograd.Function):
@@ -283,14 +207,6 @@ def test_more_buckets_than_there_are_tags_for() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_sharded_parameters_are_refused() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh))
-    with pytest.raises(ValueError, match="parameter 0 is a DTensor, which wraps other tensors"):
-        fastsync.attach([weight])
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_compiled_autograd_is_refused_where_it_would_skip_the_hooks() -> None:
     model = nn.Linear(2, 2)
     sync = fastsync.attach(model)
@@ -304,16 +220,6 @@ def test_compiled_autograd_is_refused_where_it_would_skip_the_hooks() -> None:
         model(torch.ones(1, 2)).sum().backward()
     sync.synchronize()
     assert sync.stats().num_steps == 1
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_statistics_before_the_first_sync() -> None:
-    sync = fastsync.attach(Mlp())
-    with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
-        _ = sync.grad_stats()
-    with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
-        fastsync.clip_grad_norm_(sync, 1.0)
-    assert sync.stats().num_steps == 0
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -338,90 +244,6 @@ def test_calls_inside_a_backward_are_refused(call: str) -> None:
 # ---- ranks that differ ------------------------------------------------------------------------------------------
 
 
-def _differences(rank: int, world_size: int) -> None:
-    def other_shape() -> object:
-        return fastsync.attach(nn.Linear(2, 3 + rank))
-
-    def other_compression() -> object:
-        return fastsync.attach(nn.Linear(2, 3), ["none", "fp16"][rank])
-
-    def other_cap() -> object:
-        return fastsync.attach(nn.Linear(2, 3), bucket_cap_mb=1 + rank)
-
-    def other_frozen() -> object:
-        model = nn.Linear(2, 3)
-        model.bias.requires_grad_(rank == 0)
-        return fastsync.attach(model)
-
-    def other_buffer() -> object:
-        model = nn.Linear(2, 3)
-        model.register_buffer("count", torch.zeros(1 + rank))
-        return fastsync.attach(model)
-
-    def other_strides() -> object:
-        model = nn.Linear(2, 3)
-        model.register_buffer("table", torch.zeros(2, 3) if rank else torch.zeros(3, 2).t())
-        return fastsync.attach(model)
-
-    def other_number() -> object:
-        return fastsync.attach([nn.Parameter(torch.ones(2)) for _ in range(1 + rank)])
-
-    expected = {
-        other_shape: r"rank 0: parameter weight of shape \[3, 2\].*; rank 1: parameter weight of shape \[4, 2\]",
-        other_compression: "rank 1: compression fp16; rank 0: compression none|rank 0: .*none; rank 1: .*fp16",
-        other_cap: "rank 0: bucket_cap_mb 1; rank 1: bucket_cap_mb 2",
-        other_frozen: "bias of shape .*frozen",
-        other_buffer: r"buffer count of shape \[1\].*buffer count of shape \[2\]",
-        other_strides: r"buffer table of shape .*strides \[1, 2\].*strides \[3, 1\]",
-        other_number: "rank 0: nothing; rank 1: parameter 1 of shape|rank 1: parameter 1 of shape.*; rank 0: nothing",
-    }
-    for attach, message in expected.items():
-        with pytest.raises(ValueError, match=f"the ranks do not agree on what to synchronise: .*({message})"):
-            attach()
-    # Without a broadcast nothing is sent by attach: the first backward tells.
-    model = nn.Linear(2, 3 + rank)
-    sync = fastsync.attach(model, init_sync=False)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="the ranks do not agree on what to synchronise"):
-            model(torch.ones(1, 2)).sum().backward()
-    sync.detach()
-    # The same ranks go on with what they agree on, and notice where compression is set to different values.
-    model = nn.Linear(2, 3)
-    sync = fastsync.attach(model)
-    model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    assert model.weight.grad.unique().tolist() == [1.5]
-    sync.compression = ["bf16", "fp16"][rank]
-    with pytest.raises(ValueError, match=r"compression bf16.*compression fp16"):
-        model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    sync.compression = "bf16"
-    model.zero_grad()
-    model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    assert model.weight.grad.unique().tolist() == [1.5]
-
-
-def test_ranks_that_differ_are_told_on_every_rank() -> None:
-    run_ranks(_differences, 2)
-
-
-def _lost_peer(rank: int, world_size: int) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    model = Mlp()
-    fastsync.attach(model, process_group=group)
-    model(torch.ones(1, 32)).sum().backward()
-    if rank == 1:
-        dist.barrier()  # of the default group: this rank lives, but does not come
-        return ""
-    with pytest.raises(RuntimeError, match="fastsync: averaging bucket 0 failed on rank 0 of 2: ") as error:
-        model(torch.ones(1, 32)).sum().backward()
-    dist.barrier()
-    return str(error.value)
-
-
-def test_a_rank_that_does_not_come_ends_in_an_error_that_says_what_was_waited_for() -> None:
-    message, _ = run_ranks(_lost_peer, 2)
-    assert "the process group's time-out" in message
-
-
 def _step(model: Given, grads: list[torch.Tensor], *, fails: bool, set_to_none: bool = True) -> None:
     """A backward that fails does so when all gradients but the first are there."""
     model.zero_grad(set_to_none=set_to_none)
@@ -434,26 +256,8 @@ def _step(model: Given, grads: list[torch.Tensor], *, fails: bool, set_to_none: 
         loss.backward()
 
 
-def _fails_then_recovers(rank: int, world_size: int) -> None:
-    grads = [torch.full((300,), 1.0 + rank) for _ in range(3)]
-    for wire in ("none", "fp16"):
-        for set_to_none in (True, False):
-            model = Given(grads)
-            sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
-            for fails in (True, False, True, True, False, False):
-                if fails and rank == 1:
-                    time.sleep(0.1)  # what the other rank has sent is still on its way when it goes on
-                _step(model, grads, fails=fails, set_to_none=set_to_none)
-                if not fails:
-                    assert [grad.unique().tolist() for grad in grads_of(model)] == [[1.5]] * 3
-            assert sync.grad_stats().num_nonfinite == 0
-
-
-def test_a_backward_that_fails_on_all_ranks_spoils_nothing() -> None:
-    run_ranks(_fails_then_recovers, 2)
-
-
-def _fails_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_backward_that_fails_on_one_rank_is_noticed_on_the_others(rank: int, world_size: int) -> None:
     """The others get nan, for they cannot know; then all go on in step, with the same scales."""
     for wire in ("none", "bf16", "fp16"):
         for failing_step in (0, 2):
@@ -476,39 +280,9 @@ def _fails_on_one_rank(rank: int, world_size: int) -> None:
             assert states[0] == states[1]
 
 
-def test_a_backward_that_fails_on_one_rank_is_noticed_on_the_others() -> None:
-    run_ranks(_fails_on_one_rank, 2)
-
-
-def _goes_on_with_others_collectives(rank: int, world_size: int) -> None:
-    for wire in (
-        "none",
-        "fp16",
-        fastsync.Compression("bf16", reduce="fp32"),
-        fastsync.Compression("int8", error_feedback=True),
-    ):
-        for failing_step in (0, 2):
-            model, other = Given([torch.zeros(700)] * 3), Given([torch.zeros(2)])
-            for attached in (model, other):
-                fastsync.attach(attached, wire, bucket_cap_mb=SMALL_BUCKETS)
-            for step in range(4):
-                other([torch.ones(2)]).backward()
-                fails = step == failing_step and rank == 1
-                _step(model, [torch.full((700,), 1.0 + rank)] * 3, fails=fails)
-                total = torch.full((5,), float(rank + 1))
-                dist.all_reduce(total)
-                assert total.tolist() == [sum(range(1, world_size + 1))] * 5
-                if step != failing_step:
-                    mean = sum(range(1, world_size + 1)) / world_size
-                    torch.testing.assert_close(grads_of(model), [torch.full((700,), mean)] * 3, rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_after_a_failed_backward_the_group_is_free_for_other_collectives(world_size: int) -> None:
-    run_ranks(_goes_on_with_others_collectives, world_size)
-
-
-def _changes_after_a_failed_backward(rank: int, world_size: int, change: str) -> None:
+@pytest.mark.parametrize("change", ["compression", "weight", "rider", "state"])
+@on_ranks(2, timeout=60)
+def test_what_changes_after_a_failed_backward_is_for_the_next_step(rank: int, world_size: int, change: str) -> None:
     grads = [torch.full((300,), 1.0 + rank)] * 3
     model = Given(grads)
     sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
@@ -533,12 +307,8 @@ def _changes_after_a_failed_backward(rank: int, world_size: int, change: str) ->
     assert change != "rider" or sync.piggybacked() == {} or sync.piggybacked()["new"] == 1.5
 
 
-@pytest.mark.parametrize("change", ["compression", "weight", "rider", "state"])
-def test_what_changes_after_a_failed_backward_is_for_the_next_step(change: str) -> None:
-    run_ranks(_changes_after_a_failed_backward, 2, change, timeout=60)
-
-
-def _refused_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_a_dtype_that_one_rank_alone_refuses_is_refused_on_all(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=10))
     for dtype, compression in ((torch.float8_e4m3fn, "none"), (torch.complex64, "bf16")):
         parameter = nn.Parameter(torch.zeros(8))
@@ -559,10 +329,6 @@ def _refused_on_one_rank(rank: int, world_size: int) -> None:
         sync.detach()
 
 
-def test_a_dtype_that_one_rank_alone_refuses_is_refused_on_all() -> None:
-    run_ranks(_refused_on_one_rank, 2, timeout=60)
-
-
 class _Wrapped(torch.Tensor):
     """Of no memory of its own, and nothing can be asked of it."""
 
@@ -575,7 +341,8 @@ class _Wrapped(torch.Tensor):
         raise NotImplementedError(f"{func} of a wrapper")
 
 
-def _wrapped_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_a_gradient_without_memory_on_one_rank_keeps_no_rank_waiting(rank: int, world_size: int) -> None:
     parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
     fastsync.attach(parameters, process_group=dist.new_group(timeout=timedelta(seconds=10)))
     if rank == 1:
@@ -588,7 +355,3 @@ def _wrapped_on_one_rank(rank: int, world_size: int) -> None:
     else:
         loss.backward()
         assert any(each.grad.isnan().all() for each in parameters)
-
-
-def test_a_gradient_without_memory_on_one_rank_keeps_no_rank_waiting_in_the_first_step() -> None:
-    run_ranks(_wrapped_on_one_rank, 2, timeout=60)

@@ -12,7 +12,7 @@ from torch import Tensor
 import fastsync
 from fastsync.compression import parse_compression
 from tests.models import SMALL_BUCKETS, Given, assert_same_on_all_ranks, grads_of, random_grads
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SHAPES = [(7, 33), (300,), (250,)]
 
@@ -37,7 +37,9 @@ def _unsent(sync: Any, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def _leaves_and_returns(rank: int, world_size: int, wire: str) -> None:
+@pytest.mark.parametrize(("wire", "shared_memory"), [("fp16", True), ("int8+ef", True), ("int8+ef", False)])
+@on_ranks(3, parametrized=("shared_memory",))
+def test_ranks_leave_and_return(rank: int, world_size: int, wire: str) -> None:
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     model = Given(_grads(0, 0))
     sync = fastsync.attach(model, parse_compression(wire), bucket_cap_mb=SMALL_BUCKETS)
@@ -79,12 +81,9 @@ def _leaves_and_returns(rank: int, world_size: int, wire: str) -> None:
         sync.use_group(pair)
 
 
-@pytest.mark.parametrize(("wire", "shared_memory"), [("fp16", True), ("int8+ef", True), ("int8+ef", False)])
-def test_ranks_leave_and_return(wire: str, shared_memory: bool) -> None:
-    run_ranks(_leaves_and_returns, 3, wire, shared_memory=shared_memory)
-
-
-def _keeps_residuals_of_sums(rank: int, world_size: int, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@on_ranks(3, shared_memory=False)
+def test_what_was_not_sent_of_sums(rank: int, world_size: int, algorithm: str) -> None:
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     model = Given(_grads(0, 0))
     compression = fastsync.Compression("int8", "fp32", error_feedback=True, algorithm=algorithm)
@@ -96,12 +95,8 @@ def _keeps_residuals_of_sums(rank: int, world_size: int, algorithm: str) -> None
         torch.testing.assert_close(_unsent(sync, 2, pair) * 2, before)
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_what_was_not_sent_of_sums(algorithm: str) -> None:
-    run_ranks(_keeps_residuals_of_sums, 3, algorithm, shared_memory=False)
-
-
-def _differ(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_models_that_differ_are_refused(rank: int, world_size: int) -> None:
     """All are told, and their backwards stay synchronised."""
     alone = [dist.new_group([other]) for other in range(world_size)]
     model = torch.nn.ParameterDict({"left" if rank == 0 else "right": torch.nn.Parameter(torch.ones(3))})
@@ -113,11 +108,8 @@ def _differ(rank: int, world_size: int) -> None:
         next(model.parameters()).sum().backward()
 
 
-def test_models_that_differ_are_refused() -> None:
-    run_ranks(_differ, 2)
-
-
-def _keeps_what_was_asked_for(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_options_stay(rank: int, world_size: int) -> None:
     group = dist.new_group()
     model = torch.nn.BatchNorm1d(3)
     sync = fastsync.attach(model, op="sum", broadcast_buffers=True, overlap=False)
@@ -130,11 +122,8 @@ def _keeps_what_was_asked_for(rank: int, world_size: int) -> None:
     assert_same_on_all_ranks([model.running_mean])
 
 
-def test_options_stay() -> None:
-    run_ranks(_keeps_what_was_asked_for, 2)
-
-
-def _is_refused(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_group_that_is_refused_changes_nothing(rank: int, world_size: int) -> None:
     """A group that the compression is not for: the engine goes on in the one that it has, with all that it keeps."""
     trio = dist.new_group([0, 1, 2])
     model = Given(_grads(0, 0))
@@ -150,7 +139,3 @@ def _is_refused(rank: int, world_size: int) -> None:
     assert str(sync.state_dict()) == str(before)
     assert_same_on_all_ranks(_step(model, rank, 1))
     assert sync.stats().num_steps == 2
-
-
-def test_a_group_that_is_refused_changes_nothing() -> None:
-    run_ranks(_is_refused, 4)

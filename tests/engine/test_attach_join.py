@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fastsync
 from fastsync.compression import parse_compression
 from tests.models import SMALL_BUCKETS, Given, assert_same_on_all_ranks
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def _model() -> nn.Sequential:
@@ -69,7 +69,9 @@ def test_join(num_steps: list[int], wire: str, weighted: bool, shared_memory: bo
     run_ranks(_joins, len(num_steps), num_steps, wire, weighted, shared_memory=shared_memory)
 
 
-def _brings_together(rank: int, world_size: int, broadcast_buffers: bool | str) -> None:
+@pytest.mark.parametrize("broadcast_buffers", [True, "mean"])
+@on_ranks(3)
+def test_ranks_without_batches_do_not_count(rank: int, world_size: int, broadcast_buffers: bool | str) -> None:
     """What rides and buffers go on with the ranks that still have batches."""
     model = nn.BatchNorm1d(1, momentum=1.0, affine=True)
     sync = fastsync.attach(model, broadcast_buffers=broadcast_buffers)
@@ -87,12 +89,8 @@ def _brings_together(rank: int, world_size: int, broadcast_buffers: bool | str) 
     assert model.running_mean.item() == pytest.approx(19.5 if broadcast_buffers == "mean" else 19)
 
 
-@pytest.mark.parametrize("broadcast_buffers", [True, "mean"])
-def test_ranks_without_batches_do_not_count(broadcast_buffers: bool | str) -> None:
-    run_ranks(_brings_together, 3, broadcast_buffers)
-
-
-def _new_riders(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=40.0)
+def test_what_rides_first_where_ranks_have_run_out(rank: int, world_size: int) -> None:
     """Rank 0 has no batch at all in the first loop, and one less in the second."""
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
@@ -119,11 +117,8 @@ def _new_riders(rank: int, world_size: int) -> None:
     assert sync.piggybacked()["new"].tolist() == [1.0, 1.0]
 
 
-def test_what_rides_first_where_ranks_have_run_out() -> None:
-    run_ranks(_new_riders, 2, timeout=40.0)
-
-
-def _keeps_residuals(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_what_was_not_sent_is_kept(rank: int, world_size: int) -> None:
     """The sync in which nobody has gradients does not lose what error feedback has kept."""
     grads = [torch.randn(300, generator=torch.Generator().manual_seed(7 * rank + step)) for step in range(3)]
     model = Given(grads[:1])
@@ -145,11 +140,8 @@ def _keeps_residuals(rank: int, world_size: int) -> None:
     torch.testing.assert_close(unsent(), before, rtol=0, atol=0.01 * float(before.abs().max()))
 
 
-def test_what_was_not_sent_is_kept() -> None:
-    run_ranks(_keeps_residuals, 2, shared_memory=False)
-
-
-def _lost(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nobody_waits_for_ever(rank: int, world_size: int) -> None:
     """One that leaves its loop by an error keeps nobody waiting beyond the time-out."""
     group = dist.new_group(timeout=timedelta(seconds=5))
     model = _model()
@@ -164,11 +156,8 @@ def _lost(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_nobody_waits_for_ever() -> None:
-    run_ranks(_lost, 2)
-
-
-def _one_inside_another(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=40.0)
+def test_one_join_inside_another(rank: int, world_size: int) -> None:
     """What cannot end well is refused where it begins, on every rank, and the loop goes on."""
     models = [Given([torch.ones(3)]) for _ in range(2)]
     first, second = (fastsync.attach(model) for model in models)
@@ -191,7 +180,3 @@ def _one_inside_another(rank: int, world_size: int) -> None:
                 models[0].zero_grad()
     for sync in (first, second):
         sync.detach()
-
-
-def test_one_join_inside_another() -> None:
-    run_ranks(_one_inside_another, 2, timeout=40.0)

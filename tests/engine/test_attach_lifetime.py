@@ -30,7 +30,7 @@ from tests.engine.attached import (
     references_to,
 )
 from tests.models import Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
-from tests.ranks import open_group, run_ranks
+from tests.ranks import on_ranks, open_group, run_ranks
 
 CHILD_SECONDS = 100  # how long a script may take after its imports
 
@@ -156,7 +156,8 @@ def _handle_is_an_attribute(rank: int) -> None:
     assert_averages(copies[0], rank, 3)
 
 
-def _models_and_handles(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_models_and_handles_may_go_in_any_order(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     _model_goes_first(rank)
     _handle_is_dropped(rank)
@@ -166,11 +167,8 @@ def _models_and_handles(rank: int, world_size: int) -> None:
     _handle_is_an_attribute(rank)
 
 
-def test_models_and_handles_may_go_in_any_order() -> None:
-    run_ranks(_models_and_handles, 2)
-
-
-def _detached_within_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_detach_within_backward_is_refused(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Mlp()
     sync = attach(model)
@@ -191,10 +189,6 @@ def _detached_within_backward(rank: int, world_size: int) -> None:
     assert_averages_nothing(model, rank, 2)
     attach(model)
     assert_averages(model, rank, 3)
-
-
-def test_detach_within_backward_is_refused() -> None:
-    run_ranks(_detached_within_backward, 2)
 
 
 # ---- process groups -------------------------------------------------------------------------------------------------
@@ -229,7 +223,8 @@ def test_group_destroyed_while_a_model_is_attached(tmp_path: Path) -> None:
 # ---- exceptions in backward -----------------------------------------------------------------------------------------
 
 
-def _all_ranks_raise(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_backward_that_raises_on_all_ranks(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Fallible()
     sync = attach(model)
@@ -258,11 +253,8 @@ def _all_ranks_raise(rank: int, world_size: int) -> None:
     assert_freed(references)
 
 
-def test_backward_that_raises_on_all_ranks() -> None:
-    run_ranks(_all_ranks_raise, 2)
-
-
-def _one_rank_raises(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_backward_that_raises_on_one_rank_gives_the_others_nan(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Fallible()
     sync = attach(model)
@@ -305,10 +297,6 @@ def _one_rank_raises(rank: int, world_size: int) -> None:
 
 def _of_all_ranks(model: nn.Module, world_size: int, step: int) -> list[list[Tensor]]:
     return [gradients(model, rank, step) for rank in range(world_size)]
-
-
-def test_backward_that_raises_on_one_rank_gives_the_others_nan() -> None:
-    run_ranks(_one_rank_raises, 3)
 
 
 # ---- the interpreter ------------------------------------------------------------------------------------------------
@@ -361,7 +349,8 @@ def test_scripts_that_exit_with_an_attached_model(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "", ""), result
 
 
-def _handles_are_found(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_handles_are_found_by_their_modules(rank: int, world_size: int) -> None:
     model, other = Mlp(), Mlp()
     with pytest.raises(ValueError, match="no handles of fastsync look after this Mlp"):
         fastsync.handle_of(model)
@@ -384,7 +373,3 @@ def _handles_are_found(rank: int, world_size: int) -> None:
     assert (fastsync.handle_of(first), fastsync.handle_of(second)) == (of_first, of_second)
     with pytest.raises(ValueError, match="no handles of fastsync look after this ModuleList"):
         fastsync.handle_of(both)
-
-
-def test_handles_are_found_by_their_modules() -> None:
-    run_ranks(_handles_are_found, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -27,11 +26,9 @@ from tests.models import (
     grads_of,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
-
-Grads = Sequence[Tensor | None]
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
@@ -45,85 +42,6 @@ def _whole(rank: int, step: int, shapes: Sequence[Sequence[int]] = SHAPES) -> li
 
 
 # ---- accumulation -----------------------------------------------------------------------------------------------
-
-
-def _no_sync_like_ddp(rank: int, world_size: int) -> None:
-    model = Mlp()
-    ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    for step in range(4):
-        ddp.zero_grad()
-        model.zero_grad()
-        for micro in range(3):
-            inputs = batch(rank, 10 * step + micro)
-            last = micro == 2
-            with nullcontext() if last else ddp.no_sync():
-                ddp(inputs).square().mean().backward()
-            with nullcontext() if last else sync.no_sync():
-                model(inputs).square().mean().backward()
-        assert_all_bitwise_equal(grads_of(model), grads_of(ddp), f"step {step}")
-    assert sync.stats().num_steps == 4, "a backward under no_sync was synchronised"
-
-
-def test_no_sync_is_as_with_ddp() -> None:
-    run_ranks(_no_sync_like_ddp, 2)
-
-
-def _accumulated_but_not_in_the_last(rank: int, world_size: int) -> None:
-    """What was accumulated under no_sync is averaged although the backward that syncs does not reach it here."""
-    model = Given(_whole(0, 0))
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    for step in range(3):
-        everyone = [_whole(other, step) for other in range(world_size)]
-        model.zero_grad()
-        with sync.no_sync():
-            model(everyone[rank]).backward()
-        reached = list(everyone[rank])
-        if rank == 0:
-            reached[0] = None
-        model(reached).backward()
-        expected = [_mean([2 * mine for mine in same]) for same in zip(*everyone, strict=True)]
-        expected[0] = _mean([everyone[0][0], 2 * everyone[1][0]])
-        assert_all_bitwise_equal(grads_of(model), expected, f"step {step}")
-
-
-def test_what_no_sync_left_is_averaged_by_the_next_sync() -> None:
-    run_ranks(_accumulated_but_not_in_the_last, 2)
-
-
-def _explicit(rank: int, world_size: int) -> None:
-    everyone = [_whole(other, 0) for other in range(world_size)]
-    expected = [_mean(same) for same in zip(*everyone, strict=True)]
-    model = Given(everyone[0])
-    sync = fastsync.attach(model, overlap=False, bucket_cap_mb=SMALL_BUCKETS)
-    for _ in range(2):
-        model.zero_grad()
-        model(everyone[rank]).backward()
-        assert_all_bitwise_equal(grads_of(model), everyone[rank], "before synchronize()")
-        sync.synchronize()
-        assert_all_bitwise_equal(grads_of(model), expected, "after synchronize()")
-    sync.detach()
-
-    overlapping = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    model.zero_grad()
-    with overlapping.no_sync():
-        model(everyone[rank]).backward()
-    overlapping.synchronize()
-    assert_all_bitwise_equal(grads_of(model), expected, "synchronize() after no_sync")
-    overlapping.detach()
-
-    for _ in range(2):
-        model.zero_grad()
-        model([grad if index != 1 or rank == 0 else None for index, grad in enumerate(everyone[rank])]).backward()
-        stats = fastsync.all_reduce_gradients(model.parameters(), "bf16")
-        expected[1] = _mean([everyone[0][1], torch.zeros(300)])
-        assert_all_bitwise_equal(grads_of(model), expected, "all_reduce_gradients")
-        norm = torch.cat([grad.flatten() for grad in expected]).norm()
-        torch.testing.assert_close(stats.grad_norm, norm, rtol=1e-6, atol=0)
-
-
-def test_explicit_synchronisation() -> None:
-    run_ranks(_explicit, 2)
 
 
 def _forgotten(rank: int, world_size: int) -> None:
@@ -162,58 +80,6 @@ def test_a_forgotten_synchronize_is_noticed() -> None:
 # ---- which parameters get gradients -----------------------------------------------------------------------------
 
 
-def _missing(rank: int, world_size: int) -> None:
-    for wire in ("none", "fp16"):
-        model = Given(_whole(0, 0))
-        sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
-        for step in range(5):
-            everyone: list[list[Tensor | None]] = [list(_whole(other, step)) for other in range(world_size)]
-            for grads in everyone:
-                grads[1] = None  # on all ranks
-            everyone[step % 2][2] = None  # on one
-            if step == 3:
-                everyone[0] = [everyone[0][0], None, None, None]
-            model.zero_grad()
-            model(everyone[rank]).backward()
-            for index, weight in enumerate(model.weights):
-                grads = [mine[index] for mine in everyone]
-                if all(grad is None for grad in grads):
-                    assert weight.grad is None, f"{wire}, step {step}, parameter {index}: a gradient that nobody has"
-                else:
-                    expected = _mean([torch.zeros_like(weight) if grad is None else grad for grad in grads])
-                    assert torch.equal(weight.grad, expected), f"{wire}, step {step}, parameter {index}"
-        assert sync.stats().num_steps == 5
-
-
-def test_parameters_without_gradients() -> None:
-    run_ranks(_missing, 2)
-
-
-def _second_backward(rank: int, world_size: int) -> None:
-    """Two backwards over different parameters: the second leaves alone what the first averaged, to the bit."""
-    torch.manual_seed(0)
-    model = Given(_whole(0, 0))
-    fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
-    for step in range(3):
-        everyone = [random_grads(other, step, SHAPES, torch.float32) for other in range(world_size)]
-        model.zero_grad()
-        model([*everyone[rank][:2], None, None]).backward()
-        first = [weight.grad.clone() for weight in model.weights[:2]]
-        model([None, None, *_whole(rank, step)[2:]]).backward()
-        assert_all_bitwise_equal(grads_of(model)[:2], first, f"step {step}")
-        expected = [_mean(same) for same in zip(*(_whole(other, step) for other in range(world_size)), strict=True)]
-        assert_all_bitwise_equal(grads_of(model)[2:], expected[2:], f"step {step}")
-        # And one that adds to what is there already, on one rank alone.
-        before = model.weights[3].grad.clone()
-        model([None, None, torch.full(SHAPES[2], 2.0), torch.full(SHAPES[3], 4.0) if rank == 1 else None]).backward()
-        assert torch.equal(model.weights[3].grad, before + 2.0)
-        assert_same_on_all_ranks(grads_of(model))
-
-
-def test_a_second_backward_over_other_parameters() -> None:
-    run_ranks(_second_backward, 2)
-
-
 class Ordered(nn.Module):
     """Uses its layers in the order it is told, so that their gradients get ready in the reverse of it."""
 
@@ -229,7 +95,8 @@ class Ordered(nn.Module):
         return total
 
 
-def _order_differs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_whose_gradients_get_ready_in_other_orders(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Ordered()
     alone = copy.deepcopy(model)
@@ -248,11 +115,8 @@ def _order_differs(rank: int, world_size: int) -> None:
     assert len(sync.stats().buckets) == 4
 
 
-def test_ranks_whose_gradients_get_ready_in_other_orders() -> None:
-    run_ranks(_order_differs, 2)
-
-
-def _frozen_and_unfrozen(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_frozen_and_newly_unfrozen_parameters(rank: int, world_size: int) -> None:
     everyone = [_whole(other, 0) for other in range(world_size)]
     expected = [_mean(same) for same in zip(*everyone, strict=True)]
     model = Given(everyone[0])
@@ -271,10 +135,6 @@ def _frozen_and_unfrozen(rank: int, world_size: int) -> None:
     numels = [grad.numel() for grad in everyone[0]]
     assert sizes == [sum(numels[1:])] * 2 + [sum(numels)] * 2 + [numels[0] + numels[2], numels[3], sum(numels)]
     assert sorted(sync.state_dict()["scales"]) == [f"weights.{index}" for index in range(4)]
-
-
-def test_frozen_and_newly_unfrozen_parameters() -> None:
-    run_ranks(_frozen_and_unfrozen, 2)
 
 
 # ---- kinds of graphs --------------------------------------------------------------------------------------------
@@ -306,7 +166,8 @@ _NON_REENTRANT = partial(checkpoint, use_reentrant=False)
 _REENTRANT = partial(checkpoint, use_reentrant=True)
 
 
-def _checkpoints(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradient_checkpoints(rank: int, world_size: int) -> None:
     for run in (_NON_REENTRANT, _REENTRANT):
         for shared in (False, True):
             for ends in (False, True):
@@ -327,11 +188,8 @@ def _checkpoints(rank: int, world_size: int) -> None:
                     assert_same_on_all_ranks(grads_of(model))
 
 
-def test_gradient_checkpoints() -> None:
-    run_ranks(_checkpoints, 2)
-
-
-def _graphs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ways_to_call_backward(rank: int, world_size: int) -> None:
     everyone = [_whole(other, 0) for other in range(world_size)]
     expected = [_mean(same) for same in zip(*everyone, strict=True)]
     model = Given(everyone[0])
@@ -359,11 +217,8 @@ def _graphs(rank: int, world_size: int) -> None:
     assert_all_bitwise_equal([grad.detach() for grad in grads_of(model)], expected, "create_graph")
 
 
-def test_ways_to_call_backward() -> None:
-    run_ranks(_graphs, 2)
-
-
-def _autocast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_backward_inside_autocast(rank: int, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         torch.manual_seed(0)
         model = Mlp()
@@ -377,11 +232,8 @@ def _autocast(rank: int, world_size: int) -> None:
             assert_all_bitwise_equal(grads_of(model), grads_of(plain), f"{dtype}, step {step}")
 
 
-def test_backward_inside_autocast() -> None:
-    run_ranks(_autocast, 2)
-
-
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_compiled_module(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Mlp()
     plain = DistributedDataParallel(copy.deepcopy(model))
@@ -396,10 +248,6 @@ def _compiled(rank: int, world_size: int) -> None:
         assert_same_on_all_ranks(grads_of(model))
     assert sync.stats().num_steps == 3
     assert list(sync.state_dict()["scales"]) == [name for name, _ in model.named_parameters()]
-
-
-def test_a_compiled_module() -> None:
-    run_ranks(_compiled, 2)
 
 
 class Fails(torch.autograd.Function):
@@ -418,7 +266,8 @@ class Fails(torch.autograd.Function):
         return grad
 
 
-def _fails_between_checkpoint_and_parameter(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_checkpointed_backward_that_fails_spoils_nothing(rank: int, world_size: int) -> None:
     """The parameter that a reentrant checkpoint takes as its input outlives the graph in which backward failed."""
     direct, last, layer = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(3)), nn.Linear(16, 300, bias=False)
     nn.init.ones_(layer.weight)  # so that every gradient is a whole number
@@ -445,10 +294,6 @@ def _fails_between_checkpoint_and_parameter(rank: int, world_size: int) -> None:
     assert sync.stats().num_steps == 5
 
 
-def test_a_checkpointed_backward_that_fails_spoils_nothing() -> None:
-    run_ranks(_fails_between_checkpoint_and_parameter, 2)
-
-
 class _GivesNone(torch.autograd.Function):
     """Takes a parameter, and has no gradient for it."""
 
@@ -461,21 +306,19 @@ class _GivesNone(torch.autograd.Function):
         return None, *grads
 
 
-def _has_none(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_operator_without_a_gradient_for_a_parameter(rank: int, world_size: int) -> None:
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     fastsync.attach(parameters)
     _GivesNone.apply(parameters[0], (1 + rank) * parameters[1]).sum().backward()
     assert parameters[1].grad.eq(1.5).all()
 
 
-def test_an_operator_without_a_gradient_for_a_parameter() -> None:
-    run_ranks(_has_none, 2)
-
-
 # ---- several engines --------------------------------------------------------------------------------------------
 
 
-def _actor_and_critic(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_several_engines(rank: int, world_size: int) -> None:
     """Two engines on one group, in one backward and apart, each with gradients that get ready in other orders."""
     everyone = [_whole(other, 0) for other in range(world_size)]
     expected = [_mean(same) for same in zip(*everyone, strict=True)]
@@ -504,11 +347,8 @@ def _actor_and_critic(rank: int, world_size: int) -> None:
         assert [sync.stats().num_steps for sync in syncs] == [4, 4]
 
 
-def test_several_engines() -> None:
-    run_ranks(_actor_and_critic, 2)
-
-
-def _groups_of_two(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_dimension_of_a_device_mesh(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
     shapes = SHAPES[:2]
     for dim, peers in (("dp", [rank % 2, rank % 2 + 2]), ("other", [rank // 2 * 2, rank // 2 * 2 + 1])):
@@ -524,11 +364,8 @@ def _groups_of_two(rank: int, world_size: int) -> None:
             assert_same_on_all_ranks(grads_of(model), mesh.get_group(dim))
 
 
-def test_a_dimension_of_a_device_mesh() -> None:
-    run_ranks(_groups_of_two, 4)
-
-
-def _casts_and_moves(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_is_cast(rank: int, world_size: int) -> None:
     """A model that is cast is laid out anew; its parameters have other accumulators then, or some of them have."""
     for overlap in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -547,7 +384,3 @@ def _casts_and_moves(rank: int, world_size: int) -> None:
         model.zero_grad()
         model[0](torch.full((2, 4), rank + 1.0, dtype=torch.bfloat16)).sum().backward()
         assert model[0].weight.grad.unique().tolist() == [2.0 * (rank + 1)], "a hook was left behind"
-
-
-def test_a_model_that_is_cast() -> None:
-    run_ranks(_casts_and_moves, 2)

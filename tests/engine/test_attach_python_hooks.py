@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import fastsync
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SIZE = 3
 
@@ -27,7 +27,8 @@ def _assert_means(parameters: list[nn.Parameter], step: int, factor: float = 1.0
         assert torch.equal(parameter.grad.float(), expected)
 
 
-def _is_hooked_after_attach(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_hook_put_on_after_attach(rank: int, world_size: int) -> None:
     parameters = [nn.Parameter(torch.zeros(SIZE)) for _ in range(3)]
     sync = fastsync.attach(parameters)
     _backward(parameters, rank, 0)
@@ -58,11 +59,8 @@ def _is_hooked_after_attach(rank: int, world_size: int) -> None:
     assert sync.stats().num_steps == 8
 
 
-def test_a_hook_put_on_after_attach() -> None:
-    run_ranks(_is_hooked_after_attach, 2)
-
-
-def _is_detached(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_detached_with_hooks_put_on_since(rank: int, world_size: int) -> None:
     parameters = [nn.Parameter(torch.zeros(SIZE)) for _ in range(2)]
     sync = fastsync.attach(parameters)
     for parameter in parameters:
@@ -76,11 +74,8 @@ def _is_detached(rank: int, world_size: int) -> None:
     _assert_means(parameters, 2, factor=2.0)
 
 
-def test_detached_with_hooks_put_on_since() -> None:
-    run_ranks(_is_detached, 2)
-
-
-def _is_cast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_cast_after_a_hook_was_put_on(rank: int, world_size: int) -> None:
     """Between the hook and the next gradient, which another accumulator than before takes."""
     parameters = [nn.Parameter(torch.zeros(SIZE)) for _ in range(3)]
     sync = fastsync.attach(parameters)
@@ -100,7 +95,3 @@ def _is_cast(rank: int, world_size: int) -> None:
     for parameter in parameters:
         assert torch.equal(parameter.grad, 2 * _gradient(rank, 3).double())
     assert len(calls) == 1
-
-
-def test_cast_after_a_hook_was_put_on() -> None:
-    run_ranks(_is_cast, 2)

@@ -39,7 +39,7 @@ from tests.engine.attached import (
     references_to,
 )
 from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 CHILD_SECONDS = 60.0  # how long a forked child may take
 
@@ -193,7 +193,8 @@ class _CallsBefore(nn.Module):
         return inputs
 
 
-def _all_about_threads(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_threads(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     _backward_in_other_threads(rank)
     _two_at_once_with_a_group_each(rank)
@@ -201,10 +202,6 @@ def _all_about_threads(rank: int, world_size: int) -> None:
     _python_runs_while_backward_waits(rank)
     _freed_in_another_thread(rank)
     _freed_while_backward_runs(rank)
-
-
-def test_threads() -> None:
-    run_ranks(_all_about_threads, 2)
 
 
 def _engine_threads() -> list[str]:
@@ -215,7 +212,9 @@ def _engine_threads() -> list[str]:
     return [name for name in names if name == "fastsync"]
 
 
-def _one_thread_an_engine(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads in /proc")
+@on_ranks(2)
+def test_an_engine_has_one_thread_which_ends_with_it(rank: int, world_size: int) -> None:
     model = Mlp()
     sync = attach(model, compression=Compression("int8", algorithm="two_shot"))
     for step in range(3):  # of several buckets each, whose means the thread takes
@@ -224,11 +223,6 @@ def _one_thread_an_engine(rank: int, world_size: int) -> None:
     sync.detach()
     del sync, model
     assert_soon_none(_engine_threads)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads in /proc")
-def test_an_engine_has_one_thread_which_ends_with_it() -> None:
-    run_ranks(_one_thread_an_engine, 2)
 
 
 def _train_one(
@@ -242,7 +236,8 @@ def _train_one(
         assert_all_bitwise_equal(grads_of(models[index]), expected, f"step {step}: averaged gradient")
 
 
-def _one_ahead_of_the_other(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_one_engine_is_ahead_of_another(rank: int, world_size: int) -> None:
     """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: none may wait for itself.
 
     Two ranks do it with overlap, and two without, so that they wait at the same time.
@@ -265,10 +260,6 @@ def _one_ahead_of_the_other(rank: int, world_size: int) -> None:
         other = pool.submit(train, second, range(1, 4))
         one.result()
         other.result()
-
-
-def test_one_engine_is_ahead_of_another() -> None:
-    run_ranks(_one_ahead_of_the_other, 4)
 
 
 # ---- forks ----------------------------------------------------------------------------------------------------------
@@ -301,7 +292,8 @@ def _in_fork(call: Callable[[], None]) -> str:
         child.join()
 
 
-def _forks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_forked_children(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Fallible()
     sync = attach(model)
@@ -330,11 +322,10 @@ def _forks(rank: int, world_size: int) -> None:
     assert_averages(model, rank, 4)
 
 
-def test_forked_children() -> None:
-    run_ranks(_forks, 2)
-
-
-def _forks_of_other_engines(rank: int, world_size: int, compression: str) -> None:
+@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+@on_ranks(2, parametrized=("shared_memory",))
+def test_forked_children_of_a_ddp_hook_and_of_fully_shard(rank: int, world_size: int, compression: str) -> None:
     ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
     fastsync.register_comm_hook(ddp, compression)
     engine = _C.ShardedState(dist.group.WORLD)
@@ -354,13 +345,8 @@ def _forks_of_other_engines(rank: int, world_size: int, compression: str) -> Non
     dist.barrier()
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
-@pytest.mark.parametrize("compression", ["none", "bf16"])
-def test_forked_children_of_a_ddp_hook_and_of_fully_shard(compression: str, shared_memory: bool) -> None:
-    run_ranks(_forks_of_other_engines, 2, compression, shared_memory=shared_memory)
-
-
-def _fork_while_another_thread_is_in_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fork_while_another_thread_is_in_backward(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model, unused, has_forked = Mlp(), [Mlp()], dist.new_group()
     sync = attach(model)
@@ -382,7 +368,3 @@ def _fork_while_another_thread_is_in_backward(rank: int, world_size: int) -> Non
         finally:
             dist.barrier(has_forked)
         assert_all_bitwise_equal(waiting.result(), mean_gradients(model, 1), "gradient of the parent")
-
-
-def test_fork_while_another_thread_is_in_backward() -> None:
-    run_ranks(_fork_while_another_thread_is_in_backward, 2)

@@ -26,7 +26,7 @@ from tests.models import (
     grads_of,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
 WIRES = ("none", "bf16", "fp16", "int8", "fp16+fp32", "int8+ef")
@@ -54,7 +54,9 @@ def _assert_near(actual: Sequence[Tensor | None], expected: Sequence[Tensor], wi
         torch.testing.assert_close(got, right, rtol=0, atol=ROUNDING[wire] * largest, msg=lambda m: f"{what}: {m}")
 
 
-def _sums(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, True), (4, False)])
+@on_ranks(parametrized=("shared_memory",))
+def test_sums(rank: int, world_size: int) -> None:
     for wire in WIRES:
         model = Given(_whole(0, 0))
         sync = fastsync.attach(model, parse_compression(wire), op="sum", bucket_cap_mb=SMALL_BUCKETS)
@@ -72,12 +74,9 @@ def _sums(rank: int, world_size: int) -> None:
         sync.detach()
 
 
-@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, True), (4, False)])
-def test_sums(world_size: int, shared_memory: bool) -> None:
-    run_ranks(_sums, world_size, shared_memory=shared_memory)
-
-
-def _weights(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, False)])
+@on_ranks(parametrized=("shared_memory",))
+def test_weighted_means_and_sums(rank: int, world_size: int) -> None:
     for wire in WIRES:
         for op in ("mean", "sum") if wire == "none" else ("mean",):
             model = Given(_whole(0, 0))
@@ -108,12 +107,8 @@ def _weights(rank: int, world_size: int) -> None:
             sync.detach()
 
 
-@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, False)])
-def test_weighted_means_and_sums(world_size: int, shared_memory: bool) -> None:
-    run_ranks(_weights, world_size, shared_memory=shared_memory)
-
-
-def _missing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_weights_of_missing_gradients(rank: int, world_size: int) -> None:
     """Gradients of one rank alone are weighted too; one that nobody has stays None, and what it was otherwise."""
     model = Given(_whole(0, 0))
     sync = fastsync.attach(model, parse_compression("int8+ef"), bucket_cap_mb=SMALL_BUCKETS)
@@ -141,11 +136,8 @@ def _missing(rank: int, world_size: int) -> None:
     assert all(grad is not None and not grad.any() for grad in grads_of(model)), "nobody counts for anything"
 
 
-def test_weights_of_missing_gradients() -> None:
-    run_ranks(_missing, 2)
-
-
-def _fails(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_failure_counts_at_any_weight(rank: int, world_size: int) -> None:
     """What a rank that counts for nothing could not compute is none the less no sum."""
     model = Given(_whole(0, 0))
     sync = fastsync.attach(model, op="sum")
@@ -159,11 +151,9 @@ def _fails(rank: int, world_size: int) -> None:
         assert first.grad.isnan().all()
 
 
-def test_a_failure_counts_at_any_weight() -> None:
-    run_ranks(_fails, 2)
-
-
-def _as_the_reference(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(3, parametrized=("shared_memory",))
+def test_weighted_means_are_the_references_to_the_bit(rank: int, world_size: int) -> None:
     """One multiplication and one rounding on the way to the wire, whatever the gradients' dtype and the weights."""
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for wire, wire_dtype in (("none", None), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
@@ -179,53 +169,9 @@ def _as_the_reference(rank: int, world_size: int) -> None:
                 sync.detach()
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_weighted_means_are_the_references_to_the_bit(shared_memory: bool) -> None:
-    run_ranks(_as_the_reference, 3, shared_memory=shared_memory)
-
-
-def _large_weights(rank: int, world_size: int) -> None:
-    """Weights are no part of a gradient's range."""
-    for dtype in (torch.float16, torch.bfloat16):
-        for wire in WIRES[:-1]:
-            model = Given([torch.ones(300, dtype=dtype)])
-            sync = fastsync.attach(model, parse_compression(wire))
-            for weight in (8192.0, 1.0, 1e30):
-                sync.set_weight(weight * (1 + 2 * rank))
-                model.zero_grad()
-                model([torch.full((300,), 16.0, dtype=dtype)]).backward()
-                (grad,) = grads_of(model)
-                torch.testing.assert_close(grad, torch.full_like(grad, 16.0), rtol=ROUNDING[wire], atol=0)
-                assert sync.grad_stats().num_nonfinite == 0
-                assert sync.grad_stats().num_saturated == 0
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_large_weights_of_small_gradients(shared_memory: bool) -> None:
-    run_ranks(_large_weights, 2, shared_memory=shared_memory)
-
-
-def _growing_weights(rank: int, world_size: int) -> None:
-    """The fp16 scale follows the mean, which does not depend on the weights' scale."""
-    model = Given(_whole(0, 0))
-    sync = fastsync.attach(model, "fp16", bucket_cap_mb=SMALL_BUCKETS)
-    for step, weight in enumerate((1.0, 17.0, 4096.0, 1e9, 1e-9)):
-        everyone = [_whole(other, step) for other in range(world_size)]
-        weights = [weight * (1 + other) for other in range(world_size)]
-        sync.set_weight(weights[rank])
-        model.zero_grad()
-        model(everyone[rank]).backward()
-        expected = [each / sum(weights) for each in _weighted(everyone, weights)]
-        _assert_near(grads_of(model), expected, "fp16", f"step {step}")
-        assert sync.grad_stats().num_saturated == 0
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_weights_may_grow_by_any_factor(shared_memory: bool) -> None:
-    run_ranks(_growing_weights, 2, shared_memory=shared_memory)
-
-
-def _nothing_is_lost(rank: int, world_size: int, algorithm: Any) -> None:
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@on_ranks(3)
+def test_error_feedback_loses_nothing_where_weights_change(rank: int, world_size: int, algorithm: Any) -> None:
     """Whatever the weights do from step to step, even where nobody counts: what is kept is a part of the mean."""
     model = Given(_whole(0, 0))
     sync = fastsync.attach(model, Compression("int8", "fp32", error_feedback=True, algorithm=algorithm))
@@ -251,12 +197,8 @@ def _nothing_is_lost(rank: int, world_size: int, algorithm: Any) -> None:
     assert sum(float(residual["own"].abs().sum()) for residual in residuals.values()) > 0
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_error_feedback_loses_nothing_where_weights_change(algorithm: str) -> None:
-    run_ranks(_nothing_is_lost, 3, algorithm)
-
-
-def _left_alone(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=40.0)
+def test_a_failed_sync_leaves_gradients_as_they_were(rank: int, world_size: int) -> None:
     """A sync that fails leaves gradients as they were."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     model = Given([torch.ones(3)])
@@ -272,11 +214,8 @@ def _left_alone(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_a_failed_sync_leaves_gradients_as_they_were() -> None:
-    run_ranks(_left_alone, 2, timeout=40.0)
-
-
-def _calls(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_weights_take_one_call_a_step(rank: int, world_size: int) -> None:
     """One call of the process group's more, and only where somebody has asked for weights."""
     model = Given([torch.ones(300), torch.ones(300)])
     sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
@@ -292,42 +231,9 @@ def _calls(rank: int, world_size: int) -> None:
         assert [grad.tolist() for grad in grads_of(model)] == [[1.0] * 300] * 2
 
 
-def test_weights_take_one_call_a_step() -> None:
-    run_ranks(_calls, 2)
-
-
-def _several_engines(rank: int, world_size: int) -> None:
-    """Which get ready in another order on each rank, on one group and on groups of their own."""
-    for groups in ([None, None, None], [dist.new_group() for _ in range(3)]):
-        models = [Given(_whole(index, 0)) for index in range(3)]
-        syncs = [
-            fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
-            for model, group in zip(models, groups, strict=True)
-        ]
-        for step in range(4):
-            for index, sync in enumerate(syncs):
-                sync.set_weight(1.0 + (rank + index) * step)
-            everyone = [_whole(other, step) for other in range(world_size)]
-            losses = []
-            for index in range(3):
-                model = models[(index + rank) % 3]
-                model.zero_grad()
-                losses.append(model(everyone[rank]))
-            torch.stack(losses).sum().backward()
-            for index, model in enumerate(models):
-                weights = [1.0 + (other + index) * step for other in range(world_size)]
-                expected = [each / sum(weights) for each in _weighted(everyone, weights)]
-                _assert_near(grads_of(model), expected, "none", f"engine {index}, step {step}")
-        for sync in syncs:
-            sync.detach()
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_several_engines_with_weights(shared_memory: bool) -> None:
-    run_ranks(_several_engines, 2, timeout=60.0, shared_memory=shared_memory)
-
-
-def _scale_of_sums(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_sums_have_the_range_that_means_have(rank: int, world_size: int) -> None:
     """What travels is single ranks' values, so the fp16 scale is the one that means have."""
     scales = []
     for op in ("mean", "sum"):
@@ -341,12 +247,9 @@ def _scale_of_sums(rank: int, world_size: int) -> None:
     assert scales[0] == scales[1]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_sums_have_the_range_that_means_have(world_size: int) -> None:
-    run_ranks(_scale_of_sums, world_size)
-
-
-def _sums_beyond(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (3, False)])
+@on_ranks(parametrized=("shared_memory",))
+def test_sums_that_their_dtype_does_not_hold_are_counted(rank: int, world_size: int) -> None:
     """A sum that its own dtype does not hold saturates, and is counted on every rank."""
     for wire in ("none", "fp16", "bf16"):
         model = Given([torch.ones(700, dtype=torch.float16)])
@@ -366,12 +269,8 @@ def _sums_beyond(rank: int, world_size: int) -> None:
         sync.detach()
 
 
-@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (3, False)])
-def test_sums_that_their_dtype_does_not_hold_are_counted(world_size: int, shared_memory: bool) -> None:
-    run_ranks(_sums_beyond, world_size, shared_memory=shared_memory)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     with pytest.raises(ValueError, match="op: expected 'mean' or 'sum', got 'avg'"):
         fastsync.attach(model, op="avg")
@@ -384,11 +283,9 @@ def _refused(rank: int, world_size: int) -> None:
         fastsync.attach(other, op="sum" if rank else "mean")
 
 
-def test_what_is_refused() -> None:
-    run_ranks(_refused, 2)
-
-
-def _kept_sums(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, False)])
+@on_ranks(parametrized=("shared_memory",))
+def test_a_sum_that_was_kept_counts_once(rank: int, world_size: int) -> None:
     """Of a gradient from an earlier step, which no rank reaches now."""
     for wire in ("none", "fp16", "int8+ef"):
         model = Given(_whole(0, 0))
@@ -406,12 +303,9 @@ def _kept_sums(rank: int, world_size: int) -> None:
         sync.detach()
 
 
-@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, False)])
-def test_a_sum_that_was_kept_counts_once(world_size: int, shared_memory: bool) -> None:
-    run_ranks(_kept_sums, world_size, shared_memory=shared_memory)
-
-
-def _counts_alike(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_equal_weights_change_no_bit(rank: int, world_size: int) -> None:
+    """1 / 98 * 2 * 49 is not 1."""
     for weight in (None, 49.0, 107.0):
         parameter = nn.Parameter(torch.zeros(100, dtype=torch.float64))
         sync = fastsync.attach([parameter], overlap=False)
@@ -421,8 +315,3 @@ def _counts_alike(rank: int, world_size: int) -> None:
         parameter.grad = everyone[rank].clone()
         sync.synchronize()
         assert torch.equal(parameter.grad, sum(everyone) / world_size), weight
-
-
-def test_equal_weights_change_no_bit() -> None:
-    """1 / 98 * 2 * 49 is not 1."""
-    run_ranks(_counts_alike, 2)

@@ -23,7 +23,7 @@ from fastsync import Compression, GroupProfile
 from fastsync.autotune.choose import TOLERANCE, Candidate, choose, compressions, explain
 from fastsync.autotune.measure import make_plan
 from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks, group_of_one
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, on_ranks, run_ranks
 
 NONE, FP16, BF16 = Compression(), Compression("fp16"), Compression("bf16")
 INT8 = Compression("int8", error_feedback=True, algorithm="two_shot")
@@ -226,7 +226,8 @@ def test_a_profile_that_will_not_do_on_one_rank_is_told_on_all() -> None:
     run_ranks(_finds_another_profile, 2, timeout=60)
 
 
-def _travels_as_chosen(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: int) -> None:
     profile = replace(
         PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),)), PROFILE.candidates[2])
     )
@@ -270,11 +271,8 @@ def _newest_step(sync: Any, forward: torch.nn.Module) -> list[fastsync.BucketSta
     ]
 
 
-def test_each_bucket_travels_as_was_chosen_for_its_size() -> None:
-    run_ranks(_travels_as_chosen, 2)
-
-
-def _averages_at_once(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_are_averaged_at_once_as_was_chosen(rank: int, world_size: int) -> None:
     """What travels shows in the result: 1 + 2**-12 takes more bits than fp16 has."""
     profile = replace(PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),))))
     for numel, expected in ((1000, 2.0 + 2.0**-11), (30_000, 2.0)):
@@ -286,10 +284,6 @@ def _averages_at_once(rank: int, world_size: int) -> None:
     weight.grad = torch.full((numel,), 1.0 + rank)
     fastsync.all_reduce_gradients([weight], "auto")  # which measures
     assert weight.grad.unique().tolist() == [1.5]
-
-
-def test_gradients_are_averaged_at_once_as_was_chosen() -> None:
-    run_ranks(_averages_at_once, 2)
 
 
 def _measures(rank: int, world_size: int, folder: str) -> GroupProfile:
@@ -327,16 +321,13 @@ def test_ranks_that_measure_different_things_are_told() -> None:
         run_ranks(_measures_something_else, 2, timeout=60)
 
 
-def _measures_alone(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_a_rank_that_measures_alone_is_told_when_the_time_limit_is_over(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"fastsync: measuring failed on rank 0 of 2; does every rank measure"):
             fastsync.measure_group(group)
     dist.barrier()
-
-
-def test_a_rank_that_measures_alone_is_told_when_the_time_limit_is_over() -> None:
-    run_ranks(_measures_alone, 2, timeout=60)
 
 
 def _attaches_differently(rank: int, world_size: int) -> None:

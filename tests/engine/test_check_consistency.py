@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fastsync
 from tests.models import group_of_one
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class WithExtraState(nn.Linear):
@@ -73,7 +73,8 @@ def _extra_state(rank: int, world_size: int) -> None:
         fastsync.check_consistency(WithExtraState([] if rank else {}))
 
 
-def _how_much(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_how_many_differ_and_by_how_much(rank: int, world_size: int) -> None:
     model = _normalised()
     for name, tensor in model.state_dict().items():
         if rank == 1 and name != "0.weight":
@@ -112,18 +113,11 @@ def _alone(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def _consistency(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_compared(rank: int, world_size: int) -> None:
     _buffers(rank, world_size)
     _extra_state(rank, world_size)
     _alone(rank, world_size)
-
-
-def test_what_is_compared() -> None:
-    run_ranks(_consistency, 2)
-
-
-def test_how_many_differ_and_by_how_much() -> None:
-    run_ranks(_how_much, 3)
 
 
 def test_only_a_module_is_compared() -> None:

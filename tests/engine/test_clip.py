@@ -27,7 +27,7 @@ from tests.models import (
     group_of_one,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SHAPES = [(7, 33), (300,), (2, 3, 4)]
 RTOL = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -197,7 +197,8 @@ def assert_all_close(some: list[Tensor], others: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
 
 
-def _clips(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_hooks_gradients_are_clipped_as_torch_does(rank: int, world_size: int) -> None:
     _other_norms(rank, world_size)
     _other_norms_where_the_engines_is_not_known(rank, world_size)
     _other_norms_of_what_waits_for_the_step(rank, world_size)
@@ -206,10 +207,6 @@ def _clips(rank: int, world_size: int) -> None:
     _clips_what_is_not_finite(rank, world_size)
     _clips_the_parameters_that_were_synchronised(rank, world_size)
     _clips_what_is_attached(rank, world_size)
-
-
-def test_a_hooks_gradients_are_clipped_as_torch_does() -> None:
-    run_ranks(_clips, 2)
 
 
 def test_parameters_are_clipped_by_torch() -> None:

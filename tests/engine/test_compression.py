@@ -22,10 +22,9 @@ from tests.models import (
     batch,
     given_ddp,
     grads_of,
-    group_of_one,
     train_step,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 def test_a_wires_name_is_shorthand_for_its_compression() -> None:
@@ -60,32 +59,6 @@ def test_a_command_line_has_options_behind_the_wire() -> None:
 def test_options_that_do_not_fit_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^compression: {message}"):
         parse_compression(text)
-
-
-def _takes_names(rank: int, world_size: int) -> None:
-    compressions = ("int8", fastsync.Compression("int8"))
-    values = torch.linspace(-1, 1 + rank, 300)
-    hooked, attached, called = [], [], []
-    for compression in compressions:
-        ddp = given_ddp([torch.ones(300)])
-        fastsync.register_comm_hook(ddp, compression)
-        hooked += backward_of(ddp, [values])
-        weight = torch.nn.Parameter(torch.ones(300))
-        sync = fastsync.attach([weight], compression)
-        (weight * values).sum().backward()
-        attached.append(weight.grad)
-        assert sync.compression == fastsync.Compression("int8")
-        weight = torch.nn.Parameter(torch.ones(300))
-        weight.grad = values.clone()
-        fastsync.all_reduce_gradients([weight], compression)
-        called.append(weight.grad)
-    for door in (hooked, attached, called):
-        assert_all_bitwise_equal(door[:1], door[1:], "the name and what it stands for")
-        assert_same_on_all_ranks(door)
-
-
-def test_every_entry_point_takes_names() -> None:
-    run_ranks(_takes_names, 2, shared_memory=False)
 
 
 @pytest.mark.parametrize(
@@ -152,19 +125,6 @@ def test_auto_allows_by_name_what_loses_more() -> None:
             fastsync.Auto(allow=allow)
 
 
-def test_an_assignment_that_is_refused_changes_nothing() -> None:
-    with group_of_one():
-        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2)]), "bf16")
-        with pytest.raises(ValueError, match="compression: expected one of"):
-            hook.compression = "int3"
-        assert hook.compression == fastsync.Compression(wire="bf16")
-
-        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2, dtype=torch.complex64)]))
-        with pytest.raises(ValueError, match=r"'fp16' cannot carry parameter weights\.0, which is torch\.complex64"):
-            hook.compression = "fp16"
-        assert hook.compression == fastsync.Compression(wire="none")
-
-
 def _swaps_while_training(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
@@ -197,10 +157,7 @@ def _comes_back_to_other_gradients(rank: int, world_size: int) -> None:
         assert hook.grad_stats().num_saturated.item() == 0, f"{wire} at {magnitude}: the scale is an old one"
 
 
-def _swaps(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there(rank: int, world_size: int) -> None:
     _swaps_while_training(rank, world_size)
     _comes_back_to_other_gradients(rank, world_size)
-
-
-def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there() -> None:
-    run_ranks(_swaps, 2, shared_memory=False)

@@ -29,7 +29,7 @@ from tests.models import (
     random_grads,
     train_step,
 )
-from tests.ranks import open_group, run_ranks
+from tests.ranks import on_ranks, open_group, run_ranks
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
 FLOAT_WIRES = ["none", "fp16", "bf16"]
@@ -154,47 +154,12 @@ def _dtypes(rank: int) -> None:
     assert hook.grad_stats().grad_norm.item() > 0
 
 
-def _like_ddp_in_every_mode(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_mode_of_ddp_gives_bitwise_what_it_gives_without_a_hook(rank: int, world_size: int) -> None:
     _parameters_without_gradients(rank)
     _ways_to_build_ddp(rank)
     _ways_to_run_a_step(rank)
     _dtypes(rank)
-
-
-def test_every_mode_of_ddp_gives_bitwise_what_it_gives_without_a_hook() -> None:
-    run_ranks(_like_ddp_in_every_mode, 2)
-
-
-def _disjoint_groups(rank: int, world_size: int) -> None:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = groups[rank // 2]
-    grad = torch.tensor([float(rank), 1.0])
-    in_group = torch.tensor([0.5 + 2 * (rank // 2), 1.0])
-    in_world = torch.tensor([1.5, 1.0])
-    for wire in FLOAT_WIRES:
-        own = given_ddp([grad], process_group=mine)
-        assert_all_bitwise_equal(_twice(own, fastsync.register_comm_hook(own, wire), grad), [in_group], "of its group")
-        world = given_ddp([grad])
-        assert_all_bitwise_equal(_twice(world, fastsync.register_comm_hook(world, wire), grad), [in_world], "of all")
-        given = given_ddp([grad])
-        hook = fastsync.register_comm_hook(given, wire, process_group=mine)
-        assert_all_bitwise_equal(_twice(given, hook, grad), [in_group], "of the group given")
-    for state, expected in ((None, in_world), (mine, in_group), (fastsync.HookState(mine), in_group), (None, in_world)):
-        drop_in = given_ddp([grad])
-        drop_in.register_comm_hook(state, fastsync.fp16_compress_hook)
-        assert_all_bitwise_equal(backward_of(drop_in, [grad]), [expected], "of the state's group")
-    assert_same_on_all_ranks([grad * 0 + in_group], mine)
-
-
-def _twice(ddp: DistributedDataParallel, hook: fastsync.CommHook, grad: Tensor) -> list[Tensor]:
-    backward_of(ddp, [grad])
-    averaged = backward_of(ddp, [grad])
-    assert hook.stats().num_steps == 2
-    return averaged
-
-
-def test_each_process_group_averages_over_its_own_ranks() -> None:
-    run_ranks(_disjoint_groups, 4)
 
 
 def _two_models_share_the_state_none(rank: int) -> None:
@@ -273,15 +238,12 @@ def _uneven_inputs(rank: int) -> None:
     assert hook.stats().num_steps == 5
 
 
-def _states_and_wrappers(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_shared_states_wrapped_hooks_and_join(rank: int, world_size: int) -> None:
     _two_models_share_the_state_none(rank)
     _torchs_wrapper_around_our_hook(rank)
     _buckets_left_out(rank)
     _uneven_inputs(rank)
-
-
-def test_shared_states_wrapped_hooks_and_join() -> None:
-    run_ranks(_states_and_wrappers, 2, shared_memory=False)
 
 
 def _a_new_default_group(rank: int, world_size: int, folder: str) -> None:
@@ -298,7 +260,8 @@ def test_state_none_follows_the_default_group_when_it_is_made_anew(tmp_path: obj
     run_ranks(_a_new_default_group, 2, str(tmp_path))
 
 
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_compiled_ddp_runs_the_hook(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Mlp()
     plain = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
@@ -317,5 +280,39 @@ def _compiled(rank: int, world_size: int) -> None:
             torch.testing.assert_close(actual, expected)
 
 
-def test_compiled_ddp_runs_the_hook() -> None:
-    run_ranks(_compiled, 2)
+@on_ranks(3)
+def test_none_on_three_ranks_is_ddp_without_a_hook_within_one_rounding(rank: int, world_size: int) -> None:
+    # DDP multiplies by 1/3 where it copies into a bucket, and divides by 3 where the gradient lies in it already.
+    for keeps_views in (False, True):
+        options = {"bucket_cap_mb": SMALL_BUCKETS, "gradient_as_bucket_view": keeps_views}
+        like = random_grads(0, 0, SHAPES, torch.float32)
+        plain, hooked = given_ddp(like, **options), given_ddp(like, **options)
+        fastsync.register_comm_hook(hooked)
+        for step in range(4):
+            mine = random_grads(rank, step, SHAPES, torch.float32)
+            everyone = [random_grads(other, step, SHAPES, torch.float32) for other in range(world_size)]
+            for ddp in (plain, hooked):
+                ddp.zero_grad(set_to_none=not keeps_views)
+                ddp(mine).backward()
+            for index, (actual, expected) in enumerate(zip(grads_of(hooked), grads_of(plain), strict=True)):
+                # With u = 2^-24 and m the mean magnitude: g·fl(1/3) is off by 2u·|g|/3 at most, g/3 by u·|g|/3, and
+                # each of the two additions on each side by u·m. In all (3 + 2 + 2)·u·m, to first order in u.
+                magnitude = sum(grads[index].abs() for grads in everyone) / world_size
+                bound = 7 * 2.0**-24 * 1.001 * magnitude
+                assert bool(((actual - expected).abs() <= bound).all()), f"step {step}, gradient {index}"
+            assert_same_on_all_ranks(grads_of(hooked))
+
+
+@on_ranks(4)
+def test_a_hook_may_average_over_another_group_than_ddp_has(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[rank // 2]
+    grad = torch.tensor([float(rank), 1.0])
+    in_group, in_world = torch.tensor([0.5 + 2 * (rank // 2), 1.0]), torch.tensor([1.5, 1.0])
+    given = given_ddp([grad])
+    fastsync.register_comm_hook(given, "fp16", process_group=mine)
+    assert_all_bitwise_equal(backward_of(given, [grad]), [in_group], "of the group given")
+    for state, expected in ((None, in_world), (mine, in_group), (fastsync.HookState(mine), in_group), (None, in_world)):
+        drop_in = given_ddp([grad])
+        drop_in.register_comm_hook(state, fastsync.fp16_compress_hook)
+        assert_all_bitwise_equal(backward_of(drop_in, [grad]), [expected], "of the state's group")

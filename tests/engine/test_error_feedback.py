@@ -14,7 +14,7 @@ import fastsync
 from fastsync import Compression
 from tests.bitwise import assert_bitwise_equal
 from tests.models import Fails
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 FEEDBACK = Compression("bf16", reduce="fp32", error_feedback=True)
 
@@ -30,7 +30,8 @@ def residual_of(sync: Any, name: str) -> Tensor:
     return own
 
 
-def _follow_a_cast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_residuals_follow_a_cast(rank: int, world_size: int) -> None:
     model = nn.Linear(100, 100)
     parameters = list(model.parameters())
     sync = fastsync.attach(model, FEEDBACK, overlap=False)
@@ -49,11 +50,8 @@ def _follow_a_cast(rank: int, world_size: int) -> None:
     torch.testing.assert_close(residual_of(sync, "weight"), before.double() - before.bfloat16().double())
 
 
-def test_residuals_follow_a_cast() -> None:
-    run_ranks(_follow_a_cast, 2)
-
-
-def _resized(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_residuals_of_another_size_are_dropped(rank: int, world_size: int) -> None:
     parameter = nn.Parameter(torch.zeros(100))
     sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
     given_gradients(rank, 0, parameter)
@@ -68,11 +66,8 @@ def _resized(rank: int, world_size: int) -> None:
         assert sync.state_dict()["residuals"] == {}
 
 
-def test_residuals_of_another_size_are_dropped() -> None:
-    run_ranks(_resized, 2)
-
-
-def _turned_off(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_residual_that_was_loaded_is_sent_once_where_error_feedback_is_off(rank: int, world_size: int) -> None:
     for of_sums, first in ((None, 1.0), (torch.full((100,), 2.0 * rank), 3.0)):
         parameter = nn.Parameter(torch.zeros(100))
         sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
@@ -86,11 +81,9 @@ def _turned_off(rank: int, world_size: int) -> None:
             assert sync.state_dict()["residuals"] == {}
 
 
-def test_a_residual_that_was_loaded_is_sent_once_where_error_feedback_is_off() -> None:
-    run_ranks(_turned_off, 2)
-
-
-def _of_another_size(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_residuals_beside_complex_parameters(rank: int, world_size: int) -> None:
+    """Which have none, but lie in the same bucket and are twice as many values."""
     complex_one = nn.Parameter(torch.zeros(50_000, dtype=torch.complex64))
     real_one = nn.Parameter(torch.zeros(100))
     sync = fastsync.attach([complex_one, real_one], "none", overlap=False)
@@ -101,12 +94,9 @@ def _of_another_size(rank: int, world_size: int) -> None:
     assert_bitwise_equal(real_one.grad, torch.full((100,), 2.0))
 
 
-def test_residuals_beside_complex_parameters() -> None:
-    """Which have none, but lie in the same bucket and are twice as many values."""
-    run_ranks(_of_another_size, 2)
-
-
-def _stay_where_nothing_is_new(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_residuals_stay_where_no_rank_has_a_new_gradient(rank: int, world_size: int) -> None:
+    """What came back for such a gradient would go nowhere."""
     used, idle = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
     sync = fastsync.attach([used, idle], FEEDBACK)
     (used.square() * 1.37 + idle.square() * 1.37).sum().backward()
@@ -119,12 +109,9 @@ def _stay_where_nothing_is_new(rank: int, world_size: int) -> None:
     assert_bitwise_equal(residual_of(sync, "1"), before)
 
 
-def test_residuals_stay_where_no_rank_has_a_new_gradient() -> None:
-    """What came back for such a gradient would go nowhere."""
-    run_ranks(_stay_where_nothing_is_new, 2)
-
-
-def _norm_of_what_is_handed_out(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_the_norm_leaves_out_what_no_rank_gets(rank: int, world_size: int) -> None:
+    """Of a gradient that nobody has any more, a wire still carries what was lost of it before."""
     for wire, algorithm in (("int8", "two_shot"), ("bf16", "two_shot"), ("int8", "one_shot")):
         compression = Compression(wire, reduce="fp32", algorithm=algorithm, error_feedback=True)
         always, once = nn.Parameter(torch.zeros(3000)), nn.Parameter(torch.zeros(3000))
@@ -139,12 +126,8 @@ def _norm_of_what_is_handed_out(rank: int, world_size: int) -> None:
             torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
 
 
-def test_the_norm_leaves_out_what_no_rank_gets() -> None:
-    """Of a gradient that nobody has any more, a wire still carries what was lost of it before."""
-    run_ranks(_norm_of_what_is_handed_out, 3)
-
-
-def _resume(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_stochastic_rounding_goes_on_as_it_was_in_another_engine(rank: int, world_size: int) -> None:
     compression = Compression("int8", error_feedback=True, rounding="stochastic")
     first, second = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(1000))
     sync = fastsync.attach([first], compression, overlap=False)
@@ -160,10 +143,6 @@ def _resume(rank: int, world_size: int) -> None:
     assert first.grad is not None
     assert second.grad is not None
     assert_bitwise_equal(second.grad, first.grad)
-
-
-def test_stochastic_rounding_goes_on_as_it_was_in_another_engine() -> None:
-    run_ranks(_resume, 3)
 
 
 def _round(sync: Any, parameter: nn.Parameter, rank: int) -> Tensor:
@@ -197,7 +176,8 @@ def test_stochastic_rounding_follows_the_step_wherever_a_run_begins(how: dict[st
     run_ranks(_follow_the_step, 4 if "ranks_per_node" in how else 2, how)
 
 
-def _follow_the_step_past_failures(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_stochastic_rounding_follows_the_step_past_a_backward_that_failed(rank: int, world_size: int) -> None:
     compression = Compression("int8", rounding="stochastic")
     weights = torch.linspace(-1.0, 1.0, 3000)
 
@@ -223,10 +203,6 @@ def _follow_the_step_past_failures(rank: int, world_size: int) -> None:
     assert_bitwise_equal(results[-1], run(range(3, 4), range(0))[0])
 
 
-def test_stochastic_rounding_follows_the_step_past_a_backward_that_failed() -> None:
-    run_ranks(_follow_the_step_past_failures, 2)
-
-
 def _rounds_otherwise_elsewhere(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """What rounding loses of one value, in two buckets of one step."""
     parameters = [nn.Parameter(torch.zeros(128 * 8)) for _ in range(2)]
@@ -246,7 +222,11 @@ def test_stochastic_rounding_differs_between_ranks_and_buckets() -> None:
             assert (one != other).float().mean() > 0.25
 
 
-def _statistics_agree(rank: int, world_size: int, kept: str) -> None:
+@pytest.mark.parametrize(
+    "kept", ["None here, zeros there", "None here, the newest there", "the newest", "zeros"], ids=str
+)
+@on_ranks(3)
+def test_statistics_of_what_no_rank_uses_are_the_same_on_all_ranks(rank: int, world_size: int, kept: str) -> None:
     """Of a gradient that no rank has a new one of, each rank may have kept something else."""
     for algorithm in ("one_shot", "two_shot"):
         compression = Compression("int8", algorithm=algorithm, error_feedback=True)
@@ -274,13 +254,6 @@ def _statistics_agree(rank: int, world_size: int, kept: str) -> None:
             if not (kept == "None here, the newest there" and step > 0):
                 expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
                 torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize(
-    "kept", ["None here, zeros there", "None here, the newest there", "the newest", "zeros"], ids=str
-)
-def test_statistics_of_what_no_rank_uses_are_the_same_on_all_ranks(kept: str) -> None:
-    run_ranks(_statistics_agree, 3, kept)
 
 
 class _Kept:
@@ -314,7 +287,10 @@ class _Kept:
         return kept
 
 
-def _ends(rank: int, world_size: int, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@on_ranks(3)
+def test_what_was_kept_comes_once_error_feedback_has_ended(rank: int, world_size: int, algorithm: str) -> None:
+    """With the first gradient after it has ended."""
     feedback = Compression("int8", algorithm=algorithm, error_feedback=True)
     schedule = fastsync.Schedule({0: "none", 2: feedback, 4: "none"})
     first, second = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(20, 30))
@@ -341,13 +317,8 @@ def _ends(rank: int, world_size: int, algorithm: str) -> None:
     assert sync.state_dict()["residuals"] == {}
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_what_was_kept_comes_once_error_feedback_has_ended(algorithm: str) -> None:
-    """With the first gradient after it has ended."""
-    run_ranks(_ends, 3, algorithm)
-
-
-def _keeps_what_a_stand_in_loses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_lost_of_a_gradient_from_an_earlier_step_is_kept(rank: int, world_size: int) -> None:
     """A gradient of an earlier step travels where another rank has a new one, and is rounded as any."""
     for algorithm in ("one_shot", "two_shot"):
         sometimes, reach = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(1))
@@ -364,11 +335,9 @@ def _keeps_what_a_stand_in_loses(rank: int, world_size: int) -> None:
             kept.is_missing()
 
 
-def test_what_is_lost_of_a_gradient_from_an_earlier_step_is_kept() -> None:
-    run_ranks(_keeps_what_a_stand_in_loses, 2)
-
-
-def _loss_scale_changes(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["clipped", "followed"])
+@on_ranks(2)
+def test_residuals_follow_a_scale_of_the_loss(rank: int, world_size: int, how: str) -> None:
     """What is kept goes on in the units of the gradients that it is added to."""
     parameter = nn.Parameter(torch.zeros(700))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -390,8 +359,3 @@ def _loss_scale_changes(rank: int, world_size: int, how: str) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert kept.is_missing(scaler.get_scale()).abs().max() > 1e-3  # in the units of the gradients to come
-
-
-@pytest.mark.parametrize("how", ["clipped", "followed"])
-def test_residuals_follow_a_scale_of_the_loss(how: str) -> None:
-    run_ranks(_loss_scale_changes, 2, how)

@@ -342,14 +342,6 @@ def test_one_process_is_enough(script: Path, tmp_path: Path):
     assert result in lines[-1]
 
 
-@each_example
-def test_the_docstring_says_how_to_run_it(script: Path):
-    docstring = ast.get_docstring(ast.parse(script.read_text())) or ""
-    said = [line.strip() for line in docstring.splitlines()]
-    assert f"torchrun --standalone --nproc-per-node=2 examples/{script.name}" in said
-    assert f"python examples/{script.name}" in said
-
-
 def test_the_index_has_every_example():
     linked = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
     assert sorted(linked) == sorted(script.name for script in EXAMPLES.glob("*.py"))

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import fastsync
 from tests.models import Mlp, assert_same_on_all_ranks, batch, group_of_one
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 MESSAGE = r"stepped inside backward\(\).*step after backward\(\) has returned"
 
@@ -50,7 +50,10 @@ def _doors() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
     return {"attach": attached, "attach(overlap=False)": lambda: attached(overlap=False), "hook": hooked}
 
 
-def _is_refused(rank: int, world_size: int, door: str, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("door", _doors())
+@on_ranks(2)
+def test_a_step_inside_backward_is_refused(rank: int, world_size: int, door: str, way: str) -> None:
     torch.manual_seed(0)
     model, _ = _doors()[door]()
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -61,12 +64,6 @@ def _is_refused(rank: int, world_size: int, door: str, way: str) -> None:
         model(batch(rank, 0)).square().mean().backward()
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
     assert_same_on_all_ranks(list(model.parameters()))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("door", _doors())
-def test_a_step_inside_backward_is_refused(door: str, way: str) -> None:
-    run_ranks(_is_refused, 2, door, way)
 
 
 def test_what_is_known_to_step_inside_backward_is_refused_at_once() -> None:
@@ -105,7 +102,8 @@ def _num_hooks() -> tuple[int, int]:
     return len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
 
 
-def _hooks_come_and_go(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_hooks_come_with_the_first_handle_and_go_with_the_last(rank: int, world_size: int) -> None:
     assert _num_hooks() == (0, 0)
     first, second = fastsync.attach(Mlp().layers), fastsync.attach([nn.Parameter(torch.ones(2))])
     ddp = DistributedDataParallel(Mlp())
@@ -127,10 +125,6 @@ def _hooks_come_and_go(rank: int, world_size: int) -> None:
     assert _num_hooks() == (0, 0)
 
 
-def test_hooks_come_with_the_first_handle_and_go_with_the_last() -> None:
-    run_ranks(_hooks_come_and_go, 1)
-
-
 def test_another_thread_may_attach_while_an_optimizer_steps() -> None:
     """Inside of a backward as well, where parameters are looked for."""
     with group_of_one(), ThreadPoolExecutor(1) as pool:
@@ -148,3 +142,25 @@ def test_another_thread_may_attach_while_an_optimizer_steps() -> None:
         next(alone.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
         alone(batch(0, 0)).sum().backward()
         assert len(others) >= 2
+
+
+@on_ranks(2)
+def test_steps_of_other_models_and_of_models_changed_in_part_are_let_through(rank: int, world_size: int) -> None:
+    """Optimizers of other models before the first backward, and models that were only changed in part."""
+    model, other = Mlp(), Mlp()
+    sync = fastsync.attach(model)
+    of_other = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(batch(0, 0)).sum().backward()
+    of_other.step()
+    model.layers[0].weight = nn.Parameter(torch.zeros(64, 32))
+    model(batch(rank, 0)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert sync.stats().num_steps == 1
+    loose = [nn.Parameter(torch.ones(2))]
+    fastsync.attach(loose)
+    loose[0].sum().backward()
+    torch.optim.SGD(loose).step()
+    ddp = DistributedDataParallel(Mlp())
+    fastsync.register_comm_hook(ddp)
+    ddp(batch(rank, 0)).sum().backward()
+    torch.optim.SGD(ddp.parameters()).step()

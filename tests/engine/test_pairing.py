@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync.compression import AnyCompression
 from tests.models import SMALL_BUCKETS, Mlp, assert_same_on_all_ranks, batch
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 ERROR_FEEDBACK = fastsync.Compression("int8", error_feedback=True)
 HOOK_CHECKS_ONE_OF = 16
@@ -204,12 +204,9 @@ def _sharded_optimizer(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-def _legitimate(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_what_ranks_may_do_alone(rank: int, world_size: int) -> None:
     _alone(rank, world_size)
     _frozen_alone(rank, world_size)
     _sharded_optimizer(rank, world_size)
     _two_models_share_a_state(rank, world_size)
-
-
-def test_what_ranks_may_do_alone() -> None:
-    run_ranks(_legitimate, 2, shared_memory=False)

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIDTH, LAYERS, ROWS, MICRO_BATCHES, STEPS = 8, 4, 16, 4, 5
 CPU = torch.device("cpu")
@@ -160,7 +160,9 @@ def test_trains_as_one_process_with_all_data(wrap: Any) -> None:
         assert max(found.values()) <= LIMITS[wrap], found
 
 
-def _overlaps(rank: int, world_size: int, schedule: Any) -> None:
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleavedZeroBubble])
+@on_ranks(4)
+def test_a_stage_is_not_synchronised_in_the_midst_of_a_schedule(rank: int, world_size: int, schedule: Any) -> None:
     message = r"parameters of a pipeline's stage.*overlap=False"
 
     def as_module(stages: Stages, mesh: DeviceMesh) -> Stages:
@@ -185,12 +187,8 @@ def _overlaps(rank: int, world_size: int, schedule: Any) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleavedZeroBubble])
-def test_a_stage_is_not_synchronised_in_the_midst_of_a_schedule(schedule: Any) -> None:
-    run_ranks(_overlaps, 4, schedule)
-
-
-def _clips(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_norm_before_the_schedule_divides_is_not_told(rank: int, world_size: int) -> None:
     alone = nn.Sequential(*layers())
     loss_of(alone, 0).backward()
     for wrap in (by_hook, by_reduce_scatter, by_attach):
@@ -205,7 +203,3 @@ def _clips(rank: int, world_size: int) -> None:
         else:
             with pytest.raises(RuntimeError, match="a pipeline's schedule divides the gradients after"):
                 fastsync.clip_grad_norm_(handle, 1.0)
-
-
-def test_a_norm_before_the_schedule_divides_is_not_told() -> None:
-    run_ranks(_clips, 4)

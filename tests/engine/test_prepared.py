@@ -10,10 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.models import Mlp, batch, group_of_one
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
-def _registers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_whatever_is_wrapped_is_registered(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     wrapped = [DistributedDataParallel(Mlp()), torch.compile(DistributedDataParallel(Mlp()), backend="eager")]
     for model, kind in [*((ddp, fastsync.CommHook) for ddp in wrapped), (fully_shard(Mlp(), mesh=mesh), None)]:
@@ -23,10 +24,6 @@ def _registers(rank: int, world_size: int) -> None:
         assert handle.stats().num_steps == 1
     with pytest.raises(ValueError, match=r"fastsync\.attach for one without a wrapper"):
         fastsync.register_prepared(Mlp())
-
-
-def test_whatever_is_wrapped_is_registered() -> None:
-    run_ranks(_registers, 2)
 
 
 def _takes_a_step_alone() -> None:

@@ -20,7 +20,7 @@ from tests.models import (
     group_of_one,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SHAPES = [(7, 33), (300,), (2, 3, 4)]
 
@@ -29,7 +29,8 @@ def _mean(values: list[Tensor]) -> Tensor:
     return torch.stack(values).sum(dim=0) / len(values)
 
 
-def _exact_means(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_riders_are_exact_means_and_change_no_gradient(rank: int, world_size: int) -> None:
     for wire in ("none", "bf16", "fp16"):
         for dtype in (torch.float32, torch.bfloat16):
             model, alone = (Given(random_grads(0, 0, SHAPES, dtype)) for _ in range(2))
@@ -59,11 +60,8 @@ def _exact_means(rank: int, world_size: int) -> None:
             assert sync.stats().numel == reference.stats().numel
 
 
-def test_riders_are_exact_means_and_change_no_gradient() -> None:
-    run_ranks(_exact_means, 2)
-
-
-def _ways_to_sync(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_riders_go_with_the_next_sync(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     value = torch.tensor([float(rank)])
@@ -91,11 +89,9 @@ def _ways_to_sync(rank: int, world_size: int) -> None:
     assert steps == 3
 
 
-def test_riders_go_with_the_next_sync() -> None:
-    run_ranks(_ways_to_sync, 2)
-
-
-def _in_the_same_collective(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(shared_memory=False)
+def test_riders_share_the_collective_where_the_wire_is_float32(rank: int, world_size: int) -> None:
     # At full width two ranks send each other one message, which holds all; else all_reduce adds.
     for wire, name, number in (
         ("none", "gloo:send", 1 if world_size == 2 else 0),
@@ -112,12 +108,8 @@ def _in_the_same_collective(rank: int, world_size: int) -> None:
         assert len([event for event in profiler.events() if event.name == name]) == number
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_riders_share_the_collective_where_the_wire_is_float32(world_size: int) -> None:
-    run_ranks(_in_the_same_collective, world_size, shared_memory=False)
-
-
-def _bytes_of_a_rider(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_riders_count_as_sent_in_the_wires_collective_and_in_one_of_their_own(rank: int, world_size: int) -> None:
     for wire in ("none", "fp16"):
         model = Given([torch.ones(3)])
         sync = fastsync.attach(model, wire)
@@ -130,11 +122,8 @@ def _bytes_of_a_rider(rank: int, world_size: int) -> None:
         assert sent[2] - sent[1] == sent[1] - sent[0] + 5 * 4
 
 
-def test_riders_count_as_sent_in_the_wires_collective_and_in_one_of_their_own() -> None:
-    run_ranks(_bytes_of_a_rider, 2)
-
-
-def _different_riders(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_whose_riders_differ_are_told(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     sync.piggyback("value", torch.ones(2 + rank))
@@ -150,7 +139,8 @@ def _different_riders(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def _left_out_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rider_that_some_ranks_leave_out_is_nan(rank: int, world_size: int) -> None:
     """In the second step rank 1 sends no a: rank 0, which asked for its mean, gets nan."""
     for wire in ("none", "fp16"):
         model = Given([torch.ones(3)])
@@ -168,11 +158,8 @@ def _left_out_on_one_rank(rank: int, world_size: int) -> None:
             assert grads_of(model)[0].tolist() == [1.0] * 3
 
 
-def test_a_rider_that_some_ranks_leave_out_is_nan() -> None:
-    run_ranks(_left_out_on_one_rank, 2)
-
-
-def _another_shape(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rider_may_come_with_another_shape(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     for shape in ((3,), (2, 2), (1,)):
@@ -183,11 +170,8 @@ def _another_shape(rank: int, world_size: int) -> None:
         assert sync.piggybacked()["last"].item() == 1.0
 
 
-def test_a_rider_may_come_with_another_shape() -> None:
-    run_ranks(_another_shape, 2)
-
-
-def _new_in_other_orders(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=40.0)
+def test_ranks_do_not_wait_for_each_other_inside_backward_where_a_rider_is_new(rank: int, world_size: int) -> None:
     """The gradients of two engines, each with a group of its own, get ready in other orders on the ranks."""
     models = [Given([torch.ones(3)]) for _ in range(2)]
     syncs = [fastsync.attach(model, process_group=dist.new_group()) for model in models]
@@ -199,17 +183,9 @@ def _new_in_other_orders(rank: int, world_size: int) -> None:
         assert [sync.piggybacked()[f"new in step {step}"].item() for sync in syncs] == [0.5, 0.5]
 
 
-def test_ranks_do_not_wait_for_each_other_inside_backward_where_a_rider_is_new() -> None:
-    run_ranks(_new_in_other_orders, 2, timeout=40.0)
-
-
-def test_ranks_whose_riders_differ_are_told() -> None:
-    run_ranks(_different_riders, 2)
-
-
 @pytest.mark.parametrize("wrong", [torch.ones(2, dtype=torch.float64), torch.tensor(1), 0.5])
 def test_what_is_not_float32_is_refused(wrong: object) -> None:
     with group_of_one():
         sync = fastsync.attach(torch.nn.Linear(2, 2))
-        with pytest.raises(ValueError, match=r"'kl' has to be a float32 tensor, got .*; use tensor\.float\(\)"):
+        with pytest.raises(ValueError, match=r"tensor: 'kl' has to be a float32 tensor, got .*; use tensor\.float\(\)"):
             sync.piggyback("kl", wrong)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.models import SMALL_BUCKETS, Given, Mlp, batch
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 MESSAGE = "have the same gradients in their first step"
 
@@ -40,7 +40,9 @@ def _hooked(model: nn.Module) -> nn.Module:
     return ddp
 
 
-def _is_said(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(2, parametrized=("shared_memory",))
+def test_ranks_with_the_same_data_are_told(rank: int, world_size: int) -> None:
     for way in (_attached, _hooked):
         torch.manual_seed(0)
         model = way(Mlp())
@@ -50,16 +52,12 @@ def _is_said(rank: int, world_size: int) -> None:
             assert said[0].startswith(f"fastsync: all {world_size} ranks")
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_ranks_with_the_same_data_are_told(shared_memory: bool) -> None:
-    run_ranks(_is_said, 2, shared_memory=shared_memory)
-
-
 def _one_hot(rank: int, step: int) -> torch.Tensor:
     return nn.functional.one_hot(torch.tensor([[rank + step]]), 8).float()
 
 
-def _is_not_said(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_others_are_left_alone(rank: int, world_size: int) -> None:
     for way in (_attached, _hooked):
         model = way(Mlp())
         assert not _warnings_of(lambda rank, step: model(batch(rank, step)).square().mean(), rank)  # noqa: B023
@@ -83,7 +81,3 @@ def _is_not_said(rank: int, world_size: int) -> None:
     groups = [dist.new_group([each]) for each in range(world_size)]
     fastsync.attach(alone, process_group=groups[rank])
     assert not _warnings_of(lambda rank, step: alone(batch(0, step)).square().mean(), rank)
-
-
-def test_others_are_left_alone() -> None:
-    run_ranks(_is_not_said, 3)

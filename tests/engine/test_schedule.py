@@ -18,7 +18,7 @@ import fastsync
 from fastsync import Compression
 from fastsync.compression import AnyCompression, as_compression
 from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, batch, grads_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 PHASES: dict[int, AnyCompression] = {
     0: "none",
@@ -76,14 +76,11 @@ def _takes_less_of_the_wire_from_its_step_on(door: Door, rank: int) -> None:
     assert per_step[1] == per_step[2] == 2 * per_step[3] == 2 * per_step[5]
 
 
-def _changes(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", DOORS)
+@on_ranks(2, shared_memory=False)
+def test_it_changes_by_itself_as_if_it_were_set_by_hand(rank: int, world_size: int, name: str) -> None:
     _changes_by_itself_as_by_hand(DOORS[name], rank)
     _takes_less_of_the_wire_from_its_step_on(DOORS[name], rank)
-
-
-@pytest.mark.parametrize("name", DOORS)
-def test_it_changes_by_itself_as_if_it_were_set_by_hand(name: str) -> None:
-    run_ranks(_changes, 2, name, shared_memory=False)
 
 
 def _interrupted(rank: int, world_size: int, name: str) -> dict[int, tuple[Any, list[list[Tensor]]]]:
@@ -137,7 +134,8 @@ def test_a_mapping_that_is_no_schedule_is_refused(mapping: dict[int, str], messa
         fastsync.Schedule(mapping)
 
 
-def _first_scale_at_the_end_of_backward(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_ranks_do_not_wait_for_each_other_inside_a_backward_when_fp16_begins(rank: int, world_size: int) -> None:
     """The gradients of two engines, each on a group of its own, get ready in opposite orders on the two ranks."""
     groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
     parameters = [nn.Parameter(torch.ones(1000)) for _ in groups]
@@ -152,7 +150,3 @@ def _first_scale_at_the_end_of_backward(rank: int, world_size: int) -> None:
         for parameter in parameters:
             assert parameter.grad is not None
             assert (parameter.grad == 1.5).all()
-
-
-def test_ranks_do_not_wait_for_each_other_inside_a_backward_when_fp16_begins() -> None:
-    run_ranks(_first_scale_at_the_end_of_backward, 2, timeout=60)

@@ -32,7 +32,7 @@ from tests.engine.sharded import (
     train,
     trained_alone,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
 DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
@@ -77,7 +77,8 @@ def test_a_shard_on_gpus_is_the_references_to_the_bit(world_size: int) -> None:
     run_ranks(_as_the_reference, world_size, "cuda", backend="nccl")
 
 
-def _rounds_by_chance(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_block_rounds_by_a_chance_of_its_own(rank: int, world_size: int) -> None:
     engine = _C.ShardedState(dist.group.WORLD)
     engine.set_schedule(engine_schedule([(0, [Candidate(Compression("int8", reduce="fp32", rounding="stochastic"))])]))
     for num_blocks in (1, 4000):  # several pieces, in more memory than the first one took
@@ -87,10 +88,6 @@ def _rounds_by_chance(rank: int, world_size: int) -> None:
         identity = torch.empty(values.numel(), device="meta")
         engine.reduce_scatter(identity, "all of them", output.view(-1), values.view(-1), dist.ReduceOp.SUM)
         assert len(output.unique(dim=0)) == num_blocks
-
-
-def test_every_block_rounds_by_a_chance_of_its_own() -> None:
-    run_ranks(_rounds_by_chance, 2)
 
 
 # ---- trainings ------------------------------------------------------------------------------------------------------
@@ -239,7 +236,8 @@ POLICIES = [
 ]
 
 
-def _as_without_it(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_full_width_between_two_ranks_is_what_fully_shard_does_by_itself(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
 
     def compare(what: str, micro_batches: int = 1, change: Callable[[Any], None] = lambda _: None, **opts: Any) -> None:
@@ -260,11 +258,8 @@ def _as_without_it(rank: int, world_size: int) -> None:
     compare("sums", change=lambda model: model.set_force_sum_reduction_for_comms(True))
 
 
-def test_full_width_between_two_ranks_is_what_fully_shard_does_by_itself() -> None:
-    run_ranks(_as_without_it, 2)
-
-
-def _divides_by_another_factor(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_divide_factor_of_the_users(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     model = sharded(mesh)
     for module in (*model.blocks, model):
@@ -280,7 +275,3 @@ def _divides_by_another_factor(rank: int, world_size: int) -> None:
     squares = [p.grad.square().sum() for p in alone.parameters() if p.grad is not None]
     expected = torch.stack(squares).sum().sqrt() * (world_size / 4.0)
     torch.testing.assert_close(handle.grad_norm(), expected)
-
-
-def test_a_divide_factor_of_the_users() -> None:
-    run_ranks(_divides_by_another_factor, 2)

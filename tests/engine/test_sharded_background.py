@@ -22,7 +22,7 @@ from fastsync import _C, Compression
 from fastsync.autotune.choose import Candidate, engine_schedule
 from fastsync.fsdp import _Unit, _units_of
 from tests.bitwise import assert_bitwise_equal
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 STEPS = 4
 
@@ -80,7 +80,9 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def _as_one_after_the_other(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(shared_memory=False)
+def test_the_same_bits_as_one_after_the_other(rank: int, world_size: int) -> None:
     keeps = _Unit.keeps_gradients_of
     for options in VARIANTS:
         for compression in (Compression("none"), Compression("fp16"), Compression("int8", error_feedback=True)):
@@ -92,12 +94,10 @@ def _as_one_after_the_other(rank: int, world_size: int) -> None:
                 assert_bitwise_equal(mine, theirs, f"{compression}, {options}")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_same_bits_as_one_after_the_other(world_size: int) -> None:
-    run_ranks(_as_one_after_the_other, world_size, shared_memory=False)
-
-
-def _has_no_root(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(2, parametrized=("shared_memory",))
+def test_modules_without_a_root_are_complete_after_backward(rank: int, world_size: int) -> None:
+    """Each has an end of backward of its own, in which the first layer's gradients are reduce-scattered."""
     mesh = init_device_mesh("cpu", (world_size,))
     model, alone = Chain(), Chain()
     for layer in model.layers:
@@ -115,13 +115,8 @@ def _has_no_root(rank: int, world_size: int) -> None:
     assert handle.stats().num_steps == STEPS
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_modules_without_a_root_are_complete_after_backward(shared_memory: bool) -> None:
-    """Each has an end of backward of its own, in which the first layer's gradients are reduce-scattered."""
-    run_ranks(_has_no_root, 2, shared_memory=shared_memory)
-
-
-def _goes_on_meanwhile(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_backward_goes_on_meanwhile(rank: int, world_size: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     model = sharded(world_size, reshard_after_forward=False)  # else backward gathers weights, and ranks wait in there
     fastsync.register_reduce_scatter(model, "bf16")
@@ -140,11 +135,8 @@ def _goes_on_meanwhile(rank: int, world_size: int) -> None:
     loss_of(model, rank, 1).backward()
 
 
-def test_backward_goes_on_meanwhile() -> None:
-    run_ranks(_goes_on_meanwhile, 2, shared_memory=False)
-
-
-def _is_read_by_hooks(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_hooks_of_parameters_read_whole_gradients(rank: int, world_size: int) -> None:
     model = sharded(world_size)
     fastsync.register_reduce_scatter(model, Compression("none"))
     seen: list[tuple[Tensor, Tensor]] = []
@@ -160,11 +152,8 @@ def _is_read_by_hooks(rank: int, world_size: int) -> None:
         assert_bitwise_equal(in_hook, after_backward)
 
 
-def test_hooks_of_parameters_read_whole_gradients() -> None:
-    run_ranks(_is_read_by_hooks, 2, shared_memory=False)
-
-
-def _gradients_of_their_own_dtype(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_gradients_that_are_cast_at_once(rank: int, world_size: int) -> None:
     """As PyTorch after 2.14 does it: a shard is cast to its parameter's grad_dtype as soon as it is handed over."""
     to_sharded = FSDPParam.to_sharded_dtensor
     of_dtype: list[list[Tensor]] = []
@@ -186,11 +175,8 @@ def _gradients_of_their_own_dtype(rank: int, world_size: int) -> None:
         assert_bitwise_equal(any_dtype, wide)
 
 
-def test_gradients_that_are_cast_at_once() -> None:
-    run_ranks(_gradients_of_their_own_dtype, 2, shared_memory=False)
-
-
-def _goes_by_the_version(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_an_unknown_version_does_with_shards_is_not_guessed(rank: int, world_size: int) -> None:
     model = sharded(world_size)
     loss_of(model, rank, 0)  # fully_shard finds out the parameters' dtypes
     unit = _units_of(model)[0]
@@ -199,10 +185,6 @@ def _goes_by_the_version(rank: int, world_size: int) -> None:
         for version, keeps in known.items():
             torch.__version__ = TorchVersion(version)
             assert unit.keeps_gradients_of(torch.float32) is keeps, version
-
-
-def test_what_an_unknown_version_does_with_shards_is_not_guessed() -> None:
-    run_ranks(_goes_by_the_version, 1)
 
 
 class _InBackward(torch.autograd.Function):
@@ -226,7 +208,8 @@ def _backward(*calls: Callable[[], object]) -> None:
     values.backward()
 
 
-def _fails_in_backward(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_a_backward_that_fails_leaves_nothing_behind(rank: int, world_size: int) -> None:
     engine = _C.ShardedState(dist.group.WORLD)
     engine.set_schedule(engine_schedule([(0, [Candidate(Compression("none"))])]))
     identities = [torch.empty(world_size * 100, device="meta") for _ in range(2)]
@@ -249,10 +232,6 @@ def _fails_in_backward(rank: int, world_size: int) -> None:
     assert len(engine.grad_stats()) == 2
     _backward(lambda: send(0, 1.0))
     assert len(engine.grad_stats()) == 1  # of what has come in the newest step
-
-
-def test_a_backward_that_fails_leaves_nothing_behind() -> None:
-    run_ranks(_fails_in_backward, 2, shared_memory=False)
 
 
 def _waits_for_the_newest(rank: int, world_size: int) -> str:
@@ -285,7 +264,8 @@ def test_who_waits_for_the_newest_says_so() -> None:
         assert error.endswith("rank 0, 1, 2: averaging in step 1 of fully_shard's modules")
 
 
-def _keeps_inputs(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_memory_is_used_again_once_nobody_has_it(rank: int, world_size: int) -> None:
     engine = _C.ShardedState(dist.group.WORLD)
     first = engine.allocate_input(100, torch.float32)
     where = first.data_ptr()
@@ -302,18 +282,11 @@ def _keeps_inputs(rank: int, world_size: int) -> None:
     assert engine.allocate_input(101, torch.float32).shape == (101,)
 
 
-def test_memory_is_used_again_once_nobody_has_it() -> None:
-    run_ranks(_keeps_inputs, 1)
-
-
-def _forgets_modules(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_nothing_is_kept_of_modules_that_are_gone(rank: int, world_size: int) -> None:
     engine = _C.ShardedState(dist.group.WORLD)
     engine.set_schedule(engine_schedule([(0, [Candidate(Compression("none"))])]))
     for numel in (4, 8):
         identity = torch.empty(numel, device="meta")
         engine.reduce_scatter(identity, "part", torch.empty(numel), torch.ones(numel), dist.ReduceOp.SUM)
         assert len(engine.totals().buckets) == 1
-
-
-def test_nothing_is_kept_of_modules_that_are_gone() -> None:
-    run_ranks(_forgets_modules, 1)

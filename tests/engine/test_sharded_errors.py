@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -18,29 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync import _C, Compression
 from fastsync.autotune.choose import Candidate, engine_schedule
-from tests.engine.sharded import Tied, batch_of, loss_of, sharded, step_of
-from tests.ranks import run_ranks
+from tests.engine.sharded import Tied, sharded, step_of
+from tests.ranks import on_ranks
 
 # ---- ranks that are lost --------------------------------------------------------------------------------------------
 
 
-def _loses_a_rank(rank: int, world_size: int) -> None:
-    model = sharded(init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
-    fastsync.register_reduce_scatter(model)
-    step_of(model, 0, rank, world_size)
-    loss = loss_of(model, *batch_of(1))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"averaging module 'blocks\.1' failed on rank 0 of 2: (.|\n)*rank 1"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_rank_that_is_lost_is_named(shared_memory: bool) -> None:
-    run_ranks(_loses_a_rank, 2, shared_memory=shared_memory, lost={1})
-
-
-def _meets_others(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_ranks_that_send_others_are_noticed_in_shared_memory(rank: int, world_size: int) -> None:
     engine = _C.ShardedState(dist.group.WORLD)
     engine.set_schedule(engine_schedule([(0, [Candidate(Compression("bf16", reduce="fp32"))])]))
     whole = [torch.empty(numel * world_size, device="meta") for numel in (64, 512, 512)]
@@ -59,15 +43,11 @@ def _meets_others(rank: int, world_size: int) -> None:
         send(1 if rank == world_size - 1 else 0 if world_size == 2 else 2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_send_others_are_noticed_in_shared_memory(world_size: int) -> None:
-    run_ranks(_meets_others, world_size)
-
-
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def _misfits(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_values_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     engine = _C.ShardedState(dist.group.WORLD)
     engine.set_schedule(engine_schedule([(0, [Candidate(Compression("none"))])]))
 
@@ -92,10 +72,6 @@ def _misfits(rank: int, world_size: int) -> None:
         send_of(torch.int32)
 
 
-def test_values_that_do_not_fit_are_refused() -> None:
-    run_ranks(_misfits, 2)
-
-
 class Foreign:
     """A reduce-scatter of somebody else's."""
 
@@ -103,7 +79,8 @@ class Foreign:
         return torch.empty(*size, **options)
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     register = fastsync.register_reduce_scatter
     with pytest.raises(ValueError, match="expected a model that went through fully_shard, got int"):
@@ -163,11 +140,8 @@ def _refused(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_what_cannot_be_served_is_refused() -> None:
-    run_ranks(_refused, 4)
-
-
-def _differ(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ValueError, match=r"rank 0.*: compression bf16.*: compression none|rank .*do not agree"):
         fastsync.register_reduce_scatter(sharded(mesh), "none" if rank == 3 else "bf16")
@@ -178,7 +152,3 @@ def _differ(rank: int, world_size: int) -> None:
     handle.compression = "int8" if rank % 2 else "none"
     with pytest.raises(ValueError, match=r"do not agree on .*: rank 1: compression int8, .*; rank 0: compression none"):
         step_of(model, 0, rank, world_size)
-
-
-def test_ranks_that_disagree_are_told() -> None:
-    run_ranks(_differ, 4)

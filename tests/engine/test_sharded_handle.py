@@ -18,10 +18,11 @@ import fastsync
 from fastsync import Compression
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.sharded import full, sharded, step_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
-def _detaches(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_is_given_back(rank: int, world_size: int) -> None:
     """The model is PyTorch's again, as in the step before, and may be registered anew: also in another group."""
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("shard", "replicate"))
     register: list[Callable[[nn.Module], fastsync.ShardedGradients]] = [
@@ -63,14 +64,11 @@ def _detaches(rank: int, world_size: int) -> None:
                     gradients(model)
 
 
-def test_a_model_is_given_back() -> None:
-    run_ranks(_detaches, 2)
-
-
 # ---- norms, and what is said of them --------------------------------------------------------------------------------
 
 
-def _clips(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_norm_over_all_shards(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     model = sharded(mesh)
     handle = fastsync.register_reduce_scatter(model, "bf16")
@@ -103,11 +101,8 @@ def _clips(rank: int, world_size: int) -> None:
         torch.testing.assert_close(fastsync.clip_grad_norm_(handle, 1.0, norm_type=math.inf), largest)
 
 
-def test_the_norm_over_all_shards() -> None:
-    run_ranks(_clips, 2)
-
-
-def _norms_of_replicas(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_norm_in_replicas(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     handle = fastsync.register_reduce_scatter(model)
@@ -122,11 +117,8 @@ def _norms_of_replicas(rank: int, world_size: int) -> None:
     torch.testing.assert_close(handle.grad_norm(), expected)
 
 
-def test_the_norm_in_replicas() -> None:
-    run_ranks(_norms_of_replicas, 4)
-
-
-def _is_explained(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_statistics_and_another_compression(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
     handle = fastsync.register_reduce_scatter(
         model, fastsync.Schedule({0: "bf16", 1: Compression("int8", rounding="stochastic")})
@@ -148,11 +140,8 @@ def _is_explained(rank: int, world_size: int) -> None:
     assert str(handle.compression) == "none, fp32 sums"
 
 
-def test_statistics_and_another_compression() -> None:
-    run_ranks(_is_explained, 2)
-
-
-def _norm_before_another_average(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_norm_before_another_average_is_not_told(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh["shard"])
     scatter = fastsync.register_reduce_scatter(model, "none")
@@ -166,10 +155,6 @@ def _norm_before_another_average(rank: int, world_size: int) -> None:
     cubes = [full(p.grad).abs().pow(3).sum() for p in model.parameters() if p.grad is not None]
     norm = fastsync.clip_grad_norm_(replicas, 1e3, norm_type=3.0)
     torch.testing.assert_close(norm, torch.stack(cubes).sum().pow(1 / 3))
-
-
-def test_a_norm_before_another_average_is_not_told() -> None:
-    run_ranks(_norm_before_another_average, 4)
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
@@ -219,14 +204,16 @@ def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
         assert_bitwise_equal(one.to_local(), other.to_local(), f"parameter {index}")
 
 
-@pytest.mark.parametrize(
-    "compression", [fastsync.Schedule({0: STOCHASTIC, 6: "fp16"}), "fp16"], ids=["scheduled", "fp16"]
-)
+SCHEDULED = fastsync.Schedule({0: STOCHASTIC, 6: "fp16"})
+
+
+@pytest.mark.parametrize("compression", [SCHEDULED, "fp16"], ids=["scheduled", "fp16"])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Any, compression: Any) -> None:
     run_ranks(_goes_on, 2, str(tmp_path), compression)
 
 
-def _state_of_narrow_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_error_feedback_has_of_narrow_gradients_goes_on(rank: int, world_size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (world_size,))
 
@@ -246,11 +233,8 @@ def _state_of_narrow_gradients(rank: int, world_size: int) -> None:
             assert_bitwise_equal(full(mine.grad), full(theirs.grad))
 
 
-def test_what_error_feedback_has_of_narrow_gradients_goes_on() -> None:
-    run_ranks(_state_of_narrow_gradients, 2)
-
-
-def _scales_go_on(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_scales_of_a_hook_go_on(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     states = []
     for _ in range(2):
@@ -264,7 +248,3 @@ def _scales_go_on(rank: int, world_size: int) -> None:
             states.append(handle.state_dict())
             assert states[0]["scales"]
     step_of(model, 1, rank, world_size)
-
-
-def test_the_scales_of_a_hook_go_on() -> None:
-    run_ranks(_scales_go_on, 2)

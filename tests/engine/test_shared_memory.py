@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import gc
-import itertools
 import os
 import random
 import re
@@ -33,7 +32,7 @@ from fastsync.compression import Wire
 from tests import reference
 from tests.engine.system_calls import before, refuse
 from tests.models import SMALL_BUCKETS, Fails, Given, assert_all_bitwise_equal, assert_same_on_all_ranks, random_grads
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, on_ranks, run_ranks
 
 DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
@@ -103,7 +102,11 @@ def test_random_layouts_give_what_the_reference_gives(world_size: int) -> None:
     run_ranks(_random_layouts, world_size, world_size)
 
 
-def _the_mean_in_rank_order(rank: int, world_size: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "size"), [(2, 5_000), (2, 1_000_000), (3, 5_000), (3, 1_000_000), (5, 999_999), (7, 5_000)]
+)
+@on_ranks()
+def test_full_width_is_the_mean_in_rank_order(rank: int, world_size: int, size: int) -> None:
     grads = [random_grads(peer, 0, [(size,)], torch.float32)[0] for peer in range(world_size)]
     share = torch.tensor(1 / world_size)
     total = grads[0] * share
@@ -117,39 +120,8 @@ def _the_mean_in_rank_order(rank: int, world_size: int, size: int) -> None:
         assert_shared(sync)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "size"), [(2, 5_000), (2, 1_000_000), (3, 5_000), (3, 1_000_000), (5, 999_999), (7, 5_000)]
-)
-def test_full_width_is_the_mean_in_rank_order(world_size: int, size: int) -> None:
-    run_ranks(_the_mean_in_rank_order, world_size, size)
-
-
-def _as_ddp(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 3_000))
-    plain = DistributedDataParallel(model)
-    inputs = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
-    plain(inputs).square().mean().backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    hooked = DistributedDataParallel(model)
-    hook = fastsync.register_comm_hook(hooked)
-    hooked(inputs).square().mean().backward()
-    assert_all_bitwise_equal([parameter.grad for parameter in model.parameters()], expected, "hook")
-    assert_shared(hook)
-    del plain, hooked, hook
-    model.zero_grad()
-    sync = fastsync.attach(model)
-    model(inputs).square().mean().backward()
-    assert_all_bitwise_equal([parameter.grad for parameter in model.parameters()], expected, "attach")
-    assert_shared(sync)
-
-
-def test_two_ranks_get_what_ddp_gives() -> None:
-    run_ranks(_as_ddp, 2)
-
-
-def _sends_once(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_a_rank_writes_for_others_counts_once(rank: int, world_size: int) -> None:
     for algorithm in ("one_shot", "two_shot"):
         parameters, sync = engine_of([300_000], Compression("bf16", reduce="fp32", algorithm=algorithm))
         set_grads(parameters, 1.0)
@@ -158,23 +130,7 @@ def _sends_once(rank: int, world_size: int) -> None:
         assert_shared(sync)
 
 
-def test_what_a_rank_writes_for_others_counts_once() -> None:
-    run_ranks(_sends_once, 3)
-
-
 # ---- at any pace ----------------------------------------------------------------------------------------------------
-
-
-def _many_steps(rank: int, world_size: int, sizes: list[int], wire: Wire, num_steps: int) -> None:
-    chance = random.Random(rank)
-    parameters, sync = engine_of(sizes, Compression(wire, reduce="fp32"))
-    for step in range(num_steps):
-        set_grads(parameters, float((rank + 1) * (step % 7 + 1)))
-        if chance.random() < 0.05:
-            time.sleep(chance.random() * 2e-3)
-        sync.synchronize()
-        assert_mean(parameters, (step % 7 + 1) * (world_size + 1) / 2)
-    assert_shared(sync)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +143,23 @@ def _many_steps(rank: int, world_size: int, sizes: list[int], wire: Wire, num_st
         (5, [700], "fp16", 300),
     ],
 )
+@on_ranks()
 def test_no_row_is_read_too_early_or_written_too_soon(
-    world_size: int, sizes: list[int], wire: Wire, num_steps: int
+    rank: int, world_size: int, sizes: list[int], wire: Wire, num_steps: int
 ) -> None:
-    run_ranks(_many_steps, world_size, sizes, wire, num_steps)
+    chance = random.Random(rank)
+    parameters, sync = engine_of(sizes, Compression(wire, reduce="fp32"))
+    for step in range(num_steps):
+        set_grads(parameters, float((rank + 1) * (step % 7 + 1)))
+        if chance.random() < 0.05:
+            time.sleep(chance.random() * 2e-3)
+        sync.synchronize()
+        assert_mean(parameters, (step % 7 + 1) * (world_size + 1) / 2)
+    assert_shared(sync)
 
 
-def _in_threads(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_engines_and_groups_side_by_side_from_several_threads(rank: int, world_size: int) -> None:
     groups = [dist.new_group() for _ in range(3)]
     failures: list[BaseException] = []
 
@@ -221,24 +187,8 @@ def _in_threads(rank: int, world_size: int) -> None:
         raise failures[0]
 
 
-def test_engines_and_groups_side_by_side_from_several_threads() -> None:
-    run_ranks(_in_threads, 4)
-
-
-def _some_ranks(rank: int, world_size: int) -> None:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    parameters, sync = engine_of([5_000], group=groups[rank % 2])
-    set_grads(parameters, float(rank))
-    sync.synchronize()
-    assert_mean(parameters, 1.0 + rank % 2)
-    assert_shared(sync)
-
-
-def test_groups_of_some_ranks() -> None:
-    run_ranks(_some_ranks, 4)
-
-
-def _compression_changes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_wires_and_riders_come_and_go(rank: int, world_size: int) -> None:
     parameters, sync = engine_of([70_000, 3])
     two_levels = Compression("bf16", ranks_per_node=2)  # by messages
     schedule = ["none", Compression("int8", error_feedback=True), "fp16", two_levels, "bf16"]
@@ -250,10 +200,6 @@ def _compression_changes(rank: int, world_size: int) -> None:
         assert_mean(parameters, 2.5)
         assert torch.equal(sync.piggybacked()[f"rider {step}"], torch.full((1_000 * step + 1,), 1.5))
         assert (sync.stats().transport == "shared_memory") == (compression is not two_levels)
-
-
-def test_wires_and_riders_come_and_go() -> None:
-    run_ranks(_compression_changes, 4)
 
 
 # ---- a step fails ----------------------------------------------------------------------------------------------------
@@ -271,7 +217,9 @@ def backward(model: Given, grads: list[Tensor], fails: type[torch.autograd.Funct
             loss.backward()
 
 
-def _backward_fails_at_random(rank: int, world_size: int, wire: Wire) -> None:
+@pytest.mark.parametrize("wire", ["none", "bf16"])
+@on_ranks(3)
+def test_ranks_whose_backward_fails_keep_in_step(rank: int, world_size: int, wire: Wire) -> None:
     of_all, own = random.Random(1), random.Random(10 + rank)
     model = Given([torch.zeros(300)] * 3)
     sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
@@ -286,11 +234,6 @@ def _backward_fails_at_random(rank: int, world_size: int, wire: Wire) -> None:
         elif rank not in failing:
             assert any(grad.isnan().all() for grad in grads)  # the others may have been sent before
     assert_shared(sync)
-
-
-@pytest.mark.parametrize("wire", ["none", "bf16"])
-def test_ranks_whose_backward_fails_keep_in_step(wire: Wire) -> None:
-    run_ranks(_backward_fails_at_random, 3, wire)
 
 
 RIDER_BYTES = 40 << 20
@@ -313,7 +256,10 @@ class RunsOutOfMemory(torch.autograd.Function):
         raise ArithmeticError("as told")
 
 
-def _sends_a_step_again(rank: int, world_size: int, failing: list[int]) -> None:
+@pytest.mark.parametrize("failing", [[1], [0, 1]])
+@on_ranks(2)
+def test_a_step_that_could_not_be_sent_is_sent_again(rank: int, world_size: int, failing: list[int]) -> None:
+    """As the step that it is: ranks that wait for it wait for its number."""
     model = Given([torch.zeros(300)] * 2)
     sync = fastsync.attach(model)
     for step in range(5):
@@ -334,12 +280,6 @@ def _sends_a_step_again(rank: int, world_size: int, failing: list[int]) -> None:
     assert_shared(sync)
 
 
-@pytest.mark.parametrize("failing", [[1], [0, 1]])
-def test_a_step_that_could_not_be_sent_is_sent_again(failing: list[int]) -> None:
-    """As the step that it is: ranks that wait for it wait for its number."""
-    run_ranks(_sends_a_step_again, 2, failing)
-
-
 # ---- nothing is left ------------------------------------------------------------------------------------------------
 
 
@@ -355,7 +295,8 @@ def what_is_open() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), len(shared_mappings()), len(os.listdir("/proc/self/task"))
 
 
-def _again_and_again(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_that_come_and_go_leave_nothing(rank: int, world_size: int) -> None:
     counts = []
     for again in range(100):
         group = dist.new_group()
@@ -377,11 +318,8 @@ def _again_and_again(rank: int, world_size: int) -> None:
     assert not [name for name in os.listdir("/dev/shm") if "fastsync" in name]
 
 
-def test_groups_that_come_and_go_leave_nothing() -> None:
-    run_ranks(_again_and_again, 2)
-
-
-def _one_connection_for_all(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_engines_of_one_group_have_their_connections_in_common(rank: int, world_size: int) -> None:
     engines = [engine_of([5_000])]
     averages(engines[0][1], engines[0][0], rank)
     before, *_ = what_is_open()
@@ -391,11 +329,8 @@ def _one_connection_for_all(rank: int, world_size: int) -> None:
     assert what_is_open()[0] == before
 
 
-def test_engines_of_one_group_have_their_connections_in_common() -> None:
-    run_ranks(_one_connection_for_all, 2)
-
-
-def _one_rank_keeps_its_engine(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_connections_that_one_rank_has_let_go_of_are_made_anew(rank: int, world_size: int) -> None:
     engine = engine_of([5_000])
     averages(engine[1], engine[0], rank)
     if rank == 1:
@@ -404,10 +339,6 @@ def _one_rank_keeps_its_engine(rank: int, world_size: int) -> None:
         gc.collect()
     parameters, sync = engine_of([5_000])
     assert averages(sync, parameters, rank) == "shared memory"
-
-
-def test_connections_that_one_rank_has_let_go_of_are_made_anew() -> None:
-    run_ranks(_one_rank_keeps_its_engine, 2)
 
 
 # ---- the system says no ---------------------------------------------------------------------------------------------
@@ -421,7 +352,9 @@ def averages(sync: fastsync.GradientSynchronizer, parameters: list[nn.Parameter]
     return sync.stats().describe_transport()
 
 
-def _memfd_is_forbidden(rank: int, world_size: int, where: int) -> None:
+@pytest.mark.parametrize("where", [0, 1])
+@on_ranks(2)
+def test_where_a_rank_cannot_share_memory_all_send_messages(rank: int, world_size: int, where: int) -> None:
     if rank == where:
         refuse("memfd_create", errno.EPERM)
     parameters, sync = engine_of([5_000])
@@ -434,11 +367,8 @@ def _memfd_is_forbidden(rank: int, world_size: int, where: int) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 1])
-def test_where_a_rank_cannot_share_memory_all_send_messages(where: int) -> None:
-    run_ranks(_memfd_is_forbidden, 2, where)
-
-
-def _memory_is_full(rank: int, world_size: int, where: int) -> None:
+@on_ranks(2)
+def test_where_memory_is_full_all_send_messages(rank: int, world_size: int, where: int) -> None:
     before = engine_of([5_000])
     averages(before[1], before[0], rank)
     if rank == where:
@@ -452,16 +382,12 @@ def _memory_is_full(rank: int, world_size: int, where: int) -> None:
         assert averages(before[1], before[0], rank) == "shared memory"
 
 
-@pytest.mark.parametrize("where", [0, 1])
-def test_where_memory_is_full_all_send_messages(where: int) -> None:
-    run_ranks(_memory_is_full, 2, where)
-
-
 MIB = 2**20
 LENGTH = 3  # the place of fallocate's argument
 
 
-def _a_timer_interrupts(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60.0)
+def test_where_signals_interrupt_memory_is_claimed_in_pieces_and_not_for_ever(rank: int, world_size: int) -> None:
     """As before Linux 6.11, where a call that does not end between two signals begins anew at each."""
     small = engine_of([5_000])
     averages(small[1], small[0], rank)
@@ -477,17 +403,14 @@ def _a_timer_interrupts(rank: int, world_size: int) -> None:
     assert averages(small[1], small[0], rank) == "shared memory"
 
 
-def test_where_signals_interrupt_memory_is_claimed_in_pieces_and_not_for_ever() -> None:
-    run_ranks(_a_timer_interrupts, 2, timeout=60.0)
-
-
 WORDS = {
     "shared memory": ["1", "yes", "True", "on", ""],
     "process group (no shared memory: rank 1: FASTSYNC_SHARED_MEMORY={})": ["0", "no", "False", "off"],
 }
 
 
-def _turned_on_and_off(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_one_rank_can_turn_it_off(rank: int, world_size: int) -> None:
     for transport, words in WORDS.items():
         for word in words:
             if rank == 1:
@@ -496,11 +419,8 @@ def _turned_on_and_off(rank: int, world_size: int) -> None:
             assert averages(sync, parameters, rank) == transport.format(word)
 
 
-def test_one_rank_can_turn_it_off() -> None:
-    run_ranks(_turned_on_and_off, 2)
-
-
-def _a_word_that_is_neither(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_word_that_turns_it_neither_on_nor_off_is_refused(rank: int, world_size: int) -> None:
     os.environ["FASTSYNC_SHARED_MEMORY"] = "nein"
     said = "FASTSYNC_SHARED_MEMORY: expected 0 or 1, got 'nein'"
     with pytest.raises(ValueError, match=said):
@@ -509,10 +429,6 @@ def _a_word_that_is_neither(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=said):
         fastsync.register_comm_hook(ddp)
     assert said in fastsync._C.shared_memory_obstacle()
-
-
-def test_a_word_that_turns_it_neither_on_nor_off_is_refused() -> None:
-    run_ranks(_a_word_that_is_neither, 1)
 
 
 INTRUDER = """
@@ -530,7 +446,18 @@ while True:
 """
 
 
-def _another_process_comes_in_between(rank: int, world_size: int, user: int, may_have: set[str]) -> None:
+NOBODY = 65534
+BECOMES_NOBODY = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+
+
+@pytest.mark.parametrize(
+    ("user", "may_have"),
+    [pytest.param(NOBODY, {"0"}, marks=BECOMES_NOBODY), (os.geteuid(), {"0", "1"})],
+    ids=["other", "own"],
+)
+@on_ranks(2)
+def test_other_processes_are_not_let_in(rank: int, world_size: int, user: int, may_have: set[str]) -> None:
+    """Those of other users. One of the user's own could read the memory anyway, and changes nothing by coming."""
     command = [sys.executable, "-c", INTRUDER, str(user)]
     intruder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if rank == 1 else None
     num_came = 0
@@ -555,7 +482,8 @@ def _another_process_comes_in_between(rank: int, world_size: int, user: int, may
             intruder.wait()
 
 
-def _a_silent_process_connects(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_silent_connection_holds_nothing_up(rank: int, world_size: int) -> None:
     """Before the rank that is waited for."""
     silent: list[socket.socket] = []
 
@@ -574,47 +502,7 @@ def _a_silent_process_connects(rank: int, world_size: int) -> None:
     assert bool(silent) == (rank == 1)
 
 
-def test_a_silent_connection_holds_nothing_up() -> None:
-    run_ranks(_a_silent_process_connects, 2)
-
-
-NOBODY = 65534
-BECOMES_NOBODY = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-
-
-@pytest.mark.parametrize(
-    ("user", "may_have"),
-    [pytest.param(NOBODY, {"0"}, marks=BECOMES_NOBODY), (os.geteuid(), {"0", "1"})],
-    ids=["other", "own"],
-)
-def test_other_processes_are_not_let_in(user: int, may_have: set[str]) -> None:
-    """Those of other users. One of the user's own could read the memory anyway, and changes nothing by coming."""
-    run_ranks(_another_process_comes_in_between, 2, user, may_have)
-
-
 # ---- a rank ends ----------------------------------------------------------------------------------------------------
-
-
-def _dies(rank: int, world_size: int, where: int, after: float, size: int) -> None:
-    parameters, sync = engine_of([size])
-    for step in itertools.count():
-        set_grads(parameters, float(rank))
-        sync.synchronize()
-        if rank == where and step == 3:
-            if after == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            threading.Timer(after, os.kill, [os.getpid(), signal.SIGKILL]).start()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "where", "after", "size"),
-    [(2, 1, 0.0, 5_000), (2, 0, 0.01, 5_000), (3, 2, 0.02, 5_000), (2, 1, 0.05, 2_000_000), (3, 0, 0.1, 500_000)],
-)
-def test_a_rank_that_is_killed_is_named(world_size: int, where: int, after: float, size: int) -> None:
-    """Long before the process group's time-out, which is that of ``run_ranks``."""
-    with pytest.raises(RankError) as error:
-        run_ranks(_dies, world_size, where, after, size)
-    assert f"rank {where} has ended, or has left the process group, and this rank waits for it" in str(error.value)
 
 
 def _dies_with_a_child(rank: int, world_size: int) -> None:
@@ -642,7 +530,8 @@ def take(begin: int, end: int) -> None:
     assert mmap(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), readable_and_writable, flags, -1, 0) == begin
 
 
-def _works_after_a_fork(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_goes_on_after_a_fork(rank: int, world_size: int) -> None:
     parameters, sync = engine_of([5_000])
     averages(sync, parameters, rank)
     mappings = shared_mappings()
@@ -664,11 +553,8 @@ def _works_after_a_fork(rank: int, world_size: int) -> None:
     assert averages(sync, parameters, rank) == "shared memory"
 
 
-def test_goes_on_after_a_fork() -> None:
-    run_ranks(_works_after_a_fork, 2)
-
-
-def _leaves(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_leaves_is_named(rank: int, world_size: int) -> None:
     group = dist.new_group()
     parameters, sync = engine_of([5_000], group=group)
     averages(sync, parameters, rank)
@@ -683,11 +569,8 @@ def _leaves(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_a_rank_that_leaves_is_named() -> None:
-    run_ranks(_leaves, 2)
-
-
-def _comes_too_late(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_comes_too_late_is_named(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=TIMEOUT)
     parameters, sync = engine_of([5_000], group=group)
     averages(sync, parameters, rank)
@@ -698,7 +581,3 @@ def _comes_too_late(rank: int, world_size: int) -> None:
         with pytest.raises(RuntimeError, match="waited for rank 1's gradients until the process group's time-out, 6 s"):
             averages(sync, parameters, rank)
     dist.barrier()
-
-
-def test_a_rank_that_comes_too_late_is_named() -> None:
-    run_ranks(_comes_too_late, 2)

@@ -23,7 +23,7 @@ from benchmarks.units import RATES
 from fastsync import _C, doctor
 from tests.engine.system_calls import before
 from tests.engine.test_shared_memory import TIMEOUT, averages, engine_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 MIB = 2**20
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems, which only root may do")
@@ -185,7 +185,10 @@ def test_what_cgroups_leave(tmp_path: Path) -> None:
 # ---- /dev/shm -------------------------------------------------------------------------------------------------------
 
 
-def _with_a_full_dev_shm(rank: int, world_size: int) -> None:
+@needs_root
+@on_ranks(2)
+def test_dev_shm_does_not_matter(rank: int, world_size: int) -> None:
+    """Containers have one of 64 MiB, as a rule."""
     own_mounts()
     shm = Path("/dev/shm")
     mount("none", shm, "tmpfs", options="size=4096")
@@ -193,12 +196,6 @@ def _with_a_full_dev_shm(rank: int, world_size: int) -> None:
     parameters, sync = engine_of([3 * MIB])
     assert averages(sync, parameters, rank) == "shared memory"
     assert os.listdir(shm) == ["all there is"]
-
-
-@needs_root
-def test_dev_shm_does_not_matter() -> None:
-    """Containers have one of 64 MiB, as a rule."""
-    run_ranks(_with_a_full_dev_shm, 2)
 
 
 # ---- network namespaces ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 TASKS = Path("/proc/self/task")
 pytestmark = pytest.mark.skipif(not TASKS.exists(), reason="this system does not list threads in /proc")
@@ -46,7 +46,9 @@ def _new_threads(door: str, compression: Compression) -> Counter[str]:
     return new
 
 
-def _assert_no_second_team(_rank: int, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (4, False)])
+@on_ranks(parametrized=("shared_memory",))
+def test_a_thread_beside_backward_has_no_openmp_team(rank: int, world_size: int) -> None:
     torch.set_num_threads(2)
     one_shot, two_shot = (Compression("fp16", reduce="fp32", algorithm=each) for each in ("one_shot", "two_shot"))
     cases = [("attach", two_shot), ("hook", two_shot), ("hook", one_shot), ("hook", Compression("bf16"))]
@@ -57,8 +59,3 @@ def _assert_no_second_team(_rank: int, world_size: int) -> None:
         assert new.pop("fastsync", 0) <= 1, f"{door}, {compression}"
         assert new.keys() <= {"fastsync calls"}, f"{door}, {compression}: {new}"
         assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (4, False)])
-def test_a_thread_beside_backward_has_no_openmp_team(world_size: int, shared_memory: bool) -> None:
-    run_ranks(_assert_no_second_team, world_size, shared_memory=shared_memory)

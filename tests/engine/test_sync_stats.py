@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 import fastsync
+from fastsync.stats import BucketStats
+from tests.engine.entry_points import ALL, AVERAGING, average
 from tests.models import (
     SMALL_BUCKETS,
     STAMP,
+    Given,
     Mlp,
     assert_same_on_all_ranks,
     backward_of,
@@ -22,59 +27,68 @@ from tests.models import (
     group_of_one,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 ITEMSIZES = {"none": 4, "bf16": 2, "fp16": 2}
+SHAPES = [(7, 33), (), (300,), (250,)]
+TIMES = ("pack_time", "collective_time", "unpack_time")
+PARTS = ("fastsync::pack", "fastsync::wait", "fastsync::unpack")
 
 
-def _sync_stats_add_up(rank: int, world_size: int) -> None:
+def _num_on_wire(buckets: Sequence[BucketStats]) -> int:
+    """Each bucket has at most one gradient whose size is no multiple of 8, and it is not the last."""
+    return sum(-(-bucket.numel // 8) * 8 for bucket in buckets)
+
+
+@pytest.mark.parametrize("entry_point", ["hook", "drop-in hook", "attach"])
+@on_ranks(2, shared_memory=False)
+def test_stats_add_up(rank: int, world_size: int, entry_point: str) -> None:
+    is_hook = "hook" in entry_point
     for wire, itemsize in ITEMSIZES.items():
-        ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
-        hook = fastsync.register_comm_hook(ddp, wire)
-        empty = hook.stats()
+        model = Mlp()
+        given = average(entry_point, model, wire)
+        empty = given.handle.stats()
         assert (empty.num_steps, empty.num_syncs, empty.numel, empty.wire_bytes, empty.buckets) == (0, 0, 0, 0, ())
         assert (empty.pack_time, empty.collective_time, empty.unpack_time, empty.exposed_time) == (0.0, 0.0, 0.0, 0.0)
-
         num_syncs = 0
         for step in range(1, 4):
-            ddp.zero_grad()
-            ddp(batch(rank, step)).square().mean().backward()
-            stats = hook.stats()
+            given.model.zero_grad()
+            given.backward(given.model(batch(rank, step)).square().mean())
+            stats = given.handle.stats()
             num_syncs += len(stats.buckets)
-            assert stats.num_steps == step
-            assert stats.num_syncs == num_syncs
-            assert stats.numel == 8082
-            # Messages and other dtypes than the gradients' have room for a stamp in every step.
-            assert stats.wire_bytes == step * (8082 + STAMP * world_size) * itemsize
-
-        # DDP made other buckets after the first step.
+            assert (stats.num_steps, stats.num_syncs, stats.numel) == (step, num_syncs, 8082)
+            # What travels beside the gradients is float32. attach sends flags and a stamp in every step. Where a 16-bit
+            # all_reduce has no room for a hook's stamp, the first sync of the last bucket sends one: of DDP's first
+            # buckets, and of those that it makes after that.
+            num_stamps = min(step, 2) if is_hook and wire != "none" else step
+            flags = 0 if is_hook else len(list(model.parameters()))
+            values = 8082 if is_hook else _num_on_wire(stats.buckets)
+            beside = step * flags + num_stamps * STAMP * world_size
+            assert stats.wire_bytes == step * values * itemsize + beside * 4
         assert len(stats.buckets) >= 3
+        assert sum(bucket.numel for bucket in stats.buckets) == 8082
         for bucket in stats.buckets:
-            assert bucket.num_syncs == 2
-            stamp = STAMP * world_size if bucket is stats.buckets[-1] else 0
-            assert bucket.wire_bytes == 2 * (bucket.numel + stamp) * itemsize
+            assert bucket.num_syncs == (2 if is_hook else 3)  # DDP made other buckets after the first step
             assert min(bucket.pack_time, bucket.collective_time, bucket.unpack_time) > 0
-        for part in ("pack_time", "collective_time", "unpack_time"):
-            assert getattr(stats, part) > sum(getattr(bucket, part) for bucket in stats.buckets)
-        longest = max(bucket.collective_time for bucket in stats.buckets)
+        for part in TIMES:
+            of_buckets = sum(getattr(bucket, part) for bucket in stats.buckets)
+            assert getattr(stats, part) > of_buckets if is_hook else getattr(stats, part) == pytest.approx(of_buckets)
         assert 0 < stats.exposed_time < stats.pack_time + stats.collective_time + stats.unpack_time
-        assert longest < stats.collective_time
 
 
-def _grad_stats_are_those_of_the_gradients(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("entry_point", AVERAGING)
+@on_ranks(2)
+def test_statistics_are_those_of_the_averaged_gradients(rank: int, world_size: int, entry_point: str) -> None:
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for wire in ITEMSIZES:
-            shapes = [(7, 33), (), (300,), (250,)]
-            like = random_grads(rank, 0, shapes, dtype)
-            ddp = given_ddp(like, bucket_cap_mb=SMALL_BUCKETS)
-            hook = fastsync.register_comm_hook(ddp, wire)
+            given = average(entry_point, Given(random_grads(rank, 0, SHAPES, dtype)), wire)
             for step in range(3):
-                grads = random_grads(rank, step, shapes, dtype)
+                grads = random_grads(rank, step, SHAPES, dtype)
                 if step == 2 and rank == 1:
                     grads[0][3, 4], grads[2][17], grads[2][18] = float("inf"), float("nan"), float("-inf")
-                averaged = backward_of(ddp, grads)
-                expected = nn.utils.get_total_norm([grad.double() for grad in averaged])
-                stats = hook.grad_stats()
+                averaged = [grad.double() for grad in given.step(grads) if grad is not None]
+                expected = nn.utils.get_total_norm(averaged)
+                stats = given.handle.grad_stats()
                 assert (stats.grad_norm.dtype, stats.grad_norm.shape) == (torch.float32, ())
                 assert (stats.num_nonfinite.dtype, stats.num_saturated.dtype) == (torch.int64, torch.int64)
                 torch.testing.assert_close(
@@ -85,31 +99,39 @@ def _grad_stats_are_those_of_the_gradients(rank: int, world_size: int) -> None:
                 assert_same_on_all_ranks([stats.grad_norm])
 
 
-def _grad_stats_are_of_the_newest_step(rank: int, world_size: int) -> None:
-    ddp = given_ddp([torch.ones(4), torch.ones(2)], find_unused_parameters=True, bucket_cap_mb=2.0**-20)
-    hook = fastsync.register_comm_hook(ddp)
-    backward_of(ddp, [torch.full((4,), 3.0), torch.full((2,), 100.0)])
-    assert hook.grad_stats().grad_norm.item() == pytest.approx((4 * 9 + 2 * 1e4) ** 0.5)
-    backward_of(ddp, [torch.full((4,), 1.0 + 2 * rank), None])
-    assert hook.grad_stats().grad_norm.item() == 4.0
-    before = hook.grad_stats()
-    with ddp.no_sync():
-        ddp([torch.ones(4), torch.ones(2)]).backward()
-    assert hook.grad_stats().grad_norm.item() == before.grad_norm.item()
-    assert hook.stats().num_steps == 2
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(2)
+def test_statistics_are_of_the_newest_step(rank: int, world_size: int, entry_point: str) -> None:
+    options: dict[str, Any] = {"find_unused_parameters": True} if entry_point == "hook" else {}
+    given = average(entry_point, Given([torch.ones(4), torch.ones(2)]), bucket_cap_mb=2.0**-20, **options)
+    given.step([torch.full((4,), 3.0), torch.full((2,), 100.0)])
+    assert given.grad_norm().item() == pytest.approx((4 * 9 + 2 * 1e4) ** 0.5)
+    given.step([torch.full((4,), 1.0 + 2 * rank), None])
+    assert given.grad_norm().item() == 4.0
+    with given.no_sync():
+        given.model([torch.ones(4), torch.ones(2)]).backward()
+    assert given.grad_norm().item() == 4.0
+    assert given.handle.stats().num_steps == 2
 
 
-def _all_stats(rank: int, world_size: int) -> None:
-    _sync_stats_add_up(rank, world_size)
-    _grad_stats_are_those_of_the_gradients(rank, world_size)
-    _grad_stats_are_of_the_newest_step(rank, world_size)
+@on_ranks(2)
+def test_the_norm_is_that_of_all_gradients(rank: int, world_size: int) -> None:
+    """Also of one that keeps the gradient of the step before."""
+    model = Given(random_grads(0, 0, SHAPES, torch.float32))
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(3):
+        grads = [*random_grads(rank, step, SHAPES, torch.float32)]
+        if step == 2:
+            model([*grads[:2], None, *grads[3:]]).backward()
+        else:
+            model.zero_grad()
+            model([None if step == 1 and rank == 0 else grads[0], *grads[1:]]).backward()
+        expected = nn.utils.get_total_norm([p.grad.double() for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
 
 
-def test_stats_are_exact_and_those_of_the_averaged_gradients() -> None:
-    run_ranks(_all_stats, 2, shared_memory=False)
-
-
-def _every_step_is_timed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_times_of_buckets_that_are_no_more_count(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(Mlp())  # which makes another bucket after the first step, while nobody reads
     hook = fastsync.register_comm_hook(ddp)
     for step in range(4):
@@ -119,11 +141,8 @@ def _every_step_is_timed(rank: int, world_size: int) -> None:
     assert totals.num_timed == totals.num_syncs == 4
 
 
-def test_the_times_of_buckets_that_are_no_more_count() -> None:
-    run_ranks(_every_step_is_timed, 2)
-
-
-def _what_takes_long(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_times_are_of_what_takes_them(rank: int, world_size: int) -> None:
     """The first bucket is on its way, or another rank is late, for so long that all else counts for nothing."""
     seconds = 1.0
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
@@ -151,10 +170,6 @@ def _what_takes_long(rank: int, world_size: int) -> None:
     assert hidden["exposed_time"] < seconds < hidden["collective_time"]
 
 
-def test_times_are_of_what_takes_them() -> None:
-    run_ranks(_what_takes_long, 2)
-
-
 def test_complex_gradients_are_measured_by_their_parts() -> None:
     with group_of_one():
         ddp = given_ddp([torch.zeros(3, dtype=torch.complex64)])
@@ -166,30 +181,42 @@ def test_complex_gradients_are_measured_by_their_parts() -> None:
         assert hook.stats().wire_bytes == 2 * 3 * 8
 
 
-def test_there_are_no_grad_stats_before_the_first_backward() -> None:
+@pytest.mark.parametrize("entry_point", sorted({*ALL} - {"all_reduce"}))
+def test_before_the_first_sync_there_are_no_statistics(entry_point: str) -> None:
     with group_of_one():
-        hook = fastsync.register_comm_hook(given_ddp([torch.ones(2)]))
-        for state in (hook, fastsync.HookState()):
+        given = average(entry_point, Given([torch.ones(2)]))
+        with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
+            _ = given.handle.grad_stats()
+        if entry_point != "drop-in hook":
             with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
-                _ = state.grad_stats()
+                fastsync.clip_grad_norm_(given.handle, 1.0)
+        assert given.handle.stats().num_steps == 0
 
 
-def _both_passes_are_profiled(rank: int, world_size: int) -> None:
-    ddp = given_ddp([torch.ones(300), torch.ones(300)], bucket_cap_mb=SMALL_BUCKETS)
-    fastsync.register_comm_hook(ddp, "fp16")
-    grads = [torch.ones(300), torch.ones(300)]
-    backward_of(ddp, grads)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        backward_of(ddp, grads)
-    counts = {event.key: event.count for event in profiler.key_averages()}
-    assert {name: counts.get(name) for name in ("fastsync::pack", "fastsync::unpack")} == {
-        "fastsync::pack": 2,
-        "fastsync::unpack": 2,
-    }
+def _profiled(rank: int, world_size: int, entry_point: str) -> dict[str, int]:
+    given = average(entry_point, Given([torch.ones(300), torch.ones(300)]), "fp16")
+    for _ in range(2):
+        loss = given.model([torch.ones(300), torch.ones(300)])
+        with profile() as profiler:
+            given.backward(loss)
+    assert (given.handle.stats().wire_bytes > 0) == (world_size > 1)
+    return {event.key: event.count for event in profiler.key_averages()}
 
 
-def test_the_profiler_shows_pack_and_unpack_of_every_bucket() -> None:
-    run_ranks(_both_passes_are_profiled, 2)
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+def test_the_profiler_shows_each_part(entry_point: str) -> None:
+    for counts in run_ranks(_profiled, 2, entry_point, shared_memory=False):
+        assert [counts.get(part) for part in PARTS[::2]] == [2, 2]
+        if entry_point == "attach":  # a hook's steps have reductions of DDP's own
+            assert counts[PARTS[1]] == 2
+            assert counts["gloo:all_reduce"] == 3  # the last one for side values, which 16 bits do not hold
+
+
+def test_a_rank_alone_sends_nothing() -> None:
+    with group_of_one():
+        counts = _profiled(0, 1, "attach")
+    assert {part: counts.get(part) for part in PARTS} == dict.fromkeys(PARTS, 2)
+    assert "gloo:all_reduce" not in counts
 
 
 def test_handles_and_statistics_can_be_read() -> None:

@@ -19,7 +19,6 @@ from fastsync.compression import AnyCompression
 from tests import reference
 from tests.models import (
     SMALL_BUCKETS,
-    STAMP,
     Given,
     Mlp,
     assert_all_bitwise_equal,
@@ -30,15 +29,11 @@ from tests.models import (
     group_of_one,
     random_grads,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIRES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
-FLOAT32 = (torch.float32,)
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Neither divides by the number of ranks, nor by that of values in a block.
 SHAPES = [(37, 11), (3,), (1,), (700,)]
-# Several pieces, of which the last is small.
-LARGE_SHAPES = [(1_050_001,), (129,)]
 
 
 def hooked(model: nn.Module, compression: AnyCompression, **options: Any) -> tuple[nn.Module, Any]:
@@ -67,69 +62,8 @@ def of_all_ranks(world_size: int, shapes: Sequence[Sequence[int]], dtype: torch.
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-def _as_the_reference(
-    rank: int, world_size: int, ranks_per_node: int, dtypes: Sequence[torch.dtype], device: str
-) -> None:
-    for dtype in dtypes:
-        ranks = of_all_ranks(world_size, SHAPES, dtype)
-        mine = [grad.to(device) for grad in ranks[rank]]
-        for wire, wire_dtype in WIRES.items():
-            expected = reference.two_level_mean(ranks, ranks_per_node, wire_dtype)
-            for name, door in DOORS.items():
-                what = f"{dtype} over {wire}, {name}: gradient"
-                got = averaged(door, mine, Compression(wire, ranks_per_node=ranks_per_node))
-                assert_all_bitwise_equal(got, expected, what)
-                assert_same_on_all_ranks(got)
-
-
-@pytest.mark.parametrize(("nodes", "ranks_per_node", "dtypes"), [(2, 2, DTYPES), (3, 2, FLOAT32), (2, 3, FLOAT32)])
-def test_gradients_are_those_of_the_reference(nodes: int, ranks_per_node: int, dtypes: Sequence[torch.dtype]) -> None:
-    run_ranks(_as_the_reference, nodes * ranks_per_node, ranks_per_node, dtypes, "cpu")
-
-
-@pytest.mark.gpu
-def test_gradients_on_gpus_are_those_of_the_reference() -> None:
-    run_ranks(_as_the_reference, 4, 2, DTYPES, "cuda", backend="nccl")
-
-
-def _large(rank: int, world_size: int) -> None:
-    ranks = of_all_ranks(world_size, LARGE_SHAPES, torch.float32)
-    for wire in ("bf16", "int8"):
-        expected = reference.two_level_mean(ranks, 2, WIRES[wire])
-        model, sync = attached(Given(ranks[0]), Compression(wire, ranks_per_node=2))
-        for _ in range(2):
-            model.zero_grad()
-            model(ranks[rank]).backward()
-            assert_all_bitwise_equal(grads_of(model), expected, f"{wire}: gradient")
-        exact = torch.stack([grads[0].double() for grads in ranks]).mean(dim=0)
-        statistics = sync.grad_stats()
-        norm = torch.stack([grad.double().norm() for grad in expected]).norm()
-        torch.testing.assert_close(statistics.grad_norm.double(), norm, rtol=1e-6, atol=0)
-        assert (expected[0].double() - exact).abs().max() < 0.05
-
-
-def test_large_buckets_go_in_pieces() -> None:
-    run_ranks(_large, 4)
-
-
-def _not_finite(rank: int, world_size: int) -> None:
-    for wire in WIRES:
-        for bad in (torch.inf, -torch.inf, torch.nan):
-            grads = [torch.ones(600)]
-            if rank == 2:
-                grads[0][200] = bad
-            (got,) = averaged(attached, grads, Compression(wire, ranks_per_node=2))
-            expected = torch.zeros(600, dtype=torch.bool)
-            expected[128 : 256 if wire == "int8" else 128] = True
-            expected[200] = True
-            assert torch.equal(~got.isfinite(), expected), f"{bad} over {wire}"
-
-
-def test_what_is_not_finite_on_one_rank_reaches_all() -> None:
-    run_ranks(_not_finite, 4)
-
-
-def _finite(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_finite_stays_finite_and_is_counted(rank: int, world_size: int) -> None:
     """Larger than what fp16 carries at the scale that the first step has set."""
     model, sync = attached(Given([torch.ones(300)]), Compression("fp16", ranks_per_node=2))
     model([torch.ones(300)]).backward()
@@ -139,11 +73,8 @@ def _finite(rank: int, world_size: int) -> None:
     assert sync.grad_stats().num_saturated.item() == 300
 
 
-def test_finite_stays_finite_and_is_counted() -> None:
-    run_ranks(_finite, 4)
-
-
-def _one_node(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_within_one_node_nothing_is_compressed(rank: int, world_size: int) -> None:
     ranks = of_all_ranks(world_size, SHAPES, torch.float32)
     expected = reference.all_reduce_mean(ranks, reduce="fp32", algorithm="two_shot")
     for door in DOORS.values():
@@ -151,31 +82,11 @@ def _one_node(rank: int, world_size: int) -> None:
         assert_all_bitwise_equal(got, expected, "gradient")
 
 
-def test_within_one_node_nothing_is_compressed() -> None:
-    run_ranks(_one_node, 2)
-
-
 # ---- what is sent ---------------------------------------------------------------------------------------------------
 
 
-def _bytes(rank: int, world_size: int, ranks_per_node: int) -> None:
-    num_nodes = world_size // ranks_per_node
-    numel = world_size * 512 * 3  # whole shards
-    for wire, size in (("none", 4.0), ("bf16", 2.0), ("int8", 132 / 128)):
-        ddp, hook = hooked(Given([torch.ones(numel)]), Compression(wire, ranks_per_node=ranks_per_node))
-        ddp([torch.ones(numel)]).backward()
-        within = (ranks_per_node - 1) * numel // ranks_per_node * (4 + size)
-        between = 2 * (num_nodes - 1) * numel // world_size * size
-        stamps = (ranks_per_node - 1 + num_nodes - 1) * STAMP * world_size * 4
-        assert hook.stats().wire_bytes == within + between + stamps
-
-
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 2)])
-def test_what_crosses_from_node_to_node_is_compressed_and_sent_once(nodes: int, ranks_per_node: int) -> None:
-    run_ranks(_bytes, nodes * ranks_per_node, ranks_per_node)
-
-
-def _flags_and_riders(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_missing_gradients_and_riders(rank: int, world_size: int) -> None:
     for wire in WIRES:
         like = [torch.ones(5), torch.ones(300), torch.ones(7)]
         model = Given(like)
@@ -193,10 +104,6 @@ def _flags_and_riders(rank: int, world_size: int) -> None:
             assert_same_on_all_ranks([value])
 
 
-def test_missing_gradients_and_riders() -> None:
-    run_ranks(_flags_and_riders, 4)
-
-
 # ---- error feedback -------------------------------------------------------------------------------------------------
 
 
@@ -209,74 +116,6 @@ def _step(model: nn.Module, rank: int, number: int) -> list[Tensor]:
     model.zero_grad()
     model(batch(rank, number)).square().mean().backward()
     return [grad.clone() for grad in grads_of(model)]
-
-
-def _sum(values: Tensor) -> Tensor:
-    values = values.double()
-    dist.all_reduce(values)
-    return values
-
-
-def _not_sent_yet(sync: Any, world_size: int) -> list[Tensor]:
-    """Of each parameter, in units of the mean. Zeros are not in the state."""
-    residuals = sync.state_dict()["residuals"]
-    kept = []
-    for name, parameter in sync._named_parameters().items():
-        total = torch.zeros(parameter.numel())
-        if residual := residuals.get(f"{name} of rank {dist.get_rank()}"):
-            total += residual["own"] / world_size + (0 if residual["of_sums"] is None else residual["of_sums"])
-        kept.append(_sum(total))
-    return kept
-
-
-def _nothing_is_lost(rank: int, world_size: int, name: str) -> None:
-    """Also where the algorithm changes, and with it who keeps what."""
-    between_nodes = Compression("int8", error_feedback=True, ranks_per_node=2)
-    alike = Compression("int8", error_feedback=True, algorithm="two_shot")
-    model, sync = DOORS[name](_new_mlp(), between_nodes)
-    other = _new_mlp()
-    applied = [torch.zeros(parameter.numel(), dtype=torch.float64) for parameter in model.parameters()]
-    wanted = [torch.zeros_like(total) for total in applied]
-    largest = 0.0
-    for number in range(12):
-        if number in (5, 8):
-            sync.compression = alike if number == 5 else between_nodes
-        mine = _step(other, rank, number)
-        for total, grad in zip(wanted, mine, strict=True):
-            total += _sum(grad.flatten()) / world_size
-        for total, grad in zip(applied, _step(model, rank, number), strict=True):
-            total += grad.flatten().double()
-        kept = _not_sent_yet(sync, world_size)
-        largest = max(largest, *(each.abs().max().item() for each in kept))
-        for index, (total, left, exact) in enumerate(zip(applied, kept, wanted, strict=True)):
-            torch.testing.assert_close(total + left, exact, rtol=0, atol=1e-6, msg=f"step {number}, gradient {index}")
-    scale = max(grad.abs().max().item() for grad in mine)
-    assert 0 < largest < 0.1 * scale
-
-
-@pytest.mark.parametrize("name", DOORS)
-def test_what_was_applied_is_the_mean_up_to_what_is_kept(name: str) -> None:
-    run_ranks(_nothing_is_lost, 4, name)
-
-
-def _misses_some(rank: int, world_size: int) -> None:
-    """In each step another rank has no gradient of the first parameter, though it may be the one that adds it up."""
-    shapes = [(400,), (70,)]
-    model = Given([torch.ones(shape) for shape in shapes])
-    sync = fastsync.attach(model, Compression("int8", error_feedback=True, ranks_per_node=2))
-    applied, wanted = (torch.zeros(400, dtype=torch.float64) for _ in range(2))
-    for number in range(12):
-        grads = random_grads(rank, number, shapes, torch.float32)
-        has_first = rank != number % world_size
-        model.zero_grad()
-        model([grads[0] if has_first else None, grads[1]]).backward()
-        wanted += _sum(grads[0] * has_first) / world_size
-        applied += model.weights[0].grad.double()
-        torch.testing.assert_close(applied + _not_sent_yet(sync, world_size)[0], wanted, rtol=0, atol=1e-5)
-
-
-def test_nothing_is_lost_of_gradients_that_some_ranks_miss() -> None:
-    run_ranks(_misses_some, 4)
 
 
 RESUMED = Compression("int8", error_feedback=True, rounding="stochastic", ranks_per_node=2)
@@ -306,7 +145,8 @@ def test_a_resumed_run_goes_on_where_it_was() -> None:
 # ---- meshes ---------------------------------------------------------------------------------------------------------
 
 
-def _mesh(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_mesh_says_which_ranks_share_a_node(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
     ranks = of_all_ranks(world_size, SHAPES, torch.float32)
     means = {wire: reference.two_level_mean(ranks, 2, dtype) for wire, dtype in WIRES.items()}
@@ -329,11 +169,8 @@ def _mesh(rank: int, world_size: int) -> None:
     assert_all_bitwise_equal([p.grad for p in parameters if p.grad is not None], means["int8"], "at once: gradient")
 
 
-def test_a_mesh_says_which_ranks_share_a_node() -> None:
-    run_ranks(_mesh, 4)
-
-
-def _refused_meshes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_meshes_that_say_something_else_are_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
     for door in DOORS.values():
         for compression, message in (
@@ -355,10 +192,6 @@ def _refused_meshes(rank: int, world_size: int) -> None:
             door(Given([torch.ones(3)]), "none", process_group=parallel)
 
 
-def test_meshes_that_say_something_else_are_refused() -> None:
-    run_ranks(_refused_meshes, 4)
-
-
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -375,12 +208,9 @@ def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
                 fastsync.register_comm_hook(given_ddp([torch.ones(2)]), compression)
 
 
-def _differ(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_ranks_whose_nodes_differ_are_told(rank: int, world_size: int) -> None:
     compression = Compression("bf16", reduce="fp32", ranks_per_node=2 if rank > 0 else None)
     with pytest.raises(ValueError, match="compression bf16, reduce fp32, 2 ranks per node"):
         fastsync.attach(Given([torch.ones(3)]), compression)
     dist.barrier()
-
-
-def test_ranks_whose_nodes_differ_are_told() -> None:
-    run_ranks(_differ, 4)

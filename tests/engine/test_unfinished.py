@@ -21,7 +21,7 @@ import fastsync
 from fastsync import _C, Compression
 from tests.engine.sharded import batch_of, loss_of, sharded, step_of
 from tests.models import SMALL_BUCKETS, Fails, Given, grads_of
-from tests.ranks import open_group, run_ranks
+from tests.ranks import on_ranks, open_group, run_ranks
 
 COMPRESSIONS = {
     "one_shot": "none",
@@ -50,7 +50,10 @@ def _assert_group_is_free(rank: int, world_size: int, group: dist.ProcessGroup |
     assert total.tolist() == [sum(range(1, world_size + 1))] * 5
 
 
-def _drops_its_model_after_an_error(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("shared_memory", [False, True])
+@on_ranks(timeout=90, parametrized=("shared_memory",))
+def test_models_that_go_after_an_error_leave_the_group_free(rank: int, world_size: int) -> None:
     grads = [torch.full((numel,), 1.0 + rank) for numel in (7, 300, 700)]
     mean = sum(range(1, world_size + 1)) / world_size
     for compression in COMPRESSIONS.values():
@@ -69,13 +72,10 @@ def _drops_its_model_after_an_error(rank: int, world_size: int) -> None:
             _assert_group_is_free(rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("shared_memory", [False, True])
-def test_models_that_go_after_an_error_leave_the_group_free(world_size: int, shared_memory: bool) -> None:
-    run_ranks(_drops_its_model_after_an_error, world_size, timeout=90, shared_memory=shared_memory)
-
-
-def _one_rank_drops_its_model(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=90, parametrized=("shared_memory",))
+def test_a_rank_that_fails_and_drops_its_model_gives_the_others_nan(rank: int, world_size: int) -> None:
+    """It goes on to add up its part of what the others have sent."""
     grads = [torch.full((numel,), 1.0 + rank) for numel in (7, 300, 700)]
     for compression in COMPRESSIONS.values():
         model = Given(grads)
@@ -90,16 +90,12 @@ def _one_rank_drops_its_model(rank: int, world_size: int) -> None:
         _assert_group_is_free(rank, world_size)
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
-def test_a_rank_that_fails_and_drops_its_model_gives_the_others_nan(shared_memory: bool) -> None:
-    """It goes on to add up its part of what the others have sent."""
-    run_ranks(_one_rank_drops_its_model, 2, timeout=90, shared_memory=shared_memory)
-
-
 # ---- fully_shard ----------------------------------------------------------------------------------------------------
 
 
-def _drops_its_shards_after_an_error(rank: int, world_size: int, calls_detach: bool) -> None:
+@pytest.mark.parametrize("calls_detach", [False, True])
+@on_ranks(2, timeout=60, shared_memory=False)
+def test_sharded_models_that_go_leave_the_group_free(rank: int, world_size: int, calls_detach: bool) -> None:
     for _ in range(2):
         model = sharded(init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
         handle = fastsync.register_reduce_scatter(model)
@@ -118,11 +114,6 @@ def _drops_its_shards_after_an_error(rank: int, world_size: int, calls_detach: b
         gc.collect()
         assert gone() is None
         _assert_group_is_free(rank, world_size)
-
-
-@pytest.mark.parametrize("calls_detach", [False, True])
-def test_sharded_models_that_go_after_an_error_leave_the_group_free(calls_detach: bool) -> None:
-    run_ranks(_drops_its_shards_after_an_error, 2, calls_detach, timeout=60, shared_memory=False)
 
 
 # ---- DDP ------------------------------------------------------------------------------------------------------------
@@ -189,7 +180,8 @@ class _FailsToPack(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fails_while_it_sends(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60, shared_memory=False)
+def test_a_bucket_that_fails_while_it_is_sent_goes_on_as_nan(rank: int, world_size: int) -> None:
     numel = 3 * 2**20  # of three pieces at 32 bits
     for compression in (
         Compression("none", reduce="fp32", algorithm="one_shot"),
@@ -221,7 +213,3 @@ def _fails_while_it_sends(rank: int, world_size: int) -> None:
                     assert (grad.isnan() | grad.eq(right)).all(), f"{compression}: {grad.unique()}"
         del model
         gc.collect()
-
-
-def test_a_bucket_that_fails_while_it_is_sent_goes_on_as_nan() -> None:
-    run_ranks(_fails_while_it_sends, 2, timeout=60, shared_memory=False)

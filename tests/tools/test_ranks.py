@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, RankTimeoutError, run_ranks
+from tests.ranks import RankError, RankTimeoutError, on_ranks, run_ranks
 
 
 def _describe(rank: int, world_size: int, suffix: str) -> tuple[int, int, str, int, int]:
@@ -97,3 +97,15 @@ def test_hang_ends_at_the_timeout_tells_where_and_leaves_no_process(tmp_path: Pa
 def test_function_that_a_child_cannot_import_is_refused_before_anything_starts() -> None:
     with pytest.raises((AttributeError, pickle.PicklingError), match=r"local object|lambda"):
         run_ranks(lambda rank, world_size: None, 2)
+
+
+@on_ranks(parametrized=("shared_memory",))
+def _is_told(rank: int, world_size: int, most: int) -> None:
+    assert os.environ["FASTSYNC_SHARED_MEMORY"] == "0"
+    assert rank + world_size <= most, f"rank {rank} of {world_size}"
+
+
+def test_a_body_for_ranks_is_told_the_tests_parameters_and_fails_the_test() -> None:
+    _is_told(world_size=2, most=3, shared_memory=False)
+    with pytest.raises(RankError, match="rank 1 of 2"):
+        _is_told(world_size=2, most=2, shared_memory=False)

@@ -1,0 +1,348 @@
+"""The entry points on GPUs: the bits they give on a CPU, in stream order; the host never waits; steps are captured."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastsync
+from fastsync.compression import AnyCompression
+from tests import reference
+from tests.engine.entry_points import Averaged, average
+from tests.models import (
+    SMALL_BUCKETS,
+    Given,
+    Mlp,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    backward_of,
+    batch,
+    given_ddp,
+    grads_of,
+    random_grads,
+)
+from tests.ranks import on_ranks, run_ranks
+
+pytestmark = pytest.mark.gpu
+on_one_and_two_ranks = pytest.mark.parametrize("world_size", [1, 2])
+each_entry_point = pytest.mark.parametrize("entry_point", ["hook", "drop-in hook", "attach"])
+
+WIRE_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPES = [(7, 33), (300,), (), (2, 3, 4), (513, 257)]
+STEPS = 5
+# Clock cycles for which a device is kept busy: about 10 ms and one second on GPUs of today.
+SHORT, LONG = 20_000_000, 2_000_000_000
+
+
+def _grads(rank: int, step: int) -> list[Tensor]:
+    # None is so small that fp16 has only a subnormal for it. Then the bucket's scale, a power of two, cannot be seen in
+    # the result, and the reference, to which all gradients are one bucket, stays exact for several.
+    return [grad + grad.sign() / 64 for grad in random_grads(rank, step, SHAPES, torch.float32)]
+
+
+def _begin(entry_point: str, wire: str, device: str = "cuda") -> Averaged:
+    return average(entry_point, Given([grad.to(device) for grad in _grads(0, 0)]), wire)
+
+
+def _step(given: Averaged, grads: list[Tensor], device: str = "cuda") -> list[Tensor]:
+    return [grad for grad in given.step([grad.to(device) for grad in grads]) if grad is not None]
+
+
+def _assert_averages(given: Averaged, wire: str, rank: int, world_size: int) -> None:
+    """Takes steps, and compares each with the reference and with the other ranks. Attached, rank 0 lacks a gradient."""
+    device = next(given.model.parameters()).device
+    is_attached = isinstance(given.handle, fastsync.GradientSynchronizer)
+    for step in range(STEPS):
+        everyone = [_grads(other, step) for other in range(world_size)]
+        mine: list[Tensor | None] = [grad.to(device) for grad in everyone[rank]]
+        if step == 3 and is_attached:
+            everyone[0][1] = torch.zeros_like(everyone[0][1])
+            if rank == 0:
+                mine[1] = None
+        given.model.zero_grad()
+        if is_attached:
+            given.handle.piggyback("rank", torch.tensor([float(rank), 1.0], device=device))
+        loss = given.model(mine)
+        with torch.cuda.device(device):
+            torch.cuda._sleep(SHORT)  # the gradients come late: who does not wait for their stream reads something else
+        given.backward(loss)
+        actual = [grad for grad in given.grads() if grad is not None]
+        mean = reference.all_reduce_mean(everyone, WIRE_DTYPES[wire])
+        if step == 3 and is_attached and world_size == 1:
+            del mean[1]
+        assert_all_bitwise_equal(actual, mean, f"{wire}: step {step}, gradient")
+        assert_same_on_all_ranks(actual)
+        if is_attached:
+            assert given.handle.piggybacked()["rank"].tolist() == [(world_size - 1) / 2, 1.0]
+
+
+def _averages(rank: int, world_size: int, entry_point: str, device: str) -> None:
+    for wire in WIRE_DTYPES:
+        given = _begin(entry_point, wire, device)
+        _assert_averages(given, wire, rank, world_size)
+        assert len(given.handle.stats().buckets) >= 3
+
+
+@on_one_and_two_ranks
+@each_entry_point
+def test_gradients_are_bitwise_the_reference(entry_point: str, world_size: int) -> None:
+    run_ranks(_averages, world_size, entry_point, "cuda", backend="nccl")
+
+
+@on_one_and_two_ranks
+@on_ranks(backend="nccl")
+def test_gradients_are_bitwise_ddps_without_a_hook(rank: int, world_size: int) -> None:
+    like = [grad.to("cuda") for grad in _grads(0, 0)]
+    plain, hooked = (given_ddp(like, bucket_cap_mb=SMALL_BUCKETS) for _ in range(2))
+    hook = fastsync.register_comm_hook(hooked)
+    for step in range(STEPS):
+        mine = [grad.to("cuda") for grad in _grads(rank, step)]
+        assert_all_bitwise_equal(backward_of(hooked, mine), backward_of(plain, mine), f"step {step}, gradient")
+    assert len(hook.stats().buckets) >= 3, "DDP did not rebuild its buckets: the test shows less than it says"
+
+
+def _other_device(rank: int, world_size: int, entry_point: str) -> None:
+    _averages(rank, world_size, entry_point, f"cuda:{1 - torch.cuda.current_device()}")
+
+
+@on_one_and_two_ranks
+def test_gradients_on_another_device_than_the_current(world_size: int) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: gradients on one while the other is current")
+    run_ranks(_other_device, world_size, "hook", backend="nccl")
+
+
+@each_entry_point
+@on_ranks(2, backend="nccl")
+def test_backward_on_a_side_stream(rank: int, world_size: int, entry_point: str) -> None:
+    side = torch.cuda.Stream()
+    for wire in WIRE_DTYPES:
+        with torch.cuda.stream(side):
+            given = _begin(entry_point, wire)
+        torch.cuda._sleep(LONG)  # keeps the default stream busy: what ran there by mistake would come too late
+        with torch.cuda.stream(side):
+            _assert_averages(given, wire, rank, world_size)
+        torch.cuda.synchronize()
+
+
+@each_entry_point
+@on_ranks(2, backend="gloo")
+def test_gradients_on_a_gpu_over_gloo(rank: int, world_size: int, entry_point: str) -> None:
+    """Gradients go to the host, and come back with a CPU's bits."""
+    averages = []
+    for device in ("cpu", "cuda"):
+        given = _begin(entry_point, "none", device)
+        averages.append([grad.cpu() for grad in _step(given, _grads(rank, 0), device)])
+        assert given.handle.stats().kernels == "fused"
+    assert_all_bitwise_equal(*averages, what="gradient")
+
+
+@on_one_and_two_ranks
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(backend="nccl")
+def test_grad_stats_and_clipping_are_torchs(rank: int, world_size: int, entry_point: str) -> None:
+    for wire in WIRE_DTYPES:
+        given = _begin(entry_point, wire)
+        for step, max_norm in enumerate((0.5, 1e4, 0.5)):
+            averaged = [
+                grad for grad in given.step([grad.to("cuda") for grad in _grads(rank, step)]) if grad is not None
+            ]
+            in_float64 = [nn.Parameter(grad.double()) for grad in averaged]
+            for parameter in in_float64:
+                parameter.grad = parameter.detach().clone()
+            expected_norm = nn.utils.clip_grad_norm_(in_float64, max_norm)
+            stats = given.handle.grad_stats()
+            torch.testing.assert_close(stats.grad_norm.double(), expected_norm, rtol=1e-7, atol=0.0)
+            assert (stats.num_nonfinite.item(), stats.num_saturated.item()) == (0, 0)
+
+            norm = fastsync.clip_grad_norm_(given.handle, max_norm)
+            assert norm.item() == stats.grad_norm.item()
+            for actual, parameter in zip(grads_of(given.model), in_float64, strict=True):
+                # The norm, its sum with 1e-6, the reciprocal and two products are rounded to float32: 5 · 2^-24.
+                torch.testing.assert_close(actual.double(), parameter.grad, rtol=3e-7, atol=0.0)
+            if max_norm > expected_norm.item():
+                assert_all_bitwise_equal(grads_of(given.model), averaged, "gradient below the maximum")
+            assert_same_on_all_ranks([norm, *grads_of(given.model)])
+
+        broken = _grads(rank, 0)
+        if rank == world_size - 1:
+            broken[0][3, 4], broken[4][512, 256] = float("inf"), float("nan")
+        averaged = _step(given, broken)
+        assert (averaged[0][3, 4].isinf().item(), averaged[4][512, 256].isnan().item()) == (True, True)
+        stats = given.handle.grad_stats()
+        assert (stats.num_nonfinite.item(), stats.num_saturated.item()) == (2, 0)
+
+
+@on_one_and_two_ranks
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(backend="nccl")
+def test_the_host_never_waits_for_the_device(rank: int, world_size: int, entry_point: str) -> None:
+    for wire in WIRE_DTYPES:
+        given = average(entry_point, Mlp().to("cuda"), wire)
+        rides = isinstance(given.handle, fastsync.GradientSynchronizer)
+        optimizer = torch.optim.Adam(given.model.parameters(), fused=True)
+        batches = [batch(rank, step).to("cuda") for step in range(STEPS)]
+        kl = torch.tensor(float(rank), device="cuda")
+        for step, inputs in enumerate(batches, start=1):
+            if step == 3:  # DDP has rebuilt its buckets by now, and the ranks have agreed on them
+                torch.cuda.set_sync_debug_mode("error")
+            if step == STEPS:  # that mode does not see every wait, so the host is to be done while the device is not
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+                torch.cuda._sleep(LONG)
+                slept = torch.cuda.current_stream().record_event()
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.zero_grad()
+            if rides:
+                given.handle.piggyback("kl", kl)
+            given.backward(given.model(inputs).square().mean())
+            fastsync.clip_grad_norm_(given.handle, 0.01, **({"optimizer": optimizer} if rides else {}))
+            optimizer.step()
+        assert not slept.query(), "the host waited for the device"
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+            given.handle.grad_stats().grad_norm.item()
+        torch.cuda.set_sync_debug_mode("default")
+        assert_same_on_all_ranks(list(given.model.parameters()))
+
+
+@on_ranks(2, backend="nccl")
+def test_times_are_the_devices_once_it_is_done(rank: int, world_size: int) -> None:
+    given = _begin("hook", "fp16")
+    start = time.perf_counter()
+    for step in range(STEPS):
+        _step(given, _grads(rank, step))
+    torch.cuda.synchronize()
+    elapsed = time.perf_counter() - start
+    stats = given.handle.stats()
+    assert 0 < stats.exposed_time < elapsed
+    for bucket in stats.buckets:
+        assert bucket.num_syncs == STEPS - 1  # in the first step DDP had other buckets
+        assert min(bucket.pack_time, bucket.collective_time, bucket.unpack_time) > 0
+        assert bucket.pack_time + bucket.collective_time + bucket.unpack_time < elapsed
+
+
+@on_one_and_two_ranks
+@on_ranks(backend="nccl")
+def test_weighted_means(rank: int, world_size: int) -> None:
+    for wire in WIRE_DTYPES:
+        model = Given([grad.to("cuda") for grad in _grads(0, 0)])
+        sync = fastsync.attach(model, wire, bucket_cap_mb=1000.0)
+        for step in range(STEPS):
+            weights = [1.0 + 4096.0**step * other for other in range(world_size)]
+            sync.set_weight(weights[rank])
+            everyone = [_grads(other, 0) for other in range(world_size)]
+            model.zero_grad()
+            model([grad.to("cuda") for grad in everyone[rank]]).backward()
+            mean = reference.all_reduce_mean(everyone, WIRE_DTYPES[wire], weights=weights)
+            for got, expected in zip(grads_of(model), mean, strict=True):
+                torch.testing.assert_close(got.cpu(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+            assert sync.grad_stats().num_saturated.item() == 0
+            assert_same_on_all_ranks(grads_of(model))
+
+
+# ---- steps that a CUDA graph captures -------------------------------------------------------------------------------
+
+
+class _Training:
+    """A model whose steps can be captured in a CUDA graph."""
+
+    def __init__(self, wire: AnyCompression) -> None:
+        torch.manual_seed(1)
+        self.model = Mlp().to("cuda")
+        self.sync = fastsync.attach(self.model, wire, bucket_cap_mb=SMALL_BUCKETS)
+        self._optimizer = torch.optim.Adam(self.model.parameters(), fused=True, capturable=True)
+        self.rider: Tensor | None = None
+
+    def backward(self, inputs: Tensor) -> None:
+        self.model.zero_grad(set_to_none=False)
+        if self.rider is not None:
+            self.sync.piggyback("value", self.rider * 2)
+        self.model(inputs).square().mean().backward()
+
+    def step(self, inputs: Tensor) -> None:
+        self._optimizer.zero_grad()
+        self.model(inputs).square().mean().backward()
+        fastsync.clip_grad_norm_(self.sync, 0.01, optimizer=self._optimizer)
+        self._optimizer.step()
+
+
+def _captured(call: Any, inputs: Tensor, *others: Any) -> torch.cuda.CUDAGraph:
+    """After steps on a side stream, as torch asks of what is to be captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for each in (call, *others):
+            for _ in range(STEPS):
+                each(inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(inputs)
+    return graph
+
+
+@on_one_and_two_ranks
+@on_ranks(backend="nccl")
+def test_a_captured_step_is_the_eager_one(rank: int, world_size: int) -> None:
+    """What is attached on the default stream, too: the accumulators are those of the captured forward.
+
+    Stochastic rounding follows the replays as it does the eager steps.
+    """
+    int8 = [fastsync.Compression("int8", error_feedback=True), fastsync.Compression("int8", rounding="stochastic")]
+    for wire in (*WIRE_DTYPES, *int8):
+        inputs = batch(rank, 0).to("cuda")
+        eager, captured = _Training(wire), _Training(wire)
+        graph = _captured(captured.step, inputs, eager.step)
+        for number in range(1, STEPS):
+            inputs.copy_(batch(rank, number))
+            graph.replay()
+            eager.step(inputs)
+            expected = list(eager.model.parameters())
+            assert_all_bitwise_equal(list(captured.model.parameters()), expected, f"{wire}: step {number}, parameter")
+        assert_same_on_all_ranks(list(captured.model.parameters()))
+
+
+@on_ranks(2, backend="nccl")
+def test_every_replay_of_a_captured_step_may_be_clipped(rank: int, world_size: int) -> None:
+    training, inputs = _Training("none"), batch(rank, 0).to("cuda")
+    graph = _captured(training.backward, inputs)
+    for number in range(1, STEPS):
+        inputs.copy_(batch(rank, number))
+        graph.replay()
+        expected = torch.nn.utils.get_total_norm(grads_of(training.model))
+        torch.testing.assert_close(fastsync.clip_grad_norm_(training.sync, 0.01), expected, rtol=1e-6, atol=0.0)
+
+
+@on_ranks(1, backend="nccl")
+def test_riders_of_a_captured_step(rank: int, world_size: int) -> None:
+    """What rides in a graph is what it computes anew in each replay; a value of before would ride again and again."""
+    training, inputs = _Training("none"), batch(rank, 0).to("cuda")
+    value = training.rider = torch.zeros(2, device="cuda")
+    graph = _captured(training.backward, inputs)
+    for number in range(STEPS):
+        value.fill_(number + rank)
+        graph.replay()
+        assert training.sync.piggybacked()["value"].tolist() == [2 * number + world_size - 1.0] * 2
+    training.rider = None
+    training.sync.piggyback("value", value)
+    message = "rider 'value' was given outside of the CUDA graph that is captured, or on the CPU"
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        training.backward(inputs)
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+@on_ranks(1, backend="nccl")
+def test_a_captured_schedule_and_captured_weights_are_refused(rank: int, world_size: int, has_weight: bool) -> None:
+    training, inputs = (
+        _Training("none" if has_weight else fastsync.Schedule({0: "none", 1000: "fp16"})),
+        batch(rank, 0).to("cuda"),
+    )
+    what = "the weights of the step that it captures" if has_weight else "the step that it has captured"
+    if has_weight:
+        training.sync.set_weight(2.0)
+    with pytest.raises(ValueError, match=f"a CUDA graph repeats {what}"):
+        _captured(training.step, inputs)

@@ -1,0 +1,424 @@
+"""What every entry point promises: the mean over the ranks, the same bits on each, and which gradients there are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import reference
+from tests.bitwise import assert_bitwise_equal
+from tests.engine.entry_points import ALL, AVERAGING, average, mean_of, whole, whole_numbers
+from tests.models import (
+    SMALL_BUCKETS,
+    Given,
+    Mlp,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    backward_of,
+    batch,
+    given_ddp,
+    grads_of,
+    random_grads,
+)
+from tests.ranks import on_ranks, run_ranks
+
+WIRES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPES = [(7, 33), (5,), (300,), (1,), (2, 3, 4), (250,)]
+WITH_A_SCALAR = [*SHAPES, ()]
+
+each_entry_point = pytest.mark.parametrize("entry_point", ALL)
+each_averaging = pytest.mark.parametrize("entry_point", AVERAGING)
+
+
+def _there(grads: list[Tensor | None]) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
+
+
+# ---- the mean -------------------------------------------------------------------------------------------------------
+
+
+def _exact(rank: int, world_size: int, entry_point: str) -> None:
+    for wire in WIRES:
+        for cap in (SMALL_BUCKETS, 25.0):
+            given = average(entry_point, Given(whole_numbers(0, 0, SHAPES)), wire, bucket_cap_mb=cap)
+            for step in range(3):
+                everyone = [whole_numbers(other, step, SHAPES) for other in range(world_size)]
+                expected = _there(mean_of(everyone))
+                what = f"{wire}, {cap} MiB, step {step}"
+                assert_all_bitwise_equal(_there(given.step(everyone[rank])), expected, what)
+                norm = torch.cat([grad.flatten() for grad in expected]).norm()
+                torch.testing.assert_close(given.grad_norm(), norm, rtol=1e-6, atol=0)
+            assert given.handle.grad_stats().num_saturated == 0
+            assert given.handle.grad_stats().num_nonfinite == 0
+
+
+@each_entry_point
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_means_are_exact_where_floats_are(entry_point: str, world_size: int) -> None:
+    run_ranks(_exact, world_size, entry_point)
+
+
+@each_averaging
+def test_a_rank_alone_keeps_its_gradients(entry_point: str) -> None:
+    run_ranks(_exact, 1, entry_point)
+
+
+@each_averaging
+@on_ranks(2, shared_memory=False)
+def test_two_ranks_are_bitwise_the_reference(rank: int, world_size: int, entry_point: str) -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        everyone = [random_grads(other, 0, WITH_A_SCALAR, dtype) for other in range(world_size)]
+        for wire, wire_dtype in WIRES.items():
+            given = average(entry_point, Given(everyone[0]), wire, bucket_cap_mb=25)  # one bucket, as the reference has
+            expected = reference.all_reduce_mean(everyone, wire_dtype)
+            assert_all_bitwise_equal(_there(given.step(everyone[rank])), expected, f"{dtype} over {wire}, gradient")
+
+
+def _trains_like_ddp(rank: int, world_size: int, entry_point: str) -> None:
+    torch.manual_seed(rank)  # DDP and attach begin with rank 0's parameters
+    model = Mlp()
+    if entry_point == "all_reduce":
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+    plain = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
+    ours = average(entry_point, model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+    for step in range(20):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        plain(batch(rank, step)).square().mean().backward()
+        ours.backward(ours.model(batch(rank, step)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+        if world_size == 2 or "hook" in entry_point:  # more summands are added in an order that the buckets decide
+            assert_all_bitwise_equal(grads_of(model), grads_of(plain), f"step {step}, gradient")
+            assert_all_bitwise_equal(list(model.parameters()), list(plain.parameters()), f"step {step}, parameter")
+        assert_same_on_all_ranks([*grads_of(model), *model.parameters()])
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    if entry_point != "all_reduce":
+        assert len(ours.handle.stats().buckets) >= 3
+        assert ours.handle.stats().num_steps == 20
+
+
+@each_averaging
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_training_is_as_with_ddp(entry_point: str, world_size: int) -> None:
+    run_ranks(_trains_like_ddp, world_size, entry_point, shared_memory=world_size == 2)
+
+
+class TiedTransformer(nn.Module):
+    """A language model of one transformer block, whose output layer shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 16)
+        self.block = nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 17, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = inputs[:, :8].abs().mul(5).long().clamp(max=16)
+        return self.head(self.block(self.embedding(tokens)))
+
+
+class Branches(nn.Module):
+    """Takes one of two branches by step, and never a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(32, 8) for _ in range(3))
+        self.step = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.step += 1
+        return self.branches[self.step % 2](inputs)
+
+
+def _conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 4, 4)),
+        nn.Conv2d(2, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 3, bias=False),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "conv net": _conv_net,
+    "transformer with a shared weight": TiedTransformer,
+    "unused branches": Branches,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("entry_point", ["hook", "attach", "all_reduce", "sharded"])
+@on_ranks(3)
+def test_ranks_have_the_gradients_of_one_process(rank: int, world_size: int, entry_point: str, name: str) -> None:
+    torch.manual_seed(3)
+    alone = MODELS[name]().double()
+    ours = average(entry_point, copy.deepcopy(alone), **_options(entry_point, find_unused_parameters=name[0] == "u"))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.02, momentum=0.9) for each in (alone, ours.model)]
+    for step in range(10):
+        samples = [batch(other, step, dtype=torch.float64) for other in range(world_size)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        alone(torch.cat(samples)).square().mean().backward()
+        ours.backward(ours.model(samples[rank]).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+        averaged = ours.grads()
+        for (parameter, theirs), mine in zip(alone.named_parameters(), averaged, strict=True):
+            assert (mine is None) == (theirs.grad is None), f"step {step}: {parameter}"
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs.grad, rtol=1e-9, atol=1e-12)
+        assert_same_on_all_ranks(_there(averaged))
+    for mine, theirs in zip(ours.model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), theirs, rtol=1e-9, atol=1e-12)
+
+
+def _options(entry_point: str, **options: Any) -> dict[str, Any]:
+    return options if "hook" in entry_point else {}
+
+
+@each_entry_point
+@on_ranks(3)
+def test_after_a_sync_all_ranks_hold_the_same_bits(rank: int, world_size: int, entry_point: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for wire in WIRES:
+            torch.manual_seed(1)
+            ours = average(entry_point, Mlp(dtype=dtype), wire)
+            optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+            for step in range(4):
+                optimizer.zero_grad()
+                ours.backward(ours.model(batch(rank, step, dtype=dtype)).square().mean())
+                optimizer.step()
+                assert_same_on_all_ranks(_there(ours.grads()))
+                if entry_point != "sharded":  # whose statistics are of a rank's shards
+                    assert_same_on_all_ranks([ours.grad_norm(), ours.handle.grad_stats().num_nonfinite])
+            assert_same_on_all_ranks([whole(parameter) for parameter in ours.model.parameters()])
+
+
+@each_entry_point
+@on_ranks(4)
+def test_each_process_group_averages_over_its_own_ranks(rank: int, world_size: int, entry_point: str) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for group, members in ((groups[rank // 2], (rank // 2 * 2, rank // 2 * 2 + 1)), (None, range(4))):
+        for wire in WIRES:
+            everyone = [whole_numbers(other, 0, SHAPES) for other in members]
+            given = average(entry_point, Given(everyone[0]), wire, group=group)
+            for _ in range(2):
+                averaged = _there(given.step(everyone[rank - members[0]]))
+                assert_all_bitwise_equal(averaged, _there(mean_of(everyone)), f"{wire}, of ranks {members}")
+
+
+# ---- which gradients there are --------------------------------------------------------------------------------------
+
+
+@each_entry_point
+@on_ranks(2)
+def test_gradients_of_some_are_averaged_and_those_of_nobody_stay_none(
+    rank: int, world_size: int, entry_point: str
+) -> None:
+    for wire in WIRES:
+        model = Given(whole_numbers(0, 0, SHAPES))
+        given = average(entry_point, model, wire, **_options(entry_point, find_unused_parameters=True))
+        for step in range(5):
+            everyone: list[list[Tensor | None]] = [[*whole_numbers(r, step, SHAPES)] for r in range(world_size)]
+            for grads in everyone:
+                if step % 2 == 0 or entry_point == "sharded":
+                    grads[1] = None  # on all ranks
+            if entry_point != "sharded":  # fully_shard has every rank send the same, in each step
+                everyone[step % 2][2] = None
+                if step == 3:
+                    everyone[0][3:] = [None] * len(everyone[0][3:])
+            averaged = given.step(everyone[rank])
+            expected = mean_of(everyone)
+            assert [grad is None for grad in averaged] == [grad is None for grad in expected], f"{wire}, step {step}"
+            assert_all_bitwise_equal(_there(averaged), _there(expected), f"{wire}, step {step}")
+
+
+@each_entry_point
+@on_ranks(2)
+def test_no_sync_accumulates(rank: int, world_size: int, entry_point: str) -> None:
+    model = Given(whole_numbers(0, 0, SHAPES))
+    given = average(entry_point, model, **_options(entry_point, gradient_as_bucket_view=True))
+    # Averaged as well, though the backward that syncs does not reach it here; by DDP and fully_shard it is not.
+    is_left_out = entry_point in ("attach", "synchronize", "all_reduce")
+    for step in range(3):
+        parts = [[whole_numbers(other, 10 * step + part, SHAPES) for part in range(3)] for other in range(world_size)]
+        if is_left_out:
+            parts[0][2][0] = torch.zeros(SHAPES[0])
+        everyone = [[sum(grads) for grads in zip(*of_rank, strict=True)] for of_rank in parts]
+        given.model.zero_grad(set_to_none=step != 2)
+        with given.no_sync():
+            for grads in parts[rank][:2]:
+                given.model(grads).backward()
+        given.backward(given.model([None if is_left_out and rank == 0 else parts[rank][2][0], *parts[rank][2][1:]]))
+        assert_all_bitwise_equal(_there(given.grads()), _there(mean_of(everyone)), f"step {step}")  # type: ignore[arg-type]
+    if entry_point != "all_reduce":
+        assert given.handle.stats().num_steps == 3, "a backward under no_sync was synchronised"
+
+
+@on_ranks(2)
+def test_a_second_backward_leaves_alone_what_was_averaged(rank: int, world_size: int) -> None:
+    given = average("attach", Given(whole_numbers(0, 0, SHAPES)), "fp16")
+    for step in range(3):
+        first = given.step([*random_grads(rank, step, SHAPES[:3], torch.float32), None, None, None])[:3]
+        everyone = [whole_numbers(other, step, SHAPES) for other in range(world_size)]
+        given.backward(given.model([None, None, None, *everyone[rank][3:]]))
+        expected = [*_there(first), *_there(mean_of(everyone))[3:]]
+        assert_all_bitwise_equal(_there(given.grads()), expected, f"step {step}")
+        # And one that adds to what is there already, on one rank alone.
+        more = torch.full(SHAPES[5], 4.0) if rank == 1 else None
+        given.backward(given.model([None, None, None, None, torch.full(SHAPES[4], 2.0), more]))
+        assert torch.equal(_there(given.grads())[5], expected[5] + 2.0)
+        assert_same_on_all_ranks(_there(given.grads()))
+
+
+@each_averaging
+@on_ranks(2)
+def test_several_dtypes_scalars_and_empty_parameters_in_one_model(rank: int, world_size: int, entry_point: str) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64] * 2
+    everyone = [[torch.full((40, i + 1), r + 1.0).to(dtype) for i, dtype in enumerate(dtypes)] for r in range(2)]
+    for of_rank in everyone:
+        of_rank += [torch.zeros(0), torch.tensor(1.0)]
+    given = average(entry_point, Given(everyone[0]))
+    for step in range(3):
+        expected = [torch.full_like(grad, 1.5 if grad.dim() == 2 else 1.0) for grad in everyone[0]]
+        assert_all_bitwise_equal(_there(given.step(everyone[rank])), expected, f"step {step}")
+    if entry_point != "all_reduce":
+        assert len(given.handle.stats().buckets) >= 5, "a bucket holds one dtype"
+        assert given.handle.stats().numel == sum(grad.numel() * (1 + grad.is_complex()) for grad in everyone[0])
+
+
+# ---- finite stays finite, and the rest arrives ----------------------------------------------------------------------
+
+
+@each_entry_point
+@on_ranks(2)
+def test_fp16_fits_large_and_small_gradients(rank: int, world_size: int, entry_point: str) -> None:
+    # A gradient that float16 does not hold; and one that it holds as zero.
+    mine = [torch.tensor([[1e5, 1.2e5], [-5e4, 0.0]][rank])]
+    given = average(entry_point, Given(mine), "fp16")
+    for _ in range(3):
+        assert _there(given.step(mine))[0].tolist() == [24992.0, 60000.0]
+    tiny = [torch.full((3,), 8e-8)]
+    given = average(entry_point, Given(tiny), "fp16")
+    for _ in range(3):
+        torch.testing.assert_close(_there(given.step(tiny)), tiny, rtol=2.0**-11, atol=0.0)
+    assert given.handle.grad_stats().num_nonfinite == 0
+
+
+@on_ranks(2)
+def test_torchs_fp16_hook_overflows_where_ours_does_not(rank: int, world_size: int) -> None:
+    mine = [torch.tensor([[1e5, 1.2e5], [-5e4, 0.0]][rank])]
+    theirs = given_ddp(mine)
+    theirs.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    assert backward_of(theirs, mine)[0].isinf().all(), "torch's hook has changed: it no longer overflows here"
+
+
+@each_averaging
+@on_ranks(2, shared_memory=False)
+def test_the_fp16_scale_follows_the_gradients(rank: int, world_size: int, entry_point: str) -> None:
+    # Behind a scale that fits 1e6 tiny ones are lost at first; it rises by a factor of two a step.
+    tiny = [torch.full((3,), 8e-8)]
+    given = average(entry_point, Given(tiny), "fp16")
+    given.step([torch.full((3,), 1e6)])
+    assert _there(given.step(tiny))[0].tolist() == [0.0, 0.0, 0.0]
+    for _ in range(44):  # from 2^-10 to 2^33, which brings 8e-8 to 2^9 and more
+        averaged = _there(given.step(tiny))
+    torch.testing.assert_close(averaged, tiny, rtol=2.0**-11, atol=0.0)
+
+    small = torch.tensor([1.0, -1.0, 0.5, 1e-3])
+    given = average(entry_point, Given([small]), "fp16")
+    assert _there(given.step([small]))[0][:3].tolist() == [1.0, -1.0, 0.5]
+    assert given.handle.grad_stats().num_saturated == 0
+    # At 1, the scale is 2^9: two ranks may send no more than about 2^15 each, which is 2^7 in the sum.
+    sent = reference.saturation_limit(torch.float16, world_size) / 2**9
+    assert _there(given.step([1e6 * small]))[0][:3].tolist() == [2 * sent, -2 * sent, 2 * sent]
+    assert given.handle.grad_stats().num_saturated == 4
+    assert given.handle.grad_stats().num_nonfinite == 0
+    for _ in range(4):
+        averaged = _there(given.step([1e6 * small]))
+        assert averaged[0].isfinite().all()
+    torch.testing.assert_close(averaged[0], 1e6 * small, rtol=2.0**-11, atol=0.0)
+    assert given.handle.grad_stats().num_saturated == 0
+
+    given = average(entry_point, Given([small]), "fp16")
+    given.step([torch.ones(4)])
+    given.step([torch.tensor([1.0, 1e6, -1e6, 1.0]) if rank == 1 else torch.ones(4)])
+    assert given.handle.grad_stats().num_saturated == [0, 2][rank], "counted on the rank that could not send them"
+
+
+@each_averaging
+@on_ranks(2)
+def test_fp16_finds_its_scale_anew_after_zeros_and_nan(rank: int, world_size: int, entry_point: str) -> None:
+    for spoil in (0.0, float("nan")):
+        ones = torch.ones(300)
+        given = average(entry_point, Given([ones, ones]), "fp16")
+        for grads in ([ones, ones], *[[ones * spoil, ones]] * 12, [ones, ones]):
+            averaged = given.step(grads)
+        for grad in _there(averaged):
+            assert_bitwise_equal(grad, ones)
+        assert given.handle.grad_stats().num_saturated == 0
+
+
+@each_entry_point
+@on_ranks(3)
+def test_inf_and_nan_of_one_rank_reach_all_and_are_counted(rank: int, world_size: int, entry_point: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    broken = [torch.tensor([1.0, nan, inf, -inf, 2.0, 3.0])]
+    other = [torch.tensor([1.0, 1.0, 1.0, 1.0, nan, 3.0])]
+    healthy = [torch.arange(1.0, 7.0)]
+    for wire in WIRES:
+        given = average(entry_point, Given(healthy), wire)
+        for _ in range(2):
+            (averaged,) = _there(given.step(broken if rank == world_size - 1 else other))
+            assert averaged.isfinite().tolist() == [True, False, False, False, False, True], wire
+            assert averaged[[0, 5]].tolist() == [1.0, 3.0]
+            assert averaged[2:4].tolist() == [inf, -inf]
+            assert not given.grad_norm().isfinite()
+            stats = given.handle.grad_stats()
+            assert stats.num_saturated == 0
+            assert stats.num_nonfinite == (4 if entry_point != "sharded" else [1, 2, 1][rank])
+        (averaged,) = _there(given.step(healthy))
+        assert averaged.tolist() == healthy[0].tolist()
+        assert given.handle.grad_stats().num_nonfinite == 0
+
+
+@each_averaging
+@on_ranks(2)
+def test_a_grad_scaler_skips_the_same_step_everywhere(rank: int, world_size: int, entry_point: str) -> None:
+    for wire in WIRES:
+        torch.manual_seed(0)
+        ours = average(entry_point, nn.Linear(4, 1), wire)
+        optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scales = []
+        for step in range(4):
+            before = [whole(parameter).clone() for parameter in ours.model.parameters()]
+            optimizer.zero_grad()
+            loss = F.mse_loss(ours.model(torch.ones(2, 4)), torch.zeros(2, 1))
+            ours.backward(scaler.scale(loss * float("inf") if step == 2 and rank == 1 else loss))
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            after = [whole(parameter) for parameter in ours.model.parameters()]
+            assert all(map(torch.equal, before, after)) == (step == 2), f"step {step}"
+            assert_same_on_all_ranks(after)
+        assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9]

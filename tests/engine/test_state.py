@@ -1,0 +1,334 @@
+"""state_dict: a run that is resumed in a new process goes on, to the bit, as the run that was not interrupted."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync.autotune.choose import Candidate, compressions, engine_schedule
+from tests.engine.entry_points import Averaged, average
+from tests.models import (
+    SMALL_BUCKETS,
+    Given,
+    Mlp,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    backward_of,
+    batch,
+    given_ddp,
+    grads_of,
+    group_of_one,
+    random_grads,
+    train_step,
+)
+from tests.ranks import on_ranks, run_ranks
+
+SHAPES = [(300,), (260,), (100, 4)]
+# DDP keeps these buckets from the first step on, one for each parameter.
+KEPT_BUCKETS = {"find_unused_parameters": True, "bucket_cap_mb": 2.0**-20}
+FEEDBACK = fastsync.Compression("int8", error_feedback=True)
+WITH_STATE = ["hook", "drop-in hook", "attach", "synchronize"]
+each_with_state = pytest.mark.parametrize("entry_point", WITH_STATE)
+
+
+def _wide(rank: int, step: int) -> list[Tensor]:
+    """Gradients of such a range that the scale decides about how the small ones are rounded to fp16."""
+    first, second, third = random_grads(rank, step, SHAPES, torch.float32)
+    large = 2.0**12 if step == 0 else 1.0  # so that the scales are still on their way up when the state is saved
+    return [large * 1e3 * first, large * second * torch.logspace(0, -8, 260), large * 1e-6 * third]
+
+
+def _begin(entry_point: str, cap: float) -> Averaged:
+    options = {"find_unused_parameters": True} if "hook" in entry_point else {}
+    return average(entry_point, Given(_wide(0, 0)), "fp16", bucket_cap_mb=cap, **options)
+
+
+def _steps_of(given: Averaged, rank: int, steps: range) -> list[list[Tensor | None]]:
+    return [given.step(_wide(rank, step)) for step in steps]
+
+
+def _save(rank: int, world_size: int, entry_point: str) -> list[dict[str, Any]]:
+    saved = []
+    for cap in (2.0**-20, 25):
+        given = _begin(entry_point, cap)
+        _steps_of(given, rank, range(4))
+        state = copy.deepcopy(given.handle.state_dict())
+        saved.append({"cap": cap, "state": state, "grads": _steps_of(given, rank, range(4, 7))})
+        without_state = _steps_of(_begin(entry_point, cap), rank, range(4, 5))
+        assert not torch.equal(without_state[0][1], saved[-1]["grads"][0][1]), "the scales do not matter here"
+    return saved
+
+
+def _resume(rank: int, world_size: int, entry_point: str, saved_by_rank: list[list[dict[str, Any]]]) -> None:
+    for saved in saved_by_rank[rank]:
+        given = _begin(entry_point, saved["cap"])
+        given.handle.load_state_dict(saved["state"])
+        assert given.handle.state_dict() == saved["state"]
+        for step, expected in enumerate(saved["grads"]):
+            averaged = given.step(_wide(rank, 4 + step))
+            assert_all_bitwise_equal(averaged, expected, f"cap {saved['cap']}, step {step}")  # type: ignore[arg-type]
+
+
+@each_with_state
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(entry_point: str) -> None:
+    saved = run_ranks(_save, 2, entry_point)
+    for of_ranks in zip(*saved, strict=True):
+        scales = [each["state"]["scales"] for each in of_ranks]
+        assert scales[0] == scales[1]
+        assert all(math.frexp(scale)[0] == 0.5 for scale in scales[0].values())
+    run_ranks(_resume, 2, entry_point, saved)
+
+
+def _train(rank: int, ddp: DistributedDataParallel, steps: range) -> list[list[Tensor]]:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    grads = []
+    for step in steps:
+        train_step(ddp, optimizer, batch(rank, step))
+        grads.append([grad.clone() for grad in grads_of(ddp)])
+    return grads
+
+
+@on_ranks(2)
+def test_scales_that_were_saved_serve_other_buckets(rank: int, world_size: int) -> None:
+    """DDP has rebuilt its buckets in the run that was saved, and begins with others where it is resumed."""
+    torch.manual_seed(1)
+    ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
+    hook = fastsync.register_comm_hook(ddp, "fp16")
+    _train(rank, ddp, range(4))
+    model, state = copy.deepcopy(ddp.module), hook.state_dict()
+    assert len(set(state["scales"].values())) > 1
+    expected = _train(rank, ddp, range(4, 7))
+    resumed = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+    fastsync.register_comm_hook(resumed, "fp16").load_state_dict(state)
+    for step, (actual, grads) in enumerate(zip(_train(rank, resumed, range(4, 7)), expected, strict=True)):
+        assert_all_bitwise_equal(actual, grads, f"step {step}, gradient")
+
+
+ODD_SHAPES = [(3,), (5, 7), (9,)]  # of no multiples of what gradients are aligned to on the wire
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(2, timeout=40.0, parametrized=("shared_memory",))
+def test_residuals_of_one_rank_alone_are_sent(rank: int, world_size: int) -> None:
+    """What a rank holds does not change where gradients lie on the wire; it is sent with the next step, as ever."""
+    for wire in ("bf16", "fp16", "none"):
+        for reduce in ("wire", "fp32"):
+            ddp = given_ddp([torch.ones(shape) for shape in ODD_SHAPES])
+            hook = fastsync.register_comm_hook(ddp, fastsync.Compression(wire, reduce))
+            kept = {
+                f"weights.{index} of rank 1": {"own": torch.full((math.prod(shape),), 64.0), "of_sums": None}
+                for index, shape in enumerate(ODD_SHAPES)
+            }
+            hook.load_state_dict({**hook.state_dict(), "residuals": kept if rank == 1 else {}})
+            # Whole numbers that are powers of two, which every wire carries.
+            grads = [torch.full(shape, 2.0 ** (index + 1)) for index, shape in enumerate(ODD_SHAPES)]
+            for step in range(3):
+                mean = backward_of(ddp, grads)
+                expected = [grad + (32.0 if step == 0 else 0.0) for grad in grads]
+                assert_all_bitwise_equal(mean, expected, f"{wire}, {reduce}, step {step}: gradient")
+            assert hook.state_dict()["residuals"] == {}
+
+
+def _steps(model: nn.Module, rank: int, steps: range) -> list[list[Tensor]]:
+    grads = []
+    for step in steps:
+        model.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        grads.append([grad.clone() for grad in grads_of(model)])
+    return grads
+
+
+def _distributed_checkpoint(rank: int, world_size: int, folder: str, compression: Any, entry_point: str) -> None:
+    """Each rank gets back what it has not sent itself, into an engine that has not begun."""
+
+    def begin() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        given = average(entry_point, Mlp(), compression)
+        return given.model, given.handle
+
+    model, sync = begin()
+    _steps(model, rank, range(4))
+    state = sync.state_dict()
+    assert len(state["residuals"]) == len(list(model.parameters()))
+    dcp.save({"sync": state}, checkpoint_id=folder)
+    expected = _steps(model, rank, range(4, 7))
+
+    resumed, sync = begin()
+    resumed.load_state_dict(model.state_dict())
+    loaded = {"sync": sync.state_dict()}
+    dcp.load(loaded, checkpoint_id=folder)
+    sync.load_state_dict(loaded["sync"])
+    for name, residual in sync.state_dict()["residuals"].items():
+        assert torch.equal(residual["own"], state["residuals"][name]["own"])
+    if entry_point == "hook":
+        return  # DDP regroups its buckets after one backward
+    for step, (actual, grads) in enumerate(zip(_steps(resumed, rank, range(4, 7)), expected, strict=True)):
+        assert_all_bitwise_equal(actual, grads, f"step {step}")
+
+    others = {name.replace(f"rank {rank}", f"rank {1 - rank}"): kept for name, kept in state["residuals"].items()}
+    _, sync = begin()
+    with pytest.warns(UserWarning, match=f"of rank {1 - rank}'. and nothing of rank {rank}, which begins without"):
+        sync.load_state_dict(state | {"residuals": others})
+    elsewhere = {f"no_{name}": kept for name, kept in others.items()}
+    with pytest.raises(ValueError, match=f"of rank {1 - rank}'; is it another model's state"):
+        sync.load_state_dict(state | {"residuals": elsewhere})
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_a_distributed_checkpoint_keeps_ranks_apart(tmp_path: Path, algorithm: str, entry_point: str) -> None:
+    compression = fastsync.Compression("bf16", reduce="fp32", error_feedback=True, algorithm=algorithm)
+    run_ranks(_distributed_checkpoint, 2, str(tmp_path), compression, entry_point)
+
+
+def _before_error_feedback(rank: int, world_size: int, folder: str) -> None:
+    """A checkpoint has no place for what a schedule begins later."""
+    schedule = fastsync.Schedule({0: "bf16", 2: FEEDBACK})
+    model = Mlp()
+    sync = fastsync.attach(model, schedule)
+    _steps(model, rank, range(1))
+    dcp.save({"sync": sync.state_dict()}, checkpoint_id=folder)
+    resumed = fastsync.attach(Mlp(), schedule)
+    loaded = {"sync": resumed.state_dict()}
+    dcp.load(loaded, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    resumed.load_state_dict(loaded["sync"])
+    assert resumed.state_dict()["step"] == 1
+    assert resumed.state_dict()["residuals"] == {}
+
+
+def test_a_distributed_checkpoint_before_error_feedback_begins(tmp_path: Path) -> None:
+    run_ranks(_before_error_feedback, 2, str(tmp_path))
+
+
+def _of_rank_0_alone(rank: int, world_size: int, file: str) -> None:
+    model = Mlp()
+    sync = fastsync.attach(model, FEEDBACK)
+    _steps(model, rank, range(3))
+    if rank == 0:
+        torch.save({"model": model.state_dict(), "sync": sync.state_dict()}, file)
+    dist.barrier()
+    saved = torch.load(file)
+    for resumed_with in (FEEDBACK, "none"):
+        resumed = Mlp()
+        resumed.load_state_dict(saved["model"])
+        again = fastsync.attach(resumed, resumed_with)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            again.load_state_dict(saved["sync"])
+        said = [str(warning.message) for warning in caught]
+        assert len(said) == (0 if rank == 0 else 1), said
+        assert all(f"nothing of rank {rank}, which begins without" in each for each in said)
+        assert bool(again.state_dict()["residuals"]) == (rank == 0)
+        assert again.state_dict()["step"] == 3
+        _steps(resumed, rank, range(3, 5))
+        assert_same_on_all_ranks(grads_of(resumed))
+        again.detach()
+
+
+def test_what_rank_0_has_saved_loads_on_all(tmp_path: Path) -> None:
+    run_ranks(_of_rank_0_alone, 2, str(tmp_path / "state.pt"))
+
+
+@on_ranks(2)
+def test_zeros_are_not_saved(rank: int, world_size: int) -> None:
+    """Where the schedule has not come to error feedback, where auto has chosen none, and of what is not used."""
+    points = {"none": 1e-6, "int8": 1.0}
+    profile_of = [Candidate(each, ((1, points[each.wire]),)) for each in compressions(("none", "int8"), world_size)]
+    for asked in (fastsync.Schedule({0: "none", 100: FEEDBACK}), FEEDBACK, "measured"):
+        used, unused = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300))
+        sync = fastsync.attach([used, unused], "none" if asked == "measured" else asked)
+        if asked == "measured":  # as if it had measured that full width is the fastest
+            sync._phases = ((0, tuple(profile_of)),)
+            sync._engine.set_schedule(engine_schedule(sync._phases))
+        assert sync.state_dict()["residuals"].keys() == {f"{name} of rank {rank}" for name in ("0", "1")}
+        (used * torch.linspace(-1.0, 1.0, 300)).sum().backward()
+        expected = {f"0 of rank {rank}"} if asked == FEEDBACK else set()
+        assert sync.state_dict()["residuals"].keys() == expected, asked
+
+
+# ---- what a state does to scales ------------------------------------------------------------------------------------
+
+
+def test_a_bucket_takes_the_smallest_scale_that_was_saved_for_its_parameters() -> None:
+    with group_of_one():
+        for large in (0, 1):
+            ddp = given_ddp([torch.ones(3), torch.ones(3)])
+            hook = fastsync.register_comm_hook(ddp, "fp16")
+            scales = {f"weights.{index}": 2.0**-4 if index == large else 2.0**10 for index in range(2)}
+            hook.load_state_dict({"scales": scales})
+            # One bucket: with the scale 2^10 of the other parameter, 4096 would saturate.
+            averaged = backward_of(ddp, [torch.full((3,), 4096.0 if index == large else 1.0) for index in range(2)])
+            assert averaged[large].tolist() == [4096.0] * 3
+            assert hook.grad_stats().num_saturated.item() == 0
+            assert hook.state_dict()["scales"] == {"weights.0": 2.0**-3, "weights.1": 2.0**-3}
+
+
+@each_with_state
+def test_a_state_replaces_all_that_was_there(entry_point: str) -> None:
+    with group_of_one():
+        given = average(
+            entry_point,
+            Given([torch.ones(2), torch.ones(3)]),
+            "fp16",
+            bucket_cap_mb=2.0**-20,
+            **({"find_unused_parameters": True} if "hook" in entry_point else {}),
+        )
+        handle = given.handle
+        assert handle.state_dict()["scales"] == {}
+        handle.load_state_dict({"scales": {"weights.0": 2.0, "weights.1": 4.0}})
+        handle.load_state_dict({"scales": {"weights.1": 8.0}})
+        assert handle.state_dict()["scales"] == {"weights.1": 8.0}
+        given.step([torch.tensor([1.0, -2.0]), torch.zeros(3)])
+        # 2 goes to 2^9; after nothing but zeros the scale is found out with the next step.
+        assert handle.state_dict()["scales"] == {"weights.0": 2.0**8}
+        given.step([torch.ones(2), torch.ones(3)])
+        handle.load_state_dict({"scales": {"weights.0": 2.0**-8, "weights.1": 4.0}})
+        assert handle.state_dict()["scales"] == {"weights.0": 2.0**-8, "weights.1": 4.0}
+        given.step([torch.ones(2), torch.ones(3)])
+        assert handle.state_dict()["scales"] == {"weights.0": 2.0**-7, "weights.1": 8.0}
+
+
+@each_with_state
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(entry_point: str) -> None:
+    with group_of_one():
+        given = average(entry_point, Given([torch.ones(2), torch.ones(3)]), "fp16")
+        given.step([torch.ones(2), torch.ones(3)])
+        before = given.handle.state_dict()
+        for scales, message in (
+            ({"weights.0": 2.0, "weights.7": 2.0}, r"no parameter named 'weights\.7'; is it another model's state\?"),
+            ({"weights.0": 3.0}, r"the scale of 'weights\.0' is 3\.0, not a power of two"),
+            ({"weights.0": 0.0}, r"the scale of 'weights\.0' is 0\.0, not a power of two"),
+            ({"weights.1": -2.0}, r"the scale of 'weights\.1' is -2\.0, not a power of two"),
+            ({"weights.1": math.inf}, r"the scale of 'weights\.1' is inf"),
+            ({"weights.1": math.nan}, r"the scale of 'weights\.1' is nan"),
+            ({"weights.1": 2.0**-1000}, r"the scale of 'weights\.1' is 9\.33.*e-302"),
+            ({"weights.1": 2.0**1000}, r"the scale of 'weights\.1' is 1\.07.*e\+301"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                given.handle.load_state_dict({"scales": scales})
+            assert given.handle.state_dict() == before
+        for state in ({}, {"scales": None}):
+            with pytest.raises(ValueError, match="state_dict: expected what state_dict\\(\\) returns"):
+                given.handle.load_state_dict(state)
+
+
+def test_a_hook_state_without_its_model_says_so() -> None:
+    with group_of_one():
+        state = fastsync.HookState()
+        message = r"does not know its model: create it with HookState\(module=model\)"
+        with pytest.raises(ValueError, match=message):
+            state.state_dict()
+        with pytest.raises(ValueError, match=message):
+            state.load_state_dict({"scales": {}})

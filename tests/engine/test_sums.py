@@ -1,0 +1,517 @@
+"""Sums that the ranks take themselves, in float32: one_shot, two_shot and two levels, over every wire.
+
+The bodies are the same on Gloo, by messages and in shared memory, and on NCCL: so what runs on a CPU proves the tests
+that need a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastsync
+from fastsync import Compression
+from fastsync.compression import Algorithm, Wire
+from tests import reference
+from tests.engine.entry_points import Averaged, average
+from tests.models import (
+    STAMP,
+    Given,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    random_grads,
+)
+from tests.ranks import on_ranks, run_ranks
+
+SHAPES = [(37, 11), (3,), (1,), (700,), (129,), (1000,)]
+SEVERAL_PIECES = [(1_100_003,), (3,)]
+STEPS = 3
+WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
+ALGORITHMS: list[Algorithm] = ["one_shot", "two_shot"]
+DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+GRAD_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+ENTRY_POINTS = ("hook", "attach", "all_reduce")
+
+Way = Algorithm | int
+"""Who adds: an algorithm, or so many ranks on each node."""
+
+TRANSPORTS = {"shared memory": ("gloo", "cpu"), "messages": ("gloo", "cpu"), "nccl": ("nccl", "cuda")}
+each_transport = pytest.mark.parametrize(
+    "transport", [pytest.param(name, marks=pytest.mark.gpu if name == "nccl" else ()) for name in TRANSPORTS]
+)
+on_cpu_and_gpu = pytest.mark.parametrize("transport", ["messages", pytest.param("nccl", marks=pytest.mark.gpu)])
+
+
+def start(function: Callable[..., Any], world_size: int, transport: str, *args: Any) -> list[Any]:
+    backend, device = TRANSPORTS[transport]
+    is_shared = transport == "shared memory"
+    return run_ranks(function, world_size, device, *args, backend=backend, timeout=140, shared_memory=is_shared)
+
+
+def by(way: Way, wire: Wire, **options: Any) -> Compression:
+    if isinstance(way, int):
+        return Compression(wire, ranks_per_node=way, **options)
+    return Compression(wire, reduce="fp32", algorithm=way, **options)
+
+
+def mean_by_reference(everyone: Sequence[Sequence[Tensor]], way: Way, wire: Wire) -> list[Tensor]:
+    if isinstance(way, int):
+        return reference.two_level_mean(everyone, way, DTYPE_OF[wire])
+    return reference.all_reduce_mean(everyone, DTYPE_OF[wire], reduce="fp32", algorithm=way)
+
+
+def averaged(given: Averaged, grads: Sequence[Tensor], device: str) -> list[Tensor]:
+    result = [grad for grad in given.step([grad.to(device) for grad in grads]) if grad is not None]
+    assert_same_on_all_ranks(result)
+    return result
+
+
+# ---- the same bits as the reference ---------------------------------------------------------------------------------
+
+
+def _as_the_reference(rank: int, world_size: int, device: str, way: Way) -> None:
+    def check(wire: Wire, shapes: Sequence[Sequence[int]], dtype: torch.dtype, steps: int, *entry_points: str) -> None:
+        like = [grad.to(device) for grad in random_grads(0, 0, shapes, dtype)]
+        models = {name: average(name, Given(like), by(way, wire), bucket_cap_mb=25) for name in entry_points}
+        for step in range(steps):
+            everyone = [random_grads(other, step, shapes, dtype) for other in range(world_size)]
+            # None is so small that float16 has only a subnormal for it: a bucket's scale cannot be seen.
+            everyone = [[grad + grad.sign() / 64 for grad in grads] for grads in everyone]
+            mean = mean_by_reference(everyone, way, wire)
+            for name, given in models.items():
+                what = f"{wire}, {way}, {dtype}, {name}, step {step}: gradient"
+                assert_all_bitwise_equal(averaged(given, everyone[rank], device), mean, what)
+
+    for wire in WIRES:
+        for dtype in GRAD_DTYPES:
+            steps, entry_points = (STEPS, ENTRY_POINTS) if dtype == torch.float32 else (1, ("attach",))
+            check(wire, SHAPES, dtype, steps, *entry_points)
+        one_more_than_shards_hold = [(512 * world_size + 1,)]
+        check(wire, one_more_than_shards_hold, torch.float32, 1, "attach")
+        if world_size in (3, 4):
+            check(wire, SEVERAL_PIECES, torch.float32, 1, "attach")
+
+
+@each_transport
+@pytest.mark.parametrize(
+    ("world_size", "way"),
+    [*itertools.product((1, 2, 3), ALGORITHMS), (4, 2), (6, 2), (6, 3)],
+)
+def test_the_mean_is_the_references_to_the_bit(world_size: int, way: Way, transport: str) -> None:
+    start(_as_the_reference, world_size, transport, way)
+
+
+@on_ranks(2)
+def test_full_width_between_two_ranks_is_all_reduces_sum(rank: int, world_size: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        mine = random_grads(rank, 0, SHAPES, dtype)
+        expected = [grad.clone() for grad in mine]
+        for grad in expected:
+            dist.all_reduce(grad.mul_(0.5))
+        assert_all_bitwise_equal(averaged(average("all_reduce", Given(mine)), mine, "cpu"), expected, f"{dtype}")
+
+
+# ---- what depends on the steps before -------------------------------------------------------------------------------
+
+OF_ALL_RANKS = [
+    *(by(way, wire, error_feedback=True) for wire in WIRES[1:] for way in ALGORITHMS),
+    *(by(way, "int8", rounding="stochastic", error_feedback=kept) for way in ALGORITHMS for kept in (False, True)),
+]
+BETWEEN_NODES = [
+    *(by(2, wire, error_feedback=True) for wire in WIRES[1:]),
+    by(2, "int8", error_feedback=True, rounding="stochastic"),
+]
+
+
+def _every_step(rank: int, world_size: int, device: str, compressions: Sequence[Compression]) -> list[list[Tensor]]:
+    results = []
+    for compression in compressions:
+        for name in ("hook", "attach"):
+            like = [grad.to(device) for grad in random_grads(0, 0, SHAPES, torch.float32)]
+            given = average(name, Given(like), compression, bucket_cap_mb=25)
+            for step in range(STEPS):
+                got = averaged(given, random_grads(rank, step, SHAPES, torch.float32), device)
+                results.append([grad.cpu() for grad in got])
+    return results
+
+
+def _flat(grads: Sequence[Tensor]) -> Tensor:
+    return torch.cat([grad.double().flatten() for grad in grads])
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize(("world_size", "compressions"), [(2, OF_ALL_RANKS), (4, OF_ALL_RANKS), (4, BETWEEN_NODES)])
+def test_residuals_and_chance_are_the_cpus(
+    compressions: Sequence[Compression], world_size: int, transport: str
+) -> None:
+    expected, *_ = start(_every_step, world_size, "messages", compressions)
+    for index, got in enumerate(expected):
+        everyone = [random_grads(rank, index % STEPS, SHAPES, torch.float32) for rank in range(world_size)]
+        true = torch.stack([_flat(grads) for grads in everyone]).mean(dim=0)
+        assert (_flat(got) - true).norm() <= 0.05 * true.norm()
+    if transport == "nccl":
+        actual, *_ = start(_every_step, world_size, transport, compressions)
+        for index, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
+            what = f"{compressions[index // (2 * STEPS)]}, result {index}: gradient"
+            assert_all_bitwise_equal(got, wanted, what)
+
+
+# ---- how wrong it may be --------------------------------------------------------------------------------------------
+
+NUMEL = 5000
+# A sum of n values takes n - 1 additions, each off by at most this part of the magnitudes (docs/design.md, Numerics);
+# a value has been rounded once before, and its product with 1/n once.
+UNIT = {"none": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+def _all_reduce(rank: int, world_size: int, device: str) -> None:
+    for wire in UNIT:
+        for name in ("hook", "attach"):
+            like = [grad.to(device) for grad in random_grads(0, 0, SHAPES, torch.float32)]
+            given = average(name, Given(like), wire, bucket_cap_mb=25)
+            for step in range(STEPS):
+                everyone = [random_grads(other, step, SHAPES, torch.float32) for other in range(world_size)]
+                everyone = [[grad + grad.sign() / 64 for grad in grads] for grads in everyone]
+                mean = reference.all_reduce_mean(everyone, DTYPE_OF[wire])
+                what = f"{wire}, {name}: step {step}, gradient"
+                got = averaged(given, everyone[rank], device)
+                if world_size <= 2:  # one addition, which has no order
+                    assert_all_bitwise_equal(got, mean, what)
+                for index, actual in enumerate(got):
+                    same = torch.stack([grads[index].double() for grads in everyone])
+                    bound = same.abs().mean(dim=0) * ((1 + UNIT[wire]) ** (world_size + 1) - 1)
+                    assert ((actual.cpu().double() - same.mean(dim=0)).abs() <= bound).all(), f"{what} {index}"
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sums_by_the_process_group_are_as_exact_as_their_dtype(world_size: int, transport: str) -> None:
+    start(_all_reduce, world_size, transport)
+
+
+def adversarial(rank: int) -> dict[str, Tensor]:
+    """float32 gradients that are hard to carry; of each the values of all ranks are of one kind."""
+    generator = torch.Generator().manual_seed(rank)
+    noise = torch.randn(NUMEL, generator=generator)
+    exponents = torch.randint(-60, 60, (NUMEL,), generator=generator).float()
+    return {
+        "ordinary": noise,
+        "spread": noise * 2.0**exponents,
+        "one large value a block": torch.where(torch.arange(NUMEL) % 128 == 5, 1e20, 1.0) * noise,
+        "denormal": noise * 1e-40,
+        "tiny": noise * 1e-30,
+        "huge": noise.clamp(-3, 3) * 1e37,
+        "constant": torch.full((NUMEL,), 1.00390625 + 2.0**-12),
+        "cancelling": torch.full((NUMEL,), (-1.0) ** rank * 3.1) + noise * 1e-3,
+        "zeros": torch.zeros(NUMEL),
+    }
+
+
+def encoding_error(values: Tensor, wire: Wire, largest: float) -> Tensor:
+    """At most how far encoding may be off, for each value (docs/design.md, Errors). ``largest`` on any rank."""
+    values = values.double().abs()
+    if wire == "int8":
+        blocks = nn.functional.pad(values, (0, -len(values) % 128)).view(-1, 128)
+        steps = blocks.amax(dim=1, keepdim=True).clamp(min=2.0**-110) / 127
+        return (steps / 2 * (1 + 2.0**-14)).expand_as(blocks).reshape(-1)[: len(values)]
+    if wire == "bf16":
+        return values * 2.0**-8 + 2.0**-134
+    if wire == "fp16":
+        return values * 2.0**-11 + max(largest * 2.0**-34, 2.0**-143)
+    return torch.zeros_like(values)
+
+
+def bound_of(grads: Sequence[Tensor], wire: Wire, algorithm: Algorithm) -> Tensor:
+    largest = max(grad.abs().max().item() for grad in grads)
+    sum_of_magnitudes = torch.stack([grad.double().abs() for grad in grads]).sum(dim=0)
+    world_size = len(grads)
+    error = torch.stack([encoding_error(grad, wire, largest) for grad in grads]).mean(dim=0)
+    error = error + (world_size + 1) * (2.0**-24 * sum_of_magnitudes / world_size + 2.0**-149)
+    if algorithm == "two_shot":
+        mean_at_most = torch.stack([grad.double() for grad in grads]).mean(dim=0).abs() + error
+        error = error + encoding_error(mean_at_most, wire, largest)
+    return error
+
+
+def _stays_within_the_bound(rank: int, world_size: int) -> dict[tuple[str, str, str], float]:
+    """For each kind, wire and algorithm the largest error, relative to the largest value."""
+    measured = {}
+    of_ranks = [adversarial(other) for other in range(world_size)]
+    for wire, algorithm in itertools.product(WIRES, ALGORITHMS):
+        mine = list(of_ranks[rank].values())
+        given = average("synchronize", Given(mine), by(algorithm, wire))
+        means = averaged(given, mine, "cpu")
+        assert len(given.handle.stats().buckets) == len(mine), "each kind has a scale of its own"
+        for kind, mean in zip(of_ranks[rank], means, strict=True):
+            grads = [values[kind] for values in of_ranks]
+            error = (mean.double() - torch.stack(grads).double().mean(0)).abs()
+            excess = (error / bound_of(grads, wire, algorithm)).max().item()
+            assert excess <= 1, f"{kind}, {wire}, {algorithm}: {excess:.3g} times the bound"
+            largest = max(grad.abs().max().item() for grad in grads)
+            measured[kind, wire, algorithm] = error.max().item() / largest if largest else 0.0
+    return measured
+
+
+def test_errors_stay_within_what_is_derived_and_do_not_grow_with_the_ranks() -> None:
+    of_few, of_many = (run_ranks(_stays_within_the_bound, world_size)[0] for world_size in (2, 8))
+    for key, error in of_few.items():
+        if key[0] in ("ordinary", "constant") and key[1] != "none":
+            assert of_many[key] <= 1.5 * error, key
+
+
+def test_the_wires_own_sum_grows_less_exact_with_the_ranks() -> None:
+    def error(world_size: int, reduce: Literal["wire", "fp32"]) -> float:
+        grads = [[torch.full((10,), 1.00390625 + rank * 2.0**-6)] for rank in range(world_size)]
+        exact = torch.stack([grad for (grad,) in grads]).double().mean(0)
+        (mean,) = reference.all_reduce_mean(grads, torch.bfloat16, reduce=reduce, algorithm="two_shot")
+        return (mean.double() - exact).abs().max().item()
+
+    assert error(64, "wire") > 4 * error(64, "fp32")
+
+
+# ---- values that are not finite -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world_size", "way"), [(3, "one_shot"), (3, "two_shot"), (4, 2)])
+@on_ranks()
+def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(rank: int, world_size: int, way: Way) -> None:
+    for wire, value in itertools.product(WIRES, (torch.inf, -torch.inf, torch.nan)):
+        given = average("attach", Given([torch.zeros(400)]), by(way, wire, error_feedback=wire != "none"))
+        for step in range(3):
+            grads = [random_grads(other, step, [(400,)], torch.float32)[0] for other in range(world_size)]
+            if step == 1:
+                grads[-1][200] = value
+            (mean,) = averaged(given, [grads[rank]], "cpu")
+            reached = torch.arange(128, 256) if wire == "int8" else torch.tensor([200])
+            is_bad = torch.zeros(400, dtype=torch.bool)
+            is_bad[reached if step == 1 else []] = True
+            what = f"{wire}, {way}, {value}, step {step}"
+            assert torch.equal(~mean.isfinite(), is_bad), what
+            assert given.handle.grad_stats().num_nonfinite.item() == is_bad.sum()
+            if step != 1:
+                torch.testing.assert_close(mean, torch.stack(grads).mean(0), rtol=0, atol=0.15, msg=what)
+
+
+# ---- error feedback -------------------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """What the gradients' means should have added up to, and has not come: the ranks must have kept it."""
+
+    def __init__(self, given: Averaged, shapes: Sequence[Sequence[int]]) -> None:
+        self.given, self.shapes = given, shapes
+        self.owed = [torch.zeros(tuple(shape), dtype=torch.float64) for shape in shapes]
+
+    def step(self, number: int, uses: Callable[[int, int], bool] = lambda rank, index: True) -> None:
+        """In which each rank has a gradient of those parameters that it uses."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        of_ranks = [random_grads(other, number, self.shapes, torch.float32) for other in range(world_size)]
+        means = self.given.step([grad if uses(rank, index) else None for index, grad in enumerate(of_ranks[rank])])
+        for index, mean in enumerate(means):
+            users = [other for other in range(world_size) if uses(other, index)]
+            assert (mean is None) == (not users)
+            for other in users:
+                self.owed[index] += of_ranks[other][index].double() / world_size
+            if mean is not None:
+                self.owed[index] -= mean.double()
+
+    def check(self, what: str) -> None:
+        for index, (owed, kept) in enumerate(zip(self.owed, self.kept(), strict=True)):
+            # float32's own roundings, of which each step makes a handful.
+            torch.testing.assert_close(owed, kept, rtol=0, atol=1e-5, msg=lambda m: f"{what}, {index}: {m}")  # noqa: B023
+
+    def kept(self) -> list[Tensor]:
+        """Over all ranks, as a part of the mean. Zeros are not in the state."""
+        residuals = self.given.handle.state_dict()["residuals"]
+        kept = []
+        for index, shape in enumerate(self.shapes):
+            total = torch.zeros(tuple(shape), dtype=torch.float64)
+            if residual := residuals.get(f"weights.{index} of rank {dist.get_rank()}"):
+                total += residual["own"].view_as(total) / dist.get_world_size()
+                if residual["of_sums"] is not None:
+                    total += residual["of_sums"].view_as(total)
+            dist.all_reduce(total)
+            kept.append(total)
+        return kept
+
+
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@pytest.mark.parametrize(
+    ("world_size", "way", "other"), [(3, "one_shot", "two_shot"), (3, "two_shot", "one_shot"), (4, 2, "two_shot")]
+)
+@on_ranks()
+def test_what_is_applied_and_what_is_kept_are_all_there_was(
+    rank: int, world_size: int, entry_point: str, way: Way, other: Way
+) -> None:
+    for wire in WIRES[1:]:
+        compression = by(way, wire, error_feedback=True)
+        ledger = Ledger(average(entry_point, Given([torch.zeros(s) for s in SHAPES]), compression), SHAPES)
+        for number in range(5):
+            ledger.step(number)
+            ledger.check(f"{wire}, {way}, step {number}")
+        assert max(kept.abs().max() for kept in ledger.kept()) > 0, "nothing was lost that could be kept"
+        for number in range(5, 7):
+            ledger.given.handle.compression = by(other, wire, error_feedback=True)
+            ledger.step(number)
+            ledger.check(f"{wire}, from {way} to {other}")
+        ledger.given.handle.compression = "none"
+        ledger.step(7)
+        assert ledger.given.handle.state_dict()["residuals"] == {}
+        ledger.check(f"{wire}, {way}: sent at last")
+
+
+@pytest.mark.parametrize("way", [*ALGORITHMS, 2])
+@on_ranks(4)
+def test_nothing_is_lost_of_pieces_and_of_gradients_that_some_ranks_lack(rank: int, world_size: int, way: Way) -> None:
+    """Of pieces, of gradients that nobody, one rank, or all but another one in each step has, and of frozen ones."""
+    ledger = Ledger(
+        average("attach", Given([torch.zeros(s) for s in SEVERAL_PIECES]), by(way, "int8", error_feedback=True)),
+        SEVERAL_PIECES,
+    )
+    for number in range(3):
+        ledger.step(number)
+        ledger.check(f"pieces, step {number}")
+    given = average("attach", Given([torch.zeros(s) for s in SHAPES]), by(way, "int8", error_feedback=True))
+    ledger = Ledger(given, SHAPES)
+
+    *_, last = given.model.parameters()
+
+    def uses(other: int, index: int) -> bool:
+        of_each = [True, number != 1, other == 0, other != number % world_size, number % 2 == 0, last.requires_grad]
+        return of_each[index]
+
+    for number in range(8):
+        last.requires_grad_(not 2 <= number < 5)  # which makes new buckets, and its own residuals wait
+        ledger.step(number, uses)
+        ledger.check(f"step {number}")
+
+
+@on_ranks(2)
+def test_residuals_lie_as_their_gradients_do(rank: int, world_size: int) -> None:
+    """A gradient that is gone in the second step, when what was lost of its sums comes back."""
+    grad = random_grads(rank, 0, [(4, 3, 5, 5)], torch.float32)[0].to(memory_format=torch.channels_last)
+    model = Given([torch.zeros(7), torch.zeros_like(grad)])
+    sync = fastsync.attach(model, Compression("int8", algorithm="two_shot", error_feedback=True))
+    model([torch.ones(7), grad]).backward()
+    total = grad.double()
+    dist.all_reduce(total)
+    lost = total / world_size - model.weights[1].grad.double()
+    model.zero_grad()
+    model([torch.ones(7), None]).backward()
+    assert model.weights[1].grad is None
+    residual = sync.state_dict()["residuals"][f"weights.1 of rank {rank}"]
+    kept = residual["own"].double() / world_size
+    if residual["of_sums"] is not None:
+        kept += residual["of_sums"].double()
+    dist.all_reduce(kept)
+    assert kept.count_nonzero() > 0
+    torch.testing.assert_close(kept, lost.permute(0, 2, 3, 1).flatten(), rtol=0, atol=1e-6)
+
+
+# ---- stochastic rounding --------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_stochastic_rounding_is_right_on_average_and_never_the_same(rank: int, world_size: int) -> None:
+    grads = [torch.full((1280,), 0.3 + 0.1 * other) for other in range(world_size)]
+    for values in grads:
+        values[::128] = 10.0
+    exact = torch.stack(grads).mean(0)
+    for algorithm in ALGORITHMS:
+        given = average("attach", Given([torch.zeros(1280)]), by(algorithm, "int8", rounding="stochastic"))
+        total = torch.zeros(1280, dtype=torch.float64)
+        means = set()
+        for _ in range(60):
+            (mean,) = averaged(given, [grads[rank]], "cpu")
+            total += mean.double()
+            means.add(mean[1].item())
+        assert len(means) > 1, "every step rounds alike"
+        # A step is 10 / 127; the mean of 60 * 1270 roundings has a deviation of less than a step / 2 / sqrt(76,200).
+        off = (total / 60 - exact)[torch.arange(1280) % 128 != 0].mean().abs().item()
+        assert off < 5 * 10 / 127 / 2 / (60 * 1270) ** 0.5 * 2**0.5, f"{algorithm}: {off:.2g}"
+
+
+def _by_a_chance_of_its_own(rank: int, world_size: int, way: Way) -> None:
+    """What rounding loses of blocks that are all alike, in a bucket of several pieces."""
+    parameter = nn.Parameter(torch.zeros(128 * 8700))
+    sync = fastsync.attach([parameter], by(way, "int8", error_feedback=True, rounding="stochastic"), overlap=False)
+    parameter.grad = torch.linspace(-1.0, 1.0, 128).sin().repeat(8700)
+    sync.synchronize()
+    own = sync.state_dict()["residuals"][f"0 of rank {rank}"]["own"].view(-1, 128)
+    lost = own[own.count_nonzero(dim=1) > 0]
+    assert len(lost) >= len(own) / world_size
+    assert len(lost.unique(dim=0)) == len(lost)
+
+
+@pytest.mark.parametrize("way", [*ALGORITHMS, 2])
+def test_every_block_rounds_by_a_chance_of_its_own(way: Way) -> None:
+    run_ranks(_by_a_chance_of_its_own, 4 if isinstance(way, int) else 2, way)
+
+
+@on_ranks(2)
+def test_sums_round_by_another_chance_than_what_they_are_of(rank: int, world_size: int) -> None:
+    """All lies halfway between two of the wire's values, and so do the means of one and the other, rounded anew."""
+    parameter = nn.Parameter(torch.zeros(128 * 200))
+    sync = fastsync.attach(
+        [parameter], by("two_shot", "int8", error_feedback=True, rounding="stochastic"), overlap=False
+    )
+    parameter.grad = torch.full((128 * 200,), 10.5)
+    parameter.grad[::128] = 127.0
+    sync.synchronize()
+    residual = sync.state_dict()["residuals"][f"0 of rank {rank}"]
+    of_sums = residual["of_sums"].view(world_size, -1)[rank]
+    is_rounded = of_sums != 0
+    assert is_rounded.sum() > 1000
+    for own in residual["own"].view(world_size, -1):
+        went_alike = own.sign() == of_sums.sign()
+        assert 0.4 < went_alike[is_rounded].float().mean() < 0.6
+
+
+# ---- what is sent ---------------------------------------------------------------------------------------------------
+
+FLAG_BYTES = 4
+"""Of one parameter, to one rank."""
+
+
+def _payloads(rank: int, world_size: int, numel: int) -> float:
+    """Copies of a bucket's values that this rank sends."""
+    given = average("synchronize", Given([torch.ones(numel)]), Compression("bf16", reduce="fp32"))
+    given.step([torch.ones(numel)])
+    return (given.handle.stats().wire_bytes - FLAG_BYTES * (world_size - 1)) / (2 * numel)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "numel", "payloads"),
+    [
+        (2, 300_000, 1.0),  # the same either way, so the fewer steps
+        (3, 40_000, 2.0),  # two_shot would save 2/3 of 80,000 bytes: less than 64 KiB
+        (3, 300_000, 4 / 3),
+    ],
+)
+def test_the_algorithm_by_default_is_what_sends_less(world_size: int, numel: int, payloads: float) -> None:
+    """But for small buckets, where a step of the network costs more than the bytes."""
+    measured = run_ranks(_payloads, world_size, numel, shared_memory=False)
+    assert measured == pytest.approx([payloads] * world_size, rel=0.01)
+
+
+def _bytes_between_nodes(rank: int, world_size: int, ranks_per_node: int) -> None:
+    num_nodes = world_size // ranks_per_node
+    numel = world_size * 512 * 3  # whole shards
+    for wire, size in (("none", 4.0), ("bf16", 2.0), ("int8", 132 / 128)):
+        given = average("hook", Given([torch.ones(numel)]), by(ranks_per_node, wire))  # type: ignore[arg-type]
+        given.step([torch.ones(numel)])
+        within = (ranks_per_node - 1) * numel // ranks_per_node * (4 + size)
+        between = 2 * (num_nodes - 1) * numel // world_size * size
+        stamps = (ranks_per_node - 1 + num_nodes - 1) * STAMP * world_size * 4
+        assert given.handle.stats().wire_bytes == within + between + stamps
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 2)])
+def test_what_crosses_from_node_to_node_is_compressed_and_sent_once(nodes: int, ranks_per_node: int) -> None:
+    run_ranks(_bytes_between_nodes, nodes * ranks_per_node, ranks_per_node)
