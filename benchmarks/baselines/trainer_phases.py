@@ -60,9 +60,7 @@ def fastsync_rank_phases(settings: Any) -> tuple[Outcome, dict[str, float]]:
 
     from fastsync.ppo import ppo
     from fastsync.ppo.envs.interface import Environments
-    from fastsync.ppo.runs.report import RunReport
     from fastsync.ppo.session import Session
-    from fastsync.ppo.sync import GradientSync
 
     watches = Stopwatches()
     for owner, name, phase in (
@@ -73,12 +71,11 @@ def fastsync_rank_phases(settings: Any) -> tuple[Outcome, dict[str, float]]:
         (ppo, "discounted_sums", "advantages"),
         (ppo, "normalize_advantages", "advantages"),
         (ppo, "minibatch_loss", "forward"),
-        (GradientSync, "backward", "backward and sync"),
-        (GradientSync, "clip", "clip and optimizer"),
-        (ppo.Adam, "step", "clip and optimizer"),
+        (ppo.PPO, "_backward", "backward and sync"),
+        (ppo.PPO, "_take_step", "clip and optimizer"),
         (Session, "tell", "reports"),
-        (RunReport, "finish", "end"),  # once a training, however long it is
+        (Session, "finish", "end"),  # once a training, however long it is
     ):
         watches.wrap(owner, name, phase)
     outcome = fastsync_rank(settings)
-    return outcome, {phase: watches.seconds[phase] / watches.calls["Adam.step"] for phase in PHASES}
+    return outcome, {phase: watches.seconds[phase] / watches.calls["PPO._take_step"] for phase in PHASES}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fastsync.launch.kubernetes import RUNS, TrainJob, manifest
-from fastsync.launch.skypilot import Task, task_file
-from fastsync.launch.slurm import BatchJob, batch_script
-from fastsync.ppo.cli import parse
-from fastsync.ppo.ppo import Settings
-from fastsync.wording import did_you_mean
+from ..launch.kubernetes import RUNS, TrainJob, manifest
+from ..launch.skypilot import Task, task_file
+from ..launch.slurm import BatchJob, batch_script
+from ..wording import did_you_mean
+from .cli import option_words, parse
+from .ppo import Settings
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,4 @@ def _rank_words(settings: Settings) -> list[str]:
 
 def settings_words(settings: Settings) -> list[str]:
     """Words of a command line that gives these settings, without what a batch script decides."""
-    words = []
-    for setting in fields(Settings):
-        name, value = setting.name.replace("_", "-"), getattr(settings, setting.name)
-        if value == setting.default or setting.name == "resume":
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return words
+    return option_words(settings, "resume")
