@@ -43,7 +43,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 
     try:
         if command == "train":
-            return cli.launch(cli.parse(cli.Launch, "fastsync train", arguments), arguments)
+            return cli.launch(cli.parse(cli.Launch, "fastsync train", arguments))
         return {"launch": jobs.main, "eval": evaluate.main}[command](arguments)
     except ValueError as error:
         print(f"fastsync {command}: {error}", file=sys.stderr)

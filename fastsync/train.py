@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cannot work end rank 0 with one sentence and status 2.
     """
     require_extra()
-    from .ppo.cli import STOPPED, Arguments, cores_note, parse, train_rank
-    from .ppo.preflight import check_environment, check_run
+    from .ppo.cli import STOPPED, Arguments, check_environment, cores_note, parse, train_rank
+    from .ppo.runs.folder import check_run
 
     prog = "python -m fastsync.train"
     settings = parse(Arguments, prog, arguments).settings

@@ -7,8 +7,6 @@ import gc
 from pathlib import Path
 
 import hypothesis
-import matplotlib.backends.backend_agg
-import matplotlib.figure
 import pytest
 import torch._dynamo
 import torch.distributed.checkpoint

@@ -215,12 +215,11 @@ def not_an_environment() -> int:
 class OwnVector(VectorEnv[Any, Any, Any]):
     """Ends an episode of every environment in every third step."""
 
-    def __init__(self, num_envs: int, mode: AutoresetMode | None, tells_final: bool = True) -> None:
+    def __init__(self, num_envs: int, mode: AutoresetMode | None) -> None:
         self.num_envs = num_envs
         self.metadata = {"autoreset_mode": mode}
         self.single_observation_space = spaces.Box(0, 9, (1,), dtype=np.float32)
         self.single_action_space = spaces.Discrete(2)
-        self.tells_final = tells_final
         self.count = 0
 
     def reset(self, *, seed: Any = None, options: Any = None):
@@ -230,8 +229,7 @@ class OwnVector(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any):
         self.count += 1
         done = np.full(self.num_envs, self.count % 3 == 0)
-        infos = {"final_obs": np.full((self.num_envs, 1), self.count)} if done.all() and self.tells_final else {}
-        return np.zeros((self.num_envs, 1), np.float32), np.ones(self.num_envs), ~done & done, done, infos
+        return np.zeros((self.num_envs, 1), np.float32), np.ones(self.num_envs), ~done & done, done, {}
 
 
 class NanReward(Countdown):

@@ -9,12 +9,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastsync.doctor import load
+from ..doctor import load
 
 if TYPE_CHECKING:
-    from fastsync.ppo.batches import Batch
-    from fastsync.ppo.policies import ActorCritic, Policy, hidden_layers
-    from fastsync.ppo.ppo import Evaluated, Settings, estimate_advantages, ppo_loss, train
+    from .batches import Batch
+    from .policies import ActorCritic, Policy, hidden_layers
+    from .ppo import Evaluated, Settings, estimate_advantages, ppo_loss, train
 
 load("_C")
 load("_ppo")
@@ -37,4 +37,4 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = {"ActorCritic": "policies", "Batch": "batches", "Policy": "policies", "hidden_layers": "policies"}
-    return getattr(import_module(f"fastsync.ppo.{home.get(name, 'ppo')}"), name)
+    return getattr(import_module(f"{__name__}.{home.get(name, 'ppo')}"), name)

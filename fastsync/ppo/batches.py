@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastsync.ppo.envs.interface import Environments
-from fastsync.ppo.policies import MemoryState, Policy
-from fastsync.ppo.random_streams import RandomStreams
+from .envs.interface import Environments
+from .policies import MemoryState, Policy
+from .random_streams import RandomStreams
 
 
 class Buffers:
@@ -49,16 +49,6 @@ class Buffers:
         }  # fmt: skip
 
 
-class Final(NamedTuple):
-    """The last observation of a truncated episode whose environment has gone on to the next already."""
-
-    row: int
-    environment: int
-    observation: np.ndarray[Any, Any]
-    memory: tuple[Tensor, ...]
-    """Of a recurrent policy, of that episode."""
-
-
 def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_minibatches: int) -> Tensor:
     """The weight of each row in the sum that is its minibatch's loss: the mean, but with one divisor everywhere.
 
@@ -72,22 +62,15 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
 class Batch:
     """Rows to learn from: B of them in any order, or for a recurrent policy B sequences of T rows, [T, B]."""
 
-    observations: Tensor
-    """[B, *observation_shape]."""
-    actions: Tensor
-    """[B, *action_shape]."""
-    log_probs: Tensor
-    """[B]: log-probability of the actions when they were taken."""
-    values: Tensor
-    """[B]: what the critic said then."""
-    advantages: Tensor
-    """[B]: normalised."""
-    returns: Tensor
-    """[B]: what the critic should have said."""
+    observations: Tensor  # [B, *observation_shape].
+    actions: Tensor  # [B, *action_shape].
+    log_probs: Tensor  # [B]: log-probability of the actions when they were taken.
+    values: Tensor  # [B]: what the critic said then.
+    advantages: Tensor  # [B]: normalised.
+    returns: Tensor  # [B]: what the critic should have said.
     weights: Tensor
     """[B]: the share of a row in the mean over its minibatch, 0 for rows that are no step of an episode."""
-    starts: Tensor | None = None
-    """[T, B] bool, for a recurrent policy: the row is the first of an episode."""
+    starts: Tensor | None = None  # [T, B] bool, for a recurrent policy: the row is the first of an episode.
     memory: MemoryState | None = None
     """[B, size] each, for a recurrent policy: what it remembered before the first rows."""
 

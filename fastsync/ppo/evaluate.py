@@ -17,17 +17,16 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordVideo
 
-from fastsync._checks import check_at_least
-from fastsync.doctor import install_command
-from fastsync.ppo.envs.interface import Environments
-from fastsync.ppo.envs.lookup import EnvSource, find_env
-from fastsync.ppo.envs.resume import EpisodeRecorder
-from fastsync.ppo.envs.vector import RecordedEnvironments
-from fastsync.ppo.policies import Policy, make_policy
-from fastsync.ppo.ppo import Settings
-from fastsync.ppo.random_streams import RandomStreams
-from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
-from fastsync.ppo.runs.folder import CHECKPOINTS, run_of
+from .._checks import check_at_least
+from ..doctor import install_command
+from .envs.interface import Environments
+from .envs.lookup import EnvSource, find_env
+from .envs.vector import EpisodeRecorder, RecordedEnvironments
+from .policies import Policy, make_policy
+from .ppo import Settings
+from .random_streams import RandomStreams
+from .runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
+from .runs.folder import CHECKPOINTS
 
 UNSEEN = 2**31
 """Number of the environment that episodes are played in: none that trained has it, so its episodes are new."""
@@ -39,14 +38,10 @@ class Evaluate:
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A checkpoint, or the folder of a run, whose newest one is taken."""
-    episodes: int = 10
-    """Number of episodes."""
-    stochastic: bool = False
-    """Draw actions as in training, instead of taking the likeliest."""
-    seed: int = 0
-    """Seeds episodes and actions."""
-    video: bool = False
-    """Record each episode, into the folder videos of the run."""
+    episodes: int = 10  # Number of episodes.
+    stochastic: bool = False  # Draw actions as in training, instead of taking the likeliest.
+    seed: int = 0  # Seeds episodes and actions.
+    video: bool = False  # Record each episode, into the folder videos of the run.
 
     def __post_init__(self) -> None:
         check_at_least(self, episodes=1)
@@ -58,10 +53,8 @@ class Evaluate:
 class Evaluation:
     """The outcome of episodes, in their order."""
 
-    returns: list[float]
-    """The sums of their rewards."""
-    lengths: list[int]
-    """Their numbers of steps."""
+    returns: list[float]  # the sums of their rewards
+    lengths: list[int]  # their numbers of steps
 
     def __str__(self) -> str:
         returns, episodes = np.array(self.returns), "episode" if len(self.returns) == 1 else "episodes"
@@ -87,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     except RuntimeError as error:
         print(f"fastsync eval: {error}", file=sys.stderr)
         return 1
-    videos = (run_of(path) or path.parent) / "videos" if options.video else None
+    videos = (path if path.is_dir() else path.parent) / "videos" if options.video else None
     with make_environment(checkpoint, seed=options.seed, videos=videos) as environment:
         policy = load_policy(checkpoint, environment)
         result = play(policy, environment, options.episodes, stochastic=options.stochastic, seed=options.seed)
@@ -99,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """Reads that of a file, or the newest good one in the folder of a run or of its checkpoints.
+    """Reads that of a file, or the newest good one in the folder of a run.
 
     Raises:
         ValueError: there is none.
@@ -107,10 +100,9 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """
     if path.is_file():
         return load_checkpoint(path)
-    for folder in (path / CHECKPOINTS, path):
-        newest = CheckpointFolder(folder, keep=1).newest(lambda warning: print(warning, file=sys.stderr))
-        if newest is not None:
-            return newest[1]
+    newest = CheckpointFolder(path / CHECKPOINTS).newest(lambda warning: print(warning, file=sys.stderr))
+    if newest is not None:
+        return newest[1]
     raise ValueError(f"checkpoint={str(path)!r} is neither a checkpoint nor the folder of a run that has one")
 
 
@@ -120,15 +112,12 @@ def make_environment(checkpoint: Checkpoint, *, seed: int, videos: Path | None =
     Raises:
         ValueError: it cannot be made or recorded here.
     """
-    source = _find_env(checkpoint.settings_as(Settings)[0])
+    source = find_env(checkpoint.settings_as(Settings).env)
     env = source.make() if videos is None else _make_recorded(source, videos)
     vector = SyncVectorEnv(
-        [lambda: EpisodeRecorder(env, seed=seed, index=UNSEEN, keep_actions=False)],
-        autoreset_mode=AutoresetMode.NEXT_STEP,
+        [lambda: EpisodeRecorder(env, seed=seed, index=UNSEEN)], autoreset_mode=AutoresetMode.NEXT_STEP
     )
-    return RecordedEnvironments(
-        vector, first_index=0, counts_games=source.is_atari, reward_threshold=source.reward_threshold
-    )
+    return RecordedEnvironments(vector, first_index=0, counts_games=source.is_atari)
 
 
 def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
@@ -138,7 +127,7 @@ def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
         ValueError: it is not the one that the checkpoint's settings describe.
     """
     spaces = environment.single_observation_space, environment.single_action_space
-    policy = make_policy(checkpoint.settings_as(Settings)[0], *spaces)
+    policy = make_policy(checkpoint.settings_as(Settings), *spaces)
     try:
         policy.load_state_dict(checkpoint.learner["model"])
     except RuntimeError as error:
@@ -180,18 +169,6 @@ def play(
     return Evaluation(returns, lengths)
 
 
-def _find_env(settings: Settings) -> EnvSource:
-    try:
-        return find_env(settings.env)
-    except ValueError as error:
-        if settings.vectorization != "envpool":
-            raise
-        raise ValueError(
-            f"{error}; the policy was trained in EnvPool, which names environments by itself, but episodes are played "
-            f"in gymnasium, which needs one of that name"
-        ) from error
-
-
 def _make_recorded(source: EnvSource, folder: Path) -> gymnasium.Env[Any, Any]:
     """An environment that films itself. Games are filmed as they are, not as the policy sees them."""
     if importlib.util.find_spec("moviepy") is None:
@@ -200,21 +177,11 @@ def _make_recorded(source: EnvSource, folder: Path) -> gymnasium.Env[Any, Any]:
         spec = copy.deepcopy(source.spec)
         spec.kwargs["render_mode"] = "rgb_array"
         source = replace(source, spec=spec)
-    return source.make(lambda env: _film(env, source.name, folder))
 
+    def film(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+        if env.render_mode != "rgb_array":
+            has = f"env={source.name!r} has render_mode={env.render_mode!r}"
+            raise ValueError(f"video needs render_mode='rgb_array', but {has}; let its function make it so")
+        return RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
 
-def _film(env: gymnasium.Env[Any, Any], name: str, folder: Path) -> gymnasium.Env[Any, Any]:
-    if env.render_mode != "rgb_array":
-        raise ValueError(
-            f"video needs an environment with render_mode='rgb_array', but env={name!r} has "
-            f"render_mode={env.render_mode!r}; let its function make it so"
-        )
-    try:
-        env.reset(seed=0)
-        env.render()
-    except Exception as error:  # each library that draws has errors of its own
-        raise ValueError(
-            f"video: env={name!r} cannot be drawn here: {error}; where there is no screen, MuJoCo draws with "
-            f"MUJOCO_GL=egl in the environment"
-        ) from error
-    return RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
+    return source.make(film)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-import fastsync._ppo  # noqa: F401 registers torch.ops.fastsync.*
+from .. import _ppo  # noqa: F401 registers torch.ops.fastsync.*
 
 FIGURES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 """What ``ppo_loss`` tells of a minibatch."""
@@ -145,8 +145,8 @@ def what_runs(policy: Any, functions: Sequence[Callable[..., Any]], device: torc
     """A sentence: what operators compute, of a policy and of the functions and what these call, and what does not."""
     if not _is_enabled or device.type != "cpu":
         return "all of it runs in plain PyTorch"
-    parts = getattr(policy.distribution, "_parts", [policy.distribution])
-    called = [each for function in (*functions, parts[0].log_prob_and_entropy) for each in _operators_of(function)]
+    log_prob = policy.distribution.log_prob_and_entropy
+    called = [each for function in (*functions, log_prob) for each in _operators_of(function)]
     fused = [name for name, module in policy.named_modules() if isinstance(module, Perceptron)]
     fused += [each.__name__ for each in called if each.is_proven]  # type: ignore[attr-defined]
     plain = [each for each in (*functions, *called) if not isinstance(each, Operator) or not each.is_proven]

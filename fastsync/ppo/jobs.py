@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fastsync._checks import did_you_mean
-from fastsync.launch.jobs import RUNS, BatchJob, Task, TrainJob, job_file
-from fastsync.ppo.cli import parse
-from fastsync.ppo.ppo import Settings
+from .._checks import did_you_mean
+from ..launch.jobs import RUNS, BatchJob, Task, TrainJob, job_file
+from .cli import option_words, parse
+from .ppo import Settings
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,4 @@ def _rank_words(settings: Settings) -> list[str]:
 
 def settings_words(settings: Settings) -> list[str]:
     """Words of a command line that gives these settings, without what a batch script decides."""
-    words = []
-    for setting in fields(Settings):
-        name, value = setting.name.replace("_", "-"), getattr(settings, setting.name)
-        if value == setting.default or setting.name == "resume":
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return words
+    return option_words(settings, "resume")

@@ -123,7 +123,7 @@ def normalize(
         returns = reward_normalizer.discounted_returns(rewards, rollout.done, discounted_sums)
         mine.append(moments(returns.unsqueeze(-1), rollout.valid))
     if policy.normalizer is not None:
-        mine.append(moments(policy.numbers(rollout.observations), rollout.valid))
+        mine.append(moments(rollout.observations, rollout.valid))
     if not mine:
         return rewards, None
     over_all_ranks = list(sum_over_ranks(torch.cat(mine)).split([len(part) for part in mine]))

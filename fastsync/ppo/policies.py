@@ -16,11 +16,10 @@ import torch
 from gymnasium import Space, spaces
 from torch import Tensor, nn
 
-from fastsync.ppo import fused
-from fastsync.ppo.envs.dictionaries import PackedSpace, has_images, images_of, numbers_of
-from fastsync.ppo.envs.lookup import import_from
-from fastsync.ppo.normalize import ObservationNormalizer
-from fastsync.ppo.settings import Precision, RunSettings
+from . import fused
+from .envs.lookup import import_from
+from .normalize import ObservationNormalizer
+from .settings import Precision, RunSettings
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 IMAGE_FEATURES = 512
@@ -77,12 +76,17 @@ class ActionDistribution(nn.Module, ABC):
 
 
 class Categorical(ActionDistribution):
-    """One choice out of n; the outputs are logits."""
+    """One choice out of n, or several independent ones; the outputs are their logits, one after the other.
 
-    def __init__(self, num_choices: int) -> None:
+    Args:
+        num_choices: n, or one for each choice.
+    """
+
+    def __init__(self, num_choices: int | Sequence[int]) -> None:
         super().__init__()
-        self.num_outputs = num_choices
-        self.shape = ()
+        self._sizes = [num_choices] if isinstance(num_choices, int) else list(num_choices)
+        self.num_outputs = sum(self._sizes)
+        self.shape = () if isinstance(num_choices, int) else (len(self._sizes),)
         self.dtype = torch.int64
 
     def noise(self, uniform: Tensor) -> Tensor:
@@ -90,40 +94,18 @@ class Categorical(ActionDistribution):
         return -torch.log(-torch.log(uniform))
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        return torch.argmax(outputs + noise, dim=-1)
-
-    def mode(self, outputs: Tensor) -> Tensor:
-        return torch.argmax(outputs, dim=-1)
-
-    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        return categorical(outputs, actions)
-
-
-class MultiCategorical(ActionDistribution):
-    """Several independent choices; the outputs are their logits, one after the other."""
-
-    def __init__(self, num_choices: Sequence[int]) -> None:
-        super().__init__()
-        self._parts = [Categorical(number) for number in num_choices]
-        self._sizes = list(num_choices)
-        self.num_outputs = sum(num_choices)
-        self.shape = (len(num_choices),)
-        self.dtype = torch.int64
-
-    def noise(self, uniform: Tensor) -> Tensor:
-        return self._parts[0].noise(uniform)
-
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return self.mode(outputs + noise)
 
     def mode(self, outputs: Tensor) -> Tensor:
+        if not self.shape:
+            return torch.argmax(outputs, dim=-1)
         return torch.stack([logits.argmax(-1) for logits in outputs.split(self._sizes, dim=-1)], dim=-1)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        logits = outputs.split(self._sizes, dim=-1)
-        choices = actions.unbind(-1)
-        both = [p.log_prob_and_entropy(x, a) for p, x, a in zip(self._parts, logits, choices, strict=True)]
-        log_probs, entropies = zip(*both, strict=True)
+        if not self.shape:
+            return categorical(outputs, actions)
+        each = zip(outputs.split(self._sizes, dim=-1), actions.unbind(-1), strict=True)
+        log_probs, entropies = zip(*(categorical(logits, chosen) for logits, chosen in each), strict=True)
         return torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)
 
 
@@ -162,7 +144,7 @@ def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> Act
     if isinstance(action_space, spaces.Discrete):
         return Categorical(int(action_space.n))
     if isinstance(action_space, spaces.MultiDiscrete):
-        return MultiCategorical([int(number) for number in action_space.nvec])
+        return Categorical([int(number) for number in action_space.nvec])
     assert isinstance(action_space, spaces.Box)
     return DiagonalGaussian(action_space.shape[0], log_std_init=log_std_init)
 
@@ -219,12 +201,9 @@ class Policy(nn.Module):
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
         super().__init__()
         assert isinstance(observation_space, spaces.Box)
-        self._sees_images = has_images(observation_space)
-        self._num_packed = observation_space.num_numbers if isinstance(observation_space, PackedSpace) else None
+        self._sees_images = len(observation_space.shape) == 3
         self.normalizer: ObservationNormalizer | None = None
-        if settings.norm_observations and self._num_packed is not None:
-            self.normalizer = _PackedNormalizer(self._num_packed)
-        elif settings.norm_observations and not self._sees_images:
+        if settings.norm_observations:
             self.normalizer = ObservationNormalizer(observation_space.shape[0])
         self.distribution = make_distribution(action_space, log_std_init=settings.log_std_init)
         self.trunk: nn.Module | None = None
@@ -275,10 +254,6 @@ class Policy(nn.Module):
         """Expected discounted return [...]. In full precision also under autocast."""
         return _in_full_precision(self.critic(features)).squeeze(-1)
 
-    def numbers(self, observations: Tensor) -> Tensor:
-        """What of observations is normalised: all of vectors, and of dictionaries with images what is no image."""
-        return observations if self._num_packed is None else numbers_of(observations, self._num_packed)
-
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
@@ -286,7 +261,7 @@ class Policy(nn.Module):
 
     @property
     def observation_dtype(self) -> torch.dtype:
-        """Of observations that are kept: images, and rows with images in them, as bytes; else as the parameters."""
+        """Of observations that are kept: images as bytes; else as the parameters."""
         return torch.uint8 if self._sees_images else self.dtype
 
 
@@ -295,8 +270,7 @@ class ActorCritic(Policy):
 
     Weights are orthogonal with gain sqrt(2), 0.01 for the distribution's outputs so that the first policy is nearly
     uniform, and 1 for the value; biases are 0 (Engstrom et al., "Implementation Matters in Deep RL", ICLR 2020). Images
-    go through the network of Mnih et al. ("Human-level control", Nature 2015). Of a dictionary with images each has
-    such a network of its own, and the hidden layers get what these make of them beside the numbers.
+    go through the network of Mnih et al. ("Human-level control", Nature 2015).
     """
 
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
@@ -348,12 +322,8 @@ def make_policy(
 
 def _body(space: Space[Any], settings: RunSettings) -> tuple[nn.Sequential, int]:
     """All but the last layer, and how wide it ends."""
-    if isinstance(space, PackedSpace):
-        extractor = _Extractor(space)
-        sizes = (extractor.num_features, *settings.hidden_sizes)
-        return nn.Sequential(extractor, *hidden_layers(sizes, settings.activation)), sizes[-1]
     assert space.shape
-    if has_images(space):
+    if len(space.shape) == 3:
         return nn.Sequential(_Convolutions(space.shape)), IMAGE_FEATURES
     sizes = (space.shape[0], *settings.hidden_sizes)
     return hidden_layers(sizes, settings.activation), sizes[-1]
@@ -388,10 +358,6 @@ class _Convolutions(nn.Module):
         channels, height, width = shape
         for kernel, stride in ((8, 4), (4, 2), (3, 1)):
             height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-        if min(height, width) < 1:
-            raise ValueError(
-                f"observations of shape {tuple(shape)} are too small for the convolutions; 36 x 36 is the least"
-            )
         self.layers = nn.Sequential(
             initialized(nn.Conv2d(channels, 32, 8, stride=4)),
             nn.ReLU(),
@@ -408,31 +374,6 @@ class _Convolutions(nn.Module):
         flat = images.reshape(-1, *images.shape[-3:])
         features: Tensor = self.layers(flat.to(next(self.parameters()).dtype) / 255)
         return features.reshape(*images.shape[:-3], IMAGE_FEATURES)
-
-
-class _Extractor(nn.Module):
-    """Features [..., num_features] of packed rows [..., size]: the numbers as they are, and those of each image."""
-
-    def __init__(self, space: PackedSpace) -> None:
-        super().__init__()
-        self._space = space
-        self.convolutions = nn.ModuleList(_Convolutions(shape) for shape in space.images.values())
-        self.num_features = space.num_numbers + len(space.images) * IMAGE_FEATURES
-
-    def forward(self, rows: Tensor) -> Tensor:
-        images = images_of(rows, self._space)
-        seen = [layers(image) for layers, image in zip(self.convolutions, images, strict=True)]
-        return torch.cat([numbers_of(rows, self._space.num_numbers), *seen], dim=-1)
-
-
-class _PackedNormalizer(ObservationNormalizer):
-    """Normalises the numbers of packed rows, and leaves the images."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        rows = rows.clone()
-        numbers = numbers_of(rows, len(self.mean))
-        numbers.copy_(super().forward(numbers))
-        return rows
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,18 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
-from fastsync.ppo import fused
-from fastsync.ppo.batches import Batch, Buffers, Final, Shuffler, row_weights
-from fastsync.ppo.envs.interface import Environments, Step
-from fastsync.ppo.normalize import RewardNormalizer, mean_and_variance, moments, normalize
-from fastsync.ppo.optimizer import Adam, LearningRate, StepGate, kl_of
-from fastsync.ppo.policies import MemoryState, Policy, autocast, make_policy
-from fastsync.ppo.random_streams import RandomStreams
-from fastsync.ppo.runs.metrics import Episode, InfoMeans, TrainResult
-from fastsync.ppo.session import open_session
-from fastsync.ppo.settings import RunSettings
-from fastsync.ppo.sync import Exchange, GradientSync
-from fastsync.stopwatch import Stopwatch
+from .. import attach, clip_grad_norm_
+from ..compression import parse_compression
+from ..stopwatch import Stopwatch
+from . import fused
+from .batches import Batch, Buffers, Shuffler, row_weights
+from .envs.interface import Environments, Episode, Step
+from .normalize import RewardNormalizer, mean_and_variance, moments, normalize
+from .optimizer import LearningRate, kl_of
+from .policies import MemoryState, Policy, autocast, make_policy
+from .random_streams import RandomStreams
+from .runs.metrics import InfoMeans, TrainResult
+from .session import open_session
+from .settings import RunSettings
+from .sync import Exchange
 
 KL_TOLERANCE = 1.5  # a minibatch's excess over target_kl that ends the learning from a rollout, as in Stable-Baselines3
 
@@ -93,7 +94,7 @@ class Settings(RunSettings):
 class Rollout(NamedTuple):
     """The outcome of T steps of N environments; the next rollout overwrites these tensors.
 
-    Where an episode restarts with a step of its own, that step ignores the action, has reward 0, and is not valid.
+    An episode restarts in a step of its own, which ignores the action, has reward 0, and is not valid.
     """
 
     observations: Tensor  # [T, N, *observation_shape]: what the policy saw
@@ -105,7 +106,7 @@ class Rollout(NamedTuple):
     valid: Tensor  # [T, N] bool: the row is a step of an episode, and not a restart
     starts: Tensor  # [T, N] bool: the row is the first of an episode
     log_probs: Tensor  # [T, N]: log-probability of the actions
-    next_values: Tensor  # [T, N]: of the true next observations: where an episode ended, of that episode's last one
+    next_values: Tensor  # [T, N]: of the next observations: where an episode ended, of that episode's last one
     memory: MemoryState | None  # [N, size] each: what a recurrent policy remembered before the first row
     episodes: list[Episode]  # those that ended
     infos: dict[str, float]  # means of what settings.log_info names
@@ -133,7 +134,7 @@ class Collector:
         uniform = self.streams.uniform(self.settings.num_steps, distribution.num_outputs, policy.dtype)
         noises = distribution.noise(uniform).unbind()  # T of [N, num_outputs]
         memory, infos = self.memory, InfoMeans(self.settings.log_info)
-        episodes, finals = list[Episode](), list[Final]()
+        episodes = list[Episode]()
         for row, (seen, outputs, actions, values) in enumerate(buffers.rows):
             seen.copy_(torch.from_numpy(self.next_observation))
             buffers.starts[row] = self.next_starts
@@ -145,7 +146,7 @@ class Collector:
             stepped = time.perf_counter()
             step = self.environments.step(actions.cpu().numpy())
             environment_seconds += time.perf_counter() - stepped
-            self._record(row, step, episodes, finals)
+            self._record(row, step, episodes)
             if self.settings.log_info:
                 infos.add(step)
         buffers.observations[-1].copy_(torch.from_numpy(self.next_observation))
@@ -157,7 +158,7 @@ class Collector:
         return Rollout(
             **buffers.columns(),
             log_probs=distribution.log_prob(buffers.outputs, buffers.actions),
-            next_values=self._next_values(finals),
+            next_values=buffers.values[1:],
             memory=memory,
             episodes=episodes,
             infos=infos.means(),
@@ -171,33 +172,14 @@ class Collector:
             return self.policy.features(seen)
         return self.policy.features_of_row(seen, memory, torch.from_numpy(starts).to(seen.device))
 
-    def _record(self, row: int, step: Step, episodes: list[Episode], finals: list[Final]) -> None:
+    def _record(self, row: int, step: Step, episodes: list[Episode]) -> None:
         done = step.terminated | step.truncated
         buffers = self.buffers
         buffers.rewards[row], buffers.terminated[row], buffers.done[row] = step.rewards, step.terminated, done
         buffers.valid[row] = step.valid
         self.next_observation = step.observations
-        self.next_starts = done if self.environments.same_step else ~step.valid
-        first = self.environments.first_index
-        episodes.extend(Episode(row, e.episode_return, e.length, first + e.index) for e in step.episodes)
-        for index, observation in step.final_observations.items():
-            if step.truncated[index] and not step.terminated[index]:
-                memory = tuple(part[index] for part in self.memory) if self.memory is not None else ()
-                finals.append(Final(row, index, observation, memory))
-
-    def _next_values(self, finals: list[Final]) -> Tensor:
-        next_values = self.buffers.values[1:]
-        if not finals:
-            return next_values
-        rows, environments, seen, memories = zip(*finals, strict=True)
-        observations = torch.from_numpy(np.stack(seen)).to(next_values.device, self.buffers.observations.dtype)
-        memory = None
-        if self.memory is not None:
-            memory = tuple(torch.stack(parts) for parts in zip(*memories, strict=True))
-        features, _ = self._features(observations, memory, np.zeros(len(finals), dtype=np.bool_))  # type: ignore[arg-type]
-        next_values = next_values.clone()
-        next_values[list(rows), list(environments)] = self.policy.value(features)
-        return next_values
+        self.next_starts = ~step.valid
+        episodes.extend(episode._replace(row=row) for episode in step.episodes)
 
 
 # --- Advantages -------------------------------------------------------------------------------------------------------
@@ -306,14 +288,11 @@ class PPO:
         spaces = environments.single_observation_space, environments.single_action_space
         self.policy = make_policy(settings, *spaces, policy).to(device)
         self.exchange = Exchange(device)
-        self.sync = GradientSync(self.policy, settings.compression)  # all ranks hold rank 0's weights now
-        adam = Adam if settings.fused else partial(torch.optim.Adam, fused=True)
+        self.sync = attach(self.policy, parse_compression(settings.compression))  # all ranks hold rank 0's weights now
         lr = torch.tensor(settings.learning_rate, device=device)
-        self.optimizer = adam(self.policy.parameters(), lr=lr, eps=1e-5)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=lr, eps=1e-5, fused=True)
         self.scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
-        can_refuse = settings.target_kl is not None or self.scaler.is_enabled()
-        self.gate = StepGate(self.optimizer, device, can_refuse=can_refuse)
-        self.learning_rate = LearningRate(settings, dist.get_world_size(), device)
+        self.learning_rate = LearningRate(settings, dist.get_world_size(), self.optimizer)
         self.shuffler = Shuffler(settings.num_minibatches, self.streams)
         self.reward_normalizer: RewardNormalizer | None = None
         if settings.norm_rewards:
@@ -350,7 +329,7 @@ class PPO:
             memory=rollout.memory,
         )  # of columns [T, N, ...]
         remaining = max(0.0, 1 - self.step / settings.total_steps)
-        self.learning_rate.start_update(self.optimizer, remaining=remaining, update=self.update)
+        self.learning_rate.start_update(remaining=remaining, update=self.update)
         figures = self._update(batch, remaining)
         figures["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.policy.normalizer is not None and observation_moments is not None:
@@ -367,31 +346,28 @@ class PPO:
     def _update(self, batch: Batch, remaining: float) -> dict[str, float]:
         """Epochs of minibatches. Returns means over the steps that were taken; NaN where none was."""
         settings, steps = self.settings, list[list[Tensor]]()
-        self.gate.closed.zero_()
         for minibatch in self.shuffler.minibatches(batch, settings.num_epochs):
-            if self.device.type == "cpu" and self.gate.closed:  # looking costs nothing there
-                break
-            figures, grad_norm = self._take_step(minibatch, remaining)
-            steps.append([*figures.values(), grad_norm, self.gate.refused])
-        logged = torch.stack([value.detach().float() for of_step in steps for value in of_step]).view(len(steps), -1)
-        was_taken = logged[:, -1:] == 0
-        # Not a product: what was refused may be inf.
-        means = torch.where(was_taken, logged[:, :-1], 0).sum(0) / was_taken.sum()
-        names = (*figures, "grad_norm", "optimizer_steps")
-        return dict(zip(names, [*means.tolist(), was_taken.sum().item()], strict=True))
+            self.optimizer.zero_grad()
+            figures, kl = self._backward(minibatch, remaining)
+            if kl is not None and settings.lr_schedule == "adaptive":
+                self.learning_rate.adapt(kl)
+            elif kl is not None and kl > KL_TOLERANCE * (settings.target_kl or math.inf):
+                break  # on every rank alike, for kl is alike
+            grad_norm = self._take_step()
+            if grad_norm is not None:
+                steps.append([*figures.values(), grad_norm])
+        names = (*figures, "grad_norm")
+        logged = [value.detach().float() for of_step in steps for value in of_step]
+        means = torch.stack(logged).view(len(steps), -1).mean(0).tolist() if steps else [math.nan] * len(names)
+        return dict(zip(names, means, strict=True)) | {"optimizer_steps": len(steps)}
 
-    def _take_step(self, minibatch: Batch, remaining: float) -> tuple[dict[str, Tensor], Tensor]:
-        """An optimizer step, the same on every rank. On a GPU it waits for nothing. Returns figures and the norm."""
-        self.optimizer.zero_grad()
-        figures, kl = self._backward(minibatch, remaining)
-        if kl is not None and self.settings.lr_schedule == "adaptive":
-            self.learning_rate.adapt(self.optimizer, kl)
-        elif kl is not None:  # refuses this and all further steps: on every rank alike, for kl is alike
-            self.gate.close_if(kl > KL_TOLERANCE * (self.settings.target_kl or math.inf))
-        grad_norm = self.sync.clip(self.settings.max_grad_norm, self.optimizer, self.scaler)
+    def _take_step(self) -> Tensor | None:
+        """An optimizer step, the same on every rank. Returns the gradient's norm; None where GradScaler refused."""
+        max_norm, scale = self.settings.max_grad_norm, self.scaler.get_scale()
+        grad_norm = clip_grad_norm_(self.sync, max_norm, optimizer=self.optimizer, scaler=self.scaler)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return figures, grad_norm
+        return grad_norm if self.scaler.get_scale() >= scale else None
 
     def _backward(self, minibatch: Batch, remaining: float) -> tuple[dict[str, Tensor], Tensor | None]:
         """The figures of the minibatch on this rank, and with target_kl the KL divergence over all ranks."""
@@ -405,10 +381,14 @@ class PPO:
         loss, figures = self._loss(last, remaining)
         for others in of_parts:
             figures = {name: others[name] + figure for name, figure in figures.items()}
-        return figures, self.sync.backward(self.scaler.scale(loss), kl_of(figures, self.settings.target_kl))
+        kl = kl_of(figures, self.settings.target_kl)
+        if kl is not None:
+            self.sync.piggyback("kl", kl)  # travels with the gradients
+        self.scaler.scale(loss).backward()  # when it returns, gradients are means over ranks
+        return figures, None if kl is None else self.sync.piggybacked()["kl"]
 
     def _loss(self, part: Batch, remaining: float) -> tuple[Tensor, dict[str, Tensor]]:
-        return minibatch_loss(self.sync.model, self.policy, part, self.settings, remaining, self.loss)
+        return minibatch_loss(self.policy, self.policy, part, self.settings, remaining, self.loss)
 
 
 # --- Loop -------------------------------------------------------------------------------------------------------------

@@ -9,31 +9,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastsync.distributed import check_consistency, process_group
-from fastsync.launch.signals import StopSignals
-from fastsync.ppo.envs.interface import Environments, begun_anew, redistribute
-from fastsync.ppo.envs.make import TRIAL_SECONDS, make_environments, try_environments
-from fastsync.ppo.fused import FIGURES
-from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
-from fastsync.ppo.runs.folder import CHECKPOINTS, check_room, close_run, open_run
-from fastsync.ppo.runs.metrics import (
+from ..distributed import check_consistency, process_group
+from ..launch.signals import StopSignals
+from .envs.interface import Environments
+from .envs.make import make_environments
+from .fused import FIGURES
+from .runs.checkpoints import Checkpoint, CheckpointFolder
+from .runs.console import RunConsole
+from .runs.folder import CHECKPOINTS, Opened, open_run
+from .runs.loggers import open_loggers
+from .runs.metrics import (
     EpisodeWindow,
     PhaseTimes,
     RankReport,
     Status,
     TrainResult,
     gather_reports,
-    gpu_use,
     mean,
-    mean_sync_report,
 )
-from fastsync.ppo.runs.report import RunReport
-from fastsync.ppo.settings import RunSettings
+from .settings import RunSettings
 
 Found = TypeVar("Found")
 
@@ -58,23 +56,12 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         if not dist.is_initialized():
             use_threads(settings)
         chosen = stack.enter_context(process_group(settings.timeout))
-        folder, checkpoint, notes = _by_rank_0(lambda: open_run(settings, dist.get_world_size()))
-        # One rank tries, before the others give up: if each did, not all might come to the same answer.
-        trial = _by_rank_0(lambda: try_environments(settings, min(TRIAL_SECONDS, settings.timeout / 4)))
-        if trial.note:
-            lost = ": if the run is resumed, their episodes begin anew, and it is not bitwise what it would have been"
-            notes.append(trial.note if trial.is_restorable else f"environments cannot be saved ({trial.note}){lost}")
-        environments = make_environments(
-            settings,
-            rank=dist.get_rank(),
-            restart=checkpoint.step if checkpoint else 0,
-            is_restorable=trial.is_restorable,
-        )
+        opened = _by_rank_0(lambda: stack.enter_context(open_run(settings, dist.get_world_size())))
+        restart = opened[1].step if opened[1] else 0
+        environments = make_environments(settings, rank=dist.get_rank(), restart=restart)
         stack.enter_context(environments)
         signals = stack.enter_context(StopSignals())
-        yield Session(settings, environments, device or chosen, signals, stack, folder, checkpoint, notes)
-        if dist.get_rank() == 0:
-            close_run(folder)
+        yield Session(settings, environments, device or chosen, signals, stack, opened)
 
 
 class Session:
@@ -87,19 +74,17 @@ class Session:
         device: torch.device,
         signals: StopSignals,
         stack: ExitStack,
-        folder: Any,
-        checkpoint: Checkpoint | None,
-        notes: list[str],
+        opened: Opened,
     ) -> None:
         self.environments, self.device = environments, device
-        self._settings, self._signals, self._stack, self._notes = settings, signals, stack, notes
-        self._folder, self._checkpoint = folder, checkpoint
-        self._checkpoints = CheckpointFolder(folder / CHECKPOINTS, settings.keep_checkpoints)
+        self._settings, self._signals, self._stack = settings, signals, stack
+        self._folder, self._checkpoint, self._notes = opened
+        best_return = self._checkpoint.best_return if self._checkpoint else -math.inf
+        self._checkpoints = CheckpointFolder(self._folder / CHECKPOINTS, settings.keep_checkpoints, best_return)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._window = EpisodeWindow()
         self._seconds = self._telling_seconds = self._reporting_seconds = 0.0
         self._is_stopped = False
-        self._report: RunReport | None = None
 
     def begin(self, ppo: Any, note: str) -> None:
         """Goes on from the run's checkpoint, if there is one, and says what is to be said.
@@ -111,23 +96,20 @@ class Session:
         self._ppo = ppo
         if self._checkpoint:
             self._notes += self._resume(self._checkpoint)
+        self._resumed_step, self._resumed_seconds = ppo.step, self._seconds
         if self._rank == 0:
-            # The least that a checkpoint takes: Adam has two moments of each weight.
-            check_room(self._folder, 3 * sum(parameter.nbytes for parameter in ppo.policy.parameters()))
-            self._report = RunReport(
-                self._folder,
-                self._settings,
-                self._world_size,
-                self.environments.reward_threshold,
-                resumed_step=ppo.step,
-                resumed_seconds=self._seconds,
-                notes=[*self._notes, note],
-            )
-            self._stack.enter_context(self._report)
-        dist.barrier()  # rank 0 has taken its time to open the report
+            settings, ranks = self._settings, "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"
+            title = f"{settings.env} on {ranks}, compression {settings.compression}"
+            self._console = RunConsole(title, settings.total_steps, ppo.step, self._world_size)
+            self._loggers = open_loggers(self._folder, settings, ppo.step)
+            for logger in self._loggers:
+                self._stack.callback(logger.close)
+            for sentence in [*self._notes, note]:
+                self._console.say(sentence)
+        dist.barrier()  # rank 0 has taken its time to open the logs
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
-        self._before = ppo.sync.report(), 0.0
+        self._before = ppo.sync.stats(), 0.0
 
     @property
     def is_over(self) -> bool:
@@ -141,7 +123,6 @@ class Session:
         mine = RankReport(
             times=self._times(rollout, began),
             wire_bytes=self._wire_bytes,
-            gpu=gpu_use(self.device),
             episodes=rollout.episodes,
             metrics={f"learning/{name}": value for name, value in figures.items()}
             | {f"info/{name}": value for name, value in rollout.infos.items()},
@@ -155,8 +136,12 @@ class Session:
         self._seconds = told_at - self._started
         _check_finite(reports, self._ppo.update)
         self._is_stopped = any(each.stop_requested for each in reports)
-        if self._report:
-            self._report.update(Status(self._ppo.step, self._seconds, self._ppo.update, self._window, reports))
+        if self._rank == 0:
+            where = self._ppo.step, self._seconds, self._ppo.update
+            status = Status(*where, self._window, reports, self._speed(*where[:2]))
+            self._console.update(status)
+            for logger in self._loggers:
+                logger.log(status.step, status.scalars)
         if self.is_over or reports[0].checkpoint_due:
             self._save()
             self._saved_at = time.perf_counter()
@@ -168,19 +153,24 @@ class Session:
         stopped_by = None
         if self._ppo.step < self._settings.total_steps:
             stopped_by = self._signals.received.name if self._signals.received else "a signal to another rank"
-        sync = mean_sync_report(self._ppo.sync.report(), self.device)
+        sync = self._ppo.sync.stats()
         result = TrainResult(self._ppo.step, self._seconds, self._window.returns, sync, stopped_by)
-        if self._report:
-            self._report.finish(result)
+        if self._rank == 0:
+            self._console.finish(result, self._speed(result.step, result.seconds))
+            self._console.say(f"written to {self._folder}")
         return result
+
+    def _speed(self, step: int, seconds: float) -> float:
+        since = seconds - self._resumed_seconds
+        return (step - self._resumed_step) / since if since > 0 else math.nan
 
     def _times(self, rollout: Any, now: float) -> PhaseTimes:
         """Of the update that has ended now."""
         before, waited_before = self._before
-        report, waited_so_far = self._ppo.sync.report(), self._ppo.waiting.seconds()
-        self._before = report, waited_so_far
-        self._wire_bytes = report.wire_bytes - before.wire_bytes
-        waited = waited_so_far - waited_before + report.exposed_seconds - before.exposed_seconds
+        stats, waited_so_far = self._ppo.sync.stats(), self._ppo.waiting.seconds()
+        self._before = stats, waited_so_far
+        self._wire_bytes = stats.wire_bytes - before.wire_bytes
+        waited = waited_so_far - waited_before + stats.exposed_time - before.exposed_time
         return PhaseTimes(
             environment=rollout.environment_seconds,
             policy=rollout.policy_seconds,
@@ -192,16 +182,14 @@ class Session:
     def _save(self) -> None:
         """Writes a checkpoint, on rank 0, of what all ranks know."""
         ppo = self._ppo
-        mine = {
-            "environments": self.environments.state(),
-            "columns": _columns(ppo),
-            "residuals": ppo.sync.residuals(),
-        }
+        learner = {name: part.state_dict() for name, part in _parts(ppo).items()}
+        # What error feedback has not sent yet is each rank's own; the rest of the engine's state is the same on all.
+        residuals = learner["sync"].pop("residuals")
+        mine = {"environments": self.environments.state(), "columns": _columns(ppo), "residuals": residuals}
         of_rank: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
         dist.gather_object(mine, of_rank)
         if of_rank is None:
             return
-        learner = {name: part.state_dict() for name, part in _parts(ppo).items()}
         checkpoint = Checkpoint(
             settings=self._settings.as_dict(),
             world_size=self._world_size,
@@ -216,39 +204,40 @@ class Session:
 
     def _resume(self, checkpoint: Checkpoint) -> list[str]:
         """Goes on, also after another number of ranks, and returns what could not go on exactly, in sentences."""
-        ppo, environments = self._ppo, self.environments
+        ppo, saved = self._ppo, checkpoint.environments
         ppo.step, ppo.update, self._seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
-        self._window = EpisodeWindow.from_list(checkpoint.window)
-        # Each rank's own: of no use to other ranks.
-        residuals = [part.get("residuals", {}) for part in checkpoint.environments]
-        goes_on = checkpoint.world_size == self._world_size
+        self._window = EpisodeWindow(checkpoint.window)
+        fits = [len(part["columns"]["starts"]) for part in saved] == [self.environments.num_envs] * self._world_size
+        mine = saved[self._rank] if fits else {}
+        learner = dict(checkpoint.learner)
+        learner["sync"] = learner["sync"] | {"residuals": mine.get("residuals", {})}
         for name, part in _parts(ppo).items():
-            state = checkpoint.learner.get(name)
-            if name == "sync" and state:
-                part.load_state_dict(state, residuals[self._rank] if goes_on else {})
-            elif state:
-                part.load_state_dict(state)
+            if learner.get(name):
+                part.load_state_dict(learner[name])
         for group in ppo.optimizer.param_groups:
             group["lr"] = group["lr"].to(self.device)
-        ppo.streams.num_draws = checkpoint.learner["num_draws"]
-        states = [part["environments"] for part in checkpoint.environments]
-        num_envs = environments.num_envs
-        mine, said = redistribute(states, rank=self._rank, world_size=self._world_size, num_envs=num_envs)
-        if mine is None:
-            ppo.collector.next_observation, restored = environments.reset(), np.zeros(num_envs, dtype=np.bool_)
+        ppo.streams.num_draws = learner["num_draws"]
+        observation = self.environments.restore(mine["environments"]) if mine else None
+        if observation is None:
+            ppo.collector.next_observation = self.environments.reset()
         else:
-            ppo.collector.next_observation, restored = environments.restore(mine), environments.restored
-        saved = [part["columns"] for part in checkpoint.environments]
-        _load_columns(ppo, _columns_for(saved, environments.first_index, torch.from_numpy(restored)))
-        begun = ppo.exchange.all_gather(environments.begun_anew if mine is not None else [])
-        notes = [said, begun_anew(number for of_rank in begun for number in of_rank)]
-        if any(residuals) and not goes_on:
+            ppo.collector.next_observation = observation
+            _load_columns(ppo, mine["columns"])
+        notes = []
+        if lost := [
+            rank for rank, goes_on in enumerate(ppo.exchange.all_gather(observation is not None)) if not goes_on
+        ]:
+            notes.append(
+                f"the environments of ranks {lost} could not be brought back to exactly where they were, and begin new "
+                f"episodes: this run is not bitwise what it would have been without the interruption"
+            )
+        if not fits and any(part["residuals"] for part in saved):
             notes.append("what error feedback had not sent yet is left out, as it belongs to other ranks")
-        return [note for note in notes if note]
+        return notes
 
 
 def _parts(ppo: Any) -> dict[str, Any]:
-    """What a resumed run needs to go on as if it had not stopped; the same on every rank."""
+    """What a resumed run needs to go on as if it had not stopped; but for residuals the same on every rank."""
     parts = {"model": ppo.policy, "optimizer": ppo.optimizer, "scaler": ppo.scaler, "sync": ppo.sync}
     parts |= {"learning_rate": ppo.learning_rate}
     return parts if ppo.reward_normalizer is None else parts | {"rewards": ppo.reward_normalizer}
@@ -270,25 +259,6 @@ def _load_columns(ppo: Any, columns: dict[str, Tensor]) -> None:
         ppo.collector.memory = tuple(columns[name].to(ppo.device) for name in ("hidden", "cell"))
     if ppo.reward_normalizer is not None and "discounted_return" in columns:
         ppo.reward_normalizer.carried.copy_(columns["discounted_return"])
-
-
-def _columns_for(saved: Sequence[dict[str, Tensor]], first: int, restored: Tensor) -> dict[str, Tensor]:
-    """Picks the rows of this rank's environments out of those of all ranks; where an episode begins, those of a start.
-
-    Args:
-        saved: of each rank of the run before, in rank order.
-        first: number of this rank's first environment among all.
-        restored: [N] bool: where the environment goes on.
-    """
-    columns = {}
-    for name in saved[0]:
-        rows = torch.cat([part[name] for part in saved])[first : first + len(restored)]
-        column = torch.zeros(len(restored), *rows.shape[1:], dtype=rows.dtype)
-        known = restored[: len(rows)]
-        column[: len(rows)][known] = rows[known]
-        columns[name] = column
-    columns["starts"] |= ~restored
-    return columns
 
 
 def _by_rank_0(find: Callable[[], Found]) -> Found:

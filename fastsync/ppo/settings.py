@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
+import tyro
 import yaml
 
-from fastsync._checks import did_you_mean
-from fastsync.compression import parse_compression
+from .._checks import did_you_mean
+from ..compression import parse_compression
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Activation = Literal["tanh", "relu", "elu"]
@@ -29,16 +29,11 @@ class RunSettings:
     """Gymnasium environment, or "module:function" that makes one. "module:id" imports module first."""
     seed: int = 1
     """Seeds weights, actions, minibatches and environments. Each environment of each rank has a seed of its own."""
-    total_steps: int = 200_000
-    """Environment steps to train for, over all ranks. The last rollout may go past it."""
-    num_envs: int = 32
-    """Environments per rank."""
+    total_steps: int = 200_000  # Environment steps to train for, over all ranks. The last rollout may go past it.
+    num_envs: int = 32  # Environments per rank.
     vectorization: Literal["auto", "sync", "async", "vector_entry_point", "envpool"] = "auto"
     """How environments step together: one after the other (sync), in processes (async), by their own vectorised
     implementation, or in EnvPool's threads. auto takes the environment's own where it has one, else sync."""
-    autoreset: Literal["next_step", "same_step"] = "next_step"
-    """When an episode that ended starts anew, with sync and async: in a step of its own, or in the step that ended
-    the last one."""
     log_info: tuple[str, ...] = ()
     """Names of numbers that the environment puts into info: their means over the steps of a rollout are logged."""
 
@@ -48,41 +43,32 @@ class RunSettings:
     """Whether actor and critic share the layers before their last: auto shares for images and with an LSTM."""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers for vector observations. Images go through the convolutions of Mnih et al., 2015."""
-    activation: Activation = "tanh"
-    """Between the hidden layers."""
+    activation: Activation = "tanh"  # Between the hidden layers.
     lstm_size: int = 0
     """Units of an LSTM between the shared layers and the heads; 0 for none. Minibatches are then whole sequences."""
-    log_std_init: float = 0.0
-    """Logarithm of the standard deviation that continuous actions begin with."""
+    log_std_init: float = 0.0  # Logarithm of the standard deviation that continuous actions begin with.
     norm_observations: bool = False
     """Shift and scale observations by their running mean and variance over all ranks; they are cut off at 10."""
 
     compression: str = "none"
     """What gradients travel as, none, bf16, fp16, int8, with what lies behind a plus sign,
     such as int8+ef with error feedback; or auto, which measures and chooses."""
-    precision: Precision = "fp32"
-    """Of the computation. bf16 and fp16 are autocast, fp16 with a GradScaler."""
+    precision: Precision = "fp32"  # Of the computation. bf16 and fp16 are autocast, fp16 with a GradScaler.
     fused: bool = True
     """Let operators for CPUs compute what they were proven equal to; the rest, and all without it, is plain PyTorch."""
     num_threads: int | None = None
     """Threads that torch computes with on each rank. By default OMP_NUM_THREADS, else 1, as torchrun has it."""
-    timeout: float = 120.0
-    """Seconds that a rank waits for the others before it gives up with an error."""
+    timeout: float = 120.0  # Seconds that a rank waits for the others before it gives up with an error.
 
-    runs_dir: str = "runs"
-    """Folder that holds one folder per run."""
+    runs_dir: str = "runs"  # Folder that holds one folder per run.
     run_name: str | None = None
     """Folder of this run inside runs_dir. By default environment, compression, seed and, without resume, the time."""
-    checkpoint_interval: float = 60.0
-    """Seconds between checkpoints; 0 for one after every rollout."""
-    keep_checkpoints: int = 3
-    """Newest checkpoints that are kept, besides the best."""
+    checkpoint_interval: float = 60.0  # Seconds between checkpoints; 0 for one after every rollout.
+    keep_checkpoints: int = 3  # Newest checkpoints that are kept, besides the best.
     resume: str | None = None
-    """auto goes on from the run's last checkpoint if there is one; a run's folder or a checkpoint goes on from that. On
-    the command line without config, settings are then those of that run, except for what else is typed; with auto, this
-    needs run_name."""
-    wandb_project: str | None = None
-    """Also log to this project of Weights & Biases."""
+    """auto goes on from the last checkpoint in the run's folder, if there is one, else begins it. A checkpoint begins a
+    new run from there."""
+    wandb_project: str | None = None  # Also log to this project of Weights & Biases.
 
     def __post_init__(self) -> None:
         self._check("must be at least 1", lambda value: value >= 1, "total_steps", "num_envs", "keep_checkpoints")
@@ -122,8 +108,6 @@ class RunSettings:
 Kind = TypeVar("Kind", bound=RunSettings)
 
 PRESETS = Path(__file__).parent / "presets"
-PRESET_WORLD_SIZE = 2
-"""Ranks that presets are made for."""
 
 
 def preset_names() -> list[str]:
@@ -131,87 +115,46 @@ def preset_names() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.yaml"))
 
 
-def is_preset(source: str) -> bool:
-    """Tells whether ``load_settings`` takes a preset."""
-    return _find(source).parent == PRESETS
-
-
 def load_settings(source: str, kind: type[Kind]) -> Kind:
     """Settings from a YAML file, or from the preset of that name where there is no such file.
 
-    What the file does not mention has its default.
+    What the file does not mention has its default. What it says wrong ends the process, as on the command line.
 
     Raises:
-        ValueError: there is neither, or the content is not what settings are; the message names the file.
+        ValueError: there is neither, or the content is not YAML.
     """
-    path = _find(source)
+    return tyro.cli(kind, prog=source, args=file_words(source))
+
+
+def file_words(source: str) -> list[str]:
+    """What ``load_settings`` reads, as words of a command line."""
+    path = Path(source)
+    if not path.is_file():
+        if source not in (names := preset_names()):
+            hint = f"{did_you_mean(source, names)}; presets: {', '.join(names)}"
+            raise ValueError(f"config={source!r} is neither a file nor a preset{hint}")
+        path = PRESETS / f"{source}.yaml"
     try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
-    if not isinstance(content or {}, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} must hold lines such as 'total_steps: 100000', not a {type(content).__name__}")
-    try:
-        return settings_from(content or {}, kind)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return words_of(content)
 
 
-def settings_from(values: Mapping[str, Any], kind: type[Kind]) -> Kind:
-    """Settings from plain data, such as YAML gives.
-
-    Raises:
-        ValueError: a name that is no setting, or a value that it cannot have.
-    """
-    hints = get_type_hints(kind)
-    for name in values:
-        if name not in hints:
-            raise ValueError(f"{name!r} is no setting{did_you_mean(str(name), hints)}")
-    return kind(**{name: _convert(name, value, hints[name]) for name, value in values.items()})
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """Words of a command line that gives these values. None is left out."""
+    words: list[str] = []
+    for key, value in values.items():
+        name = str(key).replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    return words
 
 
 def dump_settings(settings: RunSettings) -> str:
     """All settings as YAML that ``load_settings`` understands, in the order of their definition."""
     return yaml.safe_dump(settings.as_dict(), sort_keys=False, default_flow_style=None)
-
-
-def _find(source: str) -> Path:
-    path = Path(source)
-    if path.is_file():
-        return path
-    preset = PRESETS / f"{source}.yaml"
-    if preset.parent == PRESETS and preset.is_file():
-        return preset
-    names = preset_names()
-    raise ValueError(
-        f"config={source!r} is neither a file nor a preset{did_you_mean(source, names)}; presets: {', '.join(names)}"
-    )
-
-
-def _convert(name: str, value: Any, hint: Any) -> Any:
-    """Makes the value what the setting's type wants."""
-    is_optional = type(None) in get_args(hint)
-    if value is None and is_optional:
-        return None
-    kind = get_args(hint)[0] if is_optional else hint
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        if value not in choices:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
-        return value
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{name}={value!r} must be a list, such as [64, 64]")
-        return tuple(_convert(name, item, get_args(kind)[0]) for item in value)
-    number = value
-    if isinstance(value, str) and kind not in (bool, str):
-        with suppress(ValueError):
-            number = float(value)  # YAML 1.1 takes 1e-3 for text: it wants 1.0e-3
-    if kind in (bool, str):
-        fits = isinstance(value, kind)
-    else:
-        fits = type(number) in (int, float) and (kind is float or number % 1 == 0)
-    if not fits:
-        wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text; put it in quotes"}[kind]
-        raise ValueError(f"{name}={value!r} must be {wanted}{' or null' if is_optional else ''}")
-    return kind(number)

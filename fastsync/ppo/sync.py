@@ -1,90 +1,18 @@
-"""What ranks do together: they average gradients, and exchange small things beside."""
+"""What ranks exchange beside gradients."""
 
 from __future__ import annotations
 
 import pickle
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch import Tensor
 
-import fastsync
-from fastsync import _C
-from fastsync.compression import parse_compression
-from fastsync.distributed import dist_sum
+from .. import _C
+from ..distributed import dist_sum
 
 Value = TypeVar("Value")
-
-
-class SyncReport(NamedTuple):
-    """The cost of synchronisation on this rank since the start."""
-
-    seconds: float
-    """Packing, collective and unpacking, whether or not the step waited for it."""
-    exposed_seconds: float
-    """The part of it that the step waited for, because the backward pass did not hide it: time in communication."""
-    wire_bytes: float
-    """Bytes handed to collectives."""
-
-
-class GradientSync:
-    """Averages gradients by ``fastsync.attach``. Between the forward pass and the optimizer: ``backward``, ``clip``."""
-
-    def __init__(self, policy: nn.Module, compression: str) -> None:
-        self.model = policy
-        """To be called in the forward pass of the loss."""
-        self._sync = fastsync.attach(policy, parse_compression(compression))
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, forward and backward passes only add to this rank's gradients."""
-        return self._sync.no_sync()
-
-    def backward(self, loss: Tensor, rider: Tensor | None = None) -> Tensor | None:
-        """Backward, then the gradients are means over ranks.
-
-        Args:
-            loss: 0-dim.
-            rider: a float32 tensor that travels with them; None, on all ranks alike, for nothing.
-
-        Returns:
-            The mean of ``rider`` over ranks, the same on each.
-        """
-        if rider is not None:
-            self._sync.piggyback("rider", rider)
-        loss.backward()
-        return None if rider is None else self._sync.piggybacked()["rider"]
-
-    def clip(self, max_norm: float, optimizer: Optimizer, scaler: GradScaler) -> Tensor:
-        """Scales the gradients down to ``max_norm``, or leaves it to the optimizer's next step.
-
-        Returns:
-            Their norm before, without the scaler's scale, 0-dim; nothing waits for it.
-        """
-        return fastsync.clip_grad_norm_(self._sync, max_norm, optimizer=optimizer, scaler=scaler)
-
-    def report(self) -> SyncReport:
-        """Tells what it cost so far."""
-        stats = self._sync.stats()
-        return SyncReport(
-            stats.pack_time + stats.collective_time + stats.unpack_time, stats.exposed_time, stats.wire_bytes
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what it keeps from step to step, for a checkpoint: the same on every rank."""
-        return self._sync.state_dict() | {"residuals": {}}
-
-    def residuals(self) -> dict[str, Any]:
-        """Returns what error feedback on this rank has not sent yet, by parameter, for a checkpoint."""
-        residuals: dict[str, Any] = self._sync.state_dict()["residuals"]
-        return residuals
-
-    def load_state_dict(self, state: dict[str, Any], residuals: dict[str, Any]) -> None:
-        """Goes on from ``state_dict()`` and ``residuals()``, or without the latter from an empty dict."""
-        self._sync.load_state_dict(state | {"residuals": residuals})
 
 
 class Exchange:

@@ -68,4 +68,4 @@ WORK = {work.__name__: work for work in (until_told_to_stop, deaf, not_listening
 
 if __name__ == "__main__":
     arguments = sys.argv[2:]
-    sys.exit(launch(parse(Launch, "launched", arguments), arguments, WORK[sys.argv[1]]))
+    sys.exit(launch(parse(Launch, "launched", arguments), WORK[sys.argv[1]]))

@@ -18,18 +18,15 @@ import pytest
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from examples.ppo_layer_norm import Normalised
 from examples.ppo_own_loss import annealed_and_penalised
 from fastsync.ppo import policies
-from fastsync.ppo.cli import Arguments, parse
+from fastsync.ppo.cli import Arguments, check_environment, parse
 from fastsync.ppo.evaluate import main
 from fastsync.ppo.fused import Operator, Perceptron, fingerprint, fuse
-from fastsync.ppo.optimizer import Adam
 from fastsync.ppo.policies import ActorCritic, categorical, make_policy
 from fastsync.ppo.ppo import Settings, discounted_sums, ppo_loss, train
-from fastsync.ppo.preflight import check_environment
 from tests.ranks import RankError, run_ranks
 from tests.toy_envs import Countdown
 
@@ -277,21 +274,6 @@ def test_a_policy_is_tried_before_ranks_start():
         check_environment(replace(TINY, policy="nowhere:Policy"))
 
 
-def test_torch_runs_the_hooks_of_an_optimizer_step_once():
-    torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # whose step torch wraps when it is made
-    parameter, calls = nn.Parameter(torch.zeros(3)), list[str]()
-    optimizer = Adam([parameter], lr=torch.tensor(0.1), eps=1e-5)
-    optimizer.register_step_pre_hook(lambda *arguments: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *arguments: calls.append("after"))
-    of_all = register_optimizer_step_post_hook(lambda *arguments: calls.append("after any"))
-    try:
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-    finally:
-        of_all.remove()
-    assert calls == ["before", "after", "after any"]
-
-
 def test_a_policy_may_begin_with_the_networks_that_there_are():
     class Shifted(ActorCritic):
         def value(self, features: Tensor) -> Tensor:
@@ -312,9 +294,8 @@ class Informed(Countdown):
         return observation, reward, terminated, truncated, info
 
 
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
-def test_numbers_that_an_environment_puts_into_info_are_logged(tmp_path: Path, autoreset: Any):
-    settings = replace(TINY, env=f"{__name__}:Informed", autoreset=autoreset, log_info=("left", "length", "nothing"))
+def test_numbers_that_an_environment_puts_into_info_are_logged(tmp_path: Path):
+    settings = replace(TINY, env=f"{__name__}:Informed", log_info=("left", "length", "nothing"))
     trained(tmp_path, settings, world_size=2)
     rows = rows_of_last(tmp_path)
     for row in rows:

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ import pytest
 
 import fastsync
 from fastsync.cli import main
-from fastsync.launch.machines import find_this_machine
 from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
@@ -63,7 +61,6 @@ def test_training_from_the_command_line(tmp_path: Path, command: tuple[str, ...]
     check_what_a_training_says(process, f"CartPole-v1 on {ranks}", "tiny")
     folder = tmp_path / "runs" / "tiny"
     assert find_checkpoint(folder).step >= 1000
-    assert (folder / "learning_curve.png").exists()
     assert len(list(folder.glob("events.out.tfevents.*"))) == 1
     assert read_steps(folder)[-1] == find_checkpoint(folder).step
 
@@ -106,18 +103,17 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     said = stopped.stderr.strip().splitlines()[-1]
     assert said == (
         "fastsync train: stopped by SIGTERM. Go on from the last checkpoint with: "
-        "fastsync train --nproc 2 --config run.yaml --seed 5 --run-name mine --resume auto"
+        "fastsync train --nproc 2 --config runs/mine/settings.yaml --resume auto"
     )
     assert "stopped before its end by" in stopped.stdout
     saved = find_checkpoint(folder)
     # Nothing that was learnt is lost.
     assert read_steps(folder)[-1] == saved.step
-    assert load_settings(str(folder / "settings.yaml"), Settings) == saved.settings_as(Settings)[0]
+    assert load_settings(str(folder / "settings.yaml"), Settings) == saved.settings_as(Settings)
 
     as_told = said.partition(" with: fastsync ")[2].split()
     resumed = run(tmp_path, *FASTSYNC, *as_told, "--total-steps", str(saved.step + 1))
     check_what_a_training_says(resumed, "CartPole-v1 on 2 ranks, compression none", "mine")
-    assert (folder / "learning_curve.png").exists()
     steps = read_steps(folder)
     assert steps == sorted(set(steps))
     assert steps[-1] == find_checkpoint(folder).step > saved.step
@@ -137,7 +133,6 @@ def test_a_training_that_loses_a_rank_comes_back(tmp_path: Path):
     finished = end(process)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "going on from step" in finished.stdout
-    assert not (folder / ".launcher").exists()
     steps = read_steps(folder)
     assert steps == sorted(set(steps))
     assert steps[-1] == find_checkpoint(folder).step >= 15000
@@ -166,23 +161,16 @@ def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
         (["--compression", "int8+eff"], "compression: expected one of none, bf16, fp16, int8, auto, "),
         (["--nproc", "0"], "nproc=0 must be at least 1"),
         (["--nnodes", "2"], "nnodes=2 needs master_addr"),
-        (["--nodes", "nodes.yaml", "--nnodes", "2"], "leave out nnodes and master_addr"),
-        (["--nodes", "nowhere.yaml"], "nodes='nowhere.yaml' cannot be read"),
-        (["--nodes", "nodes.yaml"], "of ['10.255.255.1', '10.255.255.2'] none is this machine; say which one it is"),
-        (["--nodes", "nodes.yaml", "--node-rank", "2"], "node_rank=2 must be less than the 2 machines in nodes.yaml"),
-        (["--nodes", "damaged.pt"], "nodes='damaged.pt' must hold a list of names or addresses"),
         (["--nnodes", "2", "--node-rank", "2"], "node_rank=2 must be less than nnodes=2"),
         (["--max-restarts", "-1"], "max_restarts=-1 must be at least 0"),
         (["--network", "smoke-signals"], "smoke-signals"),
         (["--config", "smoke-signals"], "config='smoke-signals' is neither a file nor a preset"),
         (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
         (["--env", "CartPole"], "No registered env with id: CartPole; did you mean CartPole-v1"),
-        (["--env", "Blackjack-v1"], "env='Blackjack-v1' has observations Tuple"),
+        (["--env", "tests.toy_envs:Binary"], "env='tests.toy_envs:Binary' has actions MultiBinary(4)"),
         (["--run-name", "taken"], "the run folder runs/taken exists already; choose another run_name"),
-        (["--resume", "nowhere"], "resume='nowhere' is neither 'auto', nor a run's folder, nor a checkpoint"),
+        (["--resume", "nowhere"], "resume='nowhere' is neither 'auto' nor a checkpoint"),
         (["--resume", "damaged.pt"], "the checkpoint damaged.pt is damaged"),
-        (["--env", "CartPole-v1", "--autoreset", "same_step", "--vectorization", "vector_entry_point"],
-         "autoreset='same_step' contradicts vectorization='vector_entry_point'"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused_before_ranks_are_launched(
@@ -195,7 +183,6 @@ def test_bad_arguments_are_refused_before_ranks_are_launched(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "damaged.pt").touch()
-    (tmp_path / "nodes.yaml").write_text("- 10.255.255.1\n- 10.255.255.2\n")
     monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", lambda *arguments, **options: pytest.fail("launched"))
     try:
         status: object = main(["train", *arguments])
@@ -211,7 +198,7 @@ def test_bad_arguments_are_refused_before_ranks_are_launched(
     ("arguments", "message"),
     [
         (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
-        (["--resume", "nowhere"], "resume='nowhere' is neither 'auto', nor a run's folder, nor a checkpoint"),
+        (["--resume", "nowhere"], "resume='nowhere' is neither 'auto' nor a checkpoint"),
     ],
 )
 def test_a_rank_that_is_started_by_others_refuses_with_one_sentence(
@@ -241,7 +228,8 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     for command in ("train", "launch", "eval"):
         with pytest.raises(SystemExit, match=r"^training needs pyyaml, rich: pip install 'gymnasium>=1.4' .* rich "):
             main([command])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["train", "--wandb-project", "mine"]) == 2
     assert "wandb_project='mine' needs wandb: pip install wandb" in capsys.readouterr().err
 
@@ -273,36 +261,6 @@ def test_a_rank_that_fails_is_told(tmp_path: Path):
     assert where == f'  File "{tmp_path}/broken.py", line 9, in step'
     assert raising == '    raise OSError("as told")'
     assert re.fullmatch(r"fastsync train: rank [01] failed first: OSError: as told", said)
-
-
-def test_a_list_of_machines_trains_on_all_of_them(tmp_path: Path):
-    (tmp_path / "nodes.yaml").write_text("- 127.0.0.1\n- 127.0.0.2\n")  # both are this machine
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-    command = (*FASTSYNC, "train", "--nodes", "nodes.yaml", "--master-port", port, *TINY)
-    undecided = run(tmp_path, *command)
-    assert undecided.returncode == 2
-    assert "['127.0.0.1', '127.0.0.2'] are all this machine; say which one it is with node_rank" in undecided.stderr
-    first, other = [start(tmp_path, *command, "--node-rank", rank) for rank in ("0", "1")]
-    check_what_a_training_says(end(first), "CartPole-v1 on 2 ranks, compression none", "tiny")
-    assert end(other).returncode == 0
-
-
-def test_this_machine_is_found_in_a_list():
-    assert find_this_machine(["10.255.255.1", socket.gethostname(), "10.255.255.2"], "nodes.yaml") == 1
-
-
-def test_this_machine_is_found_by_any_of_its_addresses(monkeypatch: pytest.MonkeyPatch):
-    found = {
-        "here": [(socket.AF_INET6, ("2001:db8::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))],
-        "elsewhere": [(socket.AF_INET6, ("2001:db8::1", 0, 0, 0))],
-    }
-    monkeypatch.setattr(
-        "socket.getaddrinfo",
-        lambda name, *_, type: [(family, type, 0, "", address) for family, address in found[name]],
-    )
-    assert find_this_machine(["elsewhere", "here"], "nodes.yaml") == 1
 
 
 def test_more_ranks_than_cores_are_warned_of(

@@ -114,7 +114,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path, capsys: pytest.
         folder.save(checkpoint_of(leaning_to_1(bias), DISCRETE, step), mean_return)
         for bias, step, mean_return in ((1.0, 1000, 31.0), (-1.0, 2000, 0.0))
     ]
-    for named in (tmp_path, tmp_path / CHECKPOINTS, files[1]):
+    for named in (tmp_path, files[1]):
         assert find_checkpoint(named).step == 2000
     assert main(["eval", str(tmp_path), "--episodes", "2"]) == 0
     assert main(["eval", str(files[0]), "--episodes", "1"]) == 0
@@ -156,22 +156,6 @@ def test_episodes_are_filmed_where_the_environment_can_be_seen(
         assert status == 0
         assert said.out.splitlines()[-1] == f"videos in {tmp_path / 'videos'}"
         assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
-
-
-def test_an_environment_that_cannot_be_drawn_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(self: object) -> None:
-        raise OSError("no screen")
-
-    monkeypatch.setattr("gymnasium.envs.classic_control.CartPoleEnv.render", fail)
-    settings = Settings(env="CartPole-v1")
-    with pytest.raises(ValueError, match=r"env=.CartPole-v1. cannot be drawn here: no screen; .* MUJOCO_GL=egl"):
-        make_environment(checkpoint_of(policy_for(settings), settings), seed=0, videos=tmp_path)
-
-
-def test_what_only_envpool_has_is_told():
-    settings = Settings(env="NoSuchGame-v5", vectorization="envpool")
-    with pytest.raises(ValueError, match=r"env='NoSuchGame-v5' cannot be made: .*trained in EnvPool, .* in gymnasium"):
-        make_environment(checkpoint_of(leaning_to_1(0.0), settings), seed=0)
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -17,7 +17,7 @@ NUM_ENVS = 4
 SETTINGS = Settings(total_steps=1_000, num_steps=16, num_epochs=3, vectorization="sync", hidden_sizes=(16, 16))
 RUNS: dict[str, dict[str, Any]] = {
     "fp64": {"precision": "fp64"},
-    "fp64 same step": {"precision": "fp64", "autoreset": "same_step", "target_kl": 0.002, "clip_value_loss": True},
+    "fp64 early stop": {"precision": "fp64", "target_kl": 0.002, "clip_value_loss": True},
     "fp64 continuous": {
         "env": "Pendulum-v1",
         "precision": "fp64",

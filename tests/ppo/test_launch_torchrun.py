@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fastsync.launch.torchrun import launch_ranks
-from fastsync.ppo.cli import Launch, launch, parse
+from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from tests.ppo.test_runs_checkpoints import make_checkpoint
@@ -26,7 +26,6 @@ from tests.ppo.test_runs_checkpoints import make_checkpoint
 pytestmark = pytest.mark.end_to_end
 
 ROOT = Path(__file__).parents[2]
-SAVED = "runs/x/checkpoints/step-000000001.pt"
 LIMIT = 60
 """Seconds after which a test gives up waiting."""
 
@@ -95,72 +94,27 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize(
-    ("settings", "words", "more"),
-    [
-        ({}, [], ["--run-name", "NEW", "--resume", "auto"]),
-        ({"run_name": "a b"}, ["--run-name", "a b"], ["--run-name", "a b", "--resume", "auto"]),
-        ({"resume": "auto"}, ["--resume=auto"], ["--resume", "auto"]),
-        ({"resume": "runs/x"}, ["--resume", "runs/x"], ["--resume", "runs/x"]),
-        ({"resume": "runs/x/checkpoints"}, ["--resume", "runs/x/checkpoints"], ["--resume", "runs/x"]),
-        ({"resume": SAVED}, ["--resume", SAVED], ["--resume", "runs/x"]),
-        ({"resume": "found.pt"}, ["--resume", "found.pt"], ["--run-name", "NEW", "--resume", "auto"]),
-    ],
-)
+@pytest.mark.parametrize("resume", [None, "auto", "found.pt"])
 def test_the_way_to_go_on_is_that_of_the_run(
-    settings: dict[str, str],
-    words: list[str],
-    more: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    resume: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
     checkpoint = make_checkpoint(1, settings=Settings().as_dict())
-    saved = CheckpointFolder(tmp_path / "runs/x/checkpoints", 1).save(checkpoint, 0.0)
-    shutil.copy(saved, "found.pt")
-    monkeypatch.setattr("fastsync.ppo.cli.default_run_name", lambda settings, started: "NEW")
+    shutil.copy(CheckpointFolder(tmp_path, 1).save(checkpoint, 0.0), "found.pt")
 
     def save_and_stop(work: object, nproc: int, settings: Settings, **options: object) -> list[str | None]:
-        name = settings.run_name or "NEW"
-        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "runs" / name / "checkpoints" / "step-000000002.pt").touch()
+        assert settings.resume == ("auto" if resume is None else resume)
+        checkpoints = tmp_path / "runs" / "a b" / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        (checkpoints / "step-000000002.pt").touch()
         return [None, "SIGTERM"]
 
     monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", save_and_stop)
-    assert launch(Launch(settings=Settings(**settings)), ["--seed", "1", *words, "--num-envs", "32"]) == 143
+    settings = Settings(resume=resume, run_name="a b")
+    assert launch(Launch(nproc=2, max_restarts=1, settings=settings)) == 143
     command = shlex.split(capsys.readouterr().err.partition(" with: ")[2])
-    assert command == ["fastsync", "train", "--seed", "1", "--num-envs", "32", *more]
-
-
-@pytest.mark.parametrize(
-    ("words", "note"),
-    [
-        (["--config", "CartPole-v1"], "nproc=1, nnodes=1 and num_envs=4 make it 4"),
-        (["--config", "CartPole-v1", "--nproc", "2", "--nnodes", "2", "--master-addr", "x"], "num_envs=4 make it 16"),
-        (["--config", "CartPole-v1", "--nproc", "2"], None),
-        (["--config", "CartPole-v1", "--num-envs", "8"], None),
-        (["--config", "own.yaml"], None),
-    ],
-)
-def test_a_preset_with_another_number_of_environments_is_noted(
-    words: list[str],
-    note: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    monkeypatch.chdir(tmp_path)
-    Path("own.yaml").write_text("num_envs: 4")
-    monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", lambda *arguments, **options: [])
-    assert launch(parse(Launch, "fastsync train", words)) == 0
-    said = capsys.readouterr().err
-    if note is None:
-        assert said == ""
-    else:
-        made_for = "fastsync train: the preset CartPole-v1 is made for 8 environments on 2 ranks; "
-        assert said.startswith(made_for)
-        assert said.endswith(f"{note}\n")
+    config = ["--config", "runs/a b/settings.yaml", "--resume", "auto"]
+    assert command == ["fastsync", "train", "--nproc", "2", "--max-restarts", "1", *config]
 
 
 def test_a_stopped_launcher_lets_its_ranks_end_and_says_how_to_go_on(tmp_path: Path):
@@ -172,7 +126,7 @@ def test_a_stopped_launcher_lets_its_ranks_end_and_says_how_to_go_on(tmp_path: P
     assert status == 143
     assert said == (
         f"fastsync train: stopped by SIGTERM. Go on from the last checkpoint with: "
-        f"fastsync train --runs-dir {tmp_path} --nproc 2 --run-name {name} --resume auto"
+        f"fastsync train --nproc 2 --config {tmp_path}/{name}/settings.yaml --resume auto"
     )
     assert name.startswith("CartPole-v1-none-1-20")
     # Both came to their own end, rather than being killed.
@@ -188,7 +142,7 @@ def test_a_rank_that_is_stopped_alone_stops_the_job(tmp_path: Path):
     assert (world_size, name) == ("2", "mine")
     assert status == 143
     assert said.startswith("fastsync train: stopped by SIGUSR1. ")
-    assert said.endswith("--nproc 2 --max-restarts 1 --run-name mine --resume auto")
+    assert said.endswith(f"--nproc 2 --max-restarts 1 --config {tmp_path}/mine/settings.yaml --resume auto")
     assert not (tmp_path / "attempt1-rank0").exists()
 
 

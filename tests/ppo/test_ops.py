@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fastsync.ppo.fused import FIGURES, Perceptron
-from fastsync.ppo.optimizer import Adam
 from fastsync.ppo.policies import Categorical, categorical
 from fastsync.ppo.ppo import Evaluated, Settings, discounted_sums, ppo_loss
 
@@ -324,36 +323,3 @@ def test_objective_refuses_what_does_not_fit():
     on_meta = [column.detach().to("meta") for column in given.values()]
     with pytest.raises(ValueError, match=r"log_prob: expected real numbers on the CPU, got Float on meta"):
         torch.ops.fastsync.ppo_objective(*on_meta, 0.2, 0.5, 0.1, True)
-
-
-def test_adam_is_torchs():
-    torch.manual_seed(3)
-    mine, theirs = (layers("tanh") for _ in range(2))
-    fast = Adam(mine.parameters(), lr=torch.tensor(0.01), eps=1e-5)
-    plain = torch.optim.Adam(theirs.parameters(), lr=torch.tensor(0.01), eps=1e-5, fused=True)
-    for step in range(8):
-        fast.zero_grad()
-        assert all(parameter.grad is None for parameter in mine.parameters())
-        for parameter, twin in zip(mine.parameters(), theirs.parameters(), strict=True):
-            twin.grad = torch.randn_like(twin)
-            parameter.grad = twin.grad.clone()
-        if step == 3:  # as GradScaler does, and a gate that refuses a step
-            for optimizer in (fast, plain):
-                optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
-        if step == 4:
-            for optimizer in (fast, plain):
-                optimizer.found_inf = torch.tensor(1.0)
-        if step == 5:
-            for optimizer in (fast, plain):
-                del optimizer.grad_scale, optimizer.found_inf
-            fast.load_state_dict(copy.deepcopy(fast.state_dict()))
-        if step == 6:  # without one of the gradients
-            mine[0].bias.grad = theirs[0].bias.grad = None
-        fast.step()
-        plain.step()
-        for parameter, twin in zip(mine.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(parameter, twin)
-    state, expected = fast.state_dict()["state"], plain.state_dict()["state"]
-    assert [state[i]["step"].item() for i in state] == [expected[i]["step"].item() for i in expected]
-    assert state[1]["step"] == 6
-    assert state[0]["step"] == 7

@@ -1,9 +1,9 @@
-"""What a rollout records of scripted environments, in both autoreset modes: restarts, final observations, memory."""
+"""What a rollout records of scripted environments: restarts, last observations of episodes, memory."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -12,17 +12,14 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from fastsync.ppo.envs.resume import EpisodeRecorder
-from fastsync.ppo.envs.vector import RecordedEnvironments
+from fastsync.ppo.envs.interface import Episode
+from fastsync.ppo.envs.vector import EpisodeRecorder, RecordedEnvironments
 from fastsync.ppo.policies import Policy, make_policy
 from fastsync.ppo.ppo import Collector, Rollout, Settings
 from fastsync.ppo.random_streams import RandomStreams
-from fastsync.ppo.runs.metrics import Episode
 
 SETTINGS = Settings(hidden_sizes=(8, 8))
 RECURRENT = replace(SETTINGS, lstm_size=4, num_minibatches=1)
-Autoreset = Literal["next_step", "same_step"]
-MODES: list[Autoreset] = ["next_step", "same_step"]
 
 
 class Scripted(gymnasium.Env[Any, Any]):
@@ -48,13 +45,13 @@ class Scripted(gymnasium.Env[Any, Any]):
         return self._observe(), 1.0, over and not self.truncates, over and self.truncates, {}
 
 
-def environments_of(*scripts: Scripted, mode: Autoreset, first_index: int = 0) -> RecordedEnvironments:
+def environments_of(*scripts: Scripted, first_index: int = 0) -> RecordedEnvironments:
     makers = [
         lambda script=script, index=index: EpisodeRecorder(script, seed=0, index=index)
         for index, script in enumerate(scripts)
     ]
-    autoreset = AutoresetMode.SAME_STEP if mode == "same_step" else AutoresetMode.NEXT_STEP
-    return RecordedEnvironments(SyncVectorEnv(makers, autoreset_mode=autoreset), first_index=first_index)
+    vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+    return RecordedEnvironments(vector, first_index=first_index)
 
 
 def streams_for(environments: RecordedEnvironments) -> RandomStreams:
@@ -77,9 +74,9 @@ def collector_for(environments: RecordedEnvironments, policy: Policy, num_steps:
     return Collector(settings, environments, policy, streams_for(environments))
 
 
-def collect_twice(mode: Autoreset, settings: Settings = SETTINGS) -> tuple[Collector, list[Rollout]]:
+def collect_twice(settings: Settings = SETTINGS) -> tuple[Collector, list[Rollout]]:
     """Two rollouts of four rows, from an environment that terminates after 3 steps and one truncated after 5."""
-    environments = environments_of(Scripted(3, truncates=False), Scripted(5, truncates=True), mode=mode)
+    environments = environments_of(Scripted(3, truncates=False), Scripted(5, truncates=True))
     collector = collector_for(environments, policy_for(environments, settings), 4)
     rollouts = []
     for _ in range(2):
@@ -96,52 +93,37 @@ def joined(rollouts: list[Rollout], name: str) -> list[list[int]]:
     return torch.cat([getattr(rollout, name) for rollout in rollouts]).int().T.tolist()
 
 
-# Where an episode restarts in a step of its own, one of n steps takes n + 1 rows, the last of them its restart.
+# An episode of n steps takes n + 1 rows, the last of them its restart.
 EXPECTED = {
-    "next_step": {
-        "rewards": [[1, 1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]],
-        "valid": [[1, 1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]],
-        "terminated": [[0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0]],
-        "done": [[0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 0, 0, 0]],
-        "starts": [[1, 0, 0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 0]],
-    },
-    "same_step": {
-        "rewards": [[1] * 8, [1] * 8],
-        "valid": [[1] * 8, [1] * 8],
-        "terminated": [[0, 0, 1, 0, 0, 1, 0, 0], [0] * 8],
-        "done": [[0, 0, 1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0]],
-        "starts": [[1, 0, 0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 1, 0, 0]],
-    },
+    "rewards": [[1, 1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]],
+    "valid": [[1, 1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]],
+    "terminated": [[0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0]],
+    "done": [[0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 0, 0, 0]],
+    "starts": [[1, 0, 0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 0]],
 }
-SEEN = {
-    "next_step": ([(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)], (0, 5)),
-    "same_step": ([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)], (1, 0)),
-}
+SEEN = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_are_those_of_the_environments(mode: Autoreset):
-    _, rollouts = collect_twice(mode)
+def test_rows_are_those_of_the_environments():
+    _, rollouts = collect_twice()
     observations = torch.cat([rollout.observations for rollout in rollouts])
-    of_first, sixth_of_second = SEEN[mode]
-    assert [tuple(row) for row in observations[:, 0].tolist()] == of_first
-    assert tuple(observations[5, 1].tolist()) == sixth_of_second
-    assert {name: joined(rollouts, name) for name in EXPECTED[mode]} == EXPECTED[mode]
+    assert [tuple(row) for row in observations[:, 0].tolist()] == SEEN
+    assert tuple(observations[5, 1].tolist()) == (0, 5)
+    assert {name: joined(rollouts, name) for name in EXPECTED} == EXPECTED
 
 
 def test_episodes_are_told_with_row_return_and_length_also_across_rollouts():
-    _, (first, second) = collect_twice("next_step")
-    assert first.episodes == [Episode(row=2, episode_return=3.0, length=3)]
+    _, (first, second) = collect_twice()
+    assert first.episodes == [Episode(environment=0, episode_return=3.0, length=3, row=2)]
     assert second.episodes == [
-        Episode(row=0, episode_return=5.0, length=5, environment=1),
-        Episode(row=2, episode_return=3.0, length=3),
+        Episode(environment=1, episode_return=5.0, length=5, row=0),
+        Episode(environment=0, episode_return=3.0, length=3, row=2),
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("network", ["separate", "shared"])
-def test_values_and_log_probs_are_the_policys(mode: Autoreset, network: Any):
-    collector, rollouts = collect_twice(mode, replace(SETTINGS, network=network))
+def test_values_and_log_probs_are_the_policys(network: Any):
+    collector, rollouts = collect_twice(replace(SETTINGS, network=network))
     policy = collector.policy
     with torch.no_grad():
         for rollout in rollouts:
@@ -155,9 +137,8 @@ def test_values_and_log_probs_are_the_policys(mode: Autoreset, network: Any):
         torch.testing.assert_close(rollouts[1].next_values[0, 1], final)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_memory_spans_rollouts_and_begins_anew_with_episodes(mode: Autoreset):
-    collector, rollouts = collect_twice(mode, RECURRENT)
+def test_a_memory_spans_rollouts_and_begins_anew_with_episodes():
+    collector, rollouts = collect_twice(RECURRENT)
     policy = collector.policy
     assert policy.memory is not None
     with torch.no_grad():
@@ -184,7 +165,7 @@ def test_ranks_act_as_one_rank_with_all_environments_would():
     def collected(rank: int, world_size: int) -> Rollout:
         mine = np.array_split(np.arange(4), world_size)[rank]
         mine_scripts = [Scripted(scripts[i][0], truncates=scripts[i][1]) for i in mine]
-        environments = environments_of(*mine_scripts, mode=MODES[0], first_index=int(mine[0]))
+        environments = environments_of(*mine_scripts, first_index=int(mine[0]))
         return collector_for(environments, policy_for(environments, SETTINGS), 16).collect()
 
     alone = collected(0, 1)
@@ -194,8 +175,7 @@ def test_ranks_act_as_one_rank_with_all_environments_would():
         assert torch.equal(getattr(alone, name), torch.cat([getattr(part, name) for part in together], dim=1))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_vectors_of_bytes_are_seen_as_numbers(mode: Autoreset):
+def test_vectors_of_bytes_are_seen_as_numbers():
     class Bytes(Scripted):
         observation_space = spaces.Box(0, 255, (2,), dtype=np.uint8)
 
@@ -203,7 +183,7 @@ def test_vectors_of_bytes_are_seen_as_numbers(mode: Autoreset):
             return super()._observe().astype(np.uint8)
 
     def observations(kind: type[Scripted]) -> torch.Tensor:
-        environments = environments_of(kind(3, truncates=True), mode=mode)
+        environments = environments_of(kind(3, truncates=True))
         policy = policy_for(environments, SETTINGS)
         collector = collector_for(environments, policy, 8)
         return collector.collect().observations
@@ -213,7 +193,7 @@ def test_vectors_of_bytes_are_seen_as_numbers(mode: Autoreset):
 
 @pytest.mark.parametrize("name", ["observations", "actions", "rewards", "_flags"])
 def test_buffers_are_allocated_once(name: str):
-    collector, _ = collect_twice("next_step")
+    collector, _ = collect_twice()
     before = getattr(collector.buffers, name)
     collector.collect()
     assert getattr(collector.buffers, name) is before

@@ -11,8 +11,6 @@ import torch
 from fastsync.ppo.optimizer import LearningRate
 from fastsync.ppo.ppo import Settings
 
-CPU = torch.device("cpu")
-
 
 def optimizer() -> torch.optim.Optimizer:
     return torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5), fused=True)
@@ -20,10 +18,11 @@ def optimizer() -> torch.optim.Optimizer:
 
 def rates(settings: Settings, moments: list[tuple[int, int]], world_size: int = 1) -> list[float]:
     """The learning rate at each (step, update)."""
-    schedule, stepper = LearningRate(settings, world_size, CPU), optimizer()
+    stepper = optimizer()
+    schedule = LearningRate(settings, world_size, stepper)
     found = []
     for step, update in moments:
-        schedule.start_update(stepper, remaining=max(0.0, 1 - step / settings.total_steps), update=update)
+        schedule.start_update(remaining=max(0.0, 1 - step / settings.total_steps), update=update)
         found.append(float(stepper.param_groups[0]["lr"]))
     return found
 
@@ -44,25 +43,25 @@ def test_the_learning_rate_follows_its_schedule(changes: dict[str, Any], expecte
 
 
 def test_the_learning_rate_follows_the_kl_divergence():
-    schedule = LearningRate(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
     stepper = optimizer()
-    schedule.start_update(stepper, remaining=1.0, update=0)
+    schedule = LearningRate(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, stepper)
+    schedule.start_update(remaining=1.0, update=0)
     expected = 1e-3
     for kl, factor in ((0.021, 1 / 1.5), (0.019, 1), (0.006, 1), (0.004, 1.5), (0.0, 1), (math.nan, 1)):
-        schedule.adapt(stepper, torch.tensor(kl))
+        schedule.adapt(torch.tensor(kl))
         expected *= factor
         assert float(stepper.param_groups[0]["lr"]) == pytest.approx(expected)
     for kl, limit in ((1.0, 1e-5), (1e-4, 1e-2)):
         for _ in range(30):
-            schedule.adapt(stepper, torch.tensor(kl))
+            schedule.adapt(torch.tensor(kl))
         assert float(stepper.param_groups[0]["lr"]) == pytest.approx(limit)
     # What was decided holds for the next update, and after a resumption.
-    resumed = LearningRate(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
+    resumed = LearningRate(Settings(learning_rate=1e-3, lr_schedule="adaptive", target_kl=0.01), 1, stepper)
     resumed.load_state_dict(schedule.state_dict())
-    resumed.start_update(stepper, remaining=1.0, update=1)
+    resumed.start_update(remaining=1.0, update=1)
     assert float(stepper.param_groups[0]["lr"]) == pytest.approx(1e-2)
     # But not where another learning rate is asked for.
-    changed = LearningRate(Settings(learning_rate=2e-3, lr_schedule="adaptive", target_kl=0.01), 1, CPU)
+    changed = LearningRate(Settings(learning_rate=2e-3, lr_schedule="adaptive", target_kl=0.01), 1, stepper)
     changed.load_state_dict(schedule.state_dict())
-    changed.start_update(stepper, remaining=1.0, update=1)
+    changed.start_update(remaining=1.0, update=1)
     assert float(stepper.param_groups[0]["lr"]) == pytest.approx(2e-3)

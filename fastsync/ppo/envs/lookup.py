@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.spaces import Box
+from gymnasium.wrappers import FlattenObservation
 
-from fastsync._checks import did_you_mean
-from fastsync.doctor import install_command
-from fastsync.ppo.envs.atari import wrap_atari
-from fastsync.ppo.envs.dictionaries import pack
+from ..._checks import did_you_mean
+from ...doctor import install_command
+from .atari import wrap_atari
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
 
@@ -27,12 +28,9 @@ EXTRAS = {"ale": "atari", "atari": "atari", "box2d": "box2d", "mujoco": "mujoco"
 class EnvSource:
     """Makes single environments. It can be sent to other processes."""
 
-    name: str
-    """What the user calls the environment."""
-    maker: Callable[[], Env] | None = None
-    """The user's own function, or None."""
-    spec: EnvSpec | None = None
-    """What gymnasium has registered, or None."""
+    name: str  # What the user calls the environment.
+    maker: Callable[[], Env] | None = None  # The user's own function, or None.
+    spec: EnvSpec | None = None  # What gymnasium has registered, or None.
 
     @property
     def is_atari(self) -> bool:
@@ -43,14 +41,9 @@ class EnvSource:
             and self.spec.kwargs.get("obs_type", "rgb") != "ram"
         )
 
-    @property
-    def reward_threshold(self) -> float | None:
-        """The mean return at which the environment counts as solved, if that is defined."""
-        return self.spec.reward_threshold if self.spec else None
-
     def make(self, wrap: Callable[[Env], Env] = lambda env: env) -> Env:
-        """One environment; games in the wrappers of ``wrap_atari``, which see it as ``wrap`` makes it, and
-        dictionaries of observations as rows (``dictionaries.pack``).
+        """One environment, which ``wrap`` sees first. Games are in the wrappers of ``wrap_atari``. Observations that
+        are no Box, such as dictionaries, become vectors (``gymnasium.wrappers.FlattenObservation``).
 
         Raises:
             ValueError: it cannot be made here.
@@ -62,14 +55,18 @@ class EnvSource:
                 raise cannot_be_made(self.name, error) from error
             if not isinstance(env, gymnasium.Env):
                 raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
-            return pack(wrap(env))
+            return _flat(wrap(env))
         assert self.spec is not None
         try:
             if self.is_atari:
                 return wrap_atari(wrap(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1)))
-            return pack(wrap(gymnasium.make(self.spec, disable_env_checker=True)))
+            return _flat(wrap(gymnasium.make(self.spec, disable_env_checker=True)))
         except (gymnasium.error.Error, ImportError) as error:
             raise cannot_be_made(self.name, error, needed_for=str(self.spec.entry_point)) from error
+
+
+def _flat(env: Env) -> Env:
+    return env if isinstance(env.observation_space, Box) else FlattenObservation(env)
 
 
 def find_env(name: str) -> EnvSource:

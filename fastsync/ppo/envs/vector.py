@@ -1,149 +1,159 @@
-"""The kinds of environments that gymnasium steps: copies one by one or in processes, and vectorised by themselves."""
+"""Environments that gymnasium steps: copies, one by one or in processes, and those that are vectorised by themselves.
+
+They go on inside an episode: it begins again with its seed, and the actions since are repeated. That is exact where an
+episode is a function of its seed and its actions.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import time
-import warnings
-from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.spaces import Discrete
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
-from fastsync.ppo.envs.interface import Array, Bools, Environments, FinishedEpisode, Transition
-from fastsync.ppo.envs.resume import same_values
+from .interface import Array, Environments, Transition, seed_from
 
+MAX_ACTIONS = 100_000
+"""Of one episode that can be gone on with. An Atari game has up to 27,000."""
 MAX_BYTES = 16 << 20
 """Of the actions of environments that are vectorised by themselves: 16 million steps of CartPole."""
 
 
+class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Seeds every episode of an environment by itself and keeps its actions.
+
+    Episode k of environment ``index`` begins with ``reset(seed=seed_from(seed, index, k))``, whatever was asked for.
+    Vector environments reach the rest by name, also in other processes: ``call("snapshot")``,
+    ``set_attr("restore_from", snapshots)`` and ``call("restore")``. After it, the next ``step`` only tells again what
+    the last one told (with reward 0), so that a vector environment learns by a step of its own which episodes ended.
+
+    Args:
+        env: a single environment. Where its attribute ``resets_go_on`` is true, a reset does not begin anew (the next
+            life of a game); such resets are replayed as well.
+        seed: the run's seed.
+        index: number of the environment among those of all ranks.
+        first_episode: k of the first one.
+    """
+
+    restore_from: dict[str, Any]
+
+    def __init__(self, env: gymnasium.Env[Any, Any], *, seed: int, index: int, first_episode: int = 0) -> None:
+        super().__init__(env)
+        self._stream = (seed, index)
+        self._may_go_on = env.has_wrapper_attr("resets_go_on")
+        self._episode = first_episode - 1
+        self._actions: list[Any] = []
+        self._resets: list[int] = []
+        self._ended = (False, False)
+        self._told_again: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begins the next episode with its own seed. ``seed`` is ignored."""
+        self._ended, self._told_again = (False, False), None
+        if self._may_go_on and self.env.get_wrapper_attr("resets_go_on"):
+            self._resets.append(len(self._actions))
+            return self.env.reset(options=options)
+        return self._begin(self._episode + 1, options)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if self._told_again is not None:
+            observation, self._told_again = self._told_again, None
+            return observation, 0.0, *self._ended, {}
+        if len(self._actions) <= MAX_ACTIONS:
+            # Vector environments hand out rows of an array that the caller may write to again.
+            self._actions.append(action.copy() if isinstance(action, np.ndarray) else action)
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self._ended = (bool(terminated), bool(truncated))
+        return observation, reward, terminated, truncated, info
+
+    @property
+    def snapshot(self) -> dict[str, Any] | None:
+        """What it takes to come back here; None where the episode is too long."""
+        if len(self._actions) > MAX_ACTIONS:
+            return None
+        return {"episode": self._episode, "actions": np.array(self._actions), "resets": list(self._resets)}
+
+    def restore(self) -> bool:
+        """Goes back to ``restore_from``. False where repeating the actions does not lead there."""
+        actions, resets = list(self.restore_from["actions"]), self.restore_from["resets"]
+        observation, _ = self._begin(self.restore_from["episode"])
+        ended = [False, False]
+        for number in range(len(actions) + 1):
+            if number in resets:
+                observation, _ = self.env.reset()
+                ended = [False, False]
+            if any(ended) and number < len(actions):
+                return False
+            if number < len(actions):
+                observation, _, *ended, _ = self.env.step(actions[number])
+        self._actions, self._resets = actions, resets
+        self._ended = (bool(ended[0]), bool(ended[1]))
+        self._told_again = observation
+        return True
+
+    def _begin(self, episode: int, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._episode, self._actions, self._resets = episode, [], []
+        return self.env.reset(seed=seed_from(*self._stream, episode), options=options)
+
+
 class RecordedEnvironments(Environments):
-    """Copies of an environment, each in an ``EpisodeRecorder``. Their state is replayed.
+    """Copies of an environment, each in an ``EpisodeRecorder``.
 
     Args:
         vector: holds them.
         counts_games: episodes are what the environment calls a finished game, not what ends for the policy.
-        timeout: seconds to wait for those in processes.
         others: see ``Environments``.
     """
 
-    def __init__(
-        self,
-        vector: SyncVectorEnv | AsyncVectorEnv,
-        *,
-        counts_games: bool = False,
-        timeout: float = 120.0,
-        **others: Any,
-    ) -> None:
-        same_step = vector.autoreset_mode == AutoresetMode.SAME_STEP
-        spaces = vector.single_observation_space, vector.single_action_space
-        super().__init__(vector.num_envs, *spaces, same_step=same_step, **others)
+    def __init__(self, vector: SyncVectorEnv | AsyncVectorEnv, *, counts_games: bool = False, **others: Any) -> None:
+        super().__init__(vector.num_envs, vector.single_observation_space, vector.single_action_space, **others)
         self._vector = vector
         self._counts_games = counts_games
-        self._timeout = timeout
-        self._at_exit: Finalize | None = None
         if isinstance(vector, AsyncVectorEnv):
             # At exit multiprocessing ends processes by a signal that these are deaf to, and waits for them.
             self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def _reset(self) -> Array:
-        observations: Array = self._ask("a reset", "reset")[0]
+        observations: Array = self._vector.reset()[0]
         return observations
 
     def _step(self, actions: Array) -> Transition:
-        return self._ask("a step", "step", actions)  # type: ignore[no-any-return]
+        return self._vector.step(actions)
 
-    def _ask(self, request: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the vector environment that answers."""
-        vector = self._vector
-        if isinstance(vector, SyncVectorEnv):
-            return getattr(vector, method)(*arguments)
-        with self._answers_expected(request):
-            getattr(vector, f"{method}_async")(*arguments)
-            return getattr(vector, f"{method}_wait")(self._timeout)
-
-    @contextlib.contextmanager
-    def _answers_expected(self, request: str) -> Iterator[None]:
-        """Ends the processes where they do not answer, for a later answer would be taken for another request's."""
-        try:
-            yield
-        except multiprocessing.TimeoutError:
-            self._kill_processes()
-            raise RuntimeError(
-                f"the environments' processes did not answer to {request} within timeout={self._timeout:g} seconds"
-            ) from None
-        except (EOFError, ConnectionError) as error:
-            self._kill_processes()
-            raise RuntimeError(
-                f"a process with an environment has ended instead of answering to {request}: {error!r}"
-            ) from error
-        except BaseException:  # of an environment, or Ctrl-C
-            self._kill_processes()
-            raise
-
-    def _kill_processes(self) -> None:
-        """In place of the vector environment's own way, which waits for answers without a limit."""
-        if isinstance(self._vector, SyncVectorEnv):
-            return
-        for process in self._vector.processes:
-            process.kill()
-        for process in self._vector.processes:
-            process.join()
-        for pipe in self._vector.parent_pipes:
-            if pipe is not None:  # so it is where an environment has raised
-                pipe.close()
-        self._vector.closed = True
-
-    def _finished_episodes(self, indices: list[int], infos: dict[str, Any]) -> list[FinishedEpisode]:
+    def _finished_episodes(self, indices: list[int], infos: dict[str, Any]) -> list[tuple[int, float, int]]:
         if not self._counts_games:
             return super()._finished_episodes(indices, infos)
-        infos = infos.get("final_info", {}) if self.same_step else infos
         if "game" not in infos:
             return []
         games, ended = infos["game"], infos["_game"]
-        return [FinishedEpisode(i, float(games["score"][i]), int(games["length"][i])) for i in indices if ended[i]]
+        return [(i, float(games["score"][i]), int(games["length"][i])) for i in indices if ended[i]]
 
     def _state(self) -> dict[str, Any]:
-        return {"episodes": list(self._ask("a snapshot", "call", "snapshot"))}
+        return {"episodes": list(self._vector.call("snapshot"))}
 
-    def _restore(self, state: dict[str, Any]) -> tuple[Array, Bools]:
+    def _restore(self, state: dict[str, Any]) -> Array | None:
+        if None in state["episodes"]:
+            return None
         self._reset()  # else it would restart environments that ended in its last step
-        episodes = state["episodes"][: self.num_envs]
-        # There is no waiting for this with a time limit, so it must do nothing yet.
-        with self._answers_expected("an attribute"):
-            self._vector.set_attr("restore_from", episodes + [None] * (self.num_envs - len(episodes)))
-        restored = np.array(self._ask("the replay of saved episodes", "call", "restore"), dtype=np.bool_)
-        # The recorders only tell again where they stand: this is how the vector environment learns which of them
-        # ended in the step before.
-        anything = np.zeros_like(self._vector.action_space.sample())
-        observations, _, terminated, truncated, _ = self._step(anything)
-        if self.same_step:  # saved between an episode and the next, which began just now
-            restored &= ~(terminated | truncated)
-        return observations, restored
+        self._vector.set_attr("restore_from", state["episodes"])
+        if not all(self._vector.call("restore")):
+            return None
+        observations, _, terminated, truncated, _ = self._step(np.zeros_like(self._vector.action_space.sample()))
+        return observations if np.array_equal(terminated | truncated, state["restarting"]) else None
 
     def close(self) -> None:
-        if self._at_exit is not None:
-            self._at_exit.cancel()
         if isinstance(self._vector, SyncVectorEnv):
             self._vector.close()
-        elif not self._vector.closed:
-            self._close_processes()
-
-    def _close_processes(self) -> None:
-        assert isinstance(self._vector, AsyncVectorEnv)
-        deadline = time.monotonic() + self._timeout
-        for pipe in self._vector.parent_pipes:
-            with contextlib.suppress(ConnectionError):  # its process has ended
-                pipe.send(("close", None))
-        for pipe in self._vector.parent_pipes:
-            pipe.poll(max(0.0, deadline - time.monotonic()))
+            return
+        # Not the vector environment's own way, which waits without a limit for processes that may be dead or hang.
+        self._at_exit.cancel()
         for process in self._vector.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        self._kill_processes()
+            process.kill()
+            process.join()
+        self._vector.closed = True
 
 
 class VectorizedEnvironments(Environments):
@@ -156,9 +166,7 @@ class VectorizedEnvironments(Environments):
     """
 
     def __init__(self, vector: VectorEnv[Any, Any, Any], *, seed: int, **others: Any) -> None:
-        same_step = vector.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-        spaces = vector.single_observation_space, vector.single_action_space
-        super().__init__(vector.num_envs, *spaces, same_step=same_step, **others)
+        super().__init__(vector.num_envs, vector.single_observation_space, vector.single_action_space, **others)
         self._vector = vector
         self._next_seed = self._seed = seed
         space = self.single_action_space
@@ -175,32 +183,22 @@ class VectorizedEnvironments(Environments):
         return observations
 
     def _step(self, actions: Array) -> Transition:
-        if self.is_restorable and len(self._actions) <= MAX_BYTES:
+        if len(self._actions) <= MAX_BYTES:
             self._actions += actions.astype(self._kept_dtype).tobytes()
-            if len(self._actions) > MAX_BYTES:
-                warnings.warn(
-                    f"the environments have taken so many steps that their actions, more than {MAX_BYTES:,} bytes, are "
-                    f"no longer kept: if the run is resumed, they begin new episodes; those of vectorization='sync' "
-                    f"can go on in runs of any length",
-                    stacklevel=2,
-                )
         return self._vector.step(actions)
 
     def _state(self) -> dict[str, Any]:
-        if not self.is_restorable or len(self._actions) > MAX_BYTES:
-            return {}
-        return {"seed": self._seed, "actions": np.frombuffer(bytes(self._actions), np.uint8)}
+        is_kept = len(self._actions) <= MAX_BYTES
+        return {"seed": self._seed, "actions": np.frombuffer(bytes(self._actions), np.uint8) if is_kept else None}
 
-    def _restore(self, state: dict[str, Any]) -> tuple[Array, Bools]:
-        if self.is_restorable and "actions" in state and len(state["returns"]) == self.num_envs:
-            observations = self._begin(state["seed"])
-            shape = (-1, self.num_envs, *self.single_action_space.shape)  # type: ignore[misc]
-            actions = np.frombuffer(state["actions"].tobytes(), self._kept_dtype).reshape(shape)
-            for row in actions.astype(self.single_action_space.dtype):
-                observations = self._step(row)[0]
-            if same_values(observations, state["observations"]):
-                return observations, np.ones(self.num_envs, dtype=np.bool_)
-        return self._reset(), np.zeros(self.num_envs, dtype=np.bool_)
+    def _restore(self, state: dict[str, Any]) -> Array | None:
+        if state["actions"] is None:
+            return None
+        observations = self._begin(state["seed"])
+        shape = (-1, self.num_envs, *self.single_action_space.shape)  # type: ignore[misc]
+        for row in np.frombuffer(state["actions"].tobytes(), self._kept_dtype).reshape(shape):
+            observations = self._step(row.astype(self.single_action_space.dtype))[0]
+        return observations
 
     def close(self) -> None:
         self._vector.close()

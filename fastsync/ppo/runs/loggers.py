@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastsync.doctor import install_command
-from fastsync.files import replacing
+from ...doctor import install_command
+from ...files import replacing
+from ..settings import RunSettings
 
 
 class Logger(Protocol):
@@ -24,6 +25,17 @@ class Logger(Protocol):
         """Writes what is still kept back."""
 
 
+def open_loggers(folder: Path, settings: RunSettings, resumed_step: int) -> list[Logger]:
+    """Those of a run. What they hold about steps after ``resumed_step`` is dropped."""
+    loggers: list[Logger] = [
+        CsvLog(folder / "progress.csv", resumed_step),
+        TensorBoardLog(folder, settings.as_dict(), resumed_step),
+    ]
+    if settings.wandb_project is not None:
+        loggers.append(WandbLog(folder, settings.wandb_project, settings.as_dict()))
+    return loggers
+
+
 class CsvLog:
     """A row for each update. The first one decides the columns; a field is empty where a figure is not known.
 
@@ -34,8 +46,7 @@ class CsvLog:
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self._path = path
-        self.rows = _rows_until(path, resumed_step) if resumed_step else []
-        """What was there before."""
+        self._rows = _rows_until(path, resumed_step) if resumed_step else []
         self._writer: csv.DictWriter[str] | None = None
         self._file: Any = None
 
@@ -45,7 +56,7 @@ class CsvLog:
         }
         if self._writer is None:
             # Columns of the rows before stay, though another number of ranks may no longer fill them.
-            self._start(list(dict.fromkeys([*row, *(name for old in self.rows for name in old)])))
+            self._start(list(dict.fromkeys([*row, *(name for old in self._rows for name in old)])))
         assert self._writer is not None
         self._writer.writerow(row)
         self._file.flush()
@@ -55,7 +66,7 @@ class CsvLog:
             self._file = unfinished.open("w", newline="")
             self._writer = csv.DictWriter(self._file, columns, restval="", extrasaction="raise")
             self._writer.writeheader()
-            self._writer.writerows(self.rows)
+            self._writer.writerows(self._rows)
             self._file.flush()
 
     def close(self) -> None:
@@ -97,24 +108,15 @@ class WandbLog:
     """A run of Weights & Biases. Its id is kept in the folder, so that a resumed run goes on in the same one.
 
     The environment variables of wandb count: WANDB_MODE=offline keeps everything in the folder.
-
-    Raises:
-        ValueError: wandb is not installed.
     """
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, object]) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError:
-            raise not_installed(project) from None
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            id=_kept_id(folder / "wandb_id"),
-            resume="allow",
-            dir=str(folder),
-            config=dict(settings),
-        )
+        check_wandb(project)
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8])
+        where: dict[str, Any] = {"name": folder.name, "dir": str(folder), "id": id_file.read_text(), "resume": "allow"}
+        self._run = importlib.import_module("wandb").init(project=project, config=dict(settings), **where)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(_known(scalars), step=step)
@@ -123,17 +125,14 @@ class WandbLog:
         self._run.finish()
 
 
-def not_installed(project: str) -> ValueError:
-    """The error for a run that is to be logged to a project of W&B where that is missing."""
-    return ValueError(f"wandb_project={project!r} needs wandb: {install_command('wandb')}")
+def check_wandb(project: str | None) -> None:
+    """Raises ValueError for a run that is to be logged to a project of W&B where that is not installed."""
+    try:
+        if project is not None:
+            importlib.import_module("wandb")
+    except ImportError:
+        raise ValueError(f"wandb_project={project!r} needs wandb: {install_command('wandb')}") from None
 
 
 def _known(scalars: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in scalars.items() if not math.isnan(value)}
-
-
-def _kept_id(file: Path) -> str:
-    """What the file holds; at first a new id."""
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex[:8])
-    return file.read_text()
