@@ -21,7 +21,7 @@ def test_every_file_has_tests_that_exist():
 
 
 def test_what_has_no_place_in_its_file_or_more_than_one_is_named():
-    with pytest.raises(ValueError, match=r"bucket_layout.cpp: no such text .* 0 times"):
-        Mutation("bucket_layout.cpp", "no such text", "", "an example").apply()
+    with pytest.raises(ValueError, match=r"bucket.cpp: no such text .* 0 times"):
+        Mutation("bucket.cpp", "no such text", "", "an example").apply()
     with pytest.raises(ValueError, match=r"csrc has 0 files of that name"):
         Mutation("no_such_file.cpp", "", "", "an example").apply()
