@@ -358,6 +358,10 @@ class _Convolutions(nn.Module):
         channels, height, width = shape
         for kernel, stride in ((8, 4), (4, 2), (3, 1)):
             height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        if min(height, width) < 1:
+            raise ValueError(
+                f"observations of shape {tuple(shape)} are too small for the convolutions; 36 x 36 is the least"
+            )
         self.layers = nn.Sequential(
             initialized(nn.Conv2d(channels, 32, 8, stride=4)),
             nn.ReLU(),

@@ -73,7 +73,9 @@ def _takes_less_of_the_wire_from_its_step_on(door: Door, rank: int) -> None:
         step(model, rank, number)
         sent.append(sync.stats().wire_bytes)
     per_step = [after - before for before, after in pairwise(sent)]
-    assert per_step[1] == per_step[2] == 2 * per_step[3] == 2 * per_step[5]
+    # What travels beside the gradients is float32 in any case.
+    assert per_step[1] == per_step[2]
+    assert per_step[4] == per_step[5] < 0.6 * per_step[2]
 
 
 @pytest.mark.parametrize("name", DOORS)
