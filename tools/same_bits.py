@@ -3,8 +3,8 @@
     python -m tools.same_bits OLD NEW --cases 500 --seed 0
     python -m tools.same_bits OLD NEW --seed 0 --case 17
 
-OLD and NEW are checkouts with a built ``.venv`` each. A case is one model on 1 to 4 Gloo ranks: a door, a compression,
-shapes, dtypes, values, and some steps. Compared are, on every rank and after every step, each gradient, rider and
+OLD and NEW are checkouts with a built ``.venv`` each. A case is one model on 1 to 4 Gloo ranks: an entry point, a
+compression, shapes, dtypes, values, and some steps. Compared are, on every rank and after every step, each gradient, rider and
 statistic, and at the end the state for checkpoints, bit for bit. Every nan counts as the same one, for whose payload a
 sum keeps depends on the order of its operands. Errors have to be the same too. The exit status is 0 if all is equal.
 
@@ -61,7 +61,7 @@ class Case:
     number: int
     seed: int
     world_size: int
-    door: str
+    entry_point: str
     compression: dict[str, Any]
     then: dict[str, Any] | None
     """The compression of the second half of the steps, where it is another."""
@@ -84,9 +84,15 @@ class Case:
     def draw(cls, seed: int, number: int) -> Case:
         rng = random.Random(f"{seed}/{number}")
         world_size = rng.choice([1, 2, 2, 2, 3, 3, 4, 4])
-        door = rng.choice(["hook", "hook", "torch hook", "attach", "attach", "attach without overlap", "one call"])
-        compression = _draw_compression(rng, door, world_size)
-        then = _draw_compression(rng, door, world_size) if door != "torch hook" and rng.random() < 0.2 else None
+        entry_point = rng.choice(
+            ["hook", "hook", "torch hook", "attach", "attach", "attach without overlap", "one call"]
+        )
+        compression = _draw_compression(rng, entry_point, world_size)
+        then = (
+            _draw_compression(rng, entry_point, world_size)
+            if entry_point != "torch hook" and rng.random() < 0.2
+            else None
+        )
         shapes = rng.choices(SHAPES, k=rng.randint(1, 9))
         if rng.random() < 0.15:
             shapes.insert(rng.randrange(len(shapes) + 1), rng.choice(LARGE_SHAPES))
@@ -99,7 +105,7 @@ class Case:
             number=number,
             seed=rng.randrange(2**31),
             world_size=world_size,
-            door=door,
+            entry_point=entry_point,
             compression=compression,
             then=then,
             shapes=shapes,
@@ -111,15 +117,15 @@ class Case:
             num_special=rng.choice([0, 0, 0, 3]),
             skips_parameters=rng.random() < 0.3,
             accumulates=rng.random() < 0.3,
-            rides=door.startswith("attach") and rng.random() < 0.3,
-            freezes=door.startswith("attach") and rng.random() < 0.15,
-            reloads=door in ("hook", "attach") and rng.random() < 0.2,
+            rides=entry_point.startswith("attach") and rng.random() < 0.3,
+            freezes=entry_point.startswith("attach") and rng.random() < 0.15,
+            reloads=entry_point in ("hook", "attach") and rng.random() < 0.2,
         )
 
 
-def _draw_compression(rng: random.Random, door: str, world_size: int) -> dict[str, Any]:
+def _draw_compression(rng: random.Random, entry_point: str, world_size: int) -> dict[str, Any]:
     """Arguments of a ``fastsync.Compression``."""
-    if door == "torch hook":
+    if entry_point == "torch hook":
         return {"wire": rng.choice(["none", "bf16", "fp16"])}
     wire = rng.choice(["none", "bf16", "fp16", "int8", "int8"])
     if wire != "int8" and rng.random() < 0.4:
@@ -183,7 +189,7 @@ def _values(case: Case, like: Tensor, generator: torch.Generator) -> Tensor:
     return (torch.view_as_complex(drawn) if like.is_complex() else drawn).to(like.dtype)
 
 
-class Door:
+class EntryPoint:
     """One of the ways into the engine, with what a step has to call."""
 
     def __init__(self, case: Case) -> None:
@@ -191,40 +197,42 @@ class Door:
         self.model = Given(case)
         self.handle: Any = None
         self.called: Any = self.model
-        if case.door in ("hook", "torch hook"):
+        if case.entry_point in ("hook", "torch hook"):
             self.called = DistributedDataParallel(
                 self.model, bucket_cap_mb=case.bucket_cap_mb, find_unused_parameters=case.skips_parameters
             )
-            if case.door == "hook":
+            if case.entry_point == "hook":
                 self.handle = fastsync.register_comm_hook(self.called, fastsync.Compression(**case.compression))
             else:
                 hooks = {"none": "allreduce_hook", "bf16": "bf16_compress_hook", "fp16": "fp16_compress_hook"}
                 self.handle = fastsync.HookState(module=self.model)
                 self.called.register_comm_hook(self.handle, getattr(fastsync, hooks[case.compression["wire"]]))
-        elif case.door != "one call":
+        elif case.entry_point != "one call":
             self.handle = fastsync.attach(
                 self.model,
                 fastsync.Compression(**case.compression),
                 bucket_cap_mb=case.bucket_cap_mb,
-                overlap=case.door == "attach",
+                overlap=case.entry_point == "attach",
             )
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        if self.case.door in ("one call", "attach without overlap"):
+        if self.case.entry_point in ("one call", "attach without overlap"):
             return nullcontext()
-        context: AbstractContextManager[Any] = (self.handle if self.case.door == "attach" else self.called).no_sync()
+        context: AbstractContextManager[Any] = (
+            self.handle if self.case.entry_point == "attach" else self.called
+        ).no_sync()
         return context
 
     def sync(self, compression: dict[str, Any]) -> Any:
         """What is left to do once backward is over."""
-        if self.case.door == "one call":
+        if self.case.entry_point == "one call":
             return fastsync.all_reduce_gradients(self.model, fastsync.Compression(**compression))
-        if self.case.door == "attach without overlap":
+        if self.case.entry_point == "attach without overlap":
             self.handle.synchronize()
         return _value(self.handle, "grad_stats")
 
     def close(self) -> None:
-        if self.case.door.startswith("attach"):
+        if self.case.entry_point.startswith("attach"):
             self.handle.detach()
 
 
@@ -232,38 +240,38 @@ def run_case(case: Case, rank: int) -> Iterator[tuple[str, Tensor | None]]:
     """Everything that has to be the same, by name."""
     rng = random.Random(f"{case.seed}/{rank}")
     shared = random.Random(case.seed)  # what all ranks have to do alike
-    door = Door(case)
+    entry_point = EntryPoint(case)
     compression = case.compression
     for step in range(case.num_steps):
         if step == case.num_steps // 2:
             if case.then is not None:
                 compression = case.then
-                if door.handle is not None:
-                    door.handle.compression = fastsync.Compression(**compression)
+                if entry_point.handle is not None:
+                    entry_point.handle.compression = fastsync.Compression(**compression)
             if case.reloads:
-                door.handle.load_state_dict(door.handle.state_dict())
+                entry_point.handle.load_state_dict(entry_point.handle.state_dict())
             if case.freezes and len(case.shapes) > 1:
-                frozen = door.model.weights[shared.randrange(len(case.shapes))].requires_grad_(False)
+                frozen = entry_point.model.weights[shared.randrange(len(case.shapes))].requires_grad_(False)
                 frozen.grad = None
-        door.model.zero_grad(set_to_none=shared.random() < 0.5)
+        entry_point.model.zero_grad(set_to_none=shared.random() < 0.5)
         if case.rides:
-            send = door.handle.piggyback if hasattr(door.handle, "piggyback") else door.handle.ride
+            send = entry_point.handle.piggyback if hasattr(entry_point.handle, "piggyback") else entry_point.handle.ride
             send("rider", 12.0 * torch.arange(rank, rank + 5.0))
         for _ in range(shared.randint(0, 2) if case.accumulates else 0):
-            with door.no_sync():
-                door.called(random_grads(case, door.model, rng)).backward()
-        door.called(random_grads(case, door.model, rng)).backward()
-        stats = door.sync(compression)
-        for name, parameter in door.model.named_parameters():
+            with entry_point.no_sync():
+                entry_point.called(random_grads(case, entry_point.model, rng)).backward()
+        entry_point.called(random_grads(case, entry_point.model, rng)).backward()
+        stats = entry_point.sync(compression)
+        for name, parameter in entry_point.model.named_parameters():
             yield f"step {step}, gradient of {name}", parameter.grad
         yield f"step {step}, grad_norm", stats.grad_norm
         yield f"step {step}, num_nonfinite", stats.num_nonfinite
         yield f"step {step}, num_saturated", stats.num_saturated
         if case.rides:
-            yield f"step {step}, rider", _value(door.handle, "piggybacked", "riders")["rider"]
-    if door.handle is not None:
-        yield from _leaves("state_dict", door.handle.state_dict())
-    door.close()
+            yield f"step {step}, rider", _value(entry_point.handle, "piggybacked", "riders")["rider"]
+    if entry_point.handle is not None:
+        yield from _leaves("state_dict", entry_point.handle.state_dict())
+    entry_point.close()
 
 
 def _value(handle: Any, *names: str) -> Any:

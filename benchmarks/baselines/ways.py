@@ -263,7 +263,7 @@ class Way:
 fp16, bf16 = torch.float16, torch.bfloat16
 
 DTYPES = {"none": torch.float32, "fp16": fp16, "bf16": bf16, "int8": torch.int8}
-DOORS = {"fastsync.register_comm_hook": _register_comm_hook, "fastsync.attach": _attach}
+ENTRY_POINTS = {"fastsync.register_comm_hook": _register_comm_hook, "fastsync.attach": _attach}
 
 SHARED_SUM = "shared_memory_sum"
 """The limit of CPU ranks that share a host."""
@@ -276,9 +276,9 @@ def _rounding(compression: str) -> Rounding:
     return Rounding(DTYPES[compressions.split(compression)[0]], compressions.half_steps(compression))
 
 
-def _through(door: str, compression: str) -> Way:
+def _through(entry_point: str, compression: str) -> Way:
     """A compression of the engine. What is chosen by measurement may lose as much as the coarsest choice."""
-    build, in_ddp = DOORS[door](compression), door == "fastsync.register_comm_hook"
+    build, in_ddp = ENTRY_POINTS[entry_point](compression), entry_point == "fastsync.register_comm_hook"
     if (coarsest := compressions.CHOSEN.get(compression)) is not None:
         return Way(build, None, (_rounding("bf16"), _rounding(coarsest)), compression, in_ddp=in_ddp)
     rounding = _rounding(compression)
@@ -319,11 +319,19 @@ WAYS = {
     "cat": Way(_after_backward(all_reduce_concatenated)),
     "per_parameter": Way(_after_backward(_all_reduce_each)),
     "fastsync.fp16_compress_hook": Way(_ddp(fastsync.fp16_compress_hook), fp16, in_ddp=True),
-    **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.DEFAULT},
+    **{
+        f"{entry_point}/{name}": _through(entry_point, name)
+        for entry_point in ENTRY_POINTS
+        for name in compressions.DEFAULT
+    },
     "fastsync.attach/none/kept": Way(_kept(_attach("none"))),
     "fastsync.synchronize/none": Way(_synchronize),
     "fastsync.all_reduce_gradients/none": Way(_after_backward(_all_reduce_gradients)),
-    **{f"{door}/{name}": _through(door, name) for door in DOORS for name in compressions.ON_REQUEST},
+    **{
+        f"{entry_point}/{name}": _through(entry_point, name)
+        for entry_point in ENTRY_POINTS
+        for name in compressions.ON_REQUEST
+    },
     **SHARDED,
 }
 

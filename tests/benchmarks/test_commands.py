@@ -85,13 +85,13 @@ def test_sync_from_the_command_line(tmp_path: Path):
     assert "× the best of" in process.stdout
     assert rows["ddp/powerSGD_hook"]["settings"]["wire"] is None
     assert rows["ddp/powerSGD_hook"]["figures"]["error"] > 0
-    for door in ("register_comm_hook", "attach"):
+    for entry_point in ("register_comm_hook", "attach"):
         for compression, width in {"none": 4, "fp16": 2, "bf16": 2}.items():
-            figures = rows[f"fastsync.{door}/{compression}"]["figures"]
+            figures = rows[f"fastsync.{entry_point}/{compression}"]["figures"]
             # attach sends a little of its own along, and what ranks send each other is whole blocks.
             assert 1 <= figures["wire_bytes"] / (width * values) < 1.05
             assert all(figures[cost] > 0 for cost in COSTS)
-        assert 1 <= rows[f"fastsync.{door}/int8"]["figures"]["wire_bytes"] / (132 * blocks) < 1.05
+        assert 1 <= rows[f"fastsync.{entry_point}/int8"]["figures"]["wire_bytes"] / (132 * blocks) < 1.05
     assert rows["ddp"]["figures"]["wire_bytes"] is None
 
 

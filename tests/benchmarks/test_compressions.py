@@ -20,12 +20,12 @@ def test_compressions_by_name():
 
 
 def test_every_compression_is_a_way_through_both_doors():
-    for door in ("fastsync.attach", "fastsync.register_comm_hook"):
+    for entry_point in ("fastsync.attach", "fastsync.register_comm_hook"):
         for name in (*DEFAULT, *ON_REQUEST):
-            way = WAYS[f"{door}/{name}"]
+            way = WAYS[f"{entry_point}/{name}"]
             assert way.averages
             assert (way.wire is None) == name.startswith("auto")
-            assert (f"{door}/{name}" in BY_DEFAULT) == (name in DEFAULT)
+            assert (f"{entry_point}/{name}" in BY_DEFAULT) == (name in DEFAULT)
 
 
 def test_a_choice_is_held_against_what_it_could_have_chosen():
@@ -33,7 +33,7 @@ def test_a_choice_is_held_against_what_it_could_have_chosen():
         return Record("sync", f"fastsync.{way}", {}, {}, True, [seconds, seconds, seconds], {})
 
     rows = [made("attach/none", 4.0), made("attach/fp16+one_shot", 2.0), made("attach/auto", 2.0625)]
-    # None of these may be chosen: another door, and wires that lose more.
+    # None of these may be chosen: another entry point, and wires that lose more.
     rows += [made("register_comm_hook/fp16", 1.0), made("attach/int8+ef", 1.0), made("attach/int8+stochastic", 0.5)]
     (line,) = against_the_best(rows)
     assert line == (

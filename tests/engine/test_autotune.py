@@ -234,7 +234,7 @@ def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: i
     model = torch.nn.Sequential(torch.nn.Linear(10, 100, bias=False), torch.nn.Linear(100, 300, bias=False))
     for name in ("hook", "attach"):
         chosen = fastsync.Auto(("int8",), profile)
-        sync, forward = _door(name, copy.deepcopy(model), chosen)
+        sync, forward = _entry_point(name, copy.deepcopy(model), chosen)
         with pytest.raises(RuntimeError, match="buckets are made when the first backward is synchronised"):
             sync.explain()
         for _ in range(3):  # DDP makes other buckets after the first
@@ -254,7 +254,7 @@ def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: i
         assert_same_on_all_ranks([parameter.grad for parameter in forward.parameters()])
 
 
-def _door(name: str, model: torch.nn.Module, compression: fastsync.Auto) -> tuple[Any, torch.nn.Module]:
+def _entry_point(name: str, model: torch.nn.Module, compression: fastsync.Auto) -> tuple[Any, torch.nn.Module]:
     if name == "attach":
         return fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS), model
     ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)

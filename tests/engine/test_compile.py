@@ -62,10 +62,10 @@ def _overlaps(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
 
 def _overlap(rank: int, how: str) -> tuple[int, int]:
     torch._dynamo.reset()
-    door, _, what = how.partition(", ")
+    entry_point, _, what = how.partition(", ")
     net, reference = Net(), DistributedDataParallel(Net())
     model: Callable[[Tensor], Tensor]
-    if door == "attach":
+    if entry_point == "attach":
         if what == "blocks":
             for block in net.blocks:
                 block.compile(backend="aot_eager", fullgraph=True)

@@ -109,17 +109,17 @@ def _given() -> Given:
     return Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
 
 
-def _warns_once(rank: int, world_size: int, door: str) -> None:
+def _warns_once(rank: int, world_size: int, entry_point: str) -> None:
     group = standin.new_group(with_passes=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             model = _given()
-            if door == "attach":
+            if entry_point == "attach":
                 handle = fastsync.attach(model, process_group=group)
             else:
                 ddp = DistributedDataParallel(model, process_group=group)
-                if door == "hook":
+                if entry_point == "hook":
                     handle = fastsync.register_comm_hook(ddp)
                 else:
                     handle = fastsync.HookState(group)
@@ -135,10 +135,10 @@ def _warns_once(rank: int, world_size: int, door: str) -> None:
     assert said[0].endswith("none were built for it (fastsync has some for CPUs and for NVIDIA GPUs)")
 
 
-@pytest.mark.parametrize("door", ["attach", "hook", "hook of torch's signature"])
-def test_a_device_without_kernels_trains_with_one_warning(door: str) -> None:
+@pytest.mark.parametrize("entry_point", ["attach", "hook", "hook of torch's signature"])
+def test_a_device_without_kernels_trains_with_one_warning(entry_point: str) -> None:
     """Also the second backward, which used to die in DDP after the first had failed."""
-    standin.run_ranks(_warns_once, 2, door)
+    standin.run_ranks(_warns_once, 2, entry_point)
 
 
 class _OfCuda:

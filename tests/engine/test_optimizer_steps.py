@@ -38,7 +38,7 @@ def _pytorchs_own(model: nn.Module) -> None:
 WAYS: dict[str, Callable[[nn.Module], None]] = {"hook": _steps_in_a_hook, "_apply_optimizer": _pytorchs_own}
 
 
-def _doors() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
+def _entry_points() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
     def attached(**options: Any) -> tuple[nn.Module, Any]:
         model = Mlp()
         return model, fastsync.attach(model, **options)
@@ -51,15 +51,15 @@ def _doors() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("door", _doors())
+@pytest.mark.parametrize("entry_point", _entry_points())
 @on_ranks(2)
-def test_a_step_inside_backward_is_refused(rank: int, world_size: int, door: str, way: str) -> None:
+def test_a_step_inside_backward_is_refused(rank: int, world_size: int, entry_point: str, way: str) -> None:
     torch.manual_seed(0)
-    model, _ = _doors()[door]()
+    model, _ = _entry_points()[entry_point]()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     WAYS[way](model)
     # DDP knows PyTorch's own and wants a hook of its own for it, which it cannot have any more.
-    message = "can only be called once" if (door, way) == ("hook", "_apply_optimizer") else MESSAGE
+    message = "can only be called once" if (entry_point, way) == ("hook", "_apply_optimizer") else MESSAGE
     with pytest.raises(RuntimeError, match=message):
         model(batch(rank, 0)).square().mean().backward()
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))

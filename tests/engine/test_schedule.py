@@ -38,8 +38,8 @@ def attached(model: nn.Module, compression: AnyCompression) -> tuple[nn.Module, 
     return model, fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
 
 
-Door = Callable[[nn.Module, AnyCompression], tuple[nn.Module, Any]]
-DOORS = {"hook": hooked, "attach": attached}
+EntryPoint = Callable[[nn.Module, AnyCompression], tuple[nn.Module, Any]]
+ENTRY_POINTS = {"hook": hooked, "attach": attached}
 
 
 def new_model() -> Mlp:
@@ -53,9 +53,9 @@ def step(model: nn.Module, rank: int, number: int) -> list[Tensor]:
     return [grad.clone() for grad in grads_of(model)]
 
 
-def _changes_by_itself_as_by_hand(door: Door, rank: int) -> None:
-    scheduled, by_itself = door(new_model(), fastsync.Schedule(PHASES))
-    other, by_hand = door(new_model(), PHASES[0])
+def _changes_by_itself_as_by_hand(entry_point: EntryPoint, rank: int) -> None:
+    scheduled, by_itself = entry_point(new_model(), fastsync.Schedule(PHASES))
+    other, by_hand = entry_point(new_model(), PHASES[0])
     assert by_itself.compression == fastsync.Schedule(PHASES)
     for number in range(NUM_STEPS):
         if number in PHASES:
@@ -66,8 +66,8 @@ def _changes_by_itself_as_by_hand(door: Door, rank: int) -> None:
         assert by_itself.stats().wire_bytes == by_hand.stats().wire_bytes, f"step {number}"
 
 
-def _takes_less_of_the_wire_from_its_step_on(door: Door, rank: int) -> None:
-    model, sync = door(new_model(), fastsync.Schedule({0: "none", 3: "fp16"}))
+def _takes_less_of_the_wire_from_its_step_on(entry_point: EntryPoint, rank: int) -> None:
+    model, sync = entry_point(new_model(), fastsync.Schedule({0: "none", 3: "fp16"}))
     sent = [0]
     for number in range(6):
         step(model, rank, number)
@@ -78,17 +78,17 @@ def _takes_less_of_the_wire_from_its_step_on(door: Door, rank: int) -> None:
     assert per_step[4] == per_step[5] < 0.6 * per_step[2]
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", ENTRY_POINTS)
 @on_ranks(2, shared_memory=False)
 def test_it_changes_by_itself_as_if_it_were_set_by_hand(rank: int, world_size: int, name: str) -> None:
-    _changes_by_itself_as_by_hand(DOORS[name], rank)
-    _takes_less_of_the_wire_from_its_step_on(DOORS[name], rank)
+    _changes_by_itself_as_by_hand(ENTRY_POINTS[name], rank)
+    _takes_less_of_the_wire_from_its_step_on(ENTRY_POINTS[name], rank)
 
 
 def _interrupted(rank: int, world_size: int, name: str) -> dict[int, tuple[Any, list[list[Tensor]]]]:
     """The state when so many steps were done, and the gradients of those that followed."""
     saved = {}
-    model, sync = DOORS[name](new_model(), fastsync.Schedule(PHASES))
+    model, sync = ENTRY_POINTS[name](new_model(), fastsync.Schedule(PHASES))
     grads = []
     for number in range(NUM_STEPS):
         if number in (1, 3, 6):
@@ -99,13 +99,13 @@ def _interrupted(rank: int, world_size: int, name: str) -> dict[int, tuple[Any, 
 
 def _resumed(rank: int, world_size: int, name: str, saved_by_rank: list[dict[int, Any]]) -> None:
     for first, (state, expected) in saved_by_rank[rank].items():
-        model, sync = DOORS[name](new_model(), fastsync.Schedule(PHASES))
+        model, sync = ENTRY_POINTS[name](new_model(), fastsync.Schedule(PHASES))
         sync.load_state_dict(state)
         for number, grads in enumerate(expected, start=first):
             assert_all_bitwise_equal(step(model, rank, number), grads, f"resumed at {first}, step {number}")
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_a_resumed_run_goes_on_where_it_was(name: str) -> None:
     run_ranks(_resumed, 2, name, run_ranks(_interrupted, 2, name))
 

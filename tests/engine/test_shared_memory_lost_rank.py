@@ -35,11 +35,11 @@ IsLost = Callable[[Step, signal.Signals], None]
 Others = Callable[[Step, int], None]
 
 
-def step_of(door: str, group: Group) -> Step:
+def step_of(entry_point: str, group: Group) -> Step:
     """What takes a step, the first of which shares the memory."""
-    two_shot = door == "two_shot"
+    two_shot = entry_point == "two_shot"
     model: nn.Module = nn.Linear(30, 30_000 if two_shot else 20)
-    if door == "hook":
+    if entry_point == "hook":
         model = DistributedDataParallel(model, process_group=group)
         fastsync.register_comm_hook(model)
     else:
@@ -104,7 +104,7 @@ def take_two_steps_once_it_is_lost(step: Step, lost: int) -> None:
 
 class Case(NamedTuple):
     world_size: int
-    door: str
+    entry_point: str
     lost: int
     is_lost: IsLost
     others: Others
@@ -114,8 +114,8 @@ class Case(NamedTuple):
 
 CASES = {
     **{
-        f"{at}, rank {lost}, {door}": Case(size, door, lost, partial(in_set_up, at=at), take_one_step, "")
-        for size, door, lost, at in [
+        f"{at}, rank {lost}, {entry_point}": Case(size, entry_point, lost, partial(in_set_up, at=at), take_one_step, "")
+        for size, entry_point, lost, at in [
             (2, "attach", 0, "memfd_create"),  # before any rank asks the others in
             (2, "attach", 1, "fallocate"),
             (3, "attach", 2, "connect"),
@@ -150,7 +150,7 @@ def _all_cases(rank: int, world_size: int, how: signal.Signals) -> tuple[str, fl
         first += case.world_size
     assert mine is not None
     case, group = mine
-    step = step_of(case.door, group)
+    step = step_of(case.entry_point, group)
     pids = [0] * case.world_size
     dist.all_gather_object(pids, os.getpid(), group=group)
     dist.barrier()  # before any is lost

@@ -28,12 +28,12 @@ def _threads() -> Counter[str]:
     return names
 
 
-def _new_threads(door: str, compression: Compression) -> Counter[str]:
+def _new_threads(entry_point: str, compression: Compression) -> Counter[str]:
     model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(3)])  # several buckets, of several chunks each
     inputs = torch.randn(8, 300)
     model(inputs).sum().backward()
     before = _threads()
-    if door == "attach":
+    if entry_point == "attach":
         averaged = model
         handle: object = fastsync.attach(model, compression, bucket_cap_mb=0.3)
     else:
@@ -54,8 +54,8 @@ def test_a_thread_beside_backward_has_no_openmp_team(rank: int, world_size: int)
     cases = [("attach", two_shot), ("hook", two_shot), ("hook", one_shot), ("hook", Compression("bf16"))]
     if world_size == 4:
         cases = [("attach", Compression("int8", ranks_per_node=2, error_feedback=True))]
-    for door, compression in cases:
-        new = _new_threads(door, compression)
-        assert new.pop("fastsync", 0) <= 1, f"{door}, {compression}"
-        assert new.keys() <= {"fastsync calls"}, f"{door}, {compression}: {new}"
+    for entry_point, compression in cases:
+        new = _new_threads(entry_point, compression)
+        assert new.pop("fastsync", 0) <= 1, f"{entry_point}, {compression}"
+        assert new.keys() <= {"fastsync calls"}, f"{entry_point}, {compression}: {new}"
         assert torch.get_num_threads() == 2

@@ -13,7 +13,7 @@ import fastsync
 from fastsync import Compression
 from tests import ranks, standin
 from tests.bitwise import assert_bitwise_equal
-from tests.engine.test_standin_sync import DOORS, ONE_LEVEL, SHAPES, _gradients, _train, _world
+from tests.engine.test_standin_sync import ENTRY_POINTS, ONE_LEVEL, SHAPES, _gradients, _train, _world
 from tests.models import SMALL_BUCKETS, Given, random_grads
 from tests.standin import DEVICE, watched
 
@@ -34,22 +34,22 @@ class _HookedOverHost:
         return [self.hook.grad_stats().grad_norm]
 
 
-def _gives_the_cpus_bits(rank: int, world_size: int, door: str) -> None:
+def _gives_the_cpus_bits(rank: int, world_size: int, entry_point: str) -> None:
     standin.load()
-    DOORS["hook"] = _HookedOverHost
+    ENTRY_POINTS["hook"] = _HookedOverHost
     for compression in ONE_LEVEL:
-        expected = _train(door, compression, "cpu", _world())
+        expected = _train(entry_point, compression, "cpu", _world())
         with watched():
-            actual = _train(door, compression, DEVICE, _world())
+            actual = _train(entry_point, compression, DEVICE, _world())
         for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            assert_bitwise_equal(one, other, f"{door}, {compression}: tensor {index}")
+            assert_bitwise_equal(one, other, f"{entry_point}, {compression}: tensor {index}")
 
 
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "memory"])
-@pytest.mark.parametrize("door", DOORS)
-def test_the_bits_are_the_cpus(door: str, shared_memory: bool) -> None:
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_the_bits_are_the_cpus(entry_point: str, shared_memory: bool) -> None:
     standin.build()
-    ranks.run_ranks(_gives_the_cpus_bits, 2, door, shared_memory=shared_memory)
+    ranks.run_ranks(_gives_the_cpus_bits, 2, entry_point, shared_memory=shared_memory)
 
 
 def _counts_copies(rank: int, world_size: int) -> None:

@@ -87,20 +87,20 @@ class _Called:
         return [stats.grad_norm]
 
 
-DOORS: dict[str, Callable[..., Any]] = {"attach": _Attached, "hook": _Hooked, "all_reduce_gradients": _Called}
+ENTRY_POINTS: dict[str, Callable[..., Any]] = {"attach": _Attached, "hook": _Hooked, "all_reduce_gradients": _Called}
 
 
-def _train(door: str, compression: Compression, device: str, group: dist.ProcessGroup) -> list[Tensor]:
+def _train(entry_point: str, compression: Compression, device: str, group: dist.ProcessGroup) -> list[Tensor]:
     """What some steps gave, as copies on the host, to which nothing is copied before the last step is over."""
     rank = dist.get_rank()
     steps = [_gradients(rank, step, device) for step in range(STEPS)]
     riders = [torch.full((3,), rank + step / 8, device=device) for step in range(STEPS)]
-    training = DOORS[door](compression, device, group)
+    training = ENTRY_POINTS[entry_point](compression, device, group)
     kept: list[Tensor] = []
     for step in range(STEPS):
         training.model.zero_grad()
         # DDP itself waits where it looks for unused parameters, and over Gloo gradients go to the host.
-        may_wait = device != DEVICE or door == "hook" or dist.get_backend(group) == "gloo"
+        may_wait = device != DEVICE or entry_point == "hook" or dist.get_backend(group) == "gloo"
         quiet = FIRST_QUIET_STEP <= step < WITH_MISSING and not may_wait
         with unwaited() if quiet else nullcontext():
             kept += training.step(steps[step], riders[step])
@@ -117,15 +117,17 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _gives_the_cpus_bits(rank: int, world_size: int, door: str, compressions: list[Compression], kernels: str) -> None:
+def _gives_the_cpus_bits(
+    rank: int, world_size: int, entry_point: str, compressions: list[Compression], kernels: str
+) -> None:
     group = standin.new_group(with_passes=kernels == "fused")
     for compression in compressions:
-        expected = _train(door, compression, "cpu", _world())
+        expected = _train(entry_point, compression, "cpu", _world())
         with watched():
-            actual = _train(door, compression, DEVICE, group)
+            actual = _train(entry_point, compression, DEVICE, group)
         for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            what = f"{door}, {compression}: tensor {index}"
-            if kernels == "generic" and index % (NORM_AT[door] + 1 + len(SHAPES)) == NORM_AT[door]:
+            what = f"{entry_point}, {compression}: tensor {index}"
+            if kernels == "generic" and index % (NORM_AT[entry_point] + 1 + len(SHAPES)) == NORM_AT[entry_point]:
                 # Another order of additions: sixteen roundings to float32, see test_ops.py.
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
             else:
@@ -133,28 +135,28 @@ def _gives_the_cpus_bits(rank: int, world_size: int, door: str, compressions: li
 
 
 @pytest.mark.parametrize("kernels", ["fused", "generic"])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_bits_are_the_cpus(world_size: int, door: str, kernels: str) -> None:
+def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str) -> None:
     """Of kernels of its own, and of torch's operations where none were built for the device."""
     compressions = ONE_LEVEL + (TWO_LEVELS if world_size == 4 else [])
-    if door == "hook" and world_size > 1:
+    if entry_point == "hook" and world_size > 1:
         # A CPU's messages carry a stamp in every step, those of a device in one of several. By their length go the
         # places of blocks, and so the random bits, and the order in which Gloo adds on four ranks.
         compressions = [each for each in compressions if each.rounding == "nearest"]
         compressions = [each for each in compressions if world_size < 4 or each.reduce == "fp32" or each.wire == "none"]
-    standin.run_ranks(_gives_the_cpus_bits, world_size, door, compressions, kernels)
+    standin.run_ranks(_gives_the_cpus_bits, world_size, entry_point, compressions, kernels)
 
 
-def _lets_go_of_buffers(rank: int, world_size: int, door: str) -> None:
+def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str) -> None:
     group = standin.new_group()
     for compression in ONE_LEVEL:
-        training = DOORS[door](compression, DEVICE, group)
+        training = ENTRY_POINTS[entry_point](compression, DEVICE, group)
         for step in range(FIRST_QUIET_STEP):
             training.step(_gradients(rank, step, DEVICE), torch.zeros(3, device=DEVICE))
-            assert standin.backend_of(group).kept_bytes() == 0, f"{door}, {compression}: the group keeps tensors"
+            assert standin.backend_of(group).kept_bytes() == 0, f"{entry_point}, {compression}: the group keeps tensors"
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_after_a_step_the_group_keeps_no_buffer(door: str) -> None:
-    standin.run_ranks(_lets_go_of_buffers, 2, door)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_after_a_step_the_group_keeps_no_buffer(entry_point: str) -> None:
+    standin.run_ranks(_lets_go_of_buffers, 2, entry_point)

@@ -45,12 +45,14 @@ def attached(model: nn.Module, compression: AnyCompression, **options: Any) -> t
     return model, fastsync.attach(model, compression, **options)
 
 
-Door = Callable[..., tuple[nn.Module, Any]]
-DOORS: dict[str, Door] = {"hook": hooked, "attach": attached}
+EntryPoint = Callable[..., tuple[nn.Module, Any]]
+ENTRY_POINTS: dict[str, EntryPoint] = {"hook": hooked, "attach": attached}
 
 
-def averaged(door: Door, grads: Sequence[Tensor], compression: AnyCompression, **options: Any) -> list[Tensor]:
-    model, _ = door(Given(grads), compression, **options)
+def averaged(
+    entry_point: EntryPoint, grads: Sequence[Tensor], compression: AnyCompression, **options: Any
+) -> list[Tensor]:
+    model, _ = entry_point(Given(grads), compression, **options)
     model(grads).backward()
     return grads_of(model)
 
@@ -77,8 +79,8 @@ def test_finite_stays_finite_and_is_counted(rank: int, world_size: int) -> None:
 def test_within_one_node_nothing_is_compressed(rank: int, world_size: int) -> None:
     ranks = of_all_ranks(world_size, SHAPES, torch.float32)
     expected = reference.all_reduce_mean(ranks, reduce="fp32", algorithm="two_shot")
-    for door in DOORS.values():
-        got = averaged(door, ranks[rank], Compression("int8", error_feedback=True, ranks_per_node=world_size))
+    for entry_point in ENTRY_POINTS.values():
+        got = averaged(entry_point, ranks[rank], Compression("int8", error_feedback=True, ranks_per_node=world_size))
         assert_all_bitwise_equal(got, expected, "gradient")
 
 
@@ -150,11 +152,11 @@ def test_a_mesh_says_which_ranks_share_a_node(rank: int, world_size: int) -> Non
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
     ranks = of_all_ranks(world_size, SHAPES, torch.float32)
     means = {wire: reference.two_level_mean(ranks, 2, dtype) for wire, dtype in WIRES.items()}
-    for door in DOORS.values():
+    for entry_point in ENTRY_POINTS.values():
         for wire, mean in means.items():
-            got = averaged(door, ranks[rank], wire, process_group=mesh)
+            got = averaged(entry_point, ranks[rank], wire, process_group=mesh)
             assert_all_bitwise_equal(got, mean, f"{wire}: gradient")
-        model, sync = door(Given(ranks[0]), fastsync.Schedule({0: "none", 1: "int8"}), process_group=mesh)
+        model, sync = entry_point(Given(ranks[0]), fastsync.Schedule({0: "none", 1: "int8"}), process_group=mesh)
         for wire in ("none", "int8", "bf16"):
             if wire == "bf16":
                 sync.compression = wire
@@ -172,7 +174,7 @@ def test_a_mesh_says_which_ranks_share_a_node(rank: int, world_size: int) -> Non
 @on_ranks(4)
 def test_meshes_that_say_something_else_are_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
-    for door in DOORS.values():
+    for entry_point in ENTRY_POINTS.values():
         for compression, message in (
             ("auto", r"compression: Auto\(.*\) measures ranks whose links are alike.*nodes have 2 each; name"),
             (fastsync.Schedule({0: "none", 1: "auto"}), "measures ranks whose links are alike"),
@@ -180,16 +182,16 @@ def test_meshes_that_say_something_else_are_refused(rank: int, world_size: int) 
             (Compression("int8", algorithm="one_shot"), "ranks_per_node=2 has an algorithm of its own"),
         ):
             with pytest.raises(ValueError, match=message):
-                door(Given([torch.ones(3)]), compression, process_group=mesh)
+                entry_point(Given([torch.ones(3)]), compression, process_group=mesh)
         for ranks in ([[0, 2], [1, 3]], [[3, 2], [1, 0]]):
             other = DeviceMesh("cpu", ranks, mesh_dim_names=("nodes", "local"))
             message = r"process_group: the DeviceMesh has 2 dimensions .* 4 ranks in order"
             with pytest.raises(ValueError, match=message):
-                door(Given([torch.ones(3)]), "none", process_group=other)
+                entry_point(Given([torch.ones(3)]), "none", process_group=other)
         parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         message = r"process_group: the DeviceMesh has 2 dimensions \('dp', 'tp'\); .* name it, as in mesh\['dp'\]"
         with pytest.raises(ValueError, match=message):
-            door(Given([torch.ones(3)]), "none", process_group=parallel)
+            entry_point(Given([torch.ones(3)]), "none", process_group=parallel)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ def test_the_first_difference_is_named_with_its_rank():
 def test_cases_follow_from_seed_and_number_and_reach_every_door_and_algorithm():
     cases = [Case.draw(0, number) for number in range(200)]
     assert cases == [Case.draw(0, number) for number in range(200)]
-    assert {(case.door, case.world_size) for case in cases} == {
-        (door, size)
-        for door in ("hook", "torch hook", "attach", "attach without overlap", "one call")
+    assert {(case.entry_point, case.world_size) for case in cases} == {
+        (entry_point, size)
+        for entry_point in ("hook", "torch hook", "attach", "attach without overlap", "one call")
         for size in range(1, 5)
     }
     assert {case.compression.get("algorithm") for case in cases} == {None, "one_shot", "two_shot"}
