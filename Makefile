@@ -10,9 +10,9 @@ BIN      := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
-# Formatted too, but not part of the extension: CUDA's runtime for the host and the stand-in device, which tests build by
+# Formatted too, but not part of the extension: CUDA's runtime for the host and the fake device, which tests build by
 # themselves.
-SHIM := $(wildcard tests/cuda_shim/*) $(wildcard tests/standin/*.cpp tests/standin/*.h)
+SHIM := $(wildcard tests/cuda_shim/*) $(wildcard tests/fake_device/*.cpp tests/fake_device/*.h)
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.

@@ -38,7 +38,7 @@ TEST_SECONDS = 60
 """Of one test: what the slowest takes on a busy machine, several times."""
 TESTS_SECONDS = 900
 """Of all that concern a mutation."""
-CPU_ONLY = "not emulated and not standin"
+CPU_ONLY = "not emulated and not fake_device"
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@
     python -m tools.same_bits OLD NEW --seed 0 --case 17
 
 OLD and NEW are checkouts with a built ``.venv`` each. A case is one model on 1 to 4 Gloo ranks: an entry point, a
-compression, shapes, dtypes, values, and some steps. Compared are, on every rank and after every step, each gradient, rider and
-statistic, and at the end the state for checkpoints, bit for bit. Every nan counts as the same one, for whose payload a
-sum keeps depends on the order of its operands. Errors have to be the same too. The exit status is 0 if all is equal.
+compression, shapes, dtypes, values, and some steps. Compared are, on every rank and after every step, each gradient,
+piggybacked value and statistic, and at the end the state for checkpoints, bit for bit. Every nan counts as the same
+one, for whose payload a sum keeps depends on the order of its operands. Errors have to be the same too. The exit status
+is 0 if all is equal.
 
 Where ranks add by themselves, they do so in rank order. The order in which Gloo's all-reduce adds the values of three
 and more ranks depends on the length of the buffer: two runs of one build are equal, but a build that sends more or less

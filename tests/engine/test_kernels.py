@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastsync
 from fastsync import _C, _handle
-from tests import reference, standin
+from tests import fake_device, reference
+from tests.fake_device import DEVICE
 from tests.models import Given, random_grads
 from tests.ranks import run_ranks
-from tests.standin import DEVICE
 
 SHAPES = [(7, 33), (300,)]
 
@@ -110,7 +110,7 @@ def _given() -> Given:
 
 
 def _warns_once(rank: int, world_size: int, entry_point: str) -> None:
-    group = standin.new_group(with_passes=False)
+    group = fake_device.new_group(with_passes=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -138,7 +138,7 @@ def _warns_once(rank: int, world_size: int, entry_point: str) -> None:
 @pytest.mark.parametrize("entry_point", ["attach", "hook", "hook of torch's signature"])
 def test_a_device_without_kernels_trains_with_one_warning(entry_point: str) -> None:
     """Also the second backward, which used to die in DDP after the first had failed."""
-    standin.run_ranks(_warns_once, 2, entry_point)
+    fake_device.run_ranks(_warns_once, 2, entry_point)
 
 
 class _OfCuda:

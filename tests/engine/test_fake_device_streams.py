@@ -1,4 +1,4 @@
-"""Which stream the engine uses when, on the stand-in device: side streams, two at once, devices, failed backwards."""
+"""Which stream the engine uses when, on the fake device: side streams, two at once, devices, failed backwards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
-from tests import standin
+from tests import fake_device
 from tests.engine.attached import Fallible, assert_freed, assert_soon_none, references_to
+from tests.fake_device import DEVICE, unwaited, watched
 from tests.models import SMALL_BUCKETS, Given, assert_all_bitwise_equal, random_grads
-from tests.standin import DEVICE, unwaited, watched
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (513, 7)]
 STEPS = 4
@@ -104,7 +104,7 @@ def _averages_on_cpu(rank: int, compression: Compression) -> list[Tensor]:
 
 
 def _trains_under_a_side_stream(rank: int, world_size: int, way: str) -> None:
-    group = standin.new_group()
+    group = fake_device.new_group()
     warnings.simplefilter("error")  # torch warns of an accumulator that remembers another stream
     for compression in COMPRESSIONS if world_size == 4 else COMPRESSIONS[:-1]:
         expected = _averages_on_cpu(rank, compression)
@@ -127,12 +127,12 @@ def _trains_under_a_side_stream(rank: int, world_size: int, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_attached_and_trained_under_side_streams(world_size: int, way: str) -> None:
-    standin.run_ranks(_trains_under_a_side_stream, world_size, way)
+    fake_device.run_ranks(_trains_under_a_side_stream, world_size, way)
 
 
 def _weights_under_side_streams(rank: int, world_size: int, way: str) -> None:
     """Nobody waits for the weights but streams, also for those of the last step."""
-    group = standin.new_group()
+    group = fake_device.new_group()
     for compression in COMPRESSIONS[:-1]:
         kept: dict[str, list[Tensor]] = {"cpu": [], DEVICE: []}
         for device in kept:
@@ -162,11 +162,11 @@ def _weights_under_side_streams(rank: int, world_size: int, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_under_side_streams(way: str) -> None:
-    standin.run_ranks(_weights_under_side_streams, 2, way)
+    fake_device.run_ranks(_weights_under_side_streams, 2, way)
 
 
 def _hooked_under_a_side_stream(rank: int, world_size: int) -> None:
-    group = standin.new_group()
+    group = fake_device.new_group()
     for compression in COMPRESSIONS[:-1]:
         with watched():
             side = torch.Stream(device=DEVICE)
@@ -182,7 +182,7 @@ def _hooked_under_a_side_stream(rank: int, world_size: int) -> None:
 
 
 def test_hooked_and_trained_under_a_side_stream() -> None:
-    standin.run_ranks(_hooked_under_a_side_stream, 2)
+    fake_device.run_ranks(_hooked_under_a_side_stream, 2)
 
 
 class Apart(nn.Module):
@@ -199,7 +199,7 @@ class Apart(nn.Module):
 
 
 def _trains_on_two_devices(rank: int, world_size: int) -> None:
-    group = standin.new_group()
+    group = fake_device.new_group()
     for compression in COMPRESSIONS[:-1]:
         expected = _averages_on_cpu(rank, compression)
         with watched():
@@ -219,11 +219,11 @@ def _trains_on_two_devices(rank: int, world_size: int) -> None:
 
 
 def test_a_model_on_two_devices() -> None:
-    standin.run_ranks(_trains_on_two_devices, 2)
+    fake_device.run_ranks(_trains_on_two_devices, 2)
 
 
 def _survives_failures(rank: int, world_size: int) -> None:
-    group = standin.new_group()
+    group = fake_device.new_group()
     for compression in COMPRESSIONS[:-1]:
         with watched():
             model = Fallible().to(DEVICE)
@@ -241,7 +241,7 @@ def _survives_failures(rank: int, world_size: int) -> None:
             sync.detach()
             model.zero_grad()
             model(inputs).square().mean().backward()
-            backend = standin.backend_of(group)
+            backend = fake_device.backend_of(group)
             backend.take_calls()
             model(inputs).square().mean().backward()
             assert backend.take_calls() == []
@@ -250,11 +250,11 @@ def _survives_failures(rank: int, world_size: int) -> None:
 
 
 def test_failed_backwards_and_detach() -> None:
-    standin.run_ranks(_survives_failures, 2)
+    fake_device.run_ranks(_survives_failures, 2)
 
 
 def _goes_on_right_after_failures(rank: int, world_size: int) -> None:
-    group = standin.new_group()
+    group = fake_device.new_group()
     inputs = torch.ones(16, 32, device=DEVICE)
     for attempt in range(100):
         model = Fallible().to(DEVICE)
@@ -270,12 +270,12 @@ def _goes_on_right_after_failures(rank: int, world_size: int) -> None:
 
 def test_detach_and_synchronize_right_after_a_failed_backward() -> None:
     """A device's thread tells of the failure before it lets go of what it was doing."""
-    standin.run_ranks(_goes_on_right_after_failures, 1)
+    fake_device.run_ranks(_goes_on_right_after_failures, 1)
 
 
 def _ends_with_its_model(rank: int, world_size: int) -> None:
-    group = standin.new_group()
-    extension = standin.load()
+    group = fake_device.new_group()
+    extension = fake_device.load()
     before = extension.allocated_bytes()
     for compression in COMPRESSIONS[:-1]:
         model = _model(torch.Stream(device=DEVICE))
@@ -290,4 +290,4 @@ def _ends_with_its_model(rank: int, world_size: int) -> None:
 
 
 def test_an_engine_and_its_memory_end_with_the_model() -> None:
-    standin.run_ranks(_ends_with_its_model, 2)
+    fake_device.run_ranks(_ends_with_its_model, 2)

@@ -1,4 +1,4 @@
-// Who comes after whom on the stand-in device. Its work runs at once, on the host, which is one legal order of many; so
+// Who comes after whom on the fake device. Its work runs at once, on the host, which is one legal order of many; so
 // each stream has a vector clock, each block of memory a list of who has touched it, and two accesses of which neither
 // comes after the other are a race, although this once all went well.
 #pragma once
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-namespace standin {
+namespace fake_device {
 
 constexpr int kNumDevices = 2;
 
@@ -56,4 +56,4 @@ std::vector<std::string> take_violations();
 // What the host waited for since the last call.
 std::vector<std::string> take_host_waits();
 
-}  // namespace standin
+}  // namespace fake_device

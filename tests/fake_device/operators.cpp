@@ -1,4 +1,4 @@
-// PyTorch's operators on the stand-in device: the CPU's, in the same memory. Views and allocation are its own.
+// PyTorch's operators on the fake device: the CPU's, in the same memory. Views and allocation are its own.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -20,7 +20,7 @@
 
 #include "device.h"
 
-namespace standin {
+namespace fake_device {
 namespace {
 
 bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
@@ -109,7 +109,7 @@ class HostCall {
       reads_on_host |= !take_back((*stack_)[first + i]);
     }
     const auto stream = current_stream(device_.value_or(current_device()));
-    standin::run(stream, name(), touches_);
+    fake_device::run(stream, name(), touches_);
     if (reads_on_host) {
       wait_on_host(stream, name());
     }
@@ -163,7 +163,7 @@ class HostCall {
       if (lent.is_same(host)) {
         return ours;
       }
-      TORCH_CHECK(!host.is_alias_of(lent), "the stand-in device has no view operator ", name());
+      TORCH_CHECK(!host.is_alias_of(lent), "the fake device has no view operator ", name());
     }
     if (!host.defined()) {
       return host;
@@ -220,4 +220,4 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 }  // namespace
-}  // namespace standin
+}  // namespace fake_device

@@ -4,7 +4,7 @@
 
 #include "device.h"
 
-namespace standin {
+namespace fake_device {
 namespace {
 
 using namespace fastsync;
@@ -28,7 +28,7 @@ class Touches {
     add(static_cast<const char*>(wire) + bytes_of(segment.offset, dtype), bytes_of(segment.numel, dtype), is_written);
   }
 
-  void run(const char* name) const { standin::run(current_stream(current_device()), name, all_); }
+  void run(const char* name) const { fake_device::run(current_stream(current_device()), name, all_); }
 
  private:
   // Neighbours count as one.
@@ -116,4 +116,4 @@ const Passes& passes_over(const Passes& cpu) {
   return passes;
 }
 
-}  // namespace standin
+}  // namespace fake_device

@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
-from tests import ranks, standin
+from tests import fake_device, ranks
 from tests.bitwise import assert_bitwise_equal
-from tests.engine.test_standin_sync import ENTRY_POINTS, ONE_LEVEL, SHAPES, _gradients, _train, _world
+from tests.engine.test_fake_device_sync import ENTRY_POINTS, ONE_LEVEL, SHAPES, _gradients, _train, _world
+from tests.fake_device import DEVICE, watched
 from tests.models import SMALL_BUCKETS, Given, random_grads
-from tests.standin import DEVICE, watched
 
 
 class _HookedOverHost:
@@ -23,7 +23,7 @@ class _HookedOverHost:
 
     def __init__(self, compression: Compression, device: str, group: dist.ProcessGroup) -> None:
         given = Given(random_grads(0, 0, SHAPES, torch.float32)).to(device)
-        of_device = standin.new_group() if device == DEVICE else group
+        of_device = fake_device.new_group() if device == DEVICE else group
         self.model = DistributedDataParallel(
             given, process_group=of_device, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True
         )
@@ -35,7 +35,7 @@ class _HookedOverHost:
 
 
 def _gives_the_cpus_bits(rank: int, world_size: int, entry_point: str) -> None:
-    standin.load()
+    fake_device.load()
     ENTRY_POINTS["hook"] = _HookedOverHost
     for compression in ONE_LEVEL:
         expected = _train(entry_point, compression, "cpu", _world())
@@ -48,12 +48,12 @@ def _gives_the_cpus_bits(rank: int, world_size: int, entry_point: str) -> None:
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "memory"])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_the_bits_are_the_cpus(entry_point: str, shared_memory: bool) -> None:
-    standin.build()
+    fake_device.build()
     ranks.run_ranks(_gives_the_cpus_bits, 2, entry_point, shared_memory=shared_memory)
 
 
 def _counts_copies(rank: int, world_size: int) -> None:
-    extension = standin.load()
+    extension = fake_device.load()
     model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the CPU's kernels run
@@ -72,7 +72,7 @@ def _counts_copies(rank: int, world_size: int) -> None:
 
 
 def test_a_bucket_goes_to_the_host_in_one_copy() -> None:
-    standin.build()
+    fake_device.build()
     ranks.run_ranks(_counts_copies, 2)
 
 
@@ -85,23 +85,23 @@ def _weighs(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
 
 
 def _weighs_as_a_cpu(rank: int, world_size: int) -> None:
-    standin.load()
+    fake_device.load()
     for one, other in zip(_weighs(rank, 2, DEVICE), _weighs(rank, 2, "cpu"), strict=True):
         assert_bitwise_equal(one, other)
     assert _weighs(rank, 2, DEVICE)[0].tolist() == [1.75] * 4
 
 
 def test_weights_count_there_too() -> None:
-    standin.build()
+    fake_device.build()
     ranks.run_ranks(_weighs_as_a_cpu, 2)
 
 
 def _is_refused(rank: int, world_size: int) -> None:
-    group = standin.new_group()  # which does not work on CPUs
-    with pytest.raises(ValueError, match=r"process_group: it serves standin, but parameter .* is on cpu"):
+    group = fake_device.new_group()  # which does not work on CPUs
+    with pytest.raises(ValueError, match=r"process_group: it serves fake_device, but parameter .* is on cpu"):
         fastsync.attach(torch.nn.Linear(2, 2), process_group=group)
 
 
 def test_a_group_that_works_neither_there_nor_on_the_host_is_refused() -> None:
-    standin.build()
+    fake_device.build()
     ranks.run_ranks(_is_refused, 1)

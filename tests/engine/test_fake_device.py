@@ -1,4 +1,4 @@
-"""The stand-in device itself: it finds what it is there to find, and nothing where all is well."""
+"""The fake device itself: it finds what it is there to find, and nothing where all is well."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import standin
-from tests.standin import DEVICE, unwaited, watched
+from tests import fake_device
+from tests.fake_device import DEVICE, unwaited, watched
 
 
 def _streams() -> tuple[torch.Stream, torch.Stream]:
@@ -16,7 +16,7 @@ def _streams() -> tuple[torch.Stream, torch.Stream]:
 
 
 def _finds_races(rank: int, world_size: int) -> None:
-    standin.load()
+    fake_device.load()
     one, other = _streams()
     with one:
         shared = torch.ones(100, device=DEVICE)
@@ -48,11 +48,11 @@ def _finds_races(rank: int, world_size: int) -> None:
 
 
 def test_accesses_that_nothing_orders_are_found() -> None:
-    standin.run_ranks(_finds_races, 1)
+    fake_device.run_ranks(_finds_races, 1)
 
 
 def _finds_what_is_let_go(rank: int, world_size: int) -> None:
-    standin.load()
+    fake_device.load()
     one, other = _streams()
 
     def used_by_other() -> Tensor:
@@ -82,11 +82,11 @@ def _finds_what_is_let_go(rank: int, world_size: int) -> None:
 
 
 def test_memory_that_is_let_go_too_early_is_found() -> None:
-    standin.run_ranks(_finds_what_is_let_go, 1)
+    fake_device.run_ranks(_finds_what_is_let_go, 1)
 
 
 def _counts_waits(rank: int, world_size: int) -> None:
-    extension = standin.load()
+    extension = fake_device.load()
     tensor = torch.ones(3, device=DEVICE)
     pinned = torch.ones(3, pin_memory=True)
     with unwaited():
@@ -113,12 +113,12 @@ def _counts_waits(rank: int, world_size: int) -> None:
 
 
 def test_what_the_host_waits_for_is_counted() -> None:
-    standin.run_ranks(_counts_waits, 1)
+    fake_device.run_ranks(_counts_waits, 1)
 
 
 def _follows_nccls_rules(rank: int, world_size: int) -> None:
-    group = standin.new_group()
-    backend = standin.backend_of(group)
+    group = fake_device.new_group()
+    backend = fake_device.backend_of(group)
     device = torch.device(DEVICE)
     tensor = torch.full((4,), 1.0 + rank, device=DEVICE)
     with watched():
@@ -153,4 +153,4 @@ def _follows_nccls_rules(rank: int, world_size: int) -> None:
 
 
 def test_the_group_follows_nccls_rules() -> None:
-    standin.run_ranks(_follows_nccls_rules, 2)
+    fake_device.run_ranks(_follows_nccls_rules, 2)

@@ -8,7 +8,7 @@
 
 #include "device.h"
 
-namespace standin {
+namespace fake_device {
 namespace {
 
 using c10::ivalue::Future;
@@ -53,7 +53,7 @@ class GroupedWork : public c10d::Work {
 std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> all;
   std::transform(tensors.begin(), tensors.end(), std::back_inserter(all),
-                 [](const at::Tensor& tensor) { return standin::on_host(tensor); });
+                 [](const at::Tensor& tensor) { return fake_device::on_host(tensor); });
   return all;
 }
 
@@ -137,7 +137,7 @@ Group::Work Group::run(std::vector<Given> all) {
       stash->push_back(tensor);
       outputs.push_back(tensor);
     }
-    standin::run(call.stream, call.name, touches);
+    fake_device::run(call.stream, call.name, touches);
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   std::erase_if(stashes_, [](const Stash& each) { return each->empty(); });
@@ -186,8 +186,8 @@ Group::Work Group::allgather(std::vector<Tensors>& outputs, Tensors& inputs, con
 
 Group::Work Group::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   return give("_allgather_base", {input}, {output}, options.asyncOp, [this, output, input, options] {
-    auto to = standin::on_host(output);
-    auto from = standin::on_host(input);
+    auto to = fake_device::on_host(output);
+    auto from = fake_device::on_host(input);
     return gloo_->_allgather_base(to, from, options);
   });
 }
@@ -195,8 +195,8 @@ Group::Work Group::_allgather_base(at::Tensor& output, at::Tensor& input, const 
 Group::Work Group::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                                  std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
   const auto on_gloo = [this, output, input, output_sizes, input_sizes, options]() mutable {
-    auto to = standin::on_host(output);
-    auto from = standin::on_host(input);
+    auto to = fake_device::on_host(output);
+    auto from = fake_device::on_host(input);
     return gloo_->alltoall_base(to, from, output_sizes, input_sizes, options);
   };
   return give("alltoall_base", {input}, {output}, options.asyncOp, on_gloo);
@@ -212,11 +212,11 @@ Group::Work Group::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllTo
     constexpr int kTag = 1 << 29;
     std::vector<Work> works;
     for (int i = 0; i < size_ - 1; ++i) {
-      Tensors to{standin::on_host(written[i])};
+      Tensors to{fake_device::on_host(written[i])};
       works.push_back(gloo_->recv(to, i < rank_ ? i : i + 1, kTag));
     }
     for (int i = 0; i < size_ - 1; ++i) {
-      Tensors from{standin::on_host(read[i])};
+      Tensors from{fake_device::on_host(read[i])};
       works.push_back(gloo_->send(from, i < rank_ ? i : i + 1, kTag));
     }
     const Work last = works.back();  // which is waited for once, by who asked
@@ -268,4 +268,4 @@ int64_t Group::kept_bytes() {
   return bytes;
 }
 
-}  // namespace standin
+}  // namespace fake_device

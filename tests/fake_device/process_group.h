@@ -1,4 +1,4 @@
-// A process group for the stand-in device that keeps NCCL's rules: what is called runs on a stream of its own, a wait
+// A process group for the fake device that keeps NCCL's rules: what is called runs on a stream of its own, a wait
 // is the current stream's and never the host's, and calls between startCoalescing and endCoalescing run at its end. The
 // data travels through Gloo, at once.
 #pragma once
@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-namespace standin {
+namespace fake_device {
 
 // What a group was asked for.
 struct Call {
@@ -38,7 +38,7 @@ class Group : public c10d::Backend {
 
   Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size);
 
-  const std::string getBackendName() const override { return "standin"; }
+  const std::string getBackendName() const override { return "fake_device"; }
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   Work endCoalescing() override;
@@ -90,4 +90,4 @@ class Group : public c10d::Backend {
   int64_t calls_until_failure_ = -1;
 };
 
-}  // namespace standin
+}  // namespace fake_device

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import fastsync
 from fastsync import Compression
-from tests import standin
+from tests import fake_device
+from tests.fake_device import DEVICE
 from tests.models import Given, random_grads
-from tests.standin import DEVICE
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (513, 7)]
 FP32 = {"reduce": "fp32"}
@@ -32,13 +32,13 @@ def _step(model: Given, rank: int, step: int) -> None:
 
 
 def _counts(rank: int, world_size: int, compression: Compression, expected: Counter[tuple[str, bool]]) -> None:
-    _counts_in(standin.new_group(), rank, compression, expected)
+    _counts_in(fake_device.new_group(), rank, compression, expected)
 
 
 def _counts_in(
     group: dist.ProcessGroup, rank: int, compression: Compression, expected: Counter[tuple[str, bool]]
 ) -> None:
-    backend = standin.backend_of(group)
+    backend = fake_device.backend_of(group)
     model = _model()
     sync = fastsync.attach(model, compression, process_group=group)  # one bucket
     for step in range(4):
@@ -64,33 +64,33 @@ def _counts_in(
     ids=str,
 )
 def test_calls_of_a_step_and_their_alignment(compression: Compression, expected: dict[tuple[str, bool], int]) -> None:
-    standin.run_ranks(_counts, 3, compression, Counter(expected))
+    fake_device.run_ranks(_counts, 3, compression, Counter(expected))
 
 
 def _counts_among_many(rank: int, world_size: int) -> None:
     for many in (2, 8, 64):
-        group = standin.pretended_group(many)
+        group = fake_device.pretended_group(many)
         for algorithm, expected in (("one_shot", ONE_STEP), ("two_shot", TWO_STEPS)):
             _counts_in(group, 0, Compression("int8", algorithm=algorithm), Counter(expected))
 
 
 def test_calls_do_not_grow_with_the_number_of_ranks() -> None:
-    standin.run_ranks(_counts_among_many, 1)
+    fake_device.run_ranks(_counts_among_many, 1)
 
 
 def _counts_on_two_levels(rank: int, world_size: int) -> None:
     # Parts of a group have no collectives of their own: each of the four steps is one launch of messages.
     expected = {("send", True): 4, ("recv", True): 4}
-    _counts_in(standin.new_group(), rank, Compression("int8", ranks_per_node=2), Counter(expected))
+    _counts_in(fake_device.new_group(), rank, Compression("int8", ranks_per_node=2), Counter(expected))
 
 
 def test_calls_on_two_levels() -> None:
-    standin.run_ranks(_counts_on_two_levels, 4)
+    fake_device.run_ranks(_counts_on_two_levels, 4)
 
 
 def _fails_in_a_group(rank: int, world_size: int) -> None:
-    group = standin.new_group()
-    backend = standin.backend_of(group)
+    group = fake_device.new_group()
+    backend = fake_device.backend_of(group)
     for compression, calls in (
         (Compression(), 1),
         (Compression("bf16"), 2),
@@ -118,4 +118,4 @@ def _fails_in_a_group(rank: int, world_size: int) -> None:
 
 
 def test_an_error_in_a_group_leaves_none_open_and_names_the_bucket() -> None:
-    standin.run_ranks(_fails_in_a_group, 2)
+    fake_device.run_ranks(_fails_in_a_group, 2)

@@ -1,4 +1,4 @@
-"""Compiles the stand-in device: ``python setup.py build_ext --build-lib FOLDER --build-temp FOLDER``."""
+"""Compiles the fake device: ``python setup.py build_ext --build-lib FOLDER --build-temp FOLDER``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 HERE = Path(__file__).resolve().parent
 
 setup(
-    name="standin",
+    name="fake_device",
     ext_modules=[
         CppExtension(
-            "standin",
+            "fake_device",
             [str(source) for source in sorted(HERE.glob("*.cpp"))],
             include_dirs=[str(HERE.parent.parent / "csrc")],
             # -O0: compiling it takes longer than running it.

@@ -1,11 +1,11 @@
-// The engine's passes for the stand-in device.
+// The engine's passes for the fake device.
 #pragma once
 
 #include "passes/backend.h"
 
-namespace standin {
+namespace fake_device {
 
 // The CPU's passes on the current stream, which note what they touch.
 const fastsync::Passes& passes_over(const fastsync::Passes& of_cpu);
 
-}  // namespace standin
+}  // namespace fake_device

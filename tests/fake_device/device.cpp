@@ -13,7 +13,7 @@
 #include <mutex>
 #include <utility>
 
-namespace standin {
+namespace fake_device {
 namespace {
 
 thread_local c10::DeviceIndex the_device = 0;
@@ -58,7 +58,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   bool queryStream(const c10::Stream& stream) const override {
     Event event;
-    standin::record(event, stream);
+    fake_device::record(event, stream);
     return query(event);
   }
   void synchronizeStream(const c10::Stream& stream) const override { wait_on_host(stream, "Stream.synchronize"); }
@@ -72,11 +72,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) {
       *event = new Event{{}, {}, flag == c10::EventFlag::BACKEND_DEFAULT};
     }
-    standin::record(*static_cast<Event*>(*event), stream);
+    fake_device::record(*static_cast<Event*>(*event), stream);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
-      standin::block(*static_cast<Event*>(event), stream);
+      fake_device::block(*static_cast<Event*>(event), stream);
     }
   }
   bool queryEvent(void* event) const override { return event == nullptr || query(*static_cast<Event*>(event)); }
@@ -104,13 +104,13 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const auto device = current_device();
-    void* data = bytes == 0 ? nullptr : standin::allocate(bytes, current_stream(device));
+    void* data = bytes == 0 ? nullptr : fake_device::allocate(bytes, current_stream(device));
     return {data, data, raw_deleter(), device};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return [](void* data) {
       if (data != nullptr) {
-        standin::free(data);
+        fake_device::free(data);
       }
     };
   }
@@ -207,4 +207,4 @@ void add_touches(std::vector<Touch>& touches, const at::Tensor& tensor, bool is_
   touches.push_back({data, (last + 1) * size, is_written});
 }
 
-}  // namespace standin
+}  // namespace fake_device

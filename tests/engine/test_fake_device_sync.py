@@ -1,4 +1,4 @@
-"""The engine's way over streams, on the stand-in device: the bits it gives on a CPU, in order, and a host that never
+"""The engine's way over streams, on the fake device: the bits it gives on a CPU, in order, and a host that never
 waits. What the device proves and what not is in docs/design.md."""
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
-from tests import standin
+from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
+from tests.fake_device import DEVICE, unwaited, watched
 from tests.models import SMALL_BUCKETS, Given, random_grads
-from tests.standin import DEVICE, unwaited, watched
 
 SHAPES = [(7, 33), (300,), (), (2, 3, 4), (513, 7)]
 STEPS = 6
@@ -120,7 +120,7 @@ def _world() -> dist.ProcessGroup:
 def _gives_the_cpus_bits(
     rank: int, world_size: int, entry_point: str, compressions: list[Compression], kernels: str
 ) -> None:
-    group = standin.new_group(with_passes=kernels == "fused")
+    group = fake_device.new_group(with_passes=kernels == "fused")
     for compression in compressions:
         expected = _train(entry_point, compression, "cpu", _world())
         with watched():
@@ -145,18 +145,20 @@ def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str) 
         # places of blocks, and so the random bits, and the order in which Gloo adds on four ranks.
         compressions = [each for each in compressions if each.rounding == "nearest"]
         compressions = [each for each in compressions if world_size < 4 or each.reduce == "fp32" or each.wire == "none"]
-    standin.run_ranks(_gives_the_cpus_bits, world_size, entry_point, compressions, kernels)
+    fake_device.run_ranks(_gives_the_cpus_bits, world_size, entry_point, compressions, kernels)
 
 
 def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str) -> None:
-    group = standin.new_group()
+    group = fake_device.new_group()
     for compression in ONE_LEVEL:
         training = ENTRY_POINTS[entry_point](compression, DEVICE, group)
         for step in range(FIRST_QUIET_STEP):
             training.step(_gradients(rank, step, DEVICE), torch.zeros(3, device=DEVICE))
-            assert standin.backend_of(group).kept_bytes() == 0, f"{entry_point}, {compression}: the group keeps tensors"
+            assert fake_device.backend_of(group).kept_bytes() == 0, (
+                f"{entry_point}, {compression}: the group keeps tensors"
+            )
 
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_after_a_step_the_group_keeps_no_buffer(entry_point: str) -> None:
-    standin.run_ranks(_lets_go_of_buffers, 2, entry_point)
+    fake_device.run_ranks(_lets_go_of_buffers, 2, entry_point)

@@ -11,7 +11,7 @@
 #include <set>
 #include <utility>
 
-namespace standin {
+namespace fake_device {
 namespace {
 
 struct Access {
@@ -258,4 +258,4 @@ std::vector<std::string> take_host_waits() {
   return std::exchange(now.host_waits, {});
 }
 
-}  // namespace standin
+}  // namespace fake_device

@@ -1,7 +1,8 @@
 """A device without hardware, for tests: the engine's way over streams, events and grouped messages, without a GPU.
 
-PyTorch's PrivateUse1 backend under the name "standin". What is done on it is done at once, on the host, and it notes
-who touches which memory on which stream, so that a missing wait is an error even where it did no harm: ``watched``.
+PyTorch's PrivateUse1 backend under the name "fake_device". What is done on it is done at once, on the host, and it
+notes who touches which memory on which stream, so that a missing wait is an error even where it did no harm:
+``watched``.
 ``new_group`` gives a process group that keeps NCCL's rules and travels over Gloo.
 
 ``build()`` compiles the extension, once for all ranks; ``load()`` registers the device, in ranks only, for a process
@@ -31,8 +32,8 @@ from tests.locked import locked
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-BUILD = ROOT / "build" / f"standin-torch-{torch.__version__}-{sys.implementation.cache_tag}"
-DEVICE = "standin"
+BUILD = ROOT / "build" / f"fake_device-torch-{torch.__version__}-{sys.implementation.cache_tag}"
+DEVICE = "fake_device"
 
 
 LIBRARY = BUILD / f"{DEVICE}.so"
@@ -89,7 +90,7 @@ def _new_backend(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
 
 
 def new_group(*, with_passes: bool = True) -> dist.ProcessGroup:
-    """A process group of all ranks for the stand-in device. Its calls: ``backend_of(group).take_calls()``."""
+    """A process group of all ranks for the fake device. Its calls: ``backend_of(group).take_calls()``."""
     load() if with_passes else load_device()
     group = dist.new_group(backend=DEVICE)
     assert isinstance(group, dist.ProcessGroup)
@@ -116,7 +117,7 @@ def watched() -> Iterator[None]:
     load_device().take_violations()
     yield
     violations = load_device().take_violations()
-    assert violations == [], "\n".join(["on the stand-in device:", *violations])
+    assert violations == [], "\n".join(["on the fake device:", *violations])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-// The stand-in device as PyTorch's PrivateUse1 backend: memory, streams and events. See order.h for what they are.
+// The fake device as PyTorch's PrivateUse1 backend: memory, streams and events. See order.h for what they are.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 #include "order.h"
 
-namespace standin {
+namespace fake_device {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
@@ -25,4 +25,4 @@ at::Tensor on_host(const at::Tensor& tensor);
 // The memory of a tensor's elements, as what an operation does with it.
 void add_touches(std::vector<Touch>& touches, const at::Tensor& tensor, bool is_written);
 
-}  // namespace standin
+}  // namespace fake_device
