@@ -179,10 +179,10 @@ CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
         partial(last_does_it_alone, what=lambda model, sync: model[1].weight.requires_grad_(False)),
         {1: AGREEING + "parameter 1.weight was frozen", 0: AVERAGING},
     ),
-    "rider": (
+    "piggyback": (
         2,
         partial(last_does_it_alone, what=lambda model, sync: sync.piggyback("loss", torch.tensor(1.0))),
-        {1: AGREEING + "rider 'loss' is new", 0: AVERAGING},
+        {1: AGREEING + "piggybacked value 'loss' is new", 0: AVERAGING},
     ),
     "compression": (
         2,
@@ -234,7 +234,7 @@ def _positions(said: str) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("names", "shared_memory"), [(tuple(CASES), False), (("rider", "compression", "weight", "join"), True)]
+    ("names", "shared_memory"), [(tuple(CASES), False), (("piggyback", "compression", "weight", "join"), True)]
 )
 def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[str], shared_memory: bool) -> None:
     world_size = sum(CASES[name][0] for name in names)
@@ -420,11 +420,12 @@ def test_ranks_end_without_a_word() -> None:
         assert (rank.returncode, *said) == (0, "", "")
 
 
-def test_a_train_job_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
+def test_a_train_job_with_a_stopped_rank_ends(tmp_path: Path) -> None:
+    """A rank that waits in a sync names it. In a collective of the script's own it cannot."""
     with launched(tmp_path, "--nproc", "2", "--timeout", "3") as launcher:
         launcher.waits_for("attempt0-rank0")
         pid = launcher.waits_for("attempt0-rank1")[0]
         os.kill(int(pid), signal.SIGSTOP)
         status, said = launcher.ends()
     assert status == 1
-    assert re.search(r"fastsync train: rank 0 failed first: .*rank 1", said), said
+    assert "fastsync train: rank 0 failed first: " in said

@@ -93,7 +93,7 @@ def wait_for_updates(process: subprocess.Popen[str], folder: Path, number: int) 
 
 def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     """From a file of settings, which the command line changes; with the command that the launcher says."""
-    (tmp_path / "run.yaml").write_text("env: CartPole-v1\nnum_envs: 4\ntotal_steps: 1e9\nrun_name: mine\n")
+    (tmp_path / "run.yaml").write_text("env: CartPole-v1\nnum_envs: 4\ntotal_steps: 1000000000\nrun_name: mine\n")
     folder = tmp_path / "runs" / "mine"
     process = start(tmp_path, *FASTSYNC, "train", "--nproc", "2", "--config", "run.yaml", "--seed", "5")
     wait_for_updates(process, folder, 3)
