@@ -235,7 +235,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("detach", &Synchronizer::detach, no_gil)
       .def("set_enabled", &Synchronizer::set_enabled, py::arg("enabled"), no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
-      .def("set_before_sync", &Synchronizer::set_before_sync, py::arg("call").none(true), no_gil)
       .def("agree", locked<Synchronizer>(&ParameterSync::agree), no_gil)
       .def("piggyback", between_steps<Synchronizer>(&ParameterSync::piggyback), py::arg("name"), py::arg("value"),
            no_gil)

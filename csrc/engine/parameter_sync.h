@@ -69,7 +69,6 @@ class ParameterSync : public EngineState {
 
   // While ranks join, the gradients of one that has run out of them count for nothing. The mean is over the others.
   void set_joining(bool is_joining);
-  bool is_joining() const { return weight_.is_joining(); }
   void run_out() { weight_.run_out(); }
   // How many ranks had not, in the newest sync; nan where one has failed. Waits for the device.
   double num_active() { return weight_.num_active(); }

@@ -128,11 +128,6 @@ void Synchronizer::wait_for_backward(const char* caller) const {
   }
 }
 
-void Synchronizer::set_before_sync(std::function<bool()> call) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  before_sync_ = std::move(call);
-}
-
 void Synchronizer::set_enabled(bool enabled) {
   const std::lock_guard<std::mutex> lock(mutex_);
   is_enabled_ = enabled;
@@ -171,9 +166,6 @@ void Synchronizer::begin() {
   sync_.check_not_forked();
   if (leftover_error_) {
     std::rethrow_exception(std::exchange(leftover_error_, nullptr));
-  }
-  if (before_sync_ && before_sync_() && !sync_.is_joining()) {
-    sync_.set_joining(true);
   }
   sync_.begin();
 }

@@ -38,10 +38,6 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   // Averages every gradient there is, now. On a CPU it waits, on CUDA the current stream does.
   void synchronize();
 
-  // Is called before each sync, from any thread, and must not call this. What it throws ends the backward. Returns
-  // whether ranks may have run out of gradients from this sync on, as set_joining tells. Empty for none.
-  void set_before_sync(std::function<bool()> call);
-
   // Ends the step of a backward that failed, if there is one. Waits for other ranks, on a CPU. Inside another backward
   // it does nothing.
   void end_interrupted();
@@ -81,7 +77,6 @@ class Synchronizer : public std::enable_shared_from_this<Synchronizer> {
   ParameterSync sync_;
   GradientHooks hooks_;  // on from attach until detach
   bool is_enabled_ = true;
-  std::function<bool()> before_sync_;
   std::exception_ptr leftover_error_;  // of a sync that has ended, for the next one to throw
 };
 

@@ -15,7 +15,7 @@ class PlannedSum final : public BucketSum {
  public:
   PlannedSum(Plan plan, Bucket bucket, SumMemory& memory)
       : BucketSum(std::move(bucket)), plan_(std::move(plan)), kept_(memory) {
-    take_memory(memory);
+    take_memory();
   }
 
   Owned owned() const override { return plan_.owned(bucket_); }
@@ -44,7 +44,7 @@ class PlannedSum final : public BucketSum {
   // At full width, what lies between gradients in a block of int8 is added and encoded with the block. So memory that
   // was last used with another layout is cleared. A reduce-scatter reads nothing that nobody has written: its memory
   // may be that of several buckets, one after the other.
-  void take_memory(SumMemory& kept) {
+  void take_memory() {
     use_ = plan_.team->use_rows();
     std::vector<int64_t> layout;
     if (!plan_.output.defined()) {
@@ -53,11 +53,11 @@ class PlannedSum final : public BucketSum {
                 plan_.num_wires,    plan_.team->size()};
     }
     const bool fits =
-        kept.bytes.defined() && kept.bytes.scalar_type() == at::kByte && kept.bytes.numel() >= plan_.bytes;
-    if (!fits || kept.layout != layout) {
-      kept = {plan_.team->allocate(plan_.bytes), std::move(layout)};
+        kept_.bytes.defined() && kept_.bytes.scalar_type() == at::kByte && kept_.bytes.numel() >= plan_.bytes;
+    if (!fits || kept_.layout != layout) {
+      kept_ = {plan_.team->allocate(plan_.bytes), std::move(layout)};
     }
-    memory_ = kept.bytes;
+    memory_ = kept_.bytes;
   }
 
   static bool follows_in_place(const Piece& piece, size_t phase) {
