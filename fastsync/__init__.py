@@ -16,17 +16,20 @@ __all__ = [
     "Candidate",
     "CommHook",
     "Compression",
+    "DiLoCo",
     "GradStats",
     "GradientHandle",
     "GradientSynchronizer",
     "GroupProfile",
     "HookState",
+    "LocalSGD",
     "Reduce",
     "Rounding",
     "Schedule",
     "ShardedGradients",
     "SyncHandle",
     "SyncStats",
+    "TopK",
     "Transport",
     "Wire",
     "all_reduce_gradients",
@@ -68,4 +71,6 @@ else:
     from .distributed import check_consistency
     from .fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
     from .integrations.accelerate import register_prepared
+    from .outer import DiLoCo, LocalSGD
     from .stats import BucketStats, GradStats, SyncStats, Transport
+    from .topk import TopK

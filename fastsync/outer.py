@@ -1,0 +1,443 @@
+"""``DiLoCo`` and ``LocalSGD``: synchronising the weights every so many steps, where gradients at each step do not fit.
+
+Each site trains by itself for ``sync_every`` steps. Then the mean of what the sites have changed, the outer gradient,
+goes through an outer optimizer: A. Douillard and others, DiLoCo, arXiv 2311.08105, 2023; in fragments and in the
+background: A. Douillard and others, Streaming DiLoCo, arXiv 2501.18512, 2025.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ._checks import resolve_group
+from .attach import BUCKET_CAP_MB, GradientSynchronizer
+from .compression import AnyCompression, Compression, as_compression
+from .distributed import broadcast_tensors
+from .topk import TopK, TopKAverager
+
+OuterOptimizer = Callable[[list[Tensor]], Optimizer]
+DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
+POLL_SECONDS = 0.1
+
+
+class Averager(Protocol):
+    """What averages the ``.grad`` of tensors over the sites."""
+
+    def synchronize(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class DiLoCo:
+    """Lets sites train by themselves, and every ``sync_every`` steps of the optimizer moves all to common weights.
+
+    ::
+
+        with fastsync.DiLoCo(model, optimizer, sync_every=100):
+            for batch in batches:
+                ...  # as ever; optimizer.step() synchronises when it is time
+
+    The difference between the common weights and a site's own travels through the host, whatever device the model is
+    on. Inside a site gradients are synchronised at every step, by ``attach`` or DDP over a group of its own. Floating
+    buffers, such as BatchNorm's, are averaged once every ``sync_every`` steps. Optimizer states, integer buffers and
+    learning rates stay each site's own. See docs/outer_steps.md, also for what happens when a site is lost.
+
+    Args:
+        model: the same on all ranks. Under ``fully_shard`` each rank's shards are averaged with those of its peers.
+        optimizer: whose steps count; the inner one.
+        sync_every: steps from one synchronisation of a fragment to its next.
+        outer_optimizer: makes the outer optimizer for a list of tensors, by default
+            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``, and with ``TopK`` plain SGD of lr 1.
+        fragments: parts of about equal size that are synchronised in turn, so that the link is used evenly.
+        fragment_sync_delay: steps that a fragment has for its way, in the background; 0: training waits for it.
+        fragment_update_alpha: how much of a site's own weights stays where a fragment arrives: 0 takes the common ones.
+        compression: as in ``attach``, or a ``TopK``.
+        process_group: the ranks to average over: one of each site, as of ``mesh["sites"]``, or all, where a site is one
+            host: then a host's ranks add in shared memory first.
+        init_sync: first give every rank the parameters and buffers of the group's rank 0.
+        timeout: seconds to wait for a site, before the others go on without it.
+
+    Raises:
+        ValueError: an argument is not what it should be, or the ranks hold different parameters or settings.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        sync_every: int = 100,
+        outer_optimizer: OuterOptimizer | None = None,
+        fragments: int = 1,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        compression: AnyCompression | TopK = DEFAULT_COMPRESSION,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        init_sync: bool = True,
+        timeout: float = 600.0,
+    ) -> None:
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        _check(model, optimizer, named, sync_every, fragments, fragment_sync_delay, fragment_update_alpha)
+        self._optimizer = optimizer
+        self._delay = fragment_sync_delay
+        self._alpha = fragment_update_alpha
+        self._sync_every = sync_every
+        self._compression = compression if isinstance(compression, TopK) else as_compression(compression)
+        self._timeout = timedelta(seconds=timeout)
+        ranks = dist.get_process_group_ranks(resolve_group(process_group))
+        self._group = _gloo_group(ranks, self._timeout)
+        self._step = 0
+        self._num_averaged = 0  # of fragments, in all
+        self._num_begun = 0
+        self._newest: Future[None] | None = None  # of those that are on their way
+        self._hook: RemovableHandle | None = None
+        make = outer_optimizer or _default_outer_optimizer(self._compression)
+        floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        parts = _split(named, fragments)
+        self._fragments = [
+            _Fragment(part, make, (place + 1) * sync_every // fragments % sync_every, floating if place == 0 else [])
+            for place, part in enumerate(parts)
+        ]
+        self._make_averagers()
+        if init_sync:
+            for fragment in self._fragments:
+                broadcast_tensors(fragment.outer, {}, self._group)
+                fragment.merge(0.0)
+
+    def __enter__(self) -> Self:
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Waits for the fragments that are on their way, unless an error ends the block."""
+        if self._hook is not None:
+            self._hook.remove()
+        if error is None:
+            self._finish_all()
+
+    def _after_step(self, *_: object) -> None:
+        self._step += 1
+        for fragment in self._fragments:
+            if fragment.due == self._step:
+                self._receive(fragment)
+        for fragment in self._fragments:
+            if self._step % self._sync_every == fragment.place:
+                self._send(fragment)
+
+    def _send(self, fragment: _Fragment) -> None:
+        fragment.take_differences()
+        self._num_begun += 1
+        fragment.due = self._step + self._delay
+        if self._delay == 0:
+            self._average(fragment, self._num_begun)
+            self._receive(fragment)
+            return
+        fragment.arrival = self._newest = _after(self._newest, partial(self._average, fragment, self._num_begun))
+
+    def _receive(self, fragment: _Fragment) -> None:
+        if fragment.arrival is not None:
+            fragment.arrival.result()  # waits no longer than the group does, and raises what went wrong
+            fragment.arrival = None
+        fragment.due = None
+        fragment.merge(self._alpha)
+
+    def _finish_all(self) -> None:
+        for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
+            if fragment.due is not None:
+                self._receive(fragment)
+
+    def _average(self, fragment: _Fragment, number: int) -> None:
+        """Moves the fragment's outer weights by the mean difference. The numbers are those of its turn on all ranks."""
+        for place_left in reversed(range(self._group.size())):
+            if number <= self._num_averaged:  # it came with another rank's state
+                return
+            try:
+                fragment.average(self._group)
+                self._num_averaged = number
+            except RuntimeError as error:
+                if place_left == 0:  # as often as there were ranks to lose
+                    raise
+                self._go_on_without_the_lost(error)
+
+    # ---- when a site is lost ----------------------------------------------------------------------------------------
+
+    def _ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._group)
+
+    def _go_on_without_the_lost(self, error: RuntimeError) -> None:
+        """Forms a group of the ranks that are left.
+
+        Note [When a site is lost]
+        Whoever fails writes how far it has come to the store that the ranks met by, and waits as long as the time-out
+        says for the others to do so: some may have got the last mean, and fail at the next. The first list of ranks
+        that is written is everybody's. All take over the outer weights of a rank that has come furthest, so that all
+        are equal again, and go on from there. It needs the store: it lives on with the launcher, or with rank 0.
+        """
+        ranks, rank = self._ranks(), dist.get_rank()
+        try:
+            store = PrefixStore(f"fastsync/outer/{self._group.group_name}/", _store())
+            store.set(str(rank), str(self._num_averaged))
+            deadline = time.monotonic() + self._timeout.total_seconds()
+            while not store.check([str(each) for each in ranks]) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            here = [each for each in ranks if store.check([str(each)])]
+            left = json.loads(store.compare_set("left", "", json.dumps(here)))
+            came = {each: int(store.get(str(each))) for each in left}
+        except Exception as unreachable:
+            raise RuntimeError(
+                f"DiLoCo: rank {rank} could not average with ranks {ranks} ({error}), and the store that could tell "
+                f"who is left does not answer ({unreachable}); have it live outside of the sites that may be lost"
+            ) from error
+        if rank not in left:
+            raise RuntimeError(
+                f"DiLoCo: ranks {left} have gone on without rank {rank}, which came too late ({error}); start it again "
+                "with their state"
+            ) from error
+        self._group = _gloo_group(left, self._timeout)
+        self._make_averagers()
+        furthest = max(left, key=lambda each: (came[each], -each))
+        state = [self._outer_state() if rank == furthest else None]
+        dist.broadcast_object_list(state, src=furthest, group=self._group)
+        self._load_outer_state(state[0])
+        self._num_averaged = came[furthest]
+
+    def _make_averagers(self) -> None:
+        for fragment in self._fragments:
+            before = fragment.averager
+            if isinstance(self._compression, TopK):
+                fragment.averager = TopKAverager(fragment.outer, self._compression, self._group)
+            else:
+                fragment.averager = GradientSynchronizer(
+                    fragment.outer, self._compression, self._group, None, BUCKET_CAP_MB, overlap=False
+                )
+            if before is not None:
+                fragment.averager.load_state_dict(before.state_dict())
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs to go on bit for bit, beside the model's and the optimizer's own states.
+
+        Waits for the fragments that are on their way. What compression has not sent yet is each rank's own: save the
+        state of every rank.
+        """
+        self._wait_for_arrivals()
+        return {
+            "step": self._step,
+            "due": [fragment.due for fragment in self._fragments],
+            "outer": self._outer_state(),
+            "unsent": [fragment.averager.state_dict() for fragment in self._fragments if fragment.averager is not None],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what ``state_dict()`` returned, on every rank, beside the model's and the optimizer's states.
+
+        Raises:
+            ValueError: it is no such state, or another model's, or was saved with another number of fragments.
+        """
+        names = [{name: w.shape for name, w in fragment.outer.items()} for fragment in self._fragments]
+        outer = state_dict.get("outer", [])
+        if [{name: w.shape for name, w in each["weights"].items()} for each in outer] != names:
+            raise ValueError("state_dict: expected the state of a DiLoCo with the same parameters and fragments")
+        self._wait_for_arrivals()
+        self._step = state_dict["step"]
+        self._load_outer_state(outer)
+        for fragment, due, unsent in zip(self._fragments, state_dict["due"], state_dict["unsent"], strict=True):
+            assert fragment.averager is not None
+            fragment.averager.load_state_dict(unsent)
+            fragment.due, fragment.arrival = due, None
+
+    def _wait_for_arrivals(self) -> None:
+        for fragment in self._fragments:
+            if fragment.arrival is not None:
+                fragment.arrival.result()
+
+    def _outer_state(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "weights": {name: weight.detach() for name, weight in fragment.outer.items()},
+                "optimizer": fragment.optimizer.state_dict(),
+                "buffers": fragment.buffers_mean,
+            }
+            for fragment in self._fragments
+        ]
+
+    @torch.no_grad()
+    def _load_outer_state(self, state: list[dict[str, Any]] | None) -> None:
+        for fragment, each in zip(self._fragments, state or [], strict=True):
+            for name, weight in fragment.outer.items():
+                weight.copy_(each["weights"][name])
+            fragment.optimizer.load_state_dict(each["optimizer"])
+            fragment.buffers_mean = each["buffers"].clone()
+
+
+class LocalSGD(DiLoCo):
+    """Lets sites train by themselves, and every ``sync_every`` steps of the optimizer takes the mean of their weights.
+
+    It is ``DiLoCo`` whose outer optimizer moves all the way to the mean, at full width, and has no momentum. Arguments
+    are as there. S. U. Stich, Local SGD Converges Fast and Communicates Little, arXiv 1805.09767, 2018.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        sync_every: int = 100,
+        compression: AnyCompression = "none",
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
+        super().__init__(
+            model, optimizer, sync_every=sync_every, outer_optimizer=partial(SGD, lr=1.0), compression=compression,
+            process_group=process_group,
+        )  # fmt: skip
+
+
+class _Fragment:
+    """Some parameters, their outer weights in float32 on the host, and what is on its way for them."""
+
+    def __init__(self, named: Mapping[str, Tensor], make: OuterOptimizer, place: int, buffers: list[Tensor]) -> None:
+        self.place = place  # among the steps of a round
+        self.due: int | None = None  # the step at which it arrives, while it is on its way
+        self.arrival: Future[None] | None = None
+        self.averager: Averager | None = None
+        self._weights = {name: _local(weight) for name, weight in named.items()}
+        self._buffers = buffers
+        self.buffers_mean = _flat(buffers)
+        self.outer: dict[str, Tensor] = {}
+        for name, weight in self._weights.items():
+            outer = torch.empty(weight.shape, dtype=torch.float32, pin_memory=weight.is_cuda)
+            self.outer[name] = outer.copy_(weight.detach()).requires_grad_()
+        self.optimizer = make(list(self.outer.values()))
+
+    @torch.no_grad()
+    def take_differences(self) -> None:
+        """The outer gradient points from the site's own weights to the outer ones, for optimizers go against it."""
+        self._differences = [outer - self._weights[name].to("cpu", torch.float32) for name, outer in self.outer.items()]
+        self._own_buffers = _flat(self._buffers)
+
+    def average(self, group: dist.ProcessGroup) -> None:
+        """Takes an outer step with the mean of the differences. What it began with stays, for another try."""
+        assert self.averager is not None
+        for outer, difference in zip(self.outer.values(), self._differences, strict=True):
+            outer.grad = difference.clone()
+        self.averager.synchronize()
+        mean = self._own_buffers.clone()
+        if mean.numel() > 0:
+            dist.all_reduce(mean, group=group)
+        self.buffers_mean = mean / group.size()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def merge(self, alpha: float) -> None:
+        for name, weight in self._weights.items():
+            outer = self.outer[name].detach().to(weight.device, non_blocking=True)
+            weight.copy_(outer if alpha == 0 else torch.lerp(outer, weight.to(outer.dtype), alpha))
+        first = 0
+        for buffer in self._buffers:
+            buffer.copy_(self.buffers_mean[first : first + buffer.numel()].view_as(buffer))
+            first += buffer.numel()
+
+
+def _check(
+    model: object,
+    optimizer: object,
+    named: Mapping[str, Tensor],
+    sync_every: int,
+    fragments: int,
+    delay: int,
+    alpha: float,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not named:
+        raise ValueError("model: none of its parameters requires a gradient; nothing to synchronise")
+    for name, number, least, most in (
+        ("sync_every", sync_every, 1, None),
+        ("fragments", fragments, 1, min(len(named), sync_every)),
+        ("fragment_sync_delay", delay, 0, sync_every - 1),
+    ):
+        if not isinstance(number, int) or number < least or (most is not None and number > most):
+            limits = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise ValueError(f"{name}: expected a whole number {limits}, got {number!r}")
+    if not 0 <= alpha < 1:
+        raise ValueError(f"fragment_update_alpha: expected a number from 0 on and below 1, got {alpha!r}")
+
+
+def _default_outer_optimizer(compression: object) -> OuterOptimizer:
+    if isinstance(compression, TopK):
+        return partial(SGD, lr=1.0)
+    return partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def _gloo_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """One of its own: what travels in the background must not come between the calls of the group inside a site."""
+    group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _store() -> Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:
+    """Into parts of about equal size, in the model's order, which is the same on all ranks; none is empty."""
+    total, before = sum(weight.numel() for weight in named.values()), 0
+    parts: list[dict[str, Tensor]] = [{}]
+    for place, (name, weight) in enumerate(named.items()):
+        is_full = before >= total * len(parts) / fragments
+        must_begin = len(named) - place == fragments - len(parts)  # or there would be too few for the rest
+        if parts[-1] and len(parts) < fragments and (is_full or must_begin):
+            parts.append({})
+        parts[-1][name] = weight
+        before += weight.numel()
+    return parts
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _flat(buffers: Iterable[Tensor]) -> Tensor:
+    """In float32 on the host, one after the other."""
+    return torch.cat([torch.empty(0), *(buffer.detach().to("cpu", torch.float32).reshape(-1) for buffer in buffers)])
+
+
+def _after(previous: Future[None] | None, call: Callable[[], None]) -> Future[None]:
+    """Calls it in a thread once the previous one has ended well: all ranks send in one order.
+
+    The thread is a daemon: where an error ends the process it must not wait for a site that is gone.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            if previous is not None:
+                previous.result()
+            call()
+            done.set_result(None)
+        except BaseException as error:  # it is raised where the fragment is due
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="fastsync outer step", daemon=True).start()
+    return done

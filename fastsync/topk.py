@@ -1,0 +1,127 @@
+"""``TopK``: the largest values of outer differences alone, for links over which not even 8 bits a value fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BLOCK = 4096
+"""Values among which the largest are chosen, so that 12 bits say where one lies."""
+LEVELS = 4
+"""Magnitudes of a block that a value can have."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Sends a fixed share of the values, those that are largest in their block of 4096, as 13 bits each.
+
+    What is not sent stays in a vector that the next differences are added to, which takes the place of the outer
+    momentum: SparseLoCo (A. Sarfi and others, arXiv 2508.15706, 2025). Every site gets what every other sends, so the
+    bytes that one receives grow with their number.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    fraction: float = 1 / 64
+    """Of the values that are sent, above 0 and at most 1; a block sends a multiple of 8 values."""
+    decay: float = 0.95
+    """What is left of an unsent value when the next difference is added to it, above 0 and at most 1."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("fraction", self.fraction), ("decay", self.decay)):
+            if not 0 < value <= 1:
+                raise ValueError(f"compression: TopK's {name} has to be above 0 and at most 1, got {value!r}")
+
+    @property
+    def values_a_block(self) -> int:
+        """How many values of each block are sent."""
+        return max(8, round(self.fraction * BLOCK / 8) * 8)
+
+
+class TopKAverager:
+    """Averages the ``.grad`` of some tensors over a group's ranks, in place, each rank sending its largest values."""
+
+    def __init__(self, named: Mapping[str, Tensor], top_k: TopK, group: dist.ProcessGroup) -> None:
+        self._tensors = list(named.values())
+        self._top_k = top_k
+        self._group = group
+        self._unsent = torch.zeros(sum(tensor.numel() for tensor in self._tensors))
+
+    def synchronize(self) -> None:
+        """Every rank must call it.
+
+        Raises:
+            RuntimeError: another rank did not take part in time, or is lost. Then nothing has changed.
+        """
+        gradients = torch.cat([tensor.grad.reshape(-1) for tensor in self._tensors if tensor.grad is not None])
+        wanted = self._unsent * self._top_k.decay + gradients
+        message = encode(wanted, self._top_k.values_a_block)
+        messages = [torch.empty_like(message) for _ in range(self._group.size())]
+        dist.all_gather(messages, message, group=self._group)
+        mean = torch.zeros_like(wanted)
+        for theirs in messages:  # in the order of ranks, so that all get the same bits
+            mean += decode(theirs, self._top_k.values_a_block, mean.numel())
+        mean /= self._group.size()
+        self._unsent = wanted - decode(message, self._top_k.values_a_block, wanted.numel())
+        first = 0
+        for tensor in self._tensors:
+            assert tensor.grad is not None
+            tensor.grad.copy_(mean[first : first + tensor.numel()].view_as(tensor))
+            first += tensor.numel()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what has not been sent yet. It is each rank's own."""
+        return {"unsent": self._unsent}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what ``state_dict()`` returned. Raises ValueError where it is of another size."""
+        unsent = state_dict.get("unsent")
+        if not isinstance(unsent, Tensor) or unsent.shape != self._unsent.shape:
+            raise ValueError(f"state_dict: expected 'unsent', of {self._unsent.numel()} values")
+        self._unsent = unsent.clone()
+
+
+def encode(values: Tensor, values_a_block: int) -> Tensor:
+    """Encodes the largest values of each block.
+
+    Note [How TopK travels]
+    Of each block: the 12-bit indices of its largest values, from the largest magnitude to the smallest; a bit for each
+    sign; and the mean magnitude of each quarter of them. The order tells which quarter a value belongs to, so that its
+    magnitude takes no bits of its own.
+
+    Args:
+        values: float32, a vector on the CPU.
+        values_a_block: a multiple of 8.
+
+    Returns:
+        uint8, a vector whose length follows from the number of values.
+    """
+    blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    magnitudes, index = blocks.abs().topk(values_a_block, dim=1)
+    levels = magnitudes.view(-1, LEVELS, values_a_block // LEVELS).mean(dim=2)
+    signs = blocks.gather(1, index) < 0
+    even, odd = index[:, 0::2], index[:, 1::2]
+    places = torch.stack([even & 0xFF, even >> 8 | (odd & 0xF) << 4, odd >> 4], dim=2)
+    bits = signs.view(-1, values_a_block // 8, 8) << torch.arange(8)
+    parts = (levels.view(torch.uint8), places.flatten(1).to(torch.uint8), bits.sum(dim=2).to(torch.uint8))
+    return torch.cat(parts, dim=1).flatten()
+
+
+def decode(message: Tensor, values_a_block: int, numel: int) -> Tensor:
+    """Decodes what ``encode`` made of ``numel`` values, into a new vector that is 0 where nothing was sent."""
+    sizes = [4 * LEVELS, values_a_block * 3 // 2, values_a_block // 8]
+    levels, places, bits = message.view(-1, sum(sizes)).split(sizes, dim=1)
+    first, second, third = places.long().view(-1, values_a_block // 2, 3).unbind(dim=2)
+    index = torch.stack([first | (second & 0xF) << 8, second >> 4 | third << 4], dim=2).flatten(1)
+    magnitudes = (
+        levels.flatten().view(torch.float32).view(-1, LEVELS).repeat_interleave(values_a_block // LEVELS, dim=1)
+    )
+    signs = (bits.unsqueeze(2) >> torch.arange(8) & 1).flatten(1)
+    blocks = torch.zeros(len(index), BLOCK).scatter_(1, index, torch.where(signs == 1, -magnitudes, magnitudes))
+    return blocks.flatten()[:numel]

@@ -1,0 +1,247 @@
+"""DiLoCo and LocalSGD against plain PyTorch: several sites played in one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import fastsync
+from fastsync import Compression, DiLoCo, LocalSGD, TopK
+from fastsync.outer import _split
+from fastsync.topk import BLOCK, decode, encode
+from tests.ranks import on_ranks, run_ranks
+
+NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+MEAN = partial(SGD, lr=1.0)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def make_optimizer(model: nn.Module) -> AdamW:
+    return AdamW(model.parameters(), lr=0.01)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: int, step: int) -> None:
+    inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * site + step))
+    optimizer.zero_grad()
+    model(inputs).square().sum().backward()
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def play(
+    sites: int, steps: int, sync_every: int, make: Callable[..., Any], fragments: int, delay: int, alpha: float
+) -> list[list[Tensor]]:
+    """What DiLoCo is to do, with the fragments' steps as the paper has them: the weights of each site in the end."""
+    models = [make_model() for _ in range(sites)]
+    optimizers = [make_optimizer(model) for model in models]
+    parts = [
+        [name for name, _ in part] for part in map(dict.items, _split(dict(models[0].named_parameters()), fragments))
+    ]
+    outer = [[models[0].get_parameter(name).detach().clone() for name in part] for part in parts]
+    outer_optimizers = [make(part) for part in outer]
+    due: dict[int, list[int]] = {}
+    for step in range(1, steps + delay + 1):
+        if step <= steps:
+            for site in range(sites):
+                train_step(models[site], optimizers[site], site, step)
+        merged = due.pop(step, [])
+        for index in range(fragments):
+            if step <= steps and step % sync_every == (index + 1) * sync_every // fragments % sync_every:
+                for place, name in enumerate(parts[index]):
+                    differences = [outer[index][place] - model.get_parameter(name).detach() for model in models]
+                    total = differences[0]
+                    for difference in differences[1:]:
+                        total = total + difference
+                    outer[index][place].grad = total / sites
+                outer_optimizers[index].step()
+                due.setdefault(step + delay, []).append(index)
+        for index in merged + due.pop(step, []):
+            for place, name in enumerate(parts[index]):
+                for model in models:
+                    own = model.get_parameter(name).detach()
+                    own.copy_(outer[index][place] if alpha == 0 else torch.lerp(outer[index][place], own, alpha))
+    return [weights(model) for model in models]
+
+
+CASES = [
+    (4, NESTEROV, 1, 0, 0.0), (1, MEAN, 1, 0, 0.0), (5, NESTEROV, 3, 0, 0.0), (5, NESTEROV, 3, 4, 0.0),
+    (4, NESTEROV, 2, 1, 0.5), (3, partial(torch.optim.Adam, lr=0.1), 1, 2, 0.25),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@on_ranks(2)
+def test_it_does_what_the_papers_say(rank: int, world_size: int, case: tuple[Any, ...]) -> None:
+    sync_every, make, fragments, delay, alpha = case
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with DiLoCo(
+        model, optimizer, sync_every=sync_every, outer_optimizer=make, fragments=fragments, compression="none",
+        fragment_sync_delay=delay, fragment_update_alpha=alpha,
+    ):  # fmt: skip
+        for step in range(1, 14):
+            train_step(model, optimizer, rank, step)
+    expected = play(world_size, 13, sync_every, make, fragments, delay, alpha)[rank]
+    for mine, theirs in zip(weights(model), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@on_ranks(1)
+def test_one_site_that_takes_its_own_weights_trains_as_if_alone(rank: int, world_size: int) -> None:
+    model, alone = make_model(), make_model()
+    optimizer, lone_optimizer = make_optimizer(model), make_optimizer(alone)
+    with LocalSGD(model, optimizer, sync_every=3):
+        for step in range(1, 4):
+            train_step(model, optimizer, 0, step)
+            train_step(alone, lone_optimizer, 0, step)
+    for mine, theirs in zip(weights(model), weights(alone), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-22, atol=2**-24)
+
+
+@on_ranks(3)
+def test_local_sgd_takes_the_mean_of_the_weights_and_of_floating_buffers(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    bn = model[1]
+    with LocalSGD(model, optimizer, sync_every=1) as sync:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(2.0**rank)
+            bn.running_mean.fill_(float(rank))
+            bn.num_batches_tracked.fill_(rank)
+        for outer in sync._fragments[0].outer.values():
+            outer.data.zero_()
+        optimizer.step()
+    assert all(torch.allclose(p, torch.tensor(7 / 3)) for p in model.parameters())
+    assert torch.equal(bn.running_mean, torch.ones(2))
+    assert int(bn.num_batches_tracked) == rank
+
+
+COMPRESSIONS = [Compression("int8", error_feedback=True), "bf16", TopK(fraction=0.01)]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
+@on_ranks(3)
+def test_sites_are_bitwise_equal_where_a_fragment_arrives(rank: int, world_size: int, compression: Any) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with DiLoCo(model, optimizer, sync_every=4, compression=compression):
+        for step in range(1, 9):
+            train_step(model, optimizer, rank, step)
+            if step % 4 == 0:
+                fastsync.check_consistency(model)
+    assert any(not torch.equal(mine, first) for mine, first in zip(weights(model), weights(make_model()), strict=True))
+
+
+@pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), TopK(decay=1.0)], ids=str)
+@on_ranks(2)
+def test_what_is_not_sent_now_is_sent_later(rank: int, world_size: int, compression: Any) -> None:
+    weight = nn.Parameter(torch.zeros(2 * BLOCK))
+    model = nn.ParameterList([weight])
+    optimizer = SGD([weight], lr=1.0)
+    generator = torch.Generator().manual_seed(rank)
+    changes = [torch.randn(2 * BLOCK, generator=generator) for _ in range(30)]
+    with DiLoCo(model, optimizer, sync_every=1, compression=compression, outer_optimizer=MEAN) as sync:
+        for change in changes:
+            weight.grad = -change
+            optimizer.step()
+    unsent = sync.state_dict()["unsent"][0]
+    kept = unsent["unsent"] if isinstance(compression, TopK) else next(iter(unsent["residuals"].values()))["own"]
+    total = torch.stack([*changes]).sum(0)
+    totals = [torch.empty_like(total) for _ in range(2)]
+    torch.distributed.all_gather(totals, total + kept)
+    expected = sum(totals) / 2
+    # The differences point against the changes, and so does what is left of them.
+    torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-4)
+
+
+def trained(rank: int, world_size: int, stop: int, options: dict[str, Any]) -> list[Tensor]:
+    """Ten steps, in the middle of which everything is saved and goes on in new objects."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, **options)
+    with sync:
+        for step in range(1, stop + 1):
+            train_step(model, optimizer, rank, step)
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.state_dict()))
+    model = nn.Sequential(*make_model())
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, **options)
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    sync.load_state_dict(state[2])
+    with sync:
+        for step in range(stop + 1, 11):
+            train_step(model, optimizer, rank, step)
+    return weights(model)
+
+
+@pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), TopK()], ids=str)
+def test_it_resumes_bit_for_bit_with_fragments_on_their_way(compression: Any) -> None:
+    options = {"sync_every": 3, "fragments": 2, "fragment_sync_delay": 2, "compression": compression}
+    whole = run_ranks(trained, 2, 0, options)
+    for stop in (3, 4, 5):
+        for resumed, expected in zip(run_ranks(trained, 2, stop, options), whole, strict=True):
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, expected, strict=True))
+
+
+def trained_until_one_is_lost(rank: int, world_size: int, delay: int) -> list[Tensor]:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with DiLoCo(model, optimizer, sync_every=2, fragments=2, fragment_sync_delay=delay, timeout=3.0) as sync:
+        for step in range(1, 9):
+            if rank == 2 and step == 4:
+                os._exit(0)
+            train_step(model, optimizer, rank, step)
+        assert torch.distributed.get_process_group_ranks(sync._group) == [0, 1]
+    return [outer.detach() for fragment in sync._fragments for outer in fragment.outer.values()]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_others_go_on_without_a_site_that_is_lost(delay: int) -> None:
+    first, second, _ = run_ranks(trained_until_one_is_lost, 3, delay, lost=[2])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("numel", [100, BLOCK, 3 * BLOCK + 100])
+def test_top_k_sends_the_largest_of_each_block(numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    k = TopK().values_a_block
+    sent = decode(encode(values, k), k, numel)
+    for block, came in zip(values.split(BLOCK), sent.split(BLOCK), strict=True):
+        chosen = block.abs().topk(k).indices
+        assert set(came.nonzero().flatten().tolist()) <= set(chosen.tolist())
+        assert torch.equal(came[chosen].sign(), block[chosen].sign())
+        torch.testing.assert_close(came.abs().sum(), block[chosen].abs().sum())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 0}, "sync_every: expected a whole number at least 1, got 0"),
+        ({"fragments": 7}, "fragments: expected a whole number from 1 to 6, got 7"),
+        ({"sync_every": 5, "fragment_sync_delay": 5}, "fragment_sync_delay: expected a whole number from 0 to 4"),
+        ({"fragment_update_alpha": 1.0}, "fragment_update_alpha: expected a number from 0 on and below 1"),
+        ({"compression": "int3"}, "compression"),
+    ],
+)
+@on_ranks(1)
+def test_bad_arguments_are_refused(rank: int, world_size: int, options: dict[str, Any], message: str) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=message):
+        DiLoCo(model, make_optimizer(model), **options)
