@@ -17,6 +17,7 @@ COMMANDS = {
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop",
     "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",
+    "outer": "training between sites over slow links: at each step, or every H by DiLoCo and local SGD",
     "predict": "efficiency on more ranks or another link, from a model fitted on rows, and how far to trust it",
     "report": "a report of rows that were measured before: tables, pictures, one page of HTML",
     "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",

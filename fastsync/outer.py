@@ -317,19 +317,20 @@ class _Fragment:
         self.due: int | None = None  # the step at which it arrives, while it is on its way
         self.arrival: Future[None] | None = None
         self.averager: Averager | None = None
-        self._weights = {name: _local(weight) for name, weight in named.items()}
+        self._weights = dict(named)
         self._buffers = buffers
         self.buffers_mean = _flat(buffers)
         self.outer: dict[str, Tensor] = {}
-        for name, weight in self._weights.items():
+        for name, weight in zip(named, map(_local, named.values()), strict=True):
             outer = torch.empty(weight.shape, dtype=torch.float32, pin_memory=weight.is_cuda)
-            self.outer[name] = outer.copy_(weight.detach()).requires_grad_()
+            self.outer[name] = outer.copy_(weight).requires_grad_()
         self.optimizer = make(list(self.outer.values()))
 
     @torch.no_grad()
     def take_differences(self) -> None:
         """The outer gradient points from the site's own weights to the outer ones, for optimizers go against it."""
-        self._differences = [outer - self._weights[name].to("cpu", torch.float32) for name, outer in self.outer.items()]
+        own = [_local(weight).to("cpu", torch.float32) for weight in self._weights.values()]
+        self._differences = [outer - weight for outer, weight in zip(self.outer.values(), own, strict=True)]
         self._own_buffers = _flat(self._buffers)
 
     def average(self, group: dist.ProcessGroup) -> None:
@@ -347,7 +348,7 @@ class _Fragment:
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
-        for name, weight in self._weights.items():
+        for name, weight in zip(self._weights, map(_local, self._weights.values()), strict=True):
             outer = self.outer[name].detach().to(weight.device, non_blocking=True)
             weight.copy_(outer if alpha == 0 else torch.lerp(outer, weight.to(outer.dtype), alpha))
         first = 0
@@ -415,7 +416,8 @@ def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor
 
 
 def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    """The rank's part of it, in the same memory."""
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
 
 
 def _flat(buffers: Iterable[Tensor]) -> Tensor:

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
 import fastsync
@@ -198,6 +201,33 @@ def test_it_resumes_bit_for_bit_with_fragments_on_their_way(compression: Any) ->
     for stop in (3, 4, 5):
         for resumed, expected in zip(run_ranks(trained, 2, stop, options), whole, strict=True):
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, expected, strict=True))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh)
+
+
+def attach(model: nn.Module, mesh: DeviceMesh) -> None:
+    fastsync.attach(model, process_group=mesh)
+
+
+@pytest.mark.parametrize("inside", [shard, attach])
+@on_ranks(4)
+def test_sites_of_several_ranks(rank: int, world_size: int, inside: Callable[..., None]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
+    site = rank // 2
+    model, alone = make_model(), make_model()
+    inside(model, mesh["ranks"])
+    optimizer, lone_optimizer = make_optimizer(model), make_optimizer(alone)
+    with LocalSGD(model, optimizer, sync_every=3, process_group=mesh["sites"]):
+        for step in range(1, 4):  # both ranks of a site have the same samples
+            train_step(model, optimizer, site, step)
+            train_step(alone, lone_optimizer, site, step)
+    means = [weight.clone() for weight in weights(alone)]
+    for mine, mean in zip(model.parameters(), means, strict=True):
+        torch.distributed.all_reduce(mean)  # of both sites, twice
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(mine.detach(), mean / 4, rtol=1e-6, atol=1e-7)
 
 
 def trained_until_one_is_lost(rank: int, world_size: int, delay: int) -> list[Tensor]:

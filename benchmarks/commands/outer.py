@@ -1,0 +1,220 @@
+"""``python -m benchmarks outer``: training between sites whose links are slow, synchronised at each step or every H.
+
+Every site is a network namespace with one rank and a link of a known rate. A step computes nothing and takes as long as
+it is told to, for the cores of one machine are not those of several. So what is measured is the share of a training's
+time that is left for computing, and the bytes that a site sends, as its network interface counts them.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+import fastsync
+from benchmarks.harness.collect import Collected, collect, termination_raises
+from benchmarks.harness.records import Record, RowFile, environment
+from benchmarks.network.launch import run_in_namespaces
+from benchmarks.network.namespaces import Network, NetworkError, why_not
+from benchmarks.report.table import Columns, grouped_by, number, print_tables
+from benchmarks.units import format_rate, parse_rate
+
+PROG = "python -m benchmarks outer"
+BAD_OPTIONS = 2
+
+
+class Model(nn.Module):
+    """Parameters in matrices of a GPT's sizes, whose gradients are there at once."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        width = 256
+        rows = [min(256, numel // width - first) for first in range(0, numel // width, 256)]
+        self.weights = nn.ParameterList([torch.randn(row, width) for row in rows])
+
+    def forward(self) -> torch.Tensor:
+        return sum(weight.mean() for weight in self.weights)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a training synchronises: each step (``every=1``) or in a context that hangs on the optimizer."""
+
+    every: int
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    context: Callable[[nn.Module, Optimizer], AbstractContextManager] = lambda model, optimizer: nullcontext()
+    after_step: Callable[[nn.Module], object] | None = None
+
+
+def _attached(model: nn.Module) -> nn.Module:
+    fastsync.attach(model, fastsync.Compression("int8", error_feedback=True))
+    return model
+
+
+def _diloco(every: int, **options: object) -> Way:
+    return Way(every, context=lambda model, optimizer: fastsync.DiLoCo(model, optimizer, sync_every=every, **options))
+
+
+def _local_sgd(every: int) -> Way:
+    averager = PeriodicModelAverager(period=every, warmup_steps=0)
+    averager.step = every  # it would average before the first step
+    return Way(every, after_step=lambda model: averager.average_parameters(model.parameters()))
+
+
+WAYS: dict[str, Callable[[], Way]] = {
+    "ddp": lambda: Way(1, DistributedDataParallel),
+    "fastsync.attach/int8+ef": lambda: Way(1, _attached),
+    "torch PeriodicModelAverager, H=50": partial(_local_sgd, 50),
+    "fastsync.DiLoCo/int8+ef, H=50": partial(_diloco, 50),
+    "fastsync.DiLoCo/int8+ef, H=50, 4 fragments, delay 10": partial(
+        _diloco, 50, fragments=4, fragment_sync_delay=10
+    ),
+    "fastsync.DiLoCo/topk, H=30": partial(_diloco, 30, compression=fastsync.TopK()),
+    "fastsync.DiLoCo/topk, H=30, 3 fragments, delay 8": partial(
+        _diloco, 30, compression=fastsync.TopK(), fragments=3, fragment_sync_delay=8
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure training between sites over slow links. Linux, as root."""
+
+    rate: tuple[str, ...] = ("100mbit", "10mbit")
+    """Of each site's link, each way, as tc writes it. One after the other."""
+    sites: tuple[int, ...] = (2, 4)
+    """Numbers of sites, one after the other."""
+    numel: int = 2_000_000
+    """Parameters of the model."""
+    step_time: float = 0.1
+    """Seconds that a step computes."""
+    ways: tuple[str, ...] = tuple(WAYS)
+    """How sites synchronise."""
+    rounds: int = 3
+    """Outer steps that are timed, after one that is not."""
+    each_step: int = 4
+    """Steps that are timed of what synchronises each step."""
+    timeout: float = 600.0
+    """Seconds that ranks wait for each other."""
+    json: Path | None = None
+    """File to write all rows to."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and reports. Returns the exit status: 0; 1 if a rank failed; 2 if this machine cannot do it."""
+    options = tyro.cli(Options, prog=PROG, args=arguments)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    try:
+        with termination_raises():
+            if reason := why_not():
+                raise NetworkError(reason)
+            collected = collect(measure_rank, 0, options, options.json, _launch)
+    except NetworkError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return BAD_OPTIONS
+    report(collected)
+    return collected.status
+
+
+def _launch(measure: Callable[..., None], nproc: int, options: Options, rows: RowFile) -> list[list[str]]:
+    del nproc
+    for sites in options.sites:
+        for rate in map(parse_rate, options.rate):
+            with Network(sites, rate) as network:
+                try:
+                    run_in_namespaces(network, 1, measure, options, rate, rows)
+                finally:
+                    rows.reload()
+    return [[LEGEND]]
+
+
+def measure_rank(options: Options, rate: int, rows: RowFile) -> None:
+    """Measures all ways as one site, of which rank 0 adds the rows."""
+    with fastsync.distributed.process_group(options.timeout, backend="gloo") as device:
+        for name in options.ways:
+            seconds, sent, steps = measure(WAYS[name](), options)
+            totals = torch.tensor([seconds, sent], dtype=torch.float64)
+            dist.all_reduce(totals, dist.ReduceOp.MAX)
+            if dist.get_rank() == 0:
+                settings = {"sites": dist.get_world_size(), "link": rate, "steps": steps}
+                settings |= {"numel": options.numel, "step_time": options.step_time}
+                figures = {
+                    "computing": steps * options.step_time / float(totals[0]),
+                    "bytes_a_step": float(totals[1]) / steps,
+                }
+                sample = [float(totals[0]) / steps]
+                rows.add([Record("outer", name, settings, figures, True, sample, environment(device))])
+
+
+def measure(way: Way, options: Options) -> tuple[float, int, int]:
+    """Returns the seconds and bytes of the slowest site's steps, and how many steps those were."""
+    torch.manual_seed(0)
+    model = Model(options.numel)
+    wrapped = way.wrap(model)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    rounds = options.each_step if way.every == 1 else options.rounds
+
+    def step() -> None:
+        optimizer.zero_grad()
+        began = time.perf_counter()
+        loss = wrapped()
+        # Before backward: what overlaps with it would have to share the cores.
+        time.sleep(max(0.0, options.step_time - (time.perf_counter() - began)))
+        loss.backward()
+        optimizer.step()
+        if way.after_step is not None:
+            way.after_step(model)
+
+    with way.context(model, optimizer):
+        for _ in range(way.every):
+            step()
+        dist.barrier()
+        began, sent_before = time.perf_counter(), bytes_sent()
+        for _ in range(rounds * way.every):
+            step()
+        # As many fragments are on their way as when this began.
+        return time.perf_counter() - began, bytes_sent() - sent_before, rounds * way.every
+
+
+def bytes_sent() -> int:
+    """What this namespace's interface has sent so far, all headers with it."""
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    counts = next(line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
+    return int(counts[8])
+
+
+def report(collected: Collected) -> None:
+    """Prints a table for each number of sites and rate."""
+    groups = grouped_by(collected.records, lambda record: (record.settings["sites"], record.settings["link"]))
+    print_tables(groups, _title, COLUMNS, collected.notes)
+
+
+def _title(record: Record) -> str:
+    settings = record.settings
+    return (
+        f"{settings['sites']} sites, {format_rate(settings['link'])} each, {settings['numel']:,} parameters, "
+        f"steps of {1e3 * settings['step_time']:.0f} ms"
+    )
+
+
+COLUMNS: Columns = {
+    "way": lambda record: record.way,
+    "computing": lambda record: number(record.figures["computing"], ".1%"),
+    "a step, ms": lambda record: number(record.samples[0], ",.1f", 1e-3),
+    "sent a step, kB": lambda record: number(record.figures["bytes_a_step"], ",.2f", 1e3),
+}
+LEGEND = (
+    "computing: the share of the time that steps compute, and do not wait for the network. sent: by the site that "
+    "sends most, all headers with it."
+)
