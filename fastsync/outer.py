@@ -108,7 +108,8 @@ class DiLoCo:
         self._newest: Future[None] | None = None  # of those that are on their way
         self._hook: RemovableHandle | None = None
         make = outer_optimizer or _default_outer_optimizer(self._compression)
-        floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        saved = model.state_dict().keys()
+        floating = [b for name, b in model.named_buffers() if b.is_floating_point() and name in saved]
         parts = _split(named, fragments)
         self._fragments = [
             _Fragment(part, make, (place + 1) * sync_every // fragments % sync_every, floating if place == 0 else [])
@@ -319,7 +320,7 @@ class _Fragment:
         self.averager: Averager | None = None
         self._weights = dict(named)
         self._buffers = buffers
-        self.buffers_mean = _flat(buffers)
+        self.buffers_mean = _flat(buffers)  # as all sites had them last
         self.outer: dict[str, Tensor] = {}
         for name, weight in zip(named, map(_local, named.values()), strict=True):
             outer = torch.empty(weight.shape, dtype=torch.float32, pin_memory=weight.is_cuda)
@@ -339,12 +340,15 @@ class _Fragment:
         for outer, difference in zip(self.outer.values(), self._differences, strict=True):
             outer.grad = difference.clone()
         self.averager.synchronize()
-        mean = self._own_buffers.clone()
-        if mean.numel() > 0:
-            dist.all_reduce(mean, group=group)
-        self.buffers_mean = mean / group.size()
+        # Of what has changed: a buffer that is constant must not be, by roundings, another one after each mean.
+        has_changed = self._own_buffers != self.buffers_mean
+        changes = torch.where(has_changed, self._own_buffers - self.buffers_mean, 0.0)
+        if changes.numel() > 0:
+            dist.all_reduce(changes, group=group)
+        self.buffers_mean = self.buffers_mean + changes / group.size()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._differences.clear()
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
