@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import numbers
 import os
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ from ._checks import check_not_sharded, is_wrapper, resolve_group
 
 _Mine = TypeVar("_Mine")
 
+POLL_SECONDS = 0.1
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
 
 # Gloo knows these, but no other integers and no float8: those go as bytes.
@@ -139,6 +142,40 @@ def dist_sum(values: Tensor, *, process_group: dist.ProcessGroup | None = None) 
 def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Averages ``values`` over the ranks, into a new tensor. Every rank must call it, as ``dist_sum``."""
     return dist_sum(values, process_group=process_group) / dist.get_world_size(process_group)
+
+
+def ranks_left(group: dist.ProcessGroup, progress: int, timeout: timedelta, error: Exception) -> dict[int, int]:
+    """Agrees with the others who have met an error of the group on who is left, by their numbers in the default group.
+
+    Each writes to the store that the ranks met by how far it has come, and waits for the others to do so, for as long
+    as the time-out. The first list of ranks that is written then is everybody's. The store has to be alive: it lives
+    with the launcher, or with rank 0.
+
+    Returns:
+        How far each of them has come.
+
+    Raises:
+        RuntimeError: the store does not answer, or the others have gone on without this rank.
+    """
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+    store = PrefixStore(f"fastsync/left/{group.group_name}/", dist.distributed_c10d._get_default_store())
+    try:
+        store.set(str(rank), str(progress))
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not store.check([str(each) for each in ranks]) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        here = [each for each in ranks if store.check([str(each)])]
+        left = json.loads(store.compare_set("ranks", "", json.dumps(here)))
+        if rank in left:
+            return {each: int(store.get(str(each))) for each in left}
+    except Exception as unreachable:
+        raise RuntimeError(
+            f"fastsync: rank {rank} has lost some of ranks {ranks} ({error}), and the store that would tell which "
+            f"does not answer ({unreachable}); it has to live on a host that is not lost"
+        ) from error
+    raise RuntimeError(
+        f"fastsync: ranks {left} have gone on without rank {rank}, which came too late; start it again from their state"
+    ) from error
 
 
 @torch.no_grad()

@@ -7,9 +7,8 @@ background: A. Douillard and others, Streaming DiLoCo, arXiv 2501.18512, 2025.
 
 from __future__ import annotations
 
-import json
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -19,7 +18,6 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
@@ -28,12 +26,11 @@ from torch.utils.hooks import RemovableHandle
 from ._checks import resolve_group
 from .attach import BUCKET_CAP_MB, GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
-from .distributed import broadcast_tensors
+from .distributed import broadcast_tensors, ranks_left
 from .topk import TopK, TopKAverager
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
-POLL_SECONDS = 0.1
 
 
 class Averager(Protocol):
@@ -92,8 +89,18 @@ class DiLoCo:
         init_sync: bool = True,
         timeout: float = 600.0,
     ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"expected a module and its optimizer, got {type(model).__name__}, {type(optimizer).__name__}"
+            )
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        _check(model, optimizer, named, sync_every, fragments, fragment_sync_delay, fragment_update_alpha)
+        if not named:
+            raise ValueError("model: none of its parameters requires a gradient; nothing to synchronise")
+        _check_number("sync_every", sync_every, 1, sys.maxsize)
+        _check_number("fragments", fragments, 1, min(len(named), sync_every))
+        _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)
+        if not 0 <= fragment_update_alpha < 1:
+            raise ValueError(f"fragment_update_alpha: expected 0 or more, and below 1, got {fragment_update_alpha!r}")
         self._optimizer = optimizer
         self._delay = fragment_sync_delay
         self._alpha = fragment_update_alpha
@@ -127,10 +134,12 @@ class DiLoCo:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Waits for the fragments that are on their way, unless an error ends the block."""
-        if self._hook is not None:
-            self._hook.remove()
+        assert self._hook is not None
+        self._hook.remove()
         if error is None:
-            self._finish_all()
+            for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
+                if fragment.due is not None:
+                    self._receive(fragment)
 
     def _after_step(self, *_: object) -> None:
         self._step += 1
@@ -158,11 +167,6 @@ class DiLoCo:
         fragment.due = None
         fragment.merge(self._alpha)
 
-    def _finish_all(self) -> None:
-        for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
-            if fragment.due is not None:
-                self._receive(fragment)
-
     def _average(self, fragment: _Fragment, number: int) -> None:
         """Moves the fragment's outer weights by the mean difference. The numbers are those of its turn on all ranks."""
         for place_left in reversed(range(self._group.size())):
@@ -178,42 +182,17 @@ class DiLoCo:
 
     # ---- when a site is lost ----------------------------------------------------------------------------------------
 
-    def _ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._group)
-
     def _go_on_without_the_lost(self, error: RuntimeError) -> None:
         """Forms a group of the ranks that are left.
 
-        Note [When a site is lost]
-        Whoever fails writes how far it has come to the store that the ranks met by, and waits as long as the time-out
-        says for the others to do so: some may have got the last mean, and fail at the next. The first list of ranks
-        that is written is everybody's. All take over the outer weights of a rank that has come furthest, so that all
-        are equal again, and go on from there. It needs the store: it lives on with the launcher, or with rank 0.
+        Some may have got the last mean, and fail at the next. So all take over the outer weights of a rank that has
+        come furthest, are equal again, and go on from there.
         """
-        ranks, rank = self._ranks(), dist.get_rank()
-        try:
-            store = PrefixStore(f"fastsync/outer/{self._group.group_name}/", _store())
-            store.set(str(rank), str(self._num_averaged))
-            deadline = time.monotonic() + self._timeout.total_seconds()
-            while not store.check([str(each) for each in ranks]) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            here = [each for each in ranks if store.check([str(each)])]
-            left = json.loads(store.compare_set("left", "", json.dumps(here)))
-            came = {each: int(store.get(str(each))) for each in left}
-        except Exception as unreachable:
-            raise RuntimeError(
-                f"DiLoCo: rank {rank} could not average with ranks {ranks} ({error}), and the store that could tell "
-                f"who is left does not answer ({unreachable}); have it live outside of the sites that may be lost"
-            ) from error
-        if rank not in left:
-            raise RuntimeError(
-                f"DiLoCo: ranks {left} have gone on without rank {rank}, which came too late ({error}); start it again "
-                "with their state"
-            ) from error
-        self._group = _gloo_group(left, self._timeout)
+        came = ranks_left(self._group, self._num_averaged, self._timeout, error)
+        furthest = max(came, key=lambda rank: (came[rank], -rank))
+        self._group = _gloo_group(list(came), self._timeout)
         self._make_averagers()
-        furthest = max(left, key=lambda each: (came[each], -each))
-        state = [self._outer_state() if rank == furthest else None]
+        state = [self._outer_state() if dist.get_rank() == furthest else None]
         dist.broadcast_object_list(state, src=furthest, group=self._group)
         self._load_outer_state(state[0])
         self._num_averaged = came[furthest]
@@ -361,31 +340,9 @@ class _Fragment:
             first += buffer.numel()
 
 
-def _check(
-    model: object,
-    optimizer: object,
-    named: Mapping[str, Tensor],
-    sync_every: int,
-    fragments: int,
-    delay: int,
-    alpha: float,
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not named:
-        raise ValueError("model: none of its parameters requires a gradient; nothing to synchronise")
-    for name, number, least, most in (
-        ("sync_every", sync_every, 1, None),
-        ("fragments", fragments, 1, min(len(named), sync_every)),
-        ("fragment_sync_delay", delay, 0, sync_every - 1),
-    ):
-        if not isinstance(number, int) or number < least or (most is not None and number > most):
-            limits = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{name}: expected a whole number {limits}, got {number!r}")
-    if not 0 <= alpha < 1:
-        raise ValueError(f"fragment_update_alpha: expected a number from 0 on and below 1, got {alpha!r}")
+def _check_number(name: str, number: object, least: int, most: int) -> None:
+    if not isinstance(number, int) or not least <= number <= most:
+        raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {number!r}")
 
 
 def _default_outer_optimizer(compression: object) -> OuterOptimizer:
@@ -399,10 +356,6 @@ def _gloo_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
     group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _store() -> Store:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:
