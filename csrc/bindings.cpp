@@ -80,10 +80,9 @@ auto run(HookState& state, c10d::GradBucket& bucket, std::shared_ptr<const Sched
   return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(std::move(with_buffer), type));
 }
 
-Compression make_compression(const std::string& wire, bool sums_in_float32, bool error_feedback, bool is_stochastic,
+Compression make_compression(const std::string& wire, bool sums_in_float32, bool error_feedback,
                              const std::optional<std::string>& algorithm, int64_t ranks_per_node) {
-  Compression compression{
-      fastsync::wire_from_name(wire), sums_in_float32, error_feedback, is_stochastic, {}, ranks_per_node};
+  Compression compression{fastsync::wire_from_name(wire), sums_in_float32, error_feedback, {}, ranks_per_node};
   if (algorithm) {
     compression.algorithm = fastsync::algorithm_from_name(*algorithm);
   }
@@ -208,8 +207,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Compression>(m, "Compression")
       .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,
-           py::arg("error_feedback") = false, py::arg("is_stochastic") = false, py::arg("algorithm") = py::none(),
-           py::arg("ranks_per_node") = 1);
+           py::arg("error_feedback") = false, py::arg("algorithm") = py::none(), py::arg("ranks_per_node") = 1);
 
   py::class_<Candidate>(m, "Candidate")
       .def(py::init<Compression, std::vector<std::pair<int64_t, double>>>(), py::arg("compression"),

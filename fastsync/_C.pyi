@@ -35,7 +35,6 @@ class Compression:
         wire: str,
         sums_in_float32: bool = False,
         error_feedback: bool = False,
-        is_stochastic: bool = False,
         algorithm: str | None = None,
         ranks_per_node: int = 1,
     ) -> None: ...

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 Wire = Literal["none", "bf16", "fp16", "int8"]
 Reduce = Literal["wire", "fp32"]
-Rounding = Literal["nearest", "stochastic"]
 Algorithm = Literal["one_shot", "two_shot"]
 
 LOSSIER: tuple[Wire, ...] = ("int8",)
@@ -46,8 +45,6 @@ class Compression:
     either way."""
     error_feedback: bool = False
     """Keep what rounding lost, and add it to the next step's gradients. Needs ``reduce="fp32"``."""
-    rounding: Rounding = "nearest"
-    """Of int8: to the nearest, or up or down by chance such that the expectation is the value itself."""
     algorithm: Algorithm | None = None
     """With ``reduce="fp32"``. ``"one_shot"``: every rank sends all of its values to every other. ``"two_shot"``: every
     rank sends each other its part, which that one adds, rounds once more and sends to all. By default one_shot between
@@ -65,9 +62,7 @@ class Compression:
             raise ValueError(f"compression: ranks_per_node has to be None or at least 1, got {self.ranks_per_node!r}")
         if self.reduce is None:
             object.__setattr__(self, "reduce", "fp32" if self.wire == "int8" or self._has_two_levels() else "wire")
-        for name, options in (
-            ("reduce", get_args(Reduce)), ("rounding", get_args(Rounding)), ("algorithm", (None, *get_args(Algorithm))),
-        ):  # fmt: skip
+        for name, options in (("reduce", get_args(Reduce)), ("algorithm", (None, *get_args(Algorithm)))):
             if (value := getattr(self, name)) not in options:
                 expected = ", ".join(repr(option) for option in options)
                 raise ValueError(f"compression: {name} has to be one of {expected}, got {value!r}")
@@ -96,8 +91,6 @@ class Compression:
                 f"compression: ranks_per_node={self.ranks_per_node} has an algorithm of its own; leave out "
                 f"algorithm={self.algorithm!r}"
             )
-        if self.rounding == "stochastic" and self.wire != "int8":
-            raise ValueError(f"compression: rounding='stochastic' is for wire='int8', got wire={self.wire!r}")
 
     def _has_two_levels(self) -> bool:
         return self.ranks_per_node is not None and self.ranks_per_node > 1
@@ -107,8 +100,6 @@ class Compression:
         words: list[str] = [self.wire]
         if self.error_feedback:
             words.append("error feedback")
-        if self.rounding == "stochastic":
-            words.append("stochastic")
         words.append("all_reduce" if self.reduce == "wire" else self.algorithm or "fp32 sums")
         if self.ranks_per_node is not None:
             words.append(f"{self.ranks_per_node} ranks per node")
@@ -220,7 +211,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"reduce": "fp32"},
     "one_shot": {"reduce": "fp32", "algorithm": "one_shot"},
     "two_shot": {"reduce": "fp32", "algorithm": "two_shot"},
-    "stochastic": {"rounding": "stochastic"},
 }
 
 

@@ -20,7 +20,6 @@ MAX_IDLE_SCALE_EXPONENT = 24
 
 BLOCK_VALUES = 128
 BLOCK_BYTES = 4 + BLOCK_VALUES
-FRACTION_BITS = 15
 # 127 times a block's scale, and the mean of such values over any number of ranks, stay below float32's largest.
 INT8_LIMIT = torch.finfo(torch.bfloat16).max
 
@@ -36,11 +35,8 @@ def pack(
     *,
     multiplier: float = 1.0,
     limit: float | None = None,
-    stochastic: bool = False,
-    seed: int = 0,
     is_first: bool = True,
     alignment: int = 1,
-    step: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> None:
     """Gradients to wire: ``wire = (grads * multiplier * bucket_scale)``, one after the other, each in C order.
@@ -61,12 +57,9 @@ def pack(
             to them, in units of the gradients. Where what was sent is not finite, they stay as they were.
         multiplier: usually one over the world size.
         limit: largest magnitude that may be sent; see ``saturation_limit``. On uint8 no more than ``INT8_LIMIT``.
-        stochastic: as in ``encode_int8``, as is ``seed``; for uint8 alone.
         is_first: False adds to ``NUM_SATURATED`` what an earlier call for the same bucket has left there.
         alignment: each gradient begins at a multiple of so many elements of the wire, which has zeros between them and
             behind the last one. On uint8 a block is enough.
-        step: of stochastic rounding: one int64 element, each value of which gives the seed other random bits; None
-            means 0. ``unpack`` can count it.
         weight: one float64 element that the gradients are multiplied with before residuals are added, or, where there
             are none, a part of the multiplier; None means 1. With 0 they count as 0, whatever they are.
     """
@@ -85,7 +78,7 @@ def pack(
     stats[NUM_SATURATED] = num_saturated + (0 if is_first else stats[NUM_SATURATED])
     if wire.dtype != torch.uint8:  # a negative factor makes −0 of what lies between
         scaled = _lay_out(tuple(_parts(scaled, grads, wire.dtype, alignment)), wire.dtype, alignment)
-    wire.copy_(_encode(scaled, wire.dtype, stochastic, seed_of_step(seed, step)))
+    wire.copy_(_encode(scaled, wire.dtype))
     if residuals:
         sent = _decode(wire).to(compute)
         lost = values - _within_range(sent * (1 / factor), sent)
@@ -103,7 +96,6 @@ def unpack(
     multiplier: float = 1.0,
     is_first: bool = True,
     is_last: bool = True,
-    step: Tensor | None = None,
     scale_share: float = 1.0,
 ) -> None:
     """Wires to gradients: ``grads = sum(wires * multiplier) / bucket_scale``, and the statistics of what was written.
@@ -120,8 +112,7 @@ def unpack(
         bucket_scale: as in ``pack``. Moved on to the scale for the next step, see ``next_bucket_scale``.
         multiplier: of each wire's values; usually one over the number of wires.
         is_first: False adds to the statistics that earlier calls for the same bucket have left.
-        is_last: False leaves ``bucket_scale`` and ``step`` as they are, for the calls that follow.
-        step: as in ``pack``, of any wire. One is added to it.
+        is_last: False leaves ``bucket_scale`` as it is, for the calls that follow.
         scale_share: the scale follows the largest magnitude times this.
     """
     compute = _compute_dtype(grads[0].dtype)
@@ -140,8 +131,6 @@ def unpack(
         stats[MAX_MAGNITUDE] = torch.maximum(stats[MAX_MAGNITUDE], before[MAX_MAGNITUDE])
     if bucket_scale is not None and is_last:
         bucket_scale.fill_(next_bucket_scale(bucket_scale.item(), stats[MAX_MAGNITUDE].item() * scale_share))
-    if step is not None and is_last:
-        step += 1
 
 
 def reduce(
@@ -153,9 +142,6 @@ def reduce(
     grad_dtype: torch.dtype = torch.float32,
     multiplier: float = 1.0,
     limit: float | None = None,
-    stochastic: bool = False,
-    seed: int = 0,
-    step: Tensor | None = None,
 ) -> None:
     """Wires to wire: ``out = sum(wires * multiplier)``, encoded anew.
 
@@ -173,8 +159,6 @@ def reduce(
         grad_dtype: of the bucket's gradients.
         multiplier: of each wire's values; usually one over the number of wires.
         limit: as in ``pack``.
-        stochastic: as in ``encode_int8``, as is ``seed``; for an ``out`` of uint8 alone.
-        step: as in ``pack``.
     """
     compute = _compute_dtype(grad_dtype)
     total = _sum_wires(wires, compute, multiplier)
@@ -183,37 +167,29 @@ def reduce(
     if residual is not None:
         total = total + residual * scale
     scaled, _ = _saturate(total, one, limit, out.dtype)
-    out.copy_(_encode(scaled, out.dtype, stochastic, seed_of_step(seed, step)))
+    out.copy_(_encode(scaled, out.dtype))
     if residual is not None:
         sent = _decode(out).to(compute)
         residual.copy_(torch.where(sent.isfinite(), (total - sent) * (1 / scale), residual))
 
 
-def encode_int8(values: Tensor, *, stochastic: bool = False, seed: int = 0) -> Tensor:
+def encode_int8(values: Tensor) -> Tensor:
     """A float32 vector as blocks of ``BLOCK_VALUES`` bytes that share a scale; the last one is filled up with zeros.
 
     A block is a float32 scale, followed by one int8 for each value, in [-127, 127]. The scale is the block's largest
     magnitude, or 2^-110 where that is smaller, over 127; it is nan, and all values are 0, where one of the block's
     values is not finite. The result is a uint8 vector of ``BLOCK_BYTES`` a block, in the machine's order of bytes.
 
-    Values are rounded to nearest even. ``stochastic=True`` rounds them up with a probability of what rounding down
-    would lose, to 2^-15, by ``random_fractions`` of the ``seed``: the expected value of what is sent is then what was
-    to be sent (S. Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015, section 3).
+    Values are rounded to nearest even.
     """
     blocks = _pad(values).view(-1, BLOCK_VALUES)
     finite = blocks.isfinite().all(dim=1, keepdim=True)
     largest = torch.tensor(127.0, device=values.device)
     amax = blocks.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-110)
     scaled = torch.where(finite, blocks * (largest / amax), 0.0)
-    if stochastic:
-        one = 1 << FRACTION_BITS
-        fixed = (scaled * one).round().clamp(-127 * one, 127 * one).to(torch.int64)
-        rounded = (fixed + random_fractions(seed, len(blocks)).to(values.device)) >> FRACTION_BITS
-    else:
-        rounded = scaled.round()
     scales = torch.where(finite, amax / largest, math.nan)
     scales = scales.view(-1).view(torch.uint8).view(len(blocks), 4)
-    return torch.cat([scales, rounded.to(torch.int8).view(torch.uint8)], dim=1).view(-1)
+    return torch.cat([scales, scaled.round().to(torch.int8).view(torch.uint8)], dim=1).view(-1)
 
 
 def decode_int8(wire: Tensor) -> Tensor:
@@ -221,32 +197,6 @@ def decode_int8(wire: Tensor) -> Tensor:
     blocks = wire.view(len(wire) // BLOCK_BYTES, BLOCK_BYTES)
     scales = blocks[:, :4].clone().view(-1).view(torch.float32).view(-1, 1)
     return (blocks[:, 4:].view(torch.int8).float() * scales).view(-1)
-
-
-def random_fractions(seed: int, num_blocks: int) -> Tensor:
-    """Draws what stochastic rounding adds to each of a wire's values: int64 in [0, 2^15), of shape [blocks, values].
-
-    A block's key is the upper half of the SplitMix64 finaliser (G. Steele, D. Lea, C. Flood, Fast Splittable
-    Pseudorandom Number Generators, OOPSLA 2014) of the seed and the block's number; a value's bits are the upper ones
-    of the MurmurHash3 finaliser (A. Appleby, 2011) of the key and the value's place in the block.
-    """
-    bits = _signed(seed) + (1 + torch.arange(num_blocks)) * _signed(0x9E3779B97F4A7C15)
-    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
-    keys = _shift_right(bits ^ _shift_right(bits, 31), 32)
-    bits = (keys.view(-1, 1) + torch.arange(BLOCK_VALUES)) & 0xFFFFFFFF
-    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    return (bits ^ (bits >> 16)) >> (32 - FRACTION_BITS)
-
-
-def seed_of_step(seed: int, step: Tensor | None) -> int:
-    """Computes what takes the place of a seed at a step that is counted where the gradients are, modulo 2^64.
-
-    The multiplier is one of G. Steele and S. Vigna, Computationally Easy, Spectrally Good Multipliers for Congruential
-    Pseudorandom Number Generators, Software: Practice and Experience 52, 2022.
-    """
-    return seed if step is None else (seed + int(step) * 0xD1342543DE82EF95) % 2**64
 
 
 def wire_numel(numels: Sequence[int], wire: torch.dtype, alignment: int = 1) -> int:
@@ -489,9 +439,9 @@ def _saturate(values: Tensor, factor: Tensor, limit: float | None, wire: torch.d
     return torch.where(saturated, torch.copysign(bound, scaled), scaled), saturated.sum()
 
 
-def _encode(values: Tensor, wire: torch.dtype, stochastic: bool, seed: int) -> Tensor:
+def _encode(values: Tensor, wire: torch.dtype) -> Tensor:
     if wire == torch.uint8:
-        return encode_int8(values.float(), stochastic=stochastic, seed=seed)
+        return encode_int8(values.float())
     return _round_to(values, wire)
 
 
@@ -513,15 +463,6 @@ def _within_range(values: Tensor, source: Tensor, dtype: torch.dtype | None = No
     """``values``, but no further than what ``dtype`` can hold where their ``source`` is finite."""
     bound = torch.tensor(torch.finfo(dtype or values.dtype).max, dtype=values.dtype, device=values.device)
     return torch.where(source.isfinite(), values.clamp(-bound, bound), values)
-
-
-def _signed(bits: int) -> int:
-    return bits - 2**64 if bits >= 2**63 else bits
-
-
-def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Of int64 as if it had no sign."""
-    return torch.bitwise_and(bits >> count, 2 ** (64 - count) - 1)
 
 
 def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -134,8 +134,6 @@ def _draw_compression(rng: random.Random, entry_point: str, world_size: int) -> 
     chosen: dict[str, Any] = {"wire": wire, "reduce": "fp32"}
     if wire != "none" and rng.random() < 0.5:
         chosen["error_feedback"] = True
-    if wire == "int8" and rng.random() < 0.4:
-        chosen["rounding"] = "stochastic"
     per_node = rng.choice([size for size in range(1, world_size + 1) if world_size % size == 0])
     if per_node > 1 and rng.random() < 0.6:
         chosen["ranks_per_node"] = per_node

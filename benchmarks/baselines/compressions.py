@@ -8,7 +8,7 @@ WIRE_BYTES = {"none": 4, "fp16": 2, "bf16": 2, "int8": 132 / 128}
 DEFAULT = ("none", "fp16", "bf16", "fp16+fp32", "bf16+fp32", "int8", "int8+ef")
 ON_REQUEST = (
     *(f"{wire}+{algorithm}" for wire in WIRE_BYTES for algorithm in ("one_shot", "two_shot")),
-    *("int8+ef+one_shot", "int8+ef+two_shot", "int8+stochastic", "auto", "auto:int8"),
+    *("int8+ef+one_shot", "int8+ef+two_shot", "auto", "auto:int8"),
 )
 CHOSEN = {"auto": "bf16", "auto:int8": "int8+ef+two_shot"}
 """What is chosen by measurement, and the coarsest that may be."""
@@ -34,11 +34,11 @@ def algorithm(name: str, num_ranks: int) -> str:
 def half_steps(name: str) -> float | None:
     """Bounds the error of a value in halves of the wire's step; None where it is added on the wire.
 
-    It is rounded once on its way in, and in two_shot the sum once on its way out, by half a step, or by a whole one
-    where chance decides. With error feedback there is as much more of it from the step before.
+    It is rounded once on its way in, and in two_shot the sum once on its way out, by half a step.
+    With error feedback there is as much more of it from the step before.
     """
     wire, options = split(name)
     if wire == "none" or (not options and wire != "int8"):
         return None
     times = 1 if "one_shot" in options else 2
-    return float(times * (2 if "stochastic" in options else 1) * (2 if "ef" in options else 1))
+    return float(times * (2 if "ef" in options else 1))

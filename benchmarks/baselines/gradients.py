@@ -16,7 +16,7 @@ LARGEST_INT8 = 127
 """What the largest value of a block is sent as."""
 SLACK = 1.02
 """What the bound of ``half_steps`` is multiplied by. Residuals make a value larger before it is rounded, at most by a
-part of 1/126, twice, which is what stochastic rounding to int8 leaves; float32's own roundings are far less."""
+part of 1/254, twice; float32's own roundings are far less."""
 
 
 @dataclass(frozen=True)

@@ -38,5 +38,5 @@ def could_choose(way: str, other: str) -> bool:
     if chosen not in compressions.CHOSEN or fixed is None or fixed in compressions.CHOSEN:
         return False
     wire, options = compressions.split(fixed)
-    allowed = "stochastic" not in options and (wire != "int8" or (chosen == "auto:int8" and "ef" in options))
+    allowed = wire != "int8" or (chosen == "auto:int8" and "ef" in options)
     return allowed and way.partition("/")[0] == other.partition("/")[0]

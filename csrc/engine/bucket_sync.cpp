@@ -138,8 +138,6 @@ std::shared_ptr<BucketWork> BucketSync::start(std::vector<at::Tensor> grads, con
   guard([&] { share_memory(bucket, sync); });
   stopwatch->mark(Mark::kStart);
   bucket.scale = scale_;
-  bucket.rounding = rounding_of(sync);
-  bucket.step = bucket.rounding.is_stochastic ? counter_ : at::Tensor();
   totals_->elements = numel_of(bucket.grads);
   totals_->num_syncs += 1;
   auto work = std::make_shared<BucketWork>();
@@ -256,26 +254,6 @@ bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compressio
   const DType wire = wire_dtype(compression.wire, dtype);
   return algorithm_for(compression, dtype, numel_of(grads), *team_for(compression)) != Algorithm::kAllReduce ||
          (wire == DType::kFloat32 && !is_own_wire(grads, wire));
-}
-
-// The step is counted on the device, for a CUDA graph repeats what the host has said: it would round alike in every
-// replay. The host sets it only where the bucket's steps do not follow each other, as after loading a state, and never
-// in a graph, each replay of which would set it anew.
-Rounding BucketSync::rounding_of(const Sync& sync) {
-  if (!sync.compression.is_stochastic) {
-    return {};
-  }
-  if (is_capturing(device_)) {
-    TORCH_CHECK(counter_.defined(), "fastsync: the counter that stochastic rounding follows cannot be made while a ",
-                "CUDA graph is captured: take a step like this one before");
-  } else if (!counter_.defined()) {
-    counter_ = at::full({1}, sync.step, at::TensorOptions().dtype(at::kLong).device(device_));
-  } else if (next_counted_ != sync.step) {
-    counter_.fill_(sync.step);
-  }
-  next_counted_ = sync.step + 1;
-  const uint64_t seed = fingerprint(c10::str(sync.index, " ", teams_.all()->rank()));
-  return {/*is_stochastic=*/true, seed, counter_.const_data_ptr<int64_t>()};
 }
 
 // With the thread's state, for without it a profiler would not see what happens on another thread.

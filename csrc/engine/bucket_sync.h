@@ -48,8 +48,7 @@ struct Sync {
   };
 
   Compression compression;
-  int64_t step = 0;               // this and the next are what the rounding follows
-  int64_t index = 0;              // of the bucket
+  int64_t step = 0;
   int tag = 0;                    // of its messages; the next kTagsPerBucket - 1 are its as well
   bool ends_step = false;         // once it has been received
   int64_t attempt = 0;            // the same where one step is sent twice, because it failed; 0: each is another
@@ -179,7 +178,6 @@ class BucketSync {
   std::shared_ptr<Team> team_for(const Compression& compression) const;
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync, bool is_for_future);
   std::unique_ptr<BucketSum> make_scatter(Bucket bucket, const Sync& sync) const;
-  Rounding rounding_of(const Sync& sync);
   bool has_lost_scale() const;
   void agree_on_scale(const Bucket& bucket);
   void guard(const std::function<void()>& call) const { fastsync::guard(*failure_, *whereabouts_, call); }
@@ -196,10 +194,6 @@ class BucketSync {
   std::shared_ptr<const HostCopies> copies_;  // for the next sum
   ErrorFeedback feedback_;
   at::Tensor scale_;
-  // int64 [1], the step that stochastic rounding follows. Unpacking adds one, so that after the newest sync it is the
-  // other.
-  at::Tensor counter_;
-  std::optional<int64_t> next_counted_;
   at::Tensor stats_;
   at::Tensor workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();

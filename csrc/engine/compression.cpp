@@ -71,7 +71,6 @@ std::string describe(const Compression& compression) {
   std::string text = name_of(kWires, compression.wire);
   text += compression.sums_in_float32 ? ", reduce fp32" : "";
   text += compression.error_feedback ? ", error_feedback" : "";
-  text += compression.is_stochastic ? ", rounding stochastic" : "";
   text += compression.algorithm ? std::string(", ") + name_of(kAlgorithms, *compression.algorithm) : "";
   text += compression.ranks_per_node > 1 ? c10::str(", ", compression.ranks_per_node, " ranks per node") : "";
   return text;

@@ -28,7 +28,6 @@ struct Compression {
   Wire wire = Wire::kNone;
   bool sums_in_float32 = false;
   bool error_feedback = false;
-  bool is_stochastic = false;
   std::optional<Algorithm> algorithm;  // none: by size and number of ranks
   int64_t ranks_per_node = 1;          // above 1 they divide the number of ranks, and are less
 };

@@ -83,8 +83,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
   const auto stopwatch = start_bucket(*bucket);
   const int64_t step = step_under_way();
   const Sync sync{compression_for(*schedule, step, buffer.numel(), buffer.device()), step,
-                  static_cast<int64_t>(grad_bucket.getIndex()), first_tag(bucket->agreement->number),
-                  grad_bucket.isLast()};
+                  first_tag(bucket->agreement->number), grad_bucket.isLast()};
   auto grads = gradients_of(grad_bucket, sync.compression, bucket->feedback());
   at::Tensor side_values;
   if (grad_bucket.isLast()) {

@@ -36,7 +36,7 @@ class EngineState {
   std::shared_ptr<const Schedule> schedule() { return schedule_; }
   void set_schedule(std::shared_ptr<const Schedule> schedule);
 
-  // The number of the next step: what the schedule and the rounding go by.
+  // The number of the next step: what the schedule goes by.
   int64_t step() { return step_; }
   void set_step(int64_t step) { step_ = step; }
 

@@ -203,7 +203,6 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
   const auto index = static_cast<int>(next_bucket_);
   const Sync sync{compression_for(*schedule_, step_, bucket.numel, device),
                   step_,
-                  index,
                   first_tag(agreement_->number) + index * kTagsPerBucket,
                   /*ends_step=*/false,
                   num_steps(),

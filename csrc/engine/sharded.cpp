@@ -96,8 +96,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   }
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
-  const auto place = std::find(known_buckets_.begin(), known_buckets_.end(), bucket) - known_buckets_.begin();
-  Sync sync{compression_for(*schedule_, step, values.numel(), values.device()), step, static_cast<int64_t>(place),
+  Sync sync{compression_for(*schedule_, step, values.numel(), values.device()), step,
             first_tag(bucket->agreement->number)};
   sync.scatter = scatter;
   const auto forget_scale = c10::make_scope_exit([&] {

@@ -14,14 +14,14 @@ namespace fastsync {
 
 // True for the dtypes a gradient may have: float32, float64, float16, bfloat16.
 bool is_supported(at::ScalarType dtype);
-// Of a gradient, or of a wire, where uint8 stands for blocks of int8.
+// Of a gradient, or of a wire, where uint8 stands for blocks.
 DType dtype_of(at::ScalarType dtype);
 at::ScalarType scalar_type_of(DType dtype);
 // What a gradient's products and sums are taken in.
 at::ScalarType compute_dtype(at::ScalarType grad);
 
-// Where contiguous gradients lie in a wire buffer: one after the other, each at a multiple of the alignment, on an int8
-// wire at the beginning of a block. residuals: as many, contiguous; or none.
+// Where contiguous gradients lie in a wire buffer: one after the other, each at a multiple of the alignment, on a
+// wire of blocks at the beginning of one. residuals: as many, contiguous; or none.
 std::vector<Segment> lay_out(at::TensorList grads, DType wire = DType::kFloat32, at::TensorList residuals = {},
                              int64_t alignment = 1);
 

@@ -9,8 +9,8 @@
 
 namespace fastsync {
 
-// One gradient, or a piece of one, contiguous, and where its first element lies in the wire buffer: in elements, on an
-// int8 wire at the beginning of a block. Its last block may be partly filled; what is left of it is zeros.
+// One gradient, or a piece of one, contiguous, and where its first element lies in the wire buffer: in elements, on a
+// wire of blocks at the beginning of one. Its last block may be partly filled; what is left of it is zeros.
 struct Segment {
   void* data;
   int64_t numel;
@@ -22,8 +22,21 @@ struct Segment {
 // What a bucket's passes found out, in one row of doubles so that one tensor holds it (counts are exact up to 2^53).
 enum Stat : int { kSumOfSquares, kNumNonfinite, kNumSaturated, kMaxMagnitude, kNumStats };
 
+// What one call has found among the gradients, to what the calls before have; packing begins the count of what
+// saturated.
+FASTSYNC_HOST_DEVICE void add_to_stats(double* stats, bool is_first, double sum_of_squares, int64_t num_nonfinite,
+                                       int64_t num_saturated, double largest) {
+  const double before = is_first ? 0.0 : stats[kMaxMagnitude];
+  stats[kSumOfSquares] = (is_first ? 0.0 : stats[kSumOfSquares]) + sum_of_squares;
+  stats[kNumNonfinite] = (is_first ? 0.0 : stats[kNumNonfinite]) + static_cast<double>(num_nonfinite);
+  stats[kMaxMagnitude] = largest > before ? largest : before;
+  if (num_saturated > 0) {
+    stats[kNumSaturated] += static_cast<double>(num_saturated);
+  }
+}
+
 // A bucket may pass in several calls: the first one begins the statistics anew, the others add to them, and the last
-// one moves the bucket's scale and the count of steps on for the next step.
+// one moves the bucket's scale on for the next step.
 struct Turn {
   bool is_first = true;
   bool is_last = true;
@@ -31,7 +44,7 @@ struct Turn {
 
 // gradients → wire: wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite. The value is
 // gradient[i] * weight + residual[i], in Compute<G> and in this order, and the new residual[i] is the
-// value minus what decoding gives; where the value on the wire, or on int8 one of its block's, is not finite, the
+// value minus what decoding gives; where the value on the wire, or one of its block's, is not finite, the
 // residual stays as it was. Without a residual the weight is a part of the multiplier. With a weight of 0 the gradient
 // counts as 0, whatever it is. Writes stats[kNumSaturated]. The wire may be the gradients' own memory where both have
 // one type.
@@ -42,10 +55,9 @@ struct PackArgs {
   DType wire_dtype;
   void* wire;
   double multiplier;
-  double limit;               // on int8, whose scales follow the values, no more than kInt8Limit
+  double limit;               // in blocks, whose scales follow the values, no more than kEncodingLimit
   const float* bucket_scale;  // on the gradients' device; null means 1
   double* stats;              // on the gradients' device
-  Rounding rounding = {};
   Turn turn = {};
   int64_t alignment = 1;           // behind each segment the wire is zeros up to the next multiple of so many elements
   const double* weight = nullptr;  // on the gradients' device; null means 1
@@ -61,7 +73,7 @@ FASTSYNC_HOST_DEVICE int64_t gap_behind(const Segment& segment, int64_t alignmen
 // statistics of what was written: stats[kSumOfSquares], stats[kNumNonfinite] and stats[kMaxMagnitude] (over the finite
 // ones). Products and sums are in Compute<G>, from the first wire to the last. A finite sum that the gradient's type
 // does not hold becomes its largest, and is added to what packing has counted in stats[kNumSaturated]. Then moves
-// bucket_scale, which follows the largest magnitude times scale_share, and step on for the next step.
+// bucket_scale, which follows the largest magnitude times scale_share, on for the next step.
 struct UnpackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -74,19 +86,8 @@ struct UnpackArgs {
   int64_t stride_bytes = 0;  // from one wire to the next
   double multiplier = 1.0;   // of each wire's value, before the sum
   Turn turn = {};
-  int64_t* step = nullptr;  // what Rounding's points to; null where nothing is counted
   double scale_share = 1.0;
 };
-
-// What a bucket's last unpacking call does in the end. Either may be null.
-FASTSYNC_HOST_DEVICE void move_on(float* bucket_scale, int64_t* step, const double* stats, double scale_share) {
-  if (bucket_scale != nullptr) {
-    *bucket_scale = next_bucket_scale(*bucket_scale, stats[kMaxMagnitude] * scale_share);
-  }
-  if (step != nullptr) {
-    *step += 1;
-  }
-}
 
 // The statistics of gradients alone, as unpack takes them; nothing but stats is written.
 struct MeasureArgs {
@@ -98,13 +99,13 @@ struct MeasureArgs {
 
 // wires → wire: out[i] = encode(value), within ±limit if finite, where value = (sum over r of (wire r)[i] * multiplier)
 // + residual[i] * bucket_scale, in Compute<G> and from the first wire to the last. The new residual[i] is what decoding
-// out[i] misses of the value, divided by bucket_scale; it stays as it was where out[i], or on int8 one of its block's
-// values, is not finite. out may be one of the wires.
+// out[i] misses of the value, divided by bucket_scale; it stays as it was where out[i], or one of its block's values,
+// is not finite. out may be one of the wires.
 struct ReduceArgs {
   const void* wire;
   int64_t num_wires;
   int64_t stride_bytes;  // from one wire to the next
-  int64_t numel;         // of each; on int8 a multiple of kBlockValues
+  int64_t numel;         // of each; in blocks a multiple of kBlockValues
   DType grad_dtype;      // of the bucket: what is summed in follows from it
   DType wire_dtype;      // of the wires
   void* out;
@@ -113,7 +114,6 @@ struct ReduceArgs {
   double limit;               // as in PackArgs
   const float* bucket_scale;  // what the wires' values have been multiplied with; null means 1
   void* residual;             // Compute<G> [numel]; null where it is lost
-  Rounding rounding = {};
 };
 
 // Calls call(T{}) with the type of a gradient's element, or of a wire's unit.
@@ -188,24 +188,31 @@ struct WireUnit {
   int64_t values;
   int64_t bytes;
   int64_t alignment;  // in bytes
+  int bits;           // of a value
 };
 
 inline WireUnit unit_of(DType wire) {
   WireUnit unit{};
-  dispatch(wire, [&](auto w) { unit = {WireFormat<decltype(w)>::kValues, sizeof(w), alignof(decltype(w))}; });
+  dispatch(wire, [&](auto w) {
+    using W = decltype(w);
+    unit = {kUnitValues<W>, sizeof(W), alignof(W), 8 * static_cast<int>(sizeof(W))};
+    if constexpr (kIsBlock<W>) {
+      unit.bits = W::kBits;
+    }
+  });
   return unit;
 }
 
 // How many units hold so many values.
 template <class W>
 FASTSYNC_HOST_DEVICE constexpr int64_t num_units(int64_t values) {
-  return (values + WireFormat<W>::kValues - 1) / WireFormat<W>::kValues;
+  return (values + kUnitValues<W> - 1) / kUnitValues<W>;
 }
 
 // The unit of a wire that begins with the value of this index.
 template <class W>
 FASTSYNC_HOST_DEVICE W* unit_at(void* wire, int64_t index) {
-  return static_cast<W*>(wire) + index / WireFormat<W>::kValues;
+  return static_cast<W*>(wire) + index / kUnitValues<W>;
 }
 template <class W>
 FASTSYNC_HOST_DEVICE const W* unit_at(const void* wire, int64_t index) {
@@ -215,7 +222,7 @@ FASTSYNC_HOST_DEVICE const W* unit_at(const void* wire, int64_t index) {
 // What values may be before they are encoded, as a number of what is computed in.
 template <class W, class C>
 C limit_on(double limit) {
-  return static_cast<C>(limit < WireFormat<W>::kLimit ? limit : WireFormat<W>::kLimit);
+  return static_cast<C>(std::fmin(limit, kEncodingLimit<W>));
 }
 
 // Each backend has these. Scratch memory and the stream, a cudaStream_t, are CUDA's alone.

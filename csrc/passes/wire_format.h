@@ -15,10 +15,20 @@
 #define FASTSYNC_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
+// What the CPU's loops for AVX2 call.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
+#include <immintrin.h>
+#define FASTSYNC_HAS_AVX2 1
+#define FASTSYNC_AVX2 __attribute__((always_inline, target("avx2,f16c"))) inline
+#else
+#define FASTSYNC_HAS_AVX2 0
+#endif
+
 namespace fastsync {
 
-// kInt8 is a wire's alone.
+// Those of blocks are wires' alone.
 enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt8 };
+constexpr int kNumDTypes = 5;
 
 // Storage of the 16-bit types: plain bits, so that neither torch nor CUDA headers are needed to name them.
 struct Float16 {
@@ -28,15 +38,16 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// A wire is units of one type, one after the other: single values, or blocks of values that share a scale, which have a
-// file each in wires/. A format is its unit's type, how values become that and back, and these constants.
+// A wire is units of one type, one after the other: single values, or blocks of kBlockValues that share a scale, which
+// have a file each in wires/. A block is a struct of kBits, of a value; the scale, a float; and bytes. A value is a
+// whole number, of at most kBits in two's complement but for the least, times the scale. The scale is nan where a value
+// was not finite. put turns neighbours, a multiple of four of them, into the bytes that they take, and get goes back;
+// put_vectors of 32 and get_vector of 8 do so on AVX2.
+constexpr int kBlockValues = 128;
 template <class Unit>
-struct WireFormat {
-  static constexpr int64_t kValues = 1;                                      // of a unit
-  static constexpr double kLimit = std::numeric_limits<double>::infinity();  // of a value before it is encoded
-};
+inline constexpr bool kIsBlock = requires { Unit::kBits; };
 template <class Unit>
-inline constexpr bool kIsBlock = WireFormat<Unit>::kValues > 1;
+inline constexpr int64_t kUnitValues = kIsBlock<Unit> ? kBlockValues : 1;
 
 // What a value is multiplied and rounded in: float for all but double.
 template <class T>
@@ -151,6 +162,38 @@ FASTSYNC_HOST_DEVICE Float16 encode<Float16>(float value) {
   return {static_cast<uint16_t>(half | sign)};
 #endif
 }
+
+// ---- blocks ---------------------------------------------------------------------------------------------------------
+
+// What a value may be before it enters a block: the largest whole number times the scale, and the mean of such values
+// over any number of ranks, then stay below float's largest in spite of their roundings.
+template <class Unit>
+inline constexpr double kEncodingLimit = kIsBlock<Unit> ? kLargest<BFloat16> : std::numeric_limits<double>::infinity();
+
+// Of a block's whole numbers.
+constexpr float largest_number(int bits) { return static_cast<float>((1 << (bits - 1)) - 1); }
+template <class Block>
+inline constexpr float kLargestNumber = largest_number(Block::kBits);
+
+// A block's scale and its inverse follow from its largest magnitude, which counts as no smaller than this: what is then
+// on the wire, and what comes out of it, is zero or a normal float.
+constexpr float kSmallestAmax = 0x1p-110F;
+
+template <class Block>
+FASTSYNC_HOST_DEVICE float block_scale(float amax) {
+  return (amax < kSmallestAmax ? kSmallestAmax : amax) / kLargestNumber<Block>;
+}
+template <class Block>
+FASTSYNC_HOST_DEVICE float block_inverse(float amax) {
+  return kLargestNumber<Block> / (amax < kSmallestAmax ? kSmallestAmax : amax);
+}
+
+// To the nearest integer, halves to even: at 3 * 2^22 the float adder has no bits left for fractions.
+FASTSYNC_HOST_DEVICE int32_t round_to_int(float value) {  // of at most 2^22
+  return static_cast<int32_t>(float_bits(value + 0x1.8p23F)) - 0x4B400000;
+}
+
+// ---- scaled and clamped ---------------------------------------------------------------------------------------------
 
 // value * multiplier, kept within ±limit. Only finite values are clamped: an inf or nan in a gradient must arrive.
 template <class C>

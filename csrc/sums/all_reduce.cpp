@@ -31,7 +31,7 @@ class AllReduceSum final : public BucketSum {
   }
 
   void send() override {
-    bucket_.pack(bucket_.segments, bucket_.wire_dtype, wire_.data_ptr(), Turn(), /*seed=*/0);
+    bucket_.pack(bucket_.segments, bucket_.wire_dtype, wire_.data_ptr(), Turn());
     std::vector<at::Tensor> buffers{wire_};
     if (is_behind_) {
       put_values(side_values_, wire_, bucket_.num_values, /*stride=*/0, /*count=*/1);

@@ -76,12 +76,10 @@ void Bucket::redirect() {
   }
 }
 
-void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn, uint64_t seed) const {
+void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn) const {
   RECORD_FUNCTION("fastsync::pack", {});
   PackArgs args{from.data(),         static_cast<int64_t>(from.size()), grad_dtype, dtype, wire, multiplier, limit,
                 data_or_null(scale), stats.data_ptr<double>()};
-  args.rounding = rounding;
-  args.rounding.seed += seed;
   args.turn = turn;
   args.alignment = dtype == wire_dtype ? alignment : 1;  // the offsets are for the wire alone
   args.weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr;
@@ -93,7 +91,7 @@ void Bucket::unpack(const std::vector<Segment>& to, const void* wire, int64_t nu
   RECORD_FUNCTION("fastsync::unpack", {});
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
               stats.data_ptr<double>(), num_wires, stride, factor.value_or(mean_factor * share_of_row(num_wires)), turn,
-              step.defined() ? step.data_ptr<int64_t>() : nullptr, 1.0 / mean_factor},
+              1.0 / mean_factor},
              device, workspace);
 }
 
@@ -103,22 +101,19 @@ void Bucket::measure() const {
 }
 
 ReduceArgs Bucket::sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
-                       uint64_t seed, double share) const {
-  ReduceArgs args{rows,
-                  num_rows,
-                  stride,
-                  numel,
-                  grad_dtype,
-                  dtype,
-                  out,
-                  wire_dtype,
-                  share,
-                  limit,
-                  data_or_null(scale),
-                  /*residual=*/nullptr};
-  args.rounding = rounding;
-  args.rounding.seed += seed;
-  return args;
+                       double share) const {
+  return {.wire = rows,
+          .num_wires = num_rows,
+          .stride_bytes = stride,
+          .numel = numel,
+          .grad_dtype = grad_dtype,
+          .wire_dtype = dtype,
+          .out = out,
+          .out_dtype = wire_dtype,
+          .multiplier = share,
+          .limit = limit,
+          .bucket_scale = data_or_null(scale),
+          .residual = nullptr};
 }
 
 }  // namespace fastsync

@@ -38,7 +38,7 @@ struct Owned {
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline std::byte* advance(void* data, int64_t bytes) { return static_cast<std::byte*>(data) + bytes; }
 inline const std::byte* advance(const void* data, int64_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
-// Of whole units of the wire, such as blocks of int8.
+// Of whole units of the wire, such as blocks.
 int64_t bytes_of(int64_t values, DType dtype);
 int64_t values_in(int64_t bytes, DType dtype);
 
@@ -58,8 +58,6 @@ struct Bucket {
   at::Tensor stats;               // float64 [kNumStats]
   at::Tensor workspace;           // see new_workspace
   at::Tensor side_values;  // float32, on the device, summed over the ranks as they are; undefined where there are none
-  Rounding rounding;
-  at::Tensor step;           // int64 [1], what the rounding's points to; undefined where it has none
   bool is_lossless = false;  // nothing saturates where the process group adds
   double mean_factor = 1.0;  // of what is unpacked
   at::Tensor weight;         // float64 [1], of the gradients before residuals are added; undefined where it is 1
@@ -82,7 +80,7 @@ struct Bucket {
   // Once all is packed: averages go to memory that nobody reads, and the gradients stay what they are.
   void redirect();
 
-  void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn, uint64_t seed) const;
+  void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn) const;
   // What each of so many rows counts in their sum.
   double share_of_row(int64_t num_rows) const { return rows_add_up ? 1.0 : 1.0 / static_cast<double>(num_rows); }
   // The sum of the wires' values times the factor, which makes it the mean, times mean_factor, where none is given.
@@ -91,7 +89,7 @@ struct Bucket {
   void measure() const;  // the gradients where they are
   // The sum of rows that have the bucket's scale, each times the share, encoded for the wire.
   ReduceArgs sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
-                 uint64_t seed, double share) const;
+                 double share) const;
 
  private:
   // call(segment, how many of its values come before the part, how many the part has, and its place).

@@ -21,8 +21,14 @@ int64_t part_multiple(DType dtype) {
   return unit.values > 1 ? unit.values * (16 / std::gcd(int64_t{16}, unit.bytes)) : kBlockValues;
 }
 
-// What regions are multiples of: blocks of int8 are counted from region to region.
-constexpr int64_t kRegionAlignment = std::lcm(kRowAlignment, 4 * static_cast<int64_t>(sizeof(Int8Block)));
+// What regions are multiples of: units of any wire are counted from region to region.
+const int64_t kRegionAlignment = [] {
+  int64_t alignment = kRowAlignment;
+  for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
+    alignment = std::lcm(alignment, 4 * unit_of(static_cast<DType>(dtype)).bytes);
+  }
+  return alignment;
+}();
 
 // Of an exchange: the rows that leave, those that come, and those of a gather that may take the place of what has left
 // or has been read.
@@ -183,7 +189,6 @@ Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
   planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/false), [&](Piece& piece) {
     const Rows row = planner.row_of(piece.end - piece.begin, bucket.wire_dtype, piece.turn.is_last);
     const Rows rows = planner.gather(row.length, row.stride);
-    piece.seed = static_cast<uint64_t>(piece.begin);
     piece.packed_at = rows.begin(team->rank());
     piece.packed = piece.unpacked = {{piece.begin, piece.end, /*place=*/0}};
     piece.wires = rows;
@@ -202,14 +207,12 @@ Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
     const int64_t shard = planner.part_of(piece);
     auto [to, from, means] = planner.exchange(size, planner.row_of(shard, bucket.wire_dtype, piece.turn.is_last));
     means.length = bytes_of(shard, bucket.wire_dtype);  // no side values travel with them
-    piece.seed = static_cast<uint64_t>(piece.begin);
     piece.phases.push_back(exchange(team, tag, size, to, from));
     piece.phases.back().reduce = Reduce{bucket.wire_dtype,
                                         size,
                                         shard,
                                         {means.begin(team->rank())},
                                         bucket.share_of_row(size),
-                                        static_cast<uint64_t>(piece.begin) + static_cast<uint64_t>(bucket.num_values),
                                         span_of(piece, piece.begin + team->rank() * shard, shard, place)};
     piece.phases.push_back(gather(team, tag + 1, means));
     planner.pack_parts(piece, shard);
@@ -230,7 +233,6 @@ Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bu
   planner.add_pieces(shard, of_each, [&](Piece& piece) {
     const int64_t values = round_up(piece.end - piece.begin, kBlockValues);
     const Exchange rows = planner.exchange(size, planner.row_of(values, bucket.wire_dtype, /*is_last=*/false));
-    piece.seed = static_cast<uint64_t>(piece.begin * size);
     piece.phases.push_back(exchange(team, tag, size, rows.to, rows.from));
     piece.packed_at = rows.to.offset;
     for (int64_t member = 0; member < size; ++member) {
@@ -287,13 +289,11 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
     const Rows of_nodes{blocks.begin(node->rank()), at_once ? encoded.length : stride, stride};
     plan.side_values = at_once ? Rows{blocks.offset, encoded.length, stride} : planner.of_first(from);
     if (peers) {
-      // Even seeds here, odd ones for the sums over nodes.
       Reduce reduce{bucket.grad_dtype,
                     node->size(),
                     sub_shard,
                     {},
                     bucket.share_of_row(most_ranks),
-                    2 * static_cast<uint64_t>(piece.begin),
                     span_of(piece, begin, shard, /*place=*/0),
                     static_cast<double>(num_ranks) * share_of_node,
                     /*adds_side_values=*/is_last};
@@ -305,13 +305,9 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
         for (int64_t member = 0; member < nodes; ++member) {
           reduce.outs.push_back(phase.place_for(member));
         }
-        phase.reduce = Reduce{wire,
-                              nodes,
-                              sub_shard,
-                              {own_row},
-                              share_of_node,
-                              2 * static_cast<uint64_t>(piece.begin) + 1,
-                              span_of(piece, begin + peers->rank() * sub_shard, sub_shard, place)};
+        phase.reduce =
+            Reduce{wire,      nodes,         sub_shard,
+                   {own_row}, share_of_node, span_of(piece, begin + peers->rank() * sub_shard, sub_shard, place)};
       }
       between.push_back(gather(peers, at_once ? tag + 1 : tag + 2, of_nodes));
       piece.phases.back().reduce = std::move(reduce);

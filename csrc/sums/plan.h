@@ -36,7 +36,6 @@ struct Reduce {
   int64_t num_values;         // of a part
   std::vector<int64_t> outs;  // where each part's sum goes, in bytes
   double share;               // what each row counts in the sum
-  uint64_t seed;              // of stochastic rounding; each part takes twice its number of values
   Span values;                // of the bucket, that these are the sums of; the place is in Owned
   // Set where losses become part of the gradients' residuals, times this; else they are the residual of the sums.
   std::optional<double> share_of_loss = {};
@@ -74,7 +73,6 @@ struct Piece {
   int64_t begin;  // in values, of the bucket or, in a reduce-scatter, of each shard
   int64_t end;
   Turn turn = {};
-  uint64_t seed = 0;  // of packing
   std::vector<Span> packed = {};
   int64_t packed_at = 0;  // in bytes
   std::vector<Phase> phases = {};

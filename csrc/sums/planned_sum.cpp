@@ -87,7 +87,7 @@ class PlannedSum final : public BucketSum {
   }
 
   void pack(const Piece& piece) const {
-    bucket_.pack(bucket_.cut(piece.packed), plan_.packed_as, address(piece.packed_at), piece.turn, piece.seed);
+    bucket_.pack(bucket_.cut(piece.packed), plan_.packed_as, address(piece.packed_at), piece.turn);
     if (piece.turn.is_last) {
       put_side_values(piece.phases.front());
     }
@@ -145,8 +145,7 @@ class PlannedSum final : public BucketSum {
     for (size_t part = 0; part < reduce.outs.size(); ++part) {
       const int64_t first = static_cast<int64_t>(part) * reduce.num_values;
       ReduceArgs args = bucket_.sum(address(from.offset + bytes_of(first, reduce.dtype)), reduce.dtype, reduce.num_rows,
-                                    from.stride, reduce.num_values, address(reduce.outs[part]),
-                                    reduce.seed + 2 * static_cast<uint64_t>(first), reduce.share);
+                                    from.stride, reduce.num_values, address(reduce.outs[part]), reduce.share);
       args.residual = residual.defined() ? residual.narrow(0, first, reduce.num_values).data_ptr() : nullptr;
       encode_sum(args);
     }

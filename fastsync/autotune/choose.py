@@ -35,7 +35,6 @@ class Candidate:
             self.compression.wire,
             sums_in_float32=self.compression.reduce == "fp32",
             error_feedback=self.compression.error_feedback,
-            is_stochastic=self.compression.rounding == "stochastic",
             algorithm=self.compression.algorithm,
             ranks_per_node=self.compression.ranks_per_node or 1,
         )

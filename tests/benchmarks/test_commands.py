@@ -61,7 +61,7 @@ def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 def test_sync_from_the_command_line(tmp_path: Path):
     """All ways by default, and one on request of each kind."""
-    on_request = {f"fastsync.attach/{name}" for name in ("none+two_shot", "fp16+one_shot", "int8+stochastic", "auto")}
+    on_request = {f"fastsync.attach/{name}" for name in ("none+two_shot", "fp16+one_shot", "auto")}
     ways = [way for way in WAYS if way in BY_DEFAULT or way in on_request]
     options = ("--sizes", "5k", "--repetitions", "3", "--warmup", "2", "--json", "rows.json")
     process = run_command(tmp_path, "sync", *options, "--ways", *ways)

@@ -13,8 +13,8 @@ from benchmarks.report.choices import against_the_best
 def test_compressions_by_name():
     assert {"none", "fp16", "bf16", "int8+ef"} <= set(DEFAULT)
     assert half_steps("none+one_shot") is half_steps("fp16") is None
-    names = ("fp16+one_shot", "bf16+fp32", "int8", "int8+two_shot", "int8+ef+one_shot", "int8+ef", "int8+stochastic")
-    assert [half_steps(name) for name in names] == [1, 2, 2, 2, 2, 4, 4]
+    names = ("fp16+one_shot", "bf16+fp32", "int8", "int8+two_shot", "int8+ef+one_shot", "int8+ef")
+    assert [half_steps(name) for name in names] == [1, 2, 2, 2, 2, 4]
     assert [algorithm(name, 2) for name in ("bf16", "bf16+fp32", "int8")] == ["all_reduce", "one_shot", "one_shot"]
     assert [algorithm(name, 4) for name in ("int8+ef", "int8+one_shot")] == ["two_shot", "one_shot"]
 
@@ -34,7 +34,7 @@ def test_a_choice_is_held_against_what_it_could_have_chosen():
 
     rows = [made("attach/none", 4.0), made("attach/fp16+one_shot", 2.0), made("attach/auto", 2.0625)]
     # None of these may be chosen: another entry point, and wires that lose more.
-    rows += [made("register_comm_hook/fp16", 1.0), made("attach/int8+ef", 1.0), made("attach/int8+stochastic", 0.5)]
+    rows += [made("register_comm_hook/fp16", 1.0), made("attach/int8+ef", 1.0)]
     (line,) = against_the_best(rows)
     assert line == (
         "fastsync.attach/auto: 1.031 [1.031, 1.031] × the best of 2 it could have chosen, "

@@ -68,7 +68,7 @@ def test_the_check_knows_the_scales_of_blocks():
     assert not workload.is_mean((mean / of_all).round() * of_all, half)
 
 
-NAMES = [name for name in (*DEFAULT, *ON_REQUEST) if half_steps(name) and "stochastic" not in name]
+NAMES = [name for name in (*DEFAULT, *ON_REQUEST) if half_steps(name)]
 
 
 @pytest.mark.parametrize("world_size", [2, 5])

@@ -7,7 +7,7 @@ reference can be given equal inputs of their own to write into.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,10 @@ DEVICES = ["cpu", "cpu-generic", "emulated", DESCENDING, *ON_GPU]
 on_each_device = pytest.mark.parametrize("device", DEVICES, indirect=True)  # see conftest.py
 # For tests of single values, in which nobody waits for anybody.
 in_either_order = pytest.mark.parametrize("device", [each for each in DEVICES if each != DESCENDING], indirect=True)
-# For what torch knows of an operator, which is the same of the others.
-on_real_devices = pytest.mark.parametrize("device", ["cpu", ON_GPU[0]], indirect=True)
 OPERATORS = ["pack", "unpack", "reduce", "measure"]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 WIRE_DTYPES = [None, torch.float16, torch.bfloat16, torch.uint8]  # None: the gradients' own; uint8: blocks of int8
 VALUES = ["ordinary", "mostly_ordinary", "wide", "special", "bits", "zeros"]
-FORMS = ["contiguous", "transposed", "channels_last", "strided"]
 
 # What lies in a storage behind the last element of its tensor: nobody may write there. There is room for a warp that
 # goes on to the end of its block of int8, so that this shows in a comparison and not in a crash.
@@ -42,13 +39,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Gradient:
-    """One gradient's shape and how it lies in memory: ``form``, and ``offset`` elements after its storage's start.
-
-    ``form`` is one of ``FORMS`` or "expanded", which no operator can write.
-    """
+    """One gradient's shape, and how many elements after its storage's start it lies."""
 
     shape: tuple[int, ...]
-    form: str = "contiguous"
     offset: int = 0
 
 
@@ -70,10 +63,8 @@ class Bucket:
     num_wires: int = 1
     sums: str = "wire to wire"
     with_residuals: bool = False
-    stochastic: bool = False
     values: str = "ordinary"
     seed: int = 0
-    step: int | None = None
     weight: float | None = None
     scale_share: float = 1.0
 
@@ -97,7 +88,9 @@ class Bucket:
             built.storages.append(storage.to(device))
             return built.storages[-1][offset : offset + numel]
 
-        built.grads = [_lay_out(gradient, self.grad_dtype, allocate) for gradient in self.gradients]
+        built.grads = [
+            allocate(math.prod(each.shape), each.offset, self.grad_dtype).view(each.shape) for each in self.gradients
+        ]
         numels = [grad.numel() for grad in built.grads]
         num_values = reference.wire_numel(numels, self.wire)
         if self.wire == torch.uint8:
@@ -120,8 +113,6 @@ class Bucket:
         built.stats = -torch.arange(1.0, reference.NUM_STATS + 1, dtype=torch.float64, device=device)
         if self.scale_exponent is not None:
             built.bucket_scale = torch.tensor(math.ldexp(1.0, self.scale_exponent), device=device)
-        if self.step is not None:
-            built.step = torch.tensor(self.step, device=device)
         if self.weight is not None:
             built.weight = torch.tensor(self.weight, dtype=torch.float64, device=device)
         return built
@@ -132,7 +123,7 @@ class Bucket:
 
 @dataclass
 class BuiltBucket:
-    """The tensors of a ``Bucket``; ``storages`` are the whole memory that all but the last four are part of."""
+    """The tensors of a ``Bucket``; ``storages`` are the whole memory that all but the last three are part of."""
 
     bucket: Bucket
     device: str
@@ -145,7 +136,6 @@ class BuiltBucket:
     storages: list[Tensor] = field(default_factory=list)
     stats: Tensor = field(default_factory=lambda: torch.empty(0))
     bucket_scale: Tensor | None = None
-    step: Tensor | None = None
     weight: Tensor | None = None
 
     @property
@@ -155,43 +145,19 @@ class BuiltBucket:
     def arguments(self, operator: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the keyword arguments for one of ``OPERATORS``."""
         bucket = self.bucket
-        encoding = {"multiplier": bucket.multiplier, "limit": bucket.limit, "seed": bucket.seed, "step": self.step}
+        encoding = {"multiplier": bucket.multiplier, "limit": bucket.limit}
         if operator == "pack":
-            encoding["stochastic"] = bucket.stochastic and self.wire.dtype == torch.uint8
             encoding["weight"] = self.weight
             return (self.grads, self.wire, self.stats, self.bucket_scale, self.residuals), encoding
         if operator == "unpack":
             wires = self.wire if bucket.num_wires == 1 else self.wires
             factor = 1.0 if bucket.num_wires == 1 else bucket.multiplier
-            options = {"multiplier": factor, "step": self.step, "scale_share": bucket.scale_share}
+            options = {"multiplier": factor, "scale_share": bucket.scale_share}
             return (wires, self.grads, self.stats, self.bucket_scale), options
         if operator == "reduce":
             encoding |= {"grad_dtype": bucket.grad_dtype}
-            encoding["stochastic"] = bucket.stochastic and self.out.dtype == torch.uint8
             return (self.sources, self.out, self.bucket_scale, self.residual), encoding
         return (self.grads, self.stats), {}
-
-
-def _lay_out(gradient: Gradient, dtype: torch.dtype, allocate: Callable[[int, int, torch.dtype], Tensor]) -> Tensor:
-    shape, form = gradient.shape, gradient.form
-    if form == "transposed":
-        stored = shape[::-1]
-    elif form == "channels_last" and len(shape) >= 2:
-        stored = (shape[0], *shape[2:], shape[1])
-    elif form == "strided" and shape:
-        stored = (*shape[:-1], 2 * shape[-1])
-    elif form == "expanded" and shape:
-        stored = (1, *shape[1:])
-    else:
-        stored, form = shape, "contiguous"
-    memory = allocate(math.prod(stored), gradient.offset, dtype).view(stored)
-    return {
-        "contiguous": lambda: memory,
-        "transposed": lambda: memory.permute(tuple(reversed(range(len(shape))))),
-        "channels_last": lambda: memory.movedim(-1, 1),
-        "strided": lambda: memory[..., ::2],
-        "expanded": lambda: memory.expand(shape),
-    }[form]()
 
 
 def random_bits(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -244,51 +210,49 @@ def random_values(kind: str, numel: int, dtype: torch.dtype, generator: torch.Ge
 
 def sample_inputs(device: str) -> list[BuiltBucket]:
     """One bucket of every kind that the operators treat differently."""
-    forms = tuple(Gradient((2, 3, 4, 5), form, offset) for offset, form in enumerate(FORMS))
+    several = tuple(Gradient((2, 3, 4, 5), offset) for offset in range(4))
     sizes = (Gradient((1,)), Gradient((17,)), Gradient((300,)))
     half, bfloat16 = torch.float16, torch.bfloat16
     buckets = [
         Bucket((Gradient((7, 5)),)),
-        Bucket(forms, wire_dtype=half, wire_offset=1, scale_exponent=3, multiplier=1 / 3, limit=65504.0),
+        Bucket(several, wire_dtype=half, wire_offset=1, scale_exponent=3, multiplier=1 / 3, limit=65504.0),
         Bucket((Gradient(()), Gradient((0,)), Gradient((2, 0, 3)), Gradient((4,), offset=1))),
         Bucket((Gradient((0,)), Gradient((0, 4))), wire_dtype=half, scale_exponent=0),
         Bucket(sizes, wire_dtype=bfloat16, multiplier=0.5, limit=1.0, values="special"),
         Bucket(sizes, torch.float64, half, scale_exponent=0, limit=65504.0, values="wide"),
         Bucket(sizes, half, bfloat16, multiplier=0.125),
         Bucket(sizes, bfloat16, scale_exponent=9, values="bits"),
-        Bucket(forms, wire_dtype=torch.uint8, wire_offset=1, with_residuals=True, values="mostly_ordinary"),
-        Bucket(sizes, wire_dtype=torch.uint8, num_wires=3, multiplier=1 / 3, stochastic=True, seed=-5, step=3),
+        Bucket(several, wire_dtype=torch.uint8, wire_offset=1, with_residuals=True, values="mostly_ordinary"),
+        Bucket(sizes, wire_dtype=torch.uint8, num_wires=3, multiplier=1 / 3),
         Bucket(sizes, wire_dtype=half, num_wires=2, scale_exponent=5, multiplier=0.5, with_residuals=True),
         Bucket(sizes, torch.float64, bfloat16, num_wires=2, sums="wire to sums", with_residuals=True),
         Bucket((Gradient((256,)),), num_wires=2, sums="sums to blocks", with_residuals=True),
-        Bucket(forms, wire_dtype=torch.uint8, with_residuals=True, stochastic=True),
         Bucket(sizes, wire_dtype=half, scale_exponent=2, multiplier=1 / 3, weight=2.7, scale_share=0.25),
-        Bucket(forms, half, weight=8192.0, with_residuals=True, values="mostly_ordinary"),
+        Bucket(several, half, weight=8192.0, with_residuals=True, values="mostly_ordinary"),
         Bucket(sizes, half, num_wires=3, multiplier=1.0, values="special", scale_exponent=0, scale_share=1 / 3),
         Bucket(sizes, torch.float64, weight=1 / 3, with_residuals=True),
-        Bucket(forms, bfloat16, weight=0.0, values="special"),
-        Bucket(forms, wire_dtype=torch.uint8, weight=0.0, with_residuals=True, values="mostly_ordinary"),
+        Bucket(several, bfloat16, weight=0.0, values="special"),
+        Bucket(several, wire_dtype=torch.uint8, weight=0.0, with_residuals=True, values="mostly_ordinary"),
     ]
     return [bucket.build(device) for bucket in buckets]
 
 
-def _gradients(forms: Sequence[str]) -> st.SearchStrategy[Gradient]:
+def _gradients() -> st.SearchStrategy[Gradient]:
     small = st.lists(st.integers(0, 9), max_size=4)
     flat = st.tuples(st.integers(0, 600))
     shapes = st.one_of(small.map(tuple), flat)
-    return st.builds(Gradient, shapes, st.sampled_from(forms), st.integers(0, 9))
+    return st.builds(Gradient, shapes, st.integers(0, 9))
 
 
 @st.composite
-def random_buckets(draw: st.DrawFn, *, expanded: bool = False) -> Bucket:
-    """Buckets of up to eight gradients. ``expanded`` allows gradients that share memory, which can only be read."""
+def random_buckets(draw: st.DrawFn) -> Bucket:
+    """Buckets of up to eight gradients."""
     grad_dtype = draw(st.sampled_from(GRAD_DTYPES))
     wire_dtype = draw(st.sampled_from(WIRE_DTYPES))
     limits = [None, 1.0, 1e-3] + [reference.saturation_limit(wire_dtype or grad_dtype, n) for n in (1, 2, 3, 64)]
     sums = ["wire to wire", "wire to sums", "sums to wire", "sums to blocks"]
-    forms = [*FORMS, "expanded"] if expanded else FORMS
     return Bucket(
-        gradients=tuple(draw(st.lists(_gradients(forms), min_size=1, max_size=8))),
+        gradients=tuple(draw(st.lists(_gradients(), min_size=1, max_size=8))),
         grad_dtype=grad_dtype,
         wire_dtype=wire_dtype,
         wire_offset=draw(st.integers(0, 9)),
@@ -298,10 +262,8 @@ def random_buckets(draw: st.DrawFn, *, expanded: bool = False) -> Bucket:
         num_wires=draw(st.integers(1, 8)),
         sums=draw(st.sampled_from([each for each in sums if wire_dtype != torch.uint8 or "blocks" not in each])),
         with_residuals=draw(st.booleans()),
-        stochastic=draw(st.booleans()),
         values=draw(st.sampled_from(VALUES)),
         seed=draw(st.integers(0, 2**31)),
-        step=draw(st.one_of(st.none(), st.integers(0, 2**40))),
         weight=draw(st.one_of(st.none(), st.sampled_from([0.0, 1.0, 1 / 3, 2.7, 8192.0]))),
         scale_share=draw(st.sampled_from([1.0, 0.5, 1 / 3])),
     )

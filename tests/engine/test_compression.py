@@ -40,8 +40,8 @@ def test_a_command_line_has_options_behind_the_wire() -> None:
     assert parse_compression("int8+ef") == fastsync.Compression("int8", error_feedback=True)
     assert parse_compression("fp16+ef") == fastsync.Compression("fp16", reduce="fp32", error_feedback=True)
     assert parse_compression("none+one_shot") == fastsync.Compression(reduce="fp32", algorithm="one_shot")
-    everything = fastsync.Compression("int8", error_feedback=True, rounding="stochastic", algorithm="two_shot")
-    assert parse_compression("int8+stochastic+two_shot+ef+fp32") == everything
+    everything = fastsync.Compression("int8", error_feedback=True, algorithm="two_shot")
+    assert parse_compression("int8+two_shot+ef+fp32") == everything
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,6 @@ def test_a_command_line_has_options_behind_the_wire() -> None:
         ("ef+int8", "expected one of .*, got 'ef\\+int8'"),
         ("auto+ef", "expected one of .*, got 'auto\\+ef'"),
         ("none+ef", "error_feedback needs a wire that loses something"),
-        ("fp16+stochastic", "rounding='stochastic' is for wire='int8'"),
         ("fp16+one_shot+two_shot", "'fp16\\+one_shot\\+two_shot' says both algorithm='one_shot' and 'two_shot'"),
     ],
 )
@@ -88,8 +87,8 @@ def test_who_adds_follows_from_the_wire() -> None:
     assert fastsync.Compression("fp16").reduce == fastsync.Compression().reduce == "wire"
     assert fastsync.Compression("int8") == fastsync.Compression("int8", reduce="fp32")
     assert str(fastsync.Compression("fp16")) == "fp16, all_reduce"
-    feeds_back = fastsync.Compression("int8", error_feedback=True, rounding="stochastic", algorithm="one_shot")
-    assert str(feeds_back) == "int8, error feedback, stochastic, one_shot"
+    feeds_back = fastsync.Compression("int8", error_feedback=True, algorithm="one_shot")
+    assert str(feeds_back) == "int8, error feedback, one_shot"
     assert fastsync.Compression("bf16", ranks_per_node=1).reduce == "wire"
     assert str(fastsync.Compression("bf16", ranks_per_node=8)) == "bf16, fp32 sums, 8 ranks per node"
 
@@ -99,13 +98,11 @@ def test_who_adds_follows_from_the_wire() -> None:
     [
         ({"wire": "int8", "reduce": "wire"}, "int8 blocks cannot be added on the wire"),
         ({"wire": "fp16", "reduce": "fp64"}, "reduce has to be one of 'wire', 'fp32', got 'fp64'"),
-        ({"wire": "int8", "rounding": "up"}, "rounding has to be one of 'nearest', 'stochastic', got 'up'"),
         ({"wire": "int8", "algorithm": "ring"}, "algorithm has to be one of None, 'one_shot', 'two_shot', got 'ring'"),
         ({"wire": "fp16", "algorithm": "one_shot"}, "algorithm='one_shot' needs reduce='fp32'"),
         ({"wire": "fp16", "error_feedback": True}, "error_feedback needs reduce='fp32'"),
         ({"reduce": "fp32", "error_feedback": True}, "error_feedback needs a wire that loses something"),
         ({"wire": "int8", "error_feedback": "yes"}, "error_feedback has to be True or False, got 'yes'"),
-        ({"wire": "bf16", "rounding": "stochastic"}, "rounding='stochastic' is for wire='int8', got wire='bf16'"),
         ({"wire": "int8", "ranks_per_node": 0}, "ranks_per_node has to be None or at least 1, got 0"),
         ({"wire": "bf16", "reduce": "wire", "ranks_per_node": 2}, "ranks_per_node=2 needs reduce='fp32'"),
         ({"wire": "int8", "algorithm": "two_shot", "ranks_per_node": 2}, "ranks_per_node=2 has an algorithm"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 import fastsync
 from fastsync import Compression
 from tests.bitwise import assert_bitwise_equal
-from tests.models import Fails
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 
 FEEDBACK = Compression("bf16", reduce="fp32", error_feedback=True)
 
@@ -124,102 +122,6 @@ def test_the_norm_leaves_out_what_no_rank_gets(rank: int, world_size: int) -> No
             assert (once.grad is None) == (step > 0)
             expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
             torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
-
-
-@on_ranks(3)
-def test_stochastic_rounding_goes_on_as_it_was_in_another_engine(rank: int, world_size: int) -> None:
-    compression = Compression("int8", error_feedback=True, rounding="stochastic")
-    first, second = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(1000))
-    sync = fastsync.attach([first], compression, overlap=False)
-    given_gradients(rank, 0, first)
-    sync.synchronize()
-    state = copy.deepcopy(sync.state_dict())
-    given_gradients(rank, 1, first)
-    sync.synchronize()
-    resumed = fastsync.attach([second], compression, overlap=False)
-    resumed.load_state_dict(state)
-    given_gradients(rank, 1, second)
-    resumed.synchronize()
-    assert first.grad is not None
-    assert second.grad is not None
-    assert_bitwise_equal(second.grad, first.grad)
-
-
-def _round(sync: Any, parameter: nn.Parameter, rank: int) -> Tensor:
-    parameter.grad = torch.linspace(-1.0, 1.0, parameter.numel())
-    sync.synchronize()
-    return parameter.grad
-
-
-def _follow_the_step(rank: int, world_size: int, how: dict[str, Any]) -> None:
-    compression = Compression("int8", rounding="stochastic", **how)
-    schedule = fastsync.Schedule({0: compression, 2: "none", 4: compression})
-    first, second = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
-    sync = fastsync.attach([first], schedule, overlap=False)
-    states, results = [], []
-    for _ in range(7):
-        states.append(copy.deepcopy(sync.state_dict()))
-        results.append(_round(sync, first, rank))
-    rounded = [results[step] for step in (0, 1, 4, 5, 6)]
-    assert len({tuple(each.tolist()) for each in rounded}) == len(rounded)
-    resumed = fastsync.attach([second], schedule, overlap=False)
-    # In an engine of its own, and in one that has counted other steps: forth, back, and where it is already.
-    for start in (3, 6, 0, 1):
-        resumed.load_state_dict(states[start])
-        for step in range(start, min(start + 2, 7)):
-            assert_bitwise_equal(_round(resumed, second, rank), results[step], f"step {step} from {start}")
-
-
-@pytest.mark.parametrize("how", [{"algorithm": "one_shot"}, {"algorithm": "two_shot"}, {"ranks_per_node": 2}], ids=str)
-def test_stochastic_rounding_follows_the_step_wherever_a_run_begins(how: dict[str, Any]) -> None:
-    """Also where the schedule rounds to nearest in between, and nothing counts the steps."""
-    run_ranks(_follow_the_step, 4 if "ranks_per_node" in how else 2, how)
-
-
-@on_ranks(2)
-def test_stochastic_rounding_follows_the_step_past_a_backward_that_failed(rank: int, world_size: int) -> None:
-    compression = Compression("int8", rounding="stochastic")
-    weights = torch.linspace(-1.0, 1.0, 3000)
-
-    def run(steps: range, failing: range) -> list[Tensor]:
-        before, parameter = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(3000))
-        sync = fastsync.attach([before, parameter], compression, bucket_cap_mb=1e-3)
-        sync.load_state_dict({"step": steps.start, "scales": {}, "residuals": {}})
-        results = []
-        for step in steps:
-            parameter.grad = before.grad = None
-            first = Fails.apply(before) if step in failing and rank == 0 else before
-            loss = (parameter * weights).sum() + (first * 1.0).sum()
-            if step in failing and rank == 0:
-                with pytest.raises(ArithmeticError, match="as told"):
-                    loss.backward()
-            else:
-                loss.backward()
-                assert parameter.grad is not None
-                results.append(parameter.grad)
-        return results
-
-    results = run(range(4), range(1, 2))
-    assert_bitwise_equal(results[-1], run(range(3, 4), range(0))[0])
-
-
-def _rounds_otherwise_elsewhere(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """What rounding loses of one value, in two buckets of one step."""
-    parameters = [nn.Parameter(torch.zeros(128 * 8)) for _ in range(2)]
-    compression = Compression("int8", error_feedback=True, rounding="stochastic", algorithm="one_shot")
-    sync = fastsync.attach(parameters, compression, overlap=False, bucket_cap_mb=1e-3)
-    for parameter in parameters:
-        parameter.grad = torch.linspace(-1.0, 1.0, parameter.numel())
-    sync.synchronize()
-    assert len(sync.stats().buckets) == 2
-    return residual_of(sync, "0"), residual_of(sync, "1")
-
-
-def test_stochastic_rounding_differs_between_ranks_and_buckets() -> None:
-    lost = [tensor for pair in run_ranks(_rounds_otherwise_elsewhere, 2) for tensor in pair]
-    for index, one in enumerate(lost):
-        for other in lost[index + 1 :]:
-            assert (one != other).float().mean() > 0.25
 
 
 @pytest.mark.parametrize(

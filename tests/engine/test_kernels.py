@@ -42,9 +42,6 @@ class _DividesAsCuda(TorchDispatchMode):
     """A number on the host divides by its inverse there, which may lose one bit."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.fastsync.pack.default:
-            with self:
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **(kwargs or {}))
         if func is torch.ops.aten.div.Tensor and args[1].dim() == 0:
             return args[0] * (1 / args[1])
         return func(*args, **(kwargs or {}))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,7 +43,6 @@ def decoded(wire: Tensor, like: Tensor, scale: Tensor | None = None) -> Tensor:
 @given(
     values=st.sampled_from(["ordinary", "wide", "zeros", "mostly_ordinary", "bits"]),
     numel=st.sampled_from([1, 127, 129, 256, 300, 777]),
-    stochastic=st.booleans(),
     exponent=st.integers(-5, 9),
     seed=st.integers(0, 2**31),
 )
@@ -56,22 +53,20 @@ def test_what_is_kept_and_what_was_sent_are_the_value(
     device: str,
     values: str,
     numel: int,
-    stochastic: bool,
     exponent: int,
     seed: int,
 ) -> None:
-    """Over several steps: exactly where rounding is to nearest, to one rounding of the difference where it is not."""
-    stochastic = stochastic and wire_dtype == torch.uint8
+    """Over several steps, exactly."""
     generator = torch.Generator().manual_seed(seed)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     scale = torch.tensor(2.0**exponent, device=device) if wire_dtype == torch.float16 else None
     limit = None if wire_dtype == torch.uint8 else reference.saturation_limit(wire_dtype, 1)
     residual = new_residual(numel, compute, device)
-    for step in range(4):
+    for _ in range(4):
         grad = random_values(values, numel, dtype, generator).to(device)
         before = residual.clone()
         wire = new_wire(grad, wire_dtype)
-        ops.pack([grad], wire, new_stats(device), scale, [residual], limit=limit, stochastic=stochastic, seed=step)
+        ops.pack([grad], wire, new_stats(device), scale, [residual], limit=limit)
         value = (grad.to(compute) + before).cpu()
         sent = decoded(wire, residual, scale).cpu()
         finite = sent.isfinite()
@@ -80,35 +75,11 @@ def test_what_is_kept_and_what_was_sent_are_the_value(
             assert torch.equal(finite, value.isfinite())
         lost = value - sent
         assert_bitwise_equal(residual.cpu()[finite], lost[finite], "residual")
-        if compute == torch.float32 and not stochastic:
+        if compute == torch.float32:
             factor = 1.0 if scale is None else scale.item()
             sent_whole = finite & (value.abs() * factor <= (limit or reference.INT8_LIMIT))  # others saturated
             exact = residual.cpu().double() + sent.double()
             assert torch.equal(exact[sent_whole], value.double()[sent_whole])
-
-
-@on_each_device
-@pytest.mark.parametrize("dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_several_steps_give_the_references_bits(wire_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
-    generator = torch.Generator().manual_seed(4)
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    shapes = [(3, 100), (700,), (1,), ()]
-    residuals = [new_residual(math.prod(shape), compute, device).view(shape) for shape in shapes]
-    expected_residuals = [torch.zeros(shape, dtype=compute) for shape in shapes]
-    for step in range(10):
-        grads = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        if step == 5:
-            grads[1][300] = math.nan
-        numel = reference.wire_numel([grad.numel() for grad in grads], wire_dtype)
-        wire = torch.zeros(numel, dtype=wire_dtype, device=device)
-        expected = torch.zeros(numel, dtype=wire_dtype)
-        ops.pack([grad.to(device) for grad in grads], wire, new_stats(device), None, residuals)
-        reference.pack(grads, expected, new_stats("cpu"), None, expected_residuals)
-        assert_bitwise_equal(wire, expected, f"wire of step {step}")
-        for i, (residual, expected_residual) in enumerate(zip(residuals, expected_residuals, strict=True)):
-            assert_bitwise_equal(residual, expected_residual, f"residuals[{i}] of step {step}")
-            assert residual.isfinite().all()
 
 
 @in_either_order

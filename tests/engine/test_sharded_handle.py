@@ -120,9 +120,7 @@ def test_the_norm_in_replicas(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_statistics_and_another_compression(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    handle = fastsync.register_reduce_scatter(
-        model, fastsync.Schedule({0: "bf16", 1: Compression("int8", rounding="stochastic")})
-    )
+    handle = fastsync.register_reduce_scatter(model, fastsync.Schedule({0: "bf16", 1: Compression("int8")}))
     for step in range(2):
         step_of(model, step, rank, world_size)
         stats = handle.stats()
@@ -131,7 +129,7 @@ def test_statistics_and_another_compression(rank: int, world_size: int) -> None:
         assert stats.transport == "shared_memory"
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - 2 * 15
         assert trained <= stats.numel <= trained + 5 * 64  # rows are padded
-    assert "int8, stochastic, fp32 sums" in repr(handle.explain())
+    assert "int8, fp32 sums" in repr(handle.explain())
     assert "ShardedGradients(11 parameters" in repr(handle)
     before = handle.stats().wire_bytes
     handle.compression = "none"
@@ -158,9 +156,6 @@ def test_a_norm_before_another_average_is_not_told(rank: int, world_size: int) -
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
-
-
-STOCHASTIC = Compression("int8", error_feedback=True, rounding="stochastic")
 
 
 def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
@@ -204,7 +199,7 @@ def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
         assert_bitwise_equal(one.to_local(), other.to_local(), f"parameter {index}")
 
 
-SCHEDULED = fastsync.Schedule({0: STOCHASTIC, 6: "fp16"})
+SCHEDULED = fastsync.Schedule({0: Compression("int8", error_feedback=True), 6: "fp16"})
 
 
 @pytest.mark.parametrize("compression", [SCHEDULED, "fp16"], ids=["scheduled", "fp16"])

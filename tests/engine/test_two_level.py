@@ -120,7 +120,7 @@ def _step(model: nn.Module, rank: int, number: int) -> list[Tensor]:
     return [grad.clone() for grad in grads_of(model)]
 
 
-RESUMED = Compression("int8", error_feedback=True, rounding="stochastic", ranks_per_node=2)
+RESUMED = Compression("int8", error_feedback=True, ranks_per_node=2)
 
 
 def _interrupted(rank: int, world_size: int) -> tuple[Any, list[list[Tensor]]]:

@@ -20,16 +20,11 @@ namespace {
 // ---- memory that the passes are given as raw pointers ---------------------------------------------------------------
 
 // A tensor in somebody else's memory, for as long as that lives.
-at::Tensor over(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
-                c10::Device device) {
+at::Tensor over(const void* data, at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
   return at::for_blob(const_cast<void*>(data), sizes)
-      .strides(strides)
       .options(at::TensorOptions().dtype(dtype).device(device))
       .target_device(device)
       .make_tensor();
-}
-at::Tensor over(const void* data, int64_t numel, at::ScalarType dtype, c10::Device device) {
-  return over(data, {numel}, {1}, dtype, device);
 }
 
 // One number, which the device need not be told: operators take it beside tensors of any device.
@@ -82,13 +77,13 @@ class Segments {
     return ranges;
   }
 
-  // For what does not have the field, the filler.
+  // The filler stands for what does not have the field.
   at::Tensor gather(void* Segment::* field, at::ScalarType dtype, double filler = 0.0) const {
     const auto options = at::TensorOptions().dtype(dtype).device(device_);
     std::vector<at::Tensor> pieces;
     for (const Segment& segment : segments_) {
       pieces.push_back(segment.*field == nullptr ? at::full({segment.numel}, filler, options)
-                                                 : over(segment.*field, segment.numel, dtype, device_));
+                                                 : over(segment.*field, {segment.numel}, dtype, device_));
       if (const int64_t numel = padded(segment.numel) - segment.numel; numel > 0) {
         pieces.push_back(at::zeros({numel}, options));
       }
@@ -107,7 +102,7 @@ class Segments {
     for (size_t i = 0; i < segments_.size(); ++i) {
       if (segments_[i].*field != nullptr) {
         from.push_back(pieces[i]);
-        to.push_back(over(segments_[i].*field, segments_[i].numel, dtype, device_));
+        to.push_back(over(segments_[i].*field, {segments_[i].numel}, dtype, device_));
       }
     }
     at::_foreach_copy_(to, from);
@@ -140,122 +135,62 @@ class Segments {
 
 // ---- values to a wire's and back: wire_format.h in whole tensors ----------------------------------------------------
 
-// As they travel. Of blocks, values are of shape [blocks, values], and scales of [blocks, 1]; else those are undefined.
-struct Encoded {
-  at::Tensor values;
-  at::Tensor scales;
-};
-
-int64_t as_signed(uint64_t bits) { return static_cast<int64_t>(bits); }
-
-// Of int64 as if it had no sign.
-at::Tensor shift_right(const at::Tensor& bits, int64_t count) {
-  return bits.bitwise_right_shift(count).bitwise_and(as_signed(~uint64_t{0} >> count));
+// Elements of a wire's tensor: those of its values, or [blocks, bytes].
+at::Tensor elements(const void* wire, DType dtype, const Range& range, c10::Device device) {
+  const WireUnit unit = unit_of(dtype);
+  const auto [first, numel] = range;
+  const char* const begin = static_cast<const char*>(wire) + first / unit.values * unit.bytes;
+  return unit.values == 1 ? over(begin, {numel}, scalar_type_of(dtype), device)
+                          : over(begin, {numel / unit.values, unit.bytes}, at::kByte, device);
+}
+std::vector<at::Tensor> elements(const void* wire, DType dtype, const std::vector<Range>& ranges, c10::Device device) {
+  std::vector<at::Tensor> pieces;
+  for (const Range& range : ranges) {
+    pieces.push_back(elements(wire, dtype, range, device));
+  }
+  return pieces;
 }
 
-at::Tensor low_half(const at::Tensor& bits) { return bits.bitwise_and(0xFFFFFFFFLL); }
-
-// As block_key and random_fraction, in int64: of shape [blocks, kBlockValues].
-at::Tensor random_fractions(const Rounding& rounding, const std::vector<Range>& places, c10::Device device) {
-  const auto options = at::TensorOptions().dtype(at::kLong).device(device);
-  std::vector<at::Tensor> blocks;
-  for (const auto& [first, numel] : places) {
-    const int64_t block = first / kBlockValues + 1;
-    blocks.push_back(at::arange(block, block + numel / kBlockValues, options));
-  }
-  at::Tensor bits = joined(blocks).mul(as_signed(0x9E3779B97F4A7C15ULL)).add(as_signed(rounding.seed));
-  if (rounding.step != nullptr) {
-    bits = bits.add(over(rounding.step, 1, at::kLong, device).mul(as_signed(seed_of_step(0, 1))));
-  }
-  bits = bits.bitwise_xor(shift_right(bits, 30)).mul(as_signed(0xBF58476D1CE4E5B9ULL));
-  bits = bits.bitwise_xor(shift_right(bits, 27)).mul(as_signed(0x94D049BB133111EBULL));
-  const at::Tensor keys = shift_right(bits.bitwise_xor(shift_right(bits, 31)), 32);
-  bits = low_half(keys.unsqueeze(1).add(at::arange(kBlockValues, options)));
-  bits = low_half(bits.bitwise_xor(bits.bitwise_right_shift(16)).mul(0x85EBCA6BLL));
-  bits = low_half(bits.bitwise_xor(bits.bitwise_right_shift(13)).mul(0xC2B2AE35LL));
-  return bits.bitwise_xor(bits.bitwise_right_shift(16)).bitwise_right_shift(32 - kFractionBits);
+// Of whole numbers of so many bits, int32 [blocks, kBlockValues], the bytes that they take, and back.
+at::Tensor bytes_of(const at::Tensor& numbers, int bits) {
+  const at::Tensor shifts = at::arange(0, 8, bits, numbers.options());
+  const at::Tensor fields = numbers.bitwise_and((1 << bits) - 1).view({numbers.size(0), -1, 8 / bits});
+  return fields.bitwise_left_shift(shifts).sum(2).to(at::kByte);
+}
+at::Tensor numbers_of(const at::Tensor& bytes, int bits) {
+  const at::Tensor shifts = at::arange(0, 8, bits, bytes.options().dtype(at::kInt));
+  const at::Tensor fields = bytes.to(at::kInt).unsqueeze(2).bitwise_right_shift(shifts).bitwise_and((1 << bits) - 1);
+  const int sign = 1 << (bits - 1);
+  return fields.bitwise_xor(sign).sub(sign).view({bytes.size(0), -1});
 }
 
-// As encode_block of the other backends: float32 [blocks, kBlockValues].
-Encoded encode_blocks(const at::Tensor& values, const Rounding& rounding, const std::vector<Range>& places) {
+// As the other backends' encode of a block: float32 [blocks, kBlockValues].
+at::Tensor encode_blocks(const at::Tensor& values, int bits) {
   // On the device: CUDA would multiply with the inverse of a number that is on the host.
-  const at::Tensor largest_int8 = at::full({1}, kLargestInt8, values.options());
-  const at::Tensor amax = values.abs().amax(
-      /*dim=*/1, /*keepdim=*/true);  // nan where one of them is
+  const at::Tensor largest = at::full({1}, largest_number(bits), values.options());
+  const at::Tensor amax = values.abs().amax(/*dim=*/1, /*keepdim=*/true);  // nan where one of them is
   const at::Tensor is_finite = amax.isfinite();
   const at::Tensor counted = amax.clamp_min(kSmallestAmax);
-  const at::Tensor scaled = at::where(is_finite, values.mul(at::div(largest_int8, counted)), 0.0);
-  const at::Tensor scales = at::where(is_finite, at::div(counted, largest_int8), std::nan(""));
-  if (!rounding.is_stochastic) {
-    return {scaled.round().to(at::kChar), scales};
-  }
-  const at::Tensor fixed = scaled.mul(kOneFixed).round().clamp(-kLargestFixed, kLargestFixed).to(at::kLong);
-  const at::Tensor random = random_fractions(rounding, places, values.device());
-  return {fixed.add(random).bitwise_right_shift(kFractionBits).to(at::kChar), scales};
+  const at::Tensor numbers = at::where(is_finite, values.mul(at::div(largest, counted)), 0.0).round().to(at::kInt);
+  const at::Tensor scales = at::where(is_finite, at::div(counted, largest), std::nan(""));
+  return at::cat({scales.view(at::kByte), bytes_of(numbers, bits)}, 1);
 }
 
-// The vector's values will lie at these places of the wire, which stochastic rounding follows.
-Encoded encode(const at::Tensor& values, DType wire, const Rounding& rounding, const std::vector<Range>& places) {
-  if (wire == DType::kInt8) {
-    return encode_blocks(values.to(at::kFloat).view({-1, kBlockValues}), rounding, places);
+at::Tensor encode(const at::Tensor& values, DType wire) {
+  if (const WireUnit unit = unit_of(wire); unit.values > 1) {
+    return encode_blocks(values.to(at::kFloat).view({-1, unit.values}), unit.bits);
   }
-  return {(wire == DType::kFloat64 ? values : values.to(at::kFloat)).to(scalar_type_of(wire)), {}};
+  return (wire == DType::kFloat64 ? values : values.to(at::kFloat)).to(scalar_type_of(wire));
 }
 
-at::Tensor decode(const Encoded& encoded, at::ScalarType compute) {
-  const auto& [values, scales] = encoded;
-  return scales.defined() ? values.to(at::kFloat).mul(scales).view(-1).to(compute) : values.to(compute);
+at::Tensor decode(const at::Tensor& encoded, DType wire, at::ScalarType compute) {
+  if (const WireUnit unit = unit_of(wire); unit.values > 1) {
+    const at::Tensor scales = encoded.narrow(1, 0, sizeof(float)).contiguous().view(at::kFloat);
+    const at::Tensor bytes = encoded.narrow(1, sizeof(float), unit.bytes - sizeof(float));
+    return numbers_of(bytes, unit.bits).to(at::kFloat).mul(scales).view(-1).to(compute);
+  }
+  return encoded.to(compute);
 }
-
-// A wire's memory.
-class Wire {
- public:
-  Wire(const void* memory, DType dtype, c10::Device device) : memory_(memory), dtype_(dtype), device_(device) {}
-
-  Encoded read(const std::vector<Range>& places) const {
-    const auto [values, scales] = pieces(places);
-    return {joined(values), scales.empty() ? at::Tensor() : joined(scales)};
-  }
-
-  void write(const std::vector<Range>& places, const Encoded& encoded) const {
-    const auto [values, scales] = pieces(places);
-    put(values, encoded.values);
-    if (!scales.empty()) {
-      put(scales, encoded.scales);
-    }
-  }
-
-  void clear(const std::vector<Range>& places) const {
-    if (!places.empty()) {
-      at::_foreach_zero_(pieces(places).first);
-    }
-  }
-
- private:
-  // Its values, and its scales where it is of blocks.
-  using Pieces = std::vector<at::Tensor>;
-  std::pair<Pieces, Pieces> pieces(const std::vector<Range>& places) const {
-    Pieces values, scales;
-    for (const auto& [first, numel] : places) {
-      if (dtype_ != DType::kInt8) {
-        const char* const begin = static_cast<const char*>(memory_) + first * unit_of(dtype_).bytes;
-        values.push_back(over(begin, numel, scalar_type_of(dtype_), device_));
-        continue;
-      }
-      constexpr auto kBytes = static_cast<int64_t>(sizeof(Int8Block));
-      constexpr auto kFloats = kBytes / static_cast<int64_t>(sizeof(float));
-      const auto* const block = unit_at<Int8Block>(memory_, first);
-      const int64_t num_blocks = numel / kBlockValues;
-      values.push_back(over(block->values, {num_blocks, kBlockValues}, {kBytes, 1}, at::kChar, device_));
-      scales.push_back(over(&block->scale, {num_blocks, 1}, {kFloats, 1}, at::kFloat, device_));
-    }
-    return {values, scales};
-  }
-
-  const void* memory_;
-  DType dtype_;
-  c10::Device device_;
-};
 
 // What of the scaled values is beyond ±limit though its source is finite becomes ±limit, and is added to the count.
 at::Tensor within(const at::Tensor& scaled, const at::Tensor& source, double limit, const at::Tensor& count = {}) {
@@ -288,7 +223,7 @@ at::ScalarType compute_of(DType grad) { return compute_dtype(scalar_type_of(grad
 
 // One element; a number where there is none.
 at::Tensor scale_or_one(const float* bucket_scale, at::ScalarType compute, c10::Device device) {
-  return bucket_scale == nullptr ? number(1.0, compute) : over(bucket_scale, 1, at::kFloat, device).to(compute);
+  return bucket_scale == nullptr ? number(1.0, compute) : over(bucket_scale, {1}, at::kFloat, device).to(compute);
 }
 
 // The sum over the wires of their values there, each times the multiplier. May be the wire itself.
@@ -296,8 +231,8 @@ at::Tensor sum_wires(const void* first, int64_t num_wires, int64_t stride_bytes,
                      const std::vector<Range>& places, at::ScalarType compute, c10::Device device) {
   at::Tensor sum;
   for (int64_t r = 0; r < num_wires; ++r) {
-    at::Tensor values =
-        decode(Wire(static_cast<const char*>(first) + r * stride_bytes, dtype, device).read(places), compute);
+    const char* const wire = static_cast<const char*>(first) + r * stride_bytes;
+    at::Tensor values = decode(joined(elements(wire, dtype, places, device)), dtype, compute);
     if (multiplier != 1.0) {
       values = values.mul(number(multiplier, compute));
     }
@@ -333,20 +268,15 @@ void add_to_stats(const at::Tensor& values, const at::Tensor& stats) {
   largest.copy_(at::maximum(largest, at::where(is_finite, values.abs(), 0.0).max().to(at::kDouble)));
 }
 
-// As fastsync::move_on.
-void move_on(float* bucket_scale, int64_t* step, const at::Tensor& stats, double scale_share, c10::Device device) {
-  if (bucket_scale != nullptr) {
-    const at::Tensor scale = over(bucket_scale, 1, at::kFloat, device);
-    const at::Tensor largest = stats.narrow(0, kMaxMagnitude, 1).mul(scale_share);
-    const at::Tensor exponent = std::get<1>(at::frexp(scale)).sub(1);
-    const at::Tensor risen = exponent.add(1);
-    const at::Tensor idle = at::maximum(exponent, risen.clamp_max(kMaxIdleScaleExponent));
-    const at::Tensor next = at::where(largest.gt(0), at::minimum(scale_exponent_for(largest), risen), idle);
-    scale.copy_(power_of_two(next));
-  }
-  if (step != nullptr) {
-    over(step, 1, at::kLong, device).add_(1);
-  }
+// As next_bucket_scale.
+void move_on(float* bucket_scale, const at::Tensor& stats, double scale_share, c10::Device device) {
+  const at::Tensor scale = over(bucket_scale, {1}, at::kFloat, device);
+  const at::Tensor largest = stats.narrow(0, kMaxMagnitude, 1).mul(scale_share);
+  const at::Tensor exponent = std::get<1>(at::frexp(scale)).sub(1);
+  const at::Tensor risen = exponent.add(1);
+  const at::Tensor idle = at::maximum(exponent, risen.clamp_max(kMaxIdleScaleExponent));
+  const at::Tensor next = at::where(largest.gt(0), at::minimum(scale_exponent_for(largest), risen), idle);
+  scale.copy_(power_of_two(next));
 }
 
 }  // namespace
@@ -364,7 +294,7 @@ void pack(const PackArgs& args, c10::Device device) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const at::ScalarType grad = scalar_type_of(args.grad_dtype);
   const at::ScalarType compute = compute_of(args.grad_dtype);
-  const at::Tensor num_saturated = over(args.stats + kNumSaturated, 1, at::kDouble, device);
+  const at::Tensor num_saturated = over(args.stats + kNumSaturated, {1}, at::kDouble, device);
   if (args.turn.is_first) {
     num_saturated.zero_();
   }
@@ -375,7 +305,7 @@ void pack(const PackArgs& args, c10::Device device) {
   at::Tensor values = segments.gather(&Segment::data, grad).to(compute);
   at::Tensor weight;
   if (args.weight != nullptr) {
-    weight = over(args.weight, 1, at::kDouble, device).to(compute);
+    weight = over(args.weight, {1}, at::kDouble, device).to(compute);
     values = at::where(weight.eq(0), 0.0, values);
   }
   at::Tensor factor = number(args.multiplier, compute).mul(scale_or_one(args.bucket_scale, compute, device));
@@ -389,15 +319,13 @@ void pack(const PackArgs& args, c10::Device device) {
     factor = factor.mul(weight);
   }
   const at::Tensor scaled = within(values.mul(factor), values, limit_of(args.wire_dtype, args.limit), num_saturated);
-  const auto places = segments.ranges();
-  const Wire wire(args.wire, args.wire_dtype, device);
-  const Encoded encoded = encode(scaled, args.wire_dtype, args.rounding, places);
-  wire.write(places, encoded);
-  if (unit_of(args.wire_dtype).values == 1) {  // else a segment's padding is written with it
-    wire.clear(gaps_of(args));
+  const at::Tensor encoded = encode(scaled, args.wire_dtype);
+  put(elements(args.wire, args.wire_dtype, segments.ranges(), device), encoded);
+  if (const auto gaps = gaps_of(args); unit_of(args.wire_dtype).values == 1 && !gaps.empty()) {
+    at::_foreach_zero_(elements(args.wire, args.wire_dtype, gaps, device));  // in blocks they are written already
   }
   if (kept.defined()) {
-    const at::Tensor sent = decode(encoded, compute);
+    const at::Tensor sent = decode(encoded, args.wire_dtype, compute);
     const double largest = largest_of(compute == at::kDouble ? DType::kFloat64 : DType::kFloat32);
     const at::Tensor lost = values.sub(within(sent.mul(factor.reciprocal()), sent, largest));
     segments.scatter(at::where(sent.isfinite(), lost, kept), &Segment::residual, compute);
@@ -408,7 +336,7 @@ void unpack(const UnpackArgs& args, c10::Device device) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const at::ScalarType grad = scalar_type_of(args.grad_dtype);
   const at::ScalarType compute = compute_of(args.grad_dtype);
-  const at::Tensor stats = over(args.stats, kNumStats, at::kDouble, device);
+  const at::Tensor stats = over(args.stats, {kNumStats}, at::kDouble, device);
   if (args.turn.is_first) {
     begin_stats(stats);
   }
@@ -429,14 +357,14 @@ void unpack(const UnpackArgs& args, c10::Device device) {
     segments.scatter(values, &Segment::data, grad);
     add_to_stats(segments.without_padding(values), stats);
   }
-  if (args.turn.is_last) {
-    move_on(args.bucket_scale, args.step, stats, args.scale_share, device);
+  if (args.turn.is_last && args.bucket_scale != nullptr) {
+    move_on(args.bucket_scale, stats, args.scale_share, device);
   }
 }
 
 void measure(const MeasureArgs& args, c10::Device device) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const at::Tensor stats = over(args.stats, kNumStats, at::kDouble, device);
+  const at::Tensor stats = over(args.stats, {kNumStats}, at::kDouble, device);
   begin_stats(stats);
   const Segments segments(args.segments, args.num_segments, args.grad_dtype, device);
   if (!segments.empty()) {
@@ -456,14 +384,13 @@ void reduce(const ReduceArgs& args, c10::Device device) {
   const at::Tensor scale = scale_or_one(args.bucket_scale, compute, device);
   at::Tensor kept;
   if (args.residual != nullptr) {
-    kept = over(args.residual, args.numel, compute, device);
+    kept = over(args.residual, {args.numel}, compute, device);
     values = values.add(kept.mul(scale));
   }
-  const Encoded encoded =
-      encode(within(values, values, limit_of(args.out_dtype, args.limit)), args.out_dtype, args.rounding, all);
-  Wire(args.out, args.out_dtype, device).write(all, encoded);
+  const at::Tensor encoded = encode(within(values, values, limit_of(args.out_dtype, args.limit)), args.out_dtype);
+  put(elements(args.out, args.out_dtype, all, device), encoded);
   if (kept.defined()) {
-    const at::Tensor sent = decode(encoded, compute);
+    const at::Tensor sent = decode(encoded, args.out_dtype, compute);
     const at::Tensor lost = values.sub(sent).mul(scale.reciprocal());
     kept.copy_(at::where(sent.isfinite(), lost, kept));
   }

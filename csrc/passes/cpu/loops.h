@@ -1,124 +1,22 @@
-// The loops over values: what each pass does to one chunk. pack_unpack.cpp includes this twice, in a namespace for any
-// CPU and in one for AVX2, where FASTSYNC_AVX2_LOOPS is 1. There is no #pragma once, and what it needs is included
-// there.
+// The loops over values: what each pass does to one chunk, in vectors. pack_unpack.cpp includes this twice, in a
+// namespace for any CPU and in one for AVX2. There is no #pragma once, and what it needs is included there.
 //
-// Note [Vectors without intrinsics]
-//   Arithmetic is written in vectors of 32 bytes, which GCC and clang lower to what the target has: one AVX2 register,
-//   or two of SSE2's or NEON's. Both namespaces give the same bits, for each lane is rounded as a single value is.
-//   Only what narrows or widens has instructions of its own. A row with a value out of the ordinary (beyond the limit,
-//   inf or nan) goes back to the arithmetic of wire_format.h. What is left of a chunk behind its last whole block is
-//   padded with zeros, which count for nothing.
-
-template <class T, int bytes = 32>
-struct VectorOf {
-  typedef T type __attribute__((vector_size(bytes)));
-};
-template <class C>
-using Vec = typename VectorOf<C>::type;
-using Bits = VectorOf<uint32_t>::type;
-using Ints = VectorOf<int32_t>::type;
-template <class C>
-inline constexpr int kLanes = 32 / sizeof(C);
-
-// ---- loads and stores of one vector ---------------------------------------------------------------------------------
-
-template <class V>
-FASTSYNC_INLINE V load_raw(const void* p) {
-  V vector;
-  std::memcpy(&vector, p, sizeof(V));
-  return vector;
-}
-template <class V>
-FASTSYNC_INLINE void store_raw(void* p, V vector) {
-  std::memcpy(p, &vector, sizeof(V));
-}
-
-template <class C, class T>
-FASTSYNC_INLINE Vec<C> load(const T* p) {
-  if constexpr (std::is_same_v<C, T>) {
-    return load_raw<Vec<C>>(p);
-  } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, BFloat16>) {
-#if FASTSYNC_AVX2_LOOPS
-    const auto halves = reinterpret_cast<Bits>(_mm256_cvtepu16_epi32(load_raw<__m128i>(p)));
-#else
-    const auto halves = __builtin_convertvector(load_raw<VectorOf<uint16_t, 16>::type>(p), Bits);
-#endif
-    return reinterpret_cast<Vec<float>>(halves << 16);
-#if FASTSYNC_AVX2_LOOPS
-  } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, Float16>) {
-    return reinterpret_cast<Vec<float>>(_mm256_cvtph_ps(load_raw<__m128i>(p)));
-#endif
-  } else {
-    Vec<C> vector;
-    for (int lane = 0; lane < kLanes<C>; ++lane) {
-      vector[lane] = static_cast<C>(decode(p[lane]));
-    }
-    return vector;
-  }
-}
+// A row with a value out of the ordinary (beyond the limit, inf or nan) goes back to the arithmetic of wire_format.h.
+#include "passes/cpu/vectors.h"
 
 // A wire's values from the i-th on.
 template <class C, class W>
 FASTSYNC_INLINE Vec<C> load_at(const W* wire, int64_t i) {
-  return load<C>(wire + i);
-}
-template <class C>
-FASTSYNC_INLINE Vec<C> load_at(const Int8Block* blocks, int64_t i) {
-  if constexpr (std::is_same_v<C, double>) {  // of which a vector has four: eight would go beyond the last block's end
-    return Vec<C>{decode_at<C>(blocks, i), decode_at<C>(blocks, i + 1), decode_at<C>(blocks, i + 2),
-                  decode_at<C>(blocks, i + 3)};
+  if constexpr (!kIsBlock<W>) {
+    return load<C>(wire + i);
+  } else if constexpr (std::is_same_v<C, double>) {  // a vector has four: eight would go beyond the last block's end
+    return Vec<C>{decode_at<C>(wire, i), decode_at<C>(wire, i + 1), decode_at<C>(wire, i + 2),
+                  decode_at<C>(wire, i + 3)};
   } else {
-    const Int8Block& block = blocks[i / kBlockValues];
-    const int8_t* const values = block.values + i % kBlockValues;
-#if FASTSYNC_AVX2_LOOPS
-    const auto ints =
-        reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values))));
-#else
-    const auto ints = __builtin_convertvector(load_raw<VectorOf<int8_t, 8>::type>(values), Ints);
-#endif
-    return __builtin_convertvector(ints, Vec<float>) * block.scale;
+    const W& block = wire[i / kBlockValues];
+    const Ints numbers = load_numbers<W>(block.bytes + i % kBlockValues * W::kBits / 8);
+    return __builtin_convertvector(numbers, Vec<float>) * block.scale;
   }
-}
-
-// To nearest even. No nan comes here, and nothing that is beyond the type's largest.
-template <class T, class C>
-FASTSYNC_INLINE void store(T* p, Vec<C> vector) {
-  if constexpr (std::is_same_v<C, T>) {
-    store_raw(p, vector);
-#if FASTSYNC_AVX2_LOOPS
-  } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, Float16>) {
-    const __m128i halves = _mm256_cvtps_ph(reinterpret_cast<__m256>(vector), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves);  // converting into memory is slower
-#endif
-  } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, BFloat16>) {
-    const auto bits = reinterpret_cast<Bits>(vector);
-    const Bits high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-#if FASTSYNC_AVX2_LOOPS
-    const auto halves = reinterpret_cast<__m256i>(high);
-    store_raw(p, _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
-#else
-    store_raw(p, __builtin_convertvector(high, VectorOf<uint16_t, 16>::type));
-#endif
-  } else {
-    for (int lane = 0; lane < kLanes<C>; ++lane) {
-      p[lane] = encode<T>(static_cast<Compute<T>>(vector[lane]));
-    }
-  }
-}
-
-FASTSYNC_INLINE Vec<float> magnitudes(Vec<float> v) {
-  return reinterpret_cast<Vec<float>>(reinterpret_cast<Bits>(v) & 0x7FFFFFFF);
-}
-FASTSYNC_INLINE Vec<double> magnitudes(Vec<double> v) { return v < 0.0 ? -v : v; }
-
-template <class Mask>
-FASTSYNC_INLINE bool holds_everywhere(Mask mask) {
-#if FASTSYNC_AVX2_LOOPS
-  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) == 0xFF;
-#else
-  const auto words = reinterpret_cast<VectorOf<int64_t>::type>(mask);
-  return (words[0] & words[1] & words[2] & words[3]) == -1;
-#endif
 }
 
 // ---- one row of sixteen values --------------------------------------------------------------------------------------
@@ -184,79 +82,6 @@ FASTSYNC_INLINE int64_t encode_row(const T* values, Scaling<C> scaling, W* wire)
 
 // ---- one block ------------------------------------------------------------------------------------------------------
 
-// wire[i] = encode(values[i]) of so many whole rows, on int8 blocks; returns how many values saturated.
-template <class C, class T, class W>
-int64_t encode_values(const T* values, int64_t numel, Scaling<C> scaling, const Rounding& /*rounding*/,
-                      int64_t /*place*/, W* wire) {
-  int64_t num_saturated = 0;
-  for (int64_t i = 0; i < numel; i += kRow) {
-    num_saturated += encode_row<C>(values + i, scaling, wire + i);
-  }
-  return num_saturated;
-}
-
-// As fastsync::random_fraction, for eight places from the given one on.
-FASTSYNC_INLINE Ints random_fractions(uint32_t key, int place) {
-  Bits bits = key + static_cast<uint32_t>(place) + Bits{0, 1, 2, 3, 4, 5, 6, 7};
-  bits = (bits ^ (bits >> 16)) * 0x85EBCA6BU;
-  bits = (bits ^ (bits >> 13)) * 0xC2B2AE35U;
-  return reinterpret_cast<Ints>((bits ^ (bits >> 16)) >> (32 - kFractionBits));
-}
-
-// As fastsync::round_to_int.
-FASTSYNC_INLINE Ints round_to_ints(Vec<float> values) {
-#if FASTSYNC_AVX2_LOOPS
-  return reinterpret_cast<Ints>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(values)));
-#else
-  return reinterpret_cast<Ints>(values + 0x1.8p23F) - 0x4B400000;
-#endif
-}
-
-FASTSYNC_INLINE void store_bytes(const Ints (&eights)[4], int8_t* p) {
-#if FASTSYNC_AVX2_LOOPS
-  const auto part = [&](int i) { return reinterpret_cast<__m256i>(eights[i]); };
-  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(part(0), part(1)), _mm256_packs_epi32(part(2), part(3)));
-  // Packing works in halves of 128 bits; this puts its groups of four bytes back in order.
-  store_raw(p, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-#else
-  for (int i = 0; i < 4; ++i) {
-    store_raw(p + 8 * i, __builtin_convertvector(eights[i], VectorOf<int8_t, 8>::type));
-  }
-#endif
-}
-
-template <bool is_stochastic, class T>
-void quantize_block(const T* values, float multiplier, float inverse, uint32_t key, int8_t* quantized) {
-  for (int i = 0; i < kBlockValues; i += 32) {
-    Ints eights[4];
-    for (int j = 0; j < 4; ++j) {
-      const Vec<float> scaled = load<float>(values + i + 8 * j) * multiplier * inverse;
-      if constexpr (is_stochastic) {
-        Ints fixed = round_to_ints(scaled * static_cast<float>(kOneFixed));
-        fixed = fixed > kLargestFixed ? kLargestFixed : fixed;
-        fixed = fixed < -kLargestFixed ? -kLargestFixed : fixed;
-        eights[j] = (fixed + random_fractions(key, i + 8 * j)) >> kFractionBits;
-      } else {
-        eights[j] = round_to_ints(scaled);
-      }
-    }
-    store_bytes(eights, quantized + i);
-  }
-}
-
-FASTSYNC_INLINE Bits max_of(Bits a, Bits b) { return a > b ? a : b; }
-
-// The largest magnitude as bits, which are ordered like the magnitudes, inf and nan above all.
-FASTSYNC_INLINE uint32_t largest_of(Bits b) {
-  b = max_of(b, Bits{b[4], b[5], b[6], b[7], b[0], b[1], b[2], b[3]});  // g++ 11 has no __builtin_shufflevector
-  b = max_of(b, Bits{b[2], b[3], b[0], b[1], b[6], b[7], b[4], b[5]});
-  return max_of(b, Bits{b[1], b[0], b[3], b[2], b[5], b[4], b[7], b[6]})[0];
-}
-
-FASTSYNC_INLINE Bits larger(Bits largest, Vec<float> values) {
-  return max_of(largest, reinterpret_cast<Bits>(magnitudes(values)));
-}
-
 template <class T>
 float largest_magnitude(const T* values, float multiplier) {
   Bits largest{};
@@ -267,40 +92,53 @@ float largest_magnitude(const T* values, float multiplier) {
 }
 
 // Of values whose largest magnitude, times the multiplier, this is.
-template <class T>
-void encode_block(const T* values, float multiplier, float amax, const Rounding& rounding, int64_t place,
-                  Int8Block& block) {
+template <class T, class W>
+void quantize(const T* values, float multiplier, float amax, W& block) {
   if (!is_finite(amax)) {
     block = {std::numeric_limits<float>::quiet_NaN(), {}};
     return;
   }
-  block.scale = block_scale(amax);
-  const float inverse = block_inverse(amax);
-  if (rounding.is_stochastic) {
-    quantize_block<true>(values, multiplier, inverse, block_key(rounding, place / kBlockValues), block.values);
-  } else {
-    quantize_block<false>(values, multiplier, inverse, 0, block.values);
+  block.scale = block_scale<W>(amax);
+  const float inverse = block_inverse<W>(amax);
+  for (int i = 0; i < kBlockValues; i += 32) {
+    Ints numbers[4];
+    for (int j = 0; j < 4; ++j) {
+      numbers[j] = round_to_ints(load<float>(values + i + 8 * j) * multiplier * inverse);
+    }
+    store_numbers<W>(numbers, block.bytes + i * W::kBits / 8);
   }
 }
 
-template <class C, class T>
-int64_t encode_values(const T* values, int64_t numel, Scaling<C> scaling, const Rounding& rounding, int64_t place,
-                      Int8Block* blocks) {
+template <class C, class T, class W>
+int64_t encode_block(const T* values, Scaling<C> scaling, W& block) {
+  if constexpr (std::is_same_v<C, float>) {
+    const float amax = largest_magnitude(values, scaling.multiplier);
+    if (__builtin_expect(amax <= scaling.limit, 1)) {
+      quantize(values, scaling.multiplier, amax, block);
+      return 0;
+    }
+  }
   int64_t num_saturated = 0;
-  for (int64_t i = 0; i < numel; i += kBlockValues) {
-    Int8Block& block = blocks[i / kBlockValues];
-    if constexpr (std::is_same_v<C, float>) {
-      const float amax = largest_magnitude(values + i, scaling.multiplier);
-      if (__builtin_expect(amax <= scaling.limit, 1)) {
-        encode_block(values + i, scaling.multiplier, amax, rounding, place + i, block);
-        continue;
-      }
+  float clamped[kBlockValues];
+  for (int j = 0; j < kBlockValues; j += kRow) {
+    num_saturated += encode_row<C>(values + j, scaling, clamped + j);
+  }
+  quantize(clamped, 1.0F, largest_magnitude(clamped, 1.0F), block);
+  return num_saturated;
+}
+
+// wire[i] = encode(values[i]); returns how many values saturated.
+template <class C, class T, class W>
+int64_t encode_values(const T* values, Scaling<C> scaling, W* wire) {
+  int64_t num_saturated = 0;
+  if constexpr (kIsBlock<W>) {
+    for (int64_t i = 0; i < kBlock; i += kBlockValues) {
+      num_saturated += encode_block<C>(values + i, scaling, wire[i / kBlockValues]);
     }
-    float clamped[kBlockValues];
-    for (int j = 0; j < kBlockValues; j += kRow) {
-      num_saturated += encode_row<C>(values + i + j, scaling, clamped + j);
+  } else {
+    for (int64_t i = 0; i < kBlock; i += kRow) {
+      num_saturated += encode_row<C>(values + i, scaling, wire + i);
     }
-    encode_block(clamped, 1.0F, largest_magnitude(clamped, 1.0F), rounding, place + i, block);
   }
   return num_saturated;
 }
@@ -396,19 +234,6 @@ void unpack_block(const T* values, G* gradient, float multiplier, bool may_redo,
   });
 }
 
-// ---- one chunk ------------------------------------------------------------------------------------------------------
-
-// What is left after the last whole block.
-template <class T>
-struct Padded {
-  T values[kBlock] = {};
-  Padded(const T* source, int64_t numel) {
-    if (source != nullptr) {
-      std::memcpy(values, source, numel * sizeof(T));
-    }
-  }
-};
-
 // The values to be sent: the gradient, weighted, and the residual.
 template <class G, class C>
 void gather(const G* gradient, const C* residual, C weight, C* gathered) {
@@ -419,47 +244,6 @@ void gather(const G* gradient, const C* residual, C weight, C* gathered) {
     }
     store<C, C>(gathered + i, residual != nullptr ? values + load<C>(residual + i) : values);
   }
-}
-
-template <class W, class G, class C>
-int64_t pack_block(const G* gradient, C* residual, Scaling<C> scaling, C weight, const Rounding& rounding,
-                   int64_t place, W* encoded) {
-  C gathered[kBlock];
-  gather(gradient, residual, weight, gathered);
-  const int64_t num_saturated = encode_values<C>(gathered, kBlock, scaling, rounding, place, encoded);
-  if (residual != nullptr) {
-    keep_loss(gathered, encoded, C(1) / scaling.multiplier, C(1), residual);
-  }
-  return num_saturated;
-}
-
-template <class W, class G>
-int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Scaling<Compute<G>> scaling,
-                   Compute<G> weight, const Rounding& rounding, void* wire, int64_t first) {
-  using C = Compute<G>;
-  if (residual == nullptr && weight != C(0)) {
-    scaling.multiplier *= weight;
-    weight = C(1);
-  }
-  const bool is_direct = residual == nullptr && weight == C(1);
-  int64_t i = is_direct ? numel / kBlock * kBlock : 0;
-  int64_t num_saturated = encode_values<C>(gradient, i, scaling, rounding, first, unit_at<W>(wire, first));
-  for (; i + kBlock <= numel; i += kBlock) {
-    num_saturated += pack_block(gradient + i, from_or_null(residual, i), scaling, weight, rounding, first + i,
-                                unit_at<W>(wire, first + i));
-  }
-  if (const int64_t rest = numel - i; rest > 0) {
-    const Padded<G> last(gradient + i, rest);
-    Padded<C> kept(from_or_null(residual, i), rest);
-    W encoded[num_units<W>(kBlock)];
-    num_saturated += pack_block(last.values, residual != nullptr ? kept.values : nullptr, scaling, weight, rounding,
-                                first + i, encoded);
-    std::copy_n(encoded, num_units<W>(rest), unit_at<W>(wire, first + i));
-    if (residual != nullptr) {
-      std::copy_n(kept.values, rest, residual + i);
-    }
-  }
-  return num_saturated;
 }
 
 template <class G, class T>
@@ -497,12 +281,43 @@ void unpack_values(const T* values, bool may_redo, G* gradient, int64_t numel, C
   }
 }
 
+// ---- one chunk ------------------------------------------------------------------------------------------------------
+
+template <class W, class G>
+int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Scaling<Compute<G>> scaling,
+                   Compute<G> weight, void* wire, int64_t first) {
+  using C = Compute<G>;
+  if (residual == nullptr && weight != C(0)) {
+    scaling.multiplier *= weight;
+    weight = C(1);
+  }
+  int64_t num_saturated = 0;
+  for (int64_t i = 0; i < numel; i += kBlock) {
+    const int64_t length = std::min(kBlock, numel - i);
+    Whole<const G> values(gradient + i, length);
+    Whole<W> encoded(unit_at<W>(wire, first + i), num_units<W>(length));
+    if (residual == nullptr && weight == C(1)) {
+      num_saturated += encode_values<C>(values.data(), scaling, encoded.data());
+    } else {
+      Whole<C> kept(from_or_null(residual, i), length);
+      C gathered[kBlock];
+      gather(values.data(), kept.data(), weight, gathered);
+      num_saturated += encode_values<C>(gathered, scaling, encoded.data());
+      if (residual != nullptr) {
+        keep_loss(gathered, encoded.data(), C(1) / scaling.multiplier, C(1), kept.data());
+      }
+      kept.put_back();
+    }
+    encoded.put_back();
+  }
+  return num_saturated;
+}
+
 template <class W, class G>
 Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel, Compute<G> multiplier,
                    Compute<G> inverse_scale) {
   using C = Compute<G>;
   constexpr bool kIsFloat = std::is_same_v<G, float>;
-  const bool is_direct = !kIsBlock<W> && wires.num == 1 && multiplier == C(1);
   // What saturated is counted by a second look at the wire, which by then must not hold the gradients.
   const bool is_in_place = static_cast<const void*>(wires.at<W>(0, first)) == gradient && inverse_scale != C(1);
   Tally tally;
@@ -510,23 +325,20 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
     const int64_t length = std::min(kBlock, numel - i);
     G unpacked[kBlock];
     G* const destination = length == kBlock && !is_in_place ? gradient + i : unpacked;
+    const auto unpack = [&](const auto* values, bool may_redo) {
+      unpack_values(values, may_redo, destination, length, inverse_scale, tally);
+    };
     bool is_done = false;
     if constexpr (!kIsBlock<W>) {
-      if (is_direct) {
-        const W* const wire = wires.at<W>(0, first + i);
-        const bool may_redo = kIsFloat && !std::is_same_v<W, float>;
-        if (length == kBlock) {
-          unpack_values(wire, may_redo, destination, length, inverse_scale, tally);
-        } else {
-          unpack_values(Padded<W>(wire, length).values, may_redo, destination, length, inverse_scale, tally);
-        }
+      if (wires.num == 1 && multiplier == C(1)) {
+        unpack(Whole<const W>(wires.at<W>(0, first + i), length).data(), kIsFloat && !std::is_same_v<W, float>);
         is_done = true;
       }
     }
     if (!is_done) {
       C sums[kBlock];
       sum_wires<W>(wires, first + i, length, multiplier, sums);
-      unpack_values(sums, kIsFloat, destination, length, inverse_scale, tally);
+      unpack(sums, kIsFloat);
     }
     if (destination == unpacked) {
       std::copy_n(unpacked, length, gradient + i);
@@ -543,51 +355,32 @@ Tally measure_chunk(const G* gradient, int64_t numel) {
   } else {
     for (int64_t i = 0; i < numel; i += kBlock) {
       const int64_t length = std::min(kBlock, numel - i);
+      Whole<const G> values(gradient + i, length);
       BlockSquares squares;
-      const auto measure = [&](const G* values) {
-        measure_rows(squares, [&](int64_t row) { return Row<float>::of(values + row); });
-      };
-      if (length == kBlock) {
-        measure(gradient + i);
-      } else {
-        measure(Padded<G>(gradient + i, length).values);
-      }
+      measure_rows(squares, [&](int64_t row) { return Row<float>::of(values.data() + row); });
       tally.add_block(squares, gradient + i, length);
     }
   }
   return tally;
 }
 
-template <class W, class C, class Out>
-void reduce_block(const Wires& wires, int64_t first, int64_t length, C multiplier, Scaling<C> scaling,
-                  const Rounding& rounding, C scale, C* residual, Out* encoded) {
-  C values[kBlock];
-  sum_wires<W>(wires, first, length, multiplier, values);
-  if (residual != nullptr) {
-    add_residual(residual, scale, values);
-  }
-  encode_values<C>(values, kBlock, scaling, rounding, first, encoded);
-  if (residual != nullptr) {
-    keep_loss(values, encoded, C(1), C(1) / scale, residual);
-  }
-}
-
 template <class C, class W, class Out>
-void reduce_chunk(const Wires& wires, int64_t begin, int64_t numel, C multiplier, Scaling<C> scaling,
-                  const Rounding& rounding, C scale, C* residual, void* out) {
-  int64_t i = begin;
-  for (; i + kBlock <= begin + numel; i += kBlock) {
-    reduce_block<W>(wires, i, kBlock, multiplier, scaling, rounding, scale, from_or_null(residual, i),
-                    unit_at<Out>(out, i));
-  }
-  if (const int64_t rest = begin + numel - i; rest > 0) {
-    Padded<C> kept(from_or_null(residual, i), rest);
-    Out encoded[num_units<Out>(kBlock)];
-    reduce_block<W>(wires, i, rest, multiplier, scaling, rounding, scale, residual != nullptr ? kept.values : nullptr,
-                    encoded);
-    std::copy_n(encoded, num_units<Out>(rest), unit_at<Out>(out, i));
+void reduce_chunk(const Wires& wires, int64_t begin, int64_t numel, C multiplier, Scaling<C> scaling, C scale,
+                  C* residual, void* out) {
+  for (int64_t i = begin; i < begin + numel; i += kBlock) {
+    const int64_t length = std::min(kBlock, begin + numel - i);
+    C values[kBlock];
+    sum_wires<W>(wires, i, length, multiplier, values);
+    Whole<C> kept(from_or_null(residual, i), length);
+    Whole<Out> encoded(unit_at<Out>(out, i), num_units<Out>(length));
     if (residual != nullptr) {
-      std::copy_n(kept.values, rest, residual + i);
+      add_residual(kept.data(), scale, values);
     }
+    encode_values<C>(values, scaling, encoded.data());
+    if (residual != nullptr) {
+      keep_loss(values, encoded.data(), C(1), C(1) / scale, kept.data());
+    }
+    kept.put_back();
+    encoded.put_back();
   }
 }

@@ -12,12 +12,6 @@
 #include "passes/cpu/tally.h"
 #include "passes/pack_unpack.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#define FASTSYNC_HAS_AVX2_LOOPS 1
-#else
-#define FASTSYNC_HAS_AVX2_LOOPS 0
-#endif
 #define FASTSYNC_INLINE __attribute__((always_inline)) inline
 
 namespace fastsync::cpu {
@@ -44,13 +38,40 @@ struct Wires {
 
 template <class C, class W>
 C decode_at(const W* wire, int64_t i) {
-  return static_cast<C>(decode(wire[i]));
+  if constexpr (kIsBlock<W>) {
+    const W& block = wire[i / kBlockValues];
+    int32_t numbers[4];
+    W::get(block.bytes + i % kBlockValues / 4 * 4 * W::kBits / 8, numbers);
+    return static_cast<C>(static_cast<float>(numbers[i % 4]) * block.scale);
+  } else {
+    return static_cast<C>(decode(wire[i]));
+  }
 }
-template <class C>
-C decode_at(const Int8Block* blocks, int64_t i) {
-  const Int8Block& block = blocks[i / kBlockValues];
-  return static_cast<C>(decode(block.values[i % kBlockValues], block.scale));
-}
+
+// kBlock values of memory that may end before: then they are worked on as a copy, which zeros fill up.
+template <class T>
+class Whole {
+ public:
+  Whole(T* memory, int64_t num_units) : memory_(memory), num_units_(num_units) {
+    if (is_copy()) {
+      std::fill(std::copy_n(memory, num_units, copy_), copy_ + kNumUnits, T{});
+    }
+  }
+  T* data() { return is_copy() ? copy_ : memory_; }
+  void put_back() {
+    if (is_copy()) {
+      std::copy_n(copy_, num_units_, memory_);
+    }
+  }
+
+ private:
+  static constexpr int64_t kNumUnits = num_units<std::remove_const_t<T>>(kBlock);
+  bool is_copy() const { return num_units_ < kNumUnits && memory_ != nullptr; }
+
+  T* memory_;
+  int64_t num_units_;
+  std::remove_const_t<T> copy_[kNumUnits];
+};
 
 namespace any {
 #define FASTSYNC_AVX2_LOOPS 0
@@ -58,7 +79,7 @@ namespace any {
 #undef FASTSYNC_AVX2_LOOPS
 }  // namespace any
 
-#if FASTSYNC_HAS_AVX2_LOOPS
+#if FASTSYNC_HAS_AVX2
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else
@@ -78,7 +99,7 @@ namespace avx2 {
 #endif
 
 // ATEN_CPU_CAPABILITY=default, which makes torch itself do without vector instructions, does so here too.
-#if FASTSYNC_HAS_AVX2_LOOPS
+#if FASTSYNC_HAS_AVX2
 bool has_avx2() {
   static const bool has =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && at::get_cpu_capability() != "DEFAULT";
@@ -115,7 +136,7 @@ void pack_typed(const PackArgs& args) {
         fill_gap<W>(segment, chunk, args);
         auto* residual = from_or_null(static_cast<C*>(segment.residual), chunk.begin);
         return FASTSYNC_BEST(pack_chunk<W>(chunk_data<const G>(segment, chunk), residual, chunk.length, scaling, weight,
-                                           args.rounding, args.wire, segment.offset + chunk.begin));
+                                           args.wire, segment.offset + chunk.begin));
       });
   double num_saturated = args.turn.is_first ? 0.0 : args.stats[kNumSaturated];
   for (const int64_t count : counts) {
@@ -135,8 +156,8 @@ void unpack_typed(const UnpackArgs& args) {
                                              chunk.length, static_cast<C>(args.multiplier), inverse_scale));
       });
   total_of(tallies).write_to(args.stats, args.turn.is_first);
-  if (args.turn.is_last) {
-    move_on(args.bucket_scale, args.step, args.stats, args.scale_share);
+  if (args.turn.is_last && args.bucket_scale != nullptr) {
+    *args.bucket_scale = next_bucket_scale(*args.bucket_scale, args.stats[kMaxMagnitude] * args.scale_share);
   }
 }
 
@@ -157,7 +178,7 @@ void reduce_typed(const ReduceArgs& args) {
   const Segment all{nullptr, args.numel, 0};
   for_each_chunk<char>(&all, 1, [&](const Segment&, const Chunk& chunk) {
     FASTSYNC_BEST(reduce_chunk<C, W, Out>(wires, chunk.begin, chunk.length, static_cast<C>(args.multiplier), scaling,
-                                          args.rounding, scale, static_cast<C*>(args.residual), args.out));
+                                          scale, static_cast<C*>(args.residual), args.out));
     return char{};
   });
 }

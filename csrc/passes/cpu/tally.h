@@ -68,18 +68,12 @@ struct Tally {
     num_saturated += other.num_saturated;
   }
 
-  // Adds to the statistics of the calls before, or begins them; but for what has saturated, which packing begins.
   void write_to(double* stats, bool is_first) const {
     double sum = 0.0;
     for (const double column : columns) {
       sum += column;
     }
-    stats[kSumOfSquares] = (is_first ? 0.0 : stats[kSumOfSquares]) + sum;
-    stats[kNumNonfinite] = (is_first ? 0.0 : stats[kNumNonfinite]) + static_cast<double>(num_nonfinite);
-    stats[kMaxMagnitude] = std::max(is_first ? 0.0 : stats[kMaxMagnitude], largest);
-    if (num_saturated > 0) {
-      stats[kNumSaturated] += static_cast<double>(num_saturated);
-    }
+    add_to_stats(stats, is_first, sum, num_nonfinite, num_saturated, largest);
   }
 };
 

@@ -190,8 +190,8 @@ void pack(const PackArgs& args, void* workspace, void* stream) {
     using C = Compute<decltype(grad)>;
     using W = decltype(wire);
     const Pack<decltype(grad), W> pass{
-        static_cast<W*>(args.wire), args.bucket_scale, args.weight, static_cast<C>(args.multiplier),
-        limit_on<W, C>(args.limit), args.rounding,     args.stats,  args.alignment};
+        static_cast<W*>(args.wire), args.bucket_scale, args.weight,   static_cast<C>(args.multiplier),
+        limit_on<W, C>(args.limit), args.stats,        args.alignment};
     run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
   });
 }
@@ -201,7 +201,6 @@ void unpack(const UnpackArgs& args, void* workspace, void* stream) {
     using Pass = Unpack<decltype(grad), decltype(wire)>;
     const Pass pass{{args.wire, args.num_wires, args.stride_bytes, static_cast<typename Pass::C>(args.multiplier)},
                     args.bucket_scale,
-                    args.step,
                     args.stats,
                     args.scale_share};
     run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
@@ -225,8 +224,7 @@ void reduce(const ReduceArgs& args, void* workspace, void* stream) {
         {args.wire, args.num_wires, args.stride_bytes, static_cast<C>(args.multiplier)},
         static_cast<Out*>(args.out),
         limit_on<Out, C>(args.limit),
-        args.bucket_scale,
-        args.rounding};
+        args.bucket_scale};
     const Segment all{nullptr, args.numel, 0, args.residual};
     run(&all, 1, Turn{}, pass, workspace, stream);
   });

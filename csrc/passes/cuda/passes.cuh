@@ -92,7 +92,7 @@ struct Pack {
   using Total = Saturations;
   static constexpr const char* kName = "pack";
   static constexpr int kWidth = vector_width<G, W>();
-  static constexpr int kUnit = WireFormat<W>::kValues;
+  static constexpr int kUnit = kUnitValues<W>;
   using Loaded = Encoded<G, kWidth>;
 
   W* wire;
@@ -100,7 +100,6 @@ struct Pack {
   const double* weight;
   C multiplier;
   C limit;
-  Rounding rounding;
   double* stats;
   int64_t alignment;
   C own_weight = C(1);
@@ -134,7 +133,7 @@ struct Pack {
       scaled[i] = scale_and_clamp(values[i], factor, limit, saturated);
       total.count += saturated;
     }
-    const auto sent = Encoded<W, kWidth>::of(scaled, rounding, at.segment.offset + at.index);
+    const auto sent = Encoded<W, kWidth>::of(scaled);
     sent.store(wire, at.segment.offset + at.index, at.num_valid);
     if (at.segment.residual != nullptr) {
       keep_loss(at, values, sent, C(1) / factor, C(1));
@@ -159,12 +158,11 @@ struct Unpack {
   using Total = Squares<C>;
   static constexpr const char* kName = "unpack";
   static constexpr int kWidth = vector_width<W, G>();
-  static constexpr int kUnit = WireFormat<W>::kValues;
+  static constexpr int kUnit = kUnitValues<W>;
   using Loaded = Encoded<W, kWidth>;
 
   Sum<C, W, kWidth> sum;
   float* bucket_scale;
-  int64_t* step;
   double* stats;
   double scale_share;
   C inverse = C(1);
@@ -196,7 +194,11 @@ struct Unpack {
     gradients.store(static_cast<G*>(at.segment.data), at.index, at.num_valid);
   }
 
-  __device__ void move_on() const { fastsync::move_on(bucket_scale, step, stats, scale_share); }
+  __device__ void move_on() const {
+    if (bucket_scale != nullptr) {
+      *bucket_scale = next_bucket_scale(*bucket_scale, stats[kMaxMagnitude] * scale_share);
+    }
+  }
 };
 
 template <class G>
@@ -240,14 +242,13 @@ struct Reduce {
   using Total = Nothing;
   static constexpr const char* kName = "reduce";
   static constexpr int kWidth = vector_width<W, Out>();
-  static constexpr int kUnit = std::max<int>(WireFormat<W>::kValues, WireFormat<Out>::kValues);
+  static constexpr int kUnit = std::max<int>(kUnitValues<W>, kUnitValues<Out>);
   using Loaded = Encoded<W, kWidth>;
 
   Sum<C, W, kWidth> sum;
   Out* out;
   C limit;
   const float* bucket_scale;
-  Rounding rounding;
   C scale = C(1);
 
   __device__ Reduce with_scale() const {
@@ -270,7 +271,7 @@ struct Reduce {
       bool saturated;
       within[i] = scale_and_clamp(values[i], C(1), limit, saturated);
     }
-    const auto sent = Encoded<Out, kWidth>::of(within, rounding, at.index);
+    const auto sent = Encoded<Out, kWidth>::of(within);
     sent.store(out, at.index, at.num_valid);
     if (at.segment.residual != nullptr) {
       keep_loss(at, values, sent, C(1), C(1) / scale);

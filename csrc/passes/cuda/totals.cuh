@@ -86,12 +86,7 @@ struct Squares {
   }
 
   __device__ void add_to(double* stats, bool is_first) const {
-    stats[kSumOfSquares] = (is_first ? 0.0 : stats[kSumOfSquares]) + sum;
-    stats[kNumNonfinite] = (is_first ? 0.0 : stats[kNumNonfinite]) + static_cast<double>(num_nonfinite);
-    stats[kMaxMagnitude] = max(is_first ? 0.0 : stats[kMaxMagnitude], static_cast<double>(largest));
-    if (num_saturated > 0) {  // to what packing has counted
-      stats[kNumSaturated] += static_cast<double>(num_saturated);
-    }
+    add_to_stats(stats, is_first, sum, num_nonfinite, num_saturated, static_cast<double>(largest));
   }
 };
 

@@ -18,7 +18,7 @@ constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 // warp has.
 template <class In, class Out>
 constexpr int vector_width() {
-  constexpr int64_t kBlock = std::max(WireFormat<In>::kValues, WireFormat<Out>::kValues);
+  constexpr int64_t kBlock = std::max(kUnitValues<In>, kUnitValues<Out>);
   return kBlock > 1 ? static_cast<int>(kBlock / kWarp)
                     : kVectorBytes / static_cast<int>(std::max(sizeof(In), sizeof(Out)));
 }
@@ -36,7 +36,7 @@ struct Encoded {
 
   // Of values that are within the limit already.
   template <class C>
-  __device__ static Encoded of(const C (&values)[kWidth], const Rounding& /*rounding*/, int64_t /*index*/) {
+  __device__ static Encoded of(const C (&values)[kWidth]) {
     Encoded encoded;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -85,14 +85,15 @@ struct Encoded {
 };
 
 // A thread's share of a block, which the whole warp encodes together. What is not valid is zero.
-template <int kWidth>
-struct Encoded<Int8Block, kWidth> {
-  using Whole = Vector<int8_t, kWidth>;
+template <class Block, int kWidth>
+  requires kIsBlock<Block>
+struct Encoded<Block, kWidth> {
+  using Whole = Vector<uint8_t, kWidth * Block::kBits / 8>;
   float scale;
   Whole vector;
 
   template <class C>
-  __device__ static Encoded of(const C (&values)[kWidth], const Rounding& rounding, int64_t index) {
+  __device__ static Encoded of(const C (&values)[kWidth]) {
     uint32_t largest_bits = 0;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -102,27 +103,25 @@ struct Encoded<Int8Block, kWidth> {
     if (!is_finite(amax)) {
       return {float_from_bits(0x7FC00000U), {}};
     }
-    const float inverse = block_inverse(amax);
-    const uint32_t key = rounding.is_stochastic ? block_key(rounding, index / kBlockValues) : 0;
-    const int place = static_cast<int>(index % kBlockValues);
-    Encoded encoded{block_scale(amax), {}};
+    const float inverse = block_inverse<Block>(amax);
+    int32_t numbers[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const auto value = static_cast<float>(values[i]);
-      encoded.vector.values[i] =
-          rounding.is_stochastic ? quantize(value, inverse, random_fraction(key, place + i)) : quantize(value, inverse);
+      numbers[i] = round_to_int(static_cast<float>(values[i]) * inverse);
     }
+    Encoded encoded{block_scale<Block>(amax), {}};
+    Block::put(numbers, encoded.vector.values);
     return encoded;
   }
 
-  __device__ static Encoded load(const Int8Block* blocks, int64_t index, int /*num_valid*/) {
-    const Int8Block& block = blocks[index / kBlockValues];
-    return {block.scale, *reinterpret_cast<const Whole*>(block.values + index % kBlockValues)};
+  __device__ static Encoded load(const Block* blocks, int64_t index, int /*num_valid*/) {
+    const Block& block = blocks[index / kBlockValues];
+    return {block.scale, *reinterpret_cast<const Whole*>(block.bytes + byte_of(index))};
   }
 
-  __device__ void store(Int8Block* blocks, int64_t index, int /*num_valid*/) const {
-    Int8Block& block = blocks[index / kBlockValues];
-    *reinterpret_cast<Whole*>(block.values + index % kBlockValues) = vector;
+  __device__ void store(Block* blocks, int64_t index, int /*num_valid*/) const {
+    Block& block = blocks[index / kBlockValues];
+    *reinterpret_cast<Whole*>(block.bytes + byte_of(index)) = vector;
     if (index % kBlockValues == 0) {
       block.scale = scale;
     }
@@ -130,8 +129,13 @@ struct Encoded<Int8Block, kWidth> {
 
   template <class C>
   __device__ C decoded(int i) const {
-    return static_cast<C>(decode(vector.values[i], scale));
+    int32_t numbers[kWidth];
+    Block::get(vector.values, numbers);
+    return static_cast<C>(static_cast<float>(numbers[i]) * scale);
   }
+
+ private:
+  __device__ static int64_t byte_of(int64_t index) { return index % kBlockValues * Block::kBits / 8; }
 };
 
 }  // namespace fastsync::cuda
