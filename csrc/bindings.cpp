@@ -33,7 +33,6 @@ using fastsync::Candidate;
 using fastsync::Compression;
 using fastsync::EngineState;
 using fastsync::HookState;
-using fastsync::ParameterSync;
 using fastsync::Schedule;
 using fastsync::ShardedState;
 using fastsync::SharedGather;
@@ -48,7 +47,7 @@ bool built_with_cuda() {
 #endif
 }
 
-std::map<std::string, std::string> build_info() { return {{"torch", TORCH_VERSION}, {"compiler", __VERSION__}}; }
+c10::DeviceType device_type(const std::string& name) { return c10::Device(name).type(); }
 
 // The last owner of a Gloo group waits for the group's threads to end, and those may be waiting for the GIL.
 template <class Engine, class... Args>
@@ -97,81 +96,38 @@ std::shared_ptr<Schedule> make_schedule(std::vector<std::pair<int64_t, std::vect
   return std::make_shared<Schedule>(std::move(all));
 }
 
-// The capsule points to fastsync::Passes.
-py::capsule passes(const std::string& device_type) {
-  const fastsync::Passes* const fused = fastsync::fused_passes(c10::Device(device_type).type());
-  TORCH_CHECK_VALUE(fused != nullptr, "device_type: no passes were built for ", device_type);
-  return py::capsule(static_cast<const void*>(fused));
-}
-
-c10::Device device_of_sums(const Group& group, c10::Device device) { return fastsync::device_of_sums(*group, device); }
-
-std::string kernels(const std::string& device_type) { return fastsync::kernels_on(c10::Device(device_type).type()); }
-
-// As what passes gives.
-void register_passes(const std::string& device_type, const py::capsule& passes) {
-  fastsync::register_passes(c10::Device(device_type).type(), *passes.get_pointer<const fastsync::Passes>());
-}
-
-// A method of what the engine locks.
-template <class Engine, class State, class Result, class... Args>
+// A method, called while nobody else calls one.
+template <class Engine = EngineState, class State, class Result, class... Args>
 auto locked(Result (State::*method)(Args...)) {
   return [method](Engine& engine, Args... args) { return engine.locked(method, std::forward<Args>(args)...); };
 }
 
 // One that belongs between two steps: a step that a failed backward has left unfinished is over by then.
-template <class Engine, class State, class Result, class... Args>
+template <class Engine = EngineState, class State, class Result, class... Args>
 auto between_steps(Result (State::*method)(Args...)) {
   return [method](Engine& engine, Args... args) {
-    if constexpr (requires { engine.end_interrupted(); }) {
-      engine.end_interrupted();
-    }
+    engine.end_interrupted();
     return engine.locked(method, std::forward<Args>(args)...);
   };
 }
 
+// (parameter, own, of_sums) for each parameter, None in the place of what is undefined.
 using ResidualTensors = std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>>;
 
-// (parameter, own, of_sums) for each parameter.
-template <class Engine>
-std::vector<ResidualTensors> residuals(Engine& engine) {
+std::vector<ResidualTensors> residuals(EngineState& engine) {
   std::vector<ResidualTensors> all;
-  const auto get = between_steps<Engine>(&EngineState::residuals);
-  for (const auto& [parameter, residual] : get(engine)) {
-    all.emplace_back(parameter, residual.own, residual.of_sums);  // None where it is undefined
+  for (const auto& [parameter, residual] : between_steps (&EngineState::residuals)(engine)) {
+    all.emplace_back(parameter, residual.own, residual.of_sums);
   }
   return all;
 }
 
-template <class Engine>
-void set_residuals(Engine& engine, const std::vector<ResidualTensors>& residuals) {
+void set_residuals(EngineState& engine, const std::vector<ResidualTensors>& residuals) {
   std::vector<fastsync::ParameterResidual> all;
   for (const auto& [parameter, own, of_sums] : residuals) {
     all.push_back({parameter, {own, of_sums.value_or(at::Tensor())}});
   }
-  const auto set = between_steps<Engine>(&EngineState::set_residuals);
-  set(engine, all);
-}
-
-// What every engine has.
-template <class Engine>
-void bind_state(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
-  const py::call_guard<py::gil_scoped_release> no_gil;
-  engine.def("set_schedule", between_steps<Engine>(&EngineState::set_schedule), py::arg("schedule"), no_gil)
-      .def("step", between_steps<Engine>(&EngineState::step), no_gil)
-      .def("set_step", between_steps<Engine>(&EngineState::set_step), py::arg("step"), no_gil)
-      .def("residuals", &residuals<Engine>, no_gil)
-      .def("set_residuals", &set_residuals<Engine>, py::arg("residuals"), no_gil)
-      .def("follow_loss_scale", locked<Engine>(&EngineState::follow_loss_scale), py::arg("scale"), no_gil)
-      .def("grad_stats", locked<Engine>(&EngineState::grad_stats), no_gil)
-      .def("num_steps", locked<Engine>(&EngineState::num_steps), no_gil)
-      .def("is_captured", locked<Engine>(&EngineState::is_captured), no_gil)
-      .def("totals", locked<Engine>(&EngineState::totals), no_gil)
-      .def("scales", between_steps<Engine>(&EngineState::scales), no_gil)
-      .def("set_scales", between_steps<Engine>(&EngineState::set_scales), py::arg("scales"), no_gil);
-  if constexpr (requires(Engine& it) { it.note_update(); }) {
-    engine.def("note_update", &Engine::note_update, no_gil);
-  }
+  between_steps (&EngineState::set_residuals)(engine, all);
 }
 
 }  // namespace
@@ -181,7 +137,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
 
   m.def("built_with_cuda", &built_with_cuda);
-  m.def("build_info", &build_info);
+  m.def("build_info",
+        [] { return std::map<std::string, std::string>{{"torch", TORCH_VERSION}, {"compiler", __VERSION__}}; });
   m.def("shared_memory_obstacle", &fastsync::Host::obstacle);
   m.def("num_usable_cores", &fastsync::num_usable_cores);
 
@@ -218,44 +175,58 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "CandidateSchedule")
       .def(py::init(&make_schedule), py::arg("phases"));
 
-  py::class_<HookState, std::shared_ptr<HookState>> hook_state(m, "HookState");
-  hook_state.def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
-      .def("run", &run, py::arg("bucket"), py::arg("schedule"));
-  bind_state(hook_state);
+  py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")
+      .def("set_schedule", between_steps(&EngineState::set_schedule), py::arg("schedule"), no_gil)
+      .def("step", between_steps(&EngineState::step), no_gil)
+      .def("set_step", between_steps(&EngineState::set_step), py::arg("step"), no_gil)
+      .def("residuals", &residuals, no_gil)
+      .def("set_residuals", &set_residuals, py::arg("residuals"), no_gil)
+      .def("scales", between_steps(&EngineState::scales), no_gil)
+      .def("set_scales", between_steps(&EngineState::set_scales), py::arg("scales"), no_gil)
+      .def("follow_loss_scale", locked(&EngineState::follow_loss_scale), py::arg("scale"), no_gil)
+      .def("grad_stats", locked(&EngineState::grad_stats), no_gil)
+      .def("num_steps", locked(&EngineState::num_steps), no_gil)
+      .def("is_captured", locked(&EngineState::is_captured), no_gil)
+      .def("totals", locked(&EngineState::totals), no_gil);
 
-  py::class_<Synchronizer, std::shared_ptr<Synchronizer>> synchronizer(m, "Synchronizer");
-  synchronizer
+  py::class_<HookState, EngineState, std::shared_ptr<HookState>>(m, "HookState")
+      .def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
+      .def("run", &run, py::arg("bucket"), py::arg("schedule"))
+      .def("note_update", &HookState::note_update, no_gil);
+  m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
+
+  py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
       .def(
           py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool>),
           py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
           py::arg("sums") = false)
       .def("attach", &Synchronizer::attach, py::arg("parameters"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
-      .def("set_enabled", &Synchronizer::set_enabled, py::arg("enabled"), no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
-      .def("agree", locked<Synchronizer>(&ParameterSync::agree), no_gil)
-      .def("piggyback", between_steps<Synchronizer>(&ParameterSync::piggyback), py::arg("name"), py::arg("value"),
+      .def("note_update", &Synchronizer::note_update, no_gil)
+      .def("set_enabled", locked<Synchronizer>(&Synchronizer::set_enabled), py::arg("enabled"), no_gil)
+      .def("agree", locked<Synchronizer>(&Synchronizer::agree), no_gil)
+      .def("piggyback", between_steps<Synchronizer>(&Synchronizer::piggyback), py::arg("name"), py::arg("value"),
            no_gil)
-      .def("piggybacked", locked<Synchronizer>(&ParameterSync::piggybacked), no_gil)
-      .def("set_weight", between_steps<Synchronizer>(&ParameterSync::set_weight), py::arg("weight"), no_gil)
-      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
-      .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
-      .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
-      .def("set_buffers", locked<Synchronizer>(&ParameterSync::set_buffers), py::arg("find"), py::arg("means"), no_gil)
-      .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil);
-  bind_state(synchronizer);
+      .def("piggybacked", locked<Synchronizer>(&Synchronizer::piggybacked), no_gil)
+      .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
+      .def("set_joining", between_steps<Synchronizer>(&Synchronizer::set_joining), py::arg("is_joining"), no_gil)
+      .def("run_out", locked<Synchronizer>(&Synchronizer::run_out), no_gil)
+      .def("num_active", locked<Synchronizer>(&Synchronizer::num_active), no_gil)
+      .def("set_buffers", locked<Synchronizer>(&Synchronizer::set_buffers), py::arg("description"), py::arg("values"),
+           py::arg("arrive"), no_gil)
+      .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil);
 
-  py::class_<ShardedState, std::shared_ptr<ShardedState>> sharded_state(m, "ShardedState");
-  sharded_state.def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))
+  py::class_<ShardedState, EngineState, std::shared_ptr<ShardedState>>(m, "ShardedState")
+      .def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))
       .def("reduce_scatter", &ShardedState::reduce_scatter, py::arg("identity"), py::arg("name"), py::arg("output"),
            py::arg("input"), py::arg("op"), py::arg("in_background") = false, no_gil)
       .def("allocate_input", &ShardedState::allocate_input, py::arg("numel"), py::arg("dtype"), no_gil)
       .def("all_reduce", &ShardedState::all_reduce, py::arg("identity"), py::arg("name"), py::arg("values"), no_gil);
-  bind_state(sharded_state);
 
   m.def(
       "check_agreement",
-      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& description, c10::Device device) {
+      [](const Group& group, const std::string& description, c10::Device device) {
         return fastsync::check_agreement(group, description, device).number;
       },
       py::arg("process_group"), py::arg("description"), py::arg("device"), no_gil);
@@ -274,11 +245,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("shared_gather", &SharedGather::of, py::arg("process_group"), no_gil);
 
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
-  m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
+  m.def(
+      "device_of_sums", [](const Group& group, c10::Device device) { return fastsync::device_of_sums(*group, device); },
+      py::arg("process_group"), py::arg("device"));
+  m.def(
+      "kernels", [](const std::string& type) { return fastsync::kernels_on(device_type(type)); },
+      py::arg("device_type"));
 
-  m.def("device_of_sums", &device_of_sums, py::arg("process_group"), py::arg("device"));
-  m.def("kernels", &kernels, py::arg("device_type"));
+  // For tests: how the passes are done, and others' passes. The capsules point to fastsync::Passes.
   m.def("use_kernels", &fastsync::use_kernels, py::arg("name"));
-  m.def("passes", &passes, py::arg("device_type"));
-  m.def("register_passes", &register_passes, py::arg("device_type"), py::arg("passes"));
+  m.def(
+      "passes",
+      [](const std::string& type) {
+        const fastsync::Passes* const fused = fastsync::fused_passes(device_type(type));
+        TORCH_CHECK_VALUE(fused != nullptr, "device_type: no passes were built for ", type);
+        return py::capsule(static_cast<const void*>(fused));
+      },
+      py::arg("device_type"));
+  m.def(
+      "register_passes",
+      [](const std::string& type, const py::capsule& passes) {
+        fastsync::register_passes(device_type(type), *passes.get_pointer<const fastsync::Passes>());
+      },
+      py::arg("device_type"), py::arg("passes"));
 }

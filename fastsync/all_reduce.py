@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _C
 from ._checks import check_group, listed, resolve_nodes, trainable_parameters
 from .attach import BUCKET_CAP_MB, GradientSynchronizer
+from .autotune.choose import engine_schedule
+from .autotune.measure import make_plan
 from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
 from .stats import GradStats
 
@@ -27,7 +29,8 @@ def all_reduce_gradients(
 
     A parameter without a gradient here counts as zeros where another rank has one, and keeps ``grad is None`` where
     none has. The parameters may be others at each call. A set of parameters that is new, or was not used among the
-    newest 32 sets of the group, makes the ranks agree anew. What error feedback has not sent yet stays with the set.
+    newest 32 sets of the group, makes the ranks agree anew, and so does another compression than in its call before.
+    What error feedback has not sent yet stays with the set.
 
     Args:
         params: the parameters, or their module.
@@ -48,7 +51,7 @@ def all_reduce_gradients(
         params = listed(params, "params")
     given = list(params.parameters()) if isinstance(params, nn.Module) else params
     known = _engines.setdefault(group, [])
-    found = next((each for each in reversed(known) if each.serves(given, chosen)), None)
+    found = next((each for each in reversed(known) if each.serves(given)), None)
     if found is None:
         named = trainable_parameters(params, "params")
         check_group(group, named)
@@ -64,6 +67,10 @@ def all_reduce_gradients(
         known.remove(found)
     known.append(found)
     assert found.engine is not None
+    if found.compression != chosen:
+        plan = make_plan(chosen, group, trainable_parameters(params, "params"), "params")
+        found.engine.set_schedule(engine_schedule(plan))
+        found.compression = chosen
     found.engine.synchronize()
     return GradStats(found.engine.grad_stats())
 
@@ -79,11 +86,10 @@ class _Kept:
     compression: Compression | Auto | Schedule
     engine: _C.Synchronizer | None
 
-    def serves(self, parameters: Sequence[Tensor], compression: Compression | Auto | Schedule) -> bool:
+    def serves(self, parameters: Sequence[Tensor]) -> bool:
         # None in the place of a parameter, as of a missing .grad, is not one that is gone.
         return (
             self.engine is not None
-            and self.compression == compression
             and len(self.given) == len(parameters)
             and all(
                 (p := ref()) is not None and p is theirs for ref, theirs in zip(self.given, parameters, strict=True)

@@ -70,7 +70,6 @@ class GradientSynchronizer(GradientHandle):
         self._op = op
         self._overlaps = overlap
         self._buffers: _Buffers | None = None
-        self._broadcast_buffers: bool | Literal["mean"] = False
         self._weight: float | None = None
         self._is_enabled = True
         self._is_attached = False
@@ -252,7 +251,7 @@ class GradientSynchronizer(GradientHandle):
             self._engine.attach(list(self._named.values()))
         if self._weight is not None:
             self._engine.set_weight(self._weight)
-        self._follow_buffers()
+        self._send_buffers()
         # What is not sent yet adds as much to the mean, or the sum, as it would have in the group before.
         for residual in state["residuals"].values():
             if self._op == "mean":
@@ -311,9 +310,10 @@ class GradientSynchronizer(GradientHandle):
                 _owned_by_module.setdefault(module, []).append(self)
         remember(self, modules)
 
-    def _follow_buffers(self) -> None:
-        if self._broadcast_buffers and self._buffers is not None:
-            self._engine.set_buffers(self._buffers.tensors, self._broadcast_buffers == "mean")
+    def _send_buffers(self) -> None:
+        """With each sync from now on, where that was asked for."""
+        if self._buffers is not None and self._buffers.are_sent and self._buffers.named():
+            self._engine.set_buffers(self._buffers.description, self._buffers.values, self._buffers.arrive)
 
     # ---- what clipping and optimizers ask ---------------------------------------------------------------------------
 
@@ -458,14 +458,13 @@ def attach(
     group, ranks_per_node = resolve_nodes(process_group)
     check_group(group, named)
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
-    buffers = None if owner is None else _Buffers(owner)
+    buffers = None if owner is None else _Buffers(owner, broadcast_buffers)
     if buffers is not None and (init_sync or broadcast_buffers):
         buffers.check_can_be_sent()
     sync = GradientSynchronizer(named, compression, group, ranks_per_node, bucket_cap_mb, op, overlap)
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = buffers
-    sync._broadcast_buffers = broadcast_buffers
-    sync._follow_buffers()
+    sync._send_buffers()
     if init_sync:
         sync._init_sync()
     if overlap:
@@ -519,10 +518,15 @@ def _warn_of_later_parameters(optimizer: Optimizer) -> None:
 class _Buffers:
     """A module's buffers, looked up where they are, for it may put another tensor in one's place; it is not kept alive.
 
-    Which buffers there are, and when they are sent, is decided here; the engine sends them beside the gradients.
+    With ``"mean"`` floating ones become their mean over the ranks, the rest what rank 0 has, and else all do. They
+    travel beside the gradients, as float32. While ranks join, those that still have batches count alone, and the first
+    of them is rank 0.
     """
 
-    def __init__(self, owner: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, broadcast: bool | Literal["mean"]) -> None:
+        self.are_sent = bool(broadcast)
+        self._means = broadcast == "mean"
+        self._sent: list[tuple[Tensor, int]] = []  # and as how many values
         self._places: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
         seen: set[int] = set()
         for prefix, module in owner.named_modules():
@@ -541,9 +545,44 @@ class _Buffers:
                 found[full_name] = buffer
         return found
 
-    def tensors(self) -> list[Tensor]:
-        """As ``named``, without the names."""
-        return list(self.named().values())
+    def description(self) -> str:
+        """On which the ranks have to agree."""
+        lines = [f"buffer of shape {list(buffer.shape)}, {buffer.dtype}" for buffer in self.named().values()]
+        return "\n".join([f"broadcast_buffers {'mean' if self._means else True}", *lines, ""])
+
+    def values(self, is_first: Tensor) -> Tensor:
+        """Returns what travels: where they become what rank 0 has, zeros on the other ranks. Behind them is a 1."""
+        all_values = []
+        self._sent = []
+        for buffer in self.named().values():
+            flat = (torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer).reshape(-1)
+            # What float32 does not hold travels as bytes.
+            values = (flat.contiguous().view(torch.uint8) if self._travels_as_bytes(buffer) else flat).float()
+            values = values.to(is_first.device, non_blocking=True)
+            all_values.append(values if self._is_mean(buffer) else torch.where(is_first, values, 0.0))
+            self._sent.append((buffer, values.numel()))
+        return torch.cat([*all_values, torch.ones(1, device=is_first.device)])
+
+    def arrive(self, sums: Tensor, means: Tensor) -> None:
+        """Where a rank has failed, or none has batches, the buffers stay what they are."""
+        have_come = sums[-1] > 0
+        lengths = [length for _, length in self._sent]
+        arrived = zip(self._sent, sums[:-1].split(lengths), means[:-1].split(lengths), strict=True)
+        for (buffer, _), of_first, mean in arrived:
+            values = mean if self._is_mean(buffer) else of_first
+            dtype = buffer.dtype.to_real()
+            flat = values.to(torch.uint8).view(dtype) if self._travels_as_bytes(buffer) else values.to(dtype)
+            if buffer.is_complex():  # begins at an even offset, which what was split need not have
+                flat = torch.view_as_complex(flat.clone().view(-1, 2))
+            buffer.copy_(torch.where(have_come, flat.view(buffer.shape), buffer.to(flat.device)))
+        self._sent = []
+
+    def _is_mean(self, buffer: Tensor) -> bool:
+        return self._means and (buffer.is_floating_point() or buffer.is_complex())
+
+    def _travels_as_bytes(self, buffer: Tensor) -> bool:
+        held = (torch.float32, torch.float16, torch.bfloat16)
+        return not self._is_mean(buffer) and buffer.dtype.to_real() not in held
 
     def check_can_be_sent(self) -> None:
         """Raises ValueError where one cannot be written element by element, so that it cannot become rank 0's."""

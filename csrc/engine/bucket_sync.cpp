@@ -140,6 +140,7 @@ std::shared_ptr<BucketWork> BucketSync::start(std::vector<at::Tensor> grads, con
   bucket.scale = scale_;
   totals_->elements = numel_of(bucket.grads);
   totals_->num_syncs += 1;
+  has_followed_ = true;
   auto work = std::make_shared<BucketWork>();
   guard([&] {
     auto sum = sync.scatter ? make_scatter(std::move(bucket), sync) : make_sum(std::move(bucket), sync, is_for_future);
@@ -309,7 +310,7 @@ c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vecto
 // rises step by step instead, see next_bucket_scale.
 bool BucketSync::has_lost_scale() const {
   const double* stats = readable(stats_);
-  return stats != nullptr && totals_->num_syncs > 0 && stats[kMaxMagnitude] == 0.0;
+  return stats != nullptr && has_followed_ && stats[kMaxMagnitude] == 0.0;
 }
 
 // The first scale comes from the gradients themselves: the largest magnitude over all ranks. One pass and one number to

@@ -151,7 +151,10 @@ class BucketSync {
   // The power of two that fp16 values are multiplied with: one float32 element; undefined where the next fp16 sync
   // finds it out.
   at::Tensor scale() const { return has_lost_scale() ? at::Tensor() : scale_; }
-  void set_scale(at::Tensor scale) { scale_ = std::move(scale); }
+  void set_scale(at::Tensor scale) {
+    scale_ = std::move(scale);
+    has_followed_ = false;
+  }
 
   ErrorFeedback& feedback() { return feedback_; }
 
@@ -194,6 +197,7 @@ class BucketSync {
   std::shared_ptr<const HostCopies> copies_;  // for the next sum
   ErrorFeedback feedback_;
   at::Tensor scale_;
+  bool has_followed_ = false;  // the scale, since it was set, what a sync has summed
   at::Tensor stats_;
   at::Tensor workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();

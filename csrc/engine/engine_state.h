@@ -23,6 +23,10 @@ class EngineState {
  public:
   // The name is for other ranks' errors.
   EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name);
+  virtual ~EngineState() = default;
+
+  // Ends the step of a backward that failed, where one is left.
+  virtual void end_interrupted() {}
 
   // Calls a method of the engine, while nobody else does.
   template <class Engine, class Result, class... Parameters, class... Args>
@@ -61,6 +65,7 @@ class EngineState {
  protected:
   // In a forked child it throws c10::Error, which names the way out.
   void check_not_forked(const char* way_out) const;
+  bool is_forked() const { return getpid() != process_id_; }
 
   void agree_anew(std::string why);
   bool have_agreed(const Agreement& agreement, const std::shared_ptr<const Schedule>& schedule) const;

@@ -1,23 +1,17 @@
 #include "engine/gradient_hooks.h"
 
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <memory>
-#include <utility>
 
 namespace fastsync {
 
 using torch::autograd::variable_list;
 
-namespace {
-
-// A hook of autograd's that calls; Base is one of its interfaces.
-template <class Base, class Call>
-struct Hook : Base {
-  Hook(const GradientHooks* owner, size_t index, Call call) : owner(owner), index(index), call(std::move(call)) {}
+// Base is one of autograd's interfaces.
+template <class Base>
+struct GradientHooks::Hook : Base {
+  Hook(std::weak_ptr<GradientHooks> owner, size_t index) : owner(std::move(owner)), index(index) {}
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
     TORCH_CHECK(
@@ -26,68 +20,65 @@ struct Hook : Base {
         "and call synchronize() after backward()");
   }
 
-  const GradientHooks* owner;
+  std::weak_ptr<GradientHooks> owner;
   size_t index;
-  Call call;
 };
 
-// Runs before a parameter's gradient is accumulated, whichever accumulator it has by then.
-struct BeforeGradient : Hook<torch::autograd::FunctionPreHook, std::function<void(size_t)>> {
-  BeforeGradient(const GradientHooks* owner, size_t index, const GradientHooks::Calls& calls)
-      : Hook(owner, index, calls.before), lost(calls.lost) {}
-  BeforeGradient(const BeforeGradient&) = delete;
-  BeforeGradient& operator=(const BeforeGradient&) = delete;
-  ~BeforeGradient() override { lost(index); }
-  variable_list operator()(const variable_list& grads) override {
-    call(index);
-    return grads;
-  }
-
-  std::function<void(size_t)> lost;
-};
-
-// Runs after a parameter's gradient was accumulated.
-struct AfterGradient : Hook<torch::autograd::FunctionPostHook, std::function<void(size_t, bool)>> {
-  using Hook::Hook;
-  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
-    call(index, inputs.front().defined());
-    return outputs;
-  }
-};
-
-// Runs with each gradient that an accumulator has taken, whichever that is by then, before the accumulator's own hooks.
-struct WithGradient : Hook<torch::autograd::PostAccumulateGradHook, std::function<void(size_t, bool)>> {
-  using Hook::Hook;
-  void operator()(const torch::autograd::Variable& parameter) override;
-};
+namespace {
 
 // Ours is one of these.
 template <class Ours>
 auto is_of(const GradientHooks* owner) {
   return [owner](const auto& hook) {
     const auto* ours = dynamic_cast<const Ours*>(hook.get());
-    return ours != nullptr && ours->owner == owner;
+    return ours != nullptr && ours->owner.lock().get() == owner;
   };
-}
-
-bool has_hook_after(torch::autograd::Node& accumulator, const GradientHooks* owner) {
-  const auto& hooks = accumulator.post_hooks();
-  return std::any_of(hooks.begin(), hooks.end(), is_of<AfterGradient>(owner));
-}
-
-void WithGradient::operator()(const torch::autograd::Variable& parameter) {
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  if (accumulator && !has_hook_after(*accumulator, owner)) {
-    call(index, true);
-  }
 }
 
 }  // namespace
 
-void GradientHooks::put_on(const std::vector<at::Tensor>& parameters, const Calls& calls) {
+struct GradientHooks::Before : Hook<torch::autograd::FunctionPreHook> {
+  using Hook::Hook;
+  Before(const Before&) = delete;
+  Before& operator=(const Before&) = delete;
+  ~Before() override {
+    if (const auto hooks = owner.lock()) {
+      hooks->lose(index);
+    }
+  }
+  variable_list operator()(const variable_list& grads) override {
+    if (const auto hooks = owner.lock()) {
+      hooks->before(index);
+    }
+    return grads;
+  }
+};
+
+struct GradientHooks::After : Hook<torch::autograd::FunctionPostHook> {
+  using Hook::Hook;
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    if (const auto hooks = owner.lock()) {
+      hooks->after(index, inputs.front().defined());
+    }
+    return outputs;
+  }
+};
+
+struct GradientHooks::With : Hook<torch::autograd::PostAccumulateGradHook> {
+  using Hook::Hook;
+  void operator()(const torch::autograd::Variable& parameter) override {
+    const auto hooks = owner.lock();
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+    if (hooks && accumulator && std::ranges::none_of(accumulator->post_hooks(), is_of<After>(hooks.get()))) {
+      hooks->after(index, /*was_given=*/true);
+    }
+  }
+};
+
+void GradientHooks::put_on(const std::vector<at::Tensor>& parameters, Call call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   parameters_ = parameters;
-  calls_ = calls;
+  call_ = std::move(call);
   for (size_t index = 0; index < parameters.size(); ++index) {
     at::Tensor parameter = parameters[index];
     const bool is_frozen = !parameter.requires_grad();
@@ -102,25 +93,46 @@ void GradientHooks::put_on(const std::vector<at::Tensor>& parameters, const Call
 }
 
 void GradientHooks::put_on_before(size_t index) {
-  torch::autograd::impl::hooks(parameters_[index]).push_back(std::make_unique<BeforeGradient>(this, index, calls_));
+  torch::autograd::impl::hooks(parameters_[index]).push_back(std::make_unique<Before>(weak_from_this(), index));
+}
+
+void GradientHooks::put_on_after(torch::autograd::Node& accumulator, size_t index) {
+  if (std::ranges::none_of(accumulator.post_hooks(), is_of<After>(this))) {
+    accumulator.add_post_hook(std::make_unique<After>(weak_from_this(), index));
+  }
 }
 
 // The accumulator is not ours to keep alive: it remembers the stream that was current when it was made, and one that
 // outlives its graph would take its gradient there for good. A parameter gets a new one with the next forward, and
 // also where it is moved or cast.
-void GradientHooks::renew(size_t index) {
+void GradientHooks::before(size_t index) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (index >= parameters_.size()) {
+    return;  // another thread has taken them off
+  }
   // Without one it is torch.autograd.grad that the hook runs for.
   if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[index])) {
     put_on_after(*accumulator, index);
   }
 }
 
-void GradientHooks::put_on_after(torch::autograd::Node& accumulator, size_t index) {
-  if (!has_hook_after(accumulator, this)) {
-    accumulator.add_post_hook(std::make_unique<AfterGradient>(this, index, calls_.after));
+void GradientHooks::after(size_t index, bool was_given) {
+  bool is_gone = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (index >= parameters_.size()) {
+      return;
+    }
+    is_gone = was_given && !parameters_[index].grad().defined();
+    if (accumulators_.erase(index) > 0) {
+      put_on_before(index);
+    }
   }
+  call_(index, is_gone);
 }
 
+// PyTorch destroys a parameter's hooks of C++ when its first one of Python, by register_hook, is put on, which nothing
+// here may wait for. Until the next gradient has come this keeps what runs after it, and then puts the others on again.
 void GradientHooks::lose(size_t index) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (index >= parameters_.size()) {
@@ -129,22 +141,10 @@ void GradientHooks::lose(size_t index) {
   if (auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index])) {
     put_on_after(*accumulator, index);
     accumulators_[index] = std::move(accumulator);
-    has_lost_ = true;
   }
   // One that is moved or cast before its next gradient gets another accumulator.
   if (auto& free = torch::autograd::impl::post_acc_grad_hooks(parameters_[index]); !free) {
-    free = std::make_unique<WithGradient>(this, index, calls_.after);
-  }
-}
-
-void GradientHooks::restore(size_t index) {
-  if (!has_lost_) {
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (accumulators_.erase(index) > 0) {
-    put_on_before(index);
-    has_lost_ = !accumulators_.empty();
+    free = std::make_unique<With>(weak_from_this(), index);
   }
 }
 
@@ -153,16 +153,15 @@ void GradientHooks::take_off() {
   decltype(accumulators_) accumulators;  // they may take hooks of Python's with them, which wait for the GIL
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    parameters = std::exchange(parameters_, {});
-    accumulators = std::exchange(accumulators_, {});
-    has_lost_ = false;
+    parameters.swap(parameters_);
+    accumulators.swap(accumulators_);
   }
   for (const at::Tensor& parameter : parameters) {
-    std::erase_if(torch::autograd::impl::hooks(parameter), is_of<BeforeGradient>(this));
+    std::erase_if(torch::autograd::impl::hooks(parameter), is_of<Before>(this));
     if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter)) {
-      std::erase_if(accumulator->post_hooks(), is_of<AfterGradient>(this));
+      std::erase_if(accumulator->post_hooks(), is_of<After>(this));
     }
-    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter); is_of<WithGradient>(this)(hook)) {
+    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter); is_of<With>(this)(hook)) {
       hook.reset();
     }
   }

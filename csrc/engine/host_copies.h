@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 namespace fastsync {
@@ -13,15 +14,15 @@ class HostCopies {
   // waits for that. The gradients are dense.
   HostCopies(const std::vector<at::Tensor>& grads, at::Tensor& memory);
 
-  // A vector for each gradient, and the same on its device.
-  std::vector<at::Tensor> on_host() const;
-  const std::vector<at::Tensor>& grads() const { return grads_; }
+  // A vector for each gradient.
+  std::vector<at::Tensor> on_host() const { return memory_.split_with_sizes(lengths_); }
 
   // Takes them to where they came from, in one copy. The host does not wait.
   void bring_back() const;
 
  private:
   std::vector<at::Tensor> grads_;
+  std::vector<int64_t> lengths_;
   at::Tensor memory_;
 };
 

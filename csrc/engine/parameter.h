@@ -58,7 +58,7 @@ struct Parameter {
   std::string name;
   at::Tensor tensor;  // while a sync is under way
   size_t bucket = kNone;
-  size_t place = 0;  // among all that take part: in their own order, and once they are laid out, in that of the buckets
+  size_t place = 0;  // among all that are in buckets, in their order
   bool is_new = false;
   bool is_ready = false;
   std::optional<c10::Stream> stream;  // on which its gradient got ready

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <sstream>
 #include <utility>
@@ -34,6 +35,7 @@ ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vec
 // ---- one sync ---------------------------------------------------------------------------------------------------
 
 void ParameterSync::begin() {
+  check_not_forked();
   std::string change;
   for (Parameter& parameter : parameters_) {
     parameter.tensor = parameter.lock();
@@ -54,6 +56,7 @@ void ParameterSync::begin() {
   }
   order_.clear();
   next_bucket_ = 0;
+  is_poisoned_ = false;
   side_values_.clear_flags();
   weight_.begin();
   begin_step_check();
@@ -103,51 +106,51 @@ void ParameterSync::mark_all_ready() {
 // all ranks until then.
 void ParameterSync::send_full_buckets() {
   post_weight();
-  if (weight_.is_on() && !weight_has_come()) {
-    return;
+  bool weight_is_here = !weight_.is_on();
+  if (!weight_is_here) {
+    wait_for_ranks(kAddingWeights, [&] { weight_is_here = weight_.has_come(); });
   }
-  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].num_waiting == 0 && have_agreed() &&
-         !waits_to_send(buckets_[next_bucket_]) && !(is_last(buckets_[next_bucket_]) && buffers_to_sync_.exist())) {
+  while (weight_is_here && next_bucket_ < buckets_.size() && may_go_early(buckets_[next_bucket_])) {
     send_next();
   }
 }
 
-bool ParameterSync::waits_to_send(const Bucket& bucket) const {
-  return bucket.sync->waits_to_send(schedule_->at(step_, bucket.numel)) || (is_last(bucket) && side_values_.newcomer());
-}
-
-bool ParameterSync::rest_waits() const {
-  const auto next = buckets_.begin() + static_cast<std::ptrdiff_t>(next_bucket_);
-  return group_->getSize() > 1 &&
-         (!is_laid_out() || !have_agreed() ||
-          std::any_of(next, buckets_.end(), [&](const Bucket& bucket) { return waits_to_send(bucket); }));
+bool ParameterSync::may_go_early(const Bucket& bucket) const {
+  return bucket.num_waiting == 0 && have_agreed() && !bucket.sync->waits_to_send(schedule_->at(step_, bucket.numel)) &&
+         !(is_last(bucket) && (describe_buffers_ || side_values_.newcomer()));
 }
 
 // Before all that is sent, on every rank: whatever there is to agree on comes after it, unless it is known before the
 // first gradient.
-void ParameterSync::post_weight(bool is_poisoned) {
+void ParameterSync::post_weight() {
   if (weight_.is_on() && !weight_.is_posted() && is_laid_out() && have_agreed()) {
     whereabouts_->average(step_);
-    weight_.post(*group_, buckets_.front().sync->device(), is_poisoned);
+    weight_.post(*group_, buckets_.front().sync->device(), is_poisoned_);
   }
-}
-
-bool ParameterSync::weight_has_come() {
-  bool has_come = false;
-  wait_for_ranks(kAddingWeights, [&] { has_come = weight_.has_come(); });
-  return has_come;
 }
 
 void ParameterSync::send_rest() {
   post_weight();
-  prepare();
+  if (!is_laid_out() || next_bucket_ < buckets_.size()) {  // else there is nothing left to agree on
+    prepare();
+  }
   post_weight();
-  if (weight_.is_posted()) {
+  if (weight_.is_posted() && !is_poisoned_) {
     wait_for_ranks(kAddingWeights, [&] { weight_.wait(); });
   }
   while (next_bucket_ < buckets_.size()) {
     send_next();
   }
+}
+
+// Those who wait for this rank's part of what it has sent before need not wait for its next backward.
+void ParameterSync::poison() {
+  is_poisoned_ = true;
+  send_rest();
+  for (const Bucket& bucket : buckets_) {
+    BucketWork::drive_later(bucket.work, progress_);
+  }
+  whereabouts_->give_up();
 }
 
 // Accumulators that were made under several streams accumulate on several, and this may be yet another one.
@@ -165,9 +168,9 @@ void ParameterSync::wait_for_gradients(const Bucket& bucket) const {
   }
 }
 
-void ParameterSync::send_next(bool is_poisoned) {
+void ParameterSync::send_next() {
   Bucket& bucket = buckets_[next_bucket_];
-  if (!is_poisoned) {
+  if (!is_poisoned_) {
     wait_for_gradients(bucket);
     weight_.use();
   }
@@ -176,30 +179,14 @@ void ParameterSync::send_next(bool is_poisoned) {
   grads.reserve(bucket.parameters.size());
   for (const size_t index : bucket.parameters) {
     Parameter& parameter = parameters_[index];
-    side_values_.set_flag(parameter.place, is_poisoned || parameter.has_new_gradient(),
+    side_values_.set_flag(parameter.place, is_poisoned_ || parameter.has_new_gradient(),
                           parameter.tensor.grad().defined());
-    grads.push_back(is_poisoned ? parameter.poison() : parameter.gradient_to_send());
+    grads.push_back(is_poisoned_ ? parameter.poison() : parameter.gradient_to_send());
     stand_in.push_back(!side_values_.is_here(parameter.place));
   }
-  send(bucket, std::move(grads), stand_in, is_poisoned);
-}
-
-void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const std::vector<bool>& stand_in,
-                         bool is_poisoned) {
   const c10::Device device = bucket.sync->device();
   const bool ends_step = is_last(bucket);
-  at::Tensor side_values;
-  if (ends_step) {
-    if (const auto* name = side_values_.newcomer()) {
-      whereabouts_->agree(step_, c10::str("piggybacked value '", *name, "' is new"));
-      wait_for_ranks("agreement on piggybacked values",
-                     [&] { check_agreement(group_, side_values_.newcomers(), device); });
-      side_values_.make_slots();
-    }
-    const at::Tensor buffers = buffers_to_sync_.to_send(group_->getRank(), weight_, device, is_poisoned);
-    side_values = side_values_.to_send(agreement_->step_check.stamp(agreement_->number, device), buffers,
-                                       weight_.is_active(), is_poisoned, device);
-  }
+  const at::Tensor side_values = ends_step ? side_values_to_send(device) : at::Tensor();
   const auto index = static_cast<int>(next_bucket_);
   const Sync sync{compression_for(*schedule_, step_, bucket.numel, device),
                   step_,
@@ -207,7 +194,7 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
                   /*ends_step=*/false,
                   num_steps(),
                   /*is_weighted_mean=*/weight_.is_on() && !sums_,
-                  weight_.is_on() && !is_poisoned ? weight_.factor(device) : at::Tensor()};
+                  weight_.is_on() && !is_poisoned_ ? weight_.factor(device) : at::Tensor()};
   bucket.work = bucket.sync->send(std::move(grads), sync, start_bucket(*bucket.sync), side_values, stand_in);
   next_bucket_ += 1;
   if (ends_step) {
@@ -216,27 +203,54 @@ void ParameterSync::send(Bucket& bucket, std::vector<at::Tensor> grads, const st
   // While backward goes on, or another bucket is waited for, something else has to see to what follows on the arrival
   // of messages. To wake a thread for the only bucket, at the end of backward, would take longer than to do it here.
   // After a failure nobody waits for it here, perhaps for long.
-  if (buckets_.size() > 1 || is_poisoned || !device.is_cpu()) {
+  if (buckets_.size() > 1 || is_poisoned_ || !device.is_cpu()) {
     BucketWork::drive_later(bucket.work, progress_);
   }
   bucket.work->check_sent();
 }
 
+at::Tensor ParameterSync::side_values_to_send(c10::Device device) {
+  if (const auto* name = side_values_.newcomer()) {
+    whereabouts_->agree(step_, c10::str("piggybacked value '", *name, "' is new"));
+    wait_for_ranks("agreement on piggybacked values",
+                   [&] { check_agreement(group_, side_values_.newcomers(), device); });
+    side_values_.make_slots();
+  }
+  at::Tensor buffers;
+  if (buffer_values_) {
+    buffers = buffer_values_(weight_.is_first_active(group_->getRank(), device));
+    if (is_poisoned_ || !weight_.is_active()) {
+      buffers.fill_(is_poisoned_ ? std::numeric_limits<double>::quiet_NaN() : 0.0);
+    }
+  }
+  return side_values_.to_send(agreement_->step_check.stamp(agreement_->number, device), buffers, weight_.is_active(),
+                              is_poisoned_, device);
+}
+
 void ParameterSync::receive() {
-  is_under_way_ = false;
+  is_under_way_ = false;  // whoever asks waits for this one, which holds the lock
   const auto whatever_fails = c10::make_scope_exit([this] { end(); });
   for (const Bucket& bucket : buckets_) {
-    bucket.work->receive();
+    if (!is_poisoned_) {
+      bucket.work->receive();
+    } else if (bucket.work) {
+      bucket.work->discard();
+    }
   }
-  weight_.use();
-  if (buckets_.empty()) {
+  if (buckets_.empty() || !buckets_.back().work) {
     return;
   }
-  buckets_.back().sync->totals()->wire_bytes.add(weight_.sent_bytes());
   side_values_.arrive(buckets_.back().work->side_values(), is_captured());
-  buffers_to_sync_.arrive(side_values_.buffers(), weight_, group_->getSize());
-  hand_out();
-  side_values_.set_means(weight_.mean(side_values_.piggybacked(), group_->getSize()));
+  if (!is_poisoned_) {
+    weight_.use();
+    buckets_.back().sync->totals()->wire_bytes.add(weight_.sent_bytes());
+    if (buffers_arrive_) {
+      const at::Tensor sums = side_values_.buffers();
+      buffers_arrive_(sums, weight_.mean(sums, group_->getSize()));
+    }
+    hand_out();
+    side_values_.set_means(weight_.mean(side_values_.piggybacked(), group_->getSize()));
+  }
   agreement_->step_check.arrive(side_values_.stamps());
 }
 
@@ -292,54 +306,33 @@ void ParameterSync::hand_out() {
   }
 }
 
+void ParameterSync::set_buffers(std::function<std::string()> description,
+                                std::function<at::Tensor(const at::Tensor&)> values,
+                                std::function<void(const at::Tensor&, const at::Tensor&)> arrive) {
+  describe_buffers_ = std::move(description);
+  buffers_description_ = describe_buffers_();
+  buffer_values_ = std::move(values);
+  buffers_arrive_ = std::move(arrive);
+}
+
 bool ParameterSync::gradients_are_unchanged() {
   return std::all_of(parameters_.begin(), parameters_.end(), std::mem_fn(&Parameter::is_unchanged));
 }
 
-// Those who wait for this rank's part of what it has sent before need not wait for its next backward.
-void ParameterSync::send_poisoned_rest() {
-  post_weight(/*is_poisoned=*/true);
-  if (!is_laid_out() || next_bucket_ < buckets_.size()) {  // else there is nothing left to agree on
-    prepare();
-  }
-  post_weight(/*is_poisoned=*/true);
-  while (next_bucket_ < buckets_.size()) {
-    send_next(/*is_poisoned=*/true);
-  }
-  for (const Bucket& bucket : buckets_) {
-    BucketWork::drive_later(bucket.work, progress_);
-  }
-  whereabouts_->give_up();
-}
-
-void ParameterSync::discard() {
-  is_under_way_ = false;
-  const auto whatever_fails = c10::make_scope_exit([this] { end(); });
-  for (const Bucket& bucket : buckets_) {
-    if (bucket.work) {
-      bucket.work->discard();
-    }
-  }
-  if (!buckets_.empty() && buckets_.back().work) {
-    side_values_.arrive(buckets_.back().work->side_values(), is_captured());
-    agreement_->step_check.arrive(side_values_.stamps());
-  }
-}
-
 void ParameterSync::abandon() {
   try {
-    send_poisoned_rest();
+    poison();
   } catch (...) {
     if (is_under_way_) {  // else it was refused on all ranks, and is over
-      is_under_way_ = false;
       end();
     }
     throw;
   }
-  discard();
+  receive();
 }
 
 void ParameterSync::end() {
+  is_under_way_ = false;
   whereabouts_->rest();
   step_ += 1;
   for (Parameter& parameter : parameters_) {
@@ -366,8 +359,11 @@ void ParameterSync::begin_step_check() {
 // What is refused is refused on every rank: none is left waiting, and the sync is over. Forward has put buffers where
 // it wants them, also one that a checkpoint repeats.
 void ParameterSync::prepare() {
-  if (buffers_to_sync_.look_up()) {
-    agree_anew("a buffer that is synced is of another shape or dtype");
+  if (describe_buffers_) {
+    const std::string before = std::exchange(buffers_description_, describe_buffers_());
+    if (buffers_description_ != before) {
+      agree_anew("a buffer that is synced is of another shape or dtype");
+    }
   }
   try {
     if (!is_laid_out()) {
@@ -376,48 +372,39 @@ void ParameterSync::prepare() {
       agree();
     }
   } catch (const c10::ValueError&) {
-    is_under_way_ = false;
     end();
     throw;
   }
 }
 
 void ParameterSync::lay_out() {
-  std::vector<size_t> taking_part;
-  for (size_t index = 0; index < parameters_.size(); ++index) {
-    if (parameters_[index].takes_part()) {
-      parameters_[index].place = taking_part.size();
-      taking_part.push_back(index);
-    }
-  }
-  if (taking_part.empty()) {
+  if (std::none_of(parameters_.begin(), parameters_.end(), std::mem_fn(&Parameter::takes_part))) {
     return;  // nothing requires a gradient: nothing to send, this time
   }
   agree();  // first, for what this rank alone cannot send all have to hear of
-  for (const size_t index : taking_part) {
-    const Parameter& parameter = parameters_[index];
-    const at::Tensor& tensor = parameter.tensor;
-    TORCH_CHECK_VALUE(is_supported(parameter.real_dtype()) && (schedule_->is_lossless() || !tensor.is_complex()),
-                      "fastsync: parameter ", parameter.name, " is ", tensor.scalar_type(),
+  for (const Parameter& parameter : parameters_) {
+    TORCH_CHECK_VALUE(!parameter.takes_part() || (is_supported(parameter.real_dtype()) &&
+                                                  (schedule_->is_lossless() || !parameter.tensor.is_complex())),
+                      "fastsync: parameter ", parameter.name, " is ", parameter.tensor.scalar_type(),
                       ", which cannot be synchronised with ", schedule_->description());
   }
-  const auto layout = layout_of(order_of_rank_0(taking_part), taking_part);
+  const auto layout = layout_of(order_of_rank_0());
   TORCH_CHECK_VALUE(static_cast<int64_t>(layout.size()) <= kMaxBuckets, "fastsync: gradients in ", layout.size(),
                     " buckets, but there may be ", kMaxBuckets, " at most: use a larger bucket_cap_mb");
   std::vector<Bucket> buckets;
   size_t num_places = 0;
-  for (const auto& places : layout) {
+  for (const auto& indices : layout) {
     Bucket bucket;
+    bucket.parameters = indices;
     std::vector<ParameterId> ids;
-    for (const int64_t place : places) {
-      Parameter& parameter = parameters_[taking_part[place]];
+    for (const size_t index : indices) {
+      Parameter& parameter = parameters_[index];
       parameter.lay_out(buckets.size(), num_places++);
-      bucket.parameters.push_back(taking_part[place]);
       bucket.numel += parameter.num_reals();
       ids.push_back(parameter.id);
     }
     bucket.sync = add_bucket(std::move(ids), agreement_, "bucket " + std::to_string(buckets.size()),
-                             parameters_[bucket.parameters.front()].device);
+                             parameters_[indices.front()].device);
     bucket.sync->set_mean_factor(sums_ ? static_cast<double>(group_->getSize()) : 1.0);
     buckets.push_back(std::move(bucket));
   }
@@ -426,52 +413,44 @@ void ParameterSync::lay_out() {
   buckets_ = std::move(buckets);
 }
 
-// Places by bucket. Where all gradients take more than a bucket, the first one is full with less, as DDP's is: until it
-// is, the network has nothing to do. Buckets come in the order in which their last parameters do, so that the one that
-// is ready first is sent first.
-std::vector<std::vector<int64_t>> ParameterSync::layout_of(const std::vector<int64_t>& order,
-                                                           const std::vector<size_t>& taking_part) const {
+// The parameters by bucket. Where all gradients take more than a bucket, the first one is full with less, as DDP's is:
+// until it is, the network has nothing to do. Buckets come in the order in which their last parameters do, so that the
+// one that is ready first is sent first.
+std::vector<std::vector<size_t>> ParameterSync::layout_of(const std::vector<int64_t>& order) const {
   std::vector<at::Tensor> tensors;
-  std::vector<int64_t> positions(order.size());  // in the order: given, the buckets are not put in another one
-  std::iota(positions.begin(), positions.end(), 0);
-  int64_t bytes = 0;
-  for (const int64_t place : order) {
-    tensors.push_back(parameters_[taking_part[place]].reals());
-    bytes += static_cast<int64_t>(tensors.back().nbytes());
+  size_t bytes = 0;
+  for (const int64_t index : order) {
+    tensors.push_back(parameters_[index].reals());
+    bytes += tensors.back().nbytes();
   }
   const auto cap = static_cast<size_t>(bucket_cap_bytes_);
-  const std::vector<size_t> caps = bytes > bucket_cap_bytes_
-                                       ? std::vector{std::min<size_t>(cap, c10d::kDefaultFirstBucketBytes), cap}
-                                       : std::vector{cap};
+  std::vector<size_t> caps{cap};
+  if (bytes > cap) {
+    caps.insert(caps.begin(), std::min<size_t>(cap, c10d::kDefaultFirstBucketBytes));
+  }
+  std::vector<int64_t> positions(order.size());  // in the order: given, the buckets are not put in another one
+  std::iota(positions.begin(), positions.end(), 0);
   auto layout = std::get<0>(c10d::compute_bucket_assignment_by_size(tensors, caps, {}, positions));
   std::sort(layout.begin(), layout.end(), [](const auto& a, const auto& b) { return a.back() < b.back(); });
-  std::vector<std::vector<int64_t>> places;
-  for (const auto& bucket : layout) {
-    auto& of_bucket = places.emplace_back();
-    for (const size_t position : bucket) {
-      of_bucket.push_back(order[position]);
-    }
+  for (auto& bucket : layout) {
+    std::transform(bucket.begin(), bucket.end(), bucket.begin(), [&](size_t position) { return order[position]; });
   }
-  return places;
+  return layout;
 }
 
-// Rank 0's order for all, as places among those that take part: that in which its gradients got ready, then, from the
-// last parameter to the first, those it has no gradient for.
-std::vector<int64_t> ParameterSync::order_of_rank_0(const std::vector<size_t>& taking_part) {
-  std::vector<int64_t> order;
-  for (const size_t index : order_) {
-    if (parameters_[index].takes_part()) {
-      order.push_back(static_cast<int64_t>(parameters_[index].place));
+// Rank 0's order for all, of those that take part: that in which its gradients got ready, then, from the last parameter
+// to the first, those it has no gradient for.
+std::vector<int64_t> ParameterSync::order_of_rank_0() {
+  std::vector<int64_t> order(order_.begin(), order_.end());
+  for (size_t index = parameters_.size(); index-- > 0;) {
+    if (!parameters_[index].is_ready) {
+      order.push_back(static_cast<int64_t>(index));
     }
   }
-  for (size_t place = taking_part.size(); place-- > 0;) {
-    if (!parameters_[taking_part[place]].is_ready) {
-      order.push_back(static_cast<int64_t>(place));
-    }
-  }
+  std::erase_if(order, [&](int64_t index) { return !parameters_[index].takes_part(); });
   const WithoutPythonObjects without_python;
-  std::vector<at::Tensor> tensors{at::tensor(at::ArrayRef<int64_t>(order))
-                                      .to(device_of_sums(*group_, parameters_[taking_part.front()].tensor.device()))};
+  const c10::Device device = parameters_[order.front()].tensor.device();
+  std::vector<at::Tensor> tensors{at::tensor(at::ArrayRef<int64_t>(order)).to(device_of_sums(*group_, device))};
   wait_for_ranks("agreement on the order of gradients", [&] { group_->broadcast(tensors)->wait(); });
   const at::Tensor of_rank_0 = tensors.front().cpu();
   return {of_rank_0.data_ptr<int64_t>(), of_rank_0.data_ptr<int64_t>() + of_rank_0.numel()};
@@ -501,11 +480,10 @@ std::vector<at::Tensor> ParameterSync::gradients() const {
 void ParameterSync::agree() {
   c10::Device device = c10::kCPU;
   std::ostringstream text;
-  text << settings(
-      *schedule_, step_,
-      c10::str(agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number), "\nbucket_cap_mb ",
-               static_cast<double>(bucket_cap_bytes_) / (1 << 20), "\nop ", sums_ ? "sum" : "mean",
-               weight_.is_on() ? ", weighted\n" : "\n", buffers_to_sync_.description()));
+  text << settings(*schedule_, step_,
+                   c10::str(agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number),
+                            "\nbucket_cap_mb ", static_cast<double>(bucket_cap_bytes_) / (1 << 20), "\nop ",
+                            sums_ ? "sum" : "mean", weight_.is_on() ? ", weighted\n" : "\n", buffers_description_));
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor = parameter.lock();
     text << "parameter " << parameter.name << " of shape " << tensor.sizes() << ", strides " << tensor.strides() << ", "

@@ -17,7 +17,7 @@
 namespace fastsync {
 
 // Must be owned by a shared_ptr. Thread-safe. For calls of one kind.
-class ShardedState : public std::enable_shared_from_this<ShardedState>, public EngineState {
+class ShardedState : public EngineState, public std::enable_shared_from_this<ShardedState> {
  public:
   explicit ShardedState(c10::intrusive_ptr<c10d::ProcessGroup> group);
 

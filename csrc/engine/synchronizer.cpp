@@ -1,13 +1,13 @@
 #include "engine/synchronizer.h"
 
 #include <ATen/ATen.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <iostream>
-#include <set>
+#include <exception>
+#include <mutex>
 #include <thread>
+#include <utility>
 
 namespace fastsync {
 
@@ -51,58 +51,38 @@ constexpr char kSequenceOfAllGroups = 0;
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
-    : is_on_cpu_(parameters.front().is_cpu()),
+    : ParameterSync(parameters, std::move(names), group, bucket_cap_bytes, sums),
+      is_on_cpu_(parameters.front().is_cpu()),
       sequence_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kSequenceOfAllGroups),
-      process_id_(getpid()),
-      backward_({[this] { return sync_.is_under_way(); }, &finish, &send_leftovers}),
-      sync_(parameters, std::move(names), std::move(group), bucket_cap_bytes, sums) {}
+      backward_({[this] { return is_under_way(); }, &finish, &send_leftovers}) {}
 
 Synchronizer::~Synchronizer() {
-  if (getpid() == process_id_) {  // in a forked child another thread's locks stay locked
+  if (!is_forked()) {  // in a forked child another thread's locks stay locked
     take_hooks_off();
   }
 }
 
-// ---- hooks --------------------------------------------------------------------------------------------------------
-
 void Synchronizer::attach(const std::vector<at::Tensor>& parameters) {
-  const auto call = [self = weak_from_this()](auto method) {
-    return [self, method](auto... of_gradient) {
-      if (const auto engine = self.lock()) {
-        std::invoke(method, *engine, of_gradient...);
-      }
-    };
-  };
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    hooks_.put_on(parameters, {call(&Synchronizer::before_gradient), call(&Synchronizer::on_gradient),
-                               call(&Synchronizer::lose_hooks)});
-  }
+  hooks_->put_on(parameters, [weak = weak_from_this()](size_t index, bool is_gone) {
+    if (const auto self = weak.lock()) {
+      self->on_gradient(index, is_gone);
+    }
+  });
   const std::lock_guard<std::mutex> lock(attached().mutex);
   attached().engines.push_back({this, sequence_, weak_from_this()});
 }
-
-void Synchronizer::before_gradient(size_t index) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (hooks_.are_on()) {  // and no other thread has detached it
-    hooks_.renew(index);
-  }
-}
-
-// While Python puts a hook on, which nothing here may wait for.
-void Synchronizer::lose_hooks(size_t index) { hooks_.lose(index); }
 
 void Synchronizer::take_hooks_off() {
   {
     const std::lock_guard<std::mutex> lock(attached().mutex);
     std::erase_if(attached().engines, [&](const auto& entry) { return entry.engine == this; });
   }
-  hooks_.take_off();
+  hooks_->take_off();
 }
 
 void Synchronizer::detach() {
   TORCH_CHECK(current_graph_task() == kNoGraphTask, "fastsync: detach() was called inside a backward; call it after");
-  if (getpid() == process_id_) {
+  if (!is_forked()) {
     wait_for_backward("detach()");
     abandon_interrupted();
   }
@@ -121,53 +101,38 @@ void Synchronizer::wait_for_backward(const char* caller) const {
   constexpr std::chrono::seconds kLimit(1);
   constexpr std::chrono::milliseconds kPause(1);
   const auto deadline = std::chrono::steady_clock::now() + kLimit;
-  while (sync_.is_under_way() && !backward_.is_interrupted()) {
+  while (is_under_way() && !backward_.is_interrupted()) {
     TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "fastsync: ", caller,
                 " was called while another thread's ", "backward is under way; call it after");
     std::this_thread::sleep_for(kPause);
   }
 }
 
-void Synchronizer::set_enabled(bool enabled) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  is_enabled_ = enabled;
-}
-
 // ---- backward -----------------------------------------------------------------------------------------------------
 
-void Synchronizer::on_gradient(size_t index, bool was_given) {
+void Synchronizer::on_gradient(size_t index, bool is_gone) {
   if (backward_.is_interrupted()) {
-    sync_.check_not_forked();
+    check_not_forked();
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  hooks_.restore(index);
-  TORCH_CHECK_VALUE(!was_given || !hooks_.are_on() || hooks_.parameter(index).grad().defined(),
-                    "fastsync: the gradient of ", sync_.name(index),
+  TORCH_CHECK_VALUE(!is_gone, "fastsync: the gradient of ", name(index),
                     " was gone as soon as backward had made it, before the ranks could average it. ",
                     "Does an optimizer step inside backward (register_post_accumulate_grad_hook, ",
                     "_apply_optimizer_in_backward)? Ranks would drift apart: step after backward");
   const at::NoGradGuard no_grad;
   Backward::enter({shared_from_this(), &backward_});  // first, for a sync that nobody owns looks interrupted
-  if (is_enabled_ && !sync_.is_under_way()) {
-    begin();
-  }
   if (!is_enabled_) {
-    sync_.mark_new(index);
+    mark_new(index);
     return;
   }
-  sync_.mark_ready(index);
+  if (!is_under_way()) {
+    begin();
+  }
+  mark_ready(index);
   if (may_send_early()) {
-    sync_.send_full_buckets();
+    send_full_buckets();
   }
-}
-
-void Synchronizer::begin() {
-  sync_.check_not_forked();
-  if (leftover_error_) {
-    std::rethrow_exception(std::exchange(leftover_error_, nullptr));
-  }
-  sync_.begin();
 }
 
 // Engines that take part in one backward end together. None waits before all have sent, or ranks on which they come in
@@ -176,7 +141,6 @@ void Synchronizer::finish(int graph_task) {
   const at::NoGradGuard no_grad;
   const auto engines = attached().in_order();
   std::exception_ptr error;
-  std::set<const Synchronizer*> failed;
   const auto of_each = [&](const auto& call) {
     for (const auto& engine : engines) {
       if (engine->backward_.ends_with(graph_task)) {
@@ -185,34 +149,31 @@ void Synchronizer::finish(int graph_task) {
           call(*engine);
         } catch (...) {
           error = error ? error : std::current_exception();
-          failed.insert(engine.get());
         }
       }
     }
   };
   of_each([&](Synchronizer& engine) {
     try {
-      engine.sync_.send_rest();
+      engine.send_rest();
     } catch (...) {
       error = error ? error : std::current_exception();
-      if (engine.sync_.is_under_way()) {  // else it was refused on all ranks
-        engine.sync_.send_poisoned_rest();
+      if (engine.is_under_way()) {  // else it was refused on all ranks
+        engine.poison();
       }
-      throw;
     }
   });
-  of_each([&](Synchronizer& engine) { failed.count(&engine) == 0 ? engine.sync_.receive() : engine.sync_.discard(); });
+  of_each([](Synchronizer& engine) { engine.receive(); });
   if (error) {
     std::rethrow_exception(error);
   }
 }
 
 // A backward that raised never calls finish. Of all engines together, because here too the order counts.
-template <class Call>
-void Synchronizer::of_each_interrupted(const Call& call) {
+void Synchronizer::of_each_interrupted(const std::function<void(Synchronizer&)>& call) {
   const at::NoGradGuard no_grad;
   for (const auto& engine : attached().in_order()) {
-    if (getpid() == engine->process_id_ && engine->backward_.is_interrupted()) {
+    if (!engine->is_forked() && engine->backward_.is_interrupted()) {
       const std::lock_guard<std::mutex> lock(engine->mutex_);
       if (engine->backward_.is_interrupted()) {  // and no other thread was here first
         call(*engine);
@@ -221,29 +182,22 @@ void Synchronizer::of_each_interrupted(const Call& call) {
   }
 }
 
-// The error is on its way to the user. What fails here is thrown when the engine is used next. On a device the graph
-// task may end on another thread, when the user's has gone on: there what is left goes with the next backward.
+// The error is on its way to the user. On a device the graph task may end on another thread, when the user's has gone
+// on: there what is left goes with the next backward.
 void Synchronizer::send_leftovers() {
   of_each_interrupted([](Synchronizer& engine) {
-    if (!engine.is_on_cpu_) {
-      return;
-    }
     try {
-      if (engine.sync_.rest_waits()) {
-        std::cerr << "fastsync: backward failed, and other ranks have yet to agree with this one on what to send. It "
-                     "waits for them, until the process group's time-out, before it raises the error\n";
+      if (engine.is_on_cpu_) {
+        engine.poison();
       }
-      engine.sync_.send_poisoned_rest();
     } catch (...) {
-      if (!engine.sync_.is_under_way()) {  // else it is tried again
-        engine.leftover_error_ = std::current_exception();
-      }
+      // The next sync tries it again, or is refused as this one was, on all ranks.
     }
   });
 }
 
 void Synchronizer::abandon_interrupted() {
-  of_each_interrupted([](Synchronizer& engine) { engine.sync_.abandon(); });
+  of_each_interrupted([](Synchronizer& engine) { engine.abandon(); });
 }
 
 bool Synchronizer::may_send_early() const {
@@ -259,7 +213,7 @@ bool Synchronizer::may_send_early() const {
 void Synchronizer::synchronize() {
   TORCH_CHECK(current_graph_task() == kNoGraphTask,
               "fastsync: synchronize() was called inside a backward; call it after");
-  sync_.check_not_forked();
+  check_not_forked();
   wait_for_backward("synchronize()");
   abandon_interrupted();
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -267,15 +221,15 @@ void Synchronizer::synchronize() {
   const auto owned = backward_.own();
   begin();
   try {
-    sync_.mark_all_ready();
-    sync_.send_rest();
+    mark_all_ready();
+    send_rest();
   } catch (...) {
-    if (sync_.is_under_way()) {  // else it was refused on all ranks
-      sync_.abandon();
+    if (is_under_way()) {  // else it was refused on all ranks
+      abandon();
     }
     throw;
   }
-  sync_.receive();
+  receive();
 }
 
 }  // namespace fastsync

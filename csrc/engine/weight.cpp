@@ -39,12 +39,13 @@ void Weight::post(c10d::ProcessGroup& group, c10::Device device, bool is_poisone
 
 // A device's stream waits, and not its host.
 bool Weight::has_come() {
-  if (is_posted_ && !has_come_ && (!sums_.is_cpu() || !reduction_ || reduction_->have_come())) {
+  if (is_posted_ && (!sums_.is_cpu() || !reduction_ || reduction_->have_come())) {
     wait();
   }
   return has_come_;
 }
 
+// Where nobody counts for anything the mean is zeros. What is not finite arrives as it is.
 void Weight::wait() {
   if (has_come_) {
     return;
@@ -52,12 +53,6 @@ void Weight::wait() {
   if (reduction_) {
     reduction_->wait_for_rows();
   }
-  take();
-  has_come_ = true;
-}
-
-// Where nobody counts for anything the mean is zeros. What is not finite arrives as it is.
-void Weight::take() {
   const at::Tensor total = sums_.narrow(0, 0, 1);
   active_ = sums_.narrow(0, 1, sums_.numel() - 1);
   factor_ = is_of_sums_ ? at::full_like(total, posted_)
@@ -66,6 +61,7 @@ void Weight::take() {
     factor_.reset();
   }
   taken_.set(sums_.device());
+  has_come_ = true;
 }
 
 at::Tensor Weight::factor(c10::Device device) const {
@@ -85,11 +81,9 @@ at::Tensor Weight::mean(const at::Tensor& sums, int64_t world_size) const {
   return active_.defined() ? sums.div(active_.sum().to(sums.device())) : sums.div(world_size);
 }
 
-at::Tensor Weight::of_first_active(const at::Tensor& values, int64_t rank) const {
-  if (active_.defined()) {
-    return at::where(active_.argmax().to(values.device()) == rank, values, 0.0);
-  }
-  return rank == 0 ? values : at::zeros_like(values);
+at::Tensor Weight::is_first_active(int64_t rank, c10::Device device) const {
+  return active_.defined() ? (active_.argmax() == rank).to(device)
+                           : at::full({}, rank == 0, at::TensorOptions().dtype(at::kBool).device(device));
 }
 
 }  // namespace fastsync

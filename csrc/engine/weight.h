@@ -33,8 +33,8 @@ class Weight {
   void run_out() { is_active_ = false; }
   bool is_active() const { return is_active_; }
 
-  // One sync: begin, then post, which sends what others wait for and returns at once, then wait unless has_come, which
-  // never waits. One that failed posts poison, and waits for nobody.
+  // One sync: begin, then post, which sends what others wait for and returns at once, then has_come, which never waits,
+  // or wait. One that failed posts poison, and waits for nobody.
   void begin();
   bool is_posted() const { return is_posted_; }
   void post(c10d::ProcessGroup& group, c10::Device device, bool is_poisoned);
@@ -51,12 +51,11 @@ class Weight {
   double num_active() const { return active_.sum().item<double>(); }
   // The mean over these of what the others have sent zeros for.
   at::Tensor mean(const at::Tensor& sums, int64_t world_size) const;
-  // The values on the first of those, zeros on the others.
-  at::Tensor of_first_active(const at::Tensor& values, int64_t rank) const;
+  // Whether this rank is the first of those: a bool on the device.
+  at::Tensor is_first_active(int64_t rank, c10::Device device) const;
 
  private:
   double value() const { return is_active_ ? value_.value_or(1.0) : 0.0; }
-  void take();
 
   const bool is_of_sums_;
   std::optional<double> value_;

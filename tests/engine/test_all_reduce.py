@@ -49,17 +49,19 @@ def test_none_does_not_pass_for_a_parameter_that_is_gone() -> None:
 
 @on_ranks(2)
 def test_what_error_feedback_has_not_sent_stays_with_the_set(rank: int, world_size: int) -> None:
-    """What one engine gives that is never forgotten, bit for bit, with other sets in between."""
+    """What one engine gives that is never forgotten, bit for bit, with other sets and compressions in between."""
     compression = fastsync.Compression("int8", error_feedback=True)
     lasting, expected = [_parameter(1024), _parameter(256)], [_parameter(1024), _parameter(256)]
     sync = fastsync.attach(expected, compression, overlap=False)
     for step in range(6):
+        chosen = "bf16" if step == 3 else compression
+        sync.compression = chosen
         generator = torch.Generator().manual_seed(1000 * step + rank)
         for mine, theirs in zip(lasting, expected, strict=True):
             mine.grad = torch.randn(mine.numel(), generator=generator)
             theirs.grad = mine.grad.clone()
         sync.synchronize()
-        fastsync.all_reduce_gradients(lasting, compression)
+        fastsync.all_reduce_gradients(lasting, chosen)
         for index, (mine, theirs) in enumerate(zip(lasting, expected, strict=True)):
             assert_bitwise_equal(mine.grad, theirs.grad, f"step {step}, parameter {index}")
         other = _parameter(128)

@@ -293,6 +293,8 @@ def test_a_state_replaces_all_that_was_there(entry_point: str) -> None:
         given.step([torch.tensor([1.0, -2.0]), torch.zeros(3)])
         # 2 goes to 2^9; after nothing but zeros the scale is found out with the next step.
         assert handle.state_dict()["scales"] == {"weights.0": 2.0**8}
+        handle.load_state_dict({"scales": {"weights.0": 2.0, "weights.1": 4.0}})
+        assert handle.state_dict()["scales"] == {"weights.0": 2.0, "weights.1": 4.0}, "lost with what went before"
         given.step([torch.ones(2), torch.ones(3)])
         handle.load_state_dict({"scales": {"weights.0": 2.0**-8, "weights.1": 4.0}})
         assert handle.state_dict()["scales"] == {"weights.0": 2.0**-8, "weights.1": 4.0}
