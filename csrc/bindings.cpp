@@ -29,11 +29,10 @@ namespace {
 namespace py = pybind11;
 using c10::ivalue::Future;
 using fastsync::BucketTotals;
-using fastsync::Candidate;
 using fastsync::Compression;
+using fastsync::CompressionTable;
 using fastsync::EngineState;
 using fastsync::HookState;
-using fastsync::Schedule;
 using fastsync::ShardedState;
 using fastsync::SharedGather;
 using fastsync::Synchronizer;
@@ -66,11 +65,11 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // DDP expects a Python object from a hook registered in Python. It is made here, where the GIL is held anyway, so that
 // nothing has to wait for the GIL when the bucket is done.
-auto run(HookState& state, c10d::GradBucket& bucket, std::shared_ptr<const Schedule> schedule) {
+auto run(HookState& state, c10d::GradBucket& bucket, std::shared_ptr<const CompressionTable> compressions) {
   const auto type = c10::PyObjectType::get();
   const c10::IValue buffer = torch::jit::toIValue(py::cast(bucket.getBuffer()), type);
   const py::gil_scoped_release no_gil;
-  auto future = state.run(bucket, std::move(schedule));
+  auto future = state.run(bucket, std::move(compressions));
   // The storage is named, because a future would look for it inside a Python object with the GIL.
   auto with_buffer = [buffer, storage = bucket.getBuffer().storage().getWeakStorageImpl()](Future& averaged) {
     averaged.value();  // throws what went wrong
@@ -86,14 +85,6 @@ Compression make_compression(const std::string& wire, bool sums_in_float32, bool
     compression.algorithm = fastsync::algorithm_from_name(*algorithm);
   }
   return compression;
-}
-
-std::shared_ptr<Schedule> make_schedule(std::vector<std::pair<int64_t, std::vector<Candidate>>> phases) {
-  std::vector<Schedule::Phase> all;
-  for (auto& [first_step, candidates] : phases) {
-    all.push_back({first_step, std::move(candidates)});
-  }
-  return std::make_shared<Schedule>(std::move(all));
 }
 
 // A method, called while nobody else calls one.
@@ -166,17 +157,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,
            py::arg("error_feedback") = false, py::arg("algorithm") = py::none(), py::arg("ranks_per_node") = 1);
 
-  py::class_<Candidate>(m, "Candidate")
-      .def(py::init<Compression, std::vector<std::pair<int64_t, double>>>(), py::arg("compression"),
-           py::arg("times") = std::vector<std::pair<int64_t, double>>());
-  m.def("predict", &fastsync::predict, py::arg("candidate"), py::arg("numel"));
-  m.def("choose", &fastsync::choose, py::arg("candidates"), py::arg("numel"));
-
-  py::class_<Schedule, std::shared_ptr<Schedule>>(m, "CandidateSchedule")
-      .def(py::init(&make_schedule), py::arg("phases"));
+  py::class_<CompressionTable, std::shared_ptr<CompressionTable>>(m, "CompressionTable")
+      .def(py::init<std::vector<CompressionTable::Row>>(), py::arg("rows"));
 
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")
-      .def("set_schedule", between_steps(&EngineState::set_schedule), py::arg("schedule"), no_gil)
+      .def("set_compressions", between_steps(&EngineState::set_compressions), py::arg("compressions"), no_gil)
       .def("step", between_steps(&EngineState::step), no_gil)
       .def("set_step", between_steps(&EngineState::set_step), py::arg("step"), no_gil)
       .def("residuals", &residuals, no_gil)
@@ -191,7 +176,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<HookState, EngineState, std::shared_ptr<HookState>>(m, "HookState")
       .def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
-      .def("run", &run, py::arg("bucket"), py::arg("schedule"))
+      .def("run", &run, py::arg("bucket"), py::arg("compressions"))
       .def("note_update", &HookState::note_update, no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 
@@ -220,8 +205,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<ShardedState, EngineState, std::shared_ptr<ShardedState>>(m, "ShardedState")
       .def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))
       .def("reduce_scatter", &ShardedState::reduce_scatter, py::arg("identity"), py::arg("name"), py::arg("output"),
-           py::arg("input"), py::arg("op"), py::arg("in_background") = false, no_gil)
-      .def("allocate_input", &ShardedState::allocate_input, py::arg("numel"), py::arg("dtype"), no_gil)
+           py::arg("input"), py::arg("op"), no_gil)
       .def("all_reduce", &ShardedState::all_reduce, py::arg("identity"), py::arg("name"), py::arg("values"), no_gil);
 
   m.def(

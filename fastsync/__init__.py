@@ -24,7 +24,6 @@ __all__ = [
     "HookState",
     "LocalSGD",
     "Reduce",
-    "Schedule",
     "ShardedGradients",
     "SyncHandle",
     "SyncStats",
@@ -65,7 +64,7 @@ else:
     from .autotune.measure import measure_group
     from .autotune.profile import GroupProfile
     from .clip import clip_grad_norm_
-    from .compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Schedule, Wire
+    from .compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Wire
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
     from .fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter

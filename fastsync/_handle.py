@@ -25,9 +25,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from . import _C
-from .autotune.choose import engine_schedule, explain
-from .autotune.measure import Phases, make_plan
-from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
+from .autotune.choose import Candidate, explain, in_engine
+from .autotune.measure import candidates_of
+from .compression import AnyCompression, Auto, Compression, as_compression, on_nodes
 from .doctor import cuda_left_out
 from .stats import GradStats, SyncStats
 
@@ -142,10 +142,11 @@ class GradientHandle(SyncHandle):
     _group: dist.ProcessGroup
     _ranks_per_node: int | None = None
     """As the caller's DeviceMesh says; None where all links are alike."""
-    _asked: Compression | Auto | Schedule
+    _asked: Compression | Auto
     """The compression, without what a DeviceMesh says."""
-    _compression: Compression | Auto | Schedule
-    _phases: Phases
+    _compression: Compression | Auto
+    _candidates: tuple[Candidate, ...]
+    """What buckets may travel with. Equal on all ranks."""
     _claimed_step = -1
     _taken_by: ClassVar[str] = ""
     """Ends the sentence that a parameter is averaged already: by what, and the way out."""
@@ -161,7 +162,7 @@ class GradientHandle(SyncHandle):
     def state_dict(self) -> dict[str, Any]:
         """As ``SyncHandle.state_dict``."""
         state = super().state_dict()
-        chosen = (candidate.compression for _, candidates in self._phases for candidate in candidates)
+        chosen = (candidate.compression for candidate in self._candidates)
         is_new = self._engine.num_steps() == self._engine.step() == 0
         if is_new and not state["residuals"] and any(each.error_feedback for each in chosen):
             trained = {name: p for name, p in self._named_parameters().items() if p.requires_grad and p.numel() > 0}
@@ -169,7 +170,7 @@ class GradientHandle(SyncHandle):
         return state
 
     @property
-    def compression(self) -> Compression | Auto | Schedule:
+    def compression(self) -> Compression | Auto:
         """The compression. May be set, also to a shorthand, between steps: at the same one on all ranks."""
         return self._compression
 
@@ -190,23 +191,24 @@ class GradientHandle(SyncHandle):
                 "explain: buckets are made when the first backward is synchronised; before it, "
                 "fastsync.measure_group().choose(numel) tells what a bucket of so many values travels with"
             )
-        step = self._engine.step()
-        candidates = next(candidates for first, candidates in reversed(self._phases) if first <= step)
-        return explain(candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
+        return explain(self._candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
 
     def remeasure(self) -> None:
         """Measures the process group again where ``compression`` is chosen by measurement: now that links are others.
 
         Every rank must call it, between steps. Profiles that were loaded are not used any more.
         """
-        self._follow(_without_profiles(self._compression), remeasure=True)
+        compression = self._compression
+        if isinstance(compression, Auto):
+            compression = replace(compression, profile=None)
+        self._follow(compression, remeasure=True)
 
-    def _follow(self, compression: Compression | Auto | Schedule, *, remeasure: bool = False) -> None:
+    def _follow(self, compression: Compression | Auto, *, remeasure: bool = False) -> None:
         named = self._planned_parameters()
         warn_of_generic_kernels(self._group, (parameter.device for parameter in named.values()))
-        phases = make_plan(compression, self._group, named, self._argument, remeasure=remeasure)
-        self._engine.set_schedule(engine_schedule(phases))
-        self._phases, self._compression = phases, compression
+        candidates = candidates_of(compression, self._group, named, self._argument, remeasure=remeasure)
+        self._engine.set_compressions(in_engine(candidates))
+        self._candidates, self._compression = candidates, compression
 
     def _planned_parameters(self) -> Mapping[str, Tensor]:
         """Those whose gradients have to travel."""
@@ -270,13 +272,6 @@ class GradientHandle(SyncHandle):
 
     def check_backward_synchronised(self) -> None:
         """Raises RuntimeError where not a backward but the user had the gradients synchronised."""
-
-
-def _without_profiles(compression: Compression | Auto | Schedule) -> Compression | Auto | Schedule:
-    if isinstance(compression, Schedule):
-        phases = {step: _without_profiles(each) for step, each in compression.phases}
-        return Schedule(phases)  # type: ignore[arg-type]  # no Schedule in a Schedule
-    return replace(compression, profile=None) if isinstance(compression, Auto) else compression
 
 
 def _is_scale(scale: object) -> bool:

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _C
 from ._checks import check_group, listed, resolve_nodes, trainable_parameters
 from .attach import BUCKET_CAP_MB, GradientSynchronizer
-from .autotune.choose import engine_schedule
+from .autotune.choose import in_engine
 from .autotune.measure import make_plan
-from .compression import AnyCompression, Auto, Compression, Schedule, as_compression, on_nodes
+from .compression import AnyCompression, Auto, Compression, as_compression, on_nodes
 from .stats import GradStats
 
 
@@ -69,7 +69,7 @@ def all_reduce_gradients(
     assert found.engine is not None
     if found.compression != chosen:
         plan = make_plan(chosen, group, trainable_parameters(params, "params"), "params")
-        found.engine.set_schedule(engine_schedule(plan))
+        found.engine.set_compressions(in_engine(plan))
         found.compression = chosen
     found.engine.synchronize()
     return GradStats(found.engine.grad_stats())
@@ -83,7 +83,7 @@ class _Kept:
     """An engine kept between calls, for its buffers, its scales, its residuals, and because its ranks have agreed."""
 
     given: tuple[weakref.ref[Tensor], ...]
-    compression: Compression | Auto | Schedule
+    compression: Compression | Auto
     engine: _C.Synchronizer | None
 
     def serves(self, parameters: Sequence[Tensor]) -> bool:

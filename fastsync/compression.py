@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ._checks import did_you_mean
@@ -20,7 +18,7 @@ Algorithm = Literal["one_shot", "two_shot"]
 LOSSIER: tuple[Wire, ...] = ("int8",)
 """Wires that are chosen only where they are allowed."""
 
-_EXPECTED = f"{', '.join(map(repr, (*get_args(Wire), 'auto')))}, a Compression, an Auto or a Schedule"
+_EXPECTED = f"{', '.join(map(repr, (*get_args(Wire), 'auto')))}, a Compression or an Auto"
 
 
 @dataclass(frozen=True)
@@ -127,50 +125,13 @@ class Auto:
             raise ValueError(f"allow: expected a tuple of names out of {LOSSIER}, got {self.allow!r}")
 
 
-@dataclass(frozen=True, init=False)
-class Schedule:
-    """Another compression from some step on, such as ``Schedule({0: "none", 1000: "fp16"})``.
-
-    Steps are synchronised backward passes, counted from 0; a resumed run goes on counting where its state was saved.
-
-    Args:
-        compressions: for each first step a ``Compression``, an ``Auto``, or a name that stands for one.
-
-    Raises:
-        ValueError: it does not begin at step 0, steps are no whole numbers or do not ascend, or a compression is none.
-    """
-
-    phases: tuple[tuple[int, Compression | Auto], ...]
-    """(first step, compression), steps ascending from 0."""
-
-    def __init__(self, compressions: Mapping[int, Compression | Auto | str]) -> None:
-        steps = list(compressions)
-        if not all(is_int(step) for step in steps):
-            raise ValueError(f"compression: the steps of a schedule have to be whole numbers, got {steps}")
-        if not steps or steps[0] != 0:
-            raise ValueError(f"compression: a schedule has to say what begins at step 0, got steps {steps}")
-        if any(step >= later for step, later in pairwise(steps)):
-            raise ValueError(f"compression: the steps of a schedule have to ascend, got {steps}")
-        phases = []
-        for step, given in compressions.items():
-            chosen = as_compression(given)
-            if isinstance(chosen, Schedule):
-                raise ValueError(f"compression: expected a Compression or an Auto from step {step} on, got {given!r}")
-            phases.append((step, chosen))
-        object.__setattr__(self, "phases", tuple(phases))
-
-    def at(self, step: int) -> Compression | Auto:
-        """Returns what counts in a step."""
-        return next(compression for first, compression in reversed(self.phases) if first <= step)
-
-
-AnyCompression: TypeAlias = Compression | Auto | Schedule | str
+AnyCompression: TypeAlias = Compression | Auto | str
 """What can be passed as ``compression``: the name of a wire, ``"auto"``, or one of these objects."""
 
 
-def as_compression(compression: AnyCompression) -> Compression | Auto | Schedule:
+def as_compression(compression: AnyCompression) -> Compression | Auto:
     """Returns ``compression`` itself, or what the name stands for. Raises ValueError for what is none."""
-    if isinstance(compression, Compression | Auto | Schedule):
+    if isinstance(compression, Compression | Auto):
         return compression
     if isinstance(compression, str):
         return _named(compression)
@@ -182,7 +143,7 @@ def _named(name: str) -> Compression | Auto:
     return Auto() if name == "auto" else Compression(name)  # type: ignore[arg-type]  # it refuses what is no wire
 
 
-def on_nodes(compression: Compression | Auto | Schedule, ranks_per_node: int | None) -> Compression | Auto | Schedule:
+def on_nodes(compression: Compression | Auto, ranks_per_node: int | None) -> Compression | Auto:
     """Returns the same between nodes of so many ranks. None or 1 leaves it as it is.
 
     Raises:
@@ -190,9 +151,6 @@ def on_nodes(compression: Compression | Auto | Schedule, ranks_per_node: int | N
     """
     if ranks_per_node is None or ranks_per_node == 1:
         return compression
-    if isinstance(compression, Schedule):
-        phases = {step: on_nodes(each, ranks_per_node) for step, each in compression.phases}
-        return Schedule(phases)  # type: ignore[arg-type]  # no Schedule in a Schedule
     if isinstance(compression, Auto):
         raise ValueError(
             f"compression: {compression} measures ranks whose links are alike, and the process group's DeviceMesh says "

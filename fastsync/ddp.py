@@ -20,7 +20,7 @@ from ._checks import (
     resolve_nodes,
 )
 from ._handle import GradientHandle, SyncHandle, check_free, remember, warn_of_generic_kernels, watch
-from .autotune.choose import Candidate, engine_schedule
+from .autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 
 
@@ -95,7 +95,7 @@ class CommHook(HookState, GradientHandle):
 
 
 # Of the hooks that are called for one bucket at a time.
-_SCHEDULES = {wire: engine_schedule([(0, [Candidate(Compression(wire))])]) for wire in ("none", "fp16", "bf16")}
+_COMPRESSIONS = {wire: in_engine([Candidate(Compression(wire))]) for wire in ("none", "fp16", "bf16")}
 
 _registered: "weakref.WeakKeyDictionary[nn.Module, CommHook]" = weakref.WeakKeyDictionary()
 
@@ -113,7 +113,7 @@ def register_comm_hook(
     Args:
         ddp_model: the wrapped model.
         compression: a wire's name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``), ``"auto"``, which measures the
-            group and chooses, or a ``Compression``, an ``Auto`` or a ``Schedule``.
+            group and chooses, or a ``Compression`` or an ``Auto``.
         process_group: the group to average over; None for the model's own. A ``DeviceMesh`` as in ``attach``.
 
     Returns:
@@ -198,7 +198,7 @@ bf16_compress_hook.__name__ = "fastsync_bf16_compress_hook"
 def _run(state: object, bucket: GradBucket, wire: str) -> torch.futures.Future[Tensor]:
     found = _state_for(state)
     warn_of_generic_kernels(found._group, [bucket.buffer().device])
-    return found._engine.run(bucket, _SCHEDULES[wire])
+    return found._engine.run(bucket, _COMPRESSIONS[wire])
 
 
 _states: "weakref.WeakKeyDictionary[dist.ProcessGroup, HookState]" = weakref.WeakKeyDictionary()

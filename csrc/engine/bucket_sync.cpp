@@ -3,30 +3,15 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 
-#include <chrono>
-#include <exception>
-#include <optional>
-#include <thread>
+#include <bit>
 #include <utility>
 
 #include "passes/aten/passes.h"
 #include "passes/backend.h"
 #include "sums/plan.h"
-#include "transport/agreement.h"
-#include "transport/single_threaded.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {
-
-using c10::ivalue::Future;
-
-const Compression& compression_for(const Schedule& schedule, int64_t step, int64_t numel, c10::Device device) {
-  TORCH_CHECK_VALUE(schedule.is_constant() || !is_capturing(device),
-                    "fastsync: a CUDA graph repeats the step that it has captured, so compression cannot change from "
-                    "step to step in it: set one compression in place of ",
-                    schedule.description(), " before capturing, and capture anew to change it");
-  return schedule.at(step, numel);
-}
 
 namespace {
 
@@ -36,6 +21,15 @@ int64_t numel_of(const std::vector<at::Tensor>& tensors) {
     numel += tensor.numel();
   }
   return numel;
+}
+
+// Whoever names all_reduce means the process group, and whoever names nodes those, which may be the hosts.
+std::shared_ptr<Team> team_for(const Teams& teams, const Compression& compression) {
+  if (!teams.shared() || compression.algorithm == Algorithm::kAllReduce) {
+    return teams.all();
+  }
+  const int64_t ranks_per_node = compression.ranks_per_node;
+  return ranks_per_node == 1 || teams.hosts_have(ranks_per_node) ? teams.shared() : teams.all();
 }
 
 }  // namespace
@@ -49,34 +43,34 @@ BucketWork::~BucketWork() {
 }
 
 void BucketWork::check_sent() const {
-  guard(*failure_, *whereabouts_, [&] { sum_->check_sent(); });
+  sync_->guard([&] { sum_->check_sent(); });
 }
 
-// Whoever comes late finds nothing, and holds nothing.
+// Whoever comes late finds nothing, and holds nothing. With this thread's state, for without it a profiler would not
+// see what happens on another thread.
 void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress) {
   if (work->sum_->needs_driving()) {
-    progress.post(work->sum_->bucket().device, [weak = std::weak_ptr(work)] {
-      if (const auto driven = weak.lock()) {
-        driven->sum_->drive();
-      }
-    });
+    const WithoutPythonObjects without_python;
+    progress.post(work->sync_->device(), at::wrapPropagateTLSState([weak = std::weak_ptr(work)] {
+                    if (const auto driven = weak.lock()) {
+                      driven->sum_->drive();
+                    }
+                  }),
+                  /*is_urgent=*/true);
   }
 }
 
 void BucketWork::receive() {
-  guard(*failure_, *whereabouts_, [&] {
+  sync_->guard([&] {
     sum_->finish([&] { stopwatch_->mark(Mark::kReduced); });
     if (copies_) {
       copies_->bring_back();
     }
   });
-  totals_->wire_bytes.add(sum_->sent_bytes());
+  sync_->totals_->wire_bytes.add(sum_->sent_bytes());
   stopwatch_->mark(Mark::kDone);
   if (ends_step_) {
-    whereabouts_->rest();
-  }
-  if (on_side_values_ && side_values().defined()) {
-    on_side_values_(side_values());
+    sync_->whereabouts_->rest();
   }
 }
 
@@ -96,8 +90,8 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
       device_of_gradients_(device),
       device_(device_of_sums(*group, device)),
       teams_(std::move(group), device_),
-      failure_(std::make_shared<const std::string>(c10::str("fastsync: averaging ", name, " failed on rank ",
-                                                            teams_.all()->rank(), " of ", teams_.all()->size(), ": "))),
+      failure_(c10::str("fastsync: averaging ", name, " failed on rank ", teams_.all()->rank(), " of ",
+                        teams_.all()->size(), ": ")),
       whereabouts_(std::move(whereabouts)),
       feedback_(teams_.all()->size()),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
@@ -105,30 +99,11 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
   totals_->kernels = kernels_on(device_.type());
 }
 
-// A thread of the process group's may be about to let go of tensors that Python knows, for which it takes the GIL. Who
-// ends the group waits for the thread, torch's Reducer with the GIL: so until then it does not end.
-BucketSync::~BucketSync() {
-  if (newest_ && !newest_->expired() && device_.is_cpu() && getpid() == process_id_) {
-    wait_in_background([group = teams_.all()->group(), newest = std::move(*newest_)] {
-      while (!newest.expired()) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-    });
-  }
-}
-
 std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, const Sync& sync,
                                              std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values,
                                              const std::vector<bool>& stand_in) {
-  return start(std::move(grads), sync, std::move(stopwatch), side_values, stand_in, /*is_for_future=*/false);
-}
-
-std::shared_ptr<BucketWork> BucketSync::start(std::vector<at::Tensor> grads, const Sync& sync,
-                                              std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values,
-                                              const std::vector<bool>& stand_in, bool is_for_future) {
   const WithoutPythonObjects without_python;
-  Bucket bucket = bucket_of(std::move(grads), sync);
-  bucket.side_values = side_values;
+  Bucket bucket = bucket_of(std::move(grads), sync, side_values);
   whereabouts_->average(sync.step);
   if (needs_scale(sync.compression)) {
     agree_on_scale(bucket);
@@ -143,23 +118,24 @@ std::shared_ptr<BucketWork> BucketSync::start(std::vector<at::Tensor> grads, con
   has_followed_ = true;
   auto work = std::make_shared<BucketWork>();
   guard([&] {
-    auto sum = sync.scatter ? make_scatter(std::move(bucket), sync) : make_sum(std::move(bucket), sync, is_for_future);
+    auto sum = make_sum(std::move(bucket), sync);
     const bool error_feedback = sync.compression.error_feedback;
     feedback_.lend(sum->bucket(), error_feedback, error_feedback ? sum->owned() : Owned(), stand_in);
     sum->send();
     work->sum_ = std::move(sum);
   });
+  if (work->sum_->failed_to_send()) {
+    memory_ = SumMemory();
+  }
   stopwatch->mark(Mark::kSent);
-  work->failure_ = failure_;
-  work->whereabouts_ = whereabouts_;
+  work->sync_ = shared_from_this();
   work->ends_step_ = sync.ends_step;
   work->stopwatch_ = std::move(stopwatch);
-  work->totals_ = totals_;
   work->copies_ = std::exchange(copies_, nullptr);
   return work;
 }
 
-Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) {
+Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync, const at::Tensor& side_values) {
   if (is_elsewhere()) {
     TORCH_CHECK_VALUE(!sync.scatter, "fastsync: the gradients are on ", device_of_gradients_, ", where the process ",
                       "group does not work, and a reduce-scatter is not taken to the host; use NCCL");
@@ -168,7 +144,8 @@ Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync) {
   }
   const DType wire = wire_dtype(sync.compression.wire, dtype_of(grads.front().scalar_type()));
   Bucket bucket(std::move(grads), wire, device_);
-  bucket.is_lossless = sync.compression.wire == Wire::kNone;
+  bucket.side_values = side_values;
+  bucket.output = sync.scatter ? sync.scatter->output : at::Tensor();
   bucket.mean_factor = mean_factor_;
   bucket.weight = sync.weight;
   if (sync.is_weighted_mean) {  // one rank may count for almost all of the mean, so more than it may not travel
@@ -192,8 +169,7 @@ void BucketSync::share_memory(const Bucket& bucket, const Sync& sync) {
   const int64_t bytes = is_across_hosts ? most_bytes(bucket, hosts, adds_hosts_at_once(bucket, sync.compression))
                                         : most_bytes(bucket, teams.all()->size());
   if (!teams.has_room(bytes)) {
-    SumMemory& memory = sync.scatter ? sync.scatter->shared_memory : shared_memory_;
-    memory = SumMemory();  // it belongs to the memory that there is now
+    (sync.scatter ? sync.scatter->memory : memory_) = SumMemory();  // it belongs to the memory that there is now
     teams.make_room(bytes);
   }
   totals_->why_not_shared = teams.why_not_shared();
@@ -205,103 +181,71 @@ bool BucketSync::adds_hosts_at_once(const Bucket& bucket, const Compression& com
   return rank_sum_for(compression, bucket.grad_dtype, numel, teams_.num_hosts()) == Algorithm::kOneShot;
 }
 
-// Whoever names all_reduce means the process group, and whoever names nodes those, which may be the hosts.
-std::shared_ptr<Team> BucketSync::team_for(const Compression& compression) const {
-  if (!teams_.shared() || compression.algorithm == Algorithm::kAllReduce) {
-    return teams_.all();
-  }
-  const int64_t ranks_per_node = compression.ranks_per_node;
-  return ranks_per_node == 1 || teams_.hosts_have(ranks_per_node) ? teams_.shared() : teams_.all();
-}
-
-std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync, bool is_for_future) {
-  const auto team = team_for(sync.compression);
-  SumMemory& memory = team->shares_memory() ? shared_memory_ : memory_;
-  totals_->shares_memory = team->shares_memory();
-  totals_->num_hosts = teams_.num_hosts();
+// A plan is made anew where anything that it follows from is another; shared memory that is another has no plan yet.
+std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync) {
+  Teams& teams = sync.scatter ? sync.scatter->teams : teams_;
+  const auto team = team_for(teams, sync.compression);
+  const bool is_shared = team->shares_memory();
+  totals_->shares_memory = is_shared;
+  totals_->num_hosts = is_shared ? teams.num_hosts() : 1;
   team->begin(sync.attempt);
-  const bool is_across_hosts = team->size() < teams_.all()->size();
+  if (sync.scatter) {
+    if (is_shared) {
+      teams.shared()->announce(agreement->number);
+    }
+    sync.scatter->memory.plan =
+        std::make_shared<const Plan>(reduce_scatter(team, sync.tag, bucket, sync.scatter->factor));
+    return std::make_unique<BucketSum>(std::move(bucket), sync.scatter->memory);
+  }
+  const bool is_across_hosts = team->size() < teams.all()->size();
+  const bool at_once = is_across_hosts && adds_hosts_at_once(bucket, sync.compression);
   const auto algorithm = is_across_hosts ? Algorithm::kTwoLevel
                                          : algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team);
-  if (algorithm == Algorithm::kAllReduce) {
-    return all_reduce_sum(team, std::move(bucket), memory, is_for_future);
+  if (algorithm == Algorithm::kAllReduce) {  // what is lossless saturates nowhere
+    bucket.multiplier = 1.0 / static_cast<double>(team->size());
+    const bool is_lossless = sync.compression.wire == Wire::kNone;
+    bucket.limit = saturation_limit(is_lossless ? DType::kFloat64 : bucket.wire_dtype, team->size());
   }
-  Plan plan = [&] {
-    if (algorithm != Algorithm::kTwoLevel) {
-      return (algorithm == Algorithm::kOneShot ? one_shot : two_shot)(team, sync.tag, bucket);
-    }
-    const Levels levels =
-        is_across_hosts ? teams_.hosts() : levels_of(*team, nodes_of(sync.compression.ranks_per_node, team->size()));
-    return two_level(levels, sync.tag, is_across_hosts && adds_hosts_at_once(bucket, sync.compression), bucket);
-  }();
-  return planned_sum(std::move(plan), std::move(bucket), memory);
+  std::vector<int64_t> planned_for{is_shared,
+                                   static_cast<int64_t>(algorithm),
+                                   at_once,
+                                   sync.compression.ranks_per_node,
+                                   sync.tag,
+                                   bucket.num_values,
+                                   static_cast<int64_t>(bucket.grads.size()),
+                                   static_cast<int64_t>(bucket.grad_dtype),
+                                   static_cast<int64_t>(bucket.wire_dtype),
+                                   bucket.side_bytes(),
+                                   bucket.rows_add_up,
+                                   std::bit_cast<int64_t>(bucket.mean_factor),
+                                   sync.in_place};
+  if (memory_.planned_for != planned_for) {
+    Plan plan = [&] {
+      switch (algorithm) {
+        case Algorithm::kAllReduce:
+          return all_reduce(team, bucket, sync.in_place);
+        case Algorithm::kOneShot:
+          return one_shot(team, sync.tag, bucket);
+        case Algorithm::kTwoShot:
+          return two_shot(team, sync.tag, bucket);
+        case Algorithm::kTwoLevel:
+          const Levels levels = is_across_hosts
+                                    ? teams.hosts()
+                                    : levels_of(*team, nodes_of(sync.compression.ranks_per_node, team->size()));
+          return two_level(levels, sync.tag, at_once, bucket);
+      }
+      TORCH_INTERNAL_ASSERT(false);
+    }();
+    memory_ = {std::make_shared<const Plan>(std::move(plan)), std::move(planned_for), {}};
+  }
+  return std::make_unique<BucketSum>(std::move(bucket), memory_);
 }
 
-std::unique_ptr<BucketSum> BucketSync::make_scatter(Bucket bucket, const Sync& sync) const {
-  auto& [output, factor, teams, memory, shared_memory] = *sync.scatter;
-  const auto& shared = teams.shared();
-  const std::shared_ptr<Team> team = shared ? shared : teams.all();
-  totals_->shares_memory = shared != nullptr;
-  team->begin(sync.attempt);
-  if (shared) {
-    shared->announce(agreement->number);
-  }
-  Plan plan = reduce_scatter(team, sync.tag, bucket, output, factor);
-  return planned_sum(std::move(plan), std::move(bucket), shared ? shared_memory : memory);
-}
-
-bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const {
+bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression, bool in_place) const {
   const DType dtype = dtype_of(grads.front().scalar_type());
   const DType wire = wire_dtype(compression.wire, dtype);
-  return algorithm_for(compression, dtype, numel_of(grads), *team_for(compression)) != Algorithm::kAllReduce ||
-         (wire == DType::kFloat32 && !is_own_wire(grads, wire));
-}
-
-// With the thread's state, for without it a profiler would not see what happens on another thread.
-c10::intrusive_ptr<Future> BucketSync::sync(const at::Tensor& buffer, std::vector<at::Tensor> grads, const Sync& sync,
-                                            std::shared_ptr<Stopwatch> stopwatch, ProgressThread& progress,
-                                            const at::Tensor& side_values, OnSideValues on_side_values,
-                                            std::function<void()>* rest) {
-  const WithoutPythonObjects without_python;
-  const auto work = start(std::move(grads), sync, std::move(stopwatch), side_values, {},
-                          /*is_for_future=*/!is_elsewhere());
-  work->on_side_values_ = std::move(on_side_values);
-  if (const auto over = is_elsewhere() ? Reduction::Future() : work->sum_->when_over()) {
-    newest_.emplace(over);
-    return over->then(at::wrapPropagateTLSState([work, buffer, sender = std::this_thread::get_id()](Future& reduced) {
-                        if (reduced.hasError()) {
-                          raise_failure(*work->failure_, reduced.tryRetrieveErrorMessage(), *work->whereabouts_);
-                        }
-                        std::optional<SingleThreaded> beside_backward;
-                        if (std::this_thread::get_id() != sender) {
-                          beside_backward.emplace();
-                        }
-                        // The backend keeps the wire until somebody has waited for the work itself.
-                        work->receive();
-                        return c10::IValue(buffer);
-                      }),
-                      c10::TensorType::get());
-  }
-  auto future = make_future(device_of_gradients_);
-  auto complete = [work, buffer, future] {
-    try {
-      work->receive();
-      work->check_sent();
-    } catch (...) {
-      future->setError(std::current_exception());
-      return;
-    }
-    future->markCompleted(c10::IValue(buffer));
-  };
-  if (rest != nullptr && device_.is_cpu()) {
-    *rest = std::move(complete);
-    return future;
-  }
-  if (work->sum_->needs_driving()) {
-    progress.post(device_, at::wrapPropagateTLSState([work] { work->sum_->drive(); }), /*is_urgent=*/true);
-  }
-  progress.post(device_, at::wrapPropagateTLSState(std::move(complete)));
-  return future;
+  return algorithm_for(compression, dtype, numel_of(grads), *team_for(teams_, compression)) != Algorithm::kAllReduce ||
+         (wire == DType::kFloat32 && !(in_place && can_be_in_place(grads, wire)));
 }
 
 // ---- the scale and the statistics -----------------------------------------------------------------------------------

@@ -1,15 +1,12 @@
-// A bucket: what it keeps from step to step (scale, residuals, statistics, totals, teams), and one sum of it under way.
-// All entry points hand their gradients to this class, so numerics and errors are the same code.
+// A bucket: what it keeps from step to step (scale, residuals, statistics, totals, teams, plan), and one sum of it
+// under way. All entry points hand their gradients to this class, so numerics and errors are the same code.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,14 +23,16 @@
 
 namespace fastsync {
 
+class BucketSync;
+
 // What the ranks have agreed on, of a whole engine or of one bucket, and whether what meets since belongs together.
 struct Agreement {
   Agreement(const c10d::ProcessGroup& group, std::string what) : step_check(group, std::move(what)) {}
 
   StepCheck step_check;
-  std::shared_ptr<const Schedule> schedule;  // null until they have
-  int64_t version = 0;                       // of the settings
-  int64_t number = -1;                       // from check_agreement
+  std::shared_ptr<const CompressionTable> compressions;  // null until they have
+  int64_t version = 0;                                   // of the settings
+  int64_t number = -1;                                   // from check_agreement
 };
 
 // One sync of a bucket: how, and what it has in common with its counterparts on other ranks.
@@ -43,8 +42,7 @@ struct Sync {
     at::Tensor output;
     double factor;
     Teams& teams;
-    SumMemory& memory;  // this and the next: where ranks do not share theirs, and where they do
-    SumMemory& shared_memory;
+    SumMemory& memory;
   };
 
   Compression compression;
@@ -54,13 +52,10 @@ struct Sync {
   int64_t attempt = 0;            // the same where one step is sent twice, because it failed; 0: each is another
   bool is_weighted_mean = false;  // on all ranks
   at::Tensor weight = {};         // see Bucket
+  bool in_place = false;          // nobody else uses the gradients' memory until the sync is over
   const Scatter* scatter = nullptr;
 };
 constexpr int kTagsPerBucket = 4;
-
-// What a bucket of so many values travels with. Throws c10::ValueError where that changes from step to step and a CUDA
-// graph is being captured on the device.
-const Compression& compression_for(const Schedule& schedule, int64_t step, int64_t numel, c10::Device device);
 
 // The first tag of an engine's buckets, from a number that its ranks have agreed on. Far from those that people choose,
 // and with room for kMaxBuckets of them before another engine's begin.
@@ -90,28 +85,25 @@ class BucketWork {
 
   bool has_error_feedback() const { return sum_->bucket().keeps_losses; }
   // The sums of the side values, after receive. They may lie in memory that the bucket's next sum writes to.
-  const at::Tensor& side_values() const { return sum_->side_values(); }
+  const at::Tensor& side_values() const { return sum_->bucket().side_values; }
 
  private:
   friend class BucketSync;
 
+  std::shared_ptr<BucketSync> sync_;
   std::unique_ptr<BucketSum> sum_;
-  std::function<void(const at::Tensor&)> on_side_values_;
-  std::shared_ptr<const std::string> failure_;
-  std::shared_ptr<Whereabouts> whereabouts_;
   bool ends_step_ = false;
   std::shared_ptr<Stopwatch> stopwatch_;
-  std::shared_ptr<BucketTotals> totals_;
   std::shared_ptr<const HostCopies> copies_;  // null where gradients stay where they are
 };
 
-class BucketSync {
+// Must be owned by a shared_ptr.
+class BucketSync : public std::enable_shared_from_this<BucketSync> {
  public:
   // It notes where the engine stands.
   BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
              std::shared_ptr<Whereabouts> whereabouts, std::vector<ParameterId> parameters,
              std::shared_ptr<Agreement> agreement);
-  ~BucketSync();
 
   const std::vector<ParameterId> parameters;
   const std::shared_ptr<Agreement> agreement;
@@ -126,18 +118,8 @@ class BucketSync {
                                    std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values = {},
                                    const std::vector<bool>& stand_in = {});
 
-  // send, and receive when the group is done, on the thread that says so or on the progress thread. A single gradient
-  // of the wire's dtype may be its own wire, so nothing else may use its memory meanwhile. What is called with the
-  // sums of the side values may throw. The future's value is the buffer. Of a bucket that is a whole step, which
-  // backward hides nothing of, the caller may be given what is left to do: to be called without a lock, on this thread.
-  using OnSideValues = std::function<void(const at::Tensor&)>;
-  c10::intrusive_ptr<c10::ivalue::Future> sync(const at::Tensor& buffer, std::vector<at::Tensor> grads,
-                                               const Sync& sync, std::shared_ptr<Stopwatch> stopwatch,
-                                               ProgressThread& progress, const at::Tensor& side_values = {},
-                                               OnSideValues on_side_values = nullptr,
-                                               std::function<void()>* rest = nullptr);
-  // Whether side values travel with the gradients, and not in a collective of their own.
-  bool has_room(const std::vector<at::Tensor>& grads, const Compression& compression) const;
+  // Whether side values travel with the gradients, and not in a collective of their own; in_place as in Sync.
+  bool has_room(const std::vector<at::Tensor>& grads, const Compression& compression, bool in_place) const;
 
   // Whether send waits for the other ranks, to share memory with them, or to agree on the first fp16 scale, or on one
   // after a step that says nothing of how large gradients are.
@@ -168,30 +150,26 @@ class BucketSync {
   const std::shared_ptr<BucketTotals>& totals() const { return totals_; }
 
  private:
+  friend class BucketWork;
+
   bool is_elsewhere() const { return device_ != device_of_gradients_; }
   bool needs_scale(const Compression& compression) const {
     return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
   }
-  std::shared_ptr<BucketWork> start(std::vector<at::Tensor> grads, const Sync& sync,
-                                    std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values,
-                                    const std::vector<bool>& stand_in, bool is_for_future);
-  Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync);
-  void share_memory(const Bucket& bucket, const Sync& sync);
-  bool adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const;
-  std::shared_ptr<Team> team_for(const Compression& compression) const;
-  std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync, bool is_for_future);
-  std::unique_ptr<BucketSum> make_scatter(Bucket bucket, const Sync& sync) const;
   bool has_lost_scale() const;
   void agree_on_scale(const Bucket& bucket);
-  void guard(const std::function<void()>& call) const { fastsync::guard(*failure_, *whereabouts_, call); }
+  Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync, const at::Tensor& side_values);
+  void share_memory(const Bucket& bucket, const Sync& sync);
+  bool adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const;
+  std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync);
+  void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *whereabouts_, call); }
 
   c10::Device device_of_gradients_;
   c10::Device device_;
   Teams teams_;
-  SumMemory memory_;  // this and the next: for messages, and where ranks share memory
-  SumMemory shared_memory_;
+  SumMemory memory_;
   double mean_factor_ = 1.0;
-  std::shared_ptr<const std::string> failure_;  // the beginning of errors
+  std::string failure_;  // the beginning of errors
   std::shared_ptr<Whereabouts> whereabouts_;
   at::Tensor host_memory_;                    // this and the next: of gradients that are elsewhere
   std::shared_ptr<const HostCopies> copies_;  // for the next sum
@@ -201,9 +179,6 @@ class BucketSync {
   at::Tensor stats_;
   at::Tensor workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();
-  // What the process group itself reports on, of the newest sync that has a future.
-  std::optional<c10::weak_intrusive_ptr<c10::ivalue::Future>> newest_;
-  const pid_t process_id_ = getpid();
 };
 
 }  // namespace fastsync

@@ -5,8 +5,7 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
-#include <sstream>
+#include <utility>
 
 #include "sums/bucket.h"
 
@@ -14,7 +13,6 @@ namespace fastsync {
 
 namespace {
 
-constexpr double kIndistinguishable = 1.03;
 // Below so many bytes that each rank sends more than two_shot would, one step of the network costs less than two.
 constexpr int64_t kOneShotBytes = 1 << 16;
 // In memory that ranks share, where two ranks never move less in two steps.
@@ -44,21 +42,6 @@ auto value_of(const Names& names, const std::string& name, const char* what) {
 template <class Names, class Value>
 const char* name_of(const Names& names, Value value) {
   return std::find_if(names.begin(), names.end(), [&](const auto& entry) { return value == entry.second; })->first;
-}
-
-std::string describe(const Schedule::Phase& phase) {
-  std::ostringstream text;
-  text.precision(std::numeric_limits<double>::max_digits10);
-  for (const Candidate& candidate : phase.candidates) {
-    text << (&candidate == &phase.candidates.front() ? "" : " or ") << describe(candidate.compression);
-    for (const auto& [numel, seconds] : candidate.times) {
-      text << " " << numel << ":" << seconds;
-    }
-  }
-  if (phase.first_step > 0) {
-    text << " from step " << phase.first_step;
-  }
-  return text.str();
 }
 
 }  // namespace
@@ -118,50 +101,22 @@ Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel
   return compression.algorithm.value_or(is_fast_at_once ? Algorithm::kOneShot : Algorithm::kTwoShot);
 }
 
-double predict(const Candidate& candidate, int64_t numel) {
-  const auto& times = candidate.times;
-  if (times.size() < 2 || numel <= times.front().first) {
-    return times.empty() ? 0.0 : times.front().second;
-  }
-  auto right = std::lower_bound(times.begin() + 1, times.end() - 1, numel,
-                                [](const auto& time, int64_t value) { return time.first < value; });
-  const auto& [from, from_seconds] = *(right - 1);
-  const auto& [to, to_seconds] = *right;
-  return from_seconds +
-         (to_seconds - from_seconds) * static_cast<double>(numel - from) / static_cast<double>(to - from);
-}
-
-size_t choose(const std::vector<Candidate>& candidates, int64_t numel) {
-  double least = std::numeric_limits<double>::infinity();
-  for (const Candidate& candidate : candidates) {
-    least = std::min(least, predict(candidate, numel));
-  }
-  const auto first = std::find_if(candidates.begin(), candidates.end(), [&](const Candidate& candidate) {
-    return predict(candidate, numel) <= kIndistinguishable * least;
-  });
-  return first == candidates.end() ? 0 : static_cast<size_t>(first - candidates.begin());
-}
-
-Schedule::Schedule(std::vector<Phase> phases) : phases_(std::move(phases)) {
-  TORCH_CHECK_VALUE(!phases_.empty() && phases_.front().first_step == 0, "schedule: its first phase begins at step 0");
-  for (const Phase& phase : phases_) {
-    TORCH_CHECK_VALUE(!phase.candidates.empty(), "schedule: the phase from step ", phase.first_step, " is empty");
-    description_ += (description_.empty() ? "compression " : "; ") + describe(phase);
+CompressionTable::CompressionTable(std::vector<Row> rows) : rows_(std::move(rows)) {
+  TORCH_CHECK_VALUE(!rows_.empty(), "rows: expected at least one");
+  for (const auto& [numel, compression] : rows_) {
+    const bool is_last = &compression == &rows_.back().second;
+    description_ += (description_.empty() ? "compression " : " or ") + describe(compression) +
+                    (is_last ? "" : c10::str(" up to ", numel, " values"));
   }
 }
 
-const Compression& Schedule::at(int64_t step, int64_t numel) const {
-  const auto next =
-      std::find_if(phases_.begin() + 1, phases_.end(), [&](const Phase& phase) { return phase.first_step > step; });
-  const auto& candidates = (next - 1)->candidates;
-  return candidates[candidates.size() == 1 ? 0 : choose(candidates, numel)].compression;
+const Compression& CompressionTable::at(int64_t numel) const {
+  const auto row = std::find_if(rows_.begin(), rows_.end() - 1, [&](const Row& each) { return numel <= each.first; });
+  return row->second;
 }
 
-bool Schedule::is_lossless() const {
-  return std::all_of(phases_.begin(), phases_.end(), [](const Phase& phase) {
-    return std::all_of(phase.candidates.begin(), phase.candidates.end(),
-                       [](const Candidate& candidate) { return candidate.compression.wire == Wire::kNone; });
-  });
+bool CompressionTable::is_lossless() const {
+  return std::all_of(rows_.begin(), rows_.end(), [](const Row& row) { return row.second.wire == Wire::kNone; });
 }
 
 }  // namespace fastsync

@@ -1,11 +1,9 @@
-// What travels between the ranks, and who adds it up: one choice, a choice between several by what they were measured
-// to take, or another one from some step on.
+// What travels between the ranks, and who adds it up: for all buckets, or by their size.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -45,38 +43,22 @@ Algorithm algorithm_for(const Compression& compression, DType grad, int64_t nume
 // The same where ranks have to, or nodes.
 Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members);
 
-// A compression and what whole syncs of so many values took with it: (values, seconds), values rising.
-struct Candidate {
-  Compression compression;
-  std::vector<std::pair<int64_t, double>> times;
-};
-
-// Seconds for so many values: linear between what was measured; above it, on the line through the last two; below it,
-// as long as the first.
-double predict(const Candidate& candidate, int64_t numel);
-
-// The first whose time is within 3 % of the least, for they come from the least lossy to the most.
-size_t choose(const std::vector<Candidate>& candidates, int64_t numel);
-
-// Which candidates count from which step on. The first phase begins at step 0.
-class Schedule {
+// What buckets travel with.
+class CompressionTable {
  public:
-  struct Phase {
-    int64_t first_step;
-    std::vector<Candidate> candidates;
-  };
+  // Those of up to so many values with this, if no row before says otherwise. The last row is for all that are larger.
+  using Row = std::pair<int64_t, Compression>;
 
-  explicit Schedule(std::vector<Phase> phases);
+  explicit CompressionTable(std::vector<Row> rows);
 
-  const Compression& at(int64_t step, int64_t numel) const;
-  bool is_constant() const { return phases_.size() == 1; }
+  const Compression& at(int64_t numel) const;
   // Whether gradients of complex numbers may travel, as the pairs of reals that they are.
   bool is_lossless() const;
   // A line, for check_agreement.
   const std::string& description() const { return description_; }
 
  private:
-  std::vector<Phase> phases_;
+  std::vector<Row> rows_;
   std::string description_;
 };
 

@@ -1,6 +1,7 @@
 #include "engine/ddp_hook.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ThreadLocalState.h>
 
 #include <algorithm>
 #include <iterator>
@@ -8,6 +9,7 @@
 
 #include "engine/backward.h"
 #include "passes/backend.h"
+#include "transport/without_python_objects.h"
 
 namespace fastsync {
 
@@ -54,21 +56,22 @@ std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compr
 
 }  // namespace
 
-c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::shared_ptr<const Schedule> schedule) {
+c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
+                                          std::shared_ptr<const CompressionTable> compressions) {
   check_not_forked("build the model, DDP and the hook in the process that trains");
   const at::Tensor buffer = grad_bucket.getBuffer();
-  std::function<void()> rest;
   std::unique_lock<std::mutex> lock(mutex_);
   // A bucket's index is no identity, because DDP regroups its buckets after the first backward, nor is its buffer,
   // because hooks wrapped around this one hand over buffers of their own.
   const auto bucket = find_or_add(grad_bucket.getParameters(), name_of(grad_bucket), buffer.device());
   // DDP sends its buckets in order. A backward that failed leaves the rest out.
   const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
+  const bool is_last = grad_bucket.isLast();
   step_ += is_first ? 1 : 0;
   const bool in_first_step = num_steps() == (is_first ? 0 : 1);
-  if (!have_agreed(*bucket->agreement, schedule)) {
-    have_same_data_ &= agree_on(*bucket, grad_bucket, schedule, in_first_step);
-    if (in_first_step && have_same_data_ && grad_bucket.isLast()) {
+  if (!have_agreed(*bucket->agreement, compressions)) {
+    have_same_data_ &= agree_on(*bucket, grad_bucket, compressions, in_first_step);
+    if (in_first_step && have_same_data_ && is_last) {
       warn_of_same_data();
     }
   }
@@ -77,29 +80,41 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket, std::sh
     newest_buckets_.clear();
     begin_step();
   }
-  step_is_open_ = !grad_bucket.isLast();
+  step_is_open_ = !is_last;
   last_index_ = grad_bucket.getIndex();
   newest_buckets_.push_back(bucket);
   const auto stopwatch = start_bucket(*bucket);
-  const int64_t step = step_under_way();
-  const Sync sync{compression_for(*schedule, step, buffer.numel(), buffer.device()), step,
-                  first_tag(bucket->agreement->number), grad_bucket.isLast()};
+  Sync sync{compressions->at(buffer.numel()), step_under_way(), first_tag(bucket->agreement->number), is_last};
+  sync.in_place = bucket->device() == buffer.device();
   auto grads = gradients_of(grad_bucket, sync.compression, bucket->feedback());
   at::Tensor side_values;
-  if (grad_bucket.isLast()) {
-    side_values = stamp(*bucket, grad_bucket.getParameters(), bucket->has_room(grads, sync.compression));
+  if (is_last) {
+    side_values = stamp(*bucket, grad_bucket.getParameters(), bucket->has_room(grads, sync.compression, sync.in_place));
   }
-  auto future = bucket->sync(
-      buffer, std::move(grads), sync, stopwatch, progress_, side_values,
-      [agreement = bucket->agreement](const at::Tensor& stamps) { agreement->step_check.arrive(stamps); },
-      is_first && grad_bucket.isLast() ? &rest : nullptr);
-  if (grad_bucket.isLast()) {
+  const WithoutPythonObjects without_python;
+  const auto work = bucket->send(std::move(grads), sync, stopwatch, side_values);
+  if (is_last) {
     end_step();
   }
-  lock.unlock();
-  if (rest) {
-    rest();
+  auto future = make_future(buffer.device());
+  auto complete = [work, buffer, future, agreement = bucket->agreement] {
+    try {
+      work->receive();
+      agreement->step_check.arrive(work->side_values());
+      work->check_sent();
+    } catch (...) {
+      future->setError(std::current_exception());
+      return;
+    }
+    future->markCompleted(c10::IValue(buffer));
+  };
+  if (is_first && is_last && bucket->device().is_cpu()) {  // backward hides nothing of it: no thread has to be woken
+    lock.unlock();
+    complete();
+    return future;
   }
+  BucketWork::drive_later(work, progress_);
+  progress_.post(bucket->device(), at::wrapPropagateTLSState(std::move(complete)));
   return future;
 }
 
@@ -125,21 +140,21 @@ at::Tensor HookState::stamp(BucketSync& bucket, const std::vector<at::Tensor>& p
 }
 
 bool HookState::agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
-                         const std::shared_ptr<const Schedule>& schedule, bool in_first_step) {
-  const int64_t step = step_under_way();
+                         const std::shared_ptr<const CompressionTable>& compressions, bool in_first_step) {
   const bool have_same_data =
-      agree(*bucket.agreement, "agreement on " + name_of(grad_bucket), schedule, step,
-            settings(*schedule, step) + describe(grad_bucket), grad_bucket.getBuffer().device(),
+      agree(*bucket.agreement, "agreement on " + name_of(grad_bucket), compressions, step_under_way(),
+            describe(grad_bucket), grad_bucket.getBuffer().device(),
             in_first_step && grad_bucket.getBuffer().layout() == at::kStrided ? grad_bucket.getGradients()
                                                                               : std::vector<at::Tensor>());
   whereabouts_->rest();
   // Only now, for what this rank alone cannot send all have to hear of. DDP hands over complex gradients as the floats
   // they are made of, so the buffer does not tell.
   for (const at::Tensor& parameter : grad_bucket.getParameters()) {
-    if (!schedule->is_lossless() && parameter.is_complex()) {
-      bucket.agreement->schedule.reset();
+    if (!compressions->is_lossless() && parameter.is_complex()) {
+      bucket.agreement->compressions.reset();
       TORCH_CHECK_VALUE(false, "fastsync: ", name_of(grad_bucket), " holds ", parameter.scalar_type(),
-                        " gradients, which cannot travel with ", schedule->description(), "; use compression='none'");
+                        " gradients, which cannot travel with ", compressions->description(),
+                        "; use compression='none'");
     }
   }
   return have_same_data;
@@ -152,7 +167,7 @@ class Hook : public c10d::CppCommHookInterface<std::shared_ptr<HookState>> {
   using CppCommHookInterface::CppCommHookInterface;
 
   c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
-    return state_->run(bucket, state_->locked(&EngineState::schedule));
+    return state_->run(bucket, state_->locked(&EngineState::compressions));
   }
 };
 

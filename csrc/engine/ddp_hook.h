@@ -21,16 +21,17 @@ class HookState : public EngineState {
   explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group) : EngineState(std::move(group), "a DDP hook") {}
 
   // Averages the bucket's buffer in place; the future's value is the buffer. The first time that a bucket comes with a
-  // schedule, the ranks check that they agree on both.
-  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket, std::shared_ptr<const Schedule> schedule);
+  // table, the ranks check that they agree on both.
+  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket,
+                                              std::shared_ptr<const CompressionTable> compressions);
 
   // An optimizer has updated the parameters. From any thread.
   void note_update();
 
  private:
   at::Tensor stamp(BucketSync& bucket, const std::vector<at::Tensor>& parameters, bool has_room);
-  bool agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket, const std::shared_ptr<const Schedule>& schedule,
-                bool in_first_step);
+  bool agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
+                const std::shared_ptr<const CompressionTable>& compressions, bool in_first_step);
   int64_t step_under_way() { return step_ - 1; }
 
   bool step_is_open_ = false;
@@ -38,7 +39,7 @@ class HookState : public EngineState {
   size_t last_index_ = 0;
 };
 
-// Makes the reducer hand every bucket to the state, to go by its schedule, from C++, without the GIL. A reducer takes
+// Makes the reducer hand every bucket to the state, from C++, without the GIL. A reducer takes
 // one hook, once.
 void register_hook(c10d::Reducer& reducer, std::shared_ptr<HookState> state);
 

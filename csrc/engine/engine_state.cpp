@@ -53,8 +53,8 @@ void EngineState::check_not_forked(const char* way_out) const {
 
 // ---- settings and agreement -------------------------------------------------------------------------------------
 
-void EngineState::set_schedule(std::shared_ptr<const Schedule> schedule) {
-  schedule_ = std::move(schedule);
+void EngineState::set_compressions(std::shared_ptr<const CompressionTable> compressions) {
+  compressions_ = std::move(compressions);
   agree_anew("its compression was set");
 }
 
@@ -63,23 +63,22 @@ void EngineState::agree_anew(std::string why) {
   why_agree_ = std::move(why);
 }
 
-bool EngineState::have_agreed(const Agreement& agreement, const std::shared_ptr<const Schedule>& schedule) const {
-  return agreement.schedule == schedule && agreement.version == version_;
+bool EngineState::have_agreed(const Agreement& agreement,
+                              const std::shared_ptr<const CompressionTable>& compressions) const {
+  return agreement.compressions == compressions && agreement.version == version_;
 }
 
-std::string EngineState::settings(const Schedule& schedule, int64_t step, const std::string& lines) const {
-  return c10::str(schedule.description(), "\n", lines, "step ", step, "\n", saved_scales_.description(), "\n");
-}
-
-bool EngineState::agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const Schedule>& schedule,
-                        int64_t step, const std::string& text, c10::Device device,
-                        const std::vector<at::Tensor>& gradients) {
+bool EngineState::agree(Agreement& agreement, const std::string& what,
+                        const std::shared_ptr<const CompressionTable>& compressions, int64_t step,
+                        const std::string& lines, c10::Device device, const std::vector<at::Tensor>& gradients) {
   whereabouts_->agree(step, agreement.number < 0 ? "it is new" : why_agree_);
+  const std::string text =
+      c10::str(compressions->description(), "\nstep ", step, "\n", saved_scales_.description(), "\n", lines);
   Agreed agreed;
   const uint64_t data = group_->getSize() == 1 || is_capturing(device) ? 0 : fingerprint_of(gradients);
   wait_for_ranks(what, [&] { agreed = check_agreement(group_, text, device, data); });
   agreement.number = agreed.number;
-  agreement.schedule = schedule;
+  agreement.compressions = compressions;
   agreement.version = version_;
   return agreed.have_same_data;
 }

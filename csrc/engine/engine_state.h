@@ -37,10 +37,10 @@ class EngineState {
 
   // May be set between steps, on all ranks between the same ones. The ranks check anew that they agree, even where it
   // stays what it was: others may have set another.
-  std::shared_ptr<const Schedule> schedule() { return schedule_; }
-  void set_schedule(std::shared_ptr<const Schedule> schedule);
+  std::shared_ptr<const CompressionTable> compressions() { return compressions_; }
+  void set_compressions(std::shared_ptr<const CompressionTable> compressions);
 
-  // The number of the next step: what the schedule goes by.
+  // The number of the next step.
   int64_t step() { return step_; }
   void set_step(int64_t step) { step_ = step; }
 
@@ -68,14 +68,12 @@ class EngineState {
   bool is_forked() const { return getpid() != process_id_; }
 
   void agree_anew(std::string why);
-  bool have_agreed(const Agreement& agreement, const std::shared_ptr<const Schedule>& schedule) const;
-  // A text for agree, of this and the lines given. What it is of goes behind it.
-  std::string settings(const Schedule& schedule, int64_t step, const std::string& lines = "") const;
-  // Raises c10::ValueError where the ranks' texts differ. What they agree on is named in other errors. Tells whether
-  // the gradients, if any are given, are the same on all ranks, as those of the first step are where all have the same
-  // data.
-  bool agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const Schedule>& schedule,
-             int64_t step, const std::string& text, c10::Device device, const std::vector<at::Tensor>& gradients = {});
+  bool have_agreed(const Agreement& agreement, const std::shared_ptr<const CompressionTable>& compressions) const;
+  // Raises c10::ValueError where the ranks differ in the lines or in settings. What they agree on is named in other
+  // errors. Tells whether the gradients, if any are given, are the same on all ranks, as those of the first step are
+  // where all have the same data.
+  bool agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const CompressionTable>& compressions,
+             int64_t step, const std::string& lines, c10::Device device, const std::vector<at::Tensor>& gradients = {});
   void warn_of_same_data() const;
   // What fails in the call, but for a c10::ValueError, is no fault of the ranks' settings.
   void wait_for_ranks(const std::string& what, const std::function<void()>& call);
@@ -97,7 +95,7 @@ class EngineState {
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Whereabouts> whereabouts_;
-  std::shared_ptr<const Schedule> schedule_;
+  std::shared_ptr<const CompressionTable> compressions_;
   int64_t step_ = 0;
   std::vector<std::shared_ptr<BucketSync>> known_buckets_;
   std::vector<std::shared_ptr<BucketSync>> newest_buckets_;  // of the newest step so far: the entry point says which

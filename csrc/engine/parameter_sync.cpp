@@ -116,7 +116,7 @@ void ParameterSync::send_full_buckets() {
 }
 
 bool ParameterSync::may_go_early(const Bucket& bucket) const {
-  return bucket.num_waiting == 0 && have_agreed() && !bucket.sync->waits_to_send(schedule_->at(step_, bucket.numel)) &&
+  return bucket.num_waiting == 0 && have_agreed() && !bucket.sync->waits_to_send(compressions_->at(bucket.numel)) &&
          !(is_last(bucket) && (describe_buffers_ || side_values_.newcomer()));
 }
 
@@ -188,7 +188,7 @@ void ParameterSync::send_next() {
   const bool ends_step = is_last(bucket);
   const at::Tensor side_values = ends_step ? side_values_to_send(device) : at::Tensor();
   const auto index = static_cast<int>(next_bucket_);
-  const Sync sync{compression_for(*schedule_, step_, bucket.numel, device),
+  const Sync sync{compressions_->at(bucket.numel),
                   step_,
                   first_tag(agreement_->number) + index * kTagsPerBucket,
                   /*ends_step=*/false,
@@ -384,9 +384,9 @@ void ParameterSync::lay_out() {
   agree();  // first, for what this rank alone cannot send all have to hear of
   for (const Parameter& parameter : parameters_) {
     TORCH_CHECK_VALUE(!parameter.takes_part() || (is_supported(parameter.real_dtype()) &&
-                                                  (schedule_->is_lossless() || !parameter.tensor.is_complex())),
+                                                  (compressions_->is_lossless() || !parameter.tensor.is_complex())),
                       "fastsync: parameter ", parameter.name, " is ", parameter.tensor.scalar_type(),
-                      ", which cannot be synchronised with ", schedule_->description());
+                      ", which cannot be synchronised with ", compressions_->description());
   }
   const auto layout = layout_of(order_of_rank_0());
   TORCH_CHECK_VALUE(static_cast<int64_t>(layout.size()) <= kMaxBuckets, "fastsync: gradients in ", layout.size(),
@@ -480,10 +480,9 @@ std::vector<at::Tensor> ParameterSync::gradients() const {
 void ParameterSync::agree() {
   c10::Device device = c10::kCPU;
   std::ostringstream text;
-  text << settings(*schedule_, step_,
-                   c10::str(agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number),
-                            "\nbucket_cap_mb ", static_cast<double>(bucket_cap_bytes_) / (1 << 20), "\nop ",
-                            sums_ ? "sum" : "mean", weight_.is_on() ? ", weighted\n" : "\n", buffers_description_));
+  text << (agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number)) << "\nbucket_cap_mb "
+       << static_cast<double>(bucket_cap_bytes_) / (1 << 20) << "\nop " << (sums_ ? "sum" : "mean")
+       << (weight_.is_on() ? ", weighted\n" : "\n") << buffers_description_;
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor = parameter.lock();
     text << "parameter " << parameter.name << " of shape " << tensor.sizes() << ", strides " << tensor.strides() << ", "
@@ -492,7 +491,7 @@ void ParameterSync::agree() {
   }
   text << side_values_.newcomers();
   const bool compares = is_under_way_ && num_steps() == 1 && !weight_.is_on();
-  if (EngineState::agree(*agreement_, "agreement", schedule_, step_, text.str(), device,
+  if (EngineState::agree(*agreement_, "agreement", compressions_, step_, text.str(), device,
                          compares ? gradients() : std::vector<at::Tensor>())) {
     warn_of_same_data();
   }

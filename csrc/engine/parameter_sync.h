@@ -93,7 +93,7 @@ class ParameterSync : public EngineState {
   };
 
   bool is_laid_out() const { return !buckets_.empty(); }
-  bool have_agreed() const { return EngineState::have_agreed(*agreement_, schedule_); }
+  bool have_agreed() const { return EngineState::have_agreed(*agreement_, compressions_); }
   std::vector<at::Tensor> gradients() const;
   void prepare();
   void lay_out();

@@ -58,7 +58,7 @@ struct Bucket {
   at::Tensor stats;               // float64 [kNumStats]
   at::Tensor workspace;           // see new_workspace
   at::Tensor side_values;  // float32, on the device, summed over the ranks as they are; undefined where there are none
-  bool is_lossless = false;  // nothing saturates where the process group adds
+  at::Tensor output;       // of a reduce-scatter: takes the mean in place of the gradients
   double mean_factor = 1.0;  // of what is unpacked
   at::Tensor weight;         // float64 [1], of the gradients before residuals are added; undefined where it is 1
   bool rows_add_up = false;  // what ranks pack is parts of the mean, and not what it is the mean of
@@ -71,6 +71,7 @@ struct Bucket {
   bool keeps_losses = false;
   at::Tensor residual_of_sums;
 
+  int64_t side_bytes() const { return side_values.defined() ? static_cast<int64_t>(side_values.nbytes()) : 0; }
   // The segments' parts among the values of the spans, at the places of those.
   std::vector<Segment> cut(const std::vector<Span>& spans) const;
   // Adds what lies there to owned.

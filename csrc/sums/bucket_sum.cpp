@@ -1,6 +1,109 @@
 #include "sums/bucket_sum.h"
 
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <cstring>
+#include <limits>
+#include <utility>
+
 namespace fastsync {
+
+// At full width, what lies between gradients in a block of int8 is added and encoded with the block. So a plan's memory
+// is cleared once. What the process group adds up is all packed; off a CPU that is the allocator's, so that idle
+// buckets hold no memory.
+BucketSum::BucketSum(Bucket bucket, SumMemory& memory)
+    : bucket_(std::move(bucket)), plan_(memory.plan), transfers_(plan_->pieces.size() * plan_->num_phases()) {
+  if (plan_->is_in_place) {
+    memory_ = bucket_.grads.front().view({-1});
+    return;
+  }
+  use_ = plan_->team->use_rows();
+  if (plan_->is_all_reduce) {
+    memory_ = send_buffer(memory.bytes, plan_->bytes, at::kByte, bucket_.device);
+    return;
+  }
+  if (!memory.bytes.defined() || memory.bytes.numel() < plan_->bytes) {
+    memory.bytes = plan_->team->allocate(plan_->bytes);
+  }
+  memory_ = memory.bytes;
+}
+
+std::unique_ptr<Transfer>& BucketSum::transfer(const Piece& piece, size_t phase) {
+  return transfers_[(&piece - plan_->pieces.data()) * plan_->num_phases() + phase];
+}
+
+void BucketSum::expect(const Piece& piece, size_t phase) {
+  if (!plan_->is_all_reduce) {
+    transfer(piece, phase) = piece.phases[phase].expect(memory_);
+  }
+}
+
+// ---- packing --------------------------------------------------------------------------------------------------------
+
+// Rows are expected as early as possible, but not where rows that leave before still lie.
+void BucketSum::send() {
+  for (const Piece& piece : plan_->pieces) {
+    for (size_t phase = 0; phase < piece.phases.size(); ++phase) {
+      if (!piece.follows_in_place(phase)) {
+        expect(piece, phase);
+      }
+    }
+  }
+  for (const Piece& piece : plan_->pieces) {
+    plan_->is_all_reduce ? send_to_group(piece) : send_packed(piece);
+  }
+}
+
+// Others expect every piece, and tell messages apart by their order alone. So where one cannot be packed or sent, it
+// goes as nan, and so do those after it: see check_sent. In memory that ranks share nobody takes one sum for another,
+// so there it is sent again.
+void BucketSum::send_packed(const Piece& piece) {
+  Transfer& first = *transfer(piece, 0);
+  try {
+    failed_to_send() ? fill_with_nan(piece.phases.front()) : pack(piece);
+    first.send();
+  } catch (...) {
+    if (failed_to_send() || plan_->team->shares_memory() || !bucket_.device.is_cpu()) {
+      throw;
+    }
+    failure_to_send_ = std::current_exception();
+    fill_with_nan(piece.phases.front());
+    first.send();
+  }
+}
+
+// Side values that do not lie behind the gradients travel in a collective of their own.
+void BucketSum::send_to_group(const Piece& piece) {
+  pack(piece);
+  std::vector<at::Tensor> buffers{memory_};
+  if (!plan_->is_in_place) {
+    buffers.front() = memory_.narrow(0, 0, plan_->bytes).view(scalar_type_of(bucket_.wire_dtype));
+  }
+  if (bucket_.side_values.defined() && plan_->num_side_rows == 0) {
+    buffers.push_back(bucket_.side_values = bucket_.side_values.clone());
+  }
+  if (plan_->team->is_alone()) {
+    buffers.clear();
+  }
+  transfer(piece, 0) = plan_->team->all_reduce(buffers);
+}
+
+void BucketSum::pack(const Piece& piece) const {
+  bucket_.pack(bucket_.cut(piece.packed), plan_->packed_as, address(piece.packed_at), piece.turn);
+  if (piece.turn.is_last) {
+    put_side_values(piece.phases.front());
+  }
+}
+
+// All bits are set in nan of any dtype, also as the scale of an int8 block.
+void BucketSum::fill_with_nan(const Phase& phase) const {
+  phase.for_own_rows([&](const Rows& rows, int64_t first, int64_t count) {
+    std::memset(address(rows.begin(first)), 0xFF, count * rows.stride);
+  });
+}
+
+// ---- between phases -------------------------------------------------------------------------------------------------
 
 void BucketSum::drive() {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -13,7 +116,7 @@ void BucketSum::drive() {
     driven_.set(bucket_.device);
   } catch (...) {
     error_ = std::current_exception();
-    give_up();
+    plan_->team->give_up();  // so that nobody waits for this rank
   }
 }
 
@@ -33,6 +136,107 @@ void BucketSum::abandon(std::unique_ptr<BucketSum> sum) {
   }
 }
 
+// Phase by phase for all pieces, so that the pieces of one phase are on their way together.
+void BucketSum::drive_all() {
+  for (size_t next = 1; next < plan_->num_phases(); ++next) {
+    for (const Piece& piece : plan_->pieces) {
+      const Phase& before = piece.phases[next - 1];
+      wait_for_rows(piece, next - 1);
+      if (piece.follows_in_place(next)) {
+        transfer(piece, next - 1)->wait_until_sent();
+      }
+      if (before.reduce) {
+        reduce(*before.reduce, before.from, piece.phases[next]);
+      }
+      if (piece.follows_in_place(next)) {
+        expect(piece, next);
+      }
+      transfer(piece, next)->send();
+    }
+  }
+}
+
+// Those of a CPU that sends may be written again once it has been waited for itself: who waits for that last, when it
+// has long happened, need not sleep for it.
+void BucketSum::wait_for_rows(const Piece& piece, size_t phase) {
+  Transfer& rows = *transfer(piece, phase);
+  rows.wait_for_rows();
+  sent_bytes_ += piece.phases[phase].is_counted ? rows.sent_bytes() : 0;
+}
+
+void BucketSum::reduce(const Reduce& reduce, const Rows& from, const Phase& next) {
+  RECORD_FUNCTION("fastsync::reduce", {});
+  if (reduce.adds_side_values) {
+    sum_side_values(from, reduce.num_rows);
+    put_side_values(next);
+  }
+  at::Tensor residual;
+  if (reduce.share_of_loss && bucket_.keeps_losses) {
+    residual =
+        at::zeros({static_cast<int64_t>(reduce.outs.size()) * reduce.num_values}, bucket_.residuals.front().options());
+  } else if (!reduce.share_of_loss && bucket_.residual_of_sums.defined()) {
+    residual = bucket_.residual_of_sums.narrow(0, reduce.values.place, reduce.num_values);
+  }
+  for (size_t part = 0; part < reduce.outs.size(); ++part) {
+    const int64_t first = static_cast<int64_t>(part) * reduce.num_values;
+    ReduceArgs args = bucket_.sum(address(from.offset + bytes_of(first, reduce.dtype)), reduce.dtype, reduce.num_rows,
+                                  from.stride, reduce.num_values, address(reduce.outs[part]), reduce.share);
+    args.residual = residual.defined() ? residual.narrow(0, first, reduce.num_values).data_ptr() : nullptr;
+    encode_sum(args);
+  }
+  if (reduce.share_of_loss && residual.defined()) {
+    bucket_.add_to_residuals(residual, reduce.values, *reduce.share_of_loss);
+  }
+}
+
+// No pass leads from one 16-bit type to another wire at once.
+void BucketSum::encode_sum(ReduceArgs args) const {
+  at::Tensor unencoded;
+  if (args.wire_dtype != args.out_dtype && unit_of(args.wire_dtype).bytes < unit_of(DType::kFloat32).bytes) {
+    unencoded = at::empty({args.numel}, memory_.options().dtype(at::kFloat));
+    ReduceArgs sum = args;
+    sum.out = unencoded.data_ptr();
+    sum.out_dtype = DType::kFloat32;
+    sum.residual = nullptr;
+    run_reduce(sum, bucket_.device);
+    args.wire = sum.out;
+    args.wire_dtype = sum.out_dtype;
+    args.num_wires = 1;
+    args.multiplier = 1.0;
+  }
+  run_reduce(args, bucket_.device);
+}
+
+// ---- side values, at the end of rows --------------------------------------------------------------------------------
+
+void BucketSum::put_side_values(const Phase& phase) const {
+  if (plan_->num_side_rows > 0) {
+    phase.for_own_rows([&](const Rows& rows, int64_t first, int64_t count) {
+      put_values(bucket_.side_values, memory_, rows.begin(first) + rows.length - bucket_.side_bytes(), rows.stride,
+                 count);
+    });
+  }
+}
+
+void BucketSum::sum_side_values(const Rows& rows, int64_t count) {
+  if (plan_->num_side_rows == 0) {
+    return;
+  }
+  const int64_t begin = rows.offset + rows.length - bucket_.side_bytes();
+  if (plan_->is_all_reduce) {
+    bucket_.side_values = memory_.narrow(0, begin, bucket_.side_bytes()).view(at::kFloat);
+    return;
+  }
+  const at::Tensor sums = at::empty_like(bucket_.side_values);
+  run_reduce({address(begin), count, rows.stride, sums.numel(), DType::kFloat32, DType::kFloat32, sums.data_ptr(),
+              DType::kFloat32, /*multiplier=*/1.0, /*limit=*/std::numeric_limits<double>::infinity(),
+              /*bucket_scale=*/nullptr, /*residual=*/nullptr},
+             bucket_.device);
+  bucket_.side_values = sums;
+}
+
+// ---- the end --------------------------------------------------------------------------------------------------------
+
 void BucketSum::finish(const std::function<void()>& on_reduced) {
   drive();
   if (error_) {
@@ -41,6 +245,42 @@ void BucketSum::finish(const std::function<void()>& on_reduced) {
   driven_.wait();  // no message says so where a rank has nobody to send to
   receive(on_reduced);
   use_memory();
+}
+
+void BucketSum::receive(const std::function<void()>& on_reduced) {
+  for (const Piece& piece : plan_->pieces) {
+    wait_for_rows(piece, piece.phases.size() - 1);
+    if (piece.turn.is_last) {
+      sum_side_values(plan_->side_values, plan_->num_side_rows);
+      on_reduced();
+    }
+    unpack(piece);
+  }
+  for (const auto& transfer : transfers_) {
+    transfer->wait_until_sent();
+  }
+  plan_->team->have_read();
+  use_.reset();
+}
+
+void BucketSum::unpack(const Piece& piece) const {
+  if (plan_->is_in_place && !bucket_.scale.defined()) {
+    return bucket_.measure();
+  }
+  std::vector<Segment> to;
+  if (bucket_.output.defined()) {
+    void* const part = advance(bucket_.output.data_ptr(), bytes_of(piece.begin, bucket_.grad_dtype));
+    to = {{part, piece.end - piece.begin, /*offset=*/0}};
+  } else {
+    to = bucket_.cut(piece.unpacked);
+  }
+  bucket_.unpack(to, address(piece.wires.offset), plan_->num_wires, piece.wires.stride, piece.turn, plan_->factor);
+}
+
+// Made on backward's stream or beside it.
+void BucketSum::use_memory() const {
+  use_on_current_stream(memory_);
+  use_on_current_stream(bucket_.side_values);
 }
 
 }  // namespace fastsync

@@ -1,7 +1,7 @@
-// The sum of one bucket over the ranks of a team, whoever adds.
+// Runs a plan for one bucket: its sum over the ranks of a team. See Note [Plans].
 #pragma once
 
-#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -9,7 +9,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "sums/bucket.h"
@@ -19,20 +18,28 @@
 
 namespace fastsync {
 
+// What a bucket keeps from sum to sum.
+struct SumMemory {
+  std::shared_ptr<const Plan> plan;
+  std::vector<int64_t> planned_for;  // all that the plan follows from; another plan has fresh memory
+  at::Tensor bytes;                  // that the plan's rows lie in; undefined until its first sum
+};
+
 class BucketSum {
  public:
-  explicit BucketSum(Bucket bucket) : bucket_(std::move(bucket)), side_values_(bucket_.side_values) {}
-  virtual ~BucketSum() = default;
+  // By the memory's plan.
+  BucketSum(Bucket bucket, SumMemory& memory);
   BucketSum(const BucketSum&) = delete;
   BucketSum& operator=(const BucketSum&) = delete;
 
   // Before send, for error feedback.
   Bucket& bucket() { return bucket_; }
-  virtual Owned owned() const { return {}; }
+  Owned owned() const { return plan_->owned(bucket_); }
 
   // Packs piece after piece, each on its way before the next one is packed. Returns at once. Where a piece fails that
-  // others expect by message, check_sent throws why, and the sum is to be finished like any other.
-  virtual void send() = 0;
+  // others expect by message, check_sent throws why, and the sum is to be finished like any other. Its memory is not
+  // for another sum.
+  void send();
   bool failed_to_send() const { return failure_to_send_ != nullptr; }
   void check_sent() const {
     if (failed_to_send()) {
@@ -42,56 +49,48 @@ class BucketSum {
 
   // Does what comes between the first messages and the last ones, if anything does. From any thread, the first of which
   // does it. What goes wrong is thrown by finish.
-  virtual bool needs_driving() const { return false; }
+  bool needs_driving() const { return plan_->num_phases() > 1; }
   void drive();
   // Nobody wants the result: what others wait for is done all the same, in the background.
   static void abandon(std::unique_ptr<BucketSum> sum);
 
-  // After send: what says that nothing is left to wait for, null where nobody does. See Reduction.
-  virtual Reduction::Future when_over() { return {}; }
-
-  // Waits for the rest, calls on_reduced, and unpacks.
+  // Waits for the rest, calls on_reduced, and unpacks. The bucket's side values are sums from then on. They may lie in
+  // memory that its next sum writes to.
   void finish(const std::function<void()>& on_reduced);
 
-  // Their sums, after finish. They may lie in memory that the bucket's next sum writes to.
-  const at::Tensor& side_values() const { return side_values_; }
   int64_t sent_bytes() const { return sent_bytes_; }
 
- protected:
-  virtual void drive_all() {}
-  // After a failure, so that nobody waits for this rank.
-  virtual void give_up() {}
-  virtual void receive(const std::function<void()>& on_reduced) = 0;
-  // Has memory that was made on another stream stay until the current one is done with it.
-  virtual void use_memory() const = 0;
+ private:
+  void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
+  std::unique_ptr<Transfer>& transfer(const Piece& piece, size_t phase);
+  void expect(const Piece& piece, size_t phase);
+  void send_packed(const Piece& piece);
+  void send_to_group(const Piece& piece);
+  void pack(const Piece& piece) const;
+  void fill_with_nan(const Phase& phase) const;
+  void drive_all();
+  void wait_for_rows(const Piece& piece, size_t phase);
+  void reduce(const Reduce& reduce, const Rows& from, const Phase& next);
+  void encode_sum(ReduceArgs args) const;
+  void put_side_values(const Phase& phase) const;
+  void sum_side_values(const Rows& rows, int64_t count);
+  void receive(const std::function<void()>& on_reduced);
+  void unpack(const Piece& piece) const;
+  void use_memory() const;
 
   Bucket bucket_;
-  at::Tensor side_values_;  // the bucket's until they are summed
+  const std::shared_ptr<const Plan> plan_;
+  at::Tensor memory_;
+  std::shared_ptr<void> use_;                         // of the memory
+  std::vector<std::unique_ptr<Transfer>> transfers_;  // by piece and phase; null until they are expected
   int64_t sent_bytes_ = 0;
   std::exception_ptr failure_to_send_;
 
- private:
   const pid_t process_id_ = getpid();
   std::mutex mutex_;  // held while driving
   bool is_driven_ = false;
   StreamMark driven_;
   std::exception_ptr error_;
 };
-
-// What is kept from sum to sum.
-struct SumMemory {
-  at::Tensor bytes;
-  std::vector<int64_t> layout;  // that it was cleared for
-};
-
-// By the process group, in the wire's dtype. is_for_future: somebody may ask when it is over, and nobody else uses the
-// gradients until then; so a single one of the wire's dtype is its own wire. Side values travel behind the gradients of
-// a float32 wire that is memory of its own, else in a collective of their own.
-std::unique_ptr<BucketSum> all_reduce_sum(std::shared_ptr<Team> team, Bucket bucket, SumMemory& memory,
-                                          bool is_for_future);
-bool is_own_wire(const std::vector<at::Tensor>& grads, DType wire);
-
-// By the ranks, as planned for the bucket.
-std::unique_ptr<BucketSum> planned_sum(Plan plan, Bucket bucket, SumMemory& memory);
 
 }  // namespace fastsync

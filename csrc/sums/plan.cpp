@@ -46,7 +46,7 @@ class Planner {
   // So many ranks add up a part of each piece.
   Planner(std::shared_ptr<Team> team, DType packed_as, int64_t num_parts, const Bucket& bucket)
       : plan_{std::move(team), packed_as}, num_parts_(num_parts), bucket_(bucket) {
-    side_bytes_ = bucket.side_values.defined() ? static_cast<int64_t>(bucket.side_values.nbytes()) : 0;
+    side_bytes_ = bucket.side_bytes();
   }
 
   Plan& plan() { return plan_; }
@@ -167,8 +167,8 @@ Span span_of(const Piece& piece, int64_t begin, int64_t num_values, int64_t plac
 
 }  // namespace
 
-void Phase::expect(const at::Tensor& memory) {
-  transfer = is_gather ? team->all_gather(memory, to, tag) : team->all_to_all(memory, to, from, tag);
+std::unique_ptr<Transfer> Phase::expect(const at::Tensor& memory) const {
+  return is_gather ? team->all_gather(memory, to, tag) : team->all_to_all(memory, to, from, tag);
 }
 
 Owned Plan::owned(const Bucket& bucket) const {
@@ -224,10 +224,27 @@ Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
   return std::move(planner).done();
 }
 
-Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket, at::Tensor output,
-                    double factor) {
+bool can_be_in_place(const std::vector<at::Tensor>& grads, DType wire) {
+  return grads.size() == 1 && dtype_of(grads.front().scalar_type()) == wire;
+}
+
+Plan all_reduce(const std::shared_ptr<Team>& team, const Bucket& bucket, bool in_place) {
+  Plan plan{team, bucket.wire_dtype};
+  plan.is_all_reduce = true;
+  plan.is_in_place = in_place && can_be_in_place(bucket.grads, bucket.wire_dtype);
+  const bool has_room = bucket.side_bytes() > 0 && bucket.wire_dtype == DType::kFloat32 && !plan.is_in_place;
+  plan.bytes = bytes_of(bucket.num_values, bucket.wire_dtype) + (has_room ? bucket.side_bytes() : 0);
+  plan.side_values = {0, plan.bytes, 0};
+  plan.num_side_rows = has_room ? 1 : 0;
+  Piece& piece = plan.pieces.emplace_back(Piece{0, bucket.num_values});
+  piece.packed = piece.unpacked = {{0, bucket.num_values, /*place=*/0}};
+  piece.phases.push_back(gather(team, /*tag=*/0, plan.side_values));
+  return plan;
+}
+
+Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket, double factor) {
   const int64_t size = team->size();
-  const int64_t shard = output.numel();
+  const int64_t shard = bucket.output.numel();
   Planner planner(team, bucket.wire_dtype, /*num_parts=*/size, bucket);
   const int64_t of_each = round_up(planner.values_of_piece(/*in_shards=*/true) / size, kBlockValues);
   planner.add_pieces(shard, of_each, [&](Piece& piece) {
@@ -242,7 +259,6 @@ Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bu
     }
     piece.wires = rows.from;
   });
-  planner.plan().output = std::move(output);
   planner.plan().factor = factor;
   planner.plan().num_wires = size;
   return std::move(planner).done();
@@ -341,8 +357,7 @@ int64_t most_bytes(const Bucket& bucket, int64_t num_parts) {
   const int64_t most_pieces = bytes / (kPieceBytes / 2) + 1;
   const int64_t most_rounding =
       part_multiple(DType::kInt8) * width + bytes_of(part_multiple(DType::kInt8), DType::kInt8) + 4 * kRowAlignment;
-  const int64_t side_bytes = bucket.side_values.defined() ? static_cast<int64_t>(bucket.side_values.nbytes()) : 0;
-  return round_up(bytes + num_parts * (most_pieces * most_rounding + round_up(side_bytes + 1, kSideBytes)),
+  return round_up(bytes + num_parts * (most_pieces * most_rounding + round_up(bucket.side_bytes() + 1, kSideBytes)),
                   kRegionAlignment) +
          kRegionAlignment;
 }

@@ -1,4 +1,4 @@
-// How one bucket is summed by the ranks themselves: as data, which PlannedSum runs.
+// How one bucket is summed: as data, which BucketSum runs.
 //
 // Note [Plans]
 // ~~~~~~~~~~~~
@@ -11,8 +11,9 @@
 //   two_shot        exchange, of which rank j adds up everybody's shard j; gather of the means, encoded anew
 //   reduce_scatter  the exchange of two_shot alone; what has come is added up into the output
 //   two_level       see its builder
+//   all_reduce      one phase of one piece, in which the process group adds, in the wire's dtype
 //
-// Sums are taken in float32 (float64 for float64 gradients) and in rank order, whatever travels. So there is one
+// Ranks take sums in float32 (float64 for float64 gradients) and in rank order, whatever travels. So there is one
 // rounding on the way in, and one for each sum that travels on, however many ranks there are.
 #pragma once
 
@@ -51,11 +52,10 @@ struct Phase {
   Rows from;
   bool is_counted = true;  // in the bytes sent
   std::optional<Reduce> reduce = {};
-  std::unique_ptr<Transfer> transfer = nullptr;  // while the plan runs
 
   // Where this rank puts what the member is to get.
   int64_t place_for(int64_t member) const { return (member == team->rank() ? from : to).begin(member); }
-  void expect(const at::Tensor& memory);
+  std::unique_ptr<Transfer> expect(const at::Tensor& memory) const;
   // call(rows, first, count) for all rows that this rank fills.
   template <class Call>
   void for_own_rows(const Call& call) const {
@@ -78,6 +78,12 @@ struct Piece {
   std::vector<Phase> phases = {};
   std::vector<Span> unpacked = {};
   Rows wires = {};  // what is unpacked
+
+  // Whether the phase's rows come to where those of the phase before lie.
+  bool follows_in_place(size_t phase) const {
+    return phase > 0 && phases[phase].to.offset == phases[phase - 1].to.offset &&
+           phases[phase].to.stride == phases[phase - 1].to.stride;
+  }
 };
 
 struct Plan {
@@ -89,8 +95,10 @@ struct Plan {
   std::optional<double> factor = {};  // of what is unpacked, see Bucket::unpack
   Rows side_values = {};              // rows with side values behind them that all ranks see in the end
   int64_t num_side_rows = 0;
-  at::Tensor output = {};  // of a reduce-scatter: takes the mean in place of the gradients
+  bool is_all_reduce = false;
+  bool is_in_place = false;  // in the memory of the only gradient
 
+  size_t num_phases() const { return pieces.empty() ? 0 : pieces.front().phases.size(); }
   // The values whose sums this rank encodes.
   Owned owned(const Bucket& bucket) const;
 };
@@ -101,8 +109,13 @@ Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket);
 // at_once: between nodes by one_shot, else by two_shot.
 Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket);
 // Of one tensor of as many shards as there are ranks: this one's shards of all ranks, each times the factor, are added
-// up into the output.
-Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket, at::Tensor output, double factor);
+// up into the bucket's output.
+Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket, double factor);
+// Of what packing has divided by the number of ranks. Side values travel behind the gradients of a float32 wire that is
+// memory of its own, else in a collective of their own. in_place: in the gradient's own memory, if there is one of the
+// wire's dtype; nobody else may use it meanwhile.
+Plan all_reduce(const std::shared_ptr<Team>& team, const Bucket& bucket, bool in_place);
+bool can_be_in_place(const std::vector<at::Tensor>& grads, DType wire);
 
 // Bytes of a region that no plan of the bucket needs more of, whatever the bucket travels as.
 int64_t most_bytes(const Bucket& bucket, int64_t num_parts);

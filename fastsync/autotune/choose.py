@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise, permutations
 from typing import get_args
 
 from .. import _C
 from ..compression import LOSSIER, Algorithm, Compression, Wire
 
-TOLERANCE = 1.03  # the engine's: times within this factor of the least are as good, for repetitions differ by as much
+TOLERANCE = 1.03
+"""Times within this factor of the least are as good, for repetitions differ by as much."""
+LARGEST_BUCKET = 2**40
+"""Gradient values; above, what holds there goes on."""
 WIRES: tuple[Wire, ...] = ("none", "fp16", "bf16", *LOSSIER)
 """From the one that loses least to the one that loses most."""
 _BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128}
@@ -27,28 +30,55 @@ class Candidate:
 
     def predict(self, numel: int) -> float:
         """Estimates the seconds that a sync of so many values takes, on the line through the points beside it."""
-        return _C.predict(self.in_engine(), numel)
-
-    def in_engine(self) -> _C.Candidate:
-        """The same in the engine's own type."""
-        compression = _C.Compression(
-            self.compression.wire,
-            sums_in_float32=self.compression.reduce == "fp32",
-            error_feedback=self.compression.error_feedback,
-            algorithm=self.compression.algorithm,
-            ranks_per_node=self.compression.ranks_per_node or 1,
-        )
-        return _C.Candidate(compression, list(self.points))
-
-
-def engine_schedule(phases: Sequence[tuple[int, Sequence[Candidate]]]) -> _C.CandidateSchedule:
-    """Tells the engine the candidates from each first step on. Of several it takes one a bucket, as ``choose`` does."""
-    return _C.CandidateSchedule([(step, [each.in_engine() for each in candidates]) for step, candidates in phases])
+        points = self.points
+        if len(points) < 2 or numel <= points[0][0]:
+            return points[0][1] if points else 0.0
+        right = next((index for index in range(1, len(points)) if points[index][0] >= numel), -1)
+        (less, seconds), (more, longer) = points[right - 1], points[right]
+        return seconds + (longer - seconds) * (numel - less) / (more - less)
 
 
 def choose(candidates: Sequence[Candidate], numel: int) -> int:
     """Picks the first candidate that is as fast as the fastest, so that a lossier one has to earn its place."""
-    return _C.choose([candidate.in_engine() for candidate in candidates], numel)
+    seconds = [candidate.predict(numel) for candidate in candidates]
+    return next(index for index, each in enumerate(seconds) if each <= TOLERANCE * min(seconds))
+
+
+def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Compression]]:
+    """Lays out what ``choose`` picks: (up to so many values, compression), the first rising.
+
+    Times are straight lines between the sizes that were measured, so that it picks another one only there or where two
+    lines meet, of which one is raised by the tolerance.
+    """
+    sizes = sorted({1, LARGEST_BUCKET, *(numel for candidate in candidates for numel, _ in candidate.points)})
+    cuts = set(sizes)
+    for less, more in pairwise(sizes):
+        for one, other in permutations(candidates, 2):
+            left, right = (one.predict(numel) - TOLERANCE * other.predict(numel) for numel in (less, more))
+            if left * right < 0:
+                cuts.add(less + int((more - less) * left / (left - right)))
+    chosen: list[tuple[int, Compression]] = []
+    for before, numel in pairwise([0, *sorted(cuts)]):
+        compression = candidates[choose(candidates, (before + 1 + numel) // 2)].compression
+        if chosen and chosen[-1][1] == compression:
+            chosen.pop()
+        chosen.append((numel, compression))
+    return chosen
+
+
+def in_engine(candidates: Sequence[Candidate]) -> _C.CompressionTable:
+    """The same choices in the engine's own type, by which it takes one a bucket."""
+    return _C.CompressionTable([(numel, _in_engine(compression)) for numel, compression in choices(candidates)])
+
+
+def _in_engine(compression: Compression) -> _C.Compression:
+    return _C.Compression(
+        compression.wire,
+        sums_in_float32=compression.reduce == "fp32",
+        error_feedback=compression.error_feedback,
+        algorithm=compression.algorithm,
+        ranks_per_node=compression.ranks_per_node or 1,
+    )
 
 
 def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _C
 from .._checks import check_dtypes, resolve_group
-from ..compression import LOSSIER, Auto, Compression, Schedule
-from .choose import WIRES, Candidate, compressions, engine_schedule, volume
+from ..compression import LOSSIER, Auto, Compression
+from .choose import WIRES, Candidate, compressions, in_engine, volume
 from .profile import GroupProfile, backend_of, ranks_by_host
 
 BUDGET = 0.7
@@ -36,9 +35,6 @@ SHARE = 0.1
 """Of the budget, for more than ``MIN_TURNS`` of a size that is not the last one."""
 UNUSUAL = 2.0
 """Beyond the measured sizes, bytes of all candidates cost alike but for this factor each way: more is noise."""
-
-Phases: TypeAlias = tuple[tuple[int, tuple[Candidate, ...]], ...]
-"""(first step, the candidates that buckets may travel with), steps ascending from 0. Equal on all ranks."""
 
 _profiles: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], GroupProfile]] = (
     weakref.WeakKeyDictionary()
@@ -96,30 +92,26 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def make_plan(
-    compression: Compression | Auto | Schedule,
+def candidates_of(
+    compression: Compression | Auto,
     group: dist.ProcessGroup,
     named: Mapping[str, Tensor],
     argument: str,
     *,
     remeasure: bool = False,
-) -> Phases:
-    """Plans what these parameters' gradients travel with; measures the group where that has to be known and is not yet.
+) -> tuple[Candidate, ...]:
+    """What these parameters' gradients may travel with; measures the group where that has to be known and is not yet.
 
     Raises:
         ValueError: the compression cannot carry one of the parameters, which come from ``argument``, nodes do not
             divide the group, or a profile is of another group.
     """
-    phases = compression.phases if isinstance(compression, Schedule) else ((0, compression),)
-    for _, choice in phases:
-        check_dtypes(named, "none" if isinstance(choice, Auto) else choice.wire, argument)
+    check_dtypes(named, "none" if isinstance(compression, Auto) else compression.wire, argument)
     if remeasure:
         _profiles.pop(group, None)
-    trained = [parameter for parameter in named.values() if parameter.requires_grad]
-    return tuple(
-        (step, (_given(choice, group),) if isinstance(choice, Compression) else _allowed(choice, group, trained))
-        for step, choice in phases
-    )
+    if isinstance(compression, Compression):
+        return (_given(compression, group),)
+    return _allowed(compression, group, [parameter for parameter in named.values() if parameter.requires_grad])
 
 
 def _given(compression: Compression, group: dist.ProcessGroup) -> Candidate:
@@ -193,7 +185,7 @@ class _Turns:
         self._stand_in.grad = gradient
         for compression in active:
             engine = _C.Synchronizer([self._stand_in], ["stand-in"], self._group, self._stand_in.nbytes)
-            engine.set_schedule(engine_schedule([(0, [Candidate(compression)])]))
+            engine.set_compressions(in_engine([Candidate(compression)]))
             engine.agree()
             self._engines[compression] = engine
 

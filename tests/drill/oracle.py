@@ -102,9 +102,8 @@ class Case:
         self.overlaps = draw.random() < 0.6
         self.assigns = not self.overlaps and draw.random() < 0.5
         compressions = self._compressions(draw)
-        self.compression: Any = compressions[0]
-        self.names = {compressions[0]} if isinstance(compressions[0], str) else set(compressions[0].values())
-        self.names |= set(compressions[1:])
+        self.compression = compressions[0]
+        self.names = set(compressions)
         self.is_lossless = all(_wire(name) == "none" for name in self.names)
         self.has_feedback = any("ef" in _words(name) for name in self.names)
         self.loses_nothing = all("ef" in _words(name) or _wire(name) == "none" for name in self.names)
@@ -122,7 +121,8 @@ class Case:
             self.steps.append(step)
         self.is_weighted = is_weighted
 
-    def _compressions(self, draw: random.Random) -> list[Any]:
+    def _compressions(self, draw: random.Random) -> list[str]:
+        """Of each step; then the last one."""
         kind = draw.random()
         if kind < 0.4:
             return [draw.choice(LOSSLESS)]
@@ -131,7 +131,7 @@ class Case:
         if kind < 0.85:
             return [draw.choice(FEEDBACK + NODES if self.world_size == 4 else FEEDBACK)]
         if kind < 0.93:
-            return [{0: draw.choice(("none", "bf16")), 1: draw.choice(FEEDBACK), 3: draw.choice(LOSSLESS)}]
+            return [draw.choice(("none", "bf16")), *[draw.choice(FEEDBACK)] * 2, draw.choice(LOSSLESS)]
         return [draw.choice(LOSSLESS + LOSSY + FEEDBACK) for _ in range(3)]
 
     def _parameter(self, draw: random.Random, allow_complex: bool) -> Parameter:
@@ -235,13 +235,11 @@ def _words(name: str) -> list[str]:
     return name.removesuffix("@nodes").split("+")
 
 
-def _asked(compression: Any) -> Any:
-    """What attach takes for a name, or names by step."""
-    if isinstance(compression, str) and compression.endswith("@nodes"):
+def _asked(compression: str) -> Any:
+    """What attach takes for a name."""
+    if compression.endswith("@nodes"):
         plain = parse_compression(compression.removesuffix("@nodes"))
         return replace(plain, reduce="fp32", ranks_per_node=2)
-    if isinstance(compression, dict):
-        return fastsync.Schedule({step: _asked(each) for step, each in compression.items()})
     return parse_compression(compression)
 
 
@@ -537,7 +535,7 @@ class _Run:
 
         A weight is rounded on the way, too.
         """
-        oracle, name = self.oracle, self.name_of(number)
+        oracle, name = self.oracle, self.compression
         if (_wire(name) == "none" and not self.case.is_weighted) or "ef" in _words(name):
             return 0.0
         kept = [
@@ -546,13 +544,6 @@ class _Run:
             if oracle.takes_part(index) and not oracle.exists(index) and weight.grad is not None
         ]
         return math.sqrt(sum(numel * error**2 for error, numel in kept))
-
-    def name_of(self, number: int) -> str:
-        """What the step's gradients have traveled with."""
-        now = self.compression
-        return (
-            now if isinstance(now, str) else next(now[first] for first in sorted(now, reverse=True) if first <= number)
-        )
 
     def follow(self) -> None:
         """From here on the oracle goes by what is there, so that no error counts twice."""

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import _C, Compression, GradientSynchronizer
-from fastsync.autotune.choose import Candidate, engine_schedule
+from fastsync.autotune.choose import Candidate, in_engine
 from tests.engine.attached import (
     Fallible,
     assert_averages,
@@ -329,7 +329,7 @@ def test_forked_children_of_a_ddp_hook_and_of_fully_shard(rank: int, world_size:
     ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
     fastsync.register_comm_hook(ddp, compression)
     engine = _C.ShardedState(dist.group.WORLD)
-    engine.set_schedule(engine_schedule([(0, [Candidate(Compression(compression, reduce="fp32"))])]))
+    engine.set_compressions(in_engine([Candidate(Compression(compression, reduce="fp32"))]))
     identity = torch.empty(8, device="meta")
 
     def reduce_scatter() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression, GroupProfile
-from fastsync.autotune.choose import TOLERANCE, Candidate, choose, compressions, explain
-from fastsync.autotune.measure import make_plan
+from fastsync.autotune.choose import LARGEST_BUCKET, TOLERANCE, Candidate, choices, choose, compressions, explain
+from fastsync.autotune.measure import candidates_of
 from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks, group_of_one
 from tests.ranks import RankError, on_ranks, run_ranks
 
@@ -164,7 +163,7 @@ def test_a_profile_has_to_know_the_wires_that_are_allowed() -> None:
         group = dist.group.WORLD
         for allow, missing in (((), "bf16"), (("int8",), "bf16, int8")):
             with pytest.raises(ValueError, match=f"measured with the wires none, fp16, without {missing};"):
-                make_plan(fastsync.Auto(allow, of_one), group, parameters, "params")
+                candidates_of(fastsync.Auto(allow, of_one), group, parameters, "params")
 
 
 def test_what_is_not_allowed_is_not_chosen_and_complex_gradients_stay_whole() -> None:
@@ -173,8 +172,7 @@ def test_what_is_not_allowed_is_not_chosen_and_complex_gradients_stay_whole() ->
         assert profile.world_size == 1
 
         def wires(compression: fastsync.Auto, parameter: torch.Tensor) -> set[str]:
-            ((step, candidates),) = make_plan(compression, dist.group.WORLD, {"weight": parameter}, "params")
-            assert step == 0
+            candidates = candidates_of(compression, dist.group.WORLD, {"weight": parameter}, "params")
             return {candidate.compression.wire for candidate in candidates}
 
         real = torch.ones(3, requires_grad=True)
@@ -191,24 +189,22 @@ RULE = st.lists(
 )
 
 
-@given(RULE, st.integers(0, 10**8))
-def test_the_engine_follows_the_same_rule(points_of_each: list[list[tuple[int, float]]], numel: int) -> None:
+@given(RULE)
+def test_the_engine_goes_by_the_same_choices(points_of_each: list[list[tuple[int, float]]]) -> None:
+    everything = compressions(["none", "fp16", "bf16", "int8"], world_size=4)
     candidates = []
-    for points in points_of_each:
+    for index, points in enumerate(points_of_each):
         numels, seconds = sorted(numel for numel, _ in points), sorted(seconds for _, seconds in points)
-        candidates.append(Candidate(NONE, tuple(zip(numels, seconds, strict=True))))
-    expected = [_predict(candidate.points, numel) for candidate in candidates]
-    assert [candidate.predict(numel) for candidate in candidates] == expected
-    first = next(index for index, seconds in enumerate(expected) if seconds <= TOLERANCE * min(expected))
-    assert choose(candidates, numel) == first
-
-
-def _predict(points: Sequence[tuple[int, float]], numel: int) -> float:
-    if len(points) < 2 or numel <= points[0][0]:
-        return points[0][1] if points else 0.0
-    later = next((index for index in range(1, len(points)) if points[index][0] >= numel), len(points) - 1)
-    (less, seconds), (more, longer) = points[later - 1 : later + 1]
-    return seconds + (longer - seconds) * (numel - less) / (more - less)
+        candidates.append(Candidate(everything[index], tuple(zip(numels, seconds, strict=True))))
+    rows = choices(candidates)
+    assert rows[-1][0] == LARGEST_BUCKET
+    around = {numel + more for numel, _ in rows[:-1] for more in (-1, 0, 1, 2)}
+    for numel in {*around, *range(1, 10**8, 10**6)} - {-1, 0}:
+        chosen = next(compression for most, compression in rows if numel <= most)
+        seconds = {candidate.compression: candidate.predict(numel) for candidate in candidates}
+        assert seconds[chosen] <= TOLERANCE * min(seconds.values()) * (1 + 1e-5)
+        for candidate in candidates[: [each.compression for each in candidates].index(chosen)]:
+            assert seconds[candidate.compression] >= TOLERANCE * min(seconds.values()) * (1 - 1e-5)
 
 
 def _finds_another_profile(rank: int, world_size: int) -> None:

@@ -194,11 +194,11 @@ class _Kept:
 def test_what_was_kept_comes_once_error_feedback_has_ended(rank: int, world_size: int, algorithm: str) -> None:
     """With the first gradient after it has ended."""
     feedback = Compression("int8", algorithm=algorithm, error_feedback=True)
-    schedule = fastsync.Schedule({0: "none", 2: feedback, 4: "none"})
     first, second = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(20, 30))
-    sync = fastsync.attach([first, second], schedule)
+    sync = fastsync.attach([first, second])
     kept = [_Kept(sync, first, "0"), _Kept(sync, second, "1")]
     for step in range(6):
+        sync.compression = feedback if 2 <= step < 4 else "none"
         loss = torch.zeros(())
         for index, of_one in enumerate(kept):
             generator = torch.Generator().manual_seed(100 * rank + 10 * step + index)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fastsync
 from fastsync import _C, Compression
-from fastsync.autotune.choose import Candidate, engine_schedule
+from fastsync.autotune.choose import Candidate, in_engine
 from fastsync.compression import Wire
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
@@ -49,7 +49,7 @@ def _as_the_reference(rank: int, world_size: int, device: str) -> None:
         numel = shard * world_size
         engine = _C.ShardedState(dist.group.WORLD)
         choice = Compression(wire, reduce="fp32", error_feedback=feedback)
-        engine.set_schedule(engine_schedule([(0, [Candidate(choice)])]))
+        engine.set_compressions(in_engine([Candidate(choice)]))
         identity = torch.empty(numel, dtype=dtype, device="meta")
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         residuals = [torch.zeros(numel, dtype=sums) for _ in range(world_size)] if feedback else None

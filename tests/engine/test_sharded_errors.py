@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import _C, Compression
-from fastsync.autotune.choose import Candidate, engine_schedule
+from fastsync.autotune.choose import Candidate, in_engine
 from tests.engine.sharded import Tied, sharded, step_of
 from tests.ranks import on_ranks
 
@@ -26,7 +26,7 @@ from tests.ranks import on_ranks
 @on_ranks()
 def test_ranks_that_send_others_are_noticed_in_shared_memory(rank: int, world_size: int) -> None:
     engine = _C.ShardedState(dist.group.WORLD)
-    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("bf16", reduce="fp32"))])]))
+    engine.set_compressions(in_engine([Candidate(Compression("bf16", reduce="fp32"))]))
     whole = [torch.empty(numel * world_size, device="meta") for numel in (64, 512, 512)]
 
     def send(index: int) -> Tensor:
@@ -49,7 +49,7 @@ def test_ranks_that_send_others_are_noticed_in_shared_memory(rank: int, world_si
 @on_ranks(2)
 def test_values_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     engine = _C.ShardedState(dist.group.WORLD)
-    engine.set_schedule(engine_schedule([(0, [Candidate(Compression("none"))])]))
+    engine.set_compressions(in_engine([Candidate(Compression("none"))]))
 
     def send(numel: int, of_output: int, op: Any) -> None:
         identity = torch.empty(numel, device="meta")
@@ -92,7 +92,6 @@ def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
     model = sharded(mesh)
     for compression, message in (
         ("auto", "measures all-reduces"),
-        (fastsync.Schedule({0: "none", 5: "auto"}), "measures all-reduces"),
         (Compression("bf16", reduce="fp32", algorithm="two_shot"), "leave out algorithm='two_shot'"),
         (Compression("bf16", ranks_per_node=2), "ranks_per_node=2"),
         ("fp8", "expected one of 'none'"),

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.autotune.choose import Candidate, compressions, engine_schedule
+from fastsync.autotune.choose import Candidate, compressions, in_engine
 from tests.engine.entry_points import Averaged, average
 from tests.models import (
     SMALL_BUCKETS,
@@ -193,25 +192,6 @@ def test_a_distributed_checkpoint_keeps_ranks_apart(tmp_path: Path, algorithm: s
     run_ranks(_distributed_checkpoint, 2, str(tmp_path), compression, entry_point)
 
 
-def _before_error_feedback(rank: int, world_size: int, folder: str) -> None:
-    """A checkpoint has no place for what a schedule begins later."""
-    schedule = fastsync.Schedule({0: "bf16", 2: FEEDBACK})
-    model = Mlp()
-    sync = fastsync.attach(model, schedule)
-    _steps(model, rank, range(1))
-    dcp.save({"sync": sync.state_dict()}, checkpoint_id=folder)
-    resumed = fastsync.attach(Mlp(), schedule)
-    loaded = {"sync": resumed.state_dict()}
-    dcp.load(loaded, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
-    resumed.load_state_dict(loaded["sync"])
-    assert resumed.state_dict()["step"] == 1
-    assert resumed.state_dict()["residuals"] == {}
-
-
-def test_a_distributed_checkpoint_before_error_feedback_begins(tmp_path: Path) -> None:
-    run_ranks(_before_error_feedback, 2, str(tmp_path))
-
-
 def _of_rank_0_alone(rank: int, world_size: int, file: str) -> None:
     model = Mlp()
     sync = fastsync.attach(model, FEEDBACK)
@@ -243,15 +223,15 @@ def test_what_rank_0_has_saved_loads_on_all(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_zeros_are_not_saved(rank: int, world_size: int) -> None:
-    """Where the schedule has not come to error feedback, where auto has chosen none, and of what is not used."""
+    """Where auto has chosen no error feedback, and of what is not used."""
     points = {"none": 1e-6, "int8": 1.0}
     profile_of = [Candidate(each, ((1, points[each.wire]),)) for each in compressions(("none", "int8"), world_size)]
-    for asked in (fastsync.Schedule({0: "none", 100: FEEDBACK}), FEEDBACK, "measured"):
+    for asked in (FEEDBACK, "measured"):
         used, unused = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300))
         sync = fastsync.attach([used, unused], "none" if asked == "measured" else asked)
         if asked == "measured":  # as if it had measured that full width is the fastest
-            sync._phases = ((0, tuple(profile_of)),)
-            sync._engine.set_schedule(engine_schedule(sync._phases))
+            sync._candidates = tuple(profile_of)
+            sync._engine.set_compressions(in_engine(profile_of))
         assert sync.state_dict()["residuals"].keys() == {f"{name} of rank {rank}" for name in ("0", "1")}
         (used * torch.linspace(-1.0, 1.0, 300)).sum().backward()
         expected = {f"0 of rank {rank}"} if asked == FEEDBACK else set()

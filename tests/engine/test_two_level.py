@@ -156,11 +156,10 @@ def test_a_mesh_says_which_ranks_share_a_node(rank: int, world_size: int) -> Non
         for wire, mean in means.items():
             got = averaged(entry_point, ranks[rank], wire, process_group=mesh)
             assert_all_bitwise_equal(got, mean, f"{wire}: gradient")
-        model, sync = entry_point(Given(ranks[0]), fastsync.Schedule({0: "none", 1: "int8"}), process_group=mesh)
+        model, sync = entry_point(Given(ranks[0]), "none", process_group=mesh)
         for wire in ("none", "int8", "bf16"):
-            if wire == "bf16":
-                sync.compression = wire
-                assert sync.compression == Compression("bf16", reduce="fp32", ranks_per_node=2)
+            sync.compression = wire
+            assert sync.compression == Compression(wire, reduce="fp32", ranks_per_node=2)
             model.zero_grad()
             model(ranks[rank]).backward()
             assert_all_bitwise_equal(grads_of(model), means[wire], f"{wire}: gradient")
@@ -177,7 +176,6 @@ def test_meshes_that_say_something_else_are_refused(rank: int, world_size: int) 
     for entry_point in ENTRY_POINTS.values():
         for compression, message in (
             ("auto", r"compression: Auto\(.*\) measures ranks whose links are alike.*nodes have 2 each; name"),
-            (fastsync.Schedule({0: "none", 1: "auto"}), "measures ranks whose links are alike"),
             (Compression("int8", ranks_per_node=4), "compression: ranks_per_node=4, but .* nodes of 2 ranks"),
             (Compression("int8", algorithm="one_shot"), "ranks_per_node=2 has an algorithm of its own"),
         ):
@@ -200,14 +198,11 @@ def test_meshes_that_say_something_else_are_refused(rank: int, world_size: int) 
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
     message = "compression: ranks_per_node=2 does not divide the process group's 1 ranks"
     with group_of_one():
-        for compression in (
-            Compression("int8", ranks_per_node=2),
-            fastsync.Schedule({0: "none", 5: Compression(ranks_per_node=2)}),
-        ):
-            with pytest.raises(ValueError, match=message):
-                fastsync.attach(nn.Linear(2, 2), compression)
-            with pytest.raises(ValueError, match=message):
-                fastsync.register_comm_hook(given_ddp([torch.ones(2)]), compression)
+        compression = Compression("int8", ranks_per_node=2)
+        with pytest.raises(ValueError, match=message):
+            fastsync.attach(nn.Linear(2, 2), compression)
+        with pytest.raises(ValueError, match=message):
+            fastsync.register_comm_hook(given_ddp([torch.ones(2)]), compression)
 
 
 @on_ranks(4)
