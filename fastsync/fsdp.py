@@ -15,13 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _C
 from ._checks import resolve_group
 from ._handle import GradientHandle, forget, remember
-from .compression import AnyCompression, Auto, Compression, Schedule
+from .compression import AnyCompression, Auto, Compression
 from .stats import SUM_OF_SQUARES
 
 _NO_GRAPH_TASK = -1  # outside of any backward
-
-# The newest torch of which it is known what fully_shard does to a shard that it was given, and when.
-_NEWEST_KNOWN_TORCH = (2, 14)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +52,6 @@ class _Unit:
         """The one over which ``fully_shard`` itself averages; None where it does not."""
         return getattr(self.group.mesh_info, "replicate_process_group", None)
 
-    def keeps_gradients_of(self, dtype: torch.dtype) -> bool:
-        """Tells whether nothing else is done to shards of this dtype, so that nobody reads them within the backward."""
-        return _is_torch_known() and all(
-            parameter.orig_dtype == dtype
-            and getattr(parameter.sharded_param, "grad_dtype", None) in (None, dtype)  # which later versions cast to
-            and not getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
-            for parameter in self.group.fsdp_params
-        )
-
     def why_norm_is_unknown(self, dtype: torch.dtype) -> str:
         """Tells what keeps the gradients of this dtype that come next from being what ``.grad`` will be; or nothing."""
         if torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
@@ -77,19 +65,12 @@ class _Unit:
         return ""
 
 
-def _is_torch_known() -> bool:
-    major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) <= _NEWEST_KNOWN_TORCH
-
-
 class ShardedGradients(GradientHandle):
     """What ``register_reduce_scatter`` and ``register_all_reduce_hook`` return.
 
     Statistics are of this rank's shards, and of a reduce-scatter what it gave, before anything else is done to it. On
-    CPUs messages of one module travel while backward goes on with the next ones; ``.grad`` is complete when
-    ``backward()`` returns. ``fully_shard`` waits for each where ranks share memory or something reads a shard at once,
-    as mixed precision and another ``grad_dtype`` do, or may, as of a torch newer than those that are known (2.14); then
-    all of their time is exposed, of which ``exposed_time`` has the last one's.
+    CPUs backward waits for each module's, so that all of their time is exposed, of which ``exposed_time`` has the last
+    one's.
 
     State goes by module, number of values that travel together, and rank, such as ``layers.0[4096] of rank 1``: it is
     meant for the same number of ranks, each of which saves its own, as with ``torch.save``. What error feedback has not
@@ -166,10 +147,6 @@ class ShardedGradients(GradientHandle):
                     self._identify(key, int(numel[1]), torch.float32 if own is None else own.dtype)
         super().load_state_dict(state_dict)
 
-    def allocate_input(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns memory for values to be reduce-scattered, on a CPU: kept from step to step, two of the largest."""
-        return self._engine.allocate_input(numel, dtype)
-
     def reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
         """Gives this rank its shard; on a CPU when it returns, else on the current stream."""
         why_norm_is_unknown = unit.why_norm_is_unknown(values.dtype)
@@ -177,9 +154,7 @@ class ShardedGradients(GradientHandle):
             why_norm_is_unknown = "HSDP averages the shards over its replicas afterwards"
         elif getattr(unit.group, "_all_reduce_hook", None) is not None:
             why_norm_is_unknown = "an all-reduce hook averages the shards afterwards"
-        # What makes the norm unknown reads the shard as soon as it is there, or may.
-        in_background = not why_norm_is_unknown and unit.keeps_gradients_of(values.dtype)
-        self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op, in_background)
+        self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op)
         self._note(why_norm_is_unknown)
 
     def all_reduce(self, unit: _Unit, values: Tensor) -> None:
@@ -212,7 +187,7 @@ class ShardedGradients(GradientHandle):
     def _planned_parameters(self) -> Mapping[str, Tensor]:
         return {f"{index} of {unit}": p for unit in self._units for index, p in enumerate(unit.parameters())}
 
-    def _follow(self, compression: Compression | Auto | Schedule, *, remeasure: bool = False) -> None:
+    def _follow(self, compression: Compression | Auto, *, remeasure: bool = False) -> None:
         super()._follow(_of_reduce_scatter(compression) if self._scatters else compression, remeasure=remeasure)
 
 
@@ -229,12 +204,9 @@ class _EngineReduceScatter:
         self._handle = handle
         self._unit = unit
         self._group = unit.shard_group
-        self._input_sizes: set[int] = set()
         self.replaced = unit.group._reduce_scatter_comm
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type == "cpu" and size[0] in self._input_sizes:
-            return self._handle.allocate_input(int(size[0]), dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -250,7 +222,6 @@ class _EngineReduceScatter:
                 f"fastsync.register_reduce_scatter: {self._unit} got another process group since, as by "
                 "set_separate_reduce_scatter_group; call that first, or detach() the handle before it and register anew"
             )
-        self._input_sizes.add(input_tensor.numel())
         self._handle.reduce_scatter(self._unit, output_tensor, input_tensor, op)
 
 
@@ -266,7 +237,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
     Args:
         model: the model, or a part of it.
         compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``), a ``Compression`` without algorithm and
-            nodes, or a ``Schedule`` of these.
+            nodes.
 
     Returns:
         The handle: statistics, the norm over all shards, state for checkpoints, and the compression, which may be
@@ -408,11 +379,8 @@ def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-def _of_reduce_scatter(compression: Compression | Auto | Schedule) -> Compression | Schedule:
+def _of_reduce_scatter(compression: Compression | Auto) -> Compression:
     """Returns the same with sums in float32, which a reduce-scatter always has."""
-    if isinstance(compression, Schedule):
-        phases = {step: _of_reduce_scatter(each) for step, each in compression.phases}
-        return Schedule(phases)  # type: ignore[arg-type]  # no Schedule in a Schedule
     if isinstance(compression, Auto):
         raise ValueError(
             f"compression: {compression} measures all-reduces, and this is a reduce-scatter; name a Compression"

@@ -38,7 +38,7 @@ ShardedState::ShardedState(c10::intrusive_ptr<c10d::ProcessGroup> group)
       backward_({[this] { return step_is_open_.load(); }, [this](int) { leave_step_last(); }, nullptr}) {}
 
 void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string& name, const at::Tensor& output,
-                                  const at::Tensor& input, const c10d::ReduceOp& op, bool in_background) {
+                                  const at::Tensor& input, const c10d::ReduceOp& op) {
   TORCH_CHECK_VALUE(input.is_contiguous() && output.is_contiguous() && input.scalar_type() == output.scalar_type() &&
                         input.numel() == output.numel() * group_->getSize(),
                     "input: expected ", group_->getSize(), " times the output's ", output.numel(),
@@ -50,34 +50,18 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
     }
   }
   SumMemory for_once;  // where an allocator keeps memory for all
-  const Sync::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_,
-                              input.is_cpu() ? next_memory_ : for_once, shared_memory_};
-  run(identity, name, input, /*same_for_all=*/false, in_background && input.is_cpu(), &scatter);
-}
-
-at::Tensor ShardedState::allocate_input(int64_t numel, at::ScalarType dtype) {
-  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (at::Tensor& kept : inputs_) {
-    if (kept.defined() && kept.storage().use_count() > 1) {
-      continue;
-    }
-    if (!kept.defined() || kept.numel() < bytes) {
-      kept = at::empty({bytes}, at::kByte);
-    }
-    return at::empty({0}, dtype).set_(kept.storage(), /*storage_offset=*/0, {numel}, {1});
-  }
-  return at::empty({numel}, dtype);
+  const Sync::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_, input.is_cpu() ? memory_ : for_once};
+  run(identity, name, input, &scatter);
 }
 
 void ShardedState::all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values) {
   TORCH_CHECK_VALUE(values.is_contiguous(), "values: expected contiguous ones");
-  run(identity, name, values, /*same_for_all=*/true, /*in_background=*/false, /*scatter=*/nullptr);
+  run(identity, name, values, /*scatter=*/nullptr);
   use_on_current_stream(values);  // which another one has made, and may free as soon as fully_shard has read them
 }
 
-void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, bool same_for_all,
-                       bool in_background, const Sync::Scatter* scatter) {
+void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values,
+                       const Sync::Scatter* scatter) {
   check_not_forked("shard the model in the process that trains");
   TORCH_INTERNAL_ASSERT(identity.numel() == values.numel());
   if (values.numel() == 0) {
@@ -88,46 +72,23 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   const auto bucket = find_or_add({identity}, name, values.device());
   enter_step(bucket);
   const int64_t step = step_ - 1;
-  if (!have_agreed(*bucket->agreement, schedule_)) {
-    agree(*bucket->agreement, "agreement on " + name, schedule_, step,
-          settings(*schedule_, step) + c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()),
-          values.device());
+  if (!have_agreed(*bucket->agreement, compressions_)) {
+    agree(*bucket->agreement, "agreement on " + name, compressions_, step,
+          c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()), values.device());
     whereabouts_->rest();
   }
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
-  Sync sync{compression_for(*schedule_, step, values.numel(), values.device()), step,
-            first_tag(bucket->agreement->number)};
+  Sync sync{compressions_->at(values.numel()), step, first_tag(bucket->agreement->number), /*ends_step=*/true};
   sync.scatter = scatter;
   const auto forget_scale = c10::make_scope_exit([&] {
-    if (!same_for_all) {
+    if (scatter) {
       bucket->set_scale({});  // it has followed what this rank got: the next one is agreed on anew
     }
   });
-  if (bucket == bucket_under_way_) {
-    finish();
-  }
   const auto work = bucket->send({values}, sync, start_bucket(*bucket));
-  if (scatter) {
-    std::swap(memory_, next_memory_);  // only now: if that throws, the one before is still under way
-  }
-  const auto before = std::exchange(work_, work);
-  bucket_under_way_ = bucket;
-  if (before) {
-    before->receive();
-  }
-  if (!in_background || (teams_ && teams_->shared())) {
-    finish();
-  }
+  work->receive();
   work->check_sent();
-}
-
-void ShardedState::finish() {
-  bucket_under_way_.reset();
-  if (const auto work = std::exchange(work_, nullptr)) {
-    work->receive();
-    whereabouts_->rest();
-  }
 }
 
 // A step is a backward. A pipeline's schedule hands gradients over outside of any: there it is over when the first of
@@ -138,7 +99,6 @@ void ShardedState::enter_step(const std::shared_ptr<BucketSync>& bucket) {
     return std::find(newest_buckets_.begin(), newest_buckets_.end(), bucket) != newest_buckets_.end();
   };
   if (!step_is_open_ || (is_outside ? has_come() : backward_.is_interrupted())) {
-    finish();  // of a backward that failed
     newest_buckets_.clear();
     begin_step();
     step_ += 1;
@@ -161,7 +121,6 @@ void ShardedState::leave_step_last() {
 void ShardedState::leave_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
   step_is_open_ = false;
-  finish();
   end_step();
 }
 
