@@ -146,8 +146,7 @@ void Transfer::wait_for_rows() {
 void Transfer::wait_until_sent() { wait_for(departures_); }
 
 Reduction::Reduction(c10d::ProcessGroup& group, c10::Device device, const std::vector<at::Tensor>& buffers,
-                     c10d::ReduceOp::RedOpType op)
-    : device_(device) {
+                     c10d::ReduceOp::RedOpType op) {
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   const auto post = [&] {
@@ -162,17 +161,6 @@ Reduction::Reduction(c10d::ProcessGroup& group, c10::Device device, const std::v
   } else {
     post();
   }
-}
-
-Reduction::Future Reduction::when_over() {
-  if (arrivals_.size() != 1) {
-    return {};
-  }
-  auto future = arrivals_.front()->getFuture();
-  if (device_.is_cpu()) {
-    arrivals_.clear();  // they hold the process group
-  }
-  return future;
 }
 
 Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<int64_t> ranks)

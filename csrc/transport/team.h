@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
@@ -54,19 +53,9 @@ class Transfer {
 // Buffers that the process group adds up.
 class Reduction final : public Transfer {
  public:
-  using Future = c10::intrusive_ptr<c10::ivalue::Future>;
-
   Reduction(c10d::ProcessGroup& group, c10::Device device, const std::vector<at::Tensor>& buffers,
             c10d::ReduceOp::RedOpType op);
   void send() override {}  // made for buffers that are filled
-
-  // What says that it is over; null where nothing but wait does. On a CPU it takes wait's place, and what is called
-  // then may not own the process group: one of the group's threads makes the call, and a group that ended on its own
-  // thread would wait for itself.
-  Future when_over();
-
- private:
-  c10::Device device_;
 };
 
 // On a CPU: see piece_bytes.

@@ -46,7 +46,7 @@ def test_a_second_hook_is_refused_and_the_first_goes_on() -> None:
     with pytest.raises(RuntimeError, match="register_comm_hook or register_builtin_comm_hook can only be called once"):
         ours.register_comm_hook(None, default_hooks.allreduce_hook)
     backward_of(ours, [torch.ones(2)])
-    assert hook.stats().wire_bytes == 4
+    assert hook.stats().num_syncs == 1
 
     theirs = given_ddp([torch.ones(2)])
     theirs.register_comm_hook(None, default_hooks.allreduce_hook)
