@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
@@ -189,6 +189,7 @@ RULE = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(RULE)
 def test_the_engine_goes_by_the_same_choices(points_of_each: list[list[tuple[int, float]]]) -> None:
     everything = compressions(["none", "fp16", "bf16", "int8"], world_size=4)

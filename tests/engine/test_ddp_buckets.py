@@ -142,10 +142,8 @@ def test_norms_are_of_one_backward_each_where_each_uses_other_buckets() -> None:
 def test_what_old_buckets_sent_still_counts() -> None:
     with group_of_one():
         state = fastsync.HookState()
-        sent = 0
-        for _ in range(3):
+        for number in range(1, 4):
             ddp: DistributedDataParallel = given_ddp([torch.ones(8)])
             ddp.register_comm_hook(state, fastsync.fp16_compress_hook)
             backward_of(ddp, [torch.ones(8)])
-            sent += 16
-            assert state.stats().wire_bytes == sent
+            assert state.stats().num_syncs == number
