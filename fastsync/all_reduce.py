@@ -14,7 +14,7 @@ from . import _C
 from ._checks import check_group, listed, resolve_nodes, trainable_parameters
 from .attach import BUCKET_CAP_MB, GradientSynchronizer
 from .autotune.choose import in_engine
-from .autotune.measure import make_plan
+from .autotune.measure import candidates_of
 from .compression import AnyCompression, Auto, Compression, as_compression, on_nodes
 from .stats import GradStats
 
@@ -68,8 +68,8 @@ def all_reduce_gradients(
     known.append(found)
     assert found.engine is not None
     if found.compression != chosen:
-        plan = make_plan(chosen, group, trainable_parameters(params, "params"), "params")
-        found.engine.set_compressions(in_engine(plan))
+        candidates = candidates_of(chosen, group, trainable_parameters(params, "params"), "params")
+        found.engine.set_compressions(in_engine(candidates))
         found.compression = chosen
     found.engine.synchronize()
     return GradStats(found.engine.grad_stats())
