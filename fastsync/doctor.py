@@ -92,8 +92,8 @@ def _built_copy() -> Path | None:
 
 
 TRAIN_MODULES = {
+    "filelock": "filelock",
     "gymnasium": "gymnasium",
-    "matplotlib": "matplotlib",
     "numpy": "numpy",
     "pyyaml": "yaml",
     "rich": "rich",

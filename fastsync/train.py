@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cannot work end rank 0 with one sentence and status 2.
     """
     require_extra()
-    from .ppo.cli import STOPPED, Arguments, check_environment, cores_note, parse, train_rank
+    from .ppo.cli import STOPPED, Arguments, check_environment, parse, train_rank
     from .ppo.runs.folder import check_run
 
     prog = "python -m fastsync.train"
@@ -39,8 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ValueError as error:
             print(f"{prog}: {error}", file=sys.stderr)
             sys.exit(2)
-    if os.environ.get("LOCAL_RANK") == "0" and (note := cores_note(int(os.environ["LOCAL_WORLD_SIZE"]))):
-        print(f"{prog}: {note}", file=sys.stderr)
     if train_rank(settings) and "RANK" not in os.environ:
         sys.exit(STOPPED)
 

@@ -73,10 +73,6 @@ class Grid(Countdown):
     observation_space = spaces.Box(0, 1, (4, 4), dtype=np.float32)
 
 
-class FloatImage(Countdown):
-    observation_space = spaces.Box(0, 1, (4, 4, 3), dtype=np.float32)
-
-
 class Bytes(Countdown):
     observation_space = spaces.Box(0, 255, (3,), dtype=np.uint8)
 
@@ -116,54 +112,8 @@ class Named(Countdown):
         }
 
 
-class Pictured(Countdown):
-    """Has two pictures and a number."""
-
-    observation_space = spaces.Dict(
-        far=spaces.Box(0, 255, (1, 37, 41), dtype=np.uint8),
-        near=spaces.Box(0, 255, (3, 36, 40), dtype=np.uint8),
-        noise=spaces.Box(-np.inf, np.inf, (), dtype=np.float32),
-    )
-
-    def look(self) -> Any:
-        far, near = np.full((1, 37, 41), self.length, np.uint8), np.full((3, 36, 40), self.remaining, np.uint8)
-        return {"far": far, "near": near, "noise": np.float32(self.noise)}
-
-
-class Spoken(Countdown):
-    observation_space = spaces.Dict(mission=spaces.Text(3), place=spaces.Discrete(3))
-
-
-class Both(gymnasium.Env[Any, Any]):
-    """Half of a reward is for telling whether the picture is bright, half for whether the number is positive."""
-
-    observation_space = spaces.Dict(
-        number=spaces.Box(-1, 1, (1,), dtype=np.float32), picture=spaces.Box(0, 255, (1, 36, 36), dtype=np.uint8)
-    )
-    action_space = spaces.MultiDiscrete([2, 2])
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        super().reset(seed=seed)
-        self.count = 0
-        return self.look(), {}
-
-    def step(self, action: Any):
-        reward = float(np.mean(action == np.array([self.bright, self.positive])))
-        self.count += 1
-        return self.look(), reward, False, self.count == 8, {}
-
-    def look(self) -> Any:
-        self.bright, self.positive = self.np_random.integers(2, size=2)
-        picture = np.full((1, 36, 36), 255 * self.bright, np.uint8)
-        return {"number": np.array([2 * self.positive - 1], np.float32), "picture": picture}
-
-
 class Binary(Countdown):
     action_space = spaces.MultiBinary(4)
-
-
-class Table(Countdown):
-    action_space = spaces.MultiDiscrete([[2, 3], [4, 5]])
 
 
 class Whole(Countdown):

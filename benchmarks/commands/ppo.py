@@ -168,7 +168,6 @@ def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, 
     """Lists what is compared: a name, who trains, and with what."""
     training = replace(base, total_steps=options.total_steps, device=options.device)
     n = options.nproc
-    has_envpool = importlib.util.find_spec("envpool") is not None
     yield "environment alone", ("environment alone", training)
     if importlib.util.find_spec("stable_baselines3"):
         yield SB3, ("stable-baselines3", training)
@@ -176,8 +175,6 @@ def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, 
     yield ALONE, ("fastsync", training)
     if training.env == CARTPOLE:  # the others have no vectorised implementation of their own to compare it with
         yield "fastsync, 1 rank, SyncVectorEnv", ("fastsync", replace(training, vectorization="sync"))
-    if has_envpool:
-        yield "fastsync, 1 rank, EnvPool", ("fastsync", replace(training, vectorization="envpool"))
     if n > 1:
         if training.num_envs % n == 0:
             split = replace(training, nproc=n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .envs.interface import Environments
-from .policies import MemoryState, Policy
+from .policies import Policy
 from .random_streams import RandomStreams
 
 
@@ -33,8 +33,8 @@ class Buffers:
         self.outputs = rows(num_steps, distribution.num_outputs)
         self.values = rows(num_steps + 1)
         self.rewards = np.empty((num_steps, num_envs))
-        self._flags = np.empty((4, num_steps, num_envs), dtype=np.bool_)
-        self.terminated, self.done, self.valid, self.starts = self._flags
+        self._flags = np.empty((3, num_steps, num_envs), dtype=np.bool_)
+        self.terminated, self.done, self.valid = self._flags
         # Views of each row, made here once.
         columns = (self.observations[:-1], self.outputs, self.actions, self.values[:-1])
         self.rows = list(zip(*(column.unbind() for column in columns), strict=True))
@@ -45,7 +45,7 @@ class Buffers:
         flags = torch.from_numpy(self._flags).to(self.values.device).unbind()
         return {
             "observations": self.observations[:-1], "actions": self.actions, "values": self.values[:-1],
-            "rewards": rewards, **dict(zip(("terminated", "done", "valid", "starts"), flags, strict=True)),
+            "rewards": rewards, **dict(zip(("terminated", "done", "valid"), flags, strict=True)),
         }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows to learn from: B of them in any order, or for a recurrent policy B sequences of T rows, [T, B]."""
+    """B rows to learn from, in any order."""
 
     observations: Tensor  # [B, *observation_shape].
     actions: Tensor  # [B, *action_shape].
@@ -70,28 +70,18 @@ class Batch:
     returns: Tensor  # [B]: what the critic should have said.
     weights: Tensor
     """[B]: the share of a row in the mean over its minibatch, 0 for rows that are no step of an episode."""
-    starts: Tensor | None = None  # [T, B] bool, for a recurrent policy: the row is the first of an episode.
-    memory: MemoryState | None = None
-    """[B, size] each, for a recurrent policy: what it remembered before the first rows."""
 
-    def columns(self) -> dict[str, Tensor]:
-        """All but the memory."""
-        return {name: column for name, column in vars(self).items() if isinstance(column, Tensor)}
-
-    def map(self, change: Callable[[Tensor], Tensor], change_memory: Callable[[Tensor], Tensor]) -> Batch:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """A batch of changed columns."""
-        columns = {name: change(column) for name, column in self.columns().items()}
-        memory = self.memory and (change_memory(self.memory[0]), change_memory(self.memory[1]))
-        return replace(self, **columns, memory=memory)
+        return Batch(**{name: change(column) for name, column in vars(self).items()})
 
 
 class Shuffler:
     """Cuts rollouts into minibatches in an order that is new each time.
 
-    Without a memory the rows of each environment are shuffled on their own, and each minibatch takes the same number of
-    rows from each environment (where the number of minibatches divides that of steps). So each rank's part of a
-    minibatch is as large as the others', and the whole is the same however environments are spread over ranks. A
-    recurrent policy learns from the whole sequences of some environments, which are shuffled on each rank.
+    The rows of each environment are shuffled on their own, and each minibatch takes the same number of rows from each
+    environment (where the number of minibatches divides that of steps). So each rank's part of a minibatch is as large
+    as the others', and the whole is the same however environments are spread over ranks.
 
     Args:
         num_minibatches: how many of equal size.
@@ -104,49 +94,28 @@ class Shuffler:
 
     def minibatches(self, batch: Batch, num_epochs: int) -> Iterator[Batch]:
         """The minibatches of some passes over ``batch``, whose columns are [T, N, ...], one pass after the other."""
+        rows = batch.map(lambda column: column.flatten(0, 1))
+        if self._num_minibatches == 1:  # whose order is of no importance
+            yield from [rows] * num_epochs
+            return
         num_steps, num_envs = batch.log_probs.shape
-        if batch.memory is None:
-            rows = batch.map(lambda column: column.flatten(0, 1), torch.clone)
-            if self._num_minibatches == 1:  # whose order is of no importance
-                yield from [rows] * num_epochs
-                return
-            for order in self._row_orders(num_steps, num_envs, num_epochs):
-                shuffled = rows.map(lambda column, at=order: column.index_select(0, at), torch.clone)  # type: ignore[misc]
-                yield from self.cut(shuffled, self._num_minibatches)
-        else:
-            for order in self._draw(1, num_epochs)[0].argsort(dim=0).unbind(1):
-                shuffled = batch.map(
-                    lambda column, at=order: column.index_select(1, at),  # type: ignore[misc]
-                    lambda state, at=order: state.index_select(0, at),  # type: ignore[misc]
-                )
-                yield from self.cut(shuffled, self._num_minibatches)
+        for order in self._row_orders(num_steps, num_envs, num_epochs):
+            shuffled = rows.map(lambda column, at=order: column.index_select(0, at))  # type: ignore[misc]
+            yield from self.cut(shuffled, self._num_minibatches)
 
     @staticmethod
     def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
         """Equal parts, as views."""
-        if num_parts == 1:
-            yield batch
-            return
-        dim = 0 if batch.memory is None else 1
-        size = batch.log_probs.shape[dim] // num_parts
-        columns = {name: column.split(size, dim) for name, column in batch.columns().items()}
-        memory = None if batch.memory is None else [state.split(size) for state in batch.memory]
+        columns = {name: column.chunk(num_parts) for name, column in vars(batch).items()}
         for part in range(num_parts):
-            yield Batch(
-                **{name: parts[part] for name, parts in columns.items()},
-                memory=None if memory is None else (memory[0][part], memory[1][part]),
-            )
+            yield Batch(**{name: parts[part] for name, parts in columns.items()})
 
     def _row_orders(self, num_steps: int, num_envs: int, num_epochs: int) -> Sequence[Tensor]:
-        """For each epoch indices [T * N] into rows that were [T, N]."""
-        steps = self._draw(num_steps, num_epochs).argsort(dim=0, stable=True)
+        """For each epoch indices [T * N] into rows that were [T, N], by random keys [T, N, num_epochs]."""
+        steps = self._streams.bits(num_steps, num_epochs).argsort(dim=0, stable=True)
         environments = torch.arange(num_envs, device=steps.device).unsqueeze(1).expand_as(steps)
         if num_steps % self._num_minibatches:
             # A minibatch ends within a row of ``steps``: chance has to say for which environments.
-            environments = self._draw(num_steps, num_epochs).argsort(dim=1, stable=True)
+            environments = self._streams.bits(num_steps, num_epochs).argsort(dim=1, stable=True)
             steps = steps.gather(1, environments)
         return (steps * num_envs + environments).flatten(0, 1).t().contiguous().unbind()
-
-    def _draw(self, num_steps: int, num_epochs: int) -> Tensor:
-        """Keys to sort by, [num_steps, N, num_epochs]."""
-        return self._streams.bits(num_steps, num_epochs)

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
+import torch.distributed
 import tyro
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from .._C import num_usable_cores
 from .._checks import check_at_least
 from ..distributed import process_group
 from ..doctor import install_command
@@ -38,7 +37,7 @@ from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
 from .session import use_threads
-from .settings import file_words, words_of
+from .settings import NUMBERS, file_words, words_of
 
 STOPPED = 128 + 15
 """Exit status of a training that was asked to stop, and did in order: what shells have for SIGTERM."""
@@ -64,7 +63,7 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
     # The last word counts.
-    return tyro.cli(command, prog=prog, args=[*of_file, *words], config=(tyro.conf.OmitArgPrefixes,))
+    return tyro.cli(command, prog=prog, args=[*of_file, *words], config=(tyro.conf.OmitArgPrefixes,), registry=NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,8 @@ class Arguments:
     """Train a policy with PPO, as the only rank or as one of those that torchrun starts."""
 
     config: str | None = None
-    """A YAML file of settings, or the name of a preset, such as CartPole-v1. What else is typed wins over it."""
+    """A YAML file of settings, or a preset: Acrobot-v1, Breakout, CartPole-v1, HalfCheetah-v5, Hopper-v5,
+    LunarLander-v3, Pendulum-v1, Pong. What else is typed wins over it. Presets are made for two ranks."""
     settings: Settings = field(default_factory=Settings)
 
 
@@ -91,7 +91,7 @@ def train_rank(settings: Settings) -> str | None:
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Arguments):
     """Train a policy with PPO on several ranks, each a process of its own."""
 
     nproc: int = 1  # Ranks on each machine; with Ray, of the cluster.
@@ -102,11 +102,7 @@ class Launch:
     master_addr: str | None = None  # Name or address of machine 0, which the others reach it by.
     master_port: int = 29500  # A port that is free on machine 0.
     max_restarts: int = 0  # How often the job comes back from its last checkpoint when a rank is lost.
-    config: str | None = None
-    """A YAML file of settings, or a preset: Acrobot-v1, Breakout, CartPole-v1, HalfCheetah-v5, Hopper-v5,
-    LunarLander-v3, Pendulum-v1, Pong. What else is typed wins over it. Presets are made for two ranks."""
     stop_timeout: float = 120.0  # Seconds that ranks have to finish their update and save once they are told to stop.
-    settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
         check_at_least(self, nproc=1, nnodes=1, node_rank=0, max_restarts=0)
@@ -166,15 +162,16 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         ValueError: settings that cannot work here, or a run that cannot begin or go on. That is tried here, so that the
             error comes once and not from each rank.
     """
-    settings, address = _named(options.settings), options.master_addr or "localhost"
+    settings, address = options.settings, options.master_addr or "localhost"
+    if settings.run_name is None and settings.resume != "auto":
+        # Which ranks that are started again can find.
+        settings = replace(settings, run_name=default_run_name(settings, time.time()))
     nodes = Nodes(options.nnodes, options.node_rank, address, options.master_port, settings.timeout)
     check_environment(settings)
     if nodes.rank == 0:
         check_run(settings, options.nproc * nodes.number)
     if options.max_restarts and settings.resume is None:
         settings = replace(settings, resume="auto")  # so that ranks that are started again find what they have begun
-    if note := cores_note(options.nproc):
-        print(f"fastsync train: {note}", file=sys.stderr)
     if options.launcher == "ray":
         return _launch_on_ray(options, settings, work)
     # What it says in words of its own when it is stopped, or a rank fails for good, is told below.
@@ -220,24 +217,6 @@ def _launch_on_ray(options: Launch, settings: Settings, work: Callable[[Settings
         print(f"fastsync train: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def cores_note(nproc: int) -> str | None:
-    """Says where ranks have to take turns: on the CPU, with fewer cores than ranks."""
-    cores = num_usable_cores()
-    if nproc <= cores or nproc <= torch.cuda.device_count():
-        return None
-    return (
-        f"warning: nproc={nproc} ranks on {cores} {'core' if cores == 1 else 'cores'} take turns, and wait for each "
-        f"other; choose nproc={cores} or fewer"
-    )
-
-
-def _named(settings: Settings) -> Settings:
-    """With a name for a run that begins, which ranks that are started again can find."""
-    if settings.run_name is not None or settings.resume == "auto":
-        return settings
-    return replace(settings, run_name=default_run_name(settings, time.time()))
 
 
 def _how_to_go_on(options: Launch, settings: Settings, more: str = "") -> str:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import gymnasium
 import numpy as np
 import torch
 import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers import RecordVideo
 
 from .._checks import check_at_least
-from ..doctor import install_command
 from .envs.interface import Environments
-from .envs.lookup import EnvSource, find_env
+from .envs.lookup import find_env
 from .envs.vector import EpisodeRecorder, RecordedEnvironments
 from .policies import Policy, make_policy
 from .ppo import Settings
@@ -41,7 +36,6 @@ class Evaluate:
     episodes: int = 10  # Number of episodes.
     stochastic: bool = False  # Draw actions as in training, instead of taking the likeliest.
     seed: int = 0  # Seeds episodes and actions.
-    video: bool = False  # Record each episode, into the folder videos of the run.
 
     def __post_init__(self) -> None:
         check_at_least(self, episodes=1)
@@ -71,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if the checkpoint is damaged.
 
     Raises:
-        ValueError: no such checkpoint, or an environment that cannot be made or recorded.
+        ValueError: no such checkpoint, or an environment that cannot be made.
     """
     options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments)
     path = Path(options.checkpoint)
@@ -80,14 +74,11 @@ def main(arguments: Sequence[str]) -> int:
     except RuntimeError as error:
         print(f"fastsync eval: {error}", file=sys.stderr)
         return 1
-    videos = (path if path.is_dir() else path.parent) / "videos" if options.video else None
-    with make_environment(checkpoint, seed=options.seed, videos=videos) as environment:
+    with make_environment(checkpoint, seed=options.seed) as environment:
         policy = load_policy(checkpoint, environment)
         result = play(policy, environment, options.episodes, stochastic=options.stochastic, seed=options.seed)
     how = "actions drawn" if options.stochastic else "likeliest actions"
     print(f"{checkpoint.settings['env']} after {checkpoint.step:,} steps, {how}: {result}")
-    if videos is not None:
-        print(f"videos in {videos}")
     return 0
 
 
@@ -106,17 +97,15 @@ def find_checkpoint(path: Path) -> Checkpoint:
     raise ValueError(f"checkpoint={str(path)!r} is neither a checkpoint nor the folder of a run that has one")
 
 
-def make_environment(checkpoint: Checkpoint, *, seed: int, videos: Path | None = None) -> Environments:
-    """One environment of the kind that the policy was trained in; ``videos`` is a folder to film its episodes into.
+def make_environment(checkpoint: Checkpoint, *, seed: int) -> Environments:
+    """One environment of the kind that the policy was trained in.
 
     Raises:
-        ValueError: it cannot be made or recorded here.
+        ValueError: it cannot be made here.
     """
     source = find_env(checkpoint.settings_as(Settings).env)
-    env = source.make() if videos is None else _make_recorded(source, videos)
-    vector = SyncVectorEnv(
-        [lambda: EpisodeRecorder(env, seed=seed, index=UNSEEN)], autoreset_mode=AutoresetMode.NEXT_STEP
-    )
+    makers = [lambda: EpisodeRecorder(source.make(), seed=seed, index=UNSEEN)]
+    vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
     return RecordedEnvironments(vector, first_index=0, counts_games=source.is_atari)
 
 
@@ -148,40 +137,18 @@ def play(
     """
     distribution = policy.distribution
     streams = RandomStreams(seed, first_index=0, num_envs=1, device=torch.device("cpu"))
-    memory = policy.memory.initial_state(1) if policy.memory is not None else None
     observations = environment.reset()
-    starts = torch.ones(1, dtype=torch.bool)
     returns: list[float] = []
     lengths: list[int] = []
     while len(returns) < episodes:
-        seen = torch.from_numpy(observations).to(policy.observation_dtype)
-        features, memory = policy.features_of_row(seen, memory, starts)
-        outputs = policy.outputs(features)
+        outputs = policy.outputs(policy.features(torch.from_numpy(observations).to(policy.observation_dtype)))
         if stochastic:
             noise = distribution.noise(streams.uniform(1, distribution.num_outputs, policy.dtype))
             actions = distribution.sample(outputs, noise[0])
         else:
             actions = distribution.mode(outputs)
         step = environment.step(actions.numpy())
-        observations, starts = step.observations, torch.from_numpy(~step.valid)
+        observations = step.observations
         returns += [episode.episode_return for episode in step.episodes]
         lengths += [episode.length for episode in step.episodes]
     return Evaluation(returns, lengths)
-
-
-def _make_recorded(source: EnvSource, folder: Path) -> gymnasium.Env[Any, Any]:
-    """An environment that films itself. Games are filmed as they are, not as the policy sees them."""
-    if importlib.util.find_spec("moviepy") is None:
-        raise ValueError(f"video needs moviepy: {install_command('video')}")
-    if source.spec is not None:
-        spec = copy.deepcopy(source.spec)
-        spec.kwargs["render_mode"] = "rgb_array"
-        source = replace(source, spec=spec)
-
-    def film(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-        if env.render_mode != "rgb_array":
-            has = f"env={source.name!r} has render_mode={env.render_mode!r}"
-            raise ValueError(f"video needs render_mode='rgb_array', but {has}; let its function make it so")
-        return RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
-
-    return source.make(film)

@@ -1,6 +1,6 @@
 """Operators for CPUs (csrc/ppo) in the place of plain functions and layers: of those that they were proven equal to.
 
-A function that ``@operator`` marks is computed by its operator only while its source is the one whose fingerprint is
+A function that ``@Operator`` marks is computed by its operator only while its source is the one whose fingerprint is
 noted here; ``tests/ppo/test_ops.py`` holds the two against each other. A ``torch.nn.Sequential`` is, only while it is
 linear layers with tanh, ReLU or ELU between them, and nothing hangs on them. All else runs as it is written.
 """
@@ -67,7 +67,7 @@ Result = TypeVar("Result")
 
 
 class Operator(Generic[Result]):
-    """A plain function, and an operator that computes the same where it can."""
+    """A plain function that is marked by this, and an operator that computes the same where it can."""
 
     def __init__(self, plain: Callable[..., Result]) -> None:
         functools.update_wrapper(self, plain)
@@ -84,11 +84,6 @@ class Operator(Generic[Result]):
         if _is_enabled and self.is_proven and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
             return self._operator(*args)  # type: ignore[no-any-return]
         return self.plain(*args)
-
-
-def operator(plain: Callable[..., Result]) -> Operator[Result]:
-    """Marks a function that an operator may compute in its place."""
-    return Operator(plain)
 
 
 class Perceptron(nn.Sequential):

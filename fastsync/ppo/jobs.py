@@ -5,54 +5,37 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .._checks import did_you_mean
 from ..launch.jobs import RUNS, BatchJob, Task, TrainJob, job_file
-from .cli import option_words, parse
-from .ppo import Settings
+from .cli import Arguments, option_words, parse
 
 
 @dataclass(frozen=True)
-class Training:
-    """What the job is to train."""
-
-    config: str | None = None
-    """A YAML file of settings, or the name of a preset. What else is typed wins over it. It is read now, so later
-    changes do not count."""
-    settings: Settings = field(default_factory=Settings)
+class Training(Arguments):
+    """What the job is to train. A file of settings is read now, so later changes do not count."""
 
     def __post_init__(self) -> None:
         if self.settings.resume not in (None, "auto"):
             raise ValueError(f"resume={self.settings.resume!r}: the job always goes on with resume=auto; set run_name")
+        super().__post_init__()  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class Slurm(Training, BatchJob):
     """Write a batch script that trains under Slurm. Before its time is up the job saves, and queues itself again."""
 
-    def __post_init__(self) -> None:
-        Training.__post_init__(self)
-        BatchJob.__post_init__(self)
-
 
 @dataclass(frozen=True)
 class Kubernetes(Training, TrainJob):
     """Write a TrainJob of Kubeflow Trainer that trains on Kubernetes."""
 
-    def __post_init__(self) -> None:
-        Training.__post_init__(self)
-        TrainJob.__post_init__(self)
-
 
 @dataclass(frozen=True)
 class SkyPilot(Training, Task):
     """Write a task of SkyPilot that trains on machines of a cloud or of Kubernetes."""
-
-    def __post_init__(self) -> None:
-        Training.__post_init__(self)
-        Task.__post_init__(self)
 
 
 Job = Slurm | Kubernetes | SkyPilot
@@ -84,32 +67,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(job: Job) -> tuple[str, str]:
-    """Makes the file's content, and the command that submits it."""
+    """Makes the file's content, and the command that submits it.
+
+    Slurm starts a launcher on each machine, which starts the ranks there; the others have torchrun do both.
+    """
+    settings = job.settings
     if isinstance(job, Slurm):
-        return slurm_script(job), "sbatch"
-    settings = replace(job.settings, run_name=job.settings.run_name or job.name)
-    if isinstance(job, SkyPilot):
-        return job_file(job, _rank_words(settings)), "sky launch"
-    if job.claim is not None:
+        # The number of a job stays when it is queued again, so that it finds its run.
+        named = [] if settings.run_name else ["--run-name", "$SLURM_JOB_NAME-$SLURM_JOB_ID"]
+        words = ["fastsync", "train", *option_words(settings, "resume"), *named, "--resume", "auto"]
+        words += ["--nproc", str(job.nproc), "--nnodes", str(job.nodes), "--node-rank", "$SLURM_NODEID"]
+        words += ["--master-addr", "$master_addr", "--master-port", "$master_port"]
+        return job_file(job, [*words, "--max-restarts", str(job.max_restarts)]), "sbatch"
+    settings = replace(settings, run_name=settings.run_name or job.name)
+    if isinstance(job, Kubernetes) and job.claim is not None:
         settings = replace(settings, runs_dir=RUNS)
-    return job_file(job, _rank_words(settings)), "kubectl apply -f"
-
-
-def slurm_script(job: Slurm) -> str:
-    """Makes the script. Each machine gets one launcher, which starts the ranks there."""
-    # The number of a job stays when it is queued again, so that it finds its run.
-    named = [] if job.settings.run_name else ["--run-name", "$SLURM_JOB_NAME-$SLURM_JOB_ID"]
-    words = ["fastsync", "train", *settings_words(job.settings), *named, "--resume", "auto"]
-    words += ["--nproc", str(job.nproc), "--nnodes", str(job.nodes), "--node-rank", "$SLURM_NODEID"]
-    words += ["--master-addr", "$master_addr", "--master-port", "$master_port"]
-    return job_file(job, [*words, "--max-restarts", str(job.max_restarts)])
-
-
-def _rank_words(settings: Settings) -> list[str]:
-    """What torchrun runs on each rank."""
-    return ["-m", "fastsync.train", *settings_words(settings), "--resume", "auto"]
-
-
-def settings_words(settings: Settings) -> list[str]:
-    """Words of a command line that gives these settings, without what a batch script decides."""
-    return option_words(settings, "resume")
+    words = ["-m", "fastsync.train", *option_words(settings, "resume"), "--resume", "auto"]
+    return job_file(job, words), "sky launch" if isinstance(job, SkyPilot) else "kubectl apply -f"

@@ -1,4 +1,4 @@
-"""Policies: action distributions, what is remembered, and the networks.
+"""Policies: action distributions, and the networks.
 
 Subclass ``Policy`` for a network of your own. Randomness comes from outside, as noise for a whole rollout at once.
 """
@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from gymnasium import Space, spaces
@@ -24,12 +24,10 @@ from .settings import Precision, RunSettings
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 IMAGE_FEATURES = 512
 
-MemoryState: TypeAlias = tuple[Tensor, Tensor]
-"""Hidden state and cell state of an LSTM, [N, size] each."""
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
-@fused.operator
+@fused.Operator
 def categorical(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities [B] of actions [B] under logits [B, n], and entropies [B], in nats."""
     log_probabilities = torch.log_softmax(logits, dim=-1)
@@ -149,40 +147,6 @@ def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> Act
     return DiagonalGaussian(action_space.shape[0], log_std_init=log_std_init)
 
 
-class Memory(nn.Module):
-    """An LSTM that begins anew with each episode."""
-
-    def __init__(self, num_inputs: int, size: int) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(num_inputs, size)
-        for name, parameter in self.cell.named_parameters():
-            if name.startswith("bias"):
-                nn.init.zeros_(parameter)
-            else:
-                nn.init.orthogonal_(parameter)
-
-    def forward(self, inputs: Tensor, state: MemoryState, starts: Tensor) -> tuple[Tensor, MemoryState]:
-        """Hidden states [T, N, size] and the last state.
-
-        Args:
-            inputs: [T, N, num_inputs].
-            state: before the first row.
-            starts: [T, N] bool: the row is the first of an episode.
-        """
-        hidden, cell = state
-        goes_on = (~starts).unsqueeze(-1).to(hidden.dtype)
-        rows = []
-        for row, keep in zip(inputs, goes_on, strict=True):
-            hidden, cell = self.cell(row, (hidden * keep, cell * keep))
-            rows.append(hidden)
-        return torch.stack(rows), (hidden, cell)
-
-    def initial_state(self, num_envs: int) -> MemoryState:
-        """Zeros, on the parameters' device."""
-        zeros = self.cell.weight_hh.new_zeros(num_envs, self.cell.hidden_size)
-        return zeros, zeros.clone()
-
-
 class Policy(nn.Module):
     """An actor and a critic. Subclass it: ``actor`` and ``critic`` are all that ``__init__`` has to make.
 
@@ -192,7 +156,6 @@ class Policy(nn.Module):
         distribution: what the outputs mean, by the space of actions.
         normalizer: of observations, or None.
         trunk: what actor and critic share, and are given the output of; None for nothing.
-        memory: an LSTM behind the trunk, or None.
     """
 
     actor: nn.Module
@@ -207,44 +170,19 @@ class Policy(nn.Module):
             self.normalizer = ObservationNormalizer(observation_space.shape[0])
         self.distribution = make_distribution(action_space, log_std_init=settings.log_std_init)
         self.trunk: nn.Module | None = None
-        self.memory: Memory | None = None
 
-    def forward(
-        self, observations: Tensor, state: MemoryState | None = None, starts: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, MemoryState | None]:
-        """Asks actor and critic.
-
-        Args:
-            observations: [..., *observation_shape]; with a memory [T, N, ...], in the order of time.
-            state: with a memory, what it held before the first row.
-            starts: with a memory, [T, N] bool: the row is the first of an episode, so the memory begins anew.
-
-        Returns:
-            The distribution's outputs [..., num_outputs], the expected discounted return [...], and with a memory its
-            state after the last row.
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """The distribution's outputs [..., num_outputs] and the expected discounted return [...], of observations
+        [..., *observation_shape].
         """
-        features, state = self.features(observations, state, starts)
-        return self.outputs(features), self.value(features), state
+        features = self.features(observations)
+        return self.outputs(features), self.value(features)
 
-    def features(
-        self, observations: Tensor, state: MemoryState | None = None, starts: Tensor | None = None
-    ) -> tuple[Tensor, MemoryState | None]:
-        """Computes what actor and critic are given; arguments as in ``forward``."""
+    def features(self, observations: Tensor) -> Tensor:
+        """Computes what actor and critic are given."""
         if self.normalizer is not None:
             observations = self.normalizer(observations)
-        features = self.trunk(observations) if self.trunk is not None else observations
-        if self.memory is None:
-            return features, None
-        return self.memory(features, state, starts)  # type: ignore[no-any-return]
-
-    def features_of_row(
-        self, observations: Tensor, state: MemoryState | None, starts: Tensor
-    ) -> tuple[Tensor, MemoryState | None]:
-        """Computes ``features`` of a single row [N, ...], and the memory after it."""
-        if state is None:
-            return self.features(observations)
-        features, state = self.features(observations.unsqueeze(0), state, starts.unsqueeze(0))
-        return features.squeeze(0), state
+        return observations if self.trunk is None else self.trunk(observations)
 
     def outputs(self, features: Tensor) -> Tensor:
         """The distribution's outputs [..., num_outputs]. In full precision also under autocast."""
@@ -276,12 +214,8 @@ class ActorCritic(Policy):
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
         super().__init__(observation_space, action_space, settings)
         actor, critic = nn.Sequential(), nn.Sequential()
-        auto_shared = self._sees_images or settings.is_recurrent
-        if settings.network == "shared" or (settings.network == "auto" and auto_shared):
+        if settings.network == "shared" or (settings.network == "auto" and self._sees_images):
             self.trunk, width = _body(observation_space, settings)
-            if settings.is_recurrent:
-                self.memory = Memory(width, settings.lstm_size)
-                width = settings.lstm_size
         else:
             actor, width = _body(observation_space, settings)
             critic, _ = _body(observation_space, settings)
@@ -358,10 +292,6 @@ class _Convolutions(nn.Module):
         channels, height, width = shape
         for kernel, stride in ((8, 4), (4, 2), (3, 1)):
             height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-        if min(height, width) < 1:
-            raise ValueError(
-                f"observations of shape {tuple(shape)} are too small for the convolutions; 36 x 36 is the least"
-            )
         self.layers = nn.Sequential(
             initialized(nn.Conv2d(channels, 32, 8, stride=4)),
             nn.ReLU(),

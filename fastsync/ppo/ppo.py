@@ -1,9 +1,9 @@
 """PPO on one rank or on many, from top to bottom: settings, rollout, advantages, loss, update, loop.
 
 The algorithm: Schulman et al., "Proximal policy optimization algorithms", 2017, https://arxiv.org/abs/1707.06347
-Shapes stand beside tensors: T steps of a rollout, N environments of this rank, B rows of a minibatch (LSTM: [T, B]).
+Shapes stand beside tensors: T steps of a rollout, N environments of this rank, B rows of a minibatch.
 
-What you edit here is what runs. On CPUs an operator of csrc/ppo computes what ``@fused.operator`` marks, but only as
+What you edit here is what runs. On CPUs an operator of csrc/ppo computes what ``@fused.Operator`` marks, but only as
 long as its source is the one that the operator was proven equal to. The run says so; with ``--no-fused`` none does.
 """
 
@@ -13,9 +13,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +28,7 @@ from .batches import Batch, Buffers, Shuffler, row_weights
 from .envs.interface import Environments, Episode, Step
 from .normalize import RewardNormalizer, mean_and_variance, moments, normalize
 from .optimizer import LearningRate, kl_of
-from .policies import MemoryState, Policy, autocast, make_policy
+from .policies import Policy, autocast, make_policy
 from .random_streams import RandomStreams
 from .runs.metrics import InfoMeans, TrainResult
 from .session import open_session
@@ -59,8 +58,7 @@ class Settings(RunSettings):
     ent_coef: float = 0.01  # Weight of the entropy bonus.
 
     num_epochs: int = 10  # Passes over each rollout.
-    num_minibatches: int = 4
-    """Optimizer steps per pass. It must divide num_envs * num_steps; with an LSTM, num_envs."""
+    num_minibatches: int = 4  # Optimizer steps per pass. It must divide num_envs * num_steps.
     num_micro_batches: int = 1
     """Parts that a minibatch goes through the network in, to save memory. Gradients are sent once, with the last."""
     learning_rate: float = 1e-3  # Step size of Adam at the start.
@@ -85,9 +83,9 @@ class Settings(RunSettings):
         super().__post_init__()
         if self.lr_schedule == "adaptive" and self.target_kl is None:
             raise ValueError("lr_schedule='adaptive' needs the KL divergence to aim at; set target_kl, such as 0.01")
-        whole = self.num_envs if self.is_recurrent else self.num_envs * self.num_steps
-        self._check_divides("num_minibatches", whole, "of a rank's rollout")
-        self._check_divides("num_micro_batches", whole // self.num_minibatches, "of a minibatch")
+        num_rows = self.num_envs * self.num_steps
+        self._check_divides("num_minibatches", num_rows, "of a rank's rollout")
+        self._check_divides("num_micro_batches", num_rows // self.num_minibatches, "of a minibatch")
 
 
 # --- Rollout ----------------------------------------------------------------------------------------------------------
@@ -104,10 +102,8 @@ class Rollout(NamedTuple):
     terminated: Tensor  # [T, N] bool: the step led to a terminal state, whose value is 0
     done: Tensor  # [T, N] bool: the step ended the episode, by termination or truncation
     valid: Tensor  # [T, N] bool: the row is a step of an episode, and not a restart
-    starts: Tensor  # [T, N] bool: the row is the first of an episode
     log_probs: Tensor  # [T, N]: log-probability of the actions
     next_values: Tensor  # [T, N]: of the next observations: where an episode ended, of that episode's last one
-    memory: MemoryState | None  # [N, size] each: what a recurrent policy remembered before the first row
     episodes: list[Episode]  # those that ended
     infos: dict[str, float]  # means of what settings.log_info names
     environment_seconds: float
@@ -121,10 +117,7 @@ class Collector:
     def __init__(self, settings: Settings, environments: Environments, policy: Policy, streams: RandomStreams) -> None:
         self.settings, self.environments, self.policy, self.streams = settings, environments, policy, streams
         self.buffers = Buffers(settings.num_steps, environments, policy, streams.device)
-        # What goes on from one rollout into the next.
-        self.next_observation = environments.reset()  # [N, *observation_shape]
-        self.next_starts = np.ones(environments.num_envs, dtype=np.bool_)
-        self.memory = policy.memory.initial_state(environments.num_envs) if policy.memory else None
+        self.next_observation = environments.reset()  # [N, *observation_shape]: goes on into the next rollout
 
     @torch.no_grad()
     def collect(self) -> Rollout:
@@ -133,12 +126,10 @@ class Collector:
         policy, buffers, distribution = self.policy, self.buffers, self.policy.distribution
         uniform = self.streams.uniform(self.settings.num_steps, distribution.num_outputs, policy.dtype)
         noises = distribution.noise(uniform).unbind()  # T of [N, num_outputs]
-        memory, infos = self.memory, InfoMeans(self.settings.log_info)
-        episodes = list[Episode]()
+        episodes, infos = list[Episode](), InfoMeans(self.settings.log_info)
         for row, (seen, outputs, actions, values) in enumerate(buffers.rows):
             seen.copy_(torch.from_numpy(self.next_observation))
-            buffers.starts[row] = self.next_starts
-            features, self.memory = self._features(seen, self.memory, self.next_starts)
+            features = policy.features(seen)
             outputs.copy_(said := policy.outputs(features))
             if policy.trunk is not None:
                 values.copy_(policy.value(features))
@@ -151,15 +142,13 @@ class Collector:
                 infos.add(step)
         buffers.observations[-1].copy_(torch.from_numpy(self.next_observation))
         if policy.trunk is not None:
-            features, _ = self._features(buffers.observations[-1], self.memory, self.next_starts)
-            buffers.values[-1] = policy.value(features)
+            buffers.values[-1] = policy.value(policy.features(buffers.observations[-1]))
         else:  # nothing has asked the critic yet, so it answers for all rows at once
-            buffers.values.copy_(policy.value(policy.features(buffers.observations)[0]))
+            buffers.values.copy_(policy.value(policy.features(buffers.observations)))
         return Rollout(
             **buffers.columns(),
             log_probs=distribution.log_prob(buffers.outputs, buffers.actions),
             next_values=buffers.values[1:],
-            memory=memory,
             episodes=episodes,
             infos=infos.means(),
             environment_seconds=environment_seconds,
@@ -167,23 +156,17 @@ class Collector:
             ended=ended,
         )
 
-    def _features(self, seen: Tensor, memory: MemoryState | None, starts: Any) -> tuple[Tensor, MemoryState | None]:
-        if memory is None:
-            return self.policy.features(seen)
-        return self.policy.features_of_row(seen, memory, torch.from_numpy(starts).to(seen.device))
-
     def _record(self, row: int, step: Step, episodes: list[Episode]) -> None:
         done = step.terminated | step.truncated
         buffers = self.buffers
         buffers.rewards[row], buffers.terminated[row], buffers.done[row] = step.rewards, step.terminated, done
         buffers.valid[row] = step.valid
         self.next_observation = step.observations
-        self.next_starts = ~step.valid
         episodes.extend(episode._replace(row=row) for episode in step.episodes)
 
 
 # --- Advantages -------------------------------------------------------------------------------------------------------
-@fused.operator
+@fused.Operator
 def discounted_sums(summands: Tensor, decays: Tensor) -> Tensor:
     """Sums [T, N] over what is yet to come: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``; the last is itself."""
     sums = torch.empty_like(summands)
@@ -223,7 +206,7 @@ class Evaluated(NamedTuple):
     outputs: Tensor  # [B, num_outputs]: what the distribution is made of, such as logits
 
 
-@fused.operator
+@fused.Operator
 def ppo_loss(new: Evaluated, batch: Batch, settings: Settings, remaining: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate objective with value loss and entropy bonus (Schulman et al., 2017, equation 9), negated.
 
@@ -265,7 +248,7 @@ def minibatch_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Asks the policy (``model`` is it, maybe in DDP) about a minibatch, and the loss about its answers."""
     with autocast(settings.precision, batch.log_probs.device):  # the model alone: sums of 16 bits would be coarse
-        outputs, values, _ = model(batch.observations, batch.memory, batch.starts)
+        outputs, values = model(batch.observations)
     log_prob, entropy = policy.distribution.log_prob_and_entropy(outputs, batch.actions)
     return loss(Evaluated(log_prob, entropy, values, outputs), batch, settings, remaining)
 
@@ -325,8 +308,6 @@ class PPO:
             advantages=normalize_advantages(advantages, over_all_ranks) if settings.norm_advantages else advantages,
             returns=advantages + rollout.values,
             weights=weights.to(advantages.dtype),
-            starts=rollout.starts if settings.is_recurrent else None,
-            memory=rollout.memory,
         )  # of columns [T, N, ...]
         remaining = max(0.0, 1 - self.step / settings.total_steps)
         self.learning_rate.start_update(remaining=remaining, update=self.update)

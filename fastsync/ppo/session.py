@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..distributed import check_consistency, process_group
 from ..launch.signals import StopSignals
@@ -22,15 +21,7 @@ from .runs.checkpoints import Checkpoint, CheckpointFolder
 from .runs.console import RunConsole
 from .runs.folder import CHECKPOINTS, Opened, open_run
 from .runs.loggers import open_loggers
-from .runs.metrics import (
-    EpisodeWindow,
-    PhaseTimes,
-    RankReport,
-    Status,
-    TrainResult,
-    gather_reports,
-    mean,
-)
+from .runs.metrics import EpisodeWindow, PhaseTimes, RankReport, Status, TrainResult, gather_reports, mean
 from .settings import RunSettings
 
 Found = TypeVar("Found")
@@ -185,7 +176,9 @@ class Session:
         learner = {name: part.state_dict() for name, part in _parts(ppo).items()}
         # What error feedback has not sent yet is each rank's own; the rest of the engine's state is the same on all.
         residuals = learner["sync"].pop("residuals")
-        mine = {"environments": self.environments.state(), "columns": _columns(ppo), "residuals": residuals}
+        mine = {"environments": self.environments.state(), "residuals": residuals}
+        if ppo.reward_normalizer is not None:
+            mine["discounted_return"] = ppo.reward_normalizer.carried.cpu()
         of_rank: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
         dist.gather_object(mine, of_rank)
         if of_rank is None:
@@ -207,7 +200,8 @@ class Session:
         ppo, saved = self._ppo, checkpoint.environments
         ppo.step, ppo.update, self._seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
         self._window = EpisodeWindow(checkpoint.window)
-        fits = [len(part["columns"]["starts"]) for part in saved] == [self.environments.num_envs] * self._world_size
+        num_envs = [len(part["environments"]["restarting"]) for part in saved]
+        fits = num_envs == [self.environments.num_envs] * self._world_size
         mine = saved[self._rank] if fits else {}
         learner = dict(checkpoint.learner)
         learner["sync"] = learner["sync"] | {"residuals": mine.get("residuals", {})}
@@ -222,7 +216,8 @@ class Session:
             ppo.collector.next_observation = self.environments.reset()
         else:
             ppo.collector.next_observation = observation
-            _load_columns(ppo, mine["columns"])
+            if ppo.reward_normalizer is not None and "discounted_return" in mine:
+                ppo.reward_normalizer.carried.copy_(mine["discounted_return"])
         notes = []
         if lost := [
             rank for rank, goes_on in enumerate(ppo.exchange.all_gather(observation is not None)) if not goes_on
@@ -241,24 +236,6 @@ def _parts(ppo: Any) -> dict[str, Any]:
     parts = {"model": ppo.policy, "optimizer": ppo.optimizer, "scaler": ppo.scaler, "sync": ppo.sync}
     parts |= {"learning_rate": ppo.learning_rate}
     return parts if ppo.reward_normalizer is None else parts | {"rewards": ppo.reward_normalizer}
-
-
-def _columns(ppo: Any) -> dict[str, Tensor]:
-    """What goes on into the next rollout besides the environments: one row an environment, on the CPU."""
-    columns = {"starts": torch.from_numpy(ppo.collector.next_starts.copy())}
-    if ppo.collector.memory is not None:
-        columns["hidden"], columns["cell"] = (part.cpu() for part in ppo.collector.memory)
-    if ppo.reward_normalizer is not None:
-        columns["discounted_return"] = ppo.reward_normalizer.carried.cpu()
-    return columns
-
-
-def _load_columns(ppo: Any, columns: dict[str, Tensor]) -> None:
-    ppo.collector.next_starts = columns["starts"].numpy().copy()
-    if ppo.collector.memory is not None:
-        ppo.collector.memory = tuple(columns[name].to(ppo.device) for name in ("hidden", "cell"))
-    if ppo.reward_normalizer is not None and "discounted_return" in columns:
-        ppo.reward_normalizer.carried.copy_(columns["discounted_return"])
 
 
 def _by_rank_0(find: Callable[[], Found]) -> Found:

@@ -31,21 +31,19 @@ class RunSettings:
     """Seeds weights, actions, minibatches and environments. Each environment of each rank has a seed of its own."""
     total_steps: int = 200_000  # Environment steps to train for, over all ranks. The last rollout may go past it.
     num_envs: int = 32  # Environments per rank.
-    vectorization: Literal["auto", "sync", "async", "vector_entry_point", "envpool"] = "auto"
-    """How environments step together: one after the other (sync), in processes (async), by their own vectorised
-    implementation, or in EnvPool's threads. auto takes the environment's own where it has one, else sync."""
+    vectorization: Literal["auto", "sync", "async", "vector_entry_point"] = "auto"
+    """How environments step together: one after the other (sync), in processes (async), or by their own vectorised
+    implementation. auto takes the environment's own where it has one, else sync."""
     log_info: tuple[str, ...] = ()
     """Names of numbers that the environment puts into info: their means over the steps of a rollout are logged."""
 
     policy: str | None = None
     """The policy, as "module:Class" of a fastsync.ppo.Policy; by default the network that the next settings make."""
     network: Literal["auto", "separate", "shared"] = "auto"
-    """Whether actor and critic share the layers before their last: auto shares for images and with an LSTM."""
+    """Whether actor and critic share the layers before their last: auto shares for images."""
     hidden_sizes: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers for vector observations. Images go through the convolutions of Mnih et al., 2015."""
     activation: Activation = "tanh"  # Between the hidden layers.
-    lstm_size: int = 0
-    """Units of an LSTM between the shared layers and the heads; 0 for none. Minibatches are then whole sequences."""
     log_std_init: float = 0.0  # Logarithm of the standard deviation that continuous actions begin with.
     norm_observations: bool = False
     """Shift and scale observations by their running mean and variance over all ranks; they are cut off at 10."""
@@ -74,23 +72,14 @@ class RunSettings:
         self._check("must be at least 1", lambda value: value >= 1, "total_steps", "num_envs", "keep_checkpoints")
         self._check("must be a finite number greater than 0", lambda value: 0 < value < math.inf, "timeout")
         self._check("must be less than 2**63", lambda value: value < 2**63, "seed")
-        self._check("must not be negative", lambda value: value >= 0, "seed", "lstm_size", "checkpoint_interval")
+        self._check("must not be negative", lambda value: value >= 0, "seed", "checkpoint_interval")
         self._check("must be greater than 0", lambda value: value is None or value > 0, "num_threads")
         self._check("must be widths of at least 1", lambda sizes: all(n >= 1 for n in sizes), "hidden_sizes")
         parse_compression(self.compression)
-        if self.is_recurrent and self.network == "separate":
-            raise ValueError(
-                f"lstm_size={self.lstm_size} needs network='shared' or 'auto': actor and critic share the LSTM"
-            )
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @property
-    def is_recurrent(self) -> bool:
-        """True where the policy remembers."""
-        return self.lstm_size > 0
 
     def _check(self, demand: str, holds: Any, *names: str) -> None:
         """Raises ValueError for the first of these settings that is not as demanded."""
@@ -99,13 +88,34 @@ class RunSettings:
                 raise ValueError(f"{name}={getattr(self, name)} {demand}")
 
     def _check_divides(self, name: str, whole: int, of_what: str) -> None:
-        """Raises ValueError where a setting does not divide so many rows, or sequences with an LSTM."""
-        parts, rows = getattr(self, name), "sequences" if self.is_recurrent else "rows"
+        """Raises ValueError where a setting does not divide so many rows."""
+        parts = getattr(self, name)
         if whole % parts:
-            raise ValueError(f"{name}={parts} does not divide the {whole} {rows} {of_what}; choose one that does")
+            raise ValueError(f"{name}={parts} does not divide the {whole} rows {of_what}; choose one that does")
 
 
 Kind = TypeVar("Kind", bound=RunSettings)
+NUMBERS = tyro.constructors.ConstructorRegistry()
+"""Reads integers also where they are written such as 1e6, which YAML takes for text."""
+
+
+@NUMBERS.primitive_rule
+def _integers(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[int] | None:
+    def read(words: list[str]) -> int:
+        try:
+            return int(words[0])
+        except ValueError:
+            number = float(words[0])
+        if not number.is_integer():
+            raise ValueError(f"{words[0]} is no whole number")
+        return int(number)
+
+    if info.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        1, "INT", read, is_instance=lambda value: isinstance(value, int), str_from_instance=lambda value: [str(value)]
+    )
+
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -123,7 +133,7 @@ def load_settings(source: str, kind: type[Kind]) -> Kind:
     Raises:
         ValueError: there is neither, or the content is not YAML.
     """
-    return tyro.cli(kind, prog=source, args=file_words(source))
+    return tyro.cli(kind, prog=source, args=file_words(source), registry=NUMBERS)
 
 
 def file_words(source: str) -> list[str]:

@@ -158,16 +158,11 @@ def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
     ("arguments", "message"),
     [
         (["--num-minibatches", "3"], "num_minibatches=3 does not divide the 1024 rows"),
-        (["--compression", "int8+eff"], "compression: expected one of none, bf16, fp16, int8, auto, "),
         (["--nproc", "0"], "nproc=0 must be at least 1"),
         (["--nnodes", "2"], "nnodes=2 needs master_addr"),
         (["--nnodes", "2", "--node-rank", "2"], "node_rank=2 must be less than nnodes=2"),
-        (["--max-restarts", "-1"], "max_restarts=-1 must be at least 0"),
-        (["--network", "smoke-signals"], "smoke-signals"),
         (["--config", "smoke-signals"], "config='smoke-signals' is neither a file nor a preset"),
         (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
-        (["--env", "CartPole"], "No registered env with id: CartPole; did you mean CartPole-v1"),
-        (["--env", "tests.toy_envs:Binary"], "env='tests.toy_envs:Binary' has actions MultiBinary(4)"),
         (["--run-name", "taken"], "the run folder runs/taken exists already; choose another run_name"),
         (["--resume", "nowhere"], "resume='nowhere' is neither 'auto' nor a checkpoint"),
         (["--resume", "damaged.pt"], "the checkpoint damaged.pt is damaged"),
@@ -226,7 +221,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("rich", "yaml") else find_spec(name))
     for command in ("train", "launch", "eval"):
-        with pytest.raises(SystemExit, match=r"^training needs pyyaml, rich: pip install 'gymnasium>=1.4' .* rich "):
+        with pytest.raises(SystemExit, match=r"^training needs pyyaml, rich: pip install "):
             main([command])
     monkeypatch.setattr("importlib.util.find_spec", find_spec)
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -263,55 +258,10 @@ def test_a_rank_that_fails_is_told(tmp_path: Path):
     assert re.fullmatch(r"fastsync train: rank [01] failed first: OSError: as told", said)
 
 
-def test_more_ranks_than_cores_are_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", lambda *arguments, **options: [])
-    monkeypatch.setattr("fastsync.ppo.cli.num_usable_cores", lambda: 2)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert main(["train", "--nproc", "3"]) == 0
-    warning = "fastsync train: warning: nproc=3 ranks on 2 cores take turns"
-    assert capsys.readouterr().err.startswith(warning)
-    assert main(["train", "--nproc", "2"]) == 0
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    assert main(["train", "--nproc", "3"]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_more_ranks_of_torchrun_than_cores_are_warned_of_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("fastsync.ppo.cli.train_rank", lambda settings: None)
-    monkeypatch.setattr("fastsync.ppo.cli.num_usable_cores", lambda: 2)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    for rank in "3", "4":  # on another machine than rank 0, which checks the settings
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", str(int(rank) - 3))
-        train_main([])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("python -m fastsync.train: warning: nproc=3 ranks on 2 cores take turns")
-
-
-def test_eval_names_what_it_misses(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["eval"])
-    assert "CHECKPOINT" in capsys.readouterr().err
-
-
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"fastsync {fastsync.__version__}\n"
-
-
-def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["--help"])
-    said = capsys.readouterr().out
-    for command in ("train", "launch", "eval", "doctor"):
-        assert command in said
 
 
 @pytest.mark.parametrize("words", [[], ["smoke"], ["--smoke", "train"], ["doctor", "--smoke"]])

@@ -21,7 +21,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "adaptive": {"target_kl": 0.01, "lr_schedule": "adaptive", "precision": "bf16"},
     "scaled": {"precision": "fp16", "target_kl": 0.01, "compression": "fp16"},
     "continuous": {"env": "Pendulum-v1", "norm_observations": True, "norm_rewards": True},
-    "memory": {"lstm_size": 16, "num_minibatches": 2, "clip_value_loss": True},
 }
 
 

@@ -1,4 +1,4 @@
-"""Playing with a trained policy: the right checkpoint, the right actions, memory that ends with its episode, films."""
+"""Playing with a trained policy: the right checkpoint, the right actions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checkpoint_of(policy: ActorCritic, settings: Settings, step: int = 1000) -> 
         seconds=1.0,
         learner={"model": policy.state_dict(), "optimizer": {}, "scaler": {}, "sync": {}, "schedule": {}}
         | {"rewards": {}, "num_draws": 0},
-        environments=[{"environments": {}, "columns": {}}],
+        environments=[{"environments": {}}],
         window=[],
     )
 
@@ -78,23 +78,6 @@ def test_bytes_are_seen_as_in_training(name: str):
     assert len(result.returns) == 2
 
 
-def test_memory_ends_with_its_episode():
-    settings = Settings(env="tests.played_envs:continuous", lstm_size=8)
-    policy = policy_for(settings)
-    with torch.no_grad():
-        policy.actor[-1].weight.normal_()
-    result = evaluate(settings, policy, 3)
-    assert len(set(result.returns)) == 1
-    # Though it does remember within one: else the return would be 31 times the first action.
-    with torch.no_grad():
-        assert policy.memory is not None
-        seen, starts = torch.full((LENGTH, 1, 2), 0.5), torch.zeros(LENGTH, 1, dtype=torch.bool)
-        outputs, _, _ = policy(seen, policy.memory.initial_state(1), starts)
-    powers = 2.0 ** torch.arange(LENGTH)
-    assert result.returns[0] == pytest.approx(float((outputs.flatten() * powers).sum()), rel=1e-5)
-    assert result.returns[0] != pytest.approx(31 * float(outputs[0]), rel=1e-3)
-
-
 def test_a_normalised_policy_sees_what_it_saw_in_training():
     settings = replace(DISCRETE, norm_observations=True, precision="fp64")
     policy = policy_for(settings)
@@ -118,6 +101,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path, capsys: pytest.
         assert find_checkpoint(named).step == 2000
     assert main(["eval", str(tmp_path), "--episodes", "2"]) == 0
     assert main(["eval", str(files[0]), "--episodes", "1"]) == 0
+    assert main(["eval", str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().out.splitlines() == [
         "tests.played_envs:discrete after 2,000 steps, likeliest actions: return 0.00 ± 0.00 over 2 episodes "
         "of 5.0 steps",
@@ -134,34 +118,3 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert said.startswith("fastsync eval: ")
     assert file.name in said
     assert said.count("\n") == 1
-
-
-def test_the_spread_is_told():
-    assert str(Evaluation([1.0, 3.0], [4, 5])) == "return 2.00 ± 1.00 over 2 episodes of 4.5 steps"
-
-
-@pytest.mark.parametrize("settings", [DISCRETE, Settings(env="CartPole-v1")])
-def test_episodes_are_filmed_where_the_environment_can_be_seen(
-    tmp_path: Path, settings: Settings, capsys: pytest.CaptureFixture[str]
-):
-    pytest.importorskip("moviepy", reason="the extra 'video' is not installed")
-    policy = policy_for(settings)
-    CheckpointFolder(tmp_path / CHECKPOINTS, keep=1).save(checkpoint_of(policy, settings), 0.0)
-    status = main(["eval", str(tmp_path), "--episodes", "2", "--video"])
-    said = capsys.readouterr()
-    if settings is DISCRETE:
-        assert status == 2
-        assert "has render_mode=None; let its function make it so" in said.err
-    else:
-        assert status == 0
-        assert said.out.splitlines()[-1] == f"videos in {tmp_path / 'videos'}"
-        assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
-
-
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    assert main(["eval", str(tmp_path)]) == 2
-    assert "is neither a checkpoint nor the folder of a run that has one" in capsys.readouterr().err
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "moviepy" else object())
-    checkpoint = checkpoint_of(leaning_to_1(0.0), DISCRETE)
-    with pytest.raises(ValueError, match=r"video needs moviepy: pip install .* moviepy"):
-        make_environment(checkpoint, seed=0, videos=tmp_path)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fastsync.cli import main
-from fastsync.ppo.cli import Launch, parse
-from fastsync.ppo.jobs import Slurm, settings_words, slurm_script
+from fastsync.ppo.cli import Launch, option_words, parse
+from fastsync.ppo.jobs import Slurm, write
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings, preset_names
 
@@ -26,7 +26,7 @@ ODD = Settings(
 
 @pytest.mark.parametrize("settings", [Settings(), ODD, *(load_settings(name, Settings) for name in preset_names())])
 def test_the_command_line_gives_the_settings_back(settings: Settings):
-    assert parse(Launch, "test", settings_words(settings)).settings == settings
+    assert parse(Launch, "test", option_words(settings, "resume")).settings == settings
 
 
 def test_the_script_is_written_once_and_asks_for_what_was_said(
@@ -103,7 +103,7 @@ class Job:
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("fastsync", FASTSYNC)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
-        (folder / "job.sbatch").write_text(slurm_script(options))
+        (folder / "job.sbatch").write_text(write(options)[0])
         self._log = folder / "log"
         self.process = subprocess.Popen(
             ["bash", str(folder / "job.sbatch")],
@@ -141,30 +141,21 @@ def test_each_machine_gets_its_launcher(tmp_path: Path):
         assert (launch.master_addr, launch.master_port) == ("first", 21234)
 
 
-def test_before_its_time_is_up_the_job_saves_and_queues_again(tmp_path: Path):
-    job = Job(tmp_path, Slurm(), ends_with=143)
-    assert job.signalled(signal.SIGUSR1) == 143
-    assert job.log()[-2:] == ["told to save", "scontrol requeue 41234"]
-
-
-def test_a_job_that_ends_meanwhile_is_not_queued_again(tmp_path: Path):
-    job = Job(tmp_path, Slurm(), ends_with=0)
-    assert job.signalled(signal.SIGUSR1) == 0
-    assert job.log()[-1] == "told to save"
-
-
-def test_a_job_that_is_ended_saves_and_stays_away(tmp_path: Path):
-    job = Job(tmp_path, Slurm(), ends_with=143)
-    assert job.signalled(signal.SIGTERM) == 143
-    assert job.log()[-1] == "told to save"
+@pytest.mark.parametrize(
+    ("number", "ends_with", "last"),
+    [
+        (signal.SIGUSR1, 143, ["told to save", "scontrol requeue 41234"]),  # before its time is up
+        (signal.SIGUSR1, 0, ["started", "told to save"]),  # it comes to its end meanwhile
+        (signal.SIGTERM, 143, ["started", "told to save"]),  # somebody ends it
+    ],
+)
+def test_a_signal_has_the_job_save_and_queued_again_if_it_is_to_go_on(
+    tmp_path: Path, number: signal.Signals, ends_with: int, last: list[str]
+):
+    job = Job(tmp_path, Slurm(), ends_with=ends_with)
+    assert job.signalled(number) == ends_with
+    assert job.log()[-2:] == last
 
 
 def test_the_status_is_that_of_the_ranks(tmp_path: Path):
     assert Job(tmp_path, Slurm(), ends_with=1, waits=False).process.wait(30) == 1
-
-
-@pytest.mark.parametrize("settings", [Settings(), ODD])
-def test_bash_can_read_it(settings: Settings, tmp_path: Path):
-    file = tmp_path / "job.sbatch"
-    file.write_text(slurm_script(Slurm(settings=settings, setup="source 'my venv/bin/activate'")))
-    subprocess.run(["bash", "-n", str(file)], check=True)

@@ -225,12 +225,3 @@ def test_two_machines_make_one_job(tmp_path: Path):
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def test_a_machine_that_nobody_joins_gives_up_within_the_timeout(tmp_path: Path):
-    options = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", str(free_port()), "--timeout", "2")
-    with launched(tmp_path, *options) as launcher:
-        status, said = launcher.ends()
-    assert status == 1
-    assert said.startswith("fastsync train: ")
-    assert Settings().timeout > 2

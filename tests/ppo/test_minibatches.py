@@ -13,10 +13,9 @@ from fastsync.ppo.random_streams import RandomStreams
 NUM_STEPS, NUM_ENVS = 8, 6
 
 
-def batch_of(envs: slice, *, is_recurrent: bool = False) -> Batch:
+def batch_of(envs: slice) -> Batch:
     """Rows that say who they are: 100 * step + environment."""
     identity = 100.0 * torch.arange(NUM_STEPS).unsqueeze(1) + torch.arange(NUM_ENVS)[envs]
-    state = torch.arange(NUM_ENVS, dtype=torch.float32)[envs].unsqueeze(1).expand(-1, 2)
     return Batch(
         observations=identity.unsqueeze(-1).expand(-1, -1, 3),
         actions=identity.long(),
@@ -25,8 +24,6 @@ def batch_of(envs: slice, *, is_recurrent: bool = False) -> Batch:
         advantages=-identity,
         returns=2 * identity,
         weights=3 * identity,
-        starts=identity >= 100 if is_recurrent else None,
-        memory=(state, -state) if is_recurrent else None,
     )
 
 
@@ -73,21 +70,6 @@ def test_minibatches_do_not_depend_on_the_number_of_ranks(world_size: int):
     for whole, parts in zip(alone.minibatches(batch_of(slice(None)), 2), together, strict=True):
         assert len({len(part.actions) for part in parts}) == 1
         assert sorted(torch.cat([part.actions for part in parts]).tolist()) == sorted(whole.actions.tolist())
-
-
-def test_a_memory_learns_from_whole_sequences():
-    batch = batch_of(slice(None), is_recurrent=True)
-    parts = list(shuffler(3).minibatches(batch, 1))
-    envs = torch.cat([part.actions[0] for part in parts])
-    assert sorted(envs.tolist()) == list(range(NUM_ENVS))
-    for part in parts:
-        env = part.actions[0]
-        assert torch.equal(part.actions, 100 * torch.arange(NUM_STEPS).unsqueeze(1) + env)
-        assert part.starts is not None
-        assert torch.equal(part.starts, part.actions >= 100)
-        assert part.memory is not None
-        assert torch.equal(part.memory[0], env.float().unsqueeze(1).expand(-1, 2))
-        assert torch.equal(part.memory[1], -part.memory[0])
 
 
 def test_every_pair_of_rows_may_meet_in_a_minibatch():

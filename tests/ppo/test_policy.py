@@ -25,8 +25,8 @@ def test_a_vector_policy_has_the_layers_it_was_asked_for():
     assert [tuple(p.shape) for p in policy.critic.parameters()] == [(16, 5), (16,), (8, 16), (8,), (1, 8), (1,)]
     assert policy.trunk is None
     assert isinstance(policy.actor[1], torch.nn.ELU)
-    outputs, values, state = policy(torch.randn(6, 2, 5))
-    assert (outputs.shape, values.shape, state) == ((6, 2, 3), (6, 2), None)
+    outputs, values = policy(torch.randn(6, 2, 5))
+    assert (outputs.shape, values.shape) == ((6, 2, 3), (6, 2))
 
 
 def test_layers_can_be_shared():
@@ -47,40 +47,21 @@ def test_images_go_through_convolutions(network: Any):
         (32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136),
     ]  # fmt: skip
     images = torch.randint(256, (2, 3, 4, 84, 84), dtype=torch.uint8)
-    outputs, values, _ = policy(images)
+    outputs, values = policy(images)
     assert (outputs.shape, values.shape) == ((2, 3, 3), (2, 3))
     torch.testing.assert_close(policy(images[1])[0], outputs[1])
 
 
-def test_images_that_are_too_small_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(3, 20, 84\) are too small"):
-        make_policy(SETTINGS, spaces.Box(0, 255, (3, 20, 84), dtype=np.uint8), THREE)
-
-
 def test_weights_begin_orthogonal():
     torch.manual_seed(0)
-    policy = make_policy(Settings(lstm_size=8, hidden_sizes=(16, 16), num_minibatches=1), VECTOR, THREE)
-    assert policy.memory is not None
+    policy = make_policy(Settings(network="shared", hidden_sizes=(16, 16)), VECTOR, THREE)
     gains = {policy.trunk[2].weight: 2.0, policy.actor[-1].weight: 1e-4, policy.critic[-1].weight: 1.0}
     for weight, squared in gains.items():
         torch.testing.assert_close(weight @ weight.T, squared * torch.eye(len(weight)), rtol=1e-4, atol=1e-6)
-    recurrent = policy.memory.cell.weight_hh
-    torch.testing.assert_close(recurrent.T @ recurrent, torch.eye(8), rtol=1e-4, atol=1e-5)
     assert all((p == 0).all() for name, p in policy.named_parameters() if "bias" in name)
 
 
 def test_a_double_policy_is_double_throughout():
     policy = make_policy(replace(SETTINGS, precision="fp64", norm_observations=True), VECTOR, spaces.Box(-1, 1, (2,)))
-    outputs, values, _ = policy(torch.randn(4, 5, dtype=torch.float64))
+    outputs, values = policy(torch.randn(4, 5, dtype=torch.float64))
     assert (outputs.dtype, values.dtype) == (torch.float64, torch.float64)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_answers_are_in_full_precision_under_autocast(dtype: torch.dtype):
-    policy = make_policy(replace(SETTINGS, lstm_size=4, num_minibatches=1), VECTOR, THREE)
-    assert policy.memory is not None
-    with torch.autocast("cpu", dtype):
-        outputs, values, _ = policy(
-            torch.randn(6, 2, 5), policy.memory.initial_state(2), torch.zeros(6, 2, dtype=torch.bool)
-        )
-    assert (outputs.dtype, values.dtype) == (torch.float32, torch.float32)

@@ -1,4 +1,4 @@
-"""What a rollout records of scripted environments: restarts, last observations of episodes, memory."""
+"""What a rollout records of scripted environments: restarts, last observations of episodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from fastsync.ppo.ppo import Collector, Rollout, Settings
 from fastsync.ppo.random_streams import RandomStreams
 
 SETTINGS = Settings(hidden_sizes=(8, 8))
-RECURRENT = replace(SETTINGS, lstm_size=4, num_minibatches=1)
 
 
 class Scripted(gymnasium.Env[Any, Any]):
@@ -99,7 +98,6 @@ EXPECTED = {
     "valid": [[1, 1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]],
     "terminated": [[0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0]],
     "done": [[0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 0, 0, 0]],
-    "starts": [[1, 0, 0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 0]],
 }
 SEEN = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
 
@@ -127,36 +125,14 @@ def test_values_and_log_probs_are_the_policys(network: Any):
     policy = collector.policy
     with torch.no_grad():
         for rollout in rollouts:
-            outputs, values, _ = policy(rollout.observations)
+            outputs, values = policy(rollout.observations)
             torch.testing.assert_close(rollout.values, values)
             torch.testing.assert_close(rollout.log_probs, policy.distribution.log_prob(outputs, rollout.actions))
         # The value after the last step is that of the state the next rollout begins in.
         torch.testing.assert_close(rollouts[0].next_values[-1, 1], rollouts[1].values[0, 1])
         # That of a truncated episode's end is the value of its last observation: 5 steps into episode 0.
-        final = policy.value(policy.features(torch.tensor([0.0, 5.0]))[0])
+        final = policy.value(policy.features(torch.tensor([0.0, 5.0])))
         torch.testing.assert_close(rollouts[1].next_values[0, 1], final)
-
-
-def test_a_memory_spans_rollouts_and_begins_anew_with_episodes():
-    collector, rollouts = collect_twice(RECURRENT)
-    policy = collector.policy
-    assert policy.memory is not None
-    with torch.no_grad():
-        for rollout in rollouts:  # learning sees what acting saw
-            outputs, values, _ = policy(rollout.observations, rollout.memory, rollout.starts)
-            torch.testing.assert_close(rollout.values, values)
-            torch.testing.assert_close(rollout.log_probs, policy.distribution.log_prob(outputs, rollout.actions))
-        # The first environment's second episode, alone and from its beginning.
-        row = joined(rollouts, "starts")[0].index(1, 1)
-        observations = torch.cat([rollout.observations for rollout in rollouts])[row : row + 3, :1]
-        starts = torch.zeros(3, 1, dtype=torch.bool)
-        _, expected, _ = policy(observations, policy.memory.initial_state(1), starts)
-        values = torch.cat([rollout.values for rollout in rollouts])[row : row + 3, :1]
-        torch.testing.assert_close(values, expected)
-        # The last observation of the truncated episode is remembered into, not begun with.
-        steps = torch.stack([torch.tensor([[0.0, float(step)]]) for step in range(6)])
-        _, expected, _ = policy(steps, policy.memory.initial_state(1), torch.zeros(6, 1, dtype=torch.bool))
-        torch.testing.assert_close(rollouts[1].next_values[0, 1], expected[5, 0])
 
 
 def test_ranks_act_as_one_rank_with_all_environments_would():
@@ -173,27 +149,3 @@ def test_ranks_act_as_one_rank_with_all_environments_would():
     assert len(alone.actions.unique()) == 3
     for name in ("actions", "observations", "rewards", "done", "valid"):
         assert torch.equal(getattr(alone, name), torch.cat([getattr(part, name) for part in together], dim=1))
-
-
-def test_vectors_of_bytes_are_seen_as_numbers():
-    class Bytes(Scripted):
-        observation_space = spaces.Box(0, 255, (2,), dtype=np.uint8)
-
-        def _observe(self) -> np.ndarray[Any, Any]:
-            return super()._observe().astype(np.uint8)
-
-    def observations(kind: type[Scripted]) -> torch.Tensor:
-        environments = environments_of(kind(3, truncates=True))
-        policy = policy_for(environments, SETTINGS)
-        collector = collector_for(environments, policy, 8)
-        return collector.collect().observations
-
-    assert torch.equal(observations(Bytes), observations(Scripted))
-
-
-@pytest.mark.parametrize("name", ["observations", "actions", "rewards", "_flags"])
-def test_buffers_are_allocated_once(name: str):
-    collector, _ = collect_twice()
-    before = getattr(collector.buffers, name)
-    collector.collect()
-    assert getattr(collector.buffers, name) is before

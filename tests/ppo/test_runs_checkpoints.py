@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import pytest
 import torch
 
 from fastsync.ppo.ppo import Settings
-from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, with_sum
+from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 
 NAN = float("nan")
 
@@ -34,12 +31,31 @@ def make_checkpoint(step: int, **changes: Any) -> Checkpoint:
         "learner": {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
         | {"scaler": {}, "sync": {}, "schedule": {}, "rewards": {}, "num_draws": 0},
         "environments": [
-            {"environments": {"lengths": torch.arange(3), "kind": "x", "big": 2**127}, "columns": {}},
-            {"environments": {"lengths": torch.arange(2)}, "columns": {}},
+            {"environments": {"lengths": torch.arange(3), "kind": "x", "big": 2**127}},
+            {"environments": {"lengths": torch.arange(2)}},
         ],
         "window": [[0, 1.5, 20]],
     }
     return Checkpoint(**values | changes)
+
+
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    """Bitwise, all the way down."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype, where
+        assert one.shape == other.shape, where
+        assert one.numpy().tobytes() == other.numpy().tobytes(), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, f"{where}/{index}")
+    else:
+        assert one == other, where
 
 
 def names(folder: Path) -> list[str]:
@@ -66,18 +82,6 @@ def test_everything_loads_back(tmp_path: Path):
     assert (found[0], found[1].step) == (path, 50)
 
 
-def test_an_empty_folder_has_none(tmp_path: Path):
-    assert CheckpointFolder(tmp_path / "nothing", keep=1).newest() is None
-
-
-def test_torch_reads_them_too(tmp_path: Path):
-    path = CheckpointFolder(tmp_path, keep=2).save(make_checkpoint(1), mean_return=1.0)
-    assert names(tmp_path) == ["best.pt", "step-000000001.pt"]
-    content, end = path.read_bytes()[:-82], path.read_bytes()[-82:].decode()
-    assert end == f"\nfastsync sha256 {hashlib.sha256(content).hexdigest()}\n"
-    assert torch.load(path, weights_only=True)["step"] == 1
-
-
 def test_the_newest_and_the_best_stay(tmp_path: Path):
     returns = {10: NAN, 20: 5.0, 30: 9.0, 40: 7.0, 50: 9.0, 60: 8.0}
     best_return = float("-inf")
@@ -90,21 +94,13 @@ def test_the_newest_and_the_best_stay(tmp_path: Path):
     assert best_return == 9.0
 
 
-def test_without_an_episode_there_is_no_best(tmp_path: Path):
-    CheckpointFolder(tmp_path, keep=2).save(make_checkpoint(1), NAN)
-    assert names(tmp_path) == ["step-000000001.pt"]
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "without its sum"])
+@pytest.mark.parametrize("damage", ["cut", "empty"])
 def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str):
     folder = CheckpointFolder(tmp_path, keep=3)
     folder.save(make_checkpoint(1), NAN)
     newest = folder.save(make_checkpoint(2), NAN)
     content = newest.read_bytes()
-    damaged = {"cut": content[: len(content) // 2], "empty": b"", "without its sum": content[:-82]}
-    newest.write_bytes(damaged[damage])
-    with pytest.raises(RuntimeError, match=f"{newest} is damaged: it does not end with its SHA-256"):
-        load_checkpoint(newest)
+    newest.write_bytes({"cut": content[: len(content) // 2], "empty": b""}[damage])
     warnings: list[str] = []
     found = folder.newest(warnings.append)
     assert found is not None
@@ -120,37 +116,28 @@ def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str
     assert warnings == []
 
 
-def test_no_flipped_bit_goes_unnoticed(tmp_path: Path):
+def test_no_flipped_bit_of_what_was_saved_goes_unnoticed(tmp_path: Path):
+    """In between are names, sizes and padding of the zip file, of which some bits mean nothing."""
     path = CheckpointFolder(tmp_path, keep=3).save(make_checkpoint(1), NAN)
-    whole = path.read_bytes()
-    for place in [*range(0, len(whole), 131), *range(len(whole) - 82, len(whole))]:
+    expected, whole, said = vars(load_checkpoint(path)), path.read_bytes(), []
+    for place in range(0, len(whole), 37):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(RuntimeError, match="is damaged"):
-            load_checkpoint(path)
-
-
-def test_none_that_can_be_read_is_an_error(tmp_path: Path):
-    folder = CheckpointFolder(tmp_path, keep=3)
-    path = folder.save(make_checkpoint(1), NAN)
-    path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(RuntimeError, match="none of the 1 checkpoints in"):
-        folder.newest()
+        try:
+            assert_same(vars(load_checkpoint(path)), expected)
+        except RuntimeError as error:
+            said.append(str(error))
+    assert len(said) > 100
+    assert all("is damaged" in each for each in said)
 
 
 def test_a_missing_file_and_another_version_are_named(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"nowhere\.pt cannot be read: No such file"):
         load_checkpoint(tmp_path / "nowhere.pt")
-    write_with_sum(tmp_path / "old.pt", {"model": {}, "config": {}})
+    torch.save({"model": {}, "config": {}}, tmp_path / "old.pt")
     with pytest.raises(
         RuntimeError, match=r"old\.pt is no checkpoint of this version of fastsync: it has no .*settings"
     ):
         load_checkpoint(tmp_path / "old.pt")
-
-
-def write_with_sum(path: Path, values: Any) -> None:
-    file = io.BytesIO()
-    torch.save(values, file)
-    path.write_bytes(with_sum(file.getvalue()))
 
 
 def test_nothing_in_a_file_is_executed(tmp_path: Path):
@@ -158,8 +145,8 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path):
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "trapped"),)
 
-    write_with_sum(tmp_path / "trap.pt", {"settings": Trap()})
-    with pytest.raises(UnpicklingError, match="Weights only load failed"):
+    torch.save({"settings": Trap()}, tmp_path / "trap.pt")
+    with pytest.raises(RuntimeError, match="Weights only load failed"):
         load_checkpoint(tmp_path / "trap.pt")
     assert not (tmp_path / "trapped").exists()
 

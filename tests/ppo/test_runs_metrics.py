@@ -89,23 +89,9 @@ def test_the_window_does_not_depend_on_who_has_which_environment():
     assert windows == [([9.0, 9.0, 5.0, -5.0], [1, 6, 7, 9])] * 4
 
 
-def test_the_window_does_not_choose_by_returns():
-    """Where more episodes end at once than it holds: the highest 100 of 400 would have a mean of 1.2."""
-    returns = torch.randn(400, generator=torch.Generator().manual_seed(0)).tolist()
-    window = EpisodeWindow()
-    window.extend(reports_of([Episode(environment, value, 1, 7) for environment, value in enumerate(returns)]))
-    assert window.returns == returns[-100:]
-
-
 def test_means_are_taken_over_ranks_that_know():
     ranks = ({"a": 1.0, "b": 0.0, "c": math.nan}, {"a": 4.0, "b": 1.0, "c": 3.0})
     reports = [RankReport(PhaseTimes(), metrics=metrics) for metrics in ranks]
     scalars = Status(0, 0.0, 0, EpisodeWindow(), reports, 1.0).scalars
     assert [scalars[name] for name in "abc"] == [2.5, 0.5, 3.0]
     assert math.isnan(mean([]))
-
-
-def test_times_add_up():
-    total = PhaseTimes(1.0, 2.0, 3.0, 4.0, 5.0) + PhaseTimes(0.5, 0.5, 0.5, 1.0, 0.5)
-    assert (total.environment, total.policy, total.learning, total.reporting) == (1.5, 2.5, 3.5, 5.5)
-    assert total.communication == 5.0

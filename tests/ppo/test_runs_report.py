@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,9 @@ from unittest.mock import MagicMock
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastsync._checks import format_bytes
 from fastsync.ppo.envs.interface import Episode
 from fastsync.ppo.ppo import Settings
-from fastsync.ppo.runs.console import RunConsole, format_share
+from fastsync.ppo.runs.console import RunConsole
 from fastsync.ppo.runs.loggers import open_loggers
 from fastsync.ppo.runs.metrics import EpisodeWindow, PhaseTimes, RankReport, Status, TrainResult
 
@@ -93,14 +91,6 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path):
     assert [event.step for event in log.Scalars("seconds")] == list(range(100, 1001, 100))
 
 
-def test_a_file_that_ends_within_a_row_keeps_the_rows_before(tmp_path: Path):
-    run(tmp_path, range(1, 4))
-    file = tmp_path / "progress.csv"
-    file.write_bytes(file.read_bytes()[:-3])
-    run(tmp_path, range(4, 5), resumed_update=3)
-    assert [int(row["step"]) for row in read_csv(tmp_path)] == [100, 200, 400]
-
-
 def test_another_number_of_ranks_keeps_the_columns(tmp_path: Path):
     run(tmp_path, range(1, 4), world_size=2)
     run(tmp_path, range(4, 6), world_size=3, resumed_update=3)
@@ -108,12 +98,6 @@ def test_another_number_of_ranks_keeps_the_columns(tmp_path: Path):
     rows = read_csv(tmp_path)
     ranks = [sum(bool(row[f"rank{rank}/policy_seconds"]) for rank in range(3)) for row in rows]
     assert ranks == [2, 2, 2, 3, 3, 1, 1]
-
-
-def test_a_new_run_begins_its_csv_anew(tmp_path: Path):
-    (tmp_path / "progress.csv").write_text("step\n5\n")
-    run(tmp_path, range(1, 2))
-    assert [row["step"] for row in read_csv(tmp_path)] == ["100"]
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_shows_each_step_once(tmp_path: Path):
@@ -138,23 +122,6 @@ def test_lines_are_about_twenty(capsys: pytest.CaptureFixture[str]):
     assert said[10].startswith("step       510 of 1,000  return  510.0")
 
 
-def test_a_line_says_how_learning_goes_and_where_time_goes(capsys: pytest.CaptureFixture[str]):
-    status = status_at(4)
-    figures = {"policy_loss": -0.000123456, "value_loss": 12345.678, "approx_kl": 0.0123456, "entropy": 0.69}
-    metrics = {f"learning/{name}": value for name, value in figures.items()}
-    reports = [replace(report, metrics=metrics) for report in status.reports]
-    console = RunConsole("title", 10_000_000, 0, 2)
-    console.say("[one] note")
-    console.update(replace(status, step=9_876_543, reports=reports, speed=123_456.7))
-    note, said = capsys.readouterr().out.splitlines()
-    assert note == "[one] note"
-    assert said == (
-        "step 9,876,543 of 10,000,000  return   40.0  policy loss -0.00012  value loss 1.2e+04  KL 0.012  "
-        "entropy 0.69  123,457 steps/s  env 40% policy 13% learn 7% comm 40%  sent 1 MB/update  ETA 1 s"
-    )
-    assert len(said) < 200
-
-
 def test_the_table_says_what_communication_is(capsys: pytest.CaptureFixture[str]):
     console = RunConsole("title", 1000, 2000, 2)  # of which no line is due
     # One of two ranks waits for 4 s of 10: the mean is 2, and with the 1 s that both have it is 3.
@@ -176,12 +143,6 @@ def test_the_table_says_what_communication_is(capsys: pytest.CaptureFixture[str]
     assert rows["return"] == "no episode ended"
 
 
-def test_figures_read_well():
-    assert [format_bytes(count) for count in (None, math.nan, 0, 999, 1500, 2.5e6, 7e12)] == \
-        ["-", "-", "0 B", "999 B", "1.5 kB", "2.5 MB", "7e+03 GB"]  # fmt: skip
-    assert [format_share(*pair) for pair in ((math.nan, 1), (1, 0), (1, 8))] == ["-", "-", "12.5%"]
-
-
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -200,9 +161,3 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert first == again
     assert (first["project"], first["resume"], first["dir"]) == ("fastsync-test", "allow", str(tmp_path))
     assert first["config"]["total_steps"] == 1000
-
-
-def test_a_logger_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"wandb_project='p' needs wandb: pip install wandb"):
-        open_loggers(tmp_path, replace(SETTINGS, wandb_project="p"), 0)

@@ -29,7 +29,6 @@ TINY = Settings(total_steps=2_000, num_envs=4, num_epochs=2)
 KINDS = {
     "acrobot": {"env": "Acrobot-v1", "norm_observations": True, "norm_rewards": True},
     "pendulum": {"env": "Pendulum-v1", "target_kl": 0.01, "lr_schedule": "adaptive"},
-    "memory": {"lstm_size": 8, "num_minibatches": 2, "num_micro_batches": 2, "hidden_sizes": (16,)},
     "bf16": {"precision": "bf16", "lr_scaling": "sqrt", "warmup_updates": 2},
     "fp16": {"precision": "fp16", "clip_value_loss": True},
     "asynchronous": {"vectorization": "async", "anneal_clip": True},

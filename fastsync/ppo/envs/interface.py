@@ -1,4 +1,4 @@
-"""Environments that step together: one interface over gymnasium's vector environments and EnvPool."""
+"""Environments that step together: gymnasium's vector environments, with accounts of episodes and a state to save."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium import Space
+from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
+from torch.utils._pytree import tree_map_only
 
 from .spaces import action_translator
 
 Array = NDArray[Any]
 Bools = NDArray[np.bool_]
-Transition = tuple[Array, Array, Bools, Bools, dict[str, Any]]
 
 
 class Episode(NamedTuple):
@@ -46,30 +46,20 @@ class Environments(ABC):
     An episode that ended restarts in a step of its own, as gymnasium's ``AutoresetMode.NEXT_STEP`` has it.
 
     Args:
-        num_envs: N.
-        observation_space: of one environment.
-        action_space: of one environment.
+        vector: holds them.
         first_index: number of the first of these environments among those of all ranks.
     """
 
     _observations: Array
     _restarting: Bools
-    _returns: NDArray[np.float64]
-    _lengths: NDArray[np.int64]
 
-    def __init__(
-        self,
-        num_envs: int,
-        observation_space: Space[Any],
-        action_space: Space[Any],
-        *,
-        first_index: int,
-    ) -> None:
-        self.num_envs = num_envs
-        self.single_observation_space = observation_space
-        self.single_action_space = action_space
+    def __init__(self, vector: VectorEnv[Any, Any, Any], *, first_index: int) -> None:
+        self._vector: Any = vector
+        self.num_envs = vector.num_envs
+        self.single_observation_space = vector.single_observation_space
+        self.single_action_space = vector.single_action_space
         self.first_index = first_index
-        self._translate = action_translator(action_space)
+        self._translate = action_translator(vector.single_action_space)
         self._clear_accounts()
 
     def reset(self) -> Array:
@@ -99,7 +89,11 @@ class Environments(ABC):
     def state(self) -> dict[str, Any]:
         """Saves where the environments stand, as dicts, lists, numbers, strings and tensors of their own memory."""
         accounts = {"returns": self._returns, "lengths": self._lengths, "restarting": self._restarting}
-        saved: dict[str, Any] = _to_plain({"observations": self._observations, **accounts, **self._state()})
+        state: dict[str, Any] = {"observations": self._observations, **accounts, **self._state()}
+        # What torch.load(weights_only=True) reads back.
+        saved: dict[str, Any] = tree_map_only(
+            (np.ndarray, np.generic), lambda value: torch.from_numpy(np.array(value)), state
+        )
         return saved
 
     def restore(self, state: dict[str, Any]) -> Array | None:
@@ -109,7 +103,8 @@ class Environments(ABC):
             The observations to act on, [N, ...]; None where the environments do not get to exactly where they were.
             Then they have to be reset.
         """
-        saved = _to_numpy(state)
+        # Arrays of their own memory; those without a dimension become numpy's scalars.
+        saved = tree_map_only(torch.Tensor, lambda value: value.numpy().copy()[()], state)
         observations = self._restore(saved)
         if observations is None or not same_values(observations, saved["observations"]):
             return None
@@ -117,9 +112,9 @@ class Environments(ABC):
         self._returns, self._lengths, self._restarting = (saved[name] for name in ("returns", "lengths", "restarting"))
         return observations
 
-    @abstractmethod
     def close(self) -> None:
         """Ends the environments and their processes."""
+        self._vector.close()
 
     def __enter__(self) -> Environments:
         return self
@@ -137,11 +132,12 @@ class Environments(ABC):
         returns, lengths = self._returns[indices].tolist(), self._lengths[indices].tolist()
         return list(zip(indices, returns, lengths, strict=True))
 
-    @abstractmethod
-    def _reset(self) -> Array: ...
+    def _reset(self) -> Array:
+        observations: Array = self._vector.reset()[0]
+        return observations
 
-    @abstractmethod
-    def _step(self, actions: Array) -> Transition: ...
+    def _step(self, actions: Array) -> tuple[Array, Array, Bools, Bools, dict[str, Any]]:
+        return self._vector.step(actions)  # type: ignore[no-any-return]
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
@@ -161,21 +157,3 @@ def same_values(left: Any, right: Any) -> bool:
     """Tells whether two arrays are equal, NaN to NaN as well."""
     left, right = np.asarray(left), np.asarray(right)
     return left.dtype == right.dtype and np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
-
-
-def _to_plain(value: Any) -> Any:
-    """What ``torch.load(weights_only=True)`` reads back: numpy's arrays and scalars become tensors."""
-    if isinstance(value, np.ndarray | np.generic):
-        return torch.from_numpy(np.array(value))
-    if isinstance(value, dict):
-        return {name: _to_plain(item) for name, item in value.items()}
-    return [_to_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _to_numpy(value: Any) -> Any:
-    """The way back: tensors become arrays of their own memory, those without a dimension numpy scalars."""
-    if isinstance(value, torch.Tensor):
-        return value.numpy().copy()[()]
-    if isinstance(value, dict):
-        return {name: _to_numpy(item) for name, item in value.items()}
-    return [_to_numpy(item) for item in value] if isinstance(value, list) else value

@@ -41,32 +41,26 @@ class EnvSource:
             and self.spec.kwargs.get("obs_type", "rgb") != "ram"
         )
 
-    def make(self, wrap: Callable[[Env], Env] = lambda env: env) -> Env:
-        """One environment, which ``wrap`` sees first. Games are in the wrappers of ``wrap_atari``. Observations that
-        are no Box, such as dictionaries, become vectors (``gymnasium.wrappers.FlattenObservation``).
+    def make(self) -> Env:
+        """One environment. Games are in the wrappers of ``wrap_atari``. Observations that are no Box, such as
+        dictionaries, become vectors (``gymnasium.wrappers.FlattenObservation``).
 
         Raises:
             ValueError: it cannot be made here.
         """
-        if self.maker is not None:
-            try:
-                env = self.maker()
-            except Exception as error:  # whatever is wrong with the user's function
-                raise cannot_be_made(self.name, error) from error
-            if not isinstance(env, gymnasium.Env):
-                raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
-            return _flat(wrap(env))
-        assert self.spec is not None
         try:
-            if self.is_atari:
-                return wrap_atari(wrap(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1)))
-            return _flat(wrap(gymnasium.make(self.spec, disable_env_checker=True)))
-        except (gymnasium.error.Error, ImportError) as error:
-            raise cannot_be_made(self.name, error, needed_for=str(self.spec.entry_point)) from error
-
-
-def _flat(env: Env) -> Env:
-    return env if isinstance(env.observation_space, Box) else FlattenObservation(env)
+            if self.spec is None:
+                assert self.maker is not None
+                env = self.maker()
+            elif self.is_atari:
+                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1))
+            else:
+                env = gymnasium.make(self.spec, disable_env_checker=True)
+        except Exception as error:  # whatever is wrong with the user's function
+            raise cannot_be_made(self.name, error, needed_for=str(self.spec and self.spec.entry_point)) from error
+        if not isinstance(env, gymnasium.Env):
+            raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
+        return env if isinstance(env.observation_space, Box) else FlattenObservation(env)
 
 
 def find_env(name: str) -> EnvSource:
@@ -84,7 +78,10 @@ def find_env(name: str) -> EnvSource:
         if callable(maker):
             return EnvSource(name, maker=maker)
     if attribute.startswith("ALE/"):
-        _register_atari(name)
+        try:
+            gymnasium.register_envs(importlib.import_module("ale_py"))
+        except ImportError as error:
+            raise cannot_be_made(name, error, needed_for="ale_py") from error
     try:
         spec = gymnasium.spec(attribute)
     except gymnasium.error.Error as error:
@@ -128,11 +125,3 @@ def cannot_be_made(name: str, error: Exception, needed_for: str = "") -> ValueEr
     if missing and extra:
         message += f"; install what it needs with: {install_command(extra)}"
     return ValueError(message)
-
-
-def _register_atari(name: str) -> None:
-    try:
-        import ale_py
-    except ImportError as error:
-        raise cannot_be_made(name, error, needed_for="ale_py") from error
-    gymnasium.register_envs(ale_py)

@@ -14,7 +14,6 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from ...launch.signals import STOP_SIGNALS
 from ..settings import RunSettings
-from .envpool import make_envpool
 from .interface import Environments, seed_from
 from .lookup import EnvSource, cannot_be_made, find_env
 from .spaces import check_spaces
@@ -37,8 +36,6 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
         ValueError: the environment does not exist here, is not of a kind that the trainer can learn, or does not step
             in the way that the settings ask for.
     """
-    if settings.vectorization == "envpool":
-        return make_envpool(settings, rank=rank, restart=restart)
     source = find_env(settings.env)
     kind = settings.vectorization
     if kind == "auto":

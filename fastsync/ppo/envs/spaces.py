@@ -13,8 +13,7 @@ from ..settings import RunSettings
 
 Array = NDArray[Any]
 
-LEAST_IMAGE_SIZE = 36
-"""Height and width that the convolutions need at the least."""
+LEAST_IMAGE_SIZE = 36  # height and width that the convolutions need
 
 
 def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space[Any]) -> None:
@@ -65,9 +64,7 @@ def action_translator(space: Space[Any]) -> Callable[[Array], Array]:
         return lambda actions: np.clip(actions, low, high).astype(dtype, copy=False)
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
     start = space.start
-    if not np.any(start):
-        return lambda actions: actions
-    return lambda actions: actions + start
+    return (lambda actions: actions + start) if np.any(start) else (lambda actions: actions)
 
 
 def random_actions(space: Space[Any], num_envs: int, generator: np.random.Generator) -> Array:

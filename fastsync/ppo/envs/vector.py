@@ -1,11 +1,12 @@
 """Environments that gymnasium steps: copies, one by one or in processes, and those that are vectorised by themselves.
 
 They go on inside an episode: it begins again with its seed, and the actions since are repeated. That is exact where an
-episode is a function of its seed and its actions.
+episode is a function of its seed and its actions, which a trial shows.
 """
 
 from __future__ import annotations
 
+import copy
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -14,12 +15,14 @@ import numpy as np
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
-from .interface import Array, Environments, Transition, seed_from
+from .interface import Array, Environments, same_values, seed_from
 
 MAX_ACTIONS = 100_000
 """Of one episode that can be gone on with. An Atari game has up to 27,000."""
 MAX_BYTES = 16 << 20
 """Of the actions of environments that are vectorised by themselves: 16 million steps of CartPole."""
+TRIAL_STEPS = 100
+"""Of the episode that is played twice before an environment goes on."""
 
 
 class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -77,8 +80,10 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         return {"episode": self._episode, "actions": np.array(self._actions), "resets": list(self._resets)}
 
     def restore(self) -> bool:
-        """Goes back to ``restore_from``. False where repeating the actions does not lead there."""
+        """Goes back to ``restore_from``. False where seed and actions do not lead there, or not to the same twice."""
         actions, resets = list(self.restore_from["actions"]), self.restore_from["resets"]
+        if not all(map(same_values, self._trial(), self._trial())):
+            return False
         observation, _ = self._begin(self.restore_from["episode"])
         ended = [False, False]
         for number in range(len(actions) + 1):
@@ -94,6 +99,17 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._told_again = observation
         return True
 
+    def _trial(self) -> list[Any]:
+        """What an episode tells, in as many steps as two of one seed must have in common, by actions of one seed."""
+        space = copy.deepcopy(self.env.action_space)  # which may be the environment's own source of randomness
+        space.seed(0)
+        told: list[Any] = [self._begin(self.restore_from["episode"])[0]]
+        ended: list[Any] = [False]
+        while not any(ended) and len(told) < TRIAL_STEPS:
+            observation, reward, *ended, _ = self.env.step(space.sample())
+            told.append(np.array([*np.ravel(observation), reward, *ended], np.float64))
+        return told
+
     def _begin(self, episode: int, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self._episode, self._actions, self._resets = episode, [], []
         return self.env.reset(seed=seed_from(*self._stream, episode), options=options)
@@ -105,23 +121,15 @@ class RecordedEnvironments(Environments):
     Args:
         vector: holds them.
         counts_games: episodes are what the environment calls a finished game, not what ends for the policy.
-        others: see ``Environments``.
+        first_index: see ``Environments``.
     """
 
-    def __init__(self, vector: SyncVectorEnv | AsyncVectorEnv, *, counts_games: bool = False, **others: Any) -> None:
-        super().__init__(vector.num_envs, vector.single_observation_space, vector.single_action_space, **others)
-        self._vector = vector
+    def __init__(self, vector: SyncVectorEnv | AsyncVectorEnv, *, first_index: int, counts_games: bool = False) -> None:
+        super().__init__(vector, first_index=first_index)
         self._counts_games = counts_games
         if isinstance(vector, AsyncVectorEnv):
             # At exit multiprocessing ends processes by a signal that these are deaf to, and waits for them.
             self._at_exit = Finalize(None, self.close, exitpriority=0)
-
-    def _reset(self) -> Array:
-        observations: Array = self._vector.reset()[0]
-        return observations
-
-    def _step(self, actions: Array) -> Transition:
-        return self._vector.step(actions)
 
     def _finished_episodes(self, indices: list[int], infos: dict[str, Any]) -> list[tuple[int, float, int]]:
         if not self._counts_games:
@@ -146,7 +154,7 @@ class RecordedEnvironments(Environments):
 
     def close(self) -> None:
         if isinstance(self._vector, SyncVectorEnv):
-            self._vector.close()
+            super().close()
             return
         # Not the vector environment's own way, which waits without a limit for processes that may be dead or hang.
         self._at_exit.cancel()
@@ -162,17 +170,15 @@ class VectorizedEnvironments(Environments):
     Args:
         vector: the implementation.
         seed: of its one source of randomness.
-        others: see ``Environments``.
+        first_index: see ``Environments``.
     """
 
-    def __init__(self, vector: VectorEnv[Any, Any, Any], *, seed: int, **others: Any) -> None:
-        super().__init__(vector.num_envs, vector.single_observation_space, vector.single_action_space, **others)
-        self._vector = vector
-        self._next_seed = self._seed = seed
+    def __init__(self, vector: VectorEnv[Any, Any, Any], *, seed: int, first_index: int) -> None:
+        super().__init__(vector, first_index=first_index)
+        self._next_seed = seed
         space = self.single_action_space
         few = isinstance(space, Discrete) and space.start == 0 and space.n <= 256
         self._kept_dtype: Any = np.uint8 if few else space.dtype
-        self._actions = bytearray()
 
     def _reset(self) -> Array:
         return self._begin(self._next_seed)
@@ -182,7 +188,7 @@ class VectorizedEnvironments(Environments):
         observations: Array = self._vector.reset(seed=seed)[0]
         return observations
 
-    def _step(self, actions: Array) -> Transition:
+    def _step(self, actions: Array) -> Any:
         if len(self._actions) <= MAX_BYTES:
             self._actions += actions.astype(self._kept_dtype).tobytes()
         return self._vector.step(actions)
@@ -199,6 +205,3 @@ class VectorizedEnvironments(Environments):
         for row in np.frombuffer(state["actions"].tobytes(), self._kept_dtype).reshape(shape):
             observations = self._step(row.astype(self.single_action_space.dtype))[0]
         return observations
-
-    def close(self) -> None:
-        self._vector.close()

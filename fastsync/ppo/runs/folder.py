@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"
 
 # What another policy, or other observations, would follow from: weights that were learnt mean nothing then.
-_FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "lstm_size", "norm_observations")
+_FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "norm_observations")
 # Where a run lies, rather than what it does.
 _UNMENTIONED = ("resume", "run_name", "runs_dir")
 
@@ -53,7 +53,7 @@ def open_run(settings: RunSettings, world_size: int) -> Iterator[Opened]:
     """Opens the folder of a run, and locks it for the time of a ``with`` block. One rank calls it.
 
     resume=None begins in a new folder. "auto" goes on in the folder of that name (without a time) from its newest good
-    checkpoint, or begins in it. A checkpoint begins a new folder.
+    checkpoint, or begins in it. A checkpoint begins a new folder. Ranks that were started again go on in any case.
 
     Raises:
         ValueError: the folder of a new run exists, what is to be resumed does not, somebody trains in it, or it cannot
@@ -84,7 +84,7 @@ def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
     name = settings.run_name or default_run_name(settings, None if goes_on else time.time())
     folder = _named(name, settings.runs_dir)
     if folder.exists():
-        if not goes_on:
+        if not goes_on and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             how = "choose another run_name, remove it, or go on in it with resume='auto'"
             raise ValueError(f"the run folder {folder} exists already; {how}")
         stack.enter_context(_locked(folder))
@@ -93,7 +93,7 @@ def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
         found = CheckpointFolder(folder / CHECKPOINTS).newest(notes.append)
     except RuntimeError as error:
         raise RuntimeError("\n".join([str(error), *notes])) from error
-    if source:
+    if found is None and source:
         found = source, load_checkpoint(source)
     if found is None:
         return folder, None, notes

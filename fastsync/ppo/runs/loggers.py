@@ -51,14 +51,11 @@ class CsvLog:
         self._file: Any = None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        row: dict[str, Any] = {"step": step} | {
-            name: "" if math.isnan(value) else value for name, value in scalars.items()
-        }
         if self._writer is None:
             # Columns of the rows before stay, though another number of ranks may no longer fill them.
-            self._start(list(dict.fromkeys([*row, *(name for old in self._rows for name in old)])))
+            self._start(list(dict.fromkeys(["step", *scalars, *(name for old in self._rows for name in old)])))
         assert self._writer is not None
-        self._writer.writerow(row)
+        self._writer.writerow({"step": step} | _known(scalars))
         self._file.flush()
 
     def _start(self, columns: Sequence[str]) -> None:
