@@ -33,7 +33,3 @@ class Payout(gymnasium.Env[Any, Any]):
 
 def discrete() -> gymnasium.Env[Any, Any]:
     return Payout(spaces.Discrete(2))
-
-
-def continuous() -> gymnasium.Env[Any, Any]:
-    return Payout(spaces.Box(-np.inf, np.inf, (1,), np.float32))

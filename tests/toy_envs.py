@@ -73,13 +73,6 @@ class Grid(Countdown):
     observation_space = spaces.Box(0, 1, (4, 4), dtype=np.float32)
 
 
-class Bytes(Countdown):
-    observation_space = spaces.Box(0, 255, (3,), dtype=np.uint8)
-
-    def look(self) -> Any:
-        return super().look().astype(np.uint8)
-
-
 class Image(Countdown):
     observation_space = spaces.Box(0, 255, (3, 36, 40), dtype=np.uint8)
 

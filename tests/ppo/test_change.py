@@ -21,7 +21,7 @@ from fastsync.ppo.evaluate import main
 from fastsync.ppo.fused import Operator, Perceptron, fingerprint, fuse
 from fastsync.ppo.policies import categorical, make_policy
 from fastsync.ppo.ppo import Settings, discounted_sums, ppo_loss, train
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 from tests.toy_envs import Countdown
 
 TINY = Settings(total_steps=600, num_envs=4, num_steps=16, num_epochs=2)
@@ -134,16 +134,6 @@ def test_a_loss_of_ones_own_runs_and_its_figures_are_in_every_log(tmp_path: Path
     newest = max(tmp_path.glob("run *"), key=lambda path: path.stat().st_mtime)
     tags = EventAccumulator(str(newest)).Reload().Tags()["scalars"]
     assert {"learning/kl_penalty", "learning/value_error", "learning/policy_loss"} <= set(tags)
-
-
-def without_figures(new: Any, batch: Any, settings: Any, remaining: float) -> Any:
-    return ppo_loss(new, batch, settings, remaining)[0], {}
-
-
-def test_a_loss_that_does_not_tell_the_kl_divergence_is_named(tmp_path: Path):
-    trained(tmp_path, loss=without_figures)
-    with pytest.raises(RankError, match=r"target_kl=0\.1 needs the loss to return a figure called approx_kl"):
-        trained(tmp_path, replace(TINY, target_kl=0.1), loss=without_figures)
 
 
 def penalised_by_a_setting(new: Any, batch: Any, settings: Any, remaining: float) -> Any:

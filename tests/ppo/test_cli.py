@@ -144,16 +144,6 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_a_rank_that_is_alone_says_that_it_was_stopped(tmp_path: Path):
-    process = start(tmp_path, *ALONE, "--total-steps", "1000000000", "--num-envs", "4", "--run-name", "tiny")
-    wait_for_updates(process, tmp_path / "runs" / "tiny", 2)
-    process.send_signal(signal.SIGUSR1)
-    stopped = end(process)
-    assert stopped.returncode == 143, stopped.stderr
-    assert "SIGUSR1" in stopped.stdout
-    assert find_checkpoint(tmp_path / "runs" / "tiny").step == read_steps(tmp_path / "runs" / "tiny")[-1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

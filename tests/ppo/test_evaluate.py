@@ -71,13 +71,6 @@ def test_actions_can_be_drawn():
     assert evaluate(DISCRETE, leaning_to_1(50.0), 3, stochastic=True).returns == [31.0] * 3
 
 
-@pytest.mark.parametrize("name", ["Bytes", "Image"])
-def test_bytes_are_seen_as_in_training(name: str):
-    settings = Settings(env=f"tests.toy_envs:{name}")
-    result = evaluate(settings, policy_for(settings), 2)
-    assert len(result.returns) == 2
-
-
 def test_a_normalised_policy_sees_what_it_saw_in_training():
     settings = replace(DISCRETE, norm_observations=True, precision="fp64")
     policy = policy_for(settings)

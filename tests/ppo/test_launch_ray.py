@@ -82,18 +82,6 @@ def test_the_trainer_goes_on_from_its_last_checkpoint_when_a_worker_dies(
     assert load_checkpoint(max((run / "checkpoints").glob("step-*.pt"))).step >= 100_000
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nnodes": 2, "master_addr": "x"}, "launcher='ray' has its own machines; leave out nnodes"),
-        ({"settings": Settings(resume="runs/x")}, "with launcher='ray' a run goes on with resume='auto'"),
-    ],
-)
-def test_what_ray_decides_is_refused(options: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        Launch(launcher="ray", **options)
-
-
 def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.train", None)

@@ -24,13 +24,6 @@ def test_running_moments_are_those_of_all_rows_so_far():
         torch.testing.assert_close(running.variance, rows.var(0, correction=0), rtol=1e-6, atol=1e-9)
 
 
-def test_moments_travel_with_the_state_dict():
-    running, other = RunningMoments(2), RunningMoments(2)
-    running.update(moments(torch.tensor([[1.0, 2.0], [3.0, 7.0]]), torch.ones(2, dtype=torch.bool)))
-    other.load_state_dict(running.state_dict())
-    assert torch.equal(other.mean, torch.tensor([2.0, 4.5], dtype=torch.float64))
-
-
 def test_observations_are_normalised_and_cut_off():
     normalizer = ObservationNormalizer(2)
     observations = torch.tensor([[1.0, 5.0], [3.0, -1e6]])

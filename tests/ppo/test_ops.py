@@ -105,13 +105,6 @@ def test_frozen_layers_get_no_gradient():
     assert [parameter.grad is None for parameter in fused.parameters()] == [True, True, False, False, False, False]
 
 
-def test_perceptron_can_be_exported():
-    fused = Perceptron(*layers("tanh"))
-    inputs = torch.randn(5, 4)
-    exported = torch.export.export(fused, (inputs,)).module()
-    torch.testing.assert_close(exported(inputs), fused(inputs))
-
-
 def test_perceptron_under_autocast_casts_as_its_layers():
     plain = layers("relu")
     with torch.autocast("cpu", torch.bfloat16):

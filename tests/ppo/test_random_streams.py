@@ -33,13 +33,6 @@ def test_streams_do_not_depend_on_the_rank_they_are_on():
         assert torch.equal(alone.bits(*shape), torch.cat([rank.bits(*shape) for rank in ranks], dim=1))
 
 
-def test_streams_go_on_where_they_were():
-    first, second = streams(), streams()
-    first.bits(3, 2)
-    second.num_draws = first.num_draws
-    assert torch.equal(first.bits(4), second.bits(4))
-
-
 def test_no_two_draws_are_alike():
     drawn = [streams(seed).bits(50, 2) for seed in range(5)]
     again = streams()

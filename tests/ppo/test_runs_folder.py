@@ -178,15 +178,6 @@ def test_a_run_that_is_alive_is_left_alone(settings: Settings, tmp_path: Path, e
         assert checkpoint.step == 20
 
 
-def test_a_file_system_without_locks_is_named(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(lock: object) -> None:
-        raise NotImplementedError("FileSystem does not appear to support flock")
-
-    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
-    with pytest.warns(UserWarning, match="run cannot be locked: see to it that nobody else trains there"):
-        opened(replace(settings, run_name="run"))
-
-
 def everything(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

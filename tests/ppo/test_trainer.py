@@ -210,17 +210,6 @@ def test_compression_halves_the_bytes(outcomes: Outcomes, runs_dir: Path):
     assert compressed.sync.wire_bytes == pytest.approx(plain.sync.wire_bytes / 2, rel=0.01)
 
 
-def refuse_second_run(rank: int, world_size: int, settings: Settings) -> None:
-    train(settings, CPU)
-
-
-def test_a_run_folder_is_not_written_over(tmp_path: Path):
-    (tmp_path / "taken").mkdir()
-    settings = replace(TINY, runs_dir=str(tmp_path), run_name="taken")
-    with pytest.raises(RankError, match=r"ValueError: .*taken"):
-        run_ranks(refuse_second_run, 1, settings, timeout=120)
-
-
 def train_on_nan(rank: int, world_size: int, settings: Settings) -> None:
     train(settings, CPU)
 
