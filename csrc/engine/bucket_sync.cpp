@@ -188,15 +188,13 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
   const bool is_shared = team->shares_memory();
   totals_->shares_memory = is_shared;
   totals_->num_hosts = is_shared ? teams.num_hosts() : 1;
-  team->begin(sync.attempt);
   if (sync.scatter) {
-    if (is_shared) {
-      teams.shared()->announce(agreement->number);
-    }
+    team->begin(sync.attempt, agreement->number);
     sync.scatter->memory.plan =
         std::make_shared<const Plan>(reduce_scatter(team, sync.tag, bucket, sync.scatter->factor));
     return std::make_unique<BucketSum>(std::move(bucket), sync.scatter->memory);
   }
+  team->begin(sync.attempt);
   const bool is_across_hosts = team->size() < teams.all()->size();
   const bool at_once = is_across_hosts && adds_hosts_at_once(bucket, sync.compression);
   const auto algorithm = is_across_hosts ? Algorithm::kTwoLevel

@@ -55,7 +55,8 @@ class Planner {
   int64_t values_of_piece(bool in_shards) const {
     const bool is_small = !shares_memory() && bytes_of(bucket_.num_values, bucket_.grad_dtype) <= kOnePieceBytes;
     const int64_t least = is_small ? kOnePieceBytes : (in_shards ? num_parts_ * kSmallestShardBytes : 0);
-    return values_in(std::max(plan_.team->piece_bytes(), least), bucket_.wire_dtype) / kBlockValues * kBlockValues;
+    const int64_t bytes = bucket_.device.is_cpu() ? std::max(kPieceBytes, least) : INT64_MAX / 2;
+    return values_in(bytes, bucket_.wire_dtype) / kBlockValues * kBlockValues;
   }
 
   // lay_out(piece) for pieces of so many values each.

@@ -1,4 +1,4 @@
-// What the control groups (cgroups, of version 1 or 2) of this process still let it use.
+// What the control groups (cgroups, of version 2) of this process still let it use.
 #pragma once
 
 #include <cstdint>

@@ -1,18 +1,12 @@
 #include "transport/host.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
-#include <cerrno>
 #include <cstdlib>
-#include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <functional>
-#include <map>
-#include <mutex>
-#include <type_traits>
-#include <utility>
 
 #include "transport/agreement.h"
 
@@ -22,16 +16,12 @@ namespace {
 
 using Group = Host::Group;
 
-constexpr int64_t kLongestText = 256;
+constexpr int64_t kLongestText = 512;
 
 // Not every rank could do its part, and all have heard why.
 struct CannotShare {
   std::string why;
 };
-
-std::vector<std::string> gather(const Group& group, const std::string& text) {
-  return gather_texts(group, text.substr(0, kLongestText - 1), kLongestText, c10::kCPU);
-}
 
 // What the call throws, as text; empty where it throws nothing.
 std::string failure_of(const std::function<void()>& call) {
@@ -45,18 +35,12 @@ std::string failure_of(const std::function<void()>& call) {
   }
 }
 
-// Every rank does its part, and hears what each rank's returned. All throw CannotShare where one has thrown.
-template <class Part>
-std::vector<std::string> vote(const Group& group, const Part& part) {
+// Every rank does its part, and hears what each rank has to tell. All throw CannotShare where one has thrown.
+std::vector<std::string> vote(const Group& group, const std::function<void(std::string& told)>& part) {
   std::string text;
-  const std::string failure = failure_of([&] {
-    if constexpr (std::is_void_v<decltype(part())>) {
-      part();
-    } else {
-      text = part();
-    }
-  });
-  std::vector<std::string> found = gather(group, failure.empty() ? "+" + text : "-" + failure);
+  const std::string failure = failure_of([&] { part(text); });
+  text = failure.empty() ? "+" + text : "-" + failure;
+  std::vector<std::string> found = gather_texts(group, text.substr(0, kLongestText - 1), kLongestText, c10::kCPU);
   for (size_t rank = 0; rank < found.size(); ++rank) {
     if (found[rank].front() == '-') {
       throw CannotShare{c10::str("rank ", rank, ": ", found[rank].substr(1))};
@@ -66,25 +50,17 @@ std::vector<std::string> vote(const Group& group, const Part& part) {
   return found;
 }
 
-// Empty where it is not set.
-std::string setting() {
+bool is_on() {
   const char* const value = std::getenv("FASTSYNC_SHARED_MEMORY");
-  return value == nullptr ? "" : value;
+  const std::string setting = value == nullptr ? "" : value;
+  TORCH_CHECK_VALUE(setting.empty() || setting == "0" || setting == "1",
+                    "fastsync: FASTSYNC_SHARED_MEMORY: expected 0 or 1, got '", setting, "'");
+  return setting != "0";
 }
 
-bool is_on(std::string value) {
-  std::transform(value.begin(), value.end(), value.begin(), [](unsigned char letter) { return std::tolower(letter); });
-  if (value.empty() || value == "1" || value == "yes" || value == "true" || value == "on") {
-    return true;
-  }
-  TORCH_CHECK_VALUE(value == "0" || value == "no" || value == "false" || value == "off",
-                    "fastsync: FASTSYNC_SHARED_MEMORY: expected 0 or 1, got '", setting(), "'");
-  return false;
-}
-
-// Memory that shows that this process can share some.
+// A file that shows that this process can share memory.
 Descriptor try_memory() {
-  TORCH_CHECK(is_on(setting()), "FASTSYNC_SHARED_MEMORY=", setting());
+  TORCH_CHECK(is_on(), "FASTSYNC_SHARED_MEMORY=0");
   Descriptor memory = SharedMemory::make(1);
   const SharedMemory shared(memory, 1);
   shared.check_room();
@@ -92,19 +68,15 @@ Descriptor try_memory() {
   return memory;
 }
 
-// One that ends with the process, or when that closes the memory. A child that is forked does not have it.
-struct flock lock_of(int64_t rank) {
-  struct flock lock{};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = rank;
-  lock.l_len = 1;
-  return lock;
-}
-
-void hold_lock(const Descriptor& memory, int64_t rank) {
-  struct flock lock = lock_of(rank);
-  TORCH_CHECK(fcntl(memory.number(), F_SETLK, &lock) == 0, "fcntl(F_SETLK): ", std::strerror(errno));
+// The same for processes that find each other's memory in /proc. Those of several network namespaces could, too, but
+// are meant to be apart.
+std::string name_of_host() {
+  std::string name;
+  TORCH_CHECK(std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), name), "the machine has no boot_id");
+  for (const char* const space : {"/proc/self/ns/pid", "/proc/thread-self/ns/net"}) {
+    name += " " + std::filesystem::read_symlink(space).string();
+  }
+  return c10::str(name, " user ", geteuid());
 }
 
 int64_t first_byte_of(int64_t place, int64_t size, int64_t bytes) {
@@ -114,139 +86,65 @@ int64_t first_byte_of(int64_t place, int64_t size, int64_t bytes) {
 
 }  // namespace
 
-std::chrono::milliseconds limit_of(c10d::ProcessGroup& group) {
-  try {
-    return group.getBackend(c10::kCPU)->getBackendOptions()->timeout;
-  } catch (const std::exception&) {
-    return kBackendDefaultTimeout;
-  }
-}
-
-void Host::check_setting() { is_on(setting()); }
+void Host::check_setting() { is_on(); }
 
 std::string Host::obstacle() {
-  return failure_of([] { try_memory(); });
-}
-
-std::shared_ptr<Host> Host::of(const Group& group) {
-  static std::mutex mutex;
-  struct Entry {
-    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;  // so that no other comes to its address
-    std::weak_ptr<Host> host;
-  };
-  static auto& hosts = *new std::map<const c10d::ProcessGroup*, Entry>();
-  std::shared_ptr<Host> known;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    std::erase_if(hosts, [](const auto& entry) { return entry.second.host.expired(); });
-    if (const auto found = hosts.find(group.get()); found != hosts.end()) {
-      known = found->second.host.lock();
-    }
-  }
-  // On some ranks the last one that used it may be gone.
-  const auto ids = gather(group, known ? known->id_ : "");
-  if (known && std::all_of(ids.begin(), ids.end(), [&](const auto& id) { return id == known->id_; })) {
-    return known;
-  }
-  std::shared_ptr<Host> made(new Host(group));
-  const std::lock_guard<std::mutex> lock(mutex);
-  hosts.insert_or_assign(group.get(), Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), made});
-  return made;
+  return failure_of([] { SharedMemory::address_of(try_memory()); });
 }
 
 // See Note [Sharing memory with processes that nobody forked].
 Host::Host(const Group& group) {
-  const int64_t rank = group->getRank();
   try {
-    Descriptor listener;
-    const auto names = vote(group, [&] {
-      locks_ = try_memory();
-      const std::string name = random_name();
-      listener = listen_at(name);
-      return name;
-    });
-    id_ = names.front();
-    const auto firsts = vote(group, [&] {
-      for (int64_t peer = 0; peer < rank; ++peer) {
-        if (Descriptor connection = connect_to(names[peer]); connection.is_open()) {
-          connections_.push_back(std::move(connection));
-          return std::to_string(peer);
-        }
+    const auto names = vote(group, [](std::string& told) { told = name_of_host(); });
+    for (int64_t rank = 0; rank < group->getSize(); ++rank) {
+      const auto is_of_it = [&](const Ranks& ranks) { return names[ranks.front()] == names[rank]; };
+      const auto host = std::find_if(hosts_.begin(), hosts_.end(), is_of_it);
+      if (rank == group->getRank()) {
+        place_ = host - hosts_.begin();
       }
-      return std::to_string(rank);
+      host == hosts_.end() ? hosts_.push_back({rank}) : host->push_back(rank);
+    }
+    if (hosts_.size() == names.size()) {
+      throw CannotShare{"no two ranks are on one host, in one network namespace"};
+    }
+    presences_ = vote(group, [&](std::string& told) {
+      presence_ = try_memory();
+      told = SharedMemory::address_of(presence_);
     });
-    find_hosts(firsts, rank);
-    vote(group, [&] {
-      if (is_first(group)) {
-        connections_ = accept_all(listener);
-        hand_out(locks_);
+    vote(group, [&](std::string& /*told*/) {
+      for (const int64_t rank : ranks()) {
+        SharedMemory::open(presences_[rank]);
       }
-    });
-    vote(group, [&] {
-      if (!is_first(group)) {
-        locks_ = receive_descriptor(connections_.front());
-      }
-      hold_lock(locks_, rank);
     });
   } catch (const CannotShare& failure) {
     why_not_ = failure.why;
     hosts_.clear();
-    connections_.clear();
+    presence_ = Descriptor();
   }
 }
 
-// By the first rank that each one reaches.
-void Host::find_hosts(const std::vector<std::string>& firsts, int64_t rank) {
-  std::map<size_t, Ranks> by_first;
-  for (size_t other = 0; other < firsts.size(); ++other) {
-    const size_t first = std::stoul(firsts[other]);
-    by_first[first].push_back(static_cast<int64_t>(other));
-    if (firsts[first] != firsts[other]) {
-      throw CannotShare{c10::str("rank ", first, " reaches a process that rank ", other, " on its host does not")};
-    }
-  }
-  if (by_first.size() == firsts.size()) {
-    throw CannotShare{"no two ranks are on one host, in one network namespace"};
-  }
-  for (auto& [first, ranks] : by_first) {
-    if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) {
-      place_ = hosts_.size();
-    }
-    hosts_.push_back(std::move(ranks));
-  }
-}
-
-void Host::hand_out(const Descriptor& memory) const {
-  for (const Descriptor& connection : connections_) {
-    send_descriptor(connection, memory);
-  }
-}
-
-bool Host::has_left(int64_t rank) const {
-  struct flock lock = lock_of(rank);
-  return fcntl(locks_.number(), F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
-}
-
-std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std::string& why_not) {
+std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std::string& why_not) const {
+  const int64_t rank = group->getRank();
+  const bool is_first = rank == ranks().front();
   try {
     Descriptor memory;
-    vote(group, [&] {
-      if (is_first(group)) {
+    const auto addresses = vote(group, [&](std::string& told) {
+      if (is_first) {
         memory = SharedMemory::make(bytes);
-        hand_out(memory);
+        told = SharedMemory::address_of(memory);
       }
     });
     std::shared_ptr<SharedMemory> shared;
-    vote(group, [&] {
-      if (!is_first(group)) {
-        memory = receive_descriptor(connections_.front());
+    vote(group, [&](std::string& /*told*/) {
+      if (!is_first) {
+        memory = SharedMemory::open(addresses[ranks().front()]);
       }
       shared = std::make_shared<SharedMemory>(memory, bytes);
       shared->check_room();
     });
-    vote(group, [&] {
+    vote(group, [&](std::string& /*told*/) {
       const auto size = static_cast<int64_t>(ranks().size());
-      const int64_t place = std::find(ranks().begin(), ranks().end(), group->getRank()) - ranks().begin();
+      const int64_t place = std::find(ranks().begin(), ranks().end(), rank) - ranks().begin();
       shared->claim(memory, first_byte_of(place, size, bytes), first_byte_of(place + 1, size, bytes));
     });
     return shared;
@@ -260,8 +158,7 @@ std::vector<Host::Ranks> hosts_of(const Group& group) {
   if (group->getSize() == 1 || group->getBackend(c10::kCPU)->getBackendName() != "gloo") {
     return {};
   }
-  const auto host = Host::of(group);
-  return host->why_not().empty() ? host->hosts() : std::vector<Host::Ranks>();
+  return Host(group).hosts();
 }
 
 }  // namespace fastsync

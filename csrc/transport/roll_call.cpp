@@ -12,14 +12,13 @@
 #include <functional>
 #include <future>
 #include <map>
-#include <mutex>
-#include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace fastsync {
@@ -35,6 +34,8 @@ constexpr milliseconds kLimit(4000);     // for the store, which may hang
 constexpr milliseconds kMoment(200);     // at the process's end
 
 const char* const kQuestion = "fastsync/where";
+const char* const kNoAnswer = "no answer, so it is stopped or gone, or has no engine of this group";
+const char* const kThreadName = "fastsync calls";
 
 template <class Kind>
 const Kind* as(const StorePtr& store) {
@@ -44,8 +45,8 @@ const Kind* as(const StorePtr& store) {
 
 // One that a thread may use that never has the GIL: a store may also be Python's.
 bool is_usable(const StorePtr& store) {
-  return store && (as<c10d::TCPStore>(store) != nullptr || as<c10d::FileStore>(store) != nullptr ||
-                   as<c10d::HashStore>(store) != nullptr);
+  return as<c10d::TCPStore>(store) != nullptr || as<c10d::FileStore>(store) != nullptr ||
+         as<c10d::HashStore>(store) != nullptr;
 }
 
 // By the port of its peer, which stands at one place in both kinds of addresses.
@@ -61,24 +62,14 @@ bool is_connected(int socket, uint16_t port) {
 // Throws where the server of a TCPStore has ended. Its client would warn of that, with a stack trace, as at the end of
 // a job whose rank 0 holds the store and ends first. The client does not tell which socket is its own.
 void check_server(const StorePtr& store) {
-  TORCH_CHECK(store, "the store is gone");
+  bool is_there = store.defined();
   if (const auto* const tcp = as<c10d::TCPStore>(store)) {
-    thread_local int newest = -1;
-    bool is_there = is_connected(newest, tcp->getPort());
-    for (auto each = std::filesystem::directory_iterator("/proc/self/fd"); !is_there && each != end(each); ++each) {
-      newest = std::stoi(each->path().filename());
-      is_there = is_connected(newest, tcp->getPort());
-    }
-    TORCH_CHECK(is_there, "the store is gone");
+    const std::filesystem::directory_iterator files("/proc/self/fd");
+    is_there = std::any_of(begin(files), end(files), [&](const auto& file) {
+      return is_connected(std::stoi(file.path().filename()), tcp->getPort());
+    });
   }
-}
-
-std::vector<uint64_t> global_ranks_of(const c10d::ProcessGroup& group) {
-  try {
-    return group.getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
-  } catch (const std::exception&) {
-    return {};
-  }
+  TORCH_CHECK(is_there, "the store is gone");
 }
 
 std::string key_of(int64_t rank) { return c10::str(kQuestion, "/", rank); }
@@ -87,8 +78,23 @@ int64_t now() {
   return std::chrono::duration_cast<milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// What a rank writes: when, by its own clock, and where it stands.
-std::string word_of(const std::string& where) { return c10::str(now(), " ", where); }
+// The words of all ranks: when, by their own clocks, and where they stand. Empty of those that have written none.
+std::vector<std::string> words_in(c10d::Store& store, int64_t size) {
+  std::vector<std::string> keys;
+  for (int64_t rank = 0; rank < size; ++rank) {
+    keys.push_back(key_of(rank));
+  }
+  if (!store.check(keys)) {
+    for (const std::string& key : keys) {
+      store.compareSet(key, std::string(), std::string());  // for multiGet waits for those that are not there
+    }
+  }
+  std::vector<std::string> words;
+  for (const auto& bytes : store.multiGet(keys)) {
+    words.emplace_back(bytes.begin(), bytes.end());
+  }
+  return words;
+}
 
 // By the words of a rank before and after a while in which it had to write a new one.
 std::string where_is(const std::string& before, const std::string& after) {
@@ -96,292 +102,222 @@ std::string where_is(const std::string& before, const std::string& after) {
   if (before != after) {
     return where;
   }
-  std::string text = "no answer, so it is stopped or gone, or has no engine of this group";
-  if (!after.empty()) {
-    const int64_t seconds = std::max<int64_t>(0, now() - std::atoll(after.c_str())) / 1000;
-    text += c10::str(", last heard of ", seconds, " s ago: ", where);
-  }
-  return text;
+  const int64_t seconds = std::max<int64_t>(0, now() - std::atoll(after.c_str())) / 1000;
+  return kNoAnswer + (after.empty() ? "" : c10::str(", last heard of ", seconds, " s ago: ", where));
 }
-
-std::string why_none(bool has_server) {
-  const char* const of_agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
-  const char* const holder = of_agent != nullptr && std::string(of_agent) == "True"
-                                 ? ": the launcher, which holds it, is stopped or gone"
-                                 : ": the process that holds it, as a rule rank 0's, is stopped or gone";
-  return c10::str(". Where the other ranks are is not known, for the store of their group does not answer",
-                  has_server ? holder : "");
-}
-
-constexpr const char* kThreadName = "fastsync calls";
 
 }  // namespace
 
-// This process as one rank of a group.
-struct Whereabouts::Place : std::enable_shared_from_this<Place> {
-  explicit Place(const c10d::ProcessGroup& of)
-      : group(&of), rank(of.getRank()), size(of.getSize()), global_ranks(global_ranks_of(of)), store(of.getStore()) {}
-
-  void write(const std::string& where);
-  std::vector<std::string> read(c10d::Store& from) const;
-  std::string roll_call() const;
-  std::string roll_call_in_time();
-  std::string names(const std::vector<int64_t>& ranks) const;
-
-  const c10d::ProcessGroup* const group;  // to be compared only
-  const int64_t rank;
-  const int64_t size;
-  const std::vector<uint64_t> global_ranks;          // empty where they are the same, or not known
-  const c10::weak_intrusive_ptr<c10d::Store> store;  // the group's, which may have a server that has to end with it
-  std::optional<std::string> answered;               // the newest question
-};
-
 // ---- what is in the store -------------------------------------------------------------------------------------------
 
-// A FileStore keeps all that was ever written. There a rank writes at first, and when somebody asks.
-void Whereabouts::Place::write(const std::string& where) {
-  const StorePtr to = store.lock();
+// To a TCPStore it waits for no answer, so that a store that hangs holds nobody up. A FileStore keeps all that was ever
+// written: there a rank writes at first, and when somebody has asked.
+void Whereabouts::write(const std::string& where) {
+  const StorePtr to = store_.lock();
   check_server(to);
   if (as<c10d::FileStore>(to) != nullptr) {
-    const std::string question = to->check({kQuestion}) ? to->get_to_str(kQuestion) : "";
-    if (std::exchange(answered, question) == question) {
+    const int64_t number = to->check({kQuestion}) ? std::stoll(to->get_to_str(kQuestion)) : 0;
+    if (std::exchange(answered_, number) == number) {
       return;
     }
   }
-  to->set(key_of(rank), word_of(where));
-}
-
-// The words of all ranks. multiGet waits for those that are not there, so they become empty ones.
-std::vector<std::string> Whereabouts::Place::read(c10d::Store& from) const {
-  std::vector<std::string> keys;
-  for (int64_t each = 0; each < size; ++each) {
-    keys.push_back(key_of(each));
-  }
-  if (!from.check(keys)) {
-    for (const std::string& key : keys) {
-      from.compareSet(key, std::string(), std::string());
-    }
-  }
-  std::vector<std::string> words;
-  for (const auto& bytes : from.multiGet(keys)) {
-    words.emplace_back(bytes.begin(), bytes.end());
-  }
-  return words;
+  to->set(key_of(rank_), c10::str(now(), " ", where));
 }
 
 // First who is missing, then who is elsewhere, last who is where this rank is.
-std::string Whereabouts::Place::roll_call() const {
-  const StorePtr from = store.lock();
+std::string Whereabouts::ask() const {
+  const StorePtr from = store_.lock();
   check_server(from);
-  from->set(kQuestion, word_of(std::to_string(rank)));
+  from->add(kQuestion, 1);
   const auto deadline = Clock::now() + kPatience;
-  const std::vector<std::string> before = read(*from);
+  const std::vector<std::string> before = words_in(*from, size_);
   std::vector<std::string> after = before;
   while (!std::equal(before.begin(), before.end(), after.begin(), std::not_equal_to<>()) && Clock::now() < deadline) {
-    std::this_thread::sleep_for(std::max(kPeriod / 20, milliseconds(size)));
-    after = read(*from);
+    std::this_thread::sleep_for(std::max(kPeriod / 20, milliseconds(size_)));
+    after = words_in(*from, size_);
   }
-  std::map<std::pair<int, std::string>, std::vector<int64_t>> ranks_at;
-  const std::string mine = where_is(before[rank], after[rank]);
-  for (int64_t each = 0; each < size; ++each) {
-    const std::string where = where_is(before[each], after[each]);
-    ranks_at[{where.starts_with("no answer") ? 0 : where == mine ? 2 : 1, where}].push_back(each);
+  std::map<std::pair<int, std::string>, std::string> ranks_at;
+  const std::string mine = where_is(before[rank_], after[rank_]);
+  for (int64_t rank = 0; rank < size_; ++rank) {
+    const std::string at = where_is(before[rank], after[rank]);
+    std::string& ranks = ranks_at[{at.starts_with(kNoAnswer) ? 0 : at == mine ? 2 : 1, at}];
+    ranks += (ranks.empty() ? "rank " : ", ") + name_of(rank);
   }
   std::string text;
   for (const auto& [at, ranks] : ranks_at) {
-    text += (text.empty() ? ". Where the ranks are: " : "; ") + names(ranks) + ": " + at.second;
+    text += c10::str(text.empty() ? ". Where the ranks are: " : "; ", ranks, ": ", at.second);
   }
   return text;
 }
 
-// On a thread of its own, for a store may hang.
-std::string Whereabouts::Place::roll_call_in_time() {
-  try {
-    std::packaged_task<std::string()> task([place = shared_from_this()] {
-      pthread_setname_np(pthread_self(), kThreadName);
-      return place->roll_call();
-    });
-    auto told = task.get_future();
-    std::thread(std::move(task)).detach();
-    if (told.wait_for(kLimit) == std::future_status::ready) {
-      return told.get();
-    }
-  } catch (const std::exception&) {  // of the store's
-  }
-  return why_none(as<c10d::TCPStore>(store.lock()) != nullptr);
-}
-
-// "rank 0, 2 (global 4, 6)"
-std::string Whereabouts::Place::names(const std::vector<int64_t>& ranks) const {
-  std::string names;
-  std::string global;
-  bool differ = false;
-  for (const int64_t each : ranks) {
-    const auto of_rank = global_ranks.empty() ? each : static_cast<int64_t>(global_ranks[each]);
-    differ |= of_rank != each;
-    names += (names.empty() ? "rank " : ", ") + std::to_string(each);
-    global += (global.empty() ? "" : ", ") + std::to_string(of_rank);
-  }
-  return differ ? names + " (global " + global + ")" : names;
+std::string Whereabouts::name_of(int64_t rank) const {
+  const auto global = global_ranks_.empty() ? rank : static_cast<int64_t>(global_ranks_[rank]);
+  return std::to_string(rank) + (global == rank ? "" : c10::str(" (global ", global, ")"));
 }
 
 // ---- what the process does ------------------------------------------------------------------------------------------
 
-// The engines of this process, and a thread that writes where they stand. Never destroyed, for the thread may sit in a
-// call of a store that hangs. Children that are forked do without: the connections are their parent's.
+// The engines of this process, and a thread that writes for them. Never destroyed, for the thread may sit in a call of
+// a store that hangs. Children that are forked do without: the connections are their parent's.
 struct RollCall {
-  static RollCall& instance();
-  bool is_own() const { return process_id == getpid(); }
+  using Engines = std::vector<std::shared_ptr<Whereabouts>>;
 
-  void add(Whereabouts& engine, c10d::ProcessGroup& group);
-  void remove(Whereabouts& engine);
+  static RollCall* of_this_process();  // null in a forked child
+  void add(const std::shared_ptr<Whereabouts>& engine);
   void write_all();
-  std::string position(const Whereabouts::Place& place) const;
+  static std::string position(const Whereabouts& engine, const Engines& engines);
 
   const pid_t process_id = getpid();
-  std::mutex mutex;  // guards the next; never held during a call of a store
-  std::vector<Whereabouts*> engines;
+  std::mutex mutex;  // guards the next two; never held during a call of a store
+  std::vector<std::weak_ptr<Whereabouts>> engines;
+  bool has_thread = false;
   std::timed_mutex writing;  // held during a call of a store by the thread
 };
 
-RollCall& RollCall::instance() {
+RollCall* RollCall::of_this_process() {
   static RollCall* const only = [] {
     auto* const made = new RollCall;
-    std::thread([made] {
-      pthread_setname_np(pthread_self(), kThreadName);
-      for (;; std::this_thread::sleep_for(kPeriod)) {
-        made->write_all();
-      }
-    }).detach();
     // For good: what stores are made of is torn down next.
     std::atexit([] {
-      if (instance().is_own()) {
-        std::ignore = instance().writing.try_lock_for(kMoment);
+      if (RollCall* const own = of_this_process()) {
+        std::ignore = own->writing.try_lock_for(kMoment);
       }
     });
     return made;
   }();
-  return *only;
+  return only->process_id == getpid() ? only : nullptr;
 }
 
-void RollCall::add(Whereabouts& engine, c10d::ProcessGroup& group) {
+// Before the thread begins, so that the first word is written at once.
+void RollCall::add(const std::shared_ptr<Whereabouts>& engine) {
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto other = std::find_if(engines.begin(), engines.end(),
-                                  [&](const Whereabouts* each) { return each->place_->group == &group; });
-  engine.place_ = other == engines.end() ? std::make_shared<Whereabouts::Place>(group) : (*other)->place_;
-  engines.push_back(&engine);
-}
-
-void RollCall::remove(Whereabouts& engine) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::erase(engines, &engine);
+  engines.push_back(engine);
+  if (!std::exchange(has_thread, true)) {
+    std::thread([this] {
+      pthread_setname_np(pthread_self(), kThreadName);
+      for (;; std::this_thread::sleep_for(kPeriod)) {
+        write_all();
+      }
+    }).detach();
+  }
 }
 
 void RollCall::write_all() {
-  std::map<std::shared_ptr<Whereabouts::Place>, std::string> words;
+  Engines living;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    for (const Whereabouts* engine : engines) {
-      words[engine->place_] = position(*engine->place_);
+    std::erase_if(engines, [](const auto& engine) { return engine.expired(); });
+    for (const auto& engine : engines) {
+      living.push_back(engine.lock());
     }
   }
-  for (const auto& [place, where] : words) {
+  std::erase(living, nullptr);
+  for (const auto& engine : living) {
+    const std::string where = position(*engine, living);
     const std::lock_guard<std::timed_mutex> lock(writing);
     try {
-      place->write(where);
+      engine->write(where);
     } catch (const std::exception&) {  // the store is gone: whoever asks is told
     }
   }
 }
 
-// What others are told: where the engines of the group wait, or else those of other groups.
-std::string RollCall::position(const Whereabouts::Place& place) const {
+// Where the engines of its group wait, or else those of other groups, or else what they did last.
+std::string RollCall::position(const Whereabouts& engine, const Engines& engines) {
   std::string here;
   std::string elsewhere;
-  std::vector<std::string> resting;
-  for (const Whereabouts* engine : engines) {
-    const bool is_here = engine->place_.get() == &place;
-    if (is_here && engine->is_resting()) {
-      resting.push_back(engine->text());
-    } else if (!engine->is_resting() && (is_here || !engine->has_failed_)) {
-      std::string& text = is_here ? here : elsewhere;
-      text += (text.empty() ? "" : " and ") + engine->text();
+  std::string resting;
+  for (const auto& each : engines) {
+    const std::lock_guard<std::mutex> lock(each->mutex_);
+    const bool is_here = each->store_ == engine.store_;
+    if (is_here || (each->is_waiting_ && !each->has_failed_)) {
+      std::string& text = !is_here ? elsewhere : each->is_waiting_ ? here : resting;
+      text += (text.empty() ? "" : " and ") + each->where_;
     }
   }
-  if (!here.empty()) {
-    return here;
-  }
-  if (!elsewhere.empty()) {
-    return "with another group, " + elsewhere;
-  }
-  return resting.size() == 1 ? resting.front() : "in no sync";
+  return !here.empty() ? here : elsewhere.empty() ? resting : "with another group, " + elsewhere;
 }
 
 // ---- what an engine notes -------------------------------------------------------------------------------------------
 
-std::shared_ptr<Whereabouts> Whereabouts::of(c10d::ProcessGroup& group, std::string engine) {
-  std::shared_ptr<Whereabouts> whereabouts(new Whereabouts(std::move(engine)));
-  if (group.getSize() > 1 && is_usable(group.getStore()) && RollCall::instance().is_own()) {
-    RollCall::instance().add(*whereabouts, group);
+Whereabouts::Whereabouts(const c10d::ProcessGroup& group, const std::string& engine)
+    : of_engine_(" of " + engine),
+      rank_(group.getRank()),
+      size_(group.getSize()),
+      store_(group.getStore()),
+      where_("not yet in a sync" + of_engine_) {
+  try {
+    global_ranks_ = group.getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
+  } catch (const std::exception&) {  // a backend around another one may not tell
+  }
+}
+
+std::shared_ptr<Whereabouts> Whereabouts::of(c10d::ProcessGroup& group, const std::string& engine) {
+  std::shared_ptr<Whereabouts> whereabouts(new Whereabouts(group, engine));
+  if (RollCall* const calls = whereabouts->can_ask() ? RollCall::of_this_process() : nullptr) {
+    calls->add(whereabouts);
   }
   return whereabouts;
 }
 
-Whereabouts::~Whereabouts() {
-  if (place_ && RollCall::instance().is_own()) {
-    RollCall::instance().remove(*this);
-  }
-}
+bool Whereabouts::can_ask() const { return size_ > 1 && is_usable(store_.lock()); }
 
-void Whereabouts::enter(Phase phase, int64_t step) {
-  step_.store(step, std::memory_order_relaxed);
-  has_failed_.store(false, std::memory_order_relaxed);
-  phase_.store(phase, std::memory_order_relaxed);
-}
-
-void Whereabouts::agree(int64_t step, std::string why) {
+void Whereabouts::wait(const char* what, int64_t step, const std::string& why) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  why_ = std::move(why);
-  enter(Phase::kAgreeing, step);
+  step_ = step;
+  where_ = what + of_step() + why;
+  is_waiting_ = true;
+  has_failed_ = false;
 }
 
-void Whereabouts::average(int64_t step) { enter(Phase::kAveraging, step); }
+void Whereabouts::agree(int64_t step, const std::string& why) { wait("agreeing before ", step, ", because " + why); }
 
-void Whereabouts::give_up() { phase_.store(Phase::kGivenUp, std::memory_order_relaxed); }
+void Whereabouts::average(int64_t step) { wait("averaging in ", step, ""); }
+
+void Whereabouts::give_up() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  where_ = "past " + of_step() + ", in which its backward failed";
+  is_waiting_ = true;
+}
 
 void Whereabouts::rest() {
-  if (!has_failed_.load(std::memory_order_relaxed)) {
-    phase_.store(Phase::kResting, std::memory_order_relaxed);
-  }
-}
-
-std::string Whereabouts::text() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const int64_t step = step_;
-  const std::string of_step = c10::str("step ", step, " of ", engine_);
-  switch (phase_.load()) {
-    case Phase::kAveraging:
-      return "averaging in " + of_step;
-    case Phase::kGivenUp:
-      return "past " + of_step + ", in which its backward failed";
-    case Phase::kAgreeing:
-      return "agreeing before " + of_step + ", because " + why_;
-    case Phase::kResting:
-      break;
+  if (!has_failed_ && is_waiting_) {
+    where_ = "in no sync, after " + of_step();
+    is_waiting_ = false;
   }
-  return step < 0 ? "not yet in a sync of " + engine_ : "in no sync, after " + of_step;
 }
 
+// On a thread of its own, for a store may hang.
 std::string Whereabouts::roll_call() {
-  has_failed_ = true;
-  if (!place_ || !RollCall::instance().is_own()) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    has_failed_ = true;
+  }
+  if (!can_ask() || RollCall::of_this_process() == nullptr) {
     return "";
   }
   const std::lock_guard<std::mutex> lock(asking_);
-  if (told_.empty() || Clock::now() - told_at_ > kPatience) {  // else another bucket has just asked
-    told_ = place_->roll_call_in_time();
-    told_at_ = Clock::now();
+  if (!told_.empty() && Clock::now() - told_at_ <= kPatience) {  // another bucket has just asked
+    return told_;
   }
+  told_ = ". Where the other ranks are is not known, for the store of their group does not answer";
+  told_ += as<c10d::TCPStore>(store_.lock()) == nullptr
+               ? ""
+               : ": the process that holds it, the launcher or rank 0's, is stopped or gone";
+  try {
+    std::packaged_task<std::string()> task([self = shared_from_this()] {
+      pthread_setname_np(pthread_self(), kThreadName);
+      return self->ask();
+    });
+    auto told = task.get_future();
+    std::thread(std::move(task)).detach();
+    if (told.wait_for(kLimit) == std::future_status::ready) {
+      told_ = told.get();
+    }
+  } catch (const std::exception&) {  // of the store's
+  }
+  told_at_ = Clock::now();
   return told_;
 }
 

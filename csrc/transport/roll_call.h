@@ -4,24 +4,23 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
+#include <vector>
 
 namespace fastsync {
 
 // Where one engine stands. Thread-safe; touches no Python object.
-class Whereabouts {
+class Whereabouts : public std::enable_shared_from_this<Whereabouts> {
  public:
   // The engine is named in what other ranks are told.
-  static std::shared_ptr<Whereabouts> of(c10d::ProcessGroup& group, std::string engine);
-  ~Whereabouts();
+  static std::shared_ptr<Whereabouts> of(c10d::ProcessGroup& group, const std::string& engine);
 
   // Waits for the ranks to agree before a step, and why.
-  void agree(int64_t step, std::string why);
+  void agree(int64_t step, const std::string& why);
   // Averages gradients. This and the next are for every step.
   void average(int64_t step);
   // Its backward failed, and it waits for nobody.
@@ -35,22 +34,26 @@ class Whereabouts {
 
  private:
   friend struct RollCall;
-  struct Place;
-  enum class Phase { kResting, kAgreeing, kAveraging, kGivenUp };
 
-  explicit Whereabouts(std::string engine) : engine_(std::move(engine)) {}
+  Whereabouts(const c10d::ProcessGroup& group, const std::string& engine);
+  void wait(const char* what, int64_t step, const std::string& why);
+  std::string of_step() const { return "step " + std::to_string(step_) + of_engine_; }
+  bool can_ask() const;
+  void write(const std::string& where);
+  std::string ask() const;
+  std::string name_of(int64_t rank) const;
 
-  void enter(Phase phase, int64_t step);
-  bool is_resting() const { return phase_.load(std::memory_order_relaxed) == Phase::kResting; }
-  std::string text() const;
-
-  const std::string engine_;
-  std::shared_ptr<Place> place_;  // null where there is nobody to ask, or no way to
-  std::atomic<Phase> phase_ = Phase::kResting;
-  std::atomic<int64_t> step_ = -1;
-  std::atomic<bool> has_failed_ = false;
-  mutable std::mutex mutex_;  // guards why_
-  std::string why_;
+  const std::string of_engine_;
+  const int64_t rank_;
+  const int64_t size_;
+  std::vector<uint64_t> global_ranks_;                // empty where they are the same, or not known
+  const c10::weak_intrusive_ptr<c10d::Store> store_;  // the group's, which may have a server that has to end with it
+  int64_t answered_ = -1;                             // the newest question, for the thread
+  std::mutex mutex_;                                  // guards the next four
+  std::string where_;
+  int64_t step_ = -1;
+  bool is_waiting_ = false;
+  bool has_failed_ = false;
   std::mutex asking_;  // held by who asks; guards the next two
   std::string told_;
   std::chrono::steady_clock::time_point told_at_;

@@ -18,13 +18,10 @@ std::shared_ptr<SharedGather> SharedGather::of(const c10::intrusive_ptr<c10d::Pr
   if (!make_team(group, c10::kCPU)->sends_at_once()) {
     return nullptr;
   }
-  const auto host = Host::of(group);
   std::string why_not;
-  auto team = SharedTeam::make(group, host, kRowBytes, why_not, "message");
-  if (!team || team->size() < group->getSize()) {
-    return nullptr;
-  }
-  return std::shared_ptr<SharedGather>(new SharedGather(std::move(team)));
+  auto team = SharedTeam::make(group, std::make_shared<Host>(group), kRowBytes, why_not, "message");
+  const bool is_whole = team && team->size() == group->getSize();
+  return std::shared_ptr<SharedGather>(is_whole ? new SharedGather(std::move(team)) : nullptr);
 }
 
 SharedGather::SharedGather(std::shared_ptr<SharedTeam> team)

@@ -9,6 +9,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
+#include <random>
+#include <system_error>
 
 #include "transport/cgroup.h"
 
@@ -27,17 +30,39 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 }
 
 // Some systems ask for the flag, and old ones do not know it.
-int new_memory() {
+int new_memory(const std::string& name) {
   const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
-  const int made = memfd_create("fastsync", flags | MFD_NOEXEC_SEAL);
-  return made >= 0 || errno != EINVAL ? made : memfd_create("fastsync", flags);
+  const int made = memfd_create(name.c_str(), flags | MFD_NOEXEC_SEAL);
+  return made >= 0 || errno != EINVAL ? made : memfd_create(name.c_str(), flags);
+}
+
+std::string random_name() {
+  std::random_device random;
+  return c10::str("fastsync-", random(), "-", random(), "-", random(), "-", random());
+}
+
+// The system makes it of the name that the memory was given. Empty where there is no such file.
+std::string name_at(const std::string& path, std::error_code& error) {
+  return std::filesystem::read_symlink(path, error).string();
+}
+
+// An address is a path in /proc and, behind a space, the name that is found there.
+std::pair<std::string, std::string> path_and_name(const std::string& address) {
+  const size_t space = address.find(' ');
+  return {address.substr(0, space), address.substr(space + 1)};
 }
 
 }  // namespace
 
+Descriptor::~Descriptor() {
+  if (number_ >= 0) {
+    close(number_);
+  }
+}
+
 Descriptor SharedMemory::make(int64_t bytes) {
-  Descriptor memory(new_memory());
-  if (!memory.is_open()) {
+  Descriptor memory(new_memory(random_name()));
+  if (memory.number() < 0) {
     raise("memfd_create", bytes);
   }
   if (ftruncate(memory.number(), bytes) != 0) {
@@ -49,11 +74,36 @@ Descriptor SharedMemory::make(int64_t bytes) {
   return memory;
 }
 
+// The process by its number in /proc, which need not be the one that getpid gives.
+std::string SharedMemory::address_of(const Descriptor& memory) {
+  const std::string process = std::filesystem::read_symlink("/proc/self").string();
+  const std::string path = c10::str("/proc/", process, "/fd/", memory.number());
+  return c10::str(path, " ", std::filesystem::read_symlink(path).string());
+}
+
+// What stands at the path may be another process's, if the one that told the address has ended.
+Descriptor SharedMemory::open(const std::string& address) {
+  const auto [path, name] = path_and_name(address);
+  Descriptor opened(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  TORCH_CHECK(opened.number() >= 0, "open of another process's memory, ", path, ": ", std::strerror(errno));
+  std::error_code error;
+  TORCH_CHECK(name_at(c10::str("/proc/self/fd/", opened.number()), error) == name, "open of another process's memory, ",
+              path, ": something else is there");
+  return opened;
+}
+
+// A process that may no more be looked at has not ended.
+bool SharedMemory::is_open_at(const std::string& address) {
+  const auto [path, name] = path_and_name(address);
+  std::error_code error;
+  return name_at(path, error) == name || error == std::errc::permission_denied;
+}
+
 SharedMemory::SharedMemory(const Descriptor& memory, int64_t bytes) : bytes_(bytes), process_id_(getpid()) {
   struct stat status{};
   TORCH_CHECK(fstat(memory.number(), &status) == 0 && status.st_size == bytes &&
                   (fcntl(memory.number(), F_GET_SEALS) & kSeals) == kSeals,
-              "another process handed over something else than ", bytes, " bytes of memory");
+              "another process has something else than ", bytes, " bytes of memory");
   void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.number(), 0);
   if (mapped == MAP_FAILED) {
     raise("mmap", bytes);

@@ -16,6 +16,15 @@ namespace {
 // A piece's number is that of its sum and its own.
 constexpr int64_t kPiecesOfASum = 1 << 20;
 
+// The group's time-out. A backend around another one may not tell: then PyTorch's default.
+std::chrono::milliseconds limit_of(c10d::ProcessGroup& group) {
+  try {
+    return group.getBackend(c10::kCPU)->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return kBackendDefaultTimeout;
+  }
+}
+
 int64_t control_bytes(int64_t size, size_t bytes_of_a_rank) {
   constexpr int64_t kPage = 4096;
   return (size * static_cast<int64_t>(bytes_of_a_rank) + kPage - 1) / kPage * kPage;
@@ -70,9 +79,10 @@ SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std:
     : Team(group, c10::kCPU, host->ranks()),
       host_(std::move(host)),
       shared_(std::move(shared)),
-      region_bytes_(region_bytes),
       in_rows_(in_rows),
-      has_cores_(size() <= num_usable_cores()) {}
+      has_cores_(size() <= num_usable_cores()) {
+  region_bytes_ = region_bytes;
+}
 
 SharedTeam::Numbers& SharedTeam::numbers_of(int64_t rank) const {
   return reinterpret_cast<Numbers*>(shared_->data())[rank];
@@ -86,20 +96,22 @@ at::Tensor SharedTeam::allocate(int64_t bytes) {
 }
 
 // A step that failed and is sent again has the same number: others may still wait for it. What a sum says, it says by
-// the newest one's number, so there is no newer one before it has ended.
-void SharedTeam::begin(int64_t attempt) {
-  wait_for_own();
+// the newest one's number, so there is no newer one before it has ended: one that failed may still be driven.
+void SharedTeam::begin(int64_t attempt, int64_t what) {
+  const auto deadline = Waiting::Clock::now() + limit_of(*group_);
+  while (!use_.expired()) {
+    TORCH_CHECK(Waiting::Clock::now() < deadline, "a sum that has failed did not end");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   const int64_t sum = attempt == 0 ? sum_ + 1 : attempt;
   if (sum != sum_) {
     sum_before_ = std::exchange(sum_, sum);
   }
-}
-
-void SharedTeam::announce(int64_t what) {
   constexpr int64_t kWhats = 1 << 20;
-  announced_ = sum_ * kWhats + what % kWhats;
+  announced_ = what < 0 ? 0 : sum_ * kWhats + what % kWhats;
 }
 
+// Where another rank's is of something else, this one does not read its rows.
 void SharedTeam::check_announced() const {
   for (int64_t peer = 0; announced_ != 0 && peer < size(); ++peer) {
     TORCH_CHECK(numbers_of(peer)[kAnnounced].value.load(std::memory_order_relaxed) == announced_, "rank ", ranks_[peer],
@@ -115,15 +127,6 @@ std::shared_ptr<void> SharedTeam::use_rows() {
   auto use = std::make_shared<char>();
   use_ = use;
   return use;
-}
-
-// A sum that failed may still be driven.
-void SharedTeam::wait_for_own() {
-  const auto deadline = Waiting::Clock::now() + limit_of(*group_);
-  while (!use_.expired()) {
-    TORCH_CHECK(Waiting::Clock::now() < deadline, "a sum that has failed did not end");
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
 }
 
 std::unique_ptr<Transfer> SharedTeam::next(int tag, int64_t bytes) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -27,17 +26,12 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
                                           const char* in_rows = "gradients");
 
   at::Tensor allocate(int64_t bytes) override;
-  int64_t region_bytes() const override { return region_bytes_; }
-  void begin(int64_t attempt) override;
-  // After begin, of a sum that another rank may take for another one: what it is of, a number that the ranks have
-  // agreed on. Where theirs is another, this rank does not read their rows: what waits for them throws.
-  void announce(int64_t what);
+  void begin(int64_t attempt, int64_t what = -1) override;
   std::shared_ptr<void> use_rows() override;
   void have_read() override { numbers_of(rank())[kRead].raise_to(sum_); }
   void give_up() override { numbers_of(rank())[kGivenUp].raise_to(1); }
   std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) override;
   std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag) override;
-  bool shares_memory() const override { return true; }
 
  private:
   static constexpr size_t kPhases = 4;
@@ -52,7 +46,6 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
              std::shared_ptr<SharedMemory> shared, int64_t region_bytes, const char* in_rows);
   std::unique_ptr<Transfer> next(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
-  void wait_for_own();
   void check_not_failed();
   void look(size_t which, int64_t number) const;
   void wait_for_all(size_t which, int64_t number);
@@ -60,13 +53,12 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
 
   std::shared_ptr<Host> host_;
   std::shared_ptr<SharedMemory> shared_;
-  int64_t region_bytes_;
   const char* in_rows_;
   bool has_cores_;  // for all ranks
   std::array<Waiting, kPhases + 1> waiting_;
   int64_t sum_ = 0;  // the newest, as every rank counts them
   int64_t sum_before_ = 0;
-  int64_t announced_ = 0;                      // of the newest, 0 where nothing was
+  int64_t announced_ = 0;                      // what the newest is of; 0 where no rank could mistake it
   std::array<int64_t, kPhases> num_pieces_{};  // of the newest
   std::weak_ptr<void> use_;                    // of the rows, by a sum of this rank's
   std::mutex mutex_;                           // guards the next

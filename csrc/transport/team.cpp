@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
-#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -176,9 +175,6 @@ Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std
 at::Tensor Team::allocate(int64_t bytes) {
   return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
-
-// Large enough on a CPU that the number of messages costs nothing, small enough to overlap. NCCL cuts up by itself.
-int64_t Team::piece_bytes() const { return device_.is_cpu() ? kPieceBytes : std::numeric_limits<int64_t>::max() / 2; }
 
 // From each of the others and to each, beginning with the next one.
 std::unique_ptr<Transfer> Team::messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,

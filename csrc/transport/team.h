@@ -58,7 +58,8 @@ class Reduction final : public Transfer {
   void send() override {}  // made for buffers that are filled
 };
 
-// On a CPU: see piece_bytes.
+// How many bytes are worth a transfer of their own, so that packing, travelling and unpacking of neighbours overlap.
+// Large enough that the number of messages costs nothing. NCCL cuts up by itself.
 constexpr int64_t kPieceBytes = 1 << 20;
 
 class Team {
@@ -76,22 +77,19 @@ class Team {
   // first.
   virtual at::Tensor allocate(int64_t bytes);
   // From one member's region to the next one's, where the members share memory.
-  virtual int64_t region_bytes() const { return 0; }
+  int64_t region_bytes() const { return region_bytes_; }
+  // Then rows need not travel, because all members have the buffer.
+  bool shares_memory() const { return region_bytes_ > 0; }
 
   // Before a sum. The attempt, where it is not 0, is the same for those of one step, and more for those of later ones.
-  virtual void begin(int64_t attempt) { (void)attempt; }
+  // Where a rank may take a sum for another one, `what` tells which it is, a number that the ranks have agreed on.
+  virtual void begin(int64_t /*attempt*/, int64_t /*what*/ = -1) {}
   // Before a sum fills its rows: waits until nobody reads what was in them. What it returns is held as long as the sum.
   virtual std::shared_ptr<void> use_rows() { return nullptr; }
   // This rank has read all that it wants to read.
   virtual void have_read() {}
   // This rank sends no more: who waits for it need not do so until the time-out.
   virtual void give_up() {}
-
-  // Whether rows need not travel, because all members have the buffer.
-  virtual bool shares_memory() const { return false; }
-
-  // How many bytes are worth a transfer of their own, so that packing, travelling and unpacking of neighbours overlap.
-  virtual int64_t piece_bytes() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
   c10::Device device() const { return device_; }
@@ -118,6 +116,7 @@ class Team {
   c10::Device device_;
   std::vector<int64_t> ranks_;  // the group's
   int64_t rank_;
+  int64_t region_bytes_ = 0;
   bool sends_at_once_;
   bool has_collectives_;  // it is a whole group that brings all rows in one call
 };

@@ -41,7 +41,7 @@ Teams::Teams(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
 
 const Levels& Teams::hosts() {
   if (may_share_ && !host_) {
-    host_ = Host::of(all_->group());
+    host_ = std::make_shared<Host>(all_->group());
     hosts_ = host_->hosts().empty() ? Levels() : levels_of(*all_, host_->hosts());
   }
   return hosts_;

@@ -29,11 +29,6 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, &word, operation, value, limit, nullptr, 0);
 }
 
-timespec to_timespec(std::chrono::nanoseconds duration) {
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(duration);
-  return {static_cast<time_t>(seconds.count()), static_cast<long>((duration - seconds).count())};
-}
-
 // Where there are cores for all ranks it gives none away, for somebody else who took it would keep it for milliseconds.
 bool is_reached_awake(const SharedNumber& number, int64_t reached, bool has_cores) {
   const auto deadline = Clock::now() + kAwake;
@@ -86,7 +81,7 @@ bool Waiting::until(SharedNumber& number, int64_t reached, bool has_cores, Clock
     number.num_asleep.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = number.num_changes.load(std::memory_order_seq_cst);
     if (number.value.load(std::memory_order_seq_cst) < reached) {
-      const timespec pause = to_timespec(std::min<std::chrono::nanoseconds>(kLookEvery, deadline - now));
+      const timespec pause{0, std::chrono::nanoseconds(kLookEvery).count()};
       futex(number.num_changes, FUTEX_WAIT, seen, &pause);
     }
     number.num_asleep.fetch_sub(1, std::memory_order_seq_cst);

@@ -1,4 +1,4 @@
-"""Network namespaces as hosts: ranks in different ones cannot reach each other's sockets, which is how fastsync tells.
+"""Network namespaces as hosts: ranks in different ones share no memory.
 
 Connections that a process has made stay as they are when it changes its namespace. So ranks connect first, and enter
 their hosts only for as long as fastsync looks for ranks to share memory with.

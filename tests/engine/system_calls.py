@@ -3,55 +3,49 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
-import queue
 import select
 import struct
 import threading
-from collections.abc import Callable
+from typing import NamedTuple
 
 CALLS = {
-    "x86_64": {
-        "futex": 202,
-        "accept4": 288,
-        "connect": 42,
-        "fallocate": 285,
-        "memfd_create": 319,
-        "recvmsg": 47,
-        "seccomp": 317,
-        "sendmsg": 46,
-    },
-    "aarch64": {
-        "futex": 98,
-        "accept4": 242,
-        "connect": 203,
-        "fallocate": 47,
-        "memfd_create": 279,
-        "recvmsg": 212,
-        "seccomp": 277,
-        "sendmsg": 211,
-    },
+    "x86_64": {"futex": 202, "fallocate": 285, "ftruncate": 77, "memfd_create": 319, "openat": 257, "seccomp": 317},
+    "aarch64": {"futex": 98, "fallocate": 47, "ftruncate": 46, "memfd_create": 279, "openat": 56, "seccomp": 277},
 }
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # seccomp(2)
 ALLOW, ERROR, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
 NO_NEW_PRIVILEGES = 38
 SET_MODE_FILTER, NEW_LISTENER = 1, 8
-NOTICE_BYTES, RECEIVE_NOTICE, ANSWER_NOTICE, GO_ON = 80, 0xC0502100, 0xC0182101, 1
 IF_EQUAL, IF_MORE = 0x15, 0x25
 
 
-def refuse(call: str, error: int, above: tuple[int, int] | None = None) -> None:
-    """From now on the system answers with this error: with ``above``, where the argument of that place is more."""
-    _filter(call, ERROR | error, above, jump=IF_MORE)
+class Call(NamedTuple):
+    """A system call: any, or one whose argument of that place, from 0 on, is a number or more than one."""
+
+    name: str
+    place: int | None = None
+    number: int = 0
+    is_more: bool = False
 
 
-def end_at(call: str, how: int, argument: tuple[int, int] | None = None) -> None:
-    """The process gets the signal ``how`` when this thread comes to the call: with ``argument``, one whose argument of
-    that place, from 0 on, is that number.
-    """
-    listener = _filter(call, NOTIFY, argument, NEW_LISTENER)
+OPENS_MEMORY = Call("openat", 2, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+"""Another rank's, in /proc."""
+
+
+def claims_above(num_bytes: int) -> Call:
+    return Call("fallocate", 3, num_bytes, is_more=True)
+
+
+def refuse(call: Call, error: int) -> None:
+    """From now on the system answers with this error."""
+    _filter(call, ERROR | error)
+
+
+def end_at(call: Call, how: int) -> None:
+    """The process gets the signal ``how`` when this thread comes to the call."""
+    listener = _filter(call, NOTIFY, NEW_LISTENER)
 
     def wait() -> None:
         select.select([listener], [], [])  # the call waits for an answer, which it does not get
@@ -60,33 +54,15 @@ def end_at(call: str, how: int, argument: tuple[int, int] | None = None) -> None
     threading.Thread(target=wait, daemon=True).start()
 
 
-def before(call: str, do: Callable[[], object]) -> None:
-    """From now on ``do`` is called on another thread, which comes before any such call of this one."""
-    listeners: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def wait() -> None:
-        listener = listeners.get()
-        while True:
-            notice = bytearray(NOTICE_BYTES)
-            fcntl.ioctl(listener, RECEIVE_NOTICE, notice)
-            do()
-            fcntl.ioctl(listener, ANSWER_NOTICE, bytearray(notice[:8] + struct.pack("qiI", 0, 0, GO_ON)))
-
-    threading.Thread(target=wait, daemon=True).start()  # which the filter does not hold for
-    listeners.put(_filter(call, NOTIFY, flags=NEW_LISTENER))
-
-
-def _filter(
-    call: str, action: int, argument: tuple[int, int] | None = None, flags: int = 0, jump: int = IF_EQUAL
-) -> int:
-    machine = os.uname().machine
-    place, number = argument or (0, 0)
-    looks_at_argument = [(0x20, 0, 0, 16 + 8 * place), (jump, 0, 1, number)] if argument else []
+def _filter(call: Call, action: int, flags: int = 0) -> int:
+    calls, architecture = CALLS[os.uname().machine], ARCHITECTURES[os.uname().machine]
+    jump = IF_MORE if call.is_more else IF_EQUAL
+    looks_at_argument = [] if call.place is None else [(0x20, 0, 0, 16 + 8 * call.place), (jump, 0, 1, call.number)]
     program = [
         (0x20, 0, 0, 4),  # which architecture's call
-        (0x15, 0, 3 + len(looks_at_argument), ARCHITECTURES[machine]),
+        (0x15, 0, 3 + len(looks_at_argument), architecture),
         (0x20, 0, 0, 0),  # which call
-        (0x15, 0, 1 + len(looks_at_argument), CALLS[machine][call]),
+        (0x15, 0, 1 + len(looks_at_argument), calls[call.name]),
         *looks_at_argument,
         (0x06, 0, 0, action),
         (0x06, 0, 0, ALLOW),
@@ -95,6 +71,6 @@ def _filter(
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
-    result = libc.syscall(CALLS[machine]["seccomp"], SET_MODE_FILTER, flags, ctypes.c_char_p(header))
+    result = libc.syscall(calls["seccomp"], SET_MODE_FILTER, flags, ctypes.c_char_p(header))
     assert result >= 0, os.strerror(ctypes.get_errno())
     return int(result)

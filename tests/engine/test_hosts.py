@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,7 +22,6 @@ from fastsync import Compression
 from fastsync.compression import Wire
 from tests import reference
 from tests.engine.hosts import entered, host_of, hosts
-from tests.engine.system_calls import refuse
 from tests.models import assert_same_on_all_ranks, random_grads
 from tests.ranks import run_ranks
 
@@ -254,37 +251,6 @@ def _nodes_that_are_named(rank: int, world_size: int, nodes: Nodes) -> str:
 def test_nodes_that_are_named_share_memory_where_they_are_the_hosts() -> None:
     assert set(run_on_hosts(_nodes_that_are_named, PAIRS)) == {"two_level"}
     assert set(run_on_hosts(_nodes_that_are_named, ALTERNATING)) == {"process_group"}
-
-
-def _fails_once(rank: int, world_size: int, nodes: Nodes) -> None:
-    def average() -> str:
-        parameter = nn.Parameter(torch.zeros(1000))
-        sync = fastsync.attach([parameter], overlap=False)
-        engines.append(sync)
-        for step in range(3):
-            parameter.grad = torch.full((1000,), float(rank + step))
-            sync.synchronize()
-            assert torch.equal(parameter.grad, torch.full((1000,), 1.5 + step))
-        return sync.stats().describe_transport()
-
-    def average_without_memory() -> None:
-        if rank == 2:
-            refuse("memfd_create", errno.EPERM)  # to this thread
-        told.append(average())
-
-    engines: list[fastsync.GradientSynchronizer] = []
-    told: list[str] = []
-    average()
-    thread = threading.Thread(target=average_without_memory)
-    thread.start()
-    thread.join()
-    assert "no shared memory: rank 2: memfd_create" in told[0]
-    assert average() == "shared memory, process group between 2 hosts"
-
-
-def test_memory_of_an_attempt_that_failed_is_not_taken_for_the_next() -> None:
-    """One host has made it and the other has not."""
-    run_on_hosts(_fails_once, PAIRS)
 
 
 # ---- a rank that is lost --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,34 +52,29 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(2, 30)).sum().backward()
 
 
-def where_ranks_are(step: Callable[[], object]) -> str:
+def where_ranks_are(model: nn.Module) -> str:
+    """What the error of its next backward says."""
     with pytest.raises(RuntimeError, match=r"^fastsync: .* failed on rank .* of ") as error:
-        step()
+        backward(model)
     return str(error.value).partition(". Where the ")[2]
 
 
-def good_steps(way: str | fastsync.Compression, group: Group) -> Callable[[], None]:
-    """What takes one more step."""
+def trained(way: str | fastsync.Compression, group: Group) -> tuple[nn.Module, Any]:
+    """A model and its handle after the good steps."""
     model = small_model()
     if way == "hook":
         model = DistributedDataParallel(model, process_group=group)
-        fastsync.register_comm_hook(model, "bf16")
-    elif way != "all_reduce_gradients":
-        fastsync.attach(model, way, process_group=group)
-
-    def step() -> None:
-        backward(model)
-        if way == "all_reduce_gradients":
-            fastsync.all_reduce_gradients(model.parameters(), process_group=group)
-
+        handle: object = fastsync.register_comm_hook(model, "bf16")
+    else:
+        handle = fastsync.attach(model, way, process_group=group)
     for _ in range(GOOD_STEPS):
-        step()
-    return step
+        backward(model)
+    return model, handle
 
 
 def is_stopped(group: Group, way: str | fastsync.Compression, who: int, seconds: float = 0.0) -> str:
     """So long after its good steps, until all others have raised."""
-    step = good_steps(way, group)
+    model, _ = trained(way, group)
     time.sleep(seconds)
     pids = [0] * group.size()
     dist.all_gather_object(pids, os.getpid(), group=group)
@@ -86,71 +82,53 @@ def is_stopped(group: Group, way: str | fastsync.Compression, who: int, seconds:
         os.kill(os.getpid(), signal.SIGSTOP)
         return ""
     try:
-        return where_ranks_are(step)
+        return where_ranks_are(model)
     finally:
         store = dist.distributed_c10d._get_default_store()
         if group.size() == 2 or store.add(f"raised/{pids[who]}", 1) == group.size() - 1:
             os.kill(pids[who], signal.SIGCONT)
 
 
-def wait_for_the_other(group: Group) -> None:
-    store = dist.distributed_c10d._get_default_store()
-    store.add(f"has raised/{group.group_name}", 1)
-    while store.add(f"has raised/{group.group_name}", 0) < group.size():
-        time.sleep(0.05)
-
-
 def last_has_ended(group: Group) -> str:
-    step = good_steps("none", group)
+    model, handle = trained("none", group)
     if group.rank() == 0:
-        return where_ranks_are(step)
-    del step
+        return where_ranks_are(model)
+    del model, handle
     gc.collect()
     time.sleep(TIMEOUT.total_seconds())
     return ""
 
 
 def last_is_busy(group: Group) -> str:
-    step = good_steps("none", group)
+    model, _ = trained("none", group)
     if group.rank() == 1:
         time.sleep(TIMEOUT.total_seconds() + 4)
         return ""
-    return where_ranks_are(step)
+    return where_ranks_are(model)
 
 
-def last_does_it_alone(group: Group, what: Callable[[nn.Module, fastsync.GradientSynchronizer], object]) -> str:
-    model = small_model()
-    sync = fastsync.attach(model, process_group=group)
-    for _ in range(GOOD_STEPS):
-        backward(model)
+def last_does_it_alone(group: Group, way: str, what: Callable[[Any], object]) -> str:
+    model, handle = trained(way, group)
     if group.rank() == 1:
-        what(model, sync)
-    said = where_ranks_are(lambda: backward(model))
-    wait_for_the_other(group)  # with the engine, which answers
-    return said
+        what(handle)
+    return where_both_are(group, model)
 
 
 def last_joins_alone(group: Group) -> str:
-    model = small_model()
-    sync = fastsync.attach(model, process_group=group)
-    for _ in range(GOOD_STEPS):
-        backward(model)
-    with contextlib.suppress(ArithmeticError), sync.join() if group.rank() == 1 else contextlib.nullcontext():
-        said = where_ranks_are(lambda: backward(model))
-        wait_for_the_other(group)
+    model, handle = trained("none", group)
+    with contextlib.suppress(ArithmeticError), handle.join() if group.rank() == 1 else contextlib.nullcontext():
+        said = where_both_are(group, model)
         raise ArithmeticError  # or it would wait for the others at the end
     return said
 
 
-def last_compresses_hook(group: Group) -> str:
-    model = DistributedDataParallel(small_model(), process_group=group)
-    hook = fastsync.register_comm_hook(model)
-    for _ in range(GOOD_STEPS):
-        backward(model)
-    if group.rank() == 1:
-        hook.compression = "bf16"
-    said = where_ranks_are(lambda: backward(model))
-    wait_for_the_other(group)
+def where_both_are(group: Group, model: nn.Module) -> str:
+    """Lives until the other has raised, with its engine, which answers."""
+    said = where_ranks_are(model)
+    store = dist.distributed_c10d._get_default_store()
+    store.add(f"has raised/{group.group_name}", 1)
+    while store.add(f"has raised/{group.group_name}", 0) < group.size():
+        time.sleep(0.05)
     return said
 
 
@@ -163,41 +141,21 @@ CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
         {2: NO_ANSWER, 0: AVERAGING, 1: AVERAGING},
     ),
     "hook, stopped": (2, partial(is_stopped, way="hook", who=1), {1: NO_ANSWER, 0: IN_HOOK}),
-    "all_reduce_gradients, stopped": (
-        2,
-        partial(is_stopped, way="all_reduce_gradients", who=1),
-        {1: NO_ANSWER, 0: "averaging in step 2 of the engine of parameter 0"},
-    ),
     "ended": (
         2,
         last_has_ended,
         {1: NO_ANSWER, 0: AVERAGING},
     ),
     "busy": (2, last_is_busy, {1: "in no sync, after step 1 of the engine of parameter 0.weight", 0: AVERAGING}),
-    "frozen": (
-        2,
-        partial(last_does_it_alone, what=lambda model, sync: model[1].weight.requires_grad_(False)),
-        {1: AGREEING + "parameter 1.weight was frozen", 0: AVERAGING},
-    ),
     "piggyback": (
         2,
-        partial(last_does_it_alone, what=lambda model, sync: sync.piggyback("loss", torch.tensor(1.0))),
+        partial(last_does_it_alone, way="none", what=lambda sync: sync.piggyback("loss", torch.tensor(1.0))),
         {1: AGREEING + "piggybacked value 'loss' is new", 0: AVERAGING},
-    ),
-    "compression": (
-        2,
-        partial(last_does_it_alone, what=lambda model, sync: setattr(sync, "compression", "bf16")),
-        {1: AGREEING + "its compression was set", 0: AVERAGING},
-    ),
-    "weight": (
-        2,
-        partial(last_does_it_alone, what=lambda model, sync: sync.set_weight(2.0)),
-        {1: AGREEING + "a weight was set", 0: AVERAGING},
     ),
     "join": (2, last_joins_alone, {1: AGREEING + "join() began", 0: AVERAGING}),
     "hook, compression": (
         2,
-        last_compresses_hook,
+        partial(last_does_it_alone, way="hook", what=lambda hook: setattr(hook, "compression", "fp16")),
         {
             1: "agreeing before step 2 of a DDP hook, because its compression was set",
             0: IN_HOOK,
@@ -222,20 +180,16 @@ def _all_cases(rank: int, world_size: int, names: Sequence[str]) -> str:
 
 
 def _positions(said: str) -> dict[int, str]:
-    """By rank of the group, from "ranks are: rank 1 (global 3): no answer; rank 0, 2 (global 2, 4): averaging"."""
+    """By rank of the group, from "ranks are: rank 1 (global 3): no answer; rank 0 (global 2), 2: averaging"."""
     positions = {}
     for camp in said.partition(CURE)[0].removeprefix("ranks are: ").split("; "):
-        ranks, where = re.fullmatch(r"rank ([\d, ]+?)(?: \(global [\d, -]+\))?: (.*)", camp).groups()
-        if where.startswith(NO_ANSWER):
-            assert re.fullmatch(r"(, last heard of \d+ s ago: .*)?", where[len(NO_ANSWER) :])
-            where = NO_ANSWER
-        positions.update(dict.fromkeys(map(int, ranks.split(", ")), where))
+        ranks, where = re.fullmatch(r"rank ([^:]+): (.*)", camp).groups()
+        where = re.sub(rf"^({NO_ANSWER}), last heard of \d+ s ago: .*", r"\1", where)
+        positions.update(dict.fromkeys(map(int, re.sub(r" \(global \d+\)", "", ranks).split(", ")), where))
     return positions
 
 
-@pytest.mark.parametrize(
-    ("names", "shared_memory"), [(tuple(CASES), False), (("piggyback", "compression", "weight", "join"), True)]
-)
+@pytest.mark.parametrize(("names", "shared_memory"), [(tuple(CASES), False), (("piggyback", "join"), True)])
 def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[str], shared_memory: bool) -> None:
     world_size = sum(CASES[name][0] for name in names)
     said = iter(run_ranks(_all_cases, world_size, names, shared_memory=shared_memory))
@@ -271,36 +225,6 @@ def test_when_a_rank_was_last_heard_of_is_said() -> None:
     )
 
 
-def _connections_to(port: int) -> int:
-    """Of this process, by the port at the other end."""
-    ends = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            ends[f"socket:[{fields[9]}]"] = int(fields[2].rpartition(":")[2], 16)
-    count = 0
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            count += ends.get(os.readlink(f"/proc/self/fd/{number}")) == port
-    return count
-
-
-def _connections(rank: int, world_size: int, port: int) -> None:
-    default = _open_group_over_tcp(rank, world_size, port)
-    groups = [default, *(dist.new_group() for _ in range(3))]
-    before = _connections_to(port)
-    assert before >= 1
-    steps = [good_steps(way, group) for way in ("none", "hook") for group in groups]
-    time.sleep(1.5)
-    assert len(steps) == 8
-    assert _connections_to(port) == before
-
-
-def test_no_further_connection_to_the_store_is_needed() -> None:
-    """A process has 1,024 descriptors, as a rule: that which holds the store has one for each connection."""
-    run_ranks(_connections, 2, free_port())
-
-
 def _is_killed_at_first(rank: int, world_size: int) -> str:
     group = dist.new_group(timeout=TIMEOUT)
     dist.barrier()
@@ -314,7 +238,7 @@ def _is_killed_at_first(rank: int, world_size: int) -> str:
         time.sleep(TIMEOUT.total_seconds())
         sync.detach()
         return ""
-    return where_ranks_are(lambda: backward(model))
+    return where_ranks_are(model)
 
 
 def _is_killed_before_its_weight(rank: int, world_size: int) -> str:
@@ -326,7 +250,7 @@ def _is_killed_before_its_weight(rank: int, world_size: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     for parameter in model.parameters():
         parameter.register_hook(lambda _: time.sleep(0.5))  # so that backward goes on when it learns of that
-    return where_ranks_are(lambda: backward(model))
+    return where_ranks_are(model)
 
 
 def test_a_rank_that_is_killed_while_weights_are_added_up_is_named() -> None:
@@ -346,8 +270,8 @@ def test_a_rank_that_comes_while_another_asks_is_not_taken_for_lost() -> None:
 def test_a_store_that_does_not_answer_is_said() -> None:
     _, said = run_ranks(_is_stopped_over_tcp, 2, free_port(), 0)
     assert said == (
-        "other ranks are is not known, for the store of their group does not answer: the process that holds it, as a "
-        "rule rank 0's, is stopped or gone"
+        "other ranks are is not known, for the store of their group does not answer: the process that holds it, the "
+        "launcher or rank 0's, is stopped or gone"
     )
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.engine.system_calls import end_at
+from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at
 from tests.ranks import run_ranks
 
 STOPPED = signal.SIGSTOP
@@ -27,7 +27,7 @@ KILLED = signal.SIGKILL
 # The time-out of the groups of which a rank is stopped, and killed: which is noticed long before that.
 TIMEOUTS = {STOPPED: timedelta(seconds=6), KILLED: timedelta(seconds=600)}
 MOST_SECONDS = 25.0
-FUTEX_WAIT = (1, 0)  # its second argument: on a word that processes share, which nobody else waits for like that
+FUTEX_WAIT = Call("futex", 1, 0)  # on a word that processes share, which nobody else waits for like that
 
 Group = dist.ProcessGroup
 Step = Callable[[], object]
@@ -62,7 +62,7 @@ def take_good_steps(step: Step) -> None:
 # ---- where the lost rank is, and what the others do -----------------------------------------------------------------
 
 
-def in_set_up(step: Step, how: signal.Signals, *, at: str) -> None:
+def in_set_up(step: Step, how: signal.Signals, *, at: Call) -> None:
     end_at(at, how)
     step()
 
@@ -75,7 +75,7 @@ def before_a_step(step: Step, how: signal.Signals) -> None:
 def in_a_step(step: Step, how: signal.Signals) -> None:
     """Its gradients are there, and it waits for those of the others."""
     take_good_steps(step)
-    end_at("futex", how, FUTEX_WAIT)
+    end_at(FUTEX_WAIT, how)
     step()
 
 
@@ -114,14 +114,16 @@ class Case(NamedTuple):
 
 CASES = {
     **{
-        f"{at}, rank {lost}, {entry_point}": Case(size, entry_point, lost, partial(in_set_up, at=at), take_one_step, "")
+        f"{at.name}, rank {lost}, {entry_point}": Case(
+            size, entry_point, lost, partial(in_set_up, at=at), take_one_step, ""
+        )
         for size, entry_point, lost, at in [
-            (2, "attach", 0, "memfd_create"),  # before any rank asks the others in
-            (2, "attach", 1, "fallocate"),
-            (3, "attach", 2, "connect"),
-            (3, "hook", 0, "accept4"),
-            (3, "attach", 0, "sendmsg"),  # with the memory, which the others expect
-            (3, "hook", 1, "recvmsg"),
+            (2, "attach", 0, Call("memfd_create")),
+            (2, "attach", 1, Call("fallocate")),
+            (3, "attach", 2, OPENS_MEMORY),  # to see whether it may
+            (3, "hook", 0, OPENS_MEMORY),
+            (3, "attach", 0, Call("ftruncate", 1, 1, is_more=True)),  # of what the others are to open
+            (3, "hook", 1, claims_above(1)),  # which all have opened
         ]
     },
     "before a step, attach": Case(2, "attach", 1, before_a_step, take_steps_until_it_is_lost, "'s gradients"),
