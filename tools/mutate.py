@@ -65,6 +65,7 @@ class Mutation:
 
 def load() -> Iterator[Mutation]:
     """The mistakes, in the order of the list."""
+    file, tests = "", tuple[str, ...]()
     for line in MUTATIONS.read_text().splitlines():
         if line.startswith("  "):
             text, _, rest = line.partition(" => ")
