@@ -1,7 +1,5 @@
 """PPO as CleanRL's ppo.py goes about it, written anew as the baseline: what is measured is its way of working.
 
-Normal actions and normalising wrappers are those of its ppo_continuous_action.py, convolutions those of ppo_atari.py.
-
 It steps a SyncVectorEnv whose environments record their episodes, fills a rollout of tensors row by row, asks two
 separate networks through a Categorical distribution, takes advantages in a loop over the rows, shuffles indices with
 NumPy, reads the clipped share of every minibatch on the host, and writes to TensorBoard after every iteration.
@@ -11,85 +9,45 @@ defaults. (https://github.com/vwxyzjn/cleanrl, https://docs.cleanrl.dev/rl-algor
 
 import tempfile
 import time
-from functools import partial
-from itertools import pairwise
 
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import SyncVectorEnv
-from gymnasium.wrappers import (
-    ClipAction,
-    NormalizeObservation,
-    NormalizeReward,
-    RecordEpisodeStatistics,
-    TransformObservation,
-    TransformReward,
-)
+from gymnasium.wrappers import RecordEpisodeStatistics
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, Independent, Normal
+from torch.distributions import Categorical
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks.baselines.training import GAE_LAMBDA, GAMMA, Outcome, Training
-from fastsync.ppo.envs.lookup import find_env
 
 VALUE_COEF, MAX_GRAD_NORM, ADAM_EPS = 0.5, 0.5, 1e-5
-LIMIT = 10.0
-"""Of normalised observations and rewards."""
-NUM_FEATURES = 512
 
 
 class ActorCritic(nn.Module):
-    """Two networks of two hidden layers, or heads on convolutions in common: for the distribution and for the value."""
+    """Two networks of two hidden layers: for the distribution and for the value."""
 
-    def __init__(self, observation_space: Box, action_space: Box | Discrete, hidden_size: int) -> None:
+    def __init__(self, num_inputs: int, num_actions: int, hidden_size: int) -> None:
         super().__init__()
-        is_continuous = isinstance(action_space, Box)
-        num_outputs = action_space.shape[0] if isinstance(action_space, Box) else int(action_space.n)
-        self.features: nn.Module = nn.Identity()
-        if len(observation_space.shape) == 3:
-            self.features = _convolutions()
-            self.critic, self.actor = _network(NUM_FEATURES, (), 1, 1.0), _network(NUM_FEATURES, (), num_outputs, 0.01)
-        else:
-            num_inputs, hidden = observation_space.shape[0], (hidden_size, hidden_size)
-            self.critic = _network(num_inputs, hidden, 1, last_gain=1.0)
-            self.actor = _network(num_inputs, hidden, num_outputs, last_gain=0.01)
-        self.log_std = nn.Parameter(torch.zeros(1, num_outputs)) if is_continuous else None
+        self.critic = _network(num_inputs, hidden_size, 1, last_gain=1.0)
+        self.actor = _network(num_inputs, hidden_size, num_actions, last_gain=0.01)
 
     def forward(self, observations: Tensor, actions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Actions (drawn if not given), their log probabilities, the entropy, and values of shape (rows, 1)."""
-        features = self.features(observations)
-        distribution = self._distribution(self.actor(features))
+        distribution = Categorical(logits=self.actor(observations))
         if actions is None:
             actions = distribution.sample()
-        return actions, distribution.log_prob(actions), distribution.entropy(), self.critic(features)
-
-    def value(self, observations: Tensor) -> Tensor:
-        """Of shape (rows, 1)."""
-        return self.critic(self.features(observations))
-
-    def _distribution(self, outputs: Tensor) -> Distribution:
-        if self.log_std is None:
-            return Categorical(logits=outputs)
-        return Independent(Normal(outputs, self.log_std.expand_as(outputs).exp()), 1)
+        return actions, distribution.log_prob(actions), distribution.entropy(), self.critic(observations)
 
 
 class Rollout:
     """The experience of num_steps steps of num_envs environments; each tensor has a row a step."""
 
-    def __init__(
-        self,
-        num_steps: int,
-        num_envs: int,
-        observation_shape: tuple[int, ...],
-        action_shape: tuple[int, ...] = (),
-        device: str = "cpu",
-    ) -> None:
+    def __init__(self, num_steps: int, num_envs: int, num_inputs: int, device: str = "cpu") -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(num_steps, num_envs, *shape, device=device)
 
-        self.observations, self.actions = zeros(*observation_shape), zeros(*action_shape)
+        self.observations, self.actions = zeros(num_inputs), zeros()
         self.log_probs, self.rewards, self.dones, self.values = (zeros() for _ in range(4))
 
     def advantages(self, last_value: Tensor, last_done: Tensor, gamma: float, gae_lambda: float) -> Tensor:
@@ -109,11 +67,11 @@ def train(chosen: Training) -> Outcome:
     """Trains for as many whole iterations as fit into ``total_steps``."""
     np.random.seed(chosen.seed)  # noqa: NPY002  the shuffle is NumPy's global one, as it is there
     torch.manual_seed(chosen.seed)
-    envs = SyncVectorEnv([partial(_make_env, chosen)] * chosen.num_envs)
-    observations, actions = envs.single_observation_space, envs.single_action_space
-    agent = ActorCritic(observations, actions, chosen.hidden_size).to(chosen.device)
+    envs = SyncVectorEnv([lambda: RecordEpisodeStatistics(gymnasium.make(chosen.env))] * chosen.num_envs)
+    num_inputs, num_actions = envs.single_observation_space.shape[0], int(envs.single_action_space.n)
+    agent = ActorCritic(num_inputs, num_actions, chosen.hidden_size).to(chosen.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=chosen.learning_rate, eps=ADAM_EPS)
-    rollout = Rollout(chosen.num_steps, chosen.num_envs, observations.shape, actions.shape, chosen.device)
+    rollout = Rollout(chosen.num_steps, chosen.num_envs, num_inputs, chosen.device)
     num_iterations = chosen.total_steps // chosen.batch_size
     with tempfile.TemporaryDirectory() as folder:
         writer = SummaryWriter(folder)
@@ -124,7 +82,7 @@ def train(chosen: Training) -> Outcome:
             optimizer.param_groups[0]["lr"] = chosen.learning_rate * (1.0 - iteration / num_iterations)
             observation, done = _collect(envs, agent, rollout, observation, done)
             with torch.no_grad():
-                last_value = agent.value(observation).reshape(-1)
+                last_value = agent.critic(observation).reshape(-1)
                 advantages = rollout.advantages(last_value, done, GAMMA, GAE_LAMBDA)
             losses = _learn(agent, optimizer, rollout, advantages, chosen)
             steps = (iteration + 1) * chosen.batch_size
@@ -165,8 +123,7 @@ def _learn(
     chosen: Training,
 ) -> dict[str, float]:
     """Updates the agent and returns what is logged."""
-    observations, actions = rollout.observations.flatten(0, 1), rollout.actions.flatten(0, 1)
-    actions = actions if agent.log_std is not None else actions.long()
+    observations, actions = rollout.observations.flatten(0, 1), rollout.actions.reshape(-1).long()
     log_probs, values = rollout.log_probs.reshape(-1), rollout.values.reshape(-1)
     returns, advantages = (advantages + rollout.values).reshape(-1), advantages.reshape(-1)
     indices = np.arange(chosen.batch_size)
@@ -213,39 +170,13 @@ def _value_loss(new_values: Tensor, values: Tensor, returns: Tensor, clip_coef: 
     return 0.5 * torch.max((new_values - returns) ** 2, (near - returns) ** 2).mean()
 
 
-def _make_env(chosen: Training) -> gymnasium.Env:
-    if chosen.is_atari:
-        return find_env(chosen.env).make(RecordEpisodeStatistics)
-    env: gymnasium.Env = RecordEpisodeStatistics(gymnasium.make(chosen.env))
-    if not chosen.normalize:
-        return env
-    env = NormalizeObservation(ClipAction(env))
-    env = TransformObservation(env, lambda seen: np.clip(seen, -LIMIT, LIMIT), env.observation_space)
-    return TransformReward(NormalizeReward(env, gamma=GAMMA), lambda reward: np.clip(reward, -LIMIT, LIMIT))
+def _network(num_inputs: int, hidden_size: int, num_outputs: int, last_gain: float) -> nn.Sequential:
+    first, second = (_initialized(nn.Linear(inputs, hidden_size), 2**0.5) for inputs in (num_inputs, hidden_size))
+    last = _initialized(nn.Linear(hidden_size, num_outputs), last_gain)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last)
 
 
-class _Scaled(nn.Module):
-    def forward(self, images: Tensor) -> Tensor:
-        return images / 255.0
-
-
-def _convolutions() -> nn.Sequential:
-    """Features of four pictures of 84 x 84 (Mnih et al., 2015)."""
-    layers: list[nn.Module] = [_Scaled()]
-    for layer in (nn.Conv2d(4, 32, 8, stride=4), nn.Conv2d(32, 64, 4, stride=2), nn.Conv2d(64, 64, 3)):
-        layers += [_initialized(layer, 2**0.5), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), _initialized(nn.Linear(64 * 7 * 7, NUM_FEATURES), 2**0.5), nn.ReLU())
-
-
-def _network(num_inputs: int, hidden_sizes: tuple[int, ...], num_outputs: int, last_gain: float) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise([num_inputs, *hidden_sizes]):
-        layers += [_initialized(nn.Linear(inputs, outputs), 2**0.5), nn.Tanh()]
-    last = nn.Linear(hidden_sizes[-1] if hidden_sizes else num_inputs, num_outputs)
-    return nn.Sequential(*layers, _initialized(last, last_gain))
-
-
-def _initialized(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Linear | nn.Conv2d:
+def _initialized(layer: nn.Linear, gain: float) -> nn.Linear:
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer

@@ -44,9 +44,6 @@ class Step(Protocol):
 class TrainingStep:
     """The forward is prepared, the backward timed, with what has to follow it (``synchronize``)."""
 
-    keeps_gradients = False
-    """Whether they stay where they are. Setting them to zero takes time, which counts."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -58,13 +55,10 @@ class TrainingStep:
         self.stats = stats
 
     def prepare(self) -> None:
-        if not self.keeps_gradients:
-            self.model.zero_grad()
+        self.model.zero_grad()
         self._loss = self.model()
 
     def run(self) -> None:
-        if self.keeps_gradients:
-            self.model.zero_grad(set_to_none=False)
         self._loss.backward()
         self._synchronize()
 
@@ -155,21 +149,6 @@ def _attach(compression: str) -> Build:
     return build
 
 
-def _kept(build: Build) -> Build:
-    def build_kept(workload: Gradients, group: ProcessGroup) -> Step:
-        step = build(workload, group)
-        step.keeps_gradients = True
-        return step
-
-    return build_kept
-
-
-def _synchronize(workload: Gradients, group: ProcessGroup) -> Step:
-    model = workload.model()
-    sync = fastsync.attach(model, process_group=group, overlap=False)
-    return TrainingStep(model, sync.synchronize, sync.stats)
-
-
 def all_reduce_concatenated(parameters: list[Tensor], group: dist.ProcessGroup | None = None) -> int:
     """Averages gradients as trainers without DDP write it. Returns the bytes that were all-reduced."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -192,12 +171,6 @@ def _after_backward(average: Callable[[list[nn.Parameter], ProcessGroup], object
 
 def _all_reduce_gradients(parameters: list[nn.Parameter], group: ProcessGroup) -> None:
     fastsync.all_reduce_gradients(parameters, process_group=group)
-
-
-def _all_reduce_each(parameters: list[nn.Parameter], group: ProcessGroup) -> None:
-    for parameter in parameters:
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= group.size()
 
 
 class ShardedStep(TrainingStep):
@@ -237,8 +210,8 @@ class Way:
     """Of the engine, as ``compressions`` names it."""
     approximate: bool = False
     """Whether the result is something else than the mean, rounded. Its error is reported and not judged."""
-    nccl_only: bool = False
-    cpu_only: bool = False
+    only: str | None = None
+    """The backend that can run it; None if all can."""
     in_ddp: bool = False
     """Whether the model is wrapped in DDP, whose own overhead is then a part of the step."""
     scatters: bool = False
@@ -247,7 +220,7 @@ class Way:
     @property
     def limit(self) -> str | None:
         """The bare all_reduce of what travels; None where there is none."""
-        return None if self.cpu_only or self.scatters else LIMITS.get(self.wire)
+        return None if self.only == "gloo" or self.scatters else LIMITS.get(self.wire)
 
     @property
     def averages(self) -> bool:
@@ -305,27 +278,23 @@ SHARDED = {
 
 WAYS = {
     "no_sync": Way(_alone, wire=None),
-    SHARED_SUM: Way(BareSum, cpu_only=True),
+    SHARED_SUM: Way(BareSum, only="gloo"),
     **{name: Way(_bare(wire), wire) for wire, name in LIMITS.items()},
     "ddp": Way(_ddp(), in_ddp=True),
     # Gradients are views of the buckets, so that none is copied back. It is copied in all the same, because zero_grad,
     # which sets gradients to None by default, drops the views.
     "ddp/bucket_view": Way(_ddp(gradient_as_bucket_view=True), in_ddp=True),
-    "ddp/bucket_view/kept": Way(_kept(_ddp(gradient_as_bucket_view=True)), in_ddp=True),
     "ddp/allreduce_hook": Way(_ddp(default_hooks.allreduce_hook), in_ddp=True),
     "ddp/fp16_compress_hook": Way(_ddp(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
-    "ddp/bf16_compress_hook": Way(_ddp(default_hooks.bf16_compress_hook), bf16, nccl_only=True, in_ddp=True),
+    "ddp/bf16_compress_hook": Way(_ddp(default_hooks.bf16_compress_hook), bf16, only="nccl", in_ddp=True),
     "ddp/powerSGD_hook": Way(_power_sgd, wire=None, approximate=True, in_ddp=True),
     "cat": Way(_after_backward(all_reduce_concatenated)),
-    "per_parameter": Way(_after_backward(_all_reduce_each)),
     "fastsync.fp16_compress_hook": Way(_ddp(fastsync.fp16_compress_hook), fp16, in_ddp=True),
     **{
         f"{entry_point}/{name}": _through(entry_point, name)
         for entry_point in ENTRY_POINTS
         for name in compressions.DEFAULT
     },
-    "fastsync.attach/none/kept": Way(_kept(_attach("none"))),
-    "fastsync.synchronize/none": Way(_synchronize),
     "fastsync.all_reduce_gradients/none": Way(_after_backward(_all_reduce_gradients)),
     **{
         f"{entry_point}/{name}": _through(entry_point, name)
@@ -338,9 +307,7 @@ WAYS = {
 SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *BARE})
 """Those that training steps can be taken with."""
 BY_DEFAULT = tuple(
-    name
-    for name, way in WAYS.items()
-    if way.compression not in compressions.ON_REQUEST and not way.scatters and not name.endswith("/kept")
+    name for name, way in WAYS.items() if way.compression not in compressions.ON_REQUEST and not way.scatters
 )
 """Those that are measured where none are named."""
 
@@ -362,6 +329,8 @@ def with_their_limits(names: tuple[str, ...]) -> list[str]:
 
 def left_out(names: list[str], backend: str) -> dict[str, str]:
     """Names those of these ways that cannot run on this backend, and why."""
-    if backend == "nccl":
-        return {name: "it is for ranks on the CPU" for name in names if WAYS[name].cpu_only}
-    return {name: f"PyTorch refuses it on {backend}: it takes NCCL" for name in names if WAYS[name].nccl_only}
+    return {
+        name: f"it takes {WAYS[name].only}, and these ranks have {backend}"
+        for name in names
+        if WAYS[name].only not in (None, backend)
+    }

@@ -25,7 +25,7 @@ def test_a_seed_repeats_its_run():
 
 def test_advantages_are_discounted_sums_of_surprises_up_to_the_end_of_an_episode():
     generator = torch.Generator().manual_seed(3)
-    rollout = Rollout(num_steps=6, num_envs=1, observation_shape=(4,))
+    rollout = Rollout(num_steps=6, num_envs=1, num_inputs=4)
     rollout.rewards.copy_(torch.randn(6, 1, generator=generator))
     rollout.values.copy_(torch.randn(6, 1, generator=generator))
     rollout.dones[4] = 1.0  # the episode ends with step 3; step 4 is the first of the next
