@@ -33,7 +33,7 @@ help:
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make lint        ruff, mypy and clang-format'
 	@echo 'make format      let ruff and clang-format rewrite the sources'
-	@echo 'make bench       run the benchmark suites'
+	@echo 'make bench       measure pack and unpack; BENCH_ARGS hands on options'
 	@echo 'make check-cuda  compile the CUDA half where nvcc is on the PATH; needs no GPU'
 	@echo 'make check-aarch64  compile the engine for 64-bit ARM where that compiler is on the PATH'
 	@echo 'make prove-gpu   all that only a GPU can prove, part by part; PART="build tests" for some, PLAN=1 shows the commands'
@@ -121,7 +121,7 @@ format: venv
 	$(BIN)/clang-format -i $(CSRC) $(SHIM)
 
 bench: venv
-	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-columns=median,iqr,rounds $(PYTEST_ARGS)
+	$(BIN)/python -m benchmarks ops $(BENCH_ARGS)
 
 check-cuda: venv
 	$(BIN)/python tools/check_compile.py cuda

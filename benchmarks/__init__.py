@@ -1,4 +1,4 @@
 """Tests of speed. Every figure is a ratio to a baseline and to the limit, measured in the same run.
 
-``python -m benchmarks`` lists the commands for users; the suites ``bench_*.py`` are for developers (``make bench``).
+``python -m benchmarks`` lists the commands.
 """

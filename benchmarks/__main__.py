@@ -13,7 +13,6 @@ COMMANDS = {
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
     "overhead": "what a step costs beside that gradients travel: host time, launches, process-group calls, memory",
     "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
-    "sharded": "training steps of a GPT under fully_shard: PyTorch's reduce-scatter and fastsync's",
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop",
     "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",

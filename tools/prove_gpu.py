@@ -84,7 +84,7 @@ def python(limit: float, *words: str, **environment: str) -> Command:
 def pytest(file: str, keywords: str, limit: float, before: Sequence[str] = (), **environment: str) -> Command:
     """One file's tests in a process of their own: a kernel that fails spoils all that comes after it there."""
     words = ["-m", "pytest", f"tests/{file}", "-m", "gpu", "-k", keywords, "--timeout", "150", "--tb", "short", "-q"]
-    plugins = ["-rfEs", "-p", "pytest_timeout", "-p", "pytest_benchmark.plugin", "-p", "no:cacheprovider"]
+    plugins = ["-rfEs", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
     environment |= {"TESTS_WITHOUT_RANKS": "1"} if file in OPERATORS else {}
     settings = {"FAIL_WITHOUT_CUDA": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
     return Command((*before, sys.executable, *words, *plugins), limit, settings)

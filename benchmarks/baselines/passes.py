@@ -60,16 +60,10 @@ class Buffers:
     def unpack_split(self) -> None:
         for grad, part in zip(self.grads, self._parts(self.wire.to(torch.float32)), strict=True):
             grad.copy_(part)
-
-    def unpack_split_and_norm(self) -> None:
-        self.unpack_split()
         self.norm = torch.nn.utils.get_total_norm(self.grads)
 
     def unpack_foreach(self) -> None:
         torch._foreach_copy_(self.grads, self._parts(self.wire))
-
-    def unpack_foreach_and_norm(self) -> None:
-        self.unpack_foreach()
         self.norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.grads)))
 
     def norm_in_stats(self) -> Tensor:
@@ -100,10 +94,8 @@ PACKS = {
 UNPACKS = {
     COPY: Pass(Buffers.copy),
     "fastsync.unpack, with norm": Pass(Buffers.unpack, Buffers.norm_in_stats),
-    "to + split + copy": Pass(Buffers.unpack_split),
-    "to + split + copy, then norm": Pass(Buffers.unpack_split_and_norm, Buffers.norm_by_torch),
-    "_foreach_copy": Pass(Buffers.unpack_foreach),
-    "_foreach_copy, then norm": Pass(Buffers.unpack_foreach_and_norm, Buffers.norm_by_torch),
+    "to + split + copy, then norm": Pass(Buffers.unpack_split, Buffers.norm_by_torch),
+    "_foreach_copy, then norm": Pass(Buffers.unpack_foreach, Buffers.norm_by_torch),
 }
 PASSES: Mapping[str, Mapping[str, Pass]] = {"pack": PACKS, "unpack": UNPACKS}
 

@@ -10,7 +10,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from benchmarks.harness.options import RankOptions
 from benchmarks.harness.records import Record, RowFile, quantiles
 from benchmarks.network.launch import run_in_namespaces
 from benchmarks.network.namespaces import CONGESTION_CONTROL, Network, NetworkError, burst, why_not
-from benchmarks.network.raw_tcp import RawTcp, check_links
+from benchmarks.network.raw_tcp import ring_rate
 from benchmarks.report.choices import against_the_best
 from benchmarks.report.table import (
     OVERSUBSCRIBED,
@@ -45,7 +45,7 @@ from benchmarks.units import format_rate, parse_rate
 PROG = "python -m benchmarks link"
 MIN_RANKS, MAX_RANKS = 2, 16
 CHECK_SECONDS = 0.5
-"""How long each of two transfers takes that show what the links carry."""
+"""How long the transfer takes that shows what the links carry."""
 CHECK_PORT = 29400
 """Free in a namespace that is new."""
 CHECK_TIMEOUT = 120.0
@@ -177,22 +177,22 @@ def measure_rank(measure_all: Callable[..., list[str]], options: Any, rows: RowF
     # Each phase has a time limit of its own: waiting for the other ranks and then for the transfers; building what is
     # measured, until the benchmark watches over each step.
     faulthandler.dump_traceback_later(2 * CHECK_TIMEOUT, exit=True)
-    raw = check_links(host, links.addresses, CHECK_PORT, links.rate, CHECK_SECONDS, CHECK_TIMEOUT)
+    raw_rate = ring_rate(host, links.addresses, CHECK_PORT, links.rate, CHECK_SECONDS, CHECK_TIMEOUT)
     faulthandler.dump_traceback_later(options.timeout, exit=True)
-    return measure_all(options, LinkRows(rows, links, raw))
+    return measure_all(options, LinkRows(rows, links, raw_rate))
 
 
 class LinkRows:
     """Adds rows to a file, with what there is to say of the link."""
 
-    def __init__(self, rows: RowFile, links: Links, raw: RawTcp) -> None:
-        self._rows, self._links, self._raw = rows, links, raw
+    def __init__(self, rows: RowFile, links: Links, raw_rate: float) -> None:
+        self._rows, self._links, self._raw_rate = rows, links, raw_rate
 
     def add(self, records: Iterable[Record]) -> None:
-        self._rows.add(with_link(list(records), self._links.rate, self._raw, self._links.ranks_per_host))
+        self._rows.add(with_link(list(records), self._links.rate, self._raw_rate, self._links.ranks_per_host))
 
 
-def with_link(records: Sequence[Record], rate: int, raw: RawTcp, ranks_per_host: int = 1) -> Iterator[Record]:
+def with_link(records: Sequence[Record], rate: int, raw_rate: float, ranks_per_host: int = 1) -> Iterator[Record]:
     """Rows of ways that ran in turns, with the link's rate as a setting, and in the figures what follows from it."""
     medians = {record.way: quantiles(record.samples)["median"] for record in records if record.samples}
     for record in records:
@@ -205,9 +205,9 @@ def with_link(records: Sequence[Record], rate: int, raw: RawTcp, ranks_per_host:
             settings[OVERSUBSCRIBED] = True
         figures = {
             **record.figures,
-            **link_figures(num_bytes, medians.get(record.way), rate, raw.rate_ring),
+            **link_figures(num_bytes, medians.get(record.way), rate, raw_rate),
             "ddp_over_this": _ratio(medians.get("ddp"), medians.get(record.way)) if synchronises else None,
-            **{f"raw_{name}": value for name, value in asdict(raw).items()},
+            "raw_rate_ring": raw_rate,
         }
         environment = {**record.environment, "congestion_control": CONGESTION_CONTROL}
         yield replace(record, settings=settings, figures=figures, environment=environment)
@@ -303,11 +303,9 @@ def _title(record: Record) -> str:
     subject = work if record.benchmark == "sync" else f"{settings['model']} ({settings['scale']}), {work}"
     shared = settings.get("ranks_per_host", 1)
     ranks = f"{settings['backend']} ranks" + (f", {shared} on a host," if shared > 1 else "")
-    raw = {name: format_rate(round(figures[f"raw_{name}"])) for name in ("rate_alone", "rate_ring")}
     return (
         f"{subject}, {settings['world_size']} {ranks} on links of {format_rate(settings['link'])}"
         f"{crowded}, {settings['repetitions']} repetitions\n"
-        f"plain TCP: {raw['rate_alone']} on one link, {raw['rate_ring']} on the slowest with all busy, "
-        f"{figures['raw_latency'] * 1e6:.0f} µs one way\n"
+        f"plain TCP: {format_rate(figures['raw_rate_ring'])} on the slowest link with all busy\n"
         f"{measured_on(record)}"
     )

@@ -1,41 +1,28 @@
-"""Plain TCP between hosts in a ring, as a check of what the links carry without PyTorch."""
+"""Plain TCP between hosts in a ring: what the links carry without PyTorch."""
 
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from statistics import median
 
 from torch.distributed import TCPStore
 
-NUM_PINGS = 200
 CHUNK = 2**20
 
 
-@dataclass(frozen=True)
-class RawTcp:
-    """The findings of one check. Payload alone is counted: frames have headers, too."""
+def ring_rate(host: int, addresses: Sequence[str], port: int, rate: int, seconds: float, timeout: float) -> float:
+    """Bit/s of payload on the slowest link while every host sends to the next one: the best that a ring could have.
 
-    latency: float
-    """Seconds that one byte takes from host 0 to host 1: half of the median round trip."""
-    rate_alone: float
-    """Bit/s from host 0 to host 1, while all else is quiet."""
-    rate_ring: float
-    """Bit/s on the slowest link while every host sends to the next one: what a ring all_reduce could have at best."""
-
-
-def check_links(host: int, addresses: Sequence[str], port: int, rate: int, seconds: float, timeout: float) -> RawTcp:
-    """Sends plain TCP from host to host. A collective call of a process on each; the figures are right on host 0.
+    A collective call of a process on each host; what it returns is right on host 0.
 
     Args:
         host: of this process.
         addresses: of all hosts, two at least.
         port: free on host 0, where the processes find each other.
         rate: what the links should carry, in bit/s.
-        seconds: how long each of the two transfers takes at that rate.
+        seconds: how long the transfer takes at that rate.
         timeout: seconds to wait for another host, each time.
 
     Raises:
@@ -45,36 +32,19 @@ def check_links(host: int, addresses: Sequence[str], port: int, rate: int, secon
     """
     store = TCPStore(addresses[0], port, len(addresses), host == 0, timedelta(seconds=timeout))
     num_bytes = max(1, round(rate / 8 * seconds))
-
-    def meet(topic: str) -> None:
-        store.set(f"{topic}/{host}", "")
-        store.wait([f"{topic}/{other}" for other in range(len(addresses))])
-
-    def there_and_back(num_bytes: int) -> None:
-        if host == 0:
-            _send(following, num_bytes)
-            _receive(following, 1)
-        elif host == 1:
-            _receive(previous, num_bytes)
-            _send(previous, 1)
-
-    def around(num_bytes: int) -> None:
+    with _ring(store, host, addresses, timeout) as (previous, following):
+        store.set(f"ready/{host}", "")
+        store.wait([f"ready/{other}" for other in range(len(addresses))])
+        began = time.perf_counter()
         sender = threading.Thread(target=_send, args=(following, num_bytes), daemon=True)
         sender.start()
         _receive(previous, num_bytes)
         sender.join()
-
-    with _ring(store, host, addresses, timeout) as (previous, following):
-        meet("ping")
-        latency = median(_seconds(there_and_back, 1) for _ in range(NUM_PINGS)) / 2
-        meet("alone")
-        alone = _seconds(there_and_back, num_bytes)
-        meet("ring")
-        slowest = _seconds(around, num_bytes)
+        slowest = time.perf_counter() - began
         store.set(f"seconds/{host}", str(slowest))
         if host == 0:  # alone, as it holds the store: the others may find it gone
             slowest = max(float(store.get(f"seconds/{other}")) for other in range(len(addresses)))
-    return RawTcp(latency, 8 * num_bytes / alone, 8 * num_bytes / slowest)
+    return 8 * num_bytes / slowest
 
 
 @contextmanager
@@ -94,12 +64,6 @@ def _ring(
             connection.settimeout(timeout)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield previous, following
-
-
-def _seconds(transfer: Callable[[int], None], num_bytes: int) -> float:
-    began = time.perf_counter()
-    transfer(num_bytes)
-    return time.perf_counter() - began
 
 
 def _send(connection: socket.socket, num_bytes: int) -> None:

@@ -52,10 +52,10 @@ def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert rows["fastsync.attach/fp16"]["figures"]["wire_bytes"] < rows["fastsync.attach/none"]["figures"]["wire_bytes"]
 
 
-def test_sharded_measures_whole_steps(tmp_path: Path):
+def test_models_under_fully_shard_are_measured_too(tmp_path: Path):
     ways = ("fully_shard/bf16", "fastsync.register_reduce_scatter/none", "fastsync.register_reduce_scatter/int8+ef")
     options = ("--batch-size", "1", "--repetitions", "2", "--warmup", "2")
-    assert main(["sharded", *options, "--ways", *ways, "--json", str(tmp_path / "rows.json")]) == 0
+    assert main(["ddp", "--models", "gpt2", *options, "--ways", *ways, "--json", str(tmp_path / "rows.json")]) == 0
     rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert rows.keys() == {NO_DDP, NO_SYNC, *ways}
     assert all(row["correct"] and len(row["samples"]) == 2 for row in rows.values())
