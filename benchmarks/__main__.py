@@ -21,8 +21,7 @@ COMMANDS = {
     "report": "a report of rows that were measured before: tables, pictures, one page of HTML",
     "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }
-REQUIRED_FOR_HELP = ("numpy", "rich", "tyro")
-REQUIRED = (*REQUIRED_FOR_HELP, "jinja2", "matplotlib", "scipy")
+REQUIRED = ("numpy", "rich", "tyro", "jinja2", "matplotlib", "scipy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # No help of its own: `python -m benchmarks COMMAND --help` shows the options.
         commands.add_parser(name, help=description, add_help=False)
     options, rest = parser.parse_known_args(arguments)
-    needed = REQUIRED_FOR_HELP if {"-h", "--help"} & set(rest) else REQUIRED
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
         sys.exit(f"benchmarks need {', '.join(missing)}: {install_command('bench')}")
     return importlib.import_module(f"benchmarks.commands.{options.command}").main(rest)
 

@@ -45,7 +45,7 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     1 - ``confidence`` at most (W. Conover, Practical Nonparametric Statistics, section 3.2). Too few samples allow
     none: then it is the whole range, which holds the median with a probability of 1 - 2^(1-n), 75 % for three.
     """
-    from scipy.stats import binom  # not needed for --help
+    from scipy.stats import binom  # slow to import, and ranks do without
 
     if not samples:
         return UNKNOWN

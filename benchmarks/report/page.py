@@ -69,7 +69,7 @@ def write_page(folder: Path, document: Document) -> None:
 
 def to_html(document: Document) -> str:
     """Pictures and style are part of the page, and there are no scripts."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not needed for --help
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent)
     templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)

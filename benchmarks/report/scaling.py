@@ -17,7 +17,7 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
     Raises:
         ValueError: the rows are of several.
     """
-    from benchmarks.report.pictures import breakdown_picture, efficiency_picture  # not for --help
+    from benchmarks.report.pictures import breakdown_picture, efficiency_picture  # slow to import
 
     found = points(records)
     settings = next((record.settings for record in records if "model" in record.settings), {})

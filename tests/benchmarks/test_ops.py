@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.baselines.passes import COPY, PACKS, PASSES, UNPACKS, WIRES, Buffers, Pass, is_right
-from benchmarks.commands.ops import COLUMNS, NOTHING, figures, measure, num_sets
+from benchmarks.commands.ops import measure
 from benchmarks.harness.launches import count
-from benchmarks.harness.records import Record
 
 CPU = torch.device("cpu")
 SETTINGS = {"repetitions": 2, "warmup": 1, "seed": 0}
@@ -96,17 +94,6 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     assert rows["wrong"].figures["rate"] is None
 
 
-def test_tables_show_what_was_wrong():
-    settings = {"num_tensors": 1, "wire": "fp16"}
-    record = Record("ops", "wrong", settings, figures("wrong", {NOTHING: 1e-7}, 6) | {"launches": 3}, False, [], {})
-    assert [cell(record) for cell in COLUMNS.values()] == ["wrong", "1", "fp16", "", "", "", "3", "0.10"]
-    assert replace(record, figures=figures(COPY, {NOTHING: 0.0, COPY: 2.0}, 6)).figures["rate"] == 3.0
-
-
-def test_input_sets_fill_256_mib():
-    assert [num_sets(nbytes) for nbytes in (18 << 10, 4 << 20, 25 << 20, 256 << 20, 1 << 30)] == [64, 64, 10, 2, 2]
-
-
 def test_operators_are_counted():
     def launches(way: str) -> int:
         return count(partial(PACKS[way].run, buffers()), CPU).launches
@@ -114,22 +101,6 @@ def test_operators_are_counted():
     assert launches(COPY) == 1
     assert launches("fastsync.pack") == 1
     assert launches("cat + mul + to") > 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sizes", "1KB"], "'1KB' is not a number of bytes"),
-        (["--sizes", "8B", "--tensors", "3"], "8B are not whole float32 values for 3 tensors"),
-        (["--tensors"], "tensors: choose at least one"),
-        (["--threads", "0"], "threads=0 must be at least 1"),
-        (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
-    ],
-)
-def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["ops", "--device", "cpu", *arguments])
-    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 @pytest.mark.gpu

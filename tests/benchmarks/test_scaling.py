@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +16,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from benchmarks.__main__ import main
-from benchmarks.baselines.ways import WAYS, TrainingStep, Way
 from benchmarks.commands import scaling
-from benchmarks.commands.ddp import PARTS
-from benchmarks.commands.scaling import compute_figures, train
+from benchmarks.commands.scaling import compute_figures
 from benchmarks.harness.records import Record, read_json
 from benchmarks.report.efficiency import overhead, points, reference
 from tests.benchmarks.rows import step_row
 from tests.ppo.test_launch_torchrun import free_port
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.end_to_end
 
@@ -223,44 +219,6 @@ def test_whatever_ends_it_the_report_of_what_there_is_is_written(
     assert note in (folder / "index.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--world-sizes", "4"), "4 ranks: this machine has 2 cores"),
-        (("--world-sizes", "1,2,4"), "--oversubscribe"),
-        (("--world-sizes", "0"), "each from 1 on"),
-        (("--world-sizes",), "name at least one"),
-        (("--world-sizes", "two"), "two"),
-        (("--world-sizes", "2", "3", "--strong", "--batch-size", "64"), "batch_size=64 cannot be shared by 3 ranks"),
-        (("--strong",), "--strong takes the number of samples of all ranks together"),
-        (("--steps", "0"), "steps=0 must be at least 1"),
-        (("--repetitions", "0"), "repetitions=0 must be at least 1"),
-        (("--warmup", "1"), "warmup=1 must be at least 2"),
-        (("--step-timeout", "0"), "step_timeout=0.0 must be more than 0"),
-        (("--ways",), "ways: choose at least one of"),
-        (("--ways", "all_reduce/fp32"), "all_reduce/fp32"),
-        (("--ways", "ddp/bf16_compress_hook", "--device", "cpu"), "PyTorch refuses it on gloo"),
-        (("--report", "FILE"), "is a file"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_starts(
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    launcher: Launcher,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-):
-    launched = launcher([])
-    monkeypatch.chdir(tmp_path)
-    Path("FILE").touch()
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["scaling", *arguments])
-    assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
-    assert launched == []
-    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
-
-
 def test_samples_of_a_rank():
     weak = scaling.Options(world_sizes=(1, 2, 3), batch_size=12, oversubscribe=True)
     strong = scaling.Options(world_sizes=(1, 2, 3), batch_size=12, strong=True, oversubscribe=True)
@@ -282,13 +240,6 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-def left_of_session(session: int) -> list[str]:
-    """The processes that still run in it, without those that have ended and whom init has not taken notice of."""
-    command = ["ps", "-s", str(session), "-o", "stat=,pid=,args="]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return [line for line in found.splitlines() if not line.startswith("Z")]
 
 
 def check_rows(folder: Path, world_size: int) -> None:
@@ -340,45 +291,3 @@ def test_a_launcher_starts_ranks_of_several_machines(tmp_path: Path):
     page = (tmp_path / "both/index.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
     assert "fastsync.attach/none on 2 ranks" in page
-
-
-@pytest.mark.timeout(2 * LIMIT)
-def test_ctrl_c_leaves_a_report_and_no_process(tmp_path: Path):
-    process = start(tmp_path, "--world-sizes", "1", "--repetitions", "1000", "--report", "report")
-    rows = tmp_path / "report/rows.json"
-    deadline = time.monotonic() + LIMIT
-    while not (rows.exists() and len(read_json(rows)) >= 2):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no launch has ended"
-        time.sleep(0.1)
-    time.sleep(1)  # into the next launch
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=LIMIT / 3)
-    assert process.returncode == 130, said
-    deadline = time.monotonic() + LIMIT / 3
-    while left := left_of_session(process.pid):  # the kernel may be slow to take down what has ended
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-    assert "interrupted; launches before are reported" in said
-    kept = read_json(rows)
-    assert len(kept) >= 2
-    page = (tmp_path / "report/index.html").read_text()
-    assert "interrupted; launches before are reported" in page
-    assert page.count("data:image/svg+xml;base64,") == 2
-
-
-def measure_with_a_wrong_way(rank: int, world_size: int) -> list[Record]:
-    del rank, world_size
-    WAYS["wrong"] = PARTS["wrong"] = Way(lambda gradients, group: TrainingStep(gradients.model()))
-    options = scaling.Options(ways=("wrong", "cat"), batch_size=2, steps=2, warmup=2, oversubscribe=True)
-    return train(options, 0, torch.device("cpu"))
-
-
-def test_a_wrong_way_is_not_timed():
-    first, second = run_ranks(measure_with_a_wrong_way, 2)
-    assert first == second
-    assert [(row.way, row.correct, len(row.samples)) for row in first] == [
-        ("no_ddp", True, 2),
-        ("wrong", False, 0),
-        ("cat", True, 2),
-    ]
