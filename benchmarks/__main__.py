@@ -11,7 +11,6 @@ from fastsync.doctor import install_command
 COMMANDS = {
     "ops": "pack and unpack over sizes and numbers of tensors, against a copy of as many bytes and torch's operations",
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
-    "overhead": "what a step costs beside that gradients travel: host time, launches, process-group calls, memory",
     "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop",

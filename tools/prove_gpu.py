@@ -123,7 +123,7 @@ def all_parts() -> dict[str, Part]:
     ops = "--device cuda --sizes 1MiB 25MiB 256MiB --tensors 1 160"
     of_kernels = "--device cuda --sizes 25MiB --tensors 160"
     ppo = "--device cuda --hyperparameters fastsync --repetitions 1 --timeout 100 --nproc 1"
-    sync, cost = "--sizes 0.5m 12m 100MiB --repetitions 20", "--sizes 5k 0.5m 12m"
+    sync = "--sizes 0.5m 12m 100MiB --repetitions 20"
     parts = [
         # Where there is a network: for another machine, that has none.
         Part("carry", 200, "build", [python(180, "-m", "pip", "install", *into, *PACKAGES)]),
@@ -138,7 +138,6 @@ def all_parts() -> dict[str, Part]:
         Part("sync", 300, "benchmarks", on_one_and_two_ranks("sync", 150, sync)),
         Part("ddp", 420, "benchmarks", on_one_and_two_ranks("ddp", 210, "--models resnet50 gpt2 --scale full")),
         Part("ppo", 300, "benchmarks", [benchmark("ppo", 300, ppo)]),
-        Part("cost", 240, "benchmarks", on_one_and_two_ranks("overhead", 120, cost)),
     ]
     return {part.name: part for part in parts}
 

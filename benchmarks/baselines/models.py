@@ -1,13 +1,13 @@
-"""Models to be trained, with synthetic data: PPO's policies for vectors and for images, ResNet-50, and a GPT.
+"""Models to be trained, with synthetic data: a policy of perceptrons, ResNet-50, and a GPT.
 
-Written out, or fastsync's own, so that they need no other package; shapes are those of the papers at scale "full", and
+Written out, so that they need no other package; shapes are those of the papers at scale "full", and
 small enough for a laptop's CPU at "small".
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -91,71 +91,35 @@ class _OnOneBatch(nn.Module):
 
 
 class Policy(nn.Module):
-    """fastsync's policy with PPO's loss."""
+    """An actor and a critic of two hidden layers each, as policies for vectors have, with a loss for both."""
 
-    def __init__(self, observations: Any, num_actions: int, **settings: Any) -> None:
-        from gymnasium import spaces
-
-        from fastsync.ppo.policies import make_policy
-        from fastsync.ppo.ppo import Settings
-
+    def __init__(self, num_inputs: int, num_actions: int, width: int) -> None:
         super().__init__()
-        self._settings = Settings(**settings)
-        self.policy = make_policy(self._settings, observations, spaces.Discrete(num_actions))
-
-    def forward(self, observations: Tensor, actions: Tensor, log_probs: Tensor, targets: Tensor) -> Tensor:
-        from fastsync.ppo.batches import Batch
-        from fastsync.ppo.ppo import minibatch_loss
-
-        batch = Batch(
-            observations=observations,
-            actions=actions,
-            log_probs=log_probs,
-            values=targets,
-            advantages=targets,
-            returns=targets,
-            weights=torch.full_like(targets, 1 / len(targets)),
+        self.actor, self.critic = (
+            nn.Sequential(
+                nn.Linear(num_inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, outputs)
+            )
+            for outputs in (num_actions, 1)
         )
-        return minibatch_loss(self.policy, self.policy, batch, self._settings, 1.0)[0]
+
+    def forward(self, observations: Tensor, actions: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.actor(observations), actions) + F.mse_loss(self.critic(observations), targets)
 
 
-def _vectors(num_inputs: int, num_actions: int, width: int, batch_size: int, repetitions: int) -> Training:
-    def module() -> nn.Module:
-        from gymnasium import spaces
-
-        box = spaces.Box(-torch.inf, torch.inf, (num_inputs,))
-        return Policy(box, num_actions, hidden_sizes=(width, width))
-
+def _policy(num_inputs: int, num_actions: int, width: int, batch_size: int, repetitions: int) -> Training:
     def batch(size: int, generator: torch.Generator) -> Batch:
-        return _experience(torch.randn(size, num_inputs, generator=generator), num_actions, generator)
+        actions = torch.randint(num_actions, (size,), generator=generator)
+        observations, targets = (torch.randn(size, n, generator=generator) for n in (num_inputs, 1))
+        return observations, actions, targets
 
-    dimensions = {"inputs": num_inputs, "width": width, "actions": num_actions}
-    return Training(module, batch, _adam, batch_size, repetitions, dimensions)
-
-
-def _images(num_actions: int, batch_size: int, repetitions: int) -> Training:
-    shape = (4, 84, 84)
-
-    def module() -> nn.Module:
-        import numpy as np
-        from gymnasium import spaces
-
-        return Policy(spaces.Box(0, 255, shape, np.uint8), num_actions)
-
-    def batch(size: int, generator: torch.Generator) -> Batch:
-        images = torch.randint(256, (size, *shape), generator=generator, dtype=torch.uint8)
-        return _experience(images, num_actions, generator)
-
-    dimensions = {"frames": shape[0], "image": shape[1], "actions": num_actions}
-    return Training(module, batch, _adam, batch_size, repetitions, dimensions)
-
-
-def _experience(observations: Tensor, num_actions: int, generator: torch.Generator) -> Batch:
-    size = len(observations)
-    actions = torch.randint(num_actions, (size,), generator=generator)
-    # As a policy that is nearly uniform took them: nothing is clipped.
-    log_probs = torch.full((size,), 1 / num_actions).log()
-    return observations, actions, log_probs, torch.randn(size, generator=generator)
+    return Training(
+        module=lambda: Policy(num_inputs, num_actions, width),
+        batch=batch,
+        optimizer=lambda parameters: Adam(parameters, lr=0.0, eps=1e-5),
+        batch_size=batch_size,
+        repetitions=repetitions,
+        dimensions={"inputs": num_inputs, "width": width, "actions": num_actions},
+    )
 
 
 class Bottleneck(nn.Module):
@@ -290,18 +254,10 @@ def _gpt(
     )
 
 
-def _adam(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    return Adam(parameters, lr=0.0, eps=1e-5)
-
-
 TRAININGS: dict[str, dict[Scale, Training]] = {
     "mlp": {
-        "small": _vectors(4, 2, width=64, batch_size=256, repetitions=200),
-        "full": _vectors(376, 17, width=256, batch_size=4096, repetitions=100),
-    },
-    "atari": {
-        "small": _images(6, batch_size=8, repetitions=30),
-        "full": _images(6, batch_size=256, repetitions=20),
+        "small": _policy(4, 2, width=64, batch_size=256, repetitions=200),
+        "full": _policy(376, 17, width=256, batch_size=4096, repetitions=100),
     },
     "resnet50": {
         "small": _resnet50(32, image=64, num_classes=100, batch_size=4, repetitions=10),

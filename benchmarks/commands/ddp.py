@@ -8,7 +8,6 @@ How long communication takes when nothing hides it, the bare all_reduce tells. D
 same processes and take turns.
 """
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,7 +43,6 @@ else:
     ModelName = tyro.extras.literal_type_from_choices(TRAININGS)
     WayName = tyro.extras.literal_type_from_choices(name for name in WAYS if name != "no_sync")
 
-POLICIES = ("mlp", "atari")
 DEFAULT_WAYS = tuple(
     name for name in BY_DEFAULT if name.startswith(("ddp", "fastsync.register_comm_hook/", "fastsync.attach/"))
 )
@@ -55,7 +53,7 @@ class Options(RankOptions):
     """Measure training steps of real models: DDP's own overhead, communication, and how much of it backward hides."""
 
     models: tuple[ModelName, ...] = tuple(TRAININGS)
-    """What is trained: PPO's policies for vectors (mlp) and images (atari), ResNet-50, a GPT."""
+    """What is trained: a policy of perceptrons (mlp), ResNet-50, a GPT."""
     scale: Scale = "small"
     """small: narrow models, short sequences, small images, for a CPU. full: as in the papers, for GPUs."""
     batch_size: int | None = None
@@ -73,13 +71,6 @@ class Options(RankOptions):
         if not self.models:
             raise ValueError(f"models: choose at least one of {', '.join(TRAININGS)}")
         check_at_least(self, batch_size=1)
-        check_installed(self.models)
-
-
-def check_installed(models: Sequence[str]) -> None:
-    """Refuses policies where gymnasium is missing."""
-    if any(name in POLICIES for name in models) and importlib.util.find_spec("gymnasium") is None:
-        raise ValueError(f"models {', '.join(POLICIES)} need gymnasium, which the extra 'train' installs")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ import tyro
 
 from benchmarks.baselines.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.harness.collect import Collected, collect
-from benchmarks.harness.launches import LAUNCHES, count
+from benchmarks.harness.launches import LAUNCHES, num_launches
 from benchmarks.harness.options import Device, check_json
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
@@ -113,7 +113,7 @@ def measure(name: str, sets: list[Buffers], settings: Mapping[str, Any], device:
     """Checks, counts and times all ways of the pass ``name``, one row for each."""
     ways = PASSES[name]
     right = {way: is_right(name, ways[way], sets[0]) for way in ways}
-    launches = {way: count(partial(ways[way].run, sets[0]), device).launches for way in ways}
+    launches = {way: num_launches(partial(ways[way].run, sets[0]), device) for way in ways}
     timed: dict[str, Callable[[Buffers], object]] = {way: ways[way].run for way in ways if right[way]}
     timed[NOTHING] = lambda buffers: None
     samples: dict[str, list[float]] = {way: [] for way in timed}

@@ -23,7 +23,6 @@ import tyro
 from benchmarks.baselines.models import TRAININGS, Scale
 from benchmarks.baselines.training_steps import NO_DDP
 from benchmarks.baselines.ways import SYNCHRONISED, left_out
-from benchmarks.commands.ddp import check_installed
 from benchmarks.harness.collect import ENDINGS, ending
 from benchmarks.harness.measure import Measurement, all_gather, measure_training, overhead
 from benchmarks.harness.options import Device, check_device, check_positive, check_warmup, places
@@ -72,7 +71,7 @@ class Options:
     strong: bool = False
     """Keep the samples of all ranks together constant, and not those of each. Takes batch_size."""
     model: ModelName = "mlp"
-    """What is trained, on synthetic samples: PPO's policies for vectors (mlp) and images (atari), ResNet-50, a GPT."""
+    """What is trained, on synthetic samples: a policy of perceptrons (mlp), ResNet-50, a GPT."""
     scale: Scale = "small"
     """small: narrow models, short sequences, small images, for a CPU. full: as in the papers, for GPUs."""
     batch_size: int | None = None
@@ -106,7 +105,6 @@ class Options:
         if self.strong and self.batch_size is None:
             raise ValueError("batch_size: --strong takes the number of samples of all ranks together")
         check_positive(self, "step_timeout")
-        check_installed([self.model])
         check_folder(self.report)
         for world_size in (1,) if is_rank() else self.world_sizes:
             self.samples(world_size)

@@ -1,7 +1,6 @@
-"""Counts what a piece of work starts: kernels, and calls of the process group, as torch.profiler sees them."""
+"""Counts what a piece of work starts, as torch.profiler sees it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.autograd import DeviceType
@@ -12,21 +11,9 @@ LAUNCHES = {
     "cuda": "launches: kernels and copies that one call starts on the GPU, by torch.profiler.",
 }
 """What is counted, by the device's type."""
-GROUP_CALL = "c10d::"
-"""What the operators begin with that calls of a process group go through."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Of one run."""
-
-    launches: int
-    """On a GPU the kernels and copies that it starts, on a CPU the operators it dispatches, nested ones too."""
-    group_calls: int
-    """Of a process group, from the threads that the profiler follows: those of the caller and of its backward."""
-
-
-def count(run: Callable[[], object], device: torch.device) -> Counts:
+def num_launches(run: Callable[[], object], device: torch.device) -> int:
     """Runs it once under the profiler, and waits for the device."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -34,11 +21,7 @@ def count(run: Callable[[], object], device: torch.device) -> Counts:
         run()
         if on_gpu:
             torch.cuda.synchronize(device)
-    events = list(profiler.events() or [])
-    on_host = [event.name for event in events if event.device_type == DeviceType.CPU]
-    # Collectives are annotated on the device as well, which starts nothing.
-    on_device = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
-    return Counts(
-        launches=len(on_device) if on_gpu else sum("::" in name for name in on_host),
-        group_calls=sum(name.startswith(GROUP_CALL) for name in on_host),
-    )
+    events = profiler.events() or []
+    if on_gpu:  # collectives are annotated on the device as well, which starts nothing
+        return sum(event.device_type == DeviceType.CUDA and not event.is_user_annotation for event in events)
+    return sum(event.device_type == DeviceType.CPU and "::" in event.name for event in events)

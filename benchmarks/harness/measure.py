@@ -72,12 +72,6 @@ def measure_each(
     return [f"{name} is left out: {reason}" for name, reason in excluded.items()]
 
 
-def settings_of_size(name: str, sampling: Sampling) -> dict[str, Any]:
-    """Describes the gradients that are synchronised, the ranks and how often, for a row."""
-    size = size_of(name)
-    return {"size": name, "numel": size.numel, "num_tensors": len(size.shapes), **settings_of_ranks(sampling)}
-
-
 def settings_of_ranks(sampling: Sampling) -> dict[str, Any]:
     """Describes the ranks and how often they measure, for a row."""
     return {"world_size": dist.get_world_size(), "backend": dist.get_backend(), **sampling.settings}
@@ -86,13 +80,14 @@ def settings_of_ranks(sampling: Sampling) -> dict[str, Any]:
 def measure(size: str, names: Sequence[str], sampling: Sampling) -> list[Record]:
     """Checks and times these ways at one size. A collective call; every rank gets the same rows."""
     ways = {name: WAYS[name] for name in names}
+    shapes, numel = size_of(size).shapes, size_of(size).numel
     of_rank = measure_ways(Workload(size_of(size), sampling.device, sampling.seed), ways, sampling, size)
-    settings = settings_of_size(size, sampling)
+    settings = {"size": size, "numel": numel, "num_tensors": len(shapes), **settings_of_ranks(sampling)}
 
     def figures(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
         return {
             **ratios(name, medians),
-            **bandwidths(name, medians, settings["numel"], len(of_rank)),
+            **bandwidths(name, medians, numel, len(of_rank)),
             **measured_figures(name, of_rank),
         }
 
@@ -242,22 +237,19 @@ def measured_figures(name: str, of_rank: Sequence[Mapping[str, Measurement]]) ->
 def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
     """Derives what a way adds to the step without sync, also as a multiple of the bare all_reduce of what it sends.
 
-    The bare all_reduce has no backward in it: what it adds is all of it. A way's own share is the part of the bare
-    all_reduce's time that comes on top of it; it is negative where a way hides communication behind backward. Neither
-    that nor the multiple is given where something else travels than the gradients. What it adds is given as a multiple
-    of what DDP adds, too, and of the bare sum in memory that the ranks share.
+    The bare all_reduce has no backward in it: what it adds is all of it. The multiple is not given where something else
+    travels than the gradients. What it adds is given as a multiple of what DDP adds, too, and of the bare sum in memory
+    that the ranks share.
     """
-    figures: dict[str, float | None] = dict.fromkeys(
-        ("over_no_sync", "over_all_reduce", "own_share", "over_ddp", "over_shared_sum")
-    )
+    names = ("over_no_sync", "over_all_reduce", "over_ddp", "over_shared_sum")
+    figures: dict[str, float | None] = dict.fromkeys(names)
     is_bare = name in BARE
     if not WAYS[name].averages or name not in medians or not (is_bare or "no_sync" in medians):
         return figures
     over_no_sync = medians[name] - (0.0 if is_bare else medians["no_sync"])
     figures["over_no_sync"] = over_no_sync
     if (limit := WAYS[name].limit) in medians:
-        multiple = over_no_sync / medians[limit]
-        figures |= {"over_all_reduce": multiple, "own_share": multiple - 1}
+        figures["over_all_reduce"] = over_no_sync / medians[limit]
     if {"ddp", "no_sync"} <= medians.keys():
         figures["over_ddp"] = over_no_sync / (medians["ddp"] - medians["no_sync"])
     if SHARED_SUM in medians:

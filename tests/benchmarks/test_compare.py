@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.commands.compare import Comparison, compare, differences, grouped
+from benchmarks.commands.compare import compare, differences, grouped
 from benchmarks.harness.records import Record, RowFile
-from benchmarks.harness.statistics import Interval
-from benchmarks.report.table import told_apart
 from tests.benchmarks.rows import WHERE, step_row
 
 LAUNCHES = 6
@@ -156,20 +154,6 @@ def test_what_only_one_run_has_and_another_environment_are_pointed_out(
     ]
     assert "ANOTHER ENVIRONMENT: torch" in said
     assert list(differences(before, before)) == []
-
-
-def test_rows_are_told_apart_by_no_more_than_that_takes():
-    def found(way: str, **settings: object) -> Comparison:
-        return Comparison("sync", way, settings, (6, 6), 1.0, 1.0, Interval(1.0, 0.9, 1.1), "within noise")
-
-    rows = [
-        found("ddp", size="5k", numel=5000, world_size=1),
-        found("ddp", size="5k", numel=5000, world_size=2),
-        found("ddp", size="12m", numel=12_000_000, world_size=2),
-        found("cat", size="5k", numel=5000, world_size=2),
-    ]
-    told = [told_apart(one, rows) for one in rows]
-    assert told == ["size 5k, world_size 1", "size 5k, world_size 2", "size 12m", ""]
 
 
 @pytest.mark.parametrize(

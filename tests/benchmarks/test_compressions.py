@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.baselines.compressions import DEFAULT, ON_REQUEST, algorithm, half_steps
-from benchmarks.baselines.ways import BY_DEFAULT, WAYS
+from benchmarks.baselines.compressions import DEFAULT, algorithm, half_steps
 from benchmarks.harness.records import Record
 from benchmarks.report.choices import against_the_best
 
@@ -17,15 +16,6 @@ def test_compressions_by_name():
     assert [half_steps(name) for name in names] == [1, 2, 2, 2, 2, 4]
     assert [algorithm(name, 2) for name in ("bf16", "bf16+fp32", "int8")] == ["all_reduce", "one_shot", "one_shot"]
     assert [algorithm(name, 4) for name in ("int8+ef", "int8+one_shot")] == ["two_shot", "one_shot"]
-
-
-def test_every_compression_is_a_way_through_both_doors():
-    for entry_point in ("fastsync.attach", "fastsync.register_comm_hook"):
-        for name in (*DEFAULT, *ON_REQUEST):
-            way = WAYS[f"{entry_point}/{name}"]
-            assert way.averages
-            assert (way.wire is None) == name.startswith("auto")
-            assert (f"{entry_point}/{name}" in BY_DEFAULT) == (name in DEFAULT)
 
 
 def test_a_choice_is_held_against_what_it_could_have_chosen():

@@ -13,16 +13,13 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from benchmarks.__main__ import main
 from benchmarks.commands import link
-from benchmarks.commands.link import link_figures, sent_bytes, slow_links, with_link
-from benchmarks.harness.records import Record, RowFile, read_json
-from benchmarks.network.launch import run_in_namespaces
-from benchmarks.network.namespaces import CONGESTION_CONTROL, Network, NetworkError, burst
+from benchmarks.commands.link import sent_bytes, slow_links, with_link
+from benchmarks.harness.records import Record, read_json
+from benchmarks.network.namespaces import CONGESTION_CONTROL, burst
 from benchmarks.network.raw_tcp import ring_rate
-from tests.benchmarks.namespaced import rank_that
 from tests.benchmarks.test_commands import ROOT
 from tests.ppo.test_launch_torchrun import free_port
 
@@ -171,29 +168,6 @@ def test_a_killed_run_leaves_nothing(running: Running):
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of all processes")
 
 
-@needs_namespaces
-def test_a_network_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Network, "_shape", lambda *arguments: ["telepathy"])
-    with pytest.raises(NetworkError, match="telepathy"), Network(2, 100 * MBIT):
-        pass
-    assert keepers_of(os.getpid()) == []
-
-
-@needs_namespaces
-def test_ranks_return_and_raise():
-    """Two hosts of two ranks each."""
-    with Network(2, 100 * MBIT) as network:
-        found = run_in_namespaces(network, 2, rank_that, "returns")
-        assert [of_rank[0] for of_rank in found] == [f"{rank} of 4" for rank in range(4)]
-        namespaces = [of_rank[1] for of_rank in found]
-        assert namespaces[0] == namespaces[1] != namespaces[2] == namespaces[3]
-        assert os.readlink("/proc/self/ns/net") not in namespaces
-        with pytest.raises(ChildFailedError, match="this rank has had enough") as raised:
-            run_in_namespaces(network, 2, rank_that, "raises")
-        assert raised.value.get_first_failure()[0] == 1
-    assert keepers_of(os.getpid()) == []
-
-
 def test_the_check_does_not_wait_for_ever():
     with pytest.raises(DistError, match="1/2 clients joined"):
         ring_rate(0, ["localhost"] * 2, free_port(), rate=10**8, seconds=0.1, timeout=1)
@@ -254,12 +228,6 @@ def test_what_is_sent_depends_on_who_adds():
     assert sent_bytes(row("fastsync.register_comm_hook/int8+ef", "int8", 1.0)) == 1.5 * 132 / 128 * 1e6
 
 
-def test_ways_that_send_something_else_have_no_limit():
-    assert sent_bytes(row("ddp/powerSGD_hook", "float32", 1.0)) is None
-    assert sent_bytes(row("fastsync.attach/auto", None, 1.0)) is None
-    assert link_figures(None, 1.0, 10**9, 10**9)["link_limit"] is None
-
-
 def test_the_bucket_holds_a_millisecond_and_two_frames_at_least():
     assert burst(10**9) == 125_000
     assert burst(10**6) == 2 * 1514
@@ -289,12 +257,3 @@ def test_a_signal_before_there_are_ranks_is_no_traceback(
     monkeypatch.setattr(link, "why_not", lambda: signal.raise_signal(number))
     assert link.main(["--sizes", "5k"]) == 128 + number
     assert "interrupted" in capsys.readouterr().err
-
-
-def test_rows_of_several_processes_stand_behind_each_other(tmp_path: Path):
-    """Each rate has new ranks, whose rank 0 adds to what there is."""
-    first, second = RowFile(tmp_path / "rows.json"), RowFile(tmp_path / "rows.json")
-    first.add([row("ddp", "float32", 1.0)])
-    second.reload()
-    second.add([row("cat", "float32", 2.0)])
-    assert [record.way for record in second.read()] == ["ddp", "cat"]

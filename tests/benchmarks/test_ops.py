@@ -12,7 +12,7 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.baselines.passes import COPY, PACKS, PASSES, UNPACKS, WIRES, Buffers, Pass, is_right
 from benchmarks.commands.ops import measure
-from benchmarks.harness.launches import count
+from benchmarks.harness.launches import num_launches
 
 CPU = torch.device("cpu")
 SETTINGS = {"repetitions": 2, "warmup": 1, "seed": 0}
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
 
 def test_operators_are_counted():
     def launches(way: str) -> int:
-        return count(partial(PACKS[way].run, buffers()), CPU).launches
+        return num_launches(partial(PACKS[way].run, buffers()), CPU)
 
     assert launches(COPY) == 1
     assert launches("fastsync.pack") == 1

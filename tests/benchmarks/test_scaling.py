@@ -19,9 +19,8 @@ from benchmarks.__main__ import main
 from benchmarks.commands import scaling
 from benchmarks.commands.scaling import compute_figures
 from benchmarks.harness.records import Record, read_json
-from benchmarks.report.efficiency import overhead, points, reference
+from benchmarks.report.efficiency import points, reference
 from tests.benchmarks.rows import step_row
-from tests.ppo.test_launch_torchrun import free_port
 
 pytestmark = pytest.mark.end_to_end
 
@@ -40,11 +39,6 @@ def test_weak_efficiency_is_the_time_of_one_rank_over_that_of_n():
     assert [point.efficiency.value for point in found] == [1.0, 0.8, 0.5]
     assert [point.efficiency[1:] for point in found] == [(1, 1), (0.8, 0.8), (0.5, 0.5)]
     assert [point.launches for point in found] == [2, 2, 2]
-
-
-def test_strong_efficiency_is_that_of_constant_work():
-    rows = [step_row(n, [step] * 3, scaling="strong") for n, step in ((1, 1.0), (2, 0.5), (4, 0.5))]
-    assert [point.efficiency.value for point in points(rows)] == [1.0, 1.0, 0.5]
 
 
 def test_efficiency_is_relative_to_the_smallest_world_size():
@@ -129,11 +123,6 @@ def test_rows_of_several_jobs_are_not_held_against_each_other():
     assert [point.world_size for point in points(strong)] == [1, 2]
 
 
-def test_a_point_is_oversubscribed_if_one_of_its_launches_is():
-    rows = [step_row(2, [1.0], launch=launch, oversubscribed=launch == 1) for launch in range(2)]
-    assert points(rows)[0].oversubscribed
-
-
 def test_what_is_wrong_makes_no_point():
     rows = [step_row(1, [1.0] * 3), step_row(2, [], correct=False), step_row(2, [1.0], correct=False, launch=1)]
     assert [point.world_size for point in points(rows)] == [1]
@@ -144,11 +133,6 @@ def test_compute_is_the_mean_of_the_ranks_and_stragglers_are_what_the_slowest_ta
     of_rank = [[1.0, 1.0, 9.0], [1.0, 3.0, 9.0]]
     assert compute_figures(of_rank) == {"compute": 2.0, "stragglers": 0.0}
     assert compute_figures([[1.0, 1.0], [4.0, 2.0], [1.0, 3.0]]) == {"compute": 2.0, "stragglers": 1.5}
-
-
-def test_the_overhead_is_the_median_of_the_launches():
-    assert overhead([step_row(1, [1.0])]) == 1e-6
-    assert overhead([]) is None
 
 
 # The command, with launches that are made up.
@@ -229,65 +213,34 @@ def test_samples_of_a_rank():
 # Real launches.
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The command in a session of its own, as a terminal would have it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", "scaling", *TINY, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def check_rows(folder: Path, world_size: int) -> None:
-    rows = [row for row in read_json(folder / "rows.json") if row.settings["world_size"] == world_size]
-    assert [row.way for row in rows] == ["no_ddp", "fastsync.attach/none"]
+def check_rows(folder: Path, *world_sizes: int) -> None:
+    rows = read_json(folder / "rows.json")
+    cases = [(n, way) for n in world_sizes for way in ("no_ddp", "fastsync.attach/none")]
+    assert [(row.settings["world_size"], row.way) for row in rows] == cases
     for row in rows:
         assert row.correct
         assert len(row.samples) == 2
         assert min(row.samples) > 0
         assert row.figures["overhead"] > 0
         assert row.environment["torch"] == torch.__version__
+    page = (folder / "index.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 2
+    assert f"fastsync.attach/none on {world_sizes[-1]} ranks" in page
+
+
+def test_it_launches_ranks(tmp_path: Path):
+    folder = tmp_path / "report"
+    options = ("--world-sizes", "1", "2", "--repetitions", "1", "--oversubscribe", "--report", str(folder))
+    assert main(["scaling", *TINY, *options]) == 0
+    check_rows(folder, 1, 2)
 
 
 @pytest.mark.timeout(2 * LIMIT)
-def test_a_launcher_starts_ranks_of_several_machines(tmp_path: Path):
-    """Two agents of torchrun on this one, and their rows beside those of one rank in one report."""
-    torchrun = (
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--master-port",
-        str(free_port()),
-    )
-    port, rest = str(free_port()), ("-m", "benchmarks", "scaling", *TINY, "--report", "two")
-    machines = [
-        subprocess.Popen(
-            [sys.executable, *torchrun, "--master-port", port, "--node-rank", str(rank), *rest],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [machine.communicate(timeout=LIMIT)[0] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(said)
-    assert "Weak scaling of mlp (small), 2 samples a rank" in "".join(said)
-    check_rows(tmp_path / "two", 2)
-    assert {row.settings["nodes"] for row in read_json(tmp_path / "two/rows.json")} == {2}
-    one = start(tmp_path, "--world-sizes", "1", "--repetitions", "1", "--report", "one")
-    assert one.wait(LIMIT) == 0, one.communicate()[0]
-    check_rows(tmp_path / "one", 1)
-    rows = (str(tmp_path / "one/rows.json"), str(tmp_path / "two/rows.json"))
-    assert main(["report", *rows, "--report", str(tmp_path / "both")]) == 0
-    page = (tmp_path / "both/index.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 2
-    assert "fastsync.attach/none on 2 ranks" in page
+def test_a_launcher_may_start_the_ranks(tmp_path: Path):
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks", "scaling")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", *torchrun, *TINY, "--report", "report"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    assert "Weak scaling of mlp (small), 2 samples a rank" in ended.stdout
+    check_rows(tmp_path / "report", 2)
