@@ -17,7 +17,7 @@ COMMANDS = {
     "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",
     "outer": "training between sites over slow links: at each step, or every H by DiLoCo and local SGD",
     "predict": "efficiency on more ranks or another link, from a model fitted on rows, and how far to trust it",
-    "report": "a report of rows that were measured before: tables, pictures, one page of HTML",
+    "report": "one report of several runs of scaling: tables, pictures, one page of HTML",
     "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }
 REQUIRED = ("numpy", "rich", "tyro", "jinja2", "matplotlib", "scipy")

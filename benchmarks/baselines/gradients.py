@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fastsync import SyncStats
+
 BLOCK_VALUES = 128
 """Of int8 that share a scale."""
 
@@ -117,3 +119,21 @@ class Gradients(ABC):
     def relative_error(self, result: Tensor) -> float:
         """The 2-norm of the error over that of the mean."""
         return ((result.double() - self.mean).norm() / self.mean.norm()).item()
+
+
+class Step(ABC):
+    """One way's model, ready to take step after step: ``prepare``, then ``run``, which is what is timed."""
+
+    def prepare(self) -> None:  # noqa: B027  most have nothing to prepare
+        """Comes before ``run``, and is not timed."""
+
+    @abstractmethod
+    def run(self) -> None: ...
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """The gradients that the newest ``run`` left, in one vector."""
+
+    def stats(self) -> SyncStats | None:
+        """The cost of synchronisation so far, where the way tells."""
+        return None

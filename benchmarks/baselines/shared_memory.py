@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from benchmarks.baselines.gradients import Gradients
+from benchmarks.baselines.gradients import Gradients, Step
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STRIDE = 16
@@ -64,7 +64,7 @@ def barrier() -> Callable[[], object]:
     return dist.barrier
 
 
-class BareSum:
+class BareSum(Step):
     """The limit of what ranks of one host can do: copy in, wait for all, and add, in rank order, with the copy out."""
 
     def __init__(self, workload: Gradients, group: ProcessGroup) -> None:
@@ -77,9 +77,6 @@ class BareSum:
         self._own = rows[dist.get_rank(group)]
         self._barrier = Barrier(group)
 
-    def prepare(self) -> None:
-        """Nothing is to be made ready."""
-
     def run(self) -> None:
         self._own.copy_(self._source)
         self._barrier.wait()
@@ -89,6 +86,3 @@ class BareSum:
 
     def result(self) -> Tensor:
         return self._result
-
-    def stats(self) -> None:
-        return None

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.baselines import cleanrl_loop
 from benchmarks.baselines.training import GAE_LAMBDA, GAMMA, Outcome, Training
 
 
@@ -131,13 +132,6 @@ def _sb3_environments(training: Training) -> Any:
     return VecNormalize(envs, gamma=GAMMA) if training.normalize else envs
 
 
-def train_cleanrl_loop(training: Training) -> Outcome:
-    """CleanRL's way of working, without its script."""
-    from benchmarks.baselines.cleanrl_loop import train
-
-    return train(training)
-
-
 def step_environment_alone(training: Training) -> Outcome:
     """Random actions, by the environment's own vectorised implementation where it has one that trainings take."""
     import gymnasium
@@ -164,7 +158,7 @@ TRAINERS: dict[str, Callable[[Training], Outcome]] = {
     "fastsync": train_fastsync,
     "fastsync apart": train_fastsync_apart,
     "stable-baselines3": train_sb3,
-    "cleanrl loop": train_cleanrl_loop,
+    "cleanrl loop": cleanrl_loop.train,
     "environment alone": step_environment_alone,
 }
 

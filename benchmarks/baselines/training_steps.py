@@ -7,22 +7,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.baselines.gradients import Gradients
+from benchmarks.baselines.gradients import Gradients, Step
 from benchmarks.baselines.models import Training
-from benchmarks.baselines.ways import BARE, WAYS, Step, TrainingStep, Way, wrapped
+from benchmarks.baselines.ways import BARE, WAYS, TrainingStep, Way, wrapped
 from fastsync import SyncStats
 
 
-class WholeStep:
-    """A training step: what a way prepares for its backward, the backward, and the optimizer's step."""
+class WholeStep(Step):
+    """A training step, all of it timed: what a way prepares for its backward, the backward, the optimizer's step."""
 
     def __init__(self, step: TrainingStep, training: Training) -> None:
         self.model = step.model
         self._step = step
         self._optimizer = training.optimizer(step.model.parameters())
-
-    def prepare(self) -> None:
-        """Nothing is: all of a step is timed."""
 
     def run(self) -> None:
         self._step.prepare()

@@ -4,7 +4,6 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from benchmarks.baselines import compressions
-from benchmarks.baselines.gradients import Gradients, Rounding
+from benchmarks.baselines.gradients import Gradients, Rounding, Step
 from benchmarks.baselines.shared_memory import BareSum
 from fastsync import SyncStats
 from fastsync.compression import parse_compression
@@ -27,21 +26,7 @@ MIN_WARMUP = 2
 """Steps before a way does what it will do from then on: DDP regroups its buckets once, PowerSGD starts at its third."""
 
 
-class Step(Protocol):
-    """One way's model, ready to take step after step: ``prepare``, then ``run``, which is what is timed."""
-
-    def prepare(self) -> None: ...
-
-    def run(self) -> None: ...
-
-    def result(self) -> Tensor:
-        """The gradients that the newest ``run`` left, in one vector."""
-
-    def stats(self) -> SyncStats | None:
-        """The cost of synchronisation so far, where the way tells."""
-
-
-class TrainingStep:
+class TrainingStep(Step):
     """The forward is prepared, the backward timed, with what has to follow it (``synchronize``)."""
 
     def __init__(
@@ -66,7 +51,7 @@ class TrainingStep:
         return torch.cat([parameter.grad.reshape(-1) for parameter in self.model.parameters()])
 
 
-class BareAllReduce:
+class BareAllReduce(Step):
     """One all_reduce of as many values as the model has, already divided, cast and in one tensor. No backward."""
 
     def __init__(self, workload: Gradients, group: ProcessGroup, dtype: torch.dtype) -> None:
@@ -82,9 +67,6 @@ class BareAllReduce:
 
     def result(self) -> Tensor:
         return self._flat
-
-    def stats(self) -> None:
-        return None
 
 
 Build = Callable[[Gradients, ProcessGroup], Step]
@@ -293,14 +275,9 @@ WAYS = {
     **{
         f"{entry_point}/{name}": _through(entry_point, name)
         for entry_point in ENTRY_POINTS
-        for name in compressions.DEFAULT
+        for name in (*compressions.DEFAULT, *compressions.ON_REQUEST)
     },
     "fastsync.all_reduce_gradients/none": Way(_after_backward(_all_reduce_gradients)),
-    **{
-        f"{entry_point}/{name}": _through(entry_point, name)
-        for entry_point in ENTRY_POINTS
-        for name in compressions.ON_REQUEST
-    },
     **SHARDED,
 }
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks report ROWS.json``: the report of rows that were measured before, by whatever command."""
+"""``python -m benchmarks report ROWS.json ...``: one report of several runs of ``scaling``."""
 
 import shlex
 import sys
@@ -11,7 +11,6 @@ import tyro
 
 from benchmarks.harness.records import RowFile, read_json
 from benchmarks.report.page import ROWS, check_folder, write_page
-from benchmarks.report.rows import rows_document
 from benchmarks.report.scaling import scaling_document
 
 PROG = "python -m benchmarks report"
@@ -19,10 +18,10 @@ PROG = "python -m benchmarks report"
 
 @dataclass(frozen=True)
 class Options:
-    """Write the report of rows that were measured before: rows.json, pictures, and index.html."""
+    """Write one report of several runs of scaling: rows.json, pictures, and index.html."""
 
     rows: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ROWS.json")]
-    """What commands have written with --json, or the rows.json of other reports."""
+    """Of their reports."""
     report: Path = Path("report")
     """Folder to write."""
 
@@ -38,10 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         check_folder(options.report)
         records = [record for path in options.rows for record in read_json(path)]
-        if {record.benchmark for record in records} == {"scaling"}:
-            document = scaling_document(records, command)
-        else:
-            document = rows_document(records, f"Benchmarks of {', '.join(path.stem for path in options.rows)}", command)
+        document = scaling_document(records, command)
     except ValueError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2

@@ -179,11 +179,9 @@ def _measure_here(
 class EmptyStep:
     """Does nothing: its time is what measuring costs."""
 
-    def prepare(self) -> None:
-        pass
+    def prepare(self) -> None: ...
 
-    def run(self) -> None:
-        pass
+    def run(self) -> None: ...
 
 
 def overhead(of_rank: Sequence[Mapping[str, Measurement]]) -> float:

@@ -39,8 +39,7 @@ class Document:
     summary: Sequence[str]
     """Sentences to begin with."""
     sections: Sequence[Section]
-    kind: Literal["weak", "strong", "rows"]
-    """Of scaling, or rows of any benchmark: it decides which words are defined."""
+    kind: Literal["weak", "strong"]
     environment: Mapping[str, str]
     command: str
     notes: Sequence[str] = field(default=())

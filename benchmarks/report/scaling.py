@@ -7,7 +7,6 @@ from benchmarks.harness.records import Record
 from benchmarks.harness.statistics import RATIO_HOLDS, SURE_FROM, range_holds_median
 from benchmarks.report.efficiency import Point, overhead, points, reference
 from benchmarks.report.page import Document, Section
-from benchmarks.report.rows import environment_of, wrong_ones
 from benchmarks.report.table import WITHIN_NOISE, cost, ends, make_table, milliseconds, multiple
 
 
@@ -36,9 +35,9 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
         summary=list(_summary(records, found, scaling)) or ["Nothing was measured."],
         sections=sections,
         kind=scaling,
-        environment=environment_of(records) | _job(records, settings),
+        environment=_environment(records) | _job(records, settings),
         command=command,
-        notes=[*notes, *wrong_ones(records), *_caveats(found)],
+        notes=[*notes, *_wrong_ones(records), *_caveats(found)],
     )
 
 
@@ -116,3 +115,21 @@ def _job(records: Sequence[Record], settings: Mapping[str, Any]) -> dict[str, st
     facts = {name: str(settings[name]) for name in names if name in settings}
     machines = max((record.settings.get("nodes", 1) for record in records), default=1)
     return facts | {"machines": str(machines)}
+
+
+def _wrong_ones(records: Sequence[Record]) -> list[str]:
+    """Names the rows whose result was wrong."""
+    return [f"WRONG: {record.way} at {dict(record.settings)}" for record in records if not record.correct]
+
+
+def _environment(records: Sequence[Record]) -> dict[str, str]:
+    """Describes where they were measured: what is not the same for all is given as a list."""
+    found: dict[str, dict[str, None]] = {}
+    for record in records:
+        for name, value in record.environment.items():
+            if value is not None:
+                found.setdefault(name, {})[str(value)] = None
+    texts = {name: ", ".join(values) for name, values in found.items()}
+    if len(times := found.get("time", {})) > 1:
+        texts["time"] = f"{min(times)} … {max(times)}"
+    return texts
