@@ -2,7 +2,7 @@
 
     nice python -m tools.mutate --only pack_unpack.cpp
 
-``tools/mutations.txt`` holds the mistakes, and the tests that concern a file. They are made in a copy of the tree under
+``tools/mutations.txt`` holds the mistakes, and the tests that concern a file. They are made in a worktree under
 ``build/mutants``, one after the other; each is built and tested until the first failure. A mistake is caught if a test
 fails, dies or takes too long. The exit status is 1 if one has survived: then a test is missing. Of the engine, only
 what runs on a CPU is tested.
@@ -76,25 +76,19 @@ def load() -> Iterator[Mutation]:
             tests = tuple(f"tests/{name}.py" for name in names.split())
 
 
-def copy_tree() -> None:
-    """Copies the tree as it is. What has not changed since the last time keeps its objects."""
-    command = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-    names = {name for name in listed if (ROOT / name).is_file()}
-    for folder in ("csrc", "fastsync", "tests"):  # a file that is gone must not be built, or imported
-        for old in (TREE / folder).rglob("*"):
-            if old.is_file() and old.suffix != ".so" and str(old.relative_to(TREE)) not in names:
-                old.unlink()
-    for name in names:
-        write(TREE / name, (ROOT / name).read_bytes())
-    with suppress(FileExistsError):
+def check_out() -> None:
+    """Checks out the tree, with what is changed of tracked files. What stays the same keeps its objects."""
+    commit = git("stash", "create") or "HEAD"
+    if TREE.exists():
+        git("-C", str(TREE), "checkout", "--quiet", "--force", "--detach", commit)
+    else:
+        git("worktree", "prune")
+        git("worktree", "add", "--quiet", "--detach", str(TREE), commit)
         (TREE / ".venv").symlink_to(ROOT / ".venv")
 
 
-def write(file: Path, content: bytes) -> None:
-    if not file.exists() or file.read_bytes() != content:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
+def git(*words: str) -> str:
+    return subprocess.run(("git", *words), cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def build() -> None:
@@ -135,12 +129,12 @@ def run(command: Sequence[str], limit: float) -> tuple[int | None, str]:
 def caught_by(mutation: Mutation) -> str | None:
     """What notices the mistake; None where nothing does."""
     file = TREE / mutation.source
-    write(file, mutation.apply().encode())
+    file.write_text(mutation.apply())
     try:
         build()
         return test(mutation.tests)
     finally:
-        write(file, (ROOT / mutation.source).read_bytes())
+        file.write_text((ROOT / mutation.source).read_text())
 
 
 def main() -> int:
@@ -150,7 +144,7 @@ def main() -> int:
     mutations = [mutation for mutation in load() if options.only is None or mutation.file in options.only]
     if not mutations:
         parser.error(f"--only: no mutation is of {', '.join(options.only)}")
-    copy_tree()
+    check_out()
     build()
     if (failure := test(sorted({test for mutation in mutations for test in mutation.tests}))) is not None:
         raise SystemExit(f"mutate: {failure} without a mistake, so that the tests tell nothing; see {LOG}")

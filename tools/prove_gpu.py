@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -41,11 +41,8 @@ OPERATORS = ("engine/test_ops.py", "engine/test_ops_int8.py", "engine/test_ops_r
 # Not on random buckets by the hundred, which would take too long there.
 SANITIZED = {"memcheck": "samples or sizes", "racecheck": "samples", "synccheck": "samples"}
 FUSED, GENERIC = {"FASTSYNC_KERNELS": "auto"}, {"FASTSYNC_KERNELS": "aten"}
-DDP, HOOK, ATTACH = "ddp", "fastsync.register_comm_hook", "fastsync.attach"
-OURS = (f"{HOOK}/none", f"{HOOK}/fp16", f"{ATTACH}/none", f"{ATTACH}/fp16", f"{ATTACH}/int8+ef")
-WAYS = " ".join((DDP, "ddp/fp16_compress_hook", *OURS))
-# Those whose medians the summary has.
-SHOWN = (DDP, f"{HOOK}/none", f"{ATTACH}/none", "copy of as many bytes", "fastsync, 1 rank", "CleanRL's loop")
+HOOK, ATTACH = "fastsync.register_comm_hook", "fastsync.attach"
+WAYS = f"ddp ddp/fp16_compress_hook {HOOK}/none {HOOK}/fp16 {ATTACH}/none {ATTACH}/fp16 {ATTACH}/int8+ef"
 CASE = ("pass", "hyperparameters", "model", "size", "num_tensors", "wire", "world_size")
 
 PROBE = """import torch
@@ -92,8 +89,7 @@ def pytest(file: str, keywords: str, limit: float, before: Sequence[str] = (), *
 
 def sanitizer(tool: str, keywords: str) -> Command:
     """Watches the operators. With an allocation for each tensor, what lies behind one is nobody's."""
-    options = ("--target-processes", "application-only", "--error-exitcode", "9")
-    before = ("compute-sanitizer", "--tool", tool, *options)
+    before = f"compute-sanitizer --tool {tool} --target-processes application-only --error-exitcode 9".split()
     return pytest("engine/test_ops.py", keywords, 150, before, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
@@ -109,9 +105,8 @@ def on_one_and_two_ranks(command: str, limit: float, words: str) -> list[Command
 
 
 def all_parts() -> dict[str, Part]:
-    texts = {
-        str(path.relative_to(ROOT / "tests")): path.read_text() for path in sorted((ROOT / "tests").glob("*/test_*.py"))
-    }
+    tests = ROOT / "tests"
+    texts = {str(path.relative_to(tests)): path.read_text() for path in sorted(tests.glob("*/test_*.py"))}
     files = [name for name, text in texts.items() if re.search(TESTS, text)]
     alone = [name for name in files if name not in OF_RANKS]
     captured = [name for name in files if "captur" in texts[name]]
@@ -123,7 +118,8 @@ def all_parts() -> dict[str, Part]:
     ops = "--device cuda --sizes 1MiB 25MiB 256MiB --tensors 1 160"
     of_kernels = "--device cuda --sizes 25MiB --tensors 160"
     ppo = "--device cuda --hyperparameters fastsync --repetitions 1 --timeout 100 --nproc 1"
-    sync = "--sizes 0.5m 12m 100MiB --repetitions 20"
+    sync = on_one_and_two_ranks("sync", 150, "--sizes 0.5m 12m 100MiB --repetitions 20")
+    ddp = on_one_and_two_ranks("ddp", 210, "--models resnet50 gpt2 --scale full")
     parts = [
         # Where there is a network: for another machine, that has none.
         Part("carry", 200, "build", [python(180, "-m", "pip", "install", *into, *PACKAGES)]),
@@ -135,8 +131,8 @@ def all_parts() -> dict[str, Part]:
         Part("sanitizer", 460, "sanitizer", [sanitizer(tool, tests) for tool, tests in SANITIZED.items()]),
         Part("kernels", 300, "benchmarks", [benchmark("ops", 150, of_kernels, **each) for each in (FUSED, GENERIC)]),
         Part("ops", 240, "benchmarks", [benchmark("ops", 240, ops)]),
-        Part("sync", 300, "benchmarks", on_one_and_two_ranks("sync", 150, sync)),
-        Part("ddp", 420, "benchmarks", on_one_and_two_ranks("ddp", 210, "--models resnet50 gpt2 --scale full")),
+        Part("sync", 300, "benchmarks", sync),
+        Part("ddp", 420, "benchmarks", ddp),
         Part("ppo", 300, "benchmarks", [benchmark("ppo", 300, ppo)]),
     ]
     return {part.name: part for part in parts}
@@ -197,6 +193,8 @@ def run_part(part: Part) -> tuple[str, str]:
     printed = log.read_bytes()
     if len(printed) > LARGEST_LOG:
         log.write_bytes(printed[: LARGEST_LOG // 2] + b"\n[cut]\n" + printed[-LARGEST_LOG // 2 :])
+    rows = {path.stem: json.loads(path.read_text()) for path in sorted(KEPT.glob("*.json"))}
+    (OUT / "benchmarks.json").write_text(json.dumps(rows))
     return status, findings(part, printed[begin:].decode(errors="replace"))
 
 
@@ -206,35 +204,31 @@ def run(command: Command, log: Path, limit: float) -> int | None:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PROVE_GPU": mark, **command.environment}
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}:{CARRIED}"
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/local/cuda/bin"
-    with log.open("ab") as output, ended_at_exit(f"PROVE_GPU={mark}"):
+    status: int | None = None
+    with log.open("ab", buffering=0) as output:
         output.write(f"\n$ {command}\n".encode())
-        output.flush()
         # In a session of its own, for Ctrl-C is for this process, which ends the others.
         options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
         try:
-            result = subprocess.run(command.words, cwd=ROOT, env=environment, timeout=max(limit, 0.0), **options)
-            status: int | None = result.returncode
+            status = subprocess.run(command.words, cwd=ROOT, env=environment, timeout=limit, **options).returncode
         except OSError as error:
             status = 127
             output.write(f"{error}\n".encode())
         except subprocess.TimeoutExpired:
-            status = None
-        output.write(f"[{'ended at its limit' if status is None else f'exit status {status}'}]\n".encode())
+            output.write(b"[ended at its limit]\n")
+        finally:
+            end_all(f"PROVE_GPU={mark}")
     return status
 
 
-@contextmanager
-def ended_at_exit(mark: str) -> Iterator[None]:
+def end_all(mark: str) -> None:
     """Ends every process with this in its environment, whatever parent and session it has by then."""
-    try:
-        yield
-    finally:
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and (alive := marked(mark)):
-            for pid in alive:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and (alive := marked(mark)):
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def marked(mark: str) -> list[int]:
@@ -248,43 +242,28 @@ def marked(mark: str) -> list[int]:
 
 def findings(part: Part, printed: str) -> str:
     """What the summary says of a part: medians, or counts of tests, verdicts of sanitizers and what doctor sees."""
-    if rows := keep_rows(part):
-        return "".join(f"\n    {line}" for line in medians(rows))
+    lines = [line for command in part.commands if command.rows and command.rows.exists() for line in medians(command)]
     counts: dict[str, int] = {}
     for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)(?=.* in [\d.]+s)", printed):
         counts[word] = counts.get(word, 0) + int(number)
     verdicts = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", printed)
     doctor = re.findall(r"^  ((?:kernels on|cuda:\d|nccl) .*)$", printed, re.MULTILINE)
-    failed = [f"\n    {line}" for line in re.findall(r"^(?:FAILED|ERROR) tests.*$", printed, re.MULTILINE)[:5]]
-    return ", ".join([*(f"{count} {word}" for word, count in counts.items()), *verdicts, *doctor]) + "".join(failed)
+    lines += re.findall(r"^(?:FAILED|ERROR) tests.*$", printed, re.MULTILINE)[:5]
+    told = [*(f"{count} {word}" for word, count in counts.items()), *verdicts, *doctor]
+    return ", ".join(told) + "".join(f"\n    {line}" for line in lines)
 
 
-def keep_rows(part: Part) -> list[dict[str, Any]]:
-    """Takes what a part's benchmarks have measured into benchmarks.json, in the place of what it had before."""
-    path, rows = OUT / "benchmarks.json", []
-    for command in part.commands:
-        if command.rows and command.rows.exists():
-            told = {"part": part.name, "kernels": command.environment.get("FASTSYNC_KERNELS", "auto")}
-            rows += [{**row, "settings": {**row["settings"], **told}} for row in json.loads(command.rows.read_text())]
-    if rows:
-        before = json.loads(path.read_text()) if path.exists() else []
-        kept = [row for row in before if row["settings"]["part"] != part.name]
-        path.write_text("[\n" + ",\n".join(map(json.dumps, [*kept, *rows])) + "\n]\n")
-    return rows
-
-
-def medians(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """For each case, the median of each way in milliseconds; of operators, of fused kernels and generic ones."""
-    cases: dict[str, dict[str, float]] = {}
+def medians(command: Command) -> Iterator[str]:
+    """For each case of a benchmark, the median of each way in milliseconds."""
+    cases: dict[str, list[str]] = {}
+    rows: list[dict[str, Any]] = json.loads(command.rows.read_text()) if command.rows else []
     for row in rows:
-        settings, way = row["settings"], row["way"]
-        if row["benchmark"] == "ops" and way.startswith("fastsync"):
-            way = "generic" if settings["kernels"] == "aten" else "fused"
-        if row["samples"] and way in ("fused", "generic", *SHOWN):
-            case = " ".join(f"{name}={settings[name]}" for name in CASE if settings.get(name) is not None)
-            cases.setdefault(case, {})[way] = 1e3 * median(row["samples"])
+        settings = {**row["settings"], **command.environment}
+        case = " ".join(f"{name}={settings[name]}" for name in (*CASE, *command.environment) if settings.get(name))
+        if row["samples"]:
+            cases.setdefault(case, []).append(f"{row['way']} {1e3 * median(row['samples']):.3g} ms")
     for case, ways in cases.items():
-        yield f"{case}: " + ", ".join(f"{way} {value:.3g} ms" for way, value in ways.items())
+        yield f"{case}: {', '.join(ways)}"
 
 
 def report(part: Part, status: str, seconds: float, said: str, parts: Mapping[str, Part], where: str) -> None:

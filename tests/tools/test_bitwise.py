@@ -22,11 +22,6 @@ def test_same_bits_are_equal(dtype: torch.dtype) -> None:
     assert_bitwise_equal(values[:0], values[:0].clone())
 
 
-def test_any_nan_equals_any_nan() -> None:
-    payloads = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    assert_bitwise_equal(payloads, torch.full((3,), float("nan")))
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("actual", "expected"), [(0.0, -0.0), (1.0, 2.0), (float("nan"), 0.0), (0.0, float("nan"))])
 def test_other_bits_differ(dtype: torch.dtype, actual: float, expected: float) -> None:
@@ -42,11 +37,6 @@ def test_first_difference_is_reported_with_both_values_and_bits() -> None:
     message = "wire: 2 of 12 elements differ, the first at [1, 2]: 1.0 (bits 0x3f800000) is not 0.0 (bits 0x00000000)"
     with pytest.raises(AssertionError, match=re.escape(message)):
         assert_bitwise_equal(actual, expected, "wire")
-
-
-def test_bits_of_negative_values_are_not_signed() -> None:
-    with pytest.raises(AssertionError, match=re.escape("-2.0 (bits 0xc000) is not 2.0 (bits 0x4000)")):
-        assert_bitwise_equal(torch.tensor([-2.0]).half(), torch.tensor([2.0]).half())
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64)])
