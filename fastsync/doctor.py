@@ -186,8 +186,6 @@ def _devices(extension: ModuleType | None) -> Facts:
 
 def _kernels(extension: ModuleType, device_type: str) -> str:
     """Which kernels the engine runs on such a device, in words."""
-    if not hasattr(extension, "kernels"):
-        return "unknown: the extension was built from older sources; build it again"
     if extension.kernels(device_type) == "fused":
         return f"fused {'CUDA' if device_type == 'cuda' else 'C++'}"
     advice = "" if extension.built_with_cuda() else "; install nvcc and build again for fused ones"
@@ -206,9 +204,7 @@ def _describe_gpu(index: int) -> str:
 
 def _engine_obstacles(extension: ModuleType | None, error: str) -> list[str]:
     """Lists what keeps the engine from working at all."""
-    obstacles = []
-    if extension is None:
-        obstacles.append(f"the engine: {error}")
+    obstacles = [f"the engine: {error}"] if extension is None else []
     if not _has_gloo():
         obstacles.append("several ranks on the CPU: this torch has no Gloo; install a torch that has")
     return obstacles
@@ -226,10 +222,8 @@ def _gpu_limits(extension: ModuleType | None) -> list[str]:
 
 
 def _training_limits() -> list[str]:
-    missing = missing_train_packages()
-    if not missing:
-        return []
-    return [f"fastsync train: {', '.join(missing)} missing; install them: {install_command('train')}"]
+    missing = ", ".join(missing_train_packages())
+    return [f"fastsync train: {missing} missing; install them: {install_command('train')}"] if missing else []
 
 
 def missing_train_packages() -> list[str]:

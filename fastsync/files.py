@@ -30,12 +30,7 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the disk has what was renamed in the folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path.parent, os.O_RDONLY)  # which has the new name
     try:
         os.fsync(descriptor)
     finally:

@@ -49,8 +49,6 @@ class Options:
     """What they are packed to; none is float32."""
     device: Device = "auto"
     """Where; auto takes the GPU if there is one."""
-    threads: int = 1
-    """Threads to compute with on a CPU; torchrun gives each rank one."""
     repetitions: int = 10
     """Samples of each way, each of them the mean over all input sets."""
     warmup: int = 2
@@ -61,7 +59,7 @@ class Options:
     """Seeds the order of the ways, the gradients and where they are divided."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, repetitions=1, warmup=0, threads=1)
+        check_at_least(self, repetitions=1, warmup=0)
         for name in ("sizes", "tensors", "wires"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: choose at least one")
@@ -98,7 +96,7 @@ def num_sets(nbytes: int) -> int:
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all combinations in this process. Returns notes."""
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)  # as torchrun gives each rank
     device = options.torch_device
     cases = [(size, n, wire) for size in options.sizes for n in options.tensors for wire in options.wires]
     with progress_bars(shown=True) as progress:
@@ -179,7 +177,7 @@ def _settings(size: str, num_tensors: int, wire: str, sets: int, options: Option
         "wire": wire,
         "input_sets": sets,
         "device": options.torch_device.type,
-        **{name: getattr(options, name) for name in ("threads", "repetitions", "warmup", "seed")},
+        **{name: getattr(options, name) for name in ("repetitions", "warmup", "seed")},
     }
 
 

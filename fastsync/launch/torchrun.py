@@ -133,19 +133,6 @@ def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
 
 
 @contextmanager
-def thread_meanwhile(work: Callable[[threading.Event], object], name: str) -> Iterator[None]:
-    """Runs ``work`` in a thread for the time of a ``with`` block, the end of which sets the event that it is given."""
-    over = threading.Event()
-    thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextmanager
 def _ctrl_c_kept_from_children() -> Iterator[None]:
     """Lets Ctrl-C, which a terminal sends to all processes, end this process and not, meanwhile, each rank's imports.
 
@@ -159,12 +146,16 @@ def _ctrl_c_kept_from_children() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    with thread_meanwhile(lambda over: over.wait(), "takes Ctrl-C"):
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name="takes Ctrl-C", daemon=True)
+    thread.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+        thread.join()
 
 
 def _as_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

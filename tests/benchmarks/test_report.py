@@ -56,11 +56,6 @@ def test_a_report_of_nothing_says_so():
     assert "interrupted; launches before are reported" in page
 
 
-def test_the_reference_is_marked_where_it_is_oversubscribed():
-    document = scaling_document([step_row(n, [1.0] * 3, oversubscribed=True) for n in (4, 8)], "command")
-    assert "relative to ddp on 4 ranks (oversubscribed)" in document.sections[0].text
-
-
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are drawn from here on."""
@@ -68,14 +63,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     write = pictures._svg
     monkeypatch.setattr(pictures, "_svg", lambda figure: kept.append(figure) or write(figure))
     return kept
-
-
-def test_the_efficiency_picture_has_a_line_for_each_way(figures: list[Figure]):
-    pictures.efficiency_picture(points(scaling_rows()), "weak")
-    (axes,) = figures[0].axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "4\noversubscribed"]
-    drawn = [line for line in axes.get_lines() if len(line.get_xdata()) == 3]
-    assert [list(line.get_ydata()) for line in drawn] == [[1.0, 0.5, 0.25]] * 2
 
 
 def test_the_stacks_of_the_breakdown_are_as_high_as_the_step(figures: list[Figure]):

@@ -105,12 +105,6 @@ def test_in_strong_scaling_a_fair_share_of_compute_is_its_nth_part():
     assert (point.compute, point.contention) == (0.375, 0.125)
 
 
-def test_without_world_size_1_contention_is_part_of_compute():
-    (point, _) = points([step_row(2, [1.0] * 3, compute=0.5), step_row(4, [1.0] * 3)])
-    assert (point.compute, point.contention) == (0.5, None)
-    assert point.compute + point.stragglers + point.exposed == pytest.approx(point.step.value, rel=1e-12)
-
-
 def test_rows_of_several_jobs_are_not_held_against_each_other():
     rows = [step_row(1, [1.0] * 3), step_row(2, [1.25] * 3)]
     strong = [step_row(n, [1.0] * 3, scaling="strong") for n in (1, 2)]
@@ -181,7 +175,6 @@ def test_world_sizes_take_turns(tmp_path: Path, launcher: Launcher):
     ("ending", "status", "note"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
-        (SignalException("", signal.SIGINT), 130, "interrupted"),
         (SignalException("", signal.SIGTERM), 143, "interrupted"),
         (ChildFailedError("x", {1: ProcessFailure(1, 7, 1, "/nowhere")}), 1, "rank 1 failed first"),
         ([step_row(2, [], correct=False)], 1, "WRONG: ddp at"),

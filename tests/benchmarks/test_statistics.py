@@ -32,18 +32,6 @@ def test_the_interval_of_few_samples_is_their_range(number: int):
     assert range_holds_median(3) == 0.75
 
 
-def test_the_ratio_of_few_samples_has_the_range_at_first_and_less_from_four_on():
-    """That every draw of three has the smallest in its middle happens often enough to count; of four, on both sides at
-    once, it does not."""
-    for number, whole in ((2, True), (3, True), (4, False), (5, False)):
-        above, below = [4.0, 1.0, 2.5, 3.0, 9.0][:number], [2.0, 2.5, 1.5, 1.75, 3.0][:number]
-        ratio, low, high = ratio_interval(above, below)
-        widest = (min(above) / max(below), max(above) / min(below))
-        assert ratio == pytest.approx(np.median(above) / np.median(below))
-        assert ((low, high) == widest) == whole
-        assert widest[0] <= low < ratio < high <= widest[1]
-
-
 @pytest.mark.parametrize("number", [6, 7, 8, 9, 20, 100])
 def test_the_interval_is_that_of_the_binomial_distribution(number: int):
     """The k-th smallest of n lies above the median where fewer than k do not, as heads of n coins. For 100 samples the
