@@ -39,12 +39,6 @@ class Training:
     dimensions: Mapping[str, int]
     """What the scale means, for the rows."""
 
-    @property
-    def numel(self) -> int:
-        """Of all parameters; none is allocated."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in self.module().parameters())
-
 
 class ModelGradients(Gradients):
     """The gradients of a model on batches that differ between ranks, from one backward a batch."""

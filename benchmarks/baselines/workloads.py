@@ -73,8 +73,8 @@ def matrices(numel: int, num_tensors: int) -> Shapes:
     return [(equal + (index < longer), columns) for index in range(num_tensors - len(rest))] + rest
 
 
-def sweep(first: str, last: str, factor: int) -> list[str]:
-    """Sizes in bytes from ``first`` to ``last``, each ``factor`` times the one before; the last one may be less.
+def sweep(first: str, last: str) -> list[str]:
+    """Sizes in bytes from ``first`` to ``last``, each four times the one before; the last one may be less.
 
     Raises:
         ValueError: ``first`` or ``last`` is no number of bytes, or the first is larger than the last.
@@ -83,8 +83,8 @@ def sweep(first: str, last: str, factor: int) -> list[str]:
     if smallest > largest:
         raise ValueError(f"sweep={first} {last}: the first size must not be above the last; swap them")
     sizes = [smallest]
-    while sizes[-1] * factor < largest:
-        sizes.append(sizes[-1] * factor)
+    while sizes[-1] * 4 < largest:
+        sizes.append(sizes[-1] * 4)
     return [format_bytes(nbytes) for nbytes in dict.fromkeys((*sizes, largest))]
 
 

@@ -6,7 +6,6 @@ compared with what the link itself needs. Needs Linux, root, iproute2, and
 util-linux.
 """
 
-import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -174,11 +173,7 @@ def measure_rank(measure_all: Callable[..., list[str]], options: Any, rows: RowF
     host, place = divmod(int(os.environ["RANK"]), links.ranks_per_host)
     if place > 0:
         return measure_all(options, rows)  # rank 0 alone has rows to add
-    # Each phase has a time limit of its own: waiting for the other ranks and then for the transfers; building what is
-    # measured, until the benchmark watches over each step.
-    faulthandler.dump_traceback_later(2 * CHECK_TIMEOUT, exit=True)
     raw_rate = ring_rate(host, links.addresses, CHECK_PORT, links.rate, CHECK_SECONDS, CHECK_TIMEOUT)
-    faulthandler.dump_traceback_later(options.timeout, exit=True)
     return measure_all(options, LinkRows(rows, links, raw_rate))
 
 

@@ -174,20 +174,17 @@ def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, 
         yield "fastsync, 1 rank, SyncVectorEnv", ("fastsync", replace(training, vectorization="sync"))
     if n > 1:
         if training.num_envs % n == 0:
-            split = replace(training, nproc=n)
-            yield f"fastsync, {n} ranks, same batch", ("fastsync", split)
-            yield apart(n, SPLIT), ("fastsync apart", split)
+            yield f"fastsync, {n} ranks, same batch", ("fastsync", replace(training, nproc=n))
         wide = replace(training, nproc=n, num_envs=n * training.num_envs, total_steps=n * training.total_steps)
         yield f"fastsync, {n} ranks, {n} × the batch", ("fastsync", wide)
         yield apart(n), ("fastsync apart", wide)
 
 
-def apart(nproc: int, batch: str = "the batch each") -> str:
+def apart(nproc: int) -> str:
     """The way that shows what the machine gives: as many trainings at once, each on its own."""
-    return f"fastsync, {nproc} × 1 rank, {batch}, no communication"
+    return f"fastsync, {nproc} × 1 rank, no communication"
 
 
-SPLIT = "a part of the batch each"
 SB3, CLEANRL_LOOP, ALONE = "stable-baselines3", "CleanRL's loop", "fastsync, 1 rank"
 
 
@@ -214,7 +211,6 @@ def records_of(
         ratios = {f"over_{other}": ratio(way, other) for other in (SB3, CLEANRL_LOOP) if other in speeds}
         on_cpu = training.device == "cpu"
         is_wide = training.num_envs > ways[ALONE][1].num_envs
-        without = apart(training.nproc) if is_wide else apart(training.nproc, SPLIT)
         yield Record(
             benchmark="ppo",
             way=way,
@@ -230,7 +226,7 @@ def records_of(
                 "fastest": max(of_speed),
                 "over_environment": ratio(way, "environment alone"),
                 "weak_scaling": ratio(way, ALONE, training.nproc) if is_wide else None,
-                "over_apart": ratio(way, without) if training.nproc > 1 else None,
+                "over_apart": ratio(way, apart(training.nproc)) if is_wide else None,
                 "mean_return": median(known) if known else None,
                 **ratios,
             },

@@ -57,8 +57,6 @@ else:
 PROG = "python -m benchmarks scaling"
 STOPPING = 5.0
 """Seconds that ranks have to end after Ctrl-C: they have nothing to save."""
-COMPUTE = NO_DDP
-"""The step without communication."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ def train(options: Options, launch: int, device: torch.device) -> list[Record]:
     sampling = Sampling(options.warmup, steps, options.seed + launch, options.step_timeout, device)
 
     def figures(of_rank: Sequence[Mapping[str, Measurement]], *_: object) -> dict[str, float | None]:
-        return {**compute_figures([rank[COMPUTE].samples for rank in of_rank]), "overhead": overhead(of_rank)}
+        return {**compute_figures([rank[NO_DDP].samples for rank in of_rank]), "overhead": overhead(of_rank)}
 
     batch_size, ways = options.samples(dist.get_world_size()), tuple(dict.fromkeys(options.ways))
     return measure_training("scaling", options.model, options.scale, batch_size, ways, sampling, figures)

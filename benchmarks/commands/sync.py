@@ -53,9 +53,8 @@ class Options(RankOptions):
     """Models by their number of parameters (5k, 0.5m, 12m), or bytes of float32 gradients (1KiB, 25MiB, 1GiB) in 16
     about equal matrices."""
     sweep: tuple[str, str] | None = None
-    """First and last of a series of sizes in bytes, such as 1KiB 1GiB, in place of sizes."""
-    factor: int = 4
-    """Each size of the sweep by the one before; the last one may be less."""
+    """First and last of a series of sizes in bytes, such as 1KiB 1GiB, in place of sizes. Each is four times the one
+    before; the last one may be less."""
     busy: int = 0
     """Processes that never sleep, beside the ranks, as environment workers and data loaders may be."""
     ways: tuple[WayName, ...] = BY_DEFAULT
@@ -69,13 +68,13 @@ class Options(RankOptions):
         super().__post_init__()
         if not self.sizes:
             raise ValueError(f"sizes: choose at least one of {', '.join(SIZES)}, or bytes such as 1MiB")
-        check_at_least(self, factor=2, busy=0)
+        check_at_least(self, busy=0)
         self.all_sizes  # noqa: B018  refuses what is no size
 
     @property
     def all_sizes(self) -> dict[str, Size]:
         """The sizes by name, in the order in which they are measured."""
-        names = self.sizes if self.sweep is None else sweep(*self.sweep, self.factor)
+        names = self.sizes if self.sweep is None else sweep(*self.sweep)
         return {name: size_of(name) for name in names}
 
 

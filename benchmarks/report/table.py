@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich import table as rich_table
 from rich.console import Console
@@ -129,19 +129,9 @@ def grouped_by(rows: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
     return list(groups.values())
 
 
-class Measured(Protocol):
-    """A record, or what was made of some."""
-
-    @property
-    def way(self) -> str: ...
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-
-
-def told_apart(row: Measured, rows: Sequence[Measured]) -> str:
+def told_apart(row: Any, rows: Sequence[Any]) -> str:
     """The settings that tell a row from others of the same way, as few as will do, and the mark of an oversubscribed
-    one in any case."""
+    one in any case. Rows are records, or what was made of some."""
     others = [other for other in rows if other.way == row.way and other is not row]
     told = []
     for name, value in row.settings.items():

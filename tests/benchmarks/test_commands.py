@@ -87,12 +87,12 @@ def test_sizes_are_models_or_bytes():
     for name, message in {"1KB": "not a number of bytes", "60B": "at least 64B", "66B": "multiple of 4B"}.items():
         with pytest.raises(ValueError, match=message):
             size_of(name)
-    assert sweep("1KiB", "1GiB", 4) == [
+    assert sweep("1KiB", "1GiB") == [
         *("1KiB", "4KiB", "16KiB", "64KiB", "256KiB"),
         *("1MiB", "4MiB", "16MiB", "64MiB", "256MiB", "1GiB"),
     ]
-    assert sweep("1KiB", "1KiB", 2) == ["1KiB"]
-    assert sweep("1KiB", "20KiB", 4) == ["1KiB", "4KiB", "16KiB", "20KiB"]
+    assert sweep("1KiB", "1KiB") == ["1KiB"]
+    assert sweep("1KiB", "20KiB") == ["1KiB", "4KiB", "16KiB", "20KiB"]
 
 
 @pytest.mark.parametrize("name", ["4KiB", "10000B", "99996B", "1MiB", "25MiB", "1GiB"])

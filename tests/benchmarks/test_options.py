@@ -15,7 +15,6 @@ REFUSED = {
     "sync --nproc 0": "nproc=0 must be at least 1",
     "sync --warmup 1": "warmup=1 must be at least 2",
     "sync --sizes": "sizes: choose at least one of 5k",
-    "sync --sweep 1KiB 1MiB --factor 1": "factor=1 must be at least 2",
     "sync --sweep 1MiB 1KiB": "sweep=1MiB 1KiB: the first size must not be above the last",
     "sync --ways": "ways: choose at least one",
     "sync --nproc 999": "choose fewer, or --oversubscribe",

@@ -51,22 +51,20 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "fastsync, 1 rank",
         "fastsync, 1 rank, SyncVectorEnv",
         "fastsync, 2 ranks, same batch",
-        "fastsync, 2 × 1 rank, a part of the batch each, no communication",
         "fastsync, 2 ranks, 2 × the batch",
-        "fastsync, 2 × 1 rank, the batch each, no communication",
+        "fastsync, 2 × 1 rank, no communication",
     ]
     assert all(way in said.out for way in rows)
     figures = rows["fastsync, 2 ranks, same batch"]["figures"]
     assert (figures["steps_per_second"], figures["steps_per_second_per_rank"]) == (2000, 1000)
     assert [figures[f"over_{baseline}"] for baseline in ("stable-baselines3", "CleanRL's loop")] == [4, 8]
-    assert figures["weak_scaling"] is None
-    assert figures["over_apart"] == 0.8
+    assert figures["weak_scaling"] is figures["over_apart"] is None
     assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3
     wide = rows["fastsync, 2 ranks, 2 × the batch"]
     assert wide["settings"]["num_envs"] == 2 * rows["fastsync, 1 rank"]["settings"]["num_envs"]
     assert wide["figures"]["weak_scaling"] == 1
     assert wide["figures"]["over_apart"] == 0.8
-    assert rows["fastsync, 2 × 1 rank, the batch each, no communication"]["figures"]["weak_scaling"] == 1.25
+    assert rows["fastsync, 2 × 1 rank, no communication"]["figures"]["weak_scaling"] == 1.25
 
 
 def ends_training(ending: str) -> float:
