@@ -134,7 +134,6 @@ def test_a_training_that_hangs_ends_with_its_ranks(tmp_path: Path, monkeypatch: 
             ("--num-envs", "4", "16", "64", "256", "1024"),
             [(4, 128, 4), (16, 128, 4), (64, 64, 4), (256, 32, 8), (1024, 16, 8)],
         ),
-        (("--num-envs", "31", "5000"), [(31, 96, 4), (5000, 8, 8)]),
         (("--env", "HalfCheetah-v5"), [(1, 2048, 32)]),
         (("--env", "ALE/Pong-v5"), [(8, 128, 4)]),
     ],

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,40 +130,30 @@ def test_compute_is_the_mean_of_the_ranks_and_stragglers_are_what_the_slowest_ta
 
 # The command, with launches that are made up.
 
-Launched = list[tuple[int, scaling.Options]]
-Launcher = Callable[[Sequence[list[Record] | BaseException]], Launched]
 
+def made_up_launches(monkeypatch: pytest.MonkeyPatch, *endings: list[Record] | BaseException) -> list[int]:
+    """Has launches on a machine of two cores end as told. Returns their numbers of ranks, once there have been some."""
+    sizes: list[int] = []
 
-@pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
-    """On a machine of two cores, launches that end as told, one after the other; what each was to measure."""
+    def launch(fn: object, nproc: int, *arguments: object, stop_timeout: float) -> list[list[Record]]:
+        sizes.append(nproc)
+        ending = endings[len(sizes) - 1]
+        if isinstance(ending, BaseException):
+            raise ending
+        return [ending] * nproc
+
     monkeypatch.setattr("fastsync._C.num_usable_cores", lambda: 2)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-
-    def prepare(endings: Sequence[list[Record] | BaseException]) -> Launched:
-        launched: Launched = []
-
-        def launch(
-            fn: object, nproc: int, options: scaling.Options, number: int, *, stop_timeout: float
-        ) -> list[list[Record]]:
-            del fn, number, stop_timeout
-            launched.append((nproc, options))
-            ending = endings[len(launched) - 1]
-            if isinstance(ending, BaseException):
-                raise ending
-            return [ending] * nproc
-
-        monkeypatch.setattr(scaling, "launch_ranks", launch)
-        return launched
-
-    return prepare
+    monkeypatch.setattr(scaling, "launch_ranks", launch)
+    return sizes
 
 
-def test_world_sizes_take_turns(tmp_path: Path, launcher: Launcher):
-    launched = launcher([[step_row(n, [1.0], scaling="strong")] for n in (1, 2, 4)] * 2)
+def test_world_sizes_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = [[step_row(n, [1.0], scaling="strong")] for n in (1, 2, 4)] * 2
+    sizes = made_up_launches(monkeypatch, *rows)
     options = ("--world-sizes", "4,1,2", "--repetitions", "2", "--batch-size", "8", "--strong", "--oversubscribe")
     assert main(["scaling", *options, "--report", str(tmp_path / "report")]) == 0
-    assert [nproc for nproc, _ in launched] == [1, 2, 4, 1, 2, 4]
+    assert sizes == [1, 2, 4, 1, 2, 4]
     assert [row.settings["world_size"] for row in read_json(tmp_path / "report/rows.json")] == [1, 2, 4] * 2
     page = (tmp_path / "report/index.html").read_text()
     assert "Strong scaling of mlp, 8 samples in all" in page
@@ -182,13 +171,13 @@ def test_world_sizes_take_turns(tmp_path: Path, launcher: Launcher):
 )
 def test_whatever_ends_it_the_report_of_what_there_is_is_written(
     tmp_path: Path,
-    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     ending: list[Record] | BaseException,
     status: int,
     note: str,
 ):
-    launcher([[step_row(1, [1.0])], ending])
+    made_up_launches(monkeypatch, [step_row(1, [1.0])], ending)
     folder = tmp_path / "report"
     assert main(["scaling", "--world-sizes", "1", "2", "--repetitions", "1", "--report", str(folder)]) == status
     assert len([row for row in read_json(folder / "rows.json") if row.correct]) == 1
