@@ -1,5 +1,7 @@
 """Random cases of ``attach`` against float64: every rank has the mean, its norm, and None where no rank has any.
 
+Between steps backwards fail, on all ranks or on one, and handles are detached and attached again.
+
     python -m tests.drill.oracle --cases 2000 --seed 0
 
 A case follows from its seed alone: what fails prints its seed, and ``--cases 1 --seed`` with that one runs it again.
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 import fastsync
 from fastsync.compression import parse_compression
+from tests.models import Fails
 from tests.ranks import RankError, RankTimeoutError, run_ranks
 
 WORLD_SIZES = (2, 3, 4)
@@ -72,6 +75,9 @@ class Parameter:
 class Step:
     """What happens in a step, each part in this order."""
 
+    reattach: bool = False
+    fails: list[int] = field(default_factory=list)
+    """Ranks whose backward fails, before that which is synchronised."""
     freeze: int | None = None
     compress: Any = None
     weights: list[float] | None = None
@@ -107,6 +113,7 @@ class Case:
         self.is_lossless = all(_wire(name) == "none" for name in self.names)
         self.has_feedback = any("ef" in _words(name) for name in self.names)
         self.loses_nothing = all("ef" in _words(name) or _wire(name) == "none" for name in self.names)
+        self.may_restart = not isinstance(self.compression, dict)  # whose steps would be others
         is_weighted = draw.random() < 0.25
         allow_complex = self.is_lossless and draw.random() < 0.3
         self.parameters = [self._parameter(draw, allow_complex) for _ in range(draw.randint(1, 7))]
@@ -151,7 +158,9 @@ class Case:
         )
 
     def _step(self, draw: random.Random, index: int, is_weighted: bool) -> Step:
-        step = Step()
+        step = Step(reattach=self.may_restart and draw.random() < 0.08)
+        if self.may_restart and self.overlaps and not self.has_feedback and draw.random() < 0.15:
+            step.fails = draw.choice(([*range(self.world_size)], [draw.randrange(self.world_size)]))
         ranks, numbers = range(self.world_size), range(len(self.parameters))
         if index > 0 and draw.random() < 0.06:
             step.freeze = draw.randrange(len(self.parameters))
@@ -347,20 +356,25 @@ class _Run:
         self.case, self.rank = case, rank
         self.oracle = _Oracle(case)
         self.model = _Model(case.parameters)
-        self.sync = fastsync.attach(
-            self.model,
-            _asked(case.compression),
-            op=case.op,
-            bucket_cap_mb=case.cap,
-            overlap=case.overlaps,
-        )
         self.compression = case.compression
+        self.attach()
         self.problems: list[str] = []
         self.inexact: list[str] = []  # which are none where float16 was saturated, as it may be
         self.must_agree: list[tuple[str, Any]] = []
-        self.missing = [torch.zeros(each.shape, dtype=torch.float64) for each in case.parameters]
         self.was_spoiled = False
         self.was_saturated = False
+
+    def attach(self) -> None:
+        case = self.case
+        self.sync = fastsync.attach(
+            *(self.model, _asked(self.compression)), op=case.op, bucket_cap_mb=case.cap, overlap=case.overlaps
+        )
+        self.missing = [torch.zeros(each.shape, dtype=torch.float64) for each in case.parameters]
+
+    def detach(self) -> None:
+        if self.case.loses_nothing and self.case.has_feedback:
+            self.check_nothing_is_lost()
+        self.sync.detach()
 
     def run(self) -> None:
         for number, step in enumerate(self.case.steps):
@@ -368,15 +382,20 @@ class _Run:
             if step.accumulate is not None:
                 with self.sync.no_sync():
                     self.backward(number, step, step.accumulate, part=0)
+            if step.fails:
+                self.fail(number, step)
             self.sync_step(number, step)
-        if self.case.loses_nothing and self.case.has_feedback:
-            self.check_nothing_is_lost()
-        self.sync.detach()
+        self.detach()
 
     def weights(self) -> list[nn.Parameter]:
         return list(self.model.weights)
 
     def prepare(self, step: Step) -> None:
+        if step.reattach:
+            self.detach()
+            self.forget(range(self.case.world_size))
+            self.attach()
+            self.oracle.weights = [1.0] * self.case.world_size
         if step.freeze is not None:
             self.freeze(step.freeze)
         if step.compress is not None:
@@ -396,6 +415,37 @@ class _Run:
                     weight.grad = torch.zeros_like(weight)
                 else:
                     weight.grad.zero_()
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """No gradients are left, and those ranks' engines do not know of any."""
+        self.model.zero_grad()
+        for of_rank in self.oracle.mine:
+            of_rank[:] = [None] * len(of_rank)
+        for rank in ranks:
+            self.oracle.is_new[rank] = [False] * len(self.case.parameters)
+
+    def fail(self, number: int, step: Step) -> None:
+        """A backward that raises on some ranks when a gradient is there, and that the others notice."""
+        there = [index for index in range(len(self.case.parameters)) if self.oracle.takes_part(index)]
+        if len(there) < 2:
+            return
+        weights = self.weights()
+        fails = self.rank in step.fails
+        used = {there[0], there[-1]} if fails else {i for i in there if self.used(step.use)[self.rank][i]}
+        first = Fails.apply(weights[there[0]]) if fails else weights[there[0]]  # the oldest node comes last
+        losses = [
+            _loss(first if i == there[0] else weights[i], self.case.gradient(self.rank, number, i, 4))
+            for i in sorted(used)
+        ]
+        noticed = fails
+        try:
+            torch.stack(losses).sum().backward()
+        except (ArithmeticError, RuntimeError):
+            noticed = True
+        noticed |= any(bool(weight.grad.isnan().any()) for weight in weights if weight.grad is not None)
+        if not noticed:
+            self.problems.append(f"rank {self.rank}, step {number}: it does not notice that {step.fails} failed")
+        self.forget(step.fails)
 
     def freeze(self, index: int) -> None:
         frozen = [*self.case.frozen]
@@ -618,47 +668,33 @@ def _run_case(seed: int, rank: int) -> list[str]:
     return problems
 
 
-def _serve(rank: int, world_size: int, seeds: Sequence[int], folder: str) -> dict[int, list[str]]:
+def _serve(rank: int, world_size: int, seeds: Sequence[int], at: str) -> dict[int, list[str]]:
     failed = {}
     for seed in seeds:
         if rank == 0:
-            Path(folder, "seed").write_text(str(seed))
+            Path(at).write_text(str(seed))
         if problems := _run_case(seed, rank):
             failed[seed] = problems
-            if rank == 0:
-                with Path(folder, "failed").open("a") as file:
-                    print(repr((seed, problems)), file=file)
     return failed
 
 
 def run_cases(seeds: Iterable[int]) -> dict[int, list[str]]:
-    """Runs the cases of these seeds. Returns what was wrong, by seed."""
+    """Runs the cases of these seeds. Returns what was wrong, by seed; where ranks end, the rest of their batch is."""
     places: dict[tuple[int, bool], list[int]] = {}
     for seed in seeds:
         case = Case(seed)
         places.setdefault((case.world_size, case.shares_memory), []).append(seed)
     failed: dict[int, list[str]] = {}
-    for (world_size, shares_memory), left in sorted(places.items()):
-        while left:
-            batch, left = left[:BATCH], left[BATCH:]
-            found, rest = _run_batch(batch, world_size, shares_memory)
-            failed |= found
-            left = rest + left
+    for (world_size, shares_memory), of_place in sorted(places.items()):
+        for batch in (of_place[i : i + BATCH] for i in range(0, len(of_place), BATCH)):
+            with tempfile.NamedTemporaryFile() as at:
+                limits: Any = {"timeout": BATCH_SECONDS, "shared_memory": shares_memory}
+                try:
+                    failed |= run_ranks(_serve, world_size, batch, at.name, **limits)[0]
+                except (RankError, RankTimeoutError) as error:
+                    left = batch[batch.index(int(Path(at.name).read_text())) :]
+                    failed |= {seed: ["was not run"] for seed in left} | {left[0]: [str(error)]}
     return failed
-
-
-def _run_batch(seeds: list[int], world_size: int, shares_memory: bool) -> tuple[dict[int, list[str]], list[int]]:
-    """What was wrong, and the seeds that are left because ranks ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            found = run_ranks(_serve, world_size, seeds, folder, timeout=BATCH_SECONDS, shared_memory=shares_memory)
-            return found[0], []
-        except (RankError, RankTimeoutError) as error:
-            at = int(Path(folder, "seed").read_text())
-            known = Path(folder, "failed")
-            lines = known.read_text().splitlines() if known.exists() else []
-            failed = dict(eval(line) for line in lines)
-            return failed | {at: [str(error)]}, seeds[seeds.index(at) + 1 :]
 
 
 def main() -> int:
