@@ -89,8 +89,8 @@ test-ubsan: venv
 test-trainers: $(foreach package,ray pufferlib skrl rsl-rl skypilot,$(VENV)/with-$(package)/.installed)
 	$(VENV)/with-ray/bin/python -m pytest tests/ppo/test_launch_ray.py $(PYTEST_ARGS)
 	$(VENV)/with-pufferlib/bin/python -m pytest tests/engine/test_examples.py -k pufferlib $(PYTEST_ARGS)
-	$(VENV)/with-skrl/bin/python -m pytest tests/engine/test_examples.py -k skrl_ppo\ or\ skrl_learns $(PYTEST_ARGS)
-	$(VENV)/with-rsl-rl/bin/python -m pytest tests/engine/test_examples.py -k rsl_rl_ppo\ or\ rsl_rl_ranks $(PYTEST_ARGS)
+	$(VENV)/with-skrl/bin/python -m pytest tests/engine/test_examples.py -k skrl_ppo $(PYTEST_ARGS)
+	$(VENV)/with-rsl-rl/bin/python -m pytest tests/engine/test_examples.py -k rsl_rl_ppo $(PYTEST_ARGS)
 	$(VENV)/with-skypilot/bin/python -m pytest tests/ppo/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
 
 $(VENV)/with-ray/.installed: PACKAGES = 'ray[default,train]'

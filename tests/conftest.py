@@ -80,6 +80,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     emulated.ops.namespace = "fastsync"
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    from tests.models import group_of_one
+
+    with group_of_one():
+        yield
+
+
 @pytest.fixture(scope="session")
 def namespaces() -> None:
     """Skips where there can be no network namespaces, which is found out by making some."""

@@ -13,17 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fastsync
-from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, batch, grads_of
-
-
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("as planned")
+from tests.models import SMALL_BUCKETS, Fails, Mlp, assert_all_bitwise_equal, batch, grads_of
 
 
 class Fallible(Mlp):
@@ -33,7 +23,7 @@ class Fallible(Mlp):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.layers[:4](inputs)
-        return self.layers[4](_RaiseInBackward.apply(hidden) if self.fails else hidden)
+        return self.layers[4](Fails.apply(hidden) if self.fails else hidden)
 
 
 def attach(model: nn.Module | list[Tensor], **options: Any) -> fastsync.GradientSynchronizer:
@@ -91,6 +81,6 @@ def assert_soon_none(alive: Callable[[], Any]) -> None:
 def fail(model: Fallible, rank: int, step: int) -> None:
     """A backward that raises when some buckets are on their way."""
     model.fails = True
-    with pytest.raises(ArithmeticError, match="as planned"):
+    with pytest.raises(ArithmeticError, match="as told"):
         backward(model, rank, step)
     model.fails = False

@@ -1,119 +1,46 @@
-"""fastsync.distributed: process groups from torchrun's environment, reductions, and agreement of weights."""
+"""fastsync.distributed: process groups from torchrun's environment, reductions, and check_consistency."""
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from fastsync.distributed import _takes_gpus, check_consistency, dist_mean, dist_sum, process_group
+import fastsync
+from fastsync.distributed import _takes_gpus, dist_mean, dist_sum, process_group
 from tests.ppo.test_launch_torchrun import free_port
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
-WORLD_SIZE = 3
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-
-@dataclass
-class Seen:
-    """What one rank saw."""
-
-    mine: list[float]
-    total: list[float]
-    average: list[float]
-    equal_weights: str
-    one_bit_differs: str
-    layer_missing: str
-    collective_left_out: str
+# ---- process groups -------------------------------------------------------------------------------------------------
 
 
-def look_around(rank: int, world_size: int) -> Seen:
+@on_ranks(3)
+def test_sum_and_mean_over_ranks(rank: int, world_size: int) -> None:
     mine = torch.tensor([1.0, 3.0 * rank])
-    total, average = dist_sum(mine), dist_mean(mine)
-    return Seen(
-        mine=mine.tolist(),
-        total=total.tolist(),
-        average=average.tolist(),
-        equal_weights=consistency_error(two_layers()),
-        one_bit_differs=consistency_error(with_one_bit_flipped(two_layers()) if rank == 1 else two_layers()),
-        layer_missing=consistency_error(two_layers()[:1] if rank == 2 else two_layers()),
-        collective_left_out=leave_out_a_collective(rank),
-    )
-
-
-def two_layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-
-
-def with_one_bit_flipped(model: nn.Sequential) -> nn.Sequential:
-    # One bit: a comparison by tolerance would not see it.
-    model[0].bias.detach().view(torch.int32)[1] ^= 1
-    return model
-
-
-def consistency_error(model: nn.Module) -> str:
-    try:
-        check_consistency(model)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def leave_out_a_collective(rank: int) -> str:
+    assert dist_sum(mine).tolist() == [3.0, 9.0]
+    assert dist_mean(mine).tolist() == [1.0, 3.0]
+    assert mine.tolist() == [1.0, 3.0 * rank], "the rank's own values must not be overwritten"
     group = dist.new_group(timeout=timedelta(seconds=1))
-    message = ""
     if rank == 0:
-        try:
+        with pytest.raises(RuntimeError, match="1000ms"):
             dist_sum(torch.zeros(1), process_group=group)
-        except RuntimeError as error:
-            message = str(error)
     dist.barrier()
-    return message
 
 
-@pytest.fixture(scope="module")
-def seen() -> list[Seen]:
-    return run_ranks(look_around, WORLD_SIZE, timeout=120)
-
-
-def test_sum_and_mean_over_ranks(seen: list[Seen]):
-    for rank, at_rank in enumerate(seen):
-        assert at_rank.total == [3.0, 9.0]
-        assert at_rank.average == [1.0, 3.0]
-        assert at_rank.mine == [1.0, 3.0 * rank], "the rank's own values must not be overwritten"
-
-
-def test_equal_weights_are_consistent(seen: list[Seen]):
-    assert [at_rank.equal_weights for at_rank in seen] == [""] * WORLD_SIZE
-
-
-def test_one_differing_bit_is_named_on_every_rank(seen: list[Seen]):
-    for at_rank in seen:
-        assert at_rank.one_bit_differs.startswith("'0.bias' of Sequential differs between ranks: ranks [0, 2]: sha256 ")
-        assert "; ranks [1]: sha256 " in at_rank.one_bit_differs
-
-
-def test_a_tensor_that_a_rank_lacks_is_named_on_every_rank(seen: list[Seen]):
-    for at_rank in seen:
-        assert at_rank.layer_missing.startswith("'1.weight' of Sequential differs between ranks: ranks [0, 1]: sha256 ")
-        assert at_rank.layer_missing.endswith("; ranks [2]: missing; 5 of 7 entries differ")
-
-
-def test_a_collective_that_a_rank_leaves_out_ends_with_an_error(seen: list[Seen]):
-    assert "1000ms" in seen[0].collective_left_out
-
-
-def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PLACE:
         monkeypatch.delenv(name, raising=False)
     with process_group(timeout=30) as device:
         assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,23 +48,48 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch):
     assert not dist.is_initialized()
 
 
-def waits_for_another(rank: int, world_size: int) -> None:
+def _launched(rank: int, world_size: int, port: int, **agent: object) -> None:
+    """As by torchrun, and without the group that ranks have here."""
     dist.destroy_process_group()
-    os.environ |= {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-    }
+    place = dict(zip(PLACE, (rank, world_size, rank, world_size), strict=True))
+    settings = {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": port, **agent}
+    os.environ.update({name: str(value) for name, value in settings.items()})
+
+
+def _for_run_ranks_to_end() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@on_ranks(1)
+def test_a_rank_whose_peers_never_come_gives_up_in_time(rank: int, world_size: int) -> None:
+    _launched(0, 2, 0)
     with pytest.raises(RuntimeError), process_group(timeout=1.0):
         pass
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for run_ranks to end
+    _for_run_ranks_to_end()
 
 
-def test_a_rank_whose_peers_never_come_gives_up_in_time():
-    run_ranks(waits_for_another, 1)
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@on_ranks(2)
+def test_machines_that_joined_later_count_their_restarts_anew(rank: int, world_size: int, port: int) -> None:
+    _launched(rank, world_size, port, TORCHELASTIC_USE_AGENT_STORE=False, TORCHELASTIC_RESTART_COUNT=rank)
+    with process_group(timeout=20):
+        assert dist.get_world_size() == 2
+        dist.barrier()  # until both are connected
+    _for_run_ranks_to_end()
+
+
+@on_ranks(2)
+def test_a_group_that_is_open_is_used_and_stays_open(rank: int, world_size: int) -> None:
+    with process_group(timeout=60) as device:
+        assert (dist.get_world_size(), str(device)) == (world_size, "cpu")
+    message = r"backend='nccl'.*gloo is open already; leave backend out$"
+    with pytest.raises(ValueError, match=message), process_group(timeout=60, backend="nccl"):
+        pass
+    assert dist.is_initialized()
 
 
 THREADS = """
@@ -156,34 +108,26 @@ print("threads of Gloo:", [name.strip() for name in names if "gloo" in name])
 """
 
 
+@pytest.mark.end_to_end
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads in /proc")
-def test_no_thread_of_the_group_outlives_it():
+def test_no_thread_of_the_group_outlives_it() -> None:
     """One that does may abort the process while the interpreter shuts down."""
-    process = subprocess.run(
-        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120, check=False, env=without_ranks()
-    )
+    environment = {name: value for name, value in os.environ.items() if name not in PLACE}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-c", THREADS]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert process.stdout == "threads of Gloo: []\n", process.stdout + process.stderr
 
 
-def without_ranks() -> dict[str, str]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return {name: value for name, value in os.environ.items() if name not in names} | {"CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.mark.parametrize(
-    ("gpus", "alone", "shared"),
-    [
+def test_nccl_is_chosen_where_every_rank_has_a_gpu_which_it_may_have_to_share() -> None:
+    for gpus, alone, shared in (
         (["a", "b"], True, True),
         (["a", "a"], False, True),
         (["a", ""], False, False),
         ([""], False, False),
         (["a"], True, True),
-    ],
-)
-def test_nccl_is_chosen_where_every_rank_has_a_gpu_which_it_may_have_to_share(
-    gpus: list[str], alone: bool, shared: bool
-) -> None:
-    assert (_takes_gpus(gpus, share_gpus=False), _takes_gpus(gpus, share_gpus=True)) == (alone, shared)
+    ):
+        assert (_takes_gpus(gpus, share_gpus=False), _takes_gpus(gpus, share_gpus=True)) == (alone, shared), gpus
 
 
 @pytest.mark.parametrize(
@@ -212,41 +156,111 @@ def test_nothing_is_said_where_the_cpu_is_meant(
     with process_group(timeout=10, backend=backend) as device:
         assert device.type == "cpu"
     assert not recwarn.list
+    message = r"^backend: expected 'nccl', 'gloo' or None, got 'mpi'$"
+    with pytest.raises(ValueError, match=message), process_group(timeout=10, backend="mpi"):  # type: ignore[arg-type]
+        pass
 
 
-def test_a_backend_that_there_is_not_is_refused() -> None:
+# ---- check_consistency ----------------------------------------------------------------------------------------------
+
+
+class WithExtraState(nn.Linear):
+    """A layer whose checkpoint holds more than tensors."""
+
+    def __init__(self, extra: object) -> None:
+        super().__init__(2, 2)
+        nn.init.ones_(self.weight)
+        nn.init.ones_(self.bias)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+def _normalised() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+@on_ranks(3)
+def test_what_differs_is_named_on_every_rank(rank: int, world_size: int) -> None:
+    model = _normalised()
+    fastsync.check_consistency(model)
+    missing = r"'1\.weight' of Sequential .*: ranks \[0, 1\]: sha256 \w+; ranks \[2\]: missing; 5 of 7 entries differ$"
+    with pytest.raises(RuntimeError, match=missing):
+        fastsync.check_consistency(model[:1] if rank == 2 else model)
+    # One bit: a comparison by tolerance would not see it.
+    model[0].bias.detach().view(torch.int32)[1] ^= rank == 1
+    one_bit = r"^'0\.bias' of Sequential differs between ranks: ranks \[0, 2\]: sha256 \w+; ranks \[1\]: sha256 \w+"
+    with pytest.raises(RuntimeError, match=one_bit):
+        fastsync.check_consistency(model)
+    for name, tensor in model.state_dict().items():
+        if rank == 1 and name != "0.weight":
+            tensor.add_(3 if name == "1.num_batches_tracked" else 0.25)
+    with pytest.raises(RuntimeError, match=rf"{one_bit}; 6 of 7 entries differ"):
+        fastsync.check_consistency(model)
+    for value in (0.0, float("nan")):
+        with torch.no_grad():
+            model[1].weight[0] += value * (rank == 2)
+        with pytest.raises(RuntimeError, match=r"3 of 4 entries differ$"):
+            fastsync.check_consistency(model, buffers=False)
+    for dtype in (torch.bfloat16, torch.float64, torch.int16, torch.uint8, torch.bool, torch.complex64):
+        other = nn.Module()
+        other.register_buffer("values", torch.tensor([[1, 0], [0, rank == 2]]).to(dtype).T)
+        with pytest.raises(RuntimeError, match=r"ranks \[2\]: sha256 \w+; 1 of 1 entries differ"):
+            fastsync.check_consistency(other)
+    other.register_buffer("values", torch.zeros(2 + rank))
+    with pytest.raises(RuntimeError, match=r"ranks \[2\]: sha256 \w+; 1 of 1 entries differ; it is a buffer"):
+        fastsync.check_consistency(other)
+
+
+@on_ranks(2)
+def test_buffers_and_extra_state(rank: int, world_size: int) -> None:
+    model = _normalised()
+    model(torch.randn(8, 2, generator=torch.Generator().manual_seed(rank)))
+    with pytest.raises(RuntimeError, match=r"'1\.running_mean' of Sequential differs .* is a buffer.*buffers=False"):
+        fastsync.check_consistency(model)
+    fastsync.check_consistency(model, buffers=False)
+    pairs: list[tuple[object, object]] = [
+        (b"one", b"two"), ("one", "two"), (1, 2), (1.5, 2.5), (True, False), (torch.ones(2), torch.zeros(2)),
+        (bytearray(b"one"), bytearray(b"two")), (1, 1.0), (None, 0), (b"1", "1"), (torch.ones(2), b"1"),
+    ]  # fmt: skip
+    for mine, theirs in pairs:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fastsync.check_consistency(WithExtraState(mine))
+            with pytest.raises(RuntimeError, match="'_extra_state' of WithExtraState differs between ranks"):
+                fastsync.check_consistency(WithExtraState(theirs if rank else mine))
+    fastsync.check_consistency(WithExtraState(float("nan")))
+    with pytest.warns(UserWarning, match="'_extra_state' of WithExtraState is a BytesIO, which it does not compare"):
+        fastsync.check_consistency(WithExtraState(io.BytesIO(bytes(rank))))
     with (
-        pytest.raises(ValueError, match=r"^backend: expected 'nccl', 'gloo' or None, got 'mpi'$"),
-        process_group(timeout=10, backend="mpi"),  # type: ignore[arg-type]
+        pytest.warns(UserWarning, match="is a (dict|list), which it does not compare"),
+        pytest.raises(RuntimeError, match=r"differs between ranks: ranks \[0\]: a dict; ranks \[1\]: a list"),
     ):
-        pass
+        fastsync.check_consistency(WithExtraState([] if rank else {}))
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        message = r"check_consistency: .* rank 0 of 2 .*; every rank has to call it, .*sync\.join\(\)"
+        with pytest.raises(RuntimeError, match=message):
+            fastsync.check_consistency(_normalised(), process_group=group)
+    dist.barrier()
 
 
-def uses_the_open_group(rank: int, world_size: int) -> tuple[str, bool, str]:
-    with process_group(timeout=60) as device:
-        assert dist.get_world_size() == world_size
-    with pytest.raises(ValueError, match="backend='nccl'") as error, process_group(timeout=60, backend="nccl"):
-        pass
-    return str(device), dist.is_initialized(), str(error.value)
-
-
-def test_a_group_that_is_open_is_used_and_stays_open():
-    for device, is_open, refusal in run_ranks(uses_the_open_group, 2):
-        assert (device, is_open) == ("cpu", True)
-        assert refusal.endswith("gloo is open already; leave backend out")
-
-
-def meets_as_of_another_attempt(rank: int, world_size: int, port: int) -> int:
-    dist.destroy_process_group()
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": False, "TORCHELASTIC_RESTART_COUNT": rank}
-    os.environ.update({name: str(value) for name, value in {**place, **agent}.items()})
-    with process_group(timeout=20):
-        number = dist.get_world_size()
-        dist.barrier()  # until both are connected
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for run_ranks to end
-    return number
-
-
-def test_machines_that_joined_later_count_their_restarts_anew():
-    assert run_ranks(meets_as_of_another_attempt, 2, free_port()) == [2, 2]
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_compared() -> None:
+    with pytest.raises(ValueError, match="expected a module, got list; put several into"):
+        fastsync.check_consistency([nn.Linear(2, 2)])
+    compared: list[Tensor] = [torch.tensor(1.0), torch.zeros(0), torch.zeros(2, dtype=torch.cfloat).conj()]
+    skipped: list[Tensor] = [torch.eye(3).to_sparse(), torch.zeros(3, device="meta")]
+    for index, tensor in enumerate((*compared, *skipped)):
+        model = nn.Linear(2, 2)
+        model.register_buffer("other", tensor)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            fastsync.check_consistency(model)
+        words = ["'other' of Linear is a Tensor, which it does not compare" in str(each.message) for each in said]
+        assert words == [True] * (index >= len(compared))

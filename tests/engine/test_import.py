@@ -1,18 +1,29 @@
-"""Importing the package: as it is installed, and where its extension has not been built."""
+"""Importing the package: as it is installed, and where its extension has not been built; and what the doctor says."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.metadata
+import importlib.util
 import io
+import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import fastsync
+from fastsync import doctor
 from tests.ranks import run_ranks
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fastsync"
@@ -57,14 +68,17 @@ def unbuilt(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_public_names_are_there() -> None:
-    import fastsync
+def test_all_public_names_are_there_and_an_import_changes_no_optimizer() -> None:
+    assert all(getattr(fastsync, name) is not None for name in fastsync.__all__)
+    said = _python(
+        "import torch.optim.optimizer as o; import fastsync, fastsync.ppo\n"
+        "print(len(o._global_optimizer_pre_hooks), len(o._global_optimizer_post_hooks))",
+        PACKAGE.parent,
+    )
+    assert said == (0, "0 0\n", "")
 
-    assert fastsync.__all__
-    for name in fastsync.__all__:
-        assert getattr(fastsync, name) is not None
 
-
+@pytest.mark.end_to_end
 def test_package_needs_no_import_of_torch_before_it() -> None:
     # The extension's libraries are torch's, and are found only once torch has loaded them.
     command = [sys.executable, "-c", "from fastsync import register_comm_hook"]
@@ -72,24 +86,21 @@ def test_package_needs_no_import_of_torch_before_it() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_unbuilt_package_says_what_to_do_in_one_sentence(unbuilt: Path) -> None:
+def test_an_unbuilt_package_says_what_to_do(unbuilt: Path) -> None:
     result = _python("from fastsync import register_comm_hook", unbuilt)
     assert result.status == 1
     sentence = result.err.strip().splitlines()[-1]
-    assert sentence.startswith("ImportError: ")
-    assert f"fastsync in {unbuilt}/fastsync has no extension" in sentence
+    assert sentence.startswith(f"ImportError: fastsync in {unbuilt}/fastsync has no extension")
     assert "No module named 'fastsync._C'" in sentence
     assert "run `pip install --no-build-isolation" in sentence
-
-
-def test_unbuilt_package_says_it_in_the_trainer(unbuilt: Path) -> None:
     result = _python("import sys; from fastsync.cli import main; sys.exit(main(['train']))", unbuilt)
     assert result.status == 1
     (sentence,) = result.err.strip().splitlines()
     assert sentence.startswith(f"fastsync train: fastsync in {unbuilt}/fastsync has no extension")
-
-
-def test_unbuilt_package_names_a_copy_that_is_built(unbuilt: Path) -> None:
+    result = _python("import sys; from fastsync import doctor; sys.exit(doctor.main())", unbuilt)
+    assert result.status == 1, result.err
+    assert "the engine: fastsync in" in result.out
+    # A copy that is built is named.
     other = unbuilt / "elsewhere"
     (other / "fastsync").mkdir(parents=True)
     (other / "fastsync/_C.abi3.so").touch()
@@ -108,17 +119,92 @@ def test_extension_for_another_torch_is_not_loaded(tmp_path: Path) -> None:
     assert "it was built for torch 1.2.3+cpu" in result.err.strip().splitlines()[-1]
 
 
-def test_doctor_runs_on_the_unbuilt_package(unbuilt: Path) -> None:
-    result = _python("import sys; from fastsync import doctor; sys.exit(doctor.main())", unbuilt)
-    assert result.status == 1, result.err
-    assert "the engine: fastsync in" in result.out
-    assert "No module named 'fastsync._C'" in result.out
+# ---- the doctor -----------------------------------------------------------------------------------------------------
 
 
-def test_an_import_changes_no_optimizer(tmp_path: Path) -> None:
-    said = _python(
-        "import torch.optim.optimizer as o; import fastsync, fastsync.ppo\n"
-        "print(len(o._global_optimizer_pre_hooks), len(o._global_optimizer_post_hooks))",
-        PACKAGE.parent,
-    )
-    assert said == (0, "0 0\n", "")
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    return Doctor(monkeypatch, capsys)
+
+
+class Doctor:
+    """What it says of another extension than the one that is there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def of(self, status: int, *, with_cuda: bool = False) -> str:
+        extension = SimpleNamespace(
+            num_usable_cores=lambda: 2,
+            shared_memory_obstacle=lambda: "",
+            __file__="/somewhere/_C.so",
+            built_with_cuda=lambda: with_cuda,
+            kernels=lambda device_type: "fused" if with_cuda or device_type == "cpu" else "generic",
+            build_info=lambda: {"torch": torch.__version__, "compiler": "g++ 12.2.0"},
+        )
+        self._monkeypatch.setattr(doctor, "_load_extension", lambda: (extension, ""))
+        return self.of_this(status)
+
+    def of_this(self, status: int) -> str:
+        assert doctor.main() == status
+        return self._capsys.readouterr().out
+
+
+def _limits(output: str) -> str:
+    return output.split("will not work here\n")[1]
+
+
+def test_this_installation_is_usable(say: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = say.of_this(0)
+    for version in (platform.python_version(), torch.__version__, importlib.metadata.version("fastsync-torch")):
+        assert version in output
+    assert "the engine:" not in _limits(output)
+
+    def fail_to_load(name: str) -> None:
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr(doctor, "load", fail_to_load)
+    assert "the engine: undefined symbol: _ZN3c10" in _limits(say.of_this(1))
+
+
+def test_what_a_machine_lacks_is_named(say: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tyro", "gymnasium") else object())
+    output = say.of(0)
+    assert "built with compiler    g++ 12.2.0" in output
+    assert "fastsync train: gymnasium, tyro missing; install them: pip install " in output
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    limits = _limits(say.of(1))
+    assert "NCCL: this torch has none; use Gloo" in limits
+    assert "this torch has no Gloo" in limits
+
+
+def test_kernels_of_a_machine_with_cuda(say: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    for gpus, with_cuda, status in (([], False, 0), ([], True, 0), (["nvidia0"], False, 1), (["nvidia0"], True, 0)):
+        monkeypatch.setattr(doctor.Path, "glob", lambda self, pattern, gpus=gpus: iter([self / gpu for gpu in gpus]))
+        output = say.of(status, with_cuda=with_cuda)
+        assert "\n  kernels on cpu         fused C++\n" in output
+        generic = "generic: torch's own operations; install nvcc and build again for fused ones"
+        assert f"\n  kernels on cuda        {'fused CUDA' if with_cuda else generic}\n" in output
+        assert ("fused CUDA kernels:" in output) != with_cuda
+    # What kept them out.
+    monkeypatch.setattr(doctor, "HERE", tmp_path)
+    monkeypatch.setattr(doctor, "_has_nvidia_gpu", lambda: False)
+    assert "fused CUDA kernels: not built, and the build has noted no reason" in _limits(say.of(0))
+    note = tmp_path.joinpath(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").with_suffix(".torch")
+    note.write_text(f"{torch.__version__}\nno nvcc was found; run: pip install 'cuda-toolkit[nvcc]==13.2.2'")
+    line = "fused CUDA kernels: no nvcc was found; run: pip install 'cuda-toolkit[nvcc]==13.2.2'; to build again: `pip"
+    assert line in _limits(say.of(0))
+    assert doctor.built_for() == torch.__version__
+
+
+def test_the_list_of_training_modules_is_the_extra_and_what_the_trainer_imports() -> None:
+    root = Path(doctor.__file__).parents[1]
+    (extra,) = re.findall(r"^train = (\[.*\])$", (root / "pyproject.toml").read_text(), re.MULTILINE)
+    assert [re.split("[>=<]", name)[0] for name in ast.literal_eval(extra)] == list(doctor.TRAIN_MODULES)
+    source = "".join(file.read_text() for file in (root / "fastsync" / "ppo").rglob("*.py"))
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
+    others = {"torch", "fastsync", "ray", "ale_py"}  # there anyway, or of extras of their own
+    assert imported - sys.stdlib_module_names - others == set(doctor.TRAIN_MODULES.values())

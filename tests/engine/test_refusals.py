@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.engine.entry_points import ALL, AVERAGING, average
-from tests.models import Given, Mlp, backward_of, given_ddp, group_of_one
+from tests.engine.entry_points import ALL, average
+from tests.models import SMALL_BUCKETS, Given, Mlp, backward_of, given_ddp
 from tests.ranks import on_ranks, run_ranks
 
 CALLS: dict[str, Callable[..., object]] = {
@@ -33,12 +37,6 @@ CALLS: dict[str, Callable[..., object]] = {
 }
 TAKE_PARAMETERS = ("module_or_params", "params")
 each_call = pytest.mark.parametrize("argument", CALLS)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    with group_of_one():
-        yield
 
 
 def _with(dtype: torch.dtype) -> nn.Module:
@@ -198,6 +196,145 @@ def test_sharded_models_are_refused_before_and_after(rank: int, world_size: int)
     dist.barrier()
 
 
+# ---- what is noticed later ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_parameter_is_averaged_by_one_engine() -> None:
+    """Not by two of attach, nor by attach and by DDP's hook, in whatever order they come."""
+    model = Mlp()
+    weight = model.layers[0].weight
+    sync = fastsync.attach(model)
+    with pytest.raises(TypeError, match=r"returns no model; call the one that you gave it"):
+        sync(torch.ones(1, 32))
+    for again in (model, [weight], nn.Sequential(model)):
+        with pytest.raises(ValueError, match=r"parameter .* is averaged already, by attach\(\); call detach\(\)"):
+            fastsync.attach(again)
+    sync.detach()
+    for overlap in (False, True):
+        sync = fastsync.attach([weight], overlap=overlap)
+        with pytest.raises(ValueError, match=r"parameter layers\.0\.weight is averaged already, by attach\(\)"):
+            fastsync.attach(model)
+        sync.detach()
+    ddp = DistributedDataParallel(model)
+    hook = fastsync.register_comm_hook(ddp)
+    for again in (model, model.layers[2], [model.layers[4].bias]):
+        with pytest.raises(ValueError, match=r"parameter .* averaged already, by register_comm_hook .*; leave one"):
+            fastsync.attach(again)
+    del ddp, hook
+    gc.collect()
+    sync = fastsync.attach(model.layers[2])  # the wrapper is gone, and its hook with it
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"ddp_model: parameter layers\.2\.weight is averaged already, by attach"):
+        fastsync.register_comm_hook(ddp)
+    sync.detach()
+    fastsync.register_comm_hook(ddp)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_parameters_in_the_places_of_those_that_were_attached() -> None:
+    """Also once these have been averaged."""
+    model, unrelated = Mlp(), nn.Linear(2, 2)
+    sync = fastsync.attach(model)
+    for step in range(2):
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(1, 32)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\)") if step else nullcontext():
+            optimizer.step()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    torch.optim.SGD(unrelated.parameters()).step()
+    sync.detach()
+    fastsync.attach(model)
+    torch.optim.SGD(model.parameters()).step()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_parameters_that_the_model_got_later_are_told_of_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    fastsync.attach(model)
+    model[1] = nn.Linear(2, 1)
+    model[0].adapter = nn.Linear(2, 2)
+    model[0].adapter.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()])
+    told = r"3 of the optimizer's parameters .*: 0\.adapter\.weight, 1\.weight, 1\.bias; call detach\(\)"
+    with pytest.warns(UserWarning, match=told) as warned:  # noqa: PT031
+        optimizer.step()
+        optimizer.step()
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sparse_gradients_that_show_up_late() -> None:
+    embedding = nn.Embedding(3, 2)
+    sync = fastsync.attach(embedding)
+    for sparse in (True, False):
+        embedding.sparse = sparse
+        embedding.zero_grad()
+        message = r"parameter weight got a sparse gradient.*use sparse=False"
+        with pytest.raises(ValueError, match=message) if sparse else nullcontext():
+            embedding(torch.tensor([1])).sum().backward()
+    assert embedding.weight.grad.sum() == 2
+    assert sync.stats().num_steps == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_gradient_that_is_used_up_inside_backward() -> None:
+    model = Mlp()
+    fastsync.attach(model)
+    hook = model.layers[0].weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    with pytest.raises(ValueError, match=r"gradient of layers\.0\.weight was gone.*optimizer step inside.*step after"):
+        model(torch.ones(1, 32)).sum().backward()
+    hook.remove()
+    model.zero_grad()
+    model(torch.ones(1, 32)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_more_buckets_than_there_are_tags_for() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4097)]
+    fastsync.attach(parameters, bucket_cap_mb=1e-6)
+    with pytest.raises(ValueError, match=r"gradients in 4097 buckets, but there may be 4096.*larger bucket_cap_mb"):
+        torch.stack(parameters).sum().backward()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_compiled_autograd_is_refused_where_it_would_skip_the_hooks() -> None:
+    model = nn.Linear(2, 2)
+    compiled = partial(compiled_autograd._enable, torch.compile(backend="eager"))
+    sync = fastsync.attach(model)
+    with compiled(), pytest.raises(RuntimeError, match=r"compiled autograd does not run the hooks.*overlap=False"):
+        model(torch.ones(1, 2)).sum().backward()
+    sync.detach()
+    sync = fastsync.attach(model, overlap=False)
+    model.zero_grad()
+    with compiled():
+        model(torch.ones(1, 2)).sum().backward()
+    sync.synchronize()
+    assert sync.stats().num_steps == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("call", ["synchronize", "detach"])
+def test_calls_inside_a_backward_are_refused(call: str) -> None:
+    grads = [torch.ones(3), torch.ones(2)]
+    model = Given(grads)
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    refused = []
+
+    def hook(_: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError, match=rf"{call}\(\) was called inside a backward; call it after"):
+            getattr(sync, call)()
+        refused.append(call)
+
+    for weight in model.weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    model(grads).backward()
+    assert refused == [call] * 2
+    assert sync.stats().num_steps == 1
+
+
 # ---- ranks that mean different things -------------------------------------------------------------------------------
 
 DISAGREE = "the ranks do not agree on what to synchronise: "
@@ -277,39 +414,41 @@ def test_models_that_differ_are_told_when_they_are_attached(rank: int, world_siz
 
 # ---- ranks that are lost --------------------------------------------------------------------------------------------
 
-SECONDS = 5
+SECONDS = 4
 
 
-def _loses_a_rank(rank: int, world_size: int, entry_point: str, num_good_steps: int, dies: bool) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
-    grads = [torch.full((300,), 1.0 + rank), torch.full((400,), 1.0)]
+def _loses_a_rank(rank: int, world_size: int, cases: Sequence[tuple[str, int]], dies: bool) -> None:
+    """Each case has two ranks, of which the second does not come, so that all wait at the same time."""
+    limit = timedelta(seconds=SECONDS)
+    pairs = [dist.new_group([first, first + 1], timeout=limit) for first in range(0, world_size, 2)]
+    (entry_point, num_good_steps), group = cases[rank // 2], pairs[rank // 2]
+    grads = [torch.full((300,), 1.0 + rank % 2), torch.full((400,), 1.0)]
     given = average(entry_point, Given(grads), "bf16", group=group)
     for _ in range(num_good_steps):
         given.step(grads)
     if entry_point == "sharded":
         given.model.set_reshard_after_forward(False)
     loss = given.model(grads)  # in which DDP may rebuild its buckets
-    if rank == 1 and dies:
+    if rank % 2 == 1 and dies:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        dist.barrier()  # of the default group: this rank lives, but does not come
-        return
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(averaging|agreement).* failed on rank 0 of 2: "):
-        given.backward(loss)
+    if rank % 2 == 0:
+        with pytest.raises(RuntimeError, match=r"(averaging|agreement).* failed on rank 0 of 2: "):
+            given.backward(loss)
     assert time.monotonic() - began < 10 * SECONDS
     if not dies:
-        dist.barrier()
+        dist.barrier()  # of the default group: the second ranks live
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("entry_point", ALL)
-def test_a_rank_that_is_killed_is_an_error_of_the_others(entry_point: str, shared_memory: bool) -> None:
-    run_ranks(_loses_a_rank, 2, entry_point, 3, True, shared_memory=shared_memory, lost={1}, timeout=60)
+def test_a_rank_that_is_killed_is_an_error_of_the_others(shared_memory: bool) -> None:
+    cases = [(entry_point, 3) for entry_point in ALL]
+    lost = range(1, 2 * len(cases), 2)
+    run_ranks(_loses_a_rank, 2 * len(cases), cases, True, shared_memory=shared_memory, lost=lost, timeout=100)
 
 
-@pytest.mark.parametrize("num_good_steps", [0, 1, 3])
-@pytest.mark.parametrize("entry_point", AVERAGING)
-def test_a_rank_that_does_not_come_is_an_error_within_the_timeout(entry_point: str, num_good_steps: int) -> None:
+def test_a_rank_that_does_not_come_is_an_error_within_the_timeout() -> None:
     """In the first sync, in that after DDP has rebuilt its buckets, in an ordinary one."""
-    run_ranks(_loses_a_rank, 2, entry_point, num_good_steps, False, shared_memory=False, timeout=100)
+    cases = [("hook", 0), ("hook", 1), ("hook", 3), ("drop-in hook", 1), ("attach", 0), ("attach", 3)]
+    cases += [("synchronize", 0), ("synchronize", 3), ("all_reduce", 0), ("all_reduce", 3)]
+    run_ranks(_loses_a_rank, 2 * len(cases), cases, False, shared_memory=False, timeout=100)

@@ -19,7 +19,7 @@ from fastsync import Compression, attach
 from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
 from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.settings import load_settings
-from tests.convergence import COMPRESSIONS
+from tests.engine.test_convergence import COMPRESSIONS
 from tests.ranks import run_ranks
 
 
