@@ -1,26 +1,29 @@
-"""all_reduce_gradients with sets of parameters that change: which engine serves, and what error feedback keeps."""
+"""all_reduce_gradients with sets of parameters that change; register_prepared, whichever way a trainer has wrapped."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.all_reduce import MAX_ENGINES
 from tests.bitwise import assert_bitwise_equal
-from tests.models import group_of_one
+from tests.models import Mlp, batch
 from tests.ranks import on_ranks
 
 
-def _parameter(numel: int = 4) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(numel))
+def _parameters(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size)) for size in sizes]
 
 
-def _averages(parameters: list[Tensor], rank: int, world_size: int, compression: str = "none") -> None:
+def _averages(parameters: list[Tensor], rank: int, world_size: int) -> None:
     for index, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, float(rank + index))
-    fastsync.all_reduce_gradients(parameters, compression)
+    fastsync.all_reduce_gradients(parameters)
     for index, parameter in enumerate(parameters):
         assert parameter.grad.unique().tolist() == [(world_size - 1) / 2 + index]
 
@@ -28,30 +31,30 @@ def _averages(parameters: list[Tensor], rank: int, world_size: int, compression:
 @on_ranks(2, timeout=60)
 def test_what_still_lives_on_one_rank_decides_nothing(rank: int, world_size: int) -> None:
     """Rank 1's garbage is collected late: what it still holds must not tell it what to forget."""
-    model = [_parameter(), _parameter(3)]
+    model = _parameters(4, 3)
     held = []
     for num_new in (1, 15, 16, 17, MAX_ENGINES - 1, MAX_ENGINES, MAX_ENGINES + 1):
         _averages(model, rank, world_size)
         for _ in range(num_new):
-            fast = [_parameter(), _parameter(3)]
+            fast = _parameters(4, 3)
             _averages(fast, rank, world_size)
             if rank == 1:
                 held.append(fast)
         _averages(model, rank, world_size)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_none_does_not_pass_for_a_parameter_that_is_gone() -> None:
-    with group_of_one():
-        _averages([_parameter()], 0, 1)
-        with pytest.raises(ValueError, match="number 0 is a NoneType"):
-            fastsync.all_reduce_gradients([None])
+    _averages(_parameters(4), 0, 1)
+    with pytest.raises(ValueError, match="number 0 is a NoneType"):
+        fastsync.all_reduce_gradients([None])
 
 
 @on_ranks(2)
 def test_what_error_feedback_has_not_sent_stays_with_the_set(rank: int, world_size: int) -> None:
     """What one engine gives that is never forgotten, bit for bit, with other sets and compressions in between."""
     compression = fastsync.Compression("int8", error_feedback=True)
-    lasting, expected = [_parameter(1024), _parameter(256)], [_parameter(1024), _parameter(256)]
+    lasting, expected = _parameters(1024, 256), _parameters(1024, 256)
     sync = fastsync.attach(expected, compression, overlap=False)
     for step in range(6):
         chosen = "bf16" if step == 3 else compression
@@ -64,6 +67,41 @@ def test_what_error_feedback_has_not_sent_stays_with_the_set(rank: int, world_si
         fastsync.all_reduce_gradients(lasting, chosen)
         for index, (mine, theirs) in enumerate(zip(lasting, expected, strict=True)):
             assert_bitwise_equal(mine.grad, theirs.grad, f"step {step}, parameter {index}")
-        other = _parameter(128)
+        (other,) = _parameters(128)
         other.grad = torch.ones(128)
         fastsync.all_reduce_gradients([other], compression)
+
+
+# ---- register_prepared ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_whatever_is_wrapped_is_registered(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    compiled = torch.compile(DistributedDataParallel(Mlp()), backend="eager")
+    ways = [(DistributedDataParallel(Mlp()), fastsync.CommHook), (compiled, fastsync.CommHook)]
+    for model, kind in [*ways, (fully_shard(Mlp(), mesh=mesh), fastsync.ShardedGradients)]:
+        handle = fastsync.register_prepared(model, "fp16")
+        assert isinstance(handle, kind)
+        model(batch(rank, 0)).sum().backward()
+        assert handle.stats().num_steps == 1
+    with pytest.raises(ValueError, match=r"fastsync\.attach for one without a wrapper"):
+        fastsync.register_prepared(Mlp())
+
+
+@pytest.mark.parametrize("has_group", [True, False])
+def test_one_rank_has_a_handle_too(has_group: bool, request: pytest.FixtureRequest) -> None:
+    if has_group:
+        request.getfixturevalue("one_rank")
+    model = Mlp()
+    handle = fastsync.register_prepared(model, "fp16")
+    assert isinstance(handle, fastsync.GradientSynchronizer)
+    model(batch(0, 0)).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    assert handle.stats().num_steps == 1
+    handle.load_state_dict(handle.state_dict())
+    handle.detach()
+    model.zero_grad()
+    model(batch(0, 0)).sum().backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-3, atol=1e-6)

@@ -52,33 +52,6 @@ def test_fp16_scales_follow_as_in_the_hook(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_gradients_of_any_memory_layout(rank: int, world_size: int) -> None:
-    torch.manual_seed(rank)
-    shape = (8, 5, 4, 3)  # as many as fill a bucket of its own
-    weight = nn.Parameter(torch.zeros(shape).to(memory_format=torch.channels_last))
-    transposed = nn.Parameter(torch.zeros(6, 4).t())
-    sync = fastsync.attach([transposed, weight], overlap=False, bucket_cap_mb=SMALL_BUCKETS)
-    mine = [torch.randint(-8, 8, shape).float(), torch.randint(-8, 8, (4, 6)).float()]
-    given = [
-        lambda g: g.clone(),
-        lambda g: g.to(memory_format=torch.channels_last) if g.dim() == 4 else g.t().contiguous().t(),
-        lambda g: torch.stack([g, g], dim=-1)[..., 0],  # every other element of a larger block
-        lambda g: g.flatten()[:1].expand(g.shape),  # one element under all indices
-    ]
-    for step, layout in enumerate(given):
-        expected = []
-        for parameter, grad in zip((weight, transposed), mine, strict=True):
-            parameter.grad = layout(grad)
-            total = parameter.grad.clone()
-            torch.distributed.all_reduce(total)
-            expected.append(total / world_size)
-        sync.synchronize()
-        for parameter, mean in zip((weight, transposed), expected, strict=True):
-            assert torch.equal(parameter.grad, mean), f"layout {step}"
-    assert [bucket.numel for bucket in sync.stats().buckets] == [weight.numel(), transposed.numel()]
-
-
-@on_ranks(2)
 def test_gradients_that_share_memory_or_have_another_type(rank: int, world_size: int) -> None:
     # Two gradients in one memory, each in a bucket of its own.
     first, second, small = (nn.Parameter(torch.zeros(shape)) for shape in ((20, 20), (400,), (3,)))

@@ -81,20 +81,6 @@ def test_ranks_leave_and_return(rank: int, world_size: int, wire: str) -> None:
         sync.use_group(pair)
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-@on_ranks(3, shared_memory=False)
-def test_what_was_not_sent_of_sums(rank: int, world_size: int, algorithm: str) -> None:
-    pair, alone = dist.new_group([0, 1]), dist.new_group([2])
-    model = Given(_grads(0, 0))
-    compression = fastsync.Compression("int8", "fp32", error_feedback=True, algorithm=algorithm)
-    sync = fastsync.attach(model, compression, op="sum", bucket_cap_mb=SMALL_BUCKETS)
-    _step(model, rank, 0)
-    before = _unsent(sync, world_size, pair) * world_size
-    sync.use_group(pair if rank < 2 else alone)
-    if rank < 2:
-        torch.testing.assert_close(_unsent(sync, 2, pair) * 2, before)
-
-
 @on_ranks(2)
 def test_models_that_differ_are_refused(rank: int, world_size: int) -> None:
     """All are told, and their backwards stay synchronised."""
@@ -110,14 +96,12 @@ def test_models_that_differ_are_refused(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_options_stay(rank: int, world_size: int) -> None:
-    group = dist.new_group()
     model = torch.nn.BatchNorm1d(3)
     sync = fastsync.attach(model, op="sum", broadcast_buffers=True, overlap=False)
     sync.set_weight(1.0 + rank)
-    sync.use_group(group)
+    sync.use_group(dist.new_group())
     model(torch.arange(6.0).view(2, 3) + rank).sum().backward()
     sync.synchronize()
-    assert model.bias.grad is not None
     assert model.bias.grad.tolist() == [6.0] * 3
     assert_same_on_all_ranks([model.running_mean])
 

@@ -4,80 +4,63 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.models import SMALL_BUCKETS, Given, Mlp, batch
+from tests.engine.entry_points import average
+from tests.models import Given, Mlp, batch
 from tests.ranks import on_ranks
 
-MESSAGE = "have the same gradients in their first step"
 
-Loss = Callable[[int, int], torch.Tensor]
-
-
-def _warnings_of(loss_of: Loss, rank: int, steps: int = 2) -> list[str]:
+def _warnings_of(loss_of: Callable[[int], torch.Tensor], steps: int = 2) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in range(steps):
-            loss_of(rank, step).backward()
-    return [str(each.message) for each in said if MESSAGE in str(each.message)]
-
-
-def _attached(model: nn.Module, **options: Any) -> nn.Module:
-    fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, **options)
-    return model
-
-
-def _hooked(model: nn.Module) -> nn.Module:
-    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
-    fastsync.register_comm_hook(ddp)
-    return ddp
+            loss_of(step).backward()
+    found = [str(each.message) for each in said]
+    return [each for each in found if "have the same gradients in their first step" in each]
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
 @on_ranks(2, parametrized=("shared_memory",))
-def test_ranks_with_the_same_data_are_told(rank: int, world_size: int) -> None:
-    for way in (_attached, _hooked):
-        torch.manual_seed(0)
-        model = way(Mlp())
-        said = _warnings_of(lambda rank, step: model(batch(0, step)).square().mean(), rank)  # noqa: B023
-        assert len(said) == (rank == 0), (way, said)
-        if said:
-            assert said[0].startswith(f"fastsync: all {world_size} ranks")
+def test_ranks_with_the_same_data_are_told(rank: int, world_size: int, entry_point: str) -> None:
+    torch.manual_seed(0)
+    model = average(entry_point, Mlp()).model
+    said = _warnings_of(lambda step: model(batch(0, step)).square().mean())
+    assert [each[: each.index("ranks")] for each in said] == ["fastsync: all 2 "] * (rank == 0)
 
 
-def _one_hot(rank: int, step: int) -> torch.Tensor:
-    return nn.functional.one_hot(torch.tensor([[rank + step]]), 8).float()
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
+@on_ranks(3)
+def test_others_are_left_alone(rank: int, world_size: int, entry_point: str) -> None:
+    model, narrow, one, other = (
+        average(entry_point, each).model
+        for each in (Mlp(), nn.Linear(8, 2, bias=False), Given([torch.ones(3)]), Given([torch.ones(3)]))
+    )
+    assert not _warnings_of(lambda step: model(batch(rank, step)).square().mean())
+    # One number of each gradient would be the same: its sum, or its norm.
+    assert not _warnings_of(lambda step: narrow(torch.eye(8)[[rank + step]]).sum())
+    # Most of the last layer's gradients do not depend on the data; one rank of three is another.
+    assert not _warnings_of(lambda step: model(batch(rank // 2, step)).sum())
+    assert not _warnings_of(lambda step: one([torch.zeros(3)]))
+    assert not _warnings_of(lambda step: other([torch.full((3,), torch.inf)]))
 
 
 @on_ranks(3)
-def test_others_are_left_alone(rank: int, world_size: int) -> None:
-    for way in (_attached, _hooked):
-        model = way(Mlp())
-        assert not _warnings_of(lambda rank, step: model(batch(rank, step)).square().mean(), rank)  # noqa: B023
-        # One number of each gradient would be the same: its sum, or its norm.
-        narrow = way(nn.Linear(8, 2, bias=False))
-        assert not _warnings_of(lambda rank, step: narrow(_one_hot(rank, step)).sum(), rank)  # noqa: B023
-        # Most of the last layer's gradients do not depend on the data; one rank of three is another.
-        assert not _warnings_of(lambda rank, step: model(batch(rank // 2, step)).sum(), rank)  # noqa: B023
-        zero = way(Given([torch.ones(3)]))
-        assert not _warnings_of(lambda rank, step: zero([torch.zeros(3)]), rank)  # noqa: B023
-        infinite = way(Given([torch.ones(3)]))
-        assert not _warnings_of(lambda rank, step: infinite([torch.full((3,), torch.inf)]), rank)  # noqa: B023
-    later = _attached(Mlp())
+def test_weights_joins_and_single_ranks_are_left_alone(rank: int, world_size: int) -> None:
+    later, weighted, joined, alone = (Mlp() for _ in range(4))
+    fastsync.attach(later)
     batches = [batch(rank, 0), batch(0, 1), batch(0, 2)]
-    assert not _warnings_of(lambda rank, step: later(batches[step]).square().mean(), rank, steps=3)
-    weighted, joined, alone = Mlp(), Mlp(), Mlp()
+    assert not _warnings_of(lambda step: later(batches[step]).square().mean(), steps=3)
     fastsync.attach(weighted).set_weight(1.0)
-    assert not _warnings_of(lambda rank, step: weighted(batch(0, step)).square().mean(), rank)
+    assert not _warnings_of(lambda step: weighted(batch(0, step)).square().mean())
     with fastsync.attach(joined).join():
-        assert not _warnings_of(lambda rank, step: joined(batch(0, step)).square().mean(), rank)
+        assert not _warnings_of(lambda step: joined(batch(0, step)).square().mean())
     groups = [dist.new_group([each]) for each in range(world_size)]
     fastsync.attach(alone, process_group=groups[rank])
-    assert not _warnings_of(lambda rank, step: alone(batch(0, step)).square().mean(), rank)
+    assert not _warnings_of(lambda step: alone(batch(0, step)).square().mean())
