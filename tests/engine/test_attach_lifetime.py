@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ CHILD_SECONDS = 100  # how long a script may take after its imports
 # ---- the model and its handle ---------------------------------------------------------------------------------------
 
 
-def _model_goes_first(rank: int) -> None:
+@on_ranks(2)
+def test_model_goes_first(rank: int, world_size: int) -> None:
     model = Mlp()
     sync = attach(model)
     references = references_to(model)
@@ -53,7 +55,8 @@ def _model_goes_first(rank: int) -> None:
     assert_freed(references)
 
 
-def _handle_is_dropped(rank: int) -> None:
+@on_ranks(2)
+def test_handle_is_dropped(rank: int, world_size: int) -> None:
     model = Mlp()
     handle = weakref.ref(attach(model))
     for step in range(3):
@@ -70,17 +73,14 @@ def _handle_is_dropped(rank: int) -> None:
     assert_freed(references)
 
 
-def _loose_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_loose_parameters(rank: int, world_size: int) -> None:
     model = Mlp()
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
-    attach(list(model.parameters()))
-    gc.collect()
-    assert_averages(model, rank)
-
-    model = Mlp()
     sync = attach(list(model.parameters()))
     references = references_to(model)
+    gc.collect()
     assert_averages(model, rank)
     del model
     gc.collect()
@@ -91,48 +91,50 @@ def _loose_parameters(rank: int) -> None:
     assert_freed(references)
 
 
-def _detached(rank: int) -> None:
+@on_ranks(2)
+def test_detached(rank: int, world_size: int) -> None:
     model = Mlp()
     keys = list(model.state_dict())
-    torch.manual_seed(rank)
     frozen = model.layers[0].weight.requires_grad_(False)
     sync = attach(model)
-    assert list(model.state_dict()) == keys
     assert not frozen.requires_grad
     frozen.requires_grad_(True)
     for number in range(3):
         assert_averages(model, rank, number)
+        assert list(model.state_dict()) == keys
         handle = weakref.ref(sync)
         sync.detach()
         sync.detach()
         assert_averages_nothing(model, rank, number)
-        assert list(model.state_dict()) == keys
         assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
         sync = attach(model)
         assert_freed([handle])
 
 
-def _mark_of_accumulator(parameter: nn.Parameter) -> object:
-    """What is written on the accumulator that the parameter has now; a new one is written on."""
-    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-    return node.metadata.setdefault("mark", object())
-
-
-def _accumulators_are_not_kept_alive(rank: int) -> None:
+@on_ranks(2)
+def test_accumulators_are_not_kept_alive(rank: int, world_size: int) -> None:
     """One remembers the stream that was current when it was made, so each forward has to make its own."""
     model = Mlp()
     attach(model)
-    before = [_mark_of_accumulator(parameter) for parameter in model.parameters()]
+
+    def marks() -> set[int]:
+        """What is written on the accumulators that the parameters have now; new ones are written on."""
+        nodes = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in model.parameters()]
+        kept.append([node.metadata.setdefault("mark", object()) for node in nodes])
+        return set(map(id, kept[-1]))
+
+    kept: list[Any] = []
+    before = marks()
     assert_averages(model, rank)
-    after = [_mark_of_accumulator(parameter) for parameter in model.parameters()]
-    assert not set(map(id, before)) & set(map(id, after))
-    kept = model.layers[0].weight.view_as(model.layers[0].weight)  # its accumulator serves several backwards
+    assert not before & marks()
+    serves_several = model.layers[0].weight.view_as(model.layers[0].weight)
     for number in range(1, 3):
         assert_averages(model, rank, number)
-    del kept
+    del serves_several
 
 
-def _handle_is_an_attribute(rank: int) -> None:
+@on_ranks(2)
+def test_handle_is_an_attribute(rank: int, world_size: int) -> None:
     model = Mlp()
     model.sync = attach(model)
     assert_averages(model, rank)
@@ -144,24 +146,13 @@ def _handle_is_an_attribute(rank: int) -> None:
         assert plain.sync is None
         assert_averages_nothing(plain, rank, 1)
         assert_all_bitwise_equal(list(plain.parameters()), list(model.parameters()), "copied parameter")
-    assert_averages(model, rank, 1)
     attach(copies[0])
-    assert_averages(copies[0], rank, 2)
     references = references_to(model)
-    del model
+    for each in (model, copies[0]):
+        assert_averages(each, rank, 2)
+    del model, each
     assert_freed(references)
     assert_averages(copies[0], rank, 3)
-
-
-@on_ranks(2)
-def test_models_and_handles_may_go_in_any_order(rank: int, world_size: int) -> None:
-    torch.manual_seed(1)
-    _model_goes_first(rank)
-    _handle_is_dropped(rank)
-    _loose_parameters(rank)
-    _detached(rank)
-    _accumulators_are_not_kept_alive(rank)
-    _handle_is_an_attribute(rank)
 
 
 # ---- process groups -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync import _C, Compression, GradientSynchronizer
+from fastsync import _C, Compression
 from fastsync.autotune.choose import Candidate, in_engine
 from tests.engine.attached import (
     Fallible,
@@ -42,6 +42,7 @@ from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_sa
 from tests.ranks import on_ranks
 
 CHILD_SECONDS = 60.0  # how long a forked child may take
+FORKED = "this process was forked from the one that attached the engine"
 
 
 def _threads(number: int) -> ThreadPoolExecutor:
@@ -52,7 +53,8 @@ def _threads(number: int) -> ThreadPoolExecutor:
 # ---- threads --------------------------------------------------------------------------------------------------------
 
 
-def _backward_in_other_threads(rank: int) -> None:
+@on_ranks(2)
+def test_backward_in_other_threads(rank: int, world_size: int) -> None:
     model = Mlp()
     attach(model)
     for step in range(4):
@@ -61,21 +63,8 @@ def _backward_in_other_threads(rank: int) -> None:
         assert_averages(model, rank, 10 + step)
 
 
-def _two_at_once_with_a_group_each(rank: int) -> None:
-    models = [Mlp(), Mlp()]
-    for model in models:
-        attach(model, process_group=dist.new_group())
-
-    def train(model: nn.Module) -> None:
-        for step in range(10):
-            assert_averages(model, rank, step)
-
-    with _threads(2) as pool:
-        for finished in [pool.submit(train, model) for model in models]:
-            finished.result()
-
-
-def _statistics_read_while_backward_runs(rank: int) -> None:
+@on_ranks(2)
+def test_statistics_read_while_backward_runs(rank: int, world_size: int) -> None:
     model = Mlp()
     sync = attach(model, compression="fp16")
     backward(model, rank, 0)
@@ -111,7 +100,8 @@ def _statistics_read_while_backward_runs(rank: int) -> None:
     assert sync.stats().num_steps == 30
 
 
-def _python_runs_while_backward_waits(rank: int) -> None:
+@on_ranks(2)
+def test_python_runs_while_backward_waits(rank: int, world_size: int) -> None:
     model, others = Mlp(), dist.new_group()
     attach(model)
     backward(model, rank, 0)
@@ -133,24 +123,8 @@ def _python_runs_while_backward_waits(rank: int) -> None:
         came.result()
 
 
-def _freed_in_another_thread(rank: int) -> None:
-    model = Mlp()
-    model.itself = [model]  # a cycle: only the garbage collector can free it
-    model.handle = attach(model)
-    assert_averages(model, rank)
-    references = [*references_to(model), weakref.ref(model.handle)]
-    gc.disable()
-    try:
-        del model
-        assert all(reference() is not None for reference in references)
-        with _threads(1) as pool:
-            pool.submit(gc.collect).result()
-        assert_freed(references)
-    finally:
-        gc.enable()
-
-
-def _freed_while_backward_runs(rank: int) -> None:
+@on_ranks(2)
+def test_freed_while_backward_runs(rank: int, world_size: int) -> None:
     for layer, is_averaged in ((4, False), (0, True)):  # before the first gradient is there, or after
         model = Mlp()
         attach(model)
@@ -166,7 +140,7 @@ def _freed_while_backward_runs(rank: int) -> None:
                 pool.submit(holder.clear).result()
             gc.collect()
 
-        loss = loss_of(_CallsBefore(model, layer, free), rank, 2)
+        loss = loss_of(_calling_in_backward(model, layer, free), rank, 2)
         del model
         loss.backward()
         assert references[0]() is None
@@ -175,33 +149,19 @@ def _freed_while_backward_runs(rank: int) -> None:
         assert_freed(references)
 
 
-class _CallsBefore(nn.Module):
-    """Calls something in backward, when it comes to one layer of an ``Mlp``, which it does not keep alive."""
+def _calling_in_backward(model: Mlp, layer: int, call: Callable[..., None]) -> Callable[[Tensor], Tensor]:
+    """The model's forward, without the model, and a call when its backward comes to a layer."""
+    layers = list(model.layers)
 
-    def __init__(self, model: Mlp, layer: int, call: Callable[..., None]) -> None:
-        super().__init__()
-        self.modules_of_model = [list(model.layers)]  # a list, so that it is no child
-        self.layer = layer
-        self.call = call
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        (layers,) = self.modules_of_model
-        for index, layer in enumerate(layers):
-            inputs = layer(inputs)
-            if index == self.layer:
-                inputs.register_hook(self.call)
+    def forward(inputs: Tensor) -> Tensor:
+        for index, each in enumerate(layers):
+            inputs = each(inputs)
+            if index == layer:
+                inputs.register_hook(call)
+        layers.clear()
         return inputs
 
-
-@on_ranks(2)
-def test_threads(rank: int, world_size: int) -> None:
-    torch.manual_seed(1)
-    _backward_in_other_threads(rank)
-    _two_at_once_with_a_group_each(rank)
-    _statistics_read_while_backward_runs(rank)
-    _python_runs_while_backward_waits(rank)
-    _freed_in_another_thread(rank)
-    _freed_while_backward_runs(rank)
+    return forward
 
 
 def _engine_threads() -> list[str]:
@@ -225,39 +185,28 @@ def test_an_engine_has_one_thread_which_ends_with_it(rank: int, world_size: int)
     assert_soon_none(_engine_threads)
 
 
-def _train_one(
-    models: list[Mlp], syncs: list[GradientSynchronizer] | None, rank: int, index: int, steps: range
-) -> None:
-    for step in steps:
-        expected = mean_gradients(models[index], step)
-        backward(models[index], rank, step)
-        if syncs is not None:
-            syncs[index].synchronize()
-        assert_all_bitwise_equal(grads_of(models[index]), expected, f"step {step}: averaged gradient")
-
-
-@on_ranks(4)
-def test_one_engine_is_ahead_of_another(rank: int, world_size: int) -> None:
-    """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: none may wait for itself.
-
-    Two ranks do it with overlap, and two without, so that they wait at the same time.
-    """
-    pair, rank = divmod(rank, 2)
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
+def test_one_engine_is_ahead_of_another(rank: int, world_size: int, overlap: bool) -> None:
+    """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: none may wait for itself."""
     torch.manual_seed(1)
     models = [Mlp(), Mlp()]
-    groups = [[dist.new_group([first, first + 1]) for _ in models] for first in (0, 2)]
-    overlap = pair == 0
-    syncs = [
-        attach(model, process_group=group, overlap=overlap) for model, group in zip(models, groups[pair], strict=True)
-    ]
-    train = partial(_train_one, models, None if overlap else syncs, rank)
+    syncs = [attach(model, process_group=dist.new_group(), overlap=overlap) for model in models]
+
+    def train(index: int, steps: range) -> None:
+        for step in steps:
+            expected = mean_gradients(models[index], step)
+            backward(models[index], rank, step)
+            if not overlap:
+                syncs[index].synchronize()
+            assert_all_bitwise_equal(grads_of(models[index]), expected, f"step {step}: averaged gradient")
+
     train(0, range(1))
     train(1, range(1))
-    first, second = (1, 0) if rank == 0 else (0, 1)
     with _threads(2) as pool:
-        one = pool.submit(train, first, range(1, 4))
-        time.sleep(1.0 + rank)  # by now it waits for the other rank, and rank 1's first model is a step ahead
-        other = pool.submit(train, second, range(1, 4))
+        one = pool.submit(train, 1 - rank, range(1, 4))
+        time.sleep(0.5 + 0.5 * rank)  # by now it waits for the other rank, and rank 1's first model is a step ahead
+        other = pool.submit(train, rank, range(1, 4))
         one.result()
         other.result()
 
@@ -265,20 +214,19 @@ def test_one_engine_is_ahead_of_another(rank: int, world_size: int) -> None:
 # ---- forks ----------------------------------------------------------------------------------------------------------
 
 
-def _in_fork(call: Callable[[], None]) -> str:
+def _in_fork(call: Callable[[], object]) -> str:
     """Runs it in a forked child, and returns what it raised there: "" where it did not."""
-    context = multiprocessing.get_context("fork")
-    mine, childs = context.Pipe(duplex=False)
+    mine, childs = multiprocessing.Pipe(duplex=False)
 
     def run() -> None:
+        message = ""
         try:
             call()
         except Exception as error:
-            childs.send(str(error))
-        else:
-            childs.send("")
+            message = str(error)
+        childs.send(message)
 
-    child = context.Process(target=run)
+    child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     childs.close()
     try:
@@ -297,33 +245,25 @@ def test_forked_children(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Fallible()
     sync = attach(model)
-    assert_averages(model, rank, 0)
-    assert _in_fork(lambda: None) == ""
-    assert_averages(model, rank, 1)
-
-    def assert_child_is_refused() -> None:
-        for call in (lambda: backward(model, rank, 2), sync.synchronize):
-            message = _in_fork(call)
-            assert "this process was forked from the one that attached the engine" in message
-            assert "call detach() in the child" in message
-
-    assert_child_is_refused()
-    assert_averages(model, rank, 2)
 
     def train_alone() -> None:
         sync.detach()
         assert_averages_nothing(model, rank, 3)
 
-    assert _in_fork(train_alone) == ""
-    assert_averages(model, rank, 3)
-    fail(model, rank, 4)  # buckets are left to send, and only the parent can send them
-    assert_child_is_refused()
-    assert _in_fork(train_alone) == ""
+    for step in range(3):
+        assert_averages(model, rank, step)
+        if step == 2:
+            fail(model, rank, step)  # buckets are left to send, and only the parent can send them
+        assert _in_fork(lambda: None) == ""
+        for call in (lambda: backward(model, rank, 2), sync.synchronize):
+            message = _in_fork(call)
+            assert FORKED in message
+            assert "call detach() in the child" in message
+        assert _in_fork(train_alone) == ""
     assert_averages(model, rank, 4)
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
-@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize(("shared_memory", "compression"), [(True, "none"), (True, "bf16"), (False, "bf16")])
 @on_ranks(2, parametrized=("shared_memory",))
 def test_forked_children_of_a_ddp_hook_and_of_fully_shard(rank: int, world_size: int, compression: str) -> None:
     ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
@@ -340,7 +280,7 @@ def test_forked_children_of_a_ddp_hook_and_of_fully_shard(rank: int, world_size:
     for call in (partial(backward, ddp, rank, 0), reduce_scatter):
         for _ in range(2):  # DDP regroups its buckets after the first
             call()
-        assert "this process was forked from the one that attached the engine" in _in_fork(call)
+        assert FORKED in _in_fork(call)
         call()
     dist.barrier()
 

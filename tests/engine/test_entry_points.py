@@ -144,21 +144,8 @@ class Branches(nn.Module):
         return self.branches[self.step % 2](inputs)
 
 
-def _conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (2, 4, 4)),
-        nn.Conv2d(2, 8, 3, padding=1),
-        nn.GroupNorm(2, 8),
-        nn.ReLU(),
-        nn.Conv2d(8, 4, 3, bias=False),
-        nn.Flatten(),
-        nn.Linear(16, 5),
-    )
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
-    "conv net": _conv_net,
     "transformer with a shared weight": TiedTransformer,
     "unused branches": Branches,
 }
