@@ -1,30 +1,33 @@
-"""What attach computes: the gradients that one process would have had for all samples, on every rank the same."""
+"""attach: buckets, kinds of parameters, and every way of running backward."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fastsync
+from tests.engine.entry_points import mean_of, whole_numbers
 from tests.models import (
     SMALL_BUCKETS,
     Given,
+    Mlp,
     assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    batch,
     grads_of,
     random_grads,
 )
 from tests.ranks import on_ranks
-
-SHAPES = [(7, 33), (5,), (300,), (), (2, 3, 4), (1,)]
-
-
-def _synced(model: Given, grads: list[Tensor | None]) -> list[Tensor]:
-    model.zero_grad()
-    model(grads).backward()
-    return [grad.clone() for grad in grads_of(model)]
-
 
 # ---- against the specification ----------------------------------------------------------------------------------
 
@@ -39,11 +42,12 @@ def test_fp16_scales_follow_as_in_the_hook(rank: int, world_size: int) -> None:
         mine = [grad * factor for grad in random_grads(rank, step, SHAPES, torch.float32)]
         ddp.zero_grad()
         ddp(mine).backward()
-        actual = _synced(model, mine)
+        model.zero_grad()
+        model(mine).backward()
         if step < 2:  # DDP regroups its buckets after the first, which start anew
             sync.load_state_dict(hook.state_dict())
             continue
-        assert_all_bitwise_equal(actual, grads_of(ddp), f"step {step}")
+        assert_all_bitwise_equal(grads_of(model), grads_of(ddp), f"step {step}")
         assert sync.state_dict() == hook.state_dict()
         assert torch.equal(sync.grad_stats().num_saturated, hook.grad_stats().num_saturated)
 
@@ -91,41 +95,14 @@ def test_gradients_that_share_memory_or_have_another_type(rank: int, world_size:
 # ---- buckets ----------------------------------------------------------------------------------------------------
 
 
-class Chain(nn.Module):
-    """Layers used in the order of their sizes, whatever the order in which they were registered."""
-
-    def __init__(self, order: list[int]) -> None:
-        super().__init__()
-        self.scales = nn.ParameterDict({str(size): nn.Parameter(torch.ones(size * 256)) for size in order})
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        total = inputs
-        for size in sorted(self.scales, key=int):
-            total = total * (self.scales[size].sum() / self.scales[size].numel())
-        return total
-
-
 @on_ranks(2)
 def test_buckets_follow_the_first_backward(rank: int, world_size: int) -> None:
-    model = Chain([2, 4, 1, 3])
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)  # 256 elements
+    """Whatever the order in which the parameters come: of weights that are used last gradients are ready first."""
+    parameters = {size: nn.Parameter(torch.ones(size * 256)) for size in (2, 4, 1, 3)}
+    sync = fastsync.attach(list(parameters.values()), bucket_cap_mb=SMALL_BUCKETS)  # 256 elements
     for _ in range(2):
-        model(torch.ones(())).backward()
+        torch.stack([parameters[size].sum() for size in (1, 2, 3, 4)]).sum().backward()
         assert [bucket.numel for bucket in sync.stats().buckets] == [4 * 256, 3 * 256, 2 * 256, 256]
-
-
-@on_ranks(2)
-def test_buckets_are_sent_while_backward_goes_on(rank: int, world_size: int) -> None:
-    model = Chain([1, 2, 3])
-    fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    model(torch.ones(())).backward()
-    with torch.profiler.profile() as profile:
-        model(torch.ones(())).backward()
-    names = [event.name for event in sorted(profile.events(), key=lambda event: event.time_range.start)]
-    ours = [name for name in names if name.startswith("fastsync::")]
-    assert ours == ["fastsync::pack"] * 3 + ["fastsync::wait", "fastsync::unpack"] * 3
-    last_multiply = max(index for index, name in enumerate(names) if "MulBackward" in name)
-    assert names.index("fastsync::pack") < last_multiply, "nothing was sent before backward was over"
 
 
 @on_ranks(2)
@@ -189,3 +166,229 @@ def test_rank_0s_parameters_and_buffers_are_everybodys_whatever_their_dtype(rank
     model.register_parameter("table", nn.Parameter(torch.zeros(2 + rank, dtype=torch.int64), requires_grad=False))
     with pytest.raises(ValueError, match=r"rank 0: parameter table of shape \[2\], .*torch.int64; rank 1: .*\[3\]"):
         fastsync.attach(model)
+
+
+SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
+
+
+def _of_all(world_size: int, step: int = 0) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Gradients of each rank, and their exact means."""
+    everyone = [whole_numbers(other, step, SHAPES) for other in range(world_size)]
+    return everyone, [mean for mean in mean_of(everyone) if mean is not None]
+
+
+@on_ranks(2)
+def test_a_forgotten_synchronize_is_noticed(rank: int, world_size: int) -> None:
+    everyone, _ = _of_all(world_size)
+    model = Given(everyone[0])
+    sync = fastsync.attach(model, overlap=False)
+    actor, critic = (torch.optim.SGD(list(model.parameters())[part], lr=0.1) for part in (slice(2), slice(2, 4)))
+    actor.step()  # without a gradient
+    for _ in range(3):
+        model.zero_grad()
+        with sync.no_sync():
+            model(everyone[rank]).backward()
+        model(everyone[rank]).backward()
+        sync.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        actor.step()
+        critic.step()
+    model(everyone[rank]).backward()
+    before = [parameter.clone() for parameter in model.parameters()]
+    for optimizer, name in ((actor, "0"), (critic, "2")):
+        with pytest.raises(RuntimeError, match=rf"SGD was about to step .* of weights\.{name} .*call synchronize\(\)"):
+            optimizer.step()
+    assert_all_bitwise_equal(list(model.parameters()), before, "it stepped all the same")
+    with sync.no_sync():
+        actor.step()
+    sync.synchronize()
+    critic.step()
+    sync.detach()
+    critic.step()
+
+
+@on_ranks(2)
+def test_ranks_whose_gradients_get_ready_in_other_orders(rank: int, world_size: int) -> None:
+    model = Given(_of_all(world_size)[0][0])
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(4):
+        everyone, means = _of_all(world_size, step)
+        order = ([[0, 1, 2, 3], [3, 1, 0, 2]] if step % 2 else [[2, 3, 0, 1], [0, 2, 1, 3]])[rank]
+        model.zero_grad()
+        # Where a weight is used last, its gradient is ready first.
+        torch.stack([(model.weights[index] * everyone[rank][index]).sum() for index in order]).sum().backward()
+        assert_all_bitwise_equal(grads_of(model), means, f"step {step}")
+    assert len(sync.stats().buckets) >= 3
+
+
+# ---- kinds of graphs ------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Layers that are run under a checkpoint; ``shared`` ones use one and the same layer."""
+
+    def __init__(self, run: Callable[..., Tensor], *, shared: bool = False, ends: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32) if ends else nn.Identity()
+        layers = [nn.Linear(32, 32) for _ in range(1 if shared else 3)]
+        self.layers = nn.ModuleList(layers * 3 if shared else layers)
+        self.last = nn.Linear(32, 3) if ends else nn.Identity()
+        self.run = run
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs.requires_grad_())
+        for layer in self.layers:
+            hidden = self.run(layer, hidden).tanh()
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_gradient_checkpoints(rank: int, world_size: int, use_reentrant: bool) -> None:
+    for shared in (False, True):
+        for ends in (False, True):
+            torch.manual_seed(0)
+            model = Blocks(partial(checkpoint, use_reentrant=use_reentrant), shared=shared, ends=ends)
+            alone = copy.deepcopy(model)
+            alone.run = lambda layer, inputs: layer(inputs)
+            plain = DistributedDataParallel(alone, bucket_cap_mb=SMALL_BUCKETS)
+            sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+            for step in range(3):
+                for each in (model, plain):
+                    each.zero_grad()
+                    each(batch(rank, step)).square().mean().backward()
+                what = f"shared {shared}, ends {ends}, step {step}"
+                for mine, theirs in zip(grads_of(model), grads_of(plain), strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8, msg=what)
+                assert sync.stats().num_steps == step + 1, f"{what}: more than one sync"
+                assert_same_on_all_ranks(grads_of(model))
+
+
+@on_ranks(2)
+def test_ways_to_call_backward(rank: int, world_size: int) -> None:
+    everyone, expected = _of_all(world_size)
+    twice = [2 * mean for mean in expected]
+    model = Given(everyone[0])
+    fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    # A graph that is gone through twice: each time the local gradient is added to the mean of before.
+    loss = model(everyone[rank])
+    loss.backward(retain_graph=True)
+    assert_all_bitwise_equal(grads_of(model), expected, "retain_graph, first")
+    loss.backward()
+    assert_all_bitwise_equal(grads_of(model), twice, "retain_graph, second")
+    # Several losses at once, and gradients without accumulation, which are nobody's .grad.
+    model.zero_grad()
+    torch.autograd.backward([model(everyone[rank]), model(everyone[rank])])
+    assert_all_bitwise_equal(grads_of(model), twice, "two losses")
+    torch.autograd.grad(model(everyone[rank]), list(model.parameters()))
+    assert_all_bitwise_equal(grads_of(model), twice, "after autograd.grad")
+    # Only some of the parameters.
+    model.zero_grad()
+    model(everyone[rank]).backward(inputs=[model.weights[2], model.weights[0]])
+    assert [weight.grad is None for weight in model.weights] == [False, True, False, True]
+    assert_all_bitwise_equal(grads_of(model), expected[::2], "inputs=")
+    # A graph of the gradients themselves.
+    model.zero_grad()
+    model(everyone[rank]).backward(create_graph=True)
+    assert_all_bitwise_equal([grad.detach() for grad in grads_of(model)], expected, "create_graph")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+@on_ranks(2)
+def test_autocast_and_compiled_modules(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    net = Mlp()
+    plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=SMALL_BUCKETS)
+    model = torch.compile(net, backend="aot_eager") if dtype is None else net
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+    for step in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                each(batch(rank, step)).square().mean().backward()
+        assert_all_bitwise_equal(grads_of(net), grads_of(plain), f"{dtype}, step {step}")
+    assert sync.stats().num_steps == 3
+
+
+class _GivesNone(torch.autograd.Function):
+    """Takes a parameter, and has no gradient for it."""
+
+    @staticmethod
+    def forward(context: Any, parameter: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        return None, *grads
+
+
+@on_ranks(2)
+def test_an_operator_without_a_gradient_for_a_parameter(rank: int, world_size: int) -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    fastsync.attach(parameters)
+    _GivesNone.apply(parameters[0], (1 + rank) * parameters[1]).sum().backward()
+    assert parameters[1].grad.eq(1.5).all()
+
+
+# ---- several engines, groups and dtypes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@on_ranks(2)
+def test_several_engines(rank: int, world_size: int, num_groups: int) -> None:
+    """In one backward and apart, each with gradients that get ready in other orders."""
+    everyone, expected = _of_all(world_size)
+    models = [Given(everyone[0]), Given(everyone[0])]
+    groups = [dist.new_group() if num_groups == 2 else None for _ in models]
+    syncs = [
+        fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+        for model, group in zip(models, groups, strict=True)
+    ]
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+        losses = [model(everyone[rank]) for model in (reversed(models) if (step + rank) % 2 else models)]
+        if step < 2:
+            torch.stack(losses).sum().backward()
+        else:
+            for model in models:
+                model(everyone[rank]).backward()
+        for model in models:
+            assert_all_bitwise_equal(grads_of(model), expected, f"step {step}")
+    assert [sync.stats().num_steps for sync in syncs] == [4, 4]
+
+
+@on_ranks(4)
+def test_a_dimension_of_a_device_mesh(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
+    for dim, peers in (("dp", [rank % 2, rank % 2 + 2]), ("other", [rank // 2 * 2, rank // 2 * 2 + 1])):
+        for group in (mesh[dim], mesh.get_group(dim)):
+            grads: Sequence[Sequence[Tensor]] = [whole_numbers(peer, 1, SHAPES) for peer in (rank, *peers)]
+            model = Given(grads[0])
+            with torch.no_grad():
+                model.weights[0].fill_(rank)
+            fastsync.attach(model, process_group=group)
+            assert model.weights[0][0, 0] == peers[0], "parameters come from the first rank of the group"
+            model(grads[0]).backward()
+            assert_all_bitwise_equal(grads_of(model), mean_of(grads[1:]), dim)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@on_ranks(2)
+def test_a_model_that_is_cast(rank: int, world_size: int, overlap: bool) -> None:
+    """It is laid out anew; its parameters have other accumulators then, or some of them have."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sync = fastsync.attach(model, overlap=overlap)
+    for step, dtype in enumerate((torch.float64, torch.float32, torch.bfloat16)):
+        (model[0] if step == 1 else model).to(dtype)
+        model.zero_grad()
+        for layer in model:
+            layer(torch.full((2, 4), rank + 1.0, dtype=layer.weight.dtype)).sum().backward()
+            if not overlap:
+                sync.synchronize()
+            assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, 3.0))
+    assert sync.stats().num_steps == 6
+    sync.detach()
+    model.zero_grad()
+    model[0](torch.full((2, 4), rank + 1.0, dtype=torch.bfloat16)).sum().backward()
+    assert model[0].weight.grad.unique().tolist() == [2.0 * (rank + 1)], "a hook was left behind"

@@ -76,8 +76,8 @@ def test_handle_is_dropped(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_loose_parameters(rank: int, world_size: int) -> None:
     model = Mlp()
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
+    for index in range(6):
+        dist.broadcast(list(model.parameters())[index].data, 0)
     sync = attach(list(model.parameters()))
     references = references_to(model)
     gc.collect()
