@@ -46,8 +46,10 @@ def _there(grads: list[Tensor | None]) -> list[Tensor]:
 # ---- the mean -------------------------------------------------------------------------------------------------------
 
 
-@each_entry_point
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "entry_point"),
+    [(1, each) for each in AVERAGING] + [(size, each) for size in (2, 4) for each in ALL],
+)
 @on_ranks()
 def test_means_are_exact_where_floats_are(rank: int, world_size: int, entry_point: str) -> None:
     for wire in WIRES:
