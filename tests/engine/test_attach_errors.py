@@ -152,11 +152,10 @@ def test_an_error_in_one_of_several_engines_keeps_no_rank_waiting(rank: int, wor
     if rank == 0:
         with pytest.raises(ValueError, match="parameter 1 got a sparse gradient"):
             loss.backward()
+        assert used.grad.tolist() == [1.0] * 40, "an engine that failed has handed out what it had"
     else:
         loss.backward()
-        assert used.grad is not None
         assert used.grad.isnan().all()
-    assert other.grad is not None
     assert other.grad.tolist() == [1.5] * 40
 
 

@@ -103,12 +103,15 @@ def test_detached(rank: int, world_size: int) -> None:
         assert_averages(model, rank, number)
         assert list(model.state_dict()) == keys
         handle = weakref.ref(sync)
+        kept = [parameter.view_as(parameter) for parameter in model.parameters()]  # and with them their accumulators
+        assert_averages(model, rank, number)
         sync.detach()
         sync.detach()
         assert_averages_nothing(model, rank, number)
         assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
         sync = attach(model)
         assert_freed([handle])
+    del kept
 
 
 @on_ranks(2)
