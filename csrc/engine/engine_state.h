@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,9 +29,9 @@ class EngineState {
   // Ends the step of a backward that failed, where one is left.
   virtual void end_interrupted() {}
 
-  // Calls a method of the engine, while nobody else does.
+  // Calls a method of the engine, while nobody else does. What it refers to is copied, for that may change afterwards.
   template <class Engine, class Result, class... Parameters, class... Args>
-  Result locked(Result (Engine::*method)(Parameters...), Args&&... args) {
+  std::decay_t<Result> locked(Result (Engine::*method)(Parameters...), Args&&... args) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return (static_cast<Engine&>(*this).*method)(std::forward<Args>(args)...);
   }
