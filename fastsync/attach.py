@@ -427,8 +427,8 @@ def attach(
 
     Args:
         module_or_params: a model, which stays attached as long as it lives, or some parameters, until ``detach()``.
-        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``), ``"auto"``, which measures the group and
-            chooses, or a ``Compression`` or an ``Auto``.
+        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), ``"auto"``, which measures the
+            group and chooses, or a ``Compression`` or an ``Auto``.
         bucket_cap_mb: how large a bucket gets, in MiB. Smaller ones start earlier and cost more latency.
         process_group: the group to average over, or a ``DeviceMesh`` of one dimension, or of two: (nodes, local).
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.

@@ -11,10 +11,12 @@ from ._checks import did_you_mean
 if TYPE_CHECKING:
     from .autotune.profile import GroupProfile
 
-Wire = Literal["none", "bf16", "fp16", "int8"]
+Wire = Literal["none", "bf16", "fp16", "int8", "int4"]
 Reduce = Literal["wire", "fp32"]
 Algorithm = Literal["one_shot", "two_shot"]
 
+BLOCKS: tuple[Wire, ...] = ("int8", "int4")
+"""Wires of whole numbers, blocks of which share a scale."""
 LOSSIER: tuple[Wire, ...] = ("int8",)
 """Wires that are chosen only where they are allowed."""
 
@@ -35,12 +37,13 @@ class Compression:
     wire: Wire = "none"
     """``"none"``: the gradients' own dtype. ``"bf16"``: bfloat16, as wide in range as float32, 8 significant bits.
     ``"fp16"``: float16 behind a power-of-two scale per bucket that keeps finite values finite, 11 significant bits.
-    ``"int8"``: whole numbers from -127 to 127, blocks of 128 of them behind a float32 scale each."""
+    ``"int8"``: whole numbers from -127 to 127, blocks of 128 of them behind a float32 scale each.
+    ``"int4"``: from -7 to 7, 128 behind a scale, too; it needs error feedback to learn as well."""
     reduce: Reduce | None = None
     """``"wire"``: the process group's all-reduce adds, in the wire's dtype. ``"fp32"``: ranks send each other what they
-    have and add in float32, so that the error does not grow with their number. By default ``"fp32"`` for int8, which
-    cannot be added on the wire, and for two levels; else ``"wire"``. Ranks on CPUs that share memory add in float32
-    either way."""
+    have and add in float32, so that the error does not grow with their number. By default ``"fp32"`` for int8 and int4,
+    which cannot be added on the wire, and for two levels; else ``"wire"``. Ranks on CPUs that share memory add in
+    float32 either way."""
     error_feedback: bool = False
     """Keep what rounding lost, and add it to the next step's gradients. Needs ``reduce="fp32"``."""
     algorithm: Algorithm | None = None
@@ -59,7 +62,7 @@ class Compression:
         if self.ranks_per_node is not None and not (is_int(self.ranks_per_node) and self.ranks_per_node >= 1):
             raise ValueError(f"compression: ranks_per_node has to be None or at least 1, got {self.ranks_per_node!r}")
         if self.reduce is None:
-            object.__setattr__(self, "reduce", "fp32" if self.wire == "int8" or self._has_two_levels() else "wire")
+            object.__setattr__(self, "reduce", "fp32" if self.wire in BLOCKS or self._has_two_levels() else "wire")
         for name, options in (("reduce", get_args(Reduce)), ("algorithm", (None, *get_args(Algorithm)))):
             if (value := getattr(self, name)) not in options:
                 expected = ", ".join(repr(option) for option in options)
@@ -69,8 +72,10 @@ class Compression:
         self._check_combination()
 
     def _check_combination(self) -> None:
-        if self.wire == "int8" and self.reduce == "wire":
-            raise ValueError("compression: int8 blocks cannot be added on the wire; leave reduce out or use 'fp32'")
+        if self.wire in BLOCKS and self.reduce == "wire":
+            raise ValueError(
+                f"compression: {self.wire} blocks cannot be added on the wire; leave reduce out or use 'fp32'"
+            )
         if self.error_feedback and self.wire == "none":
             raise ValueError("compression: error_feedback needs a wire that loses something, and 'none' does not")
         if self.error_feedback and self.reduce == "wire":

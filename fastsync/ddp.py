@@ -112,8 +112,8 @@ def register_comm_hook(
 
     Args:
         ddp_model: the wrapped model.
-        compression: a wire's name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``), ``"auto"``, which measures the
-            group and chooses, or a ``Compression`` or an ``Auto``.
+        compression: a wire's name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), ``"auto"``, which
+            measures the group and chooses, or a ``Compression`` or an ``Auto``.
         process_group: the group to average over; None for the model's own. A ``DeviceMesh`` as in ``attach``.
 
     Returns:

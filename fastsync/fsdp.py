@@ -236,8 +236,8 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
 
     Args:
         model: the model, or a part of it.
-        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``), a ``Compression`` without algorithm and
-            nodes.
+        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), a ``Compression`` without
+            algorithm and nodes.
 
     Returns:
         The handle: statistics, the norm over all shards, state for checkpoints, and the compression, which may be

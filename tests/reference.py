@@ -19,9 +19,10 @@ MAX_SCALE_EXPONENT = 118
 MAX_IDLE_SCALE_EXPONENT = 24
 
 BLOCK_VALUES = 128
-BLOCK_BYTES = 4 + BLOCK_VALUES
+BLOCK_BITS = {torch.uint8: 8, torch.int8: 4}
+"""Of a value in a block: blocks of int8 are told as uint8, those of int4 as int8."""
 # 127 times a block's scale, and the mean of such values over any number of ranks, stay below float32's largest.
-INT8_LIMIT = torch.finfo(torch.bfloat16).max
+BLOCK_LIMIT = torch.finfo(torch.bfloat16).max
 
 _SIGNIFICAND_BITS = {torch.float16: 11, torch.bfloat16: 8}
 
@@ -48,18 +49,18 @@ def pack(
 
     Args:
         grads: tensors of one dtype (float32, float64, float16, bfloat16) and device, of any shapes.
-        wire: vector of as many elements as ``grads`` have, of their dtype, float16 or bfloat16; or of uint8, as
-            ``encode_int8`` fills it, where each gradient begins a new block. Written.
+        wire: vector of as many elements as ``grads`` have, of their dtype, float16 or bfloat16; or of uint8 or int8, as
+            ``encode_blocks`` fills it, where each gradient begins a new block. Written.
         stats: float64 vector of ``NUM_STATS`` elements. ``NUM_SATURATED`` is written.
         bucket_scale: one float32 element, a power of two; None means 1.
         residuals: error feedback: tensors of the gradients' numbers of elements and of the dtype that products are
             taken in, or None. They are added to the gradients first, and what the wire has then not carried is written
             to them, in units of the gradients. Where what was sent is not finite, they stay as they were.
         multiplier: usually one over the world size.
-        limit: largest magnitude that may be sent; see ``saturation_limit``. On uint8 no more than ``INT8_LIMIT``.
+        limit: largest magnitude that may be sent; see ``saturation_limit``. Of blocks no more than ``BLOCK_LIMIT``.
         is_first: False adds to ``NUM_SATURATED`` what an earlier call for the same bucket has left there.
         alignment: each gradient begins at a multiple of so many elements of the wire, which has zeros between them and
-            behind the last one. On uint8 a block is enough.
+            behind the last one. In blocks a block is enough.
         weight: one float64 element that the gradients are multiplied with before residuals are added, or, where there
             are none, a part of the multiplier; None means 1. With 0 they count as 0, whatever they are.
     """
@@ -76,7 +77,7 @@ def pack(
         factor = factor * own_weight
     scaled, num_saturated = _saturate(values, factor, limit, wire.dtype)
     stats[NUM_SATURATED] = num_saturated + (0 if is_first else stats[NUM_SATURATED])
-    if wire.dtype != torch.uint8:  # a negative factor makes −0 of what lies between
+    if wire.dtype not in BLOCK_BITS:  # a negative factor makes −0 of what lies between
         scaled = _lay_out(tuple(_parts(scaled, grads, wire.dtype, alignment)), wire.dtype, alignment)
     wire.copy_(_encode(scaled, wire.dtype))
     if residuals:
@@ -173,37 +174,50 @@ def reduce(
         residual.copy_(torch.where(sent.isfinite(), (total - sent) * (1 / scale), residual))
 
 
-def encode_int8(values: Tensor) -> Tensor:
-    """A float32 vector as blocks of ``BLOCK_VALUES`` bytes that share a scale; the last one is filled up with zeros.
+def block_bytes(wire: torch.dtype) -> int:
+    """What a block of this wire takes, with its scale."""
+    return 4 + BLOCK_VALUES * BLOCK_BITS[wire] // 8
 
-    A block is a float32 scale, followed by one int8 for each value, in [-127, 127]. The scale is the block's largest
-    magnitude, or 2^-110 where that is smaller, over 127; it is nan, and all values are 0, where one of the block's
-    values is not finite. The result is a uint8 vector of ``BLOCK_BYTES`` a block, in the machine's order of bytes.
 
-    Values are rounded to nearest even.
+def encode_blocks(values: Tensor, wire: torch.dtype = torch.uint8) -> Tensor:
+    """A float32 vector as blocks of ``BLOCK_VALUES`` that share a scale; the last one is filled up with zeros.
+
+    A block is a float32 scale, followed by one whole number for each value, in [-127, 127], or of int4 in [-7, 7], two
+    a byte, the first in the lower half. The scale is the block's largest magnitude, or 2^-110 where that is smaller,
+    over 127 or 7; it is nan, and all values are 0, where one of the block's values is not finite. The result is a
+    vector of ``block_bytes`` a block, in the machine's order of bytes. Values are rounded to nearest even.
     """
+    bits = BLOCK_BITS[wire]
     blocks = _pad(values).view(-1, BLOCK_VALUES)
     finite = blocks.isfinite().all(dim=1, keepdim=True)
-    largest = torch.tensor(127.0, device=values.device)
+    largest = torch.tensor(2.0 ** (bits - 1) - 1, device=values.device)
     amax = blocks.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-110)
     scaled = torch.where(finite, blocks * (largest / amax), 0.0)
     scales = torch.where(finite, amax / largest, math.nan)
     scales = scales.view(-1).view(torch.uint8).view(len(blocks), 4)
-    return torch.cat([scales, scaled.round().to(torch.int8).view(torch.uint8)], dim=1).view(-1)
+    numbers = scaled.round().to(torch.int8).view(torch.uint8)
+    if bits == 4:
+        numbers = numbers[:, 0::2] & 0xF | numbers[:, 1::2] << 4
+    return torch.cat([scales, numbers], dim=1).view(-1).view(wire)
 
 
-def decode_int8(wire: Tensor) -> Tensor:
-    """The float32 values in blocks that ``encode_int8`` has made: each int8 times its block's scale."""
-    blocks = wire.view(len(wire) // BLOCK_BYTES, BLOCK_BYTES)
+def decode_blocks(wire: Tensor) -> Tensor:
+    """The float32 values in blocks that ``encode_blocks`` has made: each number times its block's scale."""
+    size = block_bytes(wire.dtype)
+    blocks = wire.view(torch.uint8).view(len(wire) // size, size)
     scales = blocks[:, :4].clone().view(-1).view(torch.float32).view(-1, 1)
-    return (blocks[:, 4:].view(torch.int8).float() * scales).view(-1)
+    numbers = blocks[:, 4:]
+    if BLOCK_BITS[wire.dtype] == 4:
+        halves = torch.stack([numbers & 0xF, numbers >> 4], dim=2).view(len(blocks), BLOCK_VALUES)
+        return ((halves.float() + 8) % 16 - 8).mul(scales).view(-1)
+    return (numbers.view(torch.int8).float() * scales).view(-1)
 
 
 def wire_numel(numels: Sequence[int], wire: torch.dtype, alignment: int = 1) -> int:
     """The elements of a wire of this dtype for gradients of so many elements each."""
-    if wire != torch.uint8:
+    if wire not in BLOCK_BITS:
         return sum(-(-numel // alignment) * alignment for numel in numels)
-    return sum(-(-numel // BLOCK_VALUES) * BLOCK_BYTES for numel in numels)
+    return sum(-(-numel // BLOCK_VALUES) * block_bytes(wire) for numel in numels)
 
 
 def measure(grads: Sequence[Tensor], stats: Tensor) -> None:
@@ -261,7 +275,7 @@ def all_reduce_mean(
 
     Args:
         grads: for each rank its gradients.
-        wire: the dtype that is sent, uint8 for blocks of int8; None sends the gradients' own.
+        wire: the dtype that is sent, uint8 for blocks of int8, int8 for those of int4; None sends the gradients' own.
         reduce: "wire" takes the sum over the ranks in the wire's dtype, "fp32" in float32 (float64 for float64
             gradients); both in rank order.
         algorithm: of "fp32": whether every rank adds what it gets ("one_shot"), or whether the sums are encoded anew
@@ -417,12 +431,12 @@ def _pad(values: Tensor, multiple: int = BLOCK_VALUES) -> Tensor:
 
 
 def _lay_out(tensors: Sequence[Tensor], wire: torch.dtype, alignment: int = 1) -> Tensor:
-    multiple = BLOCK_VALUES if wire == torch.uint8 else alignment
+    multiple = BLOCK_VALUES if wire in BLOCK_BITS else alignment
     return torch.cat([_pad(tensor.reshape(-1), multiple) for tensor in tensors])
 
 
 def _parts(values: Tensor, tensors: Sequence[Tensor], wire: torch.dtype, alignment: int = 1) -> Iterator[Tensor]:
-    multiple = BLOCK_VALUES if wire == torch.uint8 else alignment
+    multiple = BLOCK_VALUES if wire in BLOCK_BITS else alignment
     begin = 0
     for tensor in tensors:
         yield values[begin : begin + tensor.numel()].view(tensor.shape)
@@ -432,21 +446,21 @@ def _parts(values: Tensor, tensors: Sequence[Tensor], wire: torch.dtype, alignme
 
 def _saturate(values: Tensor, factor: Tensor, limit: float | None, wire: torch.dtype) -> tuple[Tensor, Tensor]:
     scaled = values * factor
-    if wire == torch.uint8:
-        limit = min(math.inf if limit is None else limit, INT8_LIMIT)
+    if wire in BLOCK_BITS:
+        limit = min(math.inf if limit is None else limit, BLOCK_LIMIT)
     bound = torch.tensor(math.inf if limit is None else limit, dtype=values.dtype, device=values.device)
     saturated = values.isfinite() & (scaled.abs() > bound)
     return torch.where(saturated, torch.copysign(bound, scaled), scaled), saturated.sum()
 
 
 def _encode(values: Tensor, wire: torch.dtype) -> Tensor:
-    if wire == torch.uint8:
-        return encode_int8(values.float())
+    if wire in BLOCK_BITS:
+        return encode_blocks(values.float(), wire)
     return _round_to(values, wire)
 
 
 def _decode(wire: Tensor) -> Tensor:
-    return decode_int8(wire) if wire.dtype == torch.uint8 else wire
+    return decode_blocks(wire) if wire.dtype in BLOCK_BITS else wire
 
 
 def _sum_wires(wires: Tensor, compute: torch.dtype, multiplier: float) -> Tensor:

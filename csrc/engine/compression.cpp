@@ -21,7 +21,8 @@ constexpr int64_t kOneShotBytesInMemory = 1 << 17;
 constexpr int64_t kOneShotBytesOfTwo = 1 << 22;
 
 constexpr std::array kWires{std::pair("none", Wire::kNone), std::pair("fp16", Wire::kFloat16),
-                            std::pair("bf16", Wire::kBFloat16), std::pair("int8", Wire::kInt8)};
+                            std::pair("bf16", Wire::kBFloat16), std::pair("int8", Wire::kInt8),
+                            std::pair("int4", Wire::kInt4)};
 constexpr std::array kAlgorithms{std::pair("all_reduce", Algorithm::kAllReduce),
                                  std::pair("one_shot", Algorithm::kOneShot),
                                  std::pair("two_shot", Algorithm::kTwoShot)};
@@ -69,6 +70,8 @@ DType wire_dtype(Wire wire, DType grad) {
       return DType::kBFloat16;
     case Wire::kInt8:
       return DType::kInt8;
+    case Wire::kInt4:
+      return DType::kInt4;
   }
   TORCH_INTERNAL_ASSERT(false);
 }

@@ -14,8 +14,8 @@
 
 namespace fastsync {
 
-// The gradients' own dtype, 16 bits, or 8 bits in blocks with a scale each.
-enum class Wire : int8_t { kNone, kFloat16, kBFloat16, kInt8 };
+// The gradients' own dtype, 16 bits, or 8 or 4 bits in blocks with a scale each.
+enum class Wire : int8_t { kNone, kFloat16, kBFloat16, kInt8, kInt4 };
 
 // kAllReduce: the process group adds, in the wire's dtype. The others add here, in float32 (float64 for float64
 // gradients). kOneShot: every rank gets every rank's values. kTwoShot: rank j gets everybody's shard j, adds, and hands
@@ -37,6 +37,8 @@ std::string describe(const Compression& compression);
 
 // The dtype that gradients of a dtype travel in.
 DType wire_dtype(Wire wire, DType grad);
+// Whether neighbours share a scale, so that each gradient begins a block.
+inline bool is_of_blocks(Wire wire) { return wire == Wire::kInt8 || wire == Wire::kInt4; }
 
 // Who adds up a bucket of so many values.
 Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& team);

@@ -47,7 +47,7 @@ std::string describe(const c10d::GradBucket& bucket) {
 // kept until now is then a part of the gradients.
 std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compression& compression,
                                      ErrorFeedback& feedback) {
-  if (compression.wire == Wire::kInt8 || compression.error_feedback) {
+  if (is_of_blocks(compression.wire) || compression.error_feedback) {
     return bucket.getGradients();
   }
   feedback.add_to(bucket.getGradients());

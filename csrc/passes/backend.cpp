@@ -28,11 +28,9 @@ namespace fastsync {
 namespace {
 
 // In the order of DType. Blocks of a wire travel as bytes.
-constexpr std::pair<DType, at::ScalarType> kDTypes[] = {{DType::kFloat32, at::kFloat},
-                                                        {DType::kFloat64, at::kDouble},
-                                                        {DType::kFloat16, at::kHalf},
-                                                        {DType::kBFloat16, at::kBFloat16},
-                                                        {DType::kInt8, at::kByte}};
+constexpr std::pair<DType, at::ScalarType> kDTypes[] = {
+    {DType::kFloat32, at::kFloat},     {DType::kFloat64, at::kDouble}, {DType::kFloat16, at::kHalf},
+    {DType::kBFloat16, at::kBFloat16}, {DType::kInt8, at::kByte},      {DType::kInt4, at::kByte}};
 
 }  // namespace
 

@@ -35,19 +35,21 @@ double* checked_stats(const at::Tensor& stats, c10::Device device) {
   return stats.data_ptr<double>();
 }
 
-// Blocks travel as uint8. Full: the dtype that need not be narrower than what is summed in.
+// Blocks travel as bytes: as uint8 those of int8, as int8 those of int4. Full: the dtype that need not be narrower than
+// what is summed in.
 DType wire_of(const at::Tensor& wire, const char* name, at::ScalarType full) {
   const at::ScalarType dtype = wire.scalar_type();
-  TORCH_CHECK_VALUE(dtype == full || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kByte, name,
-                    ": expected ", full, ", float16, bfloat16 or uint8, got ", dtype);
-  return dtype_of(dtype);
+  TORCH_CHECK_VALUE(
+      dtype == full || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kByte || dtype == at::kChar, name,
+      ": expected ", full, ", float16, bfloat16, uint8 or int8, got ", dtype);
+  return dtype == at::kChar ? DType::kInt4 : dtype_of(dtype);
 }
 
 int64_t num_rows(const at::Tensor& wires) { return wires.dim() == 2 ? wires.size(0) : 1; }
 
 // As many units as the values take, in each row.
-void check_wires(const at::Tensor& wires, const char* name, int64_t num_values, c10::Device device) {
-  const WireUnit unit = unit_of(dtype_of(wires.scalar_type()));
+void check_wires(const at::Tensor& wires, const char* name, DType dtype, int64_t num_values, c10::Device device) {
+  const WireUnit unit = unit_of(dtype);
   const int64_t row_bytes = (num_values + unit.values - 1) / unit.values * unit.bytes;
   const auto row_numel = row_bytes / static_cast<int64_t>(wires.element_size());
   check(wires, name, wires.scalar_type(), num_rows(wires) * row_numel, device);
@@ -84,7 +86,7 @@ void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
   TORCH_CHECK_VALUE(alignment >= 1, "alignment: expected at least 1, got ", alignment);
   const auto segments = lay_out(grads, wire_dtype, kept, alignment);
   alignment = std::max(alignment, unit_of(wire_dtype).values);
-  check_wires(wire, "wire", wire_length(segments, alignment), device);
+  check_wires(wire, "wire", wire_dtype, wire_length(segments, alignment), device);
   run_pack({.segments = segments.data(),
             .num_segments = static_cast<int64_t>(segments.size()),
             .grad_dtype = dtype_of(dtype),
@@ -106,7 +108,7 @@ void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& sta
   const at::ScalarType dtype = check_grads(grads, device);
   const DType wire_dtype = wire_of(wires, "wire", dtype);
   const auto segments = lay_out(grads, wire_dtype);
-  check_wires(wires, "wire", wire_length(segments, unit_of(wire_dtype).values), device);
+  check_wires(wires, "wire", wire_dtype, wire_length(segments, unit_of(wire_dtype).values), device);
   run_unpack({.segments = segments.data(),
               .num_segments = static_cast<int64_t>(segments.size()),
               .grad_dtype = dtype_of(dtype),
@@ -134,9 +136,9 @@ void reduce(const at::Tensor& wires, const at::Tensor& out, const OptionalTensor
   const WireUnit unit = unit_of(from);
   TORCH_CHECK_VALUE(wires.dim() == 2 && wires.size(0) > 0, "wires: expected a matrix, got ", wires.sizes());
   const int64_t numel = row_bytes(wires) / unit.bytes * unit.values;
-  check_wires(wires, "wires", numel, device);
+  check_wires(wires, "wires", from, numel, device);
   TORCH_CHECK_VALUE(numel % unit_of(to).values == 0, "out: expected whole blocks, got ", numel, " values");
-  check_wires(out, "out", numel, device);
+  check_wires(out, "out", to, numel, device);
   if (residual) {
     check(*residual, "residual", full, numel, device);
   }

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "passes/wire_format.h"
+#include "passes/wires/int4.h"
 #include "passes/wires/int8.h"
 
 namespace fastsync {
@@ -130,6 +131,8 @@ void dispatch(DType dtype, const Call& call) {
       return call(BFloat16{});
     case DType::kInt8:
       return call(Int8Block{});
+    case DType::kInt4:
+      return call(Int4Block{});
   }
 }
 

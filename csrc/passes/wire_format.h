@@ -27,8 +27,8 @@
 namespace fastsync {
 
 // Those of blocks are wires' alone.
-enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt8 };
-constexpr int kNumDTypes = 5;
+enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt8, kInt4 };
+constexpr int kNumDTypes = 6;
 
 // Storage of the 16-bit types: plain bits, so that neither torch nor CUDA headers are needed to name them.
 struct Float16 {

@@ -16,8 +16,8 @@ LARGEST_BUCKET = 2**40
 """Gradient values; above, what holds there goes on."""
 WIRES: tuple[Wire, ...] = ("none", "fp16", "bf16", *LOSSIER)
 """From the one that loses least to the one that loses most."""
-_BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128}
-"""Of a value. 128 of int8 share a scale of 4 bytes."""
+_BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
+"""Of a value. 128 of int8 or int4 share a scale of 4 bytes."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class RunSettings:
     """Shift and scale observations by their running mean and variance over all ranks; they are cut off at 10."""
 
     compression: str = "none"
-    """What gradients travel as, none, bf16, fp16, int8, with what lies behind a plus sign,
+    """What gradients travel as, none, bf16, fp16, int8, int4, with what lies behind a plus sign,
     such as int8+ef with error feedback; or auto, which measures and chooses."""
     precision: Precision = "fp32"  # Of the computation. bf16 and fp16 are autocast, fp16 with a GradScaler.
     fused: bool = True

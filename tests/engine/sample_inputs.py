@@ -28,7 +28,8 @@ on_each_device = pytest.mark.parametrize("device", DEVICES, indirect=True)  # se
 in_either_order = pytest.mark.parametrize("device", [each for each in DEVICES if each != DESCENDING], indirect=True)
 OPERATORS = ["pack", "unpack", "reduce", "measure"]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-WIRE_DTYPES = [None, torch.float16, torch.bfloat16, torch.uint8]  # None: the gradients' own; uint8: blocks of int8
+# None: the gradients' own; uint8: blocks of int8; int8: those of int4.
+WIRE_DTYPES = [None, torch.float16, torch.bfloat16, torch.uint8, torch.int8]
 VALUES = ["ordinary", "mostly_ordinary", "wide", "special", "bits", "zeros"]
 
 # What lies in a storage behind the last element of its tensor: nobody may write there. There is room for a warp that
@@ -81,10 +82,11 @@ class Bucket:
         generator = torch.Generator().manual_seed(self.seed)
 
         def allocate(numel: int, offset: int, dtype: torch.dtype) -> Tensor:
-            offset *= 4 if dtype == torch.uint8 else 1  # a block of int8 begins at a multiple of its scale's size
+            is_blocks = dtype in reference.BLOCK_BITS
+            offset *= 4 if is_blocks else 1  # a block begins at a multiple of its scale's size
             storage = random_values(self.values, offset + numel + NUM_BEHIND, dtype, generator)
-            if dtype == torch.uint8:
-                storage[offset : offset + numel] = random_blocks(self.values, numel, generator)
+            if is_blocks:
+                storage[offset : offset + numel] = random_blocks(self.values, numel, dtype, generator)
             built.storages.append(storage.to(device))
             return built.storages[-1][offset : offset + numel]
 
@@ -93,8 +95,8 @@ class Bucket:
         ]
         numels = [grad.numel() for grad in built.grads]
         num_values = reference.wire_numel(numels, self.wire)
-        if self.wire == torch.uint8:
-            num_values = num_values // reference.BLOCK_BYTES * reference.BLOCK_VALUES
+        if self.wire in reference.BLOCK_BITS:
+            num_values = num_values // reference.block_bytes(self.wire) * reference.BLOCK_VALUES
         elif "blocks" in self.sums:
             num_values -= num_values % reference.BLOCK_VALUES
         built.wires = self._rows(reference.wire_numel(numels, self.wire), self.wire, allocate)
@@ -178,18 +180,21 @@ def special_values(dtype: torch.dtype) -> Tensor:
     return torch.tensor([*borders, *(-border for border in borders)], dtype=torch.float64).to(dtype)
 
 
-def random_blocks(kind: str, num_bytes: int, generator: torch.Generator) -> Tensor:
-    """Blocks of int8 with scales that are one of ``VALUES``."""
-    num_blocks = num_bytes // reference.BLOCK_BYTES
+def random_blocks(kind: str, num_bytes: int, wire: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Blocks of whole numbers with scales that are one of ``VALUES``."""
+    size, largest = reference.block_bytes(wire), 2 ** (reference.BLOCK_BITS[wire] - 1) - 1
+    num_blocks = num_bytes // size
     scales = random_values(kind, num_blocks, torch.float32, generator)
-    values = torch.randint(-127, 128, (num_blocks, reference.BLOCK_VALUES), generator=generator).to(torch.int8)
-    return torch.cat([scales.view(torch.uint8).view(num_blocks, 4), values.view(torch.uint8)], dim=1).view(-1)
+    values = torch.randint(-largest, largest + 1, (num_blocks, reference.BLOCK_VALUES), generator=generator)
+    values[:, 0] = largest  # so that they are encoded as they are
+    blocks = reference.encode_blocks(values.float().view(-1), wire).view(torch.uint8).view(num_blocks, size)
+    return torch.cat([scales.view(torch.uint8).view(num_blocks, 4), blocks[:, 4:]], dim=1).view(-1).view(wire)
 
 
 def random_values(kind: str, numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """A vector of ``dtype`` on the CPU: one of ``VALUES``; of uint8, anything."""
-    if dtype == torch.uint8:
-        return torch.randint(256, (numel,), generator=generator, dtype=dtype)
+    """A vector of ``dtype`` on the CPU: one of ``VALUES``; of bytes, anything."""
+    if dtype in reference.BLOCK_BITS:
+        return torch.randint(256, (numel,), generator=generator, dtype=torch.uint8).view(dtype)
     ordinary = torch.randn(numel, generator=generator)
     if kind == "ordinary":
         return ordinary.to(dtype)
@@ -224,6 +229,7 @@ def sample_inputs(device: str) -> list[BuiltBucket]:
         Bucket(sizes, bfloat16, scale_exponent=9, values="bits"),
         Bucket(several, wire_dtype=torch.uint8, wire_offset=1, with_residuals=True, values="mostly_ordinary"),
         Bucket(sizes, wire_dtype=torch.uint8, num_wires=3, multiplier=1 / 3),
+        Bucket(several, wire_dtype=torch.int8, num_wires=2, with_residuals=True, values="mostly_ordinary"),
         Bucket(sizes, wire_dtype=half, num_wires=2, scale_exponent=5, multiplier=0.5, with_residuals=True),
         Bucket(sizes, torch.float64, bfloat16, num_wires=2, sums="wire to sums", with_residuals=True),
         Bucket((Gradient((256,)),), num_wires=2, sums="sums to blocks", with_residuals=True),
@@ -260,7 +266,9 @@ def random_buckets(draw: st.DrawFn) -> Bucket:
         multiplier=draw(st.sampled_from([1.0, 1 / 2, 1 / 3, 1 / 8, 1e-3, -7.0])),
         limit=draw(st.sampled_from(limits)),
         num_wires=draw(st.integers(1, 8)),
-        sums=draw(st.sampled_from([each for each in sums if wire_dtype != torch.uint8 or "blocks" not in each])),
+        sums=draw(
+            st.sampled_from([each for each in sums if wire_dtype not in reference.BLOCK_BITS or "blocks" not in each])
+        ),
         with_residuals=draw(st.booleans()),
         values=draw(st.sampled_from(VALUES)),
         seed=draw(st.integers(0, 2**31)),

@@ -25,7 +25,7 @@ from tests.engine.hosts import entered, host_of, hosts
 from tests.models import assert_same_on_all_ranks, random_grads
 from tests.ranks import run_ranks
 
-DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
 Nodes = Sequence[Sequence[int]]
 PAIRS: Nodes = [[0, 1], [2, 3]]

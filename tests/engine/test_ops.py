@@ -484,7 +484,7 @@ for grad_dtype in GRAD_DTYPES:
             torch.ops.fastsync.pack(grads, wires[1], stats, None, [guarded(numel, compute)])
             torch.ops.fastsync.unpack(wires[1], grads, stats)
             torch.ops.fastsync.unpack(wires, grads, stats)
-            num_values = -(-numel // 128) * 128 if wire_dtype == torch.uint8 else numel
+            num_values = -(-numel // 128) * 128 if wire_dtype in reference.BLOCK_BITS else numel
             residual = guarded(num_values, compute)
             torch.ops.fastsync.reduce(wires, guarded(length, wire_dtype), None, residual, grad_dtype=grad_dtype)
             torch.ops.fastsync.measure(grads, stats)

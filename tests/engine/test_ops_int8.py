@@ -40,7 +40,7 @@ def there_and_back(grad: Tensor) -> Tensor:
 
 
 def scales_of(wire: Tensor) -> Tensor:
-    return wire.cpu().view(-1, reference.BLOCK_BYTES)[:, :4].clone().view(torch.float32).view(-1)
+    return wire.cpu().view(-1, reference.block_bytes(torch.uint8))[:, :4].clone().view(torch.float32).view(-1)
 
 
 def _huge_spread(numel: int, generator: torch.Generator) -> Tensor:
@@ -119,10 +119,10 @@ def test_error_is_within_half_a_step(kind: str, device: str) -> None:
     reference.pack([grad], wire, new_stats())
     steps = scales_of(wire).double().repeat_interleave(BLOCK)[: len(grad)]
     amax = torch.nn.functional.pad(grad, (0, -len(grad) % BLOCK)).view(-1, BLOCK).abs().amax(dim=1).double()
-    amax = amax.clamp(2.0**-110, reference.INT8_LIMIT)
+    amax = amax.clamp(2.0**-110, reference.BLOCK_LIMIT)
     torch.testing.assert_close(scales_of(wire).double(), amax / 127, rtol=2**-23, atol=0)
     error = (there_and_back(grad.to(device)).cpu().double() - grad.double()).abs()
-    saturation = (grad.double().abs() - reference.INT8_LIMIT).clamp(min=0)
+    saturation = (grad.double().abs() - reference.BLOCK_LIMIT).clamp(min=0)
     # Rounding the inverse, the product with it and the product with the step moves a border by 127 * 3 * 2^-24 steps.
     assert (error - saturation <= steps * (0.5 + 2**-15)).all()
 
@@ -137,7 +137,7 @@ def test_the_largest_stay_finite_in_the_mean_and_what_saturates_is_counted(
     grad = torch.tensor([largest, -largest, 1.0], dtype=dtype, device=device).repeat(100)
     wire, stats = new_wire([grad]), new_stats(device)
     ops.pack([grad], wire, stats)
-    assert stats[reference.NUM_SATURATED] == (200 if largest > reference.INT8_LIMIT else 0)
+    assert stats[reference.NUM_SATURATED] == (200 if largest > reference.BLOCK_LIMIT else 0)
     wires = wire.repeat(num_wires).view(num_wires, -1)
     out = torch.empty_like(wire)
     ops.reduce(wires, out, multiplier=1 / num_wires, grad_dtype=dtype)
@@ -145,7 +145,7 @@ def test_the_largest_stay_finite_in_the_mean_and_what_saturates_is_counted(
         ops.unpack(sent, [grad], stats, multiplier=factor)
         assert stats[reference.NUM_NONFINITE] == 0
         mean = grad[:2].double().cpu()
-        expected = min(largest, reference.INT8_LIMIT) * torch.tensor([1.0, -1.0], dtype=torch.float64)
+        expected = min(largest, reference.BLOCK_LIMIT) * torch.tensor([1.0, -1.0], dtype=torch.float64)
         torch.testing.assert_close(mean, expected, rtol=1e-2, atol=0)
 
 
@@ -163,7 +163,7 @@ def test_a_bucket_in_pieces_is_the_bucket_at_once(
 
     The first one alone has a value that saturates, and is then the largest, or is not finite.
     """
-    size, per_block = (BLOCK, reference.BLOCK_BYTES) if wire_dtype == torch.uint8 else (1, 1)
+    size, per_block = (BLOCK, reference.block_bytes(torch.uint8)) if wire_dtype == torch.uint8 else (1, 1)
     values = adversary("ordinary", 7 * BLOCK + 5) / 10
     values[BLOCK + 1] = odd_one
     grad = values.to(dtype).to(device)

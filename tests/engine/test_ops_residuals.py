@@ -14,7 +14,7 @@ from tests.bitwise import assert_bitwise_equal
 from tests.emulated import ops
 from tests.engine.sample_inputs import GRAD_DTYPES, NUM_BEHIND, in_either_order, on_each_device, random_values
 
-LOSSY = [torch.float16, torch.bfloat16, torch.uint8]
+LOSSY = [torch.float16, torch.bfloat16, torch.uint8, torch.int8]
 
 
 def new_stats(device: str) -> Tensor:
@@ -60,7 +60,7 @@ def test_what_is_kept_and_what_was_sent_are_the_value(
     generator = torch.Generator().manual_seed(seed)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     scale = torch.tensor(2.0**exponent, device=device) if wire_dtype == torch.float16 else None
-    limit = None if wire_dtype == torch.uint8 else reference.saturation_limit(wire_dtype, 1)
+    limit = None if wire_dtype in reference.BLOCK_BITS else reference.saturation_limit(wire_dtype, 1)
     residual = new_residual(numel, compute, device)
     for _ in range(4):
         grad = random_values(values, numel, dtype, generator).to(device)
@@ -71,13 +71,13 @@ def test_what_is_kept_and_what_was_sent_are_the_value(
         sent = decoded(wire, residual, scale).cpu()
         finite = sent.isfinite()
         assert_bitwise_equal(residual.cpu()[~finite], before.cpu()[~finite], "residual where nothing finite was sent")
-        if wire_dtype != torch.uint8:
+        if wire_dtype not in reference.BLOCK_BITS:
             assert torch.equal(finite, value.isfinite())
         lost = value - sent
         assert_bitwise_equal(residual.cpu()[finite], lost[finite], "residual")
         if compute == torch.float32:
             factor = 1.0 if scale is None else scale.item()
-            sent_whole = finite & (value.abs() * factor <= (limit or reference.INT8_LIMIT))  # others saturated
+            sent_whole = finite & (value.abs() * factor <= (limit or reference.BLOCK_LIMIT))  # others saturated
             exact = residual.cpu().double() + sent.double()
             assert torch.equal(exact[sent_whole], value.double()[sent_whole])
 
@@ -86,7 +86,7 @@ def test_what_is_kept_and_what_was_sent_are_the_value(
 @pytest.mark.parametrize("wire_dtype", LOSSY)
 def test_what_is_too_small_for_the_wire_arrives_in_the_end(wire_dtype: torch.dtype, device: str) -> None:
     """A value of a thousandth of a step is lost each time without a residual, and arrives within a step with one."""
-    step = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-7, torch.uint8: 1 / 127}[wire_dtype]
+    step = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-7, torch.uint8: 1 / 127, torch.int8: 1 / 7}[wire_dtype]
     small = step / 1000
     # bfloat16 has steps of that size only beside a large value, which the residual has to hold up.
     start = 1.0 if wire_dtype == torch.bfloat16 else 0.0

@@ -236,19 +236,19 @@ def test_a_block_is_a_scale_and_128_bytes() -> None:
     values = torch.zeros(130)
     values[:4] = torch.tensor([254.0, -254.0, 1.0, -3.0])
     values[128:] = torch.tensor([0.5, 127.0])
-    wire = reference.encode_int8(values)
+    wire = reference.encode_blocks(values)
     assert len(wire) == 2 * 132
     assert wire[:4].view(torch.float32).item() == 2
     assert wire[4:132].view(torch.int8).tolist() == [127, -127, 0, -2] + [0] * 124  # halves go to even
     assert wire[132:136].clone().view(torch.float32).item() == 1
     assert wire[136:].view(torch.int8).tolist() == [0, 127] + [0] * 126
-    assert reference.decode_int8(wire)[:4].tolist() == [254, -254, 0, -4]
+    assert reference.decode_blocks(wire)[:4].tolist() == [254, -254, 0, -4]
 
 
 def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
     values = torch.cat([torch.zeros(128), torch.full((128,), 1.0), torch.full((128,), 2.0)])
     values[200] = -INF
-    decoded = reference.decode_int8(reference.encode_int8(values))
+    decoded = reference.decode_blocks(reference.encode_blocks(values))
     assert_bitwise_equal(decoded[:128], torch.zeros(128))
     assert decoded[128:256].isnan().all()
     assert decoded[256:].tolist() == [2.0] * 128
@@ -259,7 +259,7 @@ def test_every_gradient_begins_a_block() -> None:
     assert reference.wire_numel([130, 0, 1, 2], torch.uint8) == 4 * 132
     wire = torch.empty(4 * 132, dtype=torch.uint8)
     reference.pack(grads, wire, new_stats())
-    decoded = reference.decode_int8(wire)
+    decoded = reference.decode_blocks(wire)
     assert decoded[:127].tolist() == list(range(127))
     assert (decoded[256].item(), decoded[384].item(), decoded[385].item()) == (5, 127, -1)
     written = [torch.full_like(grad, 99) for grad in grads]

@@ -35,7 +35,7 @@ from tests.engine.sharded import (
 from tests.ranks import on_ranks, run_ranks
 
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
-DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
 
 
 # ---- the same bits as the reference ---------------------------------------------------------------------------------

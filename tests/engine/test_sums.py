@@ -34,7 +34,7 @@ SEVERAL_PIECES = [(1_100_003,), (3,)]
 STEPS = 3
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
 ALGORITHMS: list[Algorithm] = ["one_shot", "two_shot"]
-DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
 GRAD_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 ENTRY_POINTS = ("hook", "attach", "all_reduce")
 

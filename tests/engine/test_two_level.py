@@ -31,7 +31,7 @@ from tests.models import (
 )
 from tests.ranks import on_ranks, run_ranks
 
-WIRES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
+WIRES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
 # Neither divides by the number of ranks, nor by that of values in a block.
 SHAPES = [(37, 11), (3,), (1,), (700,)]
 
