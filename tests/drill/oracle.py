@@ -38,12 +38,12 @@ SHAPES = ((3,), (300,), (7, 40), (2, 130), (1,), (), (5, 6, 7), (1000,))
 WEIGHTS = (0.0, 0.5, 1.0, 1.0, 2.0, 3.0)
 CAPS = (1e-4, 1e-3, 4e-3, 25.0)  # MiB
 LOSSLESS = ("none", "none+fp32", "none+one_shot", "none+two_shot")
-LOSSY = ("bf16", "fp16", "int8", "fp16+fp32", "fp16+two_shot", "bf16+two_shot", "int8+one_shot")
-FEEDBACK = ("int8+ef", "int8+ef+two_shot", "int8+ef+one_shot", "bf16+ef+two_shot", "fp16+ef")
+LOSSY = ("bf16", "fp16", "int8", "fp16+fp32", "fp16+two_shot", "bf16+two_shot", "int8+one_shot", "int4")
+FEEDBACK = ("int8+ef", "int4+ef", "int8+ef+two_shot", "int8+ef+one_shot", "bf16+ef+two_shot", "fp16+ef")
 NODES = ("int8@nodes", "int8+ef@nodes", "fp16+ef@nodes", "bf16@nodes")
 """Of four ranks, two share one."""
 
-WIRE_ERROR = {"none": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 2.0**-6}
+WIRE_ERROR = {"none": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 2.0**-6, "int4": 2.0**-2}
 """Of the largest gradient: half a step for each rank's rounding, as much for the sum's, and what that adds."""
 FEEDBACK_FACTOR = 3.0
 """What two steps before have lost comes on top."""

@@ -78,7 +78,7 @@ def test_options_that_do_not_fit_are_refused(text: str, message: str) -> None:
     ],
 )
 def test_an_unknown_name_is_refused_with_the_names_there_are(wire: object, meant: str) -> None:
-    names = "'none', 'bf16', 'fp16', 'int8', 'auto'"
+    names = "'none', 'bf16', 'fp16', 'int8', 'int4', 'auto'"
     message = rf"compression: expected one of {names}, .*, got {re.escape(repr(wire))}{re.escape(meant)}$"
     with pytest.raises(ValueError, match=message):
         as_compression(wire)

@@ -30,7 +30,7 @@ from tests.models import SMALL_BUCKETS, Fails, Given, assert_same_on_all_ranks, 
 from tests.ranks import RankError, on_ranks, run_ranks
 
 DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
-WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
+WIRES: list[Wire] = ["none", "fp16", "bf16", "int8", "int4"]
 TIMEOUT = timedelta(seconds=6)
 
 
