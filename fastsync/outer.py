@@ -244,9 +244,8 @@ class DiLoCo:
             fragment.due, fragment.arrival = due, None
 
     def _wait_for_arrivals(self) -> None:
-        for fragment in self._fragments:
-            if fragment.arrival is not None:
-                fragment.arrival.result()
+        if self._newest is not None:
+            self._newest.result()  # they arrive one after the other
 
     def _outer_state(self) -> list[dict[str, Any]]:
         return [
