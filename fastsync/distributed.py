@@ -28,6 +28,7 @@ from ._checks import check_not_sharded, is_wrapper, resolve_group
 _Mine = TypeVar("_Mine")
 
 POLL_SECONDS = 0.1
+GRACE_SECONDS = 2.0
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
 
 # Gloo knows these, but no other integers and no float8: those go as bytes.
@@ -147,9 +148,9 @@ def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None)
 def ranks_left(group: dist.ProcessGroup, progress: int, timeout: timedelta, error: Exception) -> dict[int, int]:
     """Agrees with the others who have met an error of the group on who is left, by their numbers in the default group.
 
-    Each writes to the store that the ranks met by how far it has come, and waits for the others to do so, for as long
-    as the time-out. The first list of ranks that is written then is everybody's. The store has to be alive: it lives
-    with the launcher, or with rank 0.
+    Each writes to the store that the ranks met by how far it has come, and waits for the others to do so: for twice the
+    time-out, for who only waits in a collective of the old group meets its error later. The first list of ranks that is
+    written then is everybody's. The store has to be alive: it lives with the launcher, or with rank 0.
 
     Returns:
         How far each of them has come.
@@ -161,7 +162,7 @@ def ranks_left(group: dist.ProcessGroup, progress: int, timeout: timedelta, erro
     store = PrefixStore(f"fastsync/left/{group.group_name}/", dist.distributed_c10d._get_default_store())
     try:
         store.set(str(rank), str(progress))
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = time.monotonic() + 2 * timeout.total_seconds() + GRACE_SECONDS
         while not store.check([str(each) for each in ranks]) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         here = [each for each in ranks if store.check([str(each)])]

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from . import _C
 from ._checks import resolve_group
 from .attach import BUCKET_CAP_MB, GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
@@ -118,15 +119,22 @@ class DiLoCo:
         saved = model.state_dict().keys()
         floating = [b for name, b in model.named_buffers() if b.is_floating_point() and name in saved]
         parts = _split(named, fragments)
+        settings = f"sync_every={sync_every}, fragments={fragments}, fragment_sync_delay={fragment_sync_delay}"
+        tensors = {name: _local(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        lines = [
+            f"{settings}, {self._compression}",
+            *(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()),
+        ]
+        _C.check_agreement(self._group, "\n".join(lines), torch.device("cpu"))
+        if init_sync:
+            broadcast_tensors(tensors, {}, self._group)
         self._fragments = [
             _Fragment(part, make, (place + 1) * sync_every // fragments % sync_every, floating if place == 0 else [])
             for place, part in enumerate(parts)
         ]
         self._make_averagers()
-        if init_sync:
-            for fragment in self._fragments:
-                broadcast_tensors(fragment.outer, {}, self._group)
-                fragment.merge(0.0)
+        for fragment in self._fragments:  # what is common has to be so, whatever the models hold
+            broadcast_tensors(fragment.outer | {"buffers": fragment.buffers_mean}, {}, self._group)
 
     def __enter__(self) -> Self:
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
@@ -169,20 +177,22 @@ class DiLoCo:
 
     def _average(self, fragment: _Fragment, number: int) -> None:
         """Moves the fragment's outer weights by the mean difference. The numbers are those of its turn on all ranks."""
-        for place_left in reversed(range(self._group.size())):
-            if number <= self._num_averaged:  # it came with another rank's state
-                return
+        for tries_left in reversed(range(self._group.size())):
             try:
-                fragment.average(self._group)
-                self._num_averaged = number
+                if number > self._num_averaged:  # else it has come with another rank's state
+                    fragment.average(self._group)
+                break
             except RuntimeError as error:
-                if place_left == 0:  # as often as there were ranks to lose
+                if tries_left == 0:  # as often as there were ranks to lose
                     raise
-                self._go_on_without_the_lost(error)
+                self._go_on_without_the_lost(fragment, error)
+        if number > self._num_averaged:
+            fragment.step(self._group.size())
+            self._num_averaged = number
 
     # ---- when a site is lost ----------------------------------------------------------------------------------------
 
-    def _go_on_without_the_lost(self, error: RuntimeError) -> None:
+    def _go_on_without_the_lost(self, fragment: _Fragment, error: RuntimeError) -> None:
         """Forms a group of the ranks that are left.
 
         Some may have got the last mean, and fail at the next. So all take over the outer weights of a rank that has
@@ -190,12 +200,16 @@ class DiLoCo:
         """
         came = ranks_left(self._group, self._num_averaged, self._timeout, error)
         furthest = max(came, key=lambda rank: (came[rank], -rank))
+        is_behind = self._num_averaged < came[furthest]
+        if is_behind and isinstance(fragment.averager, TopKAverager):
+            fragment.averager.settle()  # the others have got what this rank sent
         self._group = _gloo_group(list(came), self._timeout)
         self._make_averagers()
-        state = [self._outer_state() if dist.get_rank() == furthest else None]
-        dist.broadcast_object_list(state, src=furthest, group=self._group)
-        self._load_outer_state(state[0])
-        self._num_averaged = came[furthest]
+        if len(set(came.values())) > 1:
+            state = [self._outer_state() if dist.get_rank() == furthest else None]
+            dist.broadcast_object_list(state, src=furthest, group=self._group)
+            self._load_outer_state(state[0])
+            self._num_averaged = came[furthest]
 
     def _make_averagers(self) -> None:
         for fragment in self._fragments:
@@ -206,8 +220,8 @@ class DiLoCo:
                 fragment.averager = GradientSynchronizer(
                     fragment.outer, self._compression, self._group, None, BUCKET_CAP_MB, overlap=False
                 )
-            if before is not None:
-                fragment.averager.load_state_dict(before.state_dict())
+            if before is not None:  # steps and scales may differ by now: all begin anew
+                fragment.averager.load_state_dict(before.state_dict() | {"step": 0, "scales": {}})
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -263,7 +277,7 @@ class DiLoCo:
             for name, weight in fragment.outer.items():
                 weight.copy_(each["weights"][name])
             fragment.optimizer.load_state_dict(each["optimizer"])
-            fragment.buffers_mean = each["buffers"].clone()
+            fragment.buffers_mean = each["buffers"].to("cpu", torch.float32, copy=True)
 
 
 class LocalSGD(DiLoCo):
@@ -308,22 +322,29 @@ class _Fragment:
     @torch.no_grad()
     def take_differences(self) -> None:
         """The outer gradient points from the site's own weights to the outer ones, for optimizers go against it."""
-        own = [_local(weight).to("cpu", torch.float32) for weight in self._weights.values()]
-        self._differences = [outer - weight for outer, weight in zip(self.outer.values(), own, strict=True)]
+        # From what the site had taken over, so that the rounding of a narrower weight is no movement of its own.
+        own = map(_local, self._weights.values())
+        self._differences = [
+            outer.to(weight.dtype).float() - weight.to("cpu", torch.float32)
+            for outer, weight in zip(self.outer.values(), own, strict=True)
+        ]
         self._own_buffers = _flat(self._buffers)
 
     def average(self, group: dist.ProcessGroup) -> None:
-        """Takes an outer step with the mean of the differences. What it began with stays, for another try."""
+        """Averages the differences. What it begins with stays, for another try."""
         assert self.averager is not None
+        # Of what has changed: a buffer that is constant must not be, by roundings, another one after each mean.
+        has_changed = self._own_buffers != self.buffers_mean
+        self._changes = torch.where(has_changed, self._own_buffers - self.buffers_mean, 0.0)
+        if self._changes.numel() > 0:
+            dist.all_reduce(self._changes, group=group)
         for outer, difference in zip(self.outer.values(), self._differences, strict=True):
             outer.grad = difference.clone()
         self.averager.synchronize()
-        # Of what has changed: a buffer that is constant must not be, by roundings, another one after each mean.
-        has_changed = self._own_buffers != self.buffers_mean
-        changes = torch.where(has_changed, self._own_buffers - self.buffers_mean, 0.0)
-        if changes.numel() > 0:
-            dist.all_reduce(changes, group=group)
-        self.buffers_mean = self.buffers_mean + changes / group.size()
+
+    def step(self, num_ranks: int) -> None:
+        """Takes an outer step with what ``average`` has found."""
+        self.buffers_mean = self.buffers_mean + self._changes / num_ranks
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._differences.clear()
@@ -331,7 +352,7 @@ class _Fragment:
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
         for name, weight in zip(self._weights, map(_local, self._weights.values()), strict=True):
-            outer = self.outer[name].detach().to(weight.device, non_blocking=True)
+            outer = self.outer[name].detach().to(weight.device)
             weight.copy_(outer if alpha == 0 else torch.lerp(outer, weight.to(outer.dtype), alpha))
         first = 0
         for buffer in self._buffers:

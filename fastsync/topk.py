@@ -52,6 +52,7 @@ class TopKAverager:
         self._top_k = top_k
         self._group = group
         self._unsent = torch.zeros(sum(tensor.numel() for tensor in self._tensors))
+        self._unsent_then = self._unsent
 
     def synchronize(self) -> None:
         """Every rank must call it.
@@ -62,18 +63,23 @@ class TopKAverager:
         gradients = torch.cat([tensor.grad.reshape(-1) for tensor in self._tensors if tensor.grad is not None])
         wanted = self._unsent * self._top_k.decay + gradients
         message = encode(wanted, self._top_k.values_a_block)
+        self._unsent_then = wanted - decode(message, self._top_k.values_a_block, wanted.numel())
         messages = [torch.empty_like(message) for _ in range(self._group.size())]
         dist.all_gather(messages, message, group=self._group)
         mean = torch.zeros_like(wanted)
         for theirs in messages:  # in the order of ranks, so that all get the same bits
             mean += decode(theirs, self._top_k.values_a_block, mean.numel())
         mean /= self._group.size()
-        self._unsent = wanted - decode(message, self._top_k.values_a_block, wanted.numel())
+        self.settle()
         first = 0
         for tensor in self._tensors:
             assert tensor.grad is not None
             tensor.grad.copy_(mean[first : first + tensor.numel()].view_as(tensor))
             first += tensor.numel()
+
+    def settle(self) -> None:
+        """The newest message has arrived, as another rank may know where this one met an error."""
+        self._unsent = self._unsent_then
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what has not been sent yet. It is each rank's own."""
@@ -84,7 +90,7 @@ class TopKAverager:
         unsent = state_dict.get("unsent")
         if not isinstance(unsent, Tensor) or unsent.shape != self._unsent.shape:
             raise ValueError(f"state_dict: expected 'unsent', of {self._unsent.numel()} values")
-        self._unsent = unsent.clone()
+        self._unsent = self._unsent_then = unsent.to("cpu", torch.float32, copy=True)
 
 
 def encode(values: Tensor, values_a_block: int) -> Tensor:

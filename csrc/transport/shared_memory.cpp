@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <random>
 #include <system_error>
 
@@ -50,6 +51,16 @@ std::string name_at(const std::string& path, std::error_code& error) {
 std::pair<std::string, std::string> path_and_name(const std::string& address) {
   const size_t space = address.find(' ');
   return {address.substr(0, space), address.substr(space + 1)};
+}
+
+// One that has ended and that nobody has waited for yet. Its files may be looked at by root alone.
+bool has_ended(const std::string& path) {
+  std::ifstream file(path.substr(0, path.find("/fd/")) + "/stat");
+  std::string status;
+  std::getline(file, status);
+  const size_t name_end = status.rfind(')');
+  return name_end == std::string::npos || name_end + 2 >= status.size() || status[name_end + 2] == 'Z' ||
+         status[name_end + 2] == 'X';
 }
 
 }  // namespace
@@ -96,7 +107,7 @@ Descriptor SharedMemory::open(const std::string& address) {
 bool SharedMemory::is_open_at(const std::string& address) {
   const auto [path, name] = path_and_name(address);
   std::error_code error;
-  return name_at(path, error) == name || error == std::errc::permission_denied;
+  return name_at(path, error) == name || (error == std::errc::permission_denied && !has_ended(path));
 }
 
 SharedMemory::SharedMemory(const Descriptor& memory, int64_t bytes) : bytes_(bytes), process_id_(getpid()) {

@@ -248,6 +248,70 @@ def test_the_others_go_on_without_a_site_that_is_lost(delay: int) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 
+def trained_where_one_is_ahead(rank: int, world_size: int, compression: Any) -> list[Tensor]:
+    """Rank 1 takes a mean for lost that rank 0 has got."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with DiLoCo(model, optimizer, sync_every=2, timeout=2.0, compression=compression) as sync:
+        averager = sync._fragments[0].averager
+        assert averager is not None
+        arrive = averager.synchronize
+
+        def fail() -> None:
+            arrive()
+            raise RuntimeError("the connection broke")
+
+        for step in range(1, 9):
+            if rank == 1 and step == 4:
+                averager.synchronize = fail
+            train_step(model, optimizer, rank, step)
+    return weights(model)
+
+
+@pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), "fp16", TopK()], ids=str)
+def test_who_has_come_further_tells_the_others(compression: Any) -> None:
+    first, second = run_ranks(trained_where_one_is_ahead, 2, compression)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+@on_ranks(2)
+def test_ranks_begin_with_rank_0s_weights_and_buffers(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].bias.requires_grad_(False).fill_(float(rank))
+    model[1].running_mean.fill_(10.0 * rank)
+    model[1].num_batches_tracked.fill_(rank)
+    DiLoCo(model, SGD(model.parameters(), lr=0.0))
+    fastsync.check_consistency(model)
+    assert model[1].running_mean.eq(0).all()
+
+
+@on_ranks(2)
+def test_ranks_with_other_settings_or_models_are_refused(rank: int, world_size: int) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="do not agree"):
+        DiLoCo(model, make_optimizer(model), sync_every=10 + rank)
+    with pytest.raises(ValueError, match="do not agree"):
+        DiLoCo(model, make_optimizer(model), compression=TopK(fraction=0.01 * (1 + rank)))
+    other = nn.Linear(2, 2 + rank)
+    with pytest.raises(ValueError, match="do not agree"):
+        DiLoCo(other, make_optimizer(other))
+
+
+@on_ranks(2)
+def test_rounding_of_narrow_weights_is_no_movement(rank: int, world_size: int) -> None:
+    model = make_model().bfloat16()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    with DiLoCo(model, optimizer, sync_every=1, compression="none") as sync:
+        outer = list(sync._fragments[0].outer.values())
+        with torch.no_grad():
+            for weight in outer:
+                weight.mul_(1 + 2.0**-12)  # which bfloat16 does not hold
+        before = [weight.detach().clone() for weight in outer]
+        for _ in range(3):
+            optimizer.step()
+    assert all(torch.equal(weight, was) for weight, was in zip(outer, before, strict=True))
+
+
 @pytest.mark.parametrize("numel", [100, BLOCK, 3 * BLOCK + 100])
 def test_top_k_sends_the_largest_of_each_block(numel: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
