@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -31,25 +31,14 @@ from .distributed import broadcast_tensors, ranks_left
 from .topk import TopK, TopKAverager
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
+Averager = GradientSynchronizer | TopKAverager
 DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
-
-
-class Averager(Protocol):
-    """What averages the ``.grad`` of tensors over the sites."""
-
-    def synchronize(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class DiLoCo:
     """Lets sites train by themselves, and every ``sync_every`` steps of the optimizer moves all to common weights.
 
-    ::
-
-        with fastsync.DiLoCo(model, optimizer, sync_every=100):
-            for batch in batches:
-                ...  # as ever; optimizer.step() synchronises when it is time
+    Put the training loop into ``with DiLoCo(model, optimizer):``; it stays as it is.
 
     The difference between the common weights and a site's own travels through the host, whatever device the model is
     on. Inside a site gradients are synchronised at every step, by ``attach`` or DDP over a group of its own. Floating
@@ -213,7 +202,7 @@ class DiLoCo:
 
     def _make_averagers(self) -> None:
         for fragment in self._fragments:
-            before = fragment.averager
+            before = getattr(fragment, "averager", None)
             if isinstance(self._compression, TopK):
                 fragment.averager = TopKAverager(fragment.outer, self._compression, self._group)
             else:
@@ -236,7 +225,7 @@ class DiLoCo:
             "step": self._step,
             "due": [fragment.due for fragment in self._fragments],
             "outer": self._outer_state(),
-            "unsent": [fragment.averager.state_dict() for fragment in self._fragments if fragment.averager is not None],
+            "unsent": [fragment.averager.state_dict() for fragment in self._fragments],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -253,7 +242,6 @@ class DiLoCo:
         self._step = state_dict["step"]
         self._load_outer_state(outer)
         for fragment, due, unsent in zip(self._fragments, state_dict["due"], state_dict["unsent"], strict=True):
-            assert fragment.averager is not None
             fragment.averager.load_state_dict(unsent)
             fragment.due, fragment.arrival = due, None
 
@@ -309,14 +297,15 @@ class _Fragment:
         self.place = place  # among the steps of a round
         self.due: int | None = None  # the step at which it arrives, while it is on its way
         self.arrival: Future[None] | None = None
-        self.averager: Averager | None = None
+        self.averager: Averager  # of the group
         self._weights = dict(named)
         self._buffers = buffers
         self.buffers_mean = _flat(buffers)  # as all sites had them last
         self.outer: dict[str, Tensor] = {}
-        for name, weight in zip(named, map(_local, named.values()), strict=True):
-            outer = torch.empty(weight.shape, dtype=torch.float32, pin_memory=weight.is_cuda)
-            self.outer[name] = outer.copy_(weight).requires_grad_()
+        for name, weight in named.items():
+            own = _local(weight)
+            outer = torch.empty(own.shape, dtype=torch.float32, pin_memory=own.is_cuda)
+            self.outer[name] = outer.copy_(own).requires_grad_()
         self.optimizer = make(list(self.outer.values()))
 
     @torch.no_grad()
@@ -332,7 +321,6 @@ class _Fragment:
 
     def average(self, group: dist.ProcessGroup) -> None:
         """Averages the differences. What it begins with stays, for another try."""
-        assert self.averager is not None
         # Of what has changed: a buffer that is constant must not be, by roundings, another one after each mean.
         has_changed = self._own_buffers != self.buffers_mean
         self._changes = torch.where(has_changed, self._own_buffers - self.buffers_mean, 0.0)
