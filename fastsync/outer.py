@@ -108,7 +108,7 @@ class DiLoCo:
         saved = model.state_dict().keys()
         floating = [b for name, b in model.named_buffers() if b.is_floating_point() and name in saved]
         parts = _split(named, fragments)
-        settings = f"sync_every={sync_every}, fragments={fragments}, fragment_sync_delay={fragment_sync_delay}"
+        settings = f"{sync_every=}, {fragments=}, {fragment_sync_delay=}, {fragment_update_alpha=}"
         tensors = {name: _local(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         lines = [
             f"{settings}, {self._compression}",
