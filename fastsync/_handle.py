@@ -135,7 +135,7 @@ class SyncHandle(ABC):
 
 
 class GradientHandle(SyncHandle):
-    """A handle that knows whose gradients it averages: what they travel with, why, and their norm for clipping."""
+    """A handle that knows whose gradients it averages, what they travel with, and why."""
 
     _argument: ClassVar[str]
     """The argument of the public function that the parameters come from, for errors."""
@@ -147,7 +147,6 @@ class GradientHandle(SyncHandle):
     _compression: Compression | Auto
     _candidates: tuple[Candidate, ...]
     """What buckets may travel with. Equal on all ranks."""
-    _claimed_step = -1
     _taken_by: ClassVar[str] = ""
     """Ends the sentence that a parameter is averaged already: by what, and the way out."""
 
@@ -222,6 +221,24 @@ class GradientHandle(SyncHandle):
         """Returns the parameters that nothing else may average."""
         return self.parameters()
 
+    def follow_scaler(self, scaler: GradScaler) -> None:
+        """Lets what error feedback keeps change with the scale of the loss, as gradients do, from the next sync on.
+
+        ``clip_grad_norm_(scaler=...)`` and ``scaler.step(optimizer)`` do so, too. Call it after
+        ``scaler.scale(loss)``, on every rank.
+
+        Raises:
+            RuntimeError: it has scaled no loss yet.
+        """
+        if scaler.is_enabled():
+            self._engine.follow_loss_scale(loss_scale(scaler))
+
+
+class ClippableHandle(GradientHandle):
+    """A handle of whole gradients: the norm that their unpack found out is the one that clipping needs."""
+
+    _claimed_step = -1
+
     def claim_norm(self) -> Tensor:
         """Returns the newest ``GradStats.grad_norm`` for clipping, once: clipping changes it.
 
@@ -245,18 +262,6 @@ class GradientHandle(SyncHandle):
     def use_up_norm(self) -> None:
         """They are about to be clipped."""
         self._claimed_step = self._engine.num_steps()
-
-    def follow_scaler(self, scaler: GradScaler) -> None:
-        """Lets what error feedback keeps change with the scale of the loss, as gradients do, from the next sync on.
-
-        ``clip_grad_norm_(scaler=...)`` and ``scaler.step(optimizer)`` do so, too. Call it after
-        ``scaler.scale(loss)``, on every rank.
-
-        Raises:
-            RuntimeError: it has scaled no loss yet.
-        """
-        if scaler.is_enabled():
-            self._engine.follow_loss_scale(loss_scale(scaler))
 
     def check_not_unscaled(self, optimizer: Optimizer | None) -> None:
         """Raises RuntimeError where a GradScaler is known to have unscaled the optimizer's gradients; None: anybody's.
@@ -321,7 +326,7 @@ def warn_of_generic_kernels(group: dist.ProcessGroup, devices: Iterable[torch.de
 _lock = threading.RLock()
 _handles: WeakKeyDictionary[nn.Module, WeakSet[GradientHandle]] = WeakKeyDictionary()
 """By the module that they were made for, or that they look after. None keeps the other alive."""
-_watched: WeakSet[GradientHandle] = WeakSet()
+_watched: WeakSet[ClippableHandle] = WeakSet()
 """Those whose optimizers are watched."""
 _hooks: list[RemovableHandle] = []
 """Of all optimizers, while one of them is watched."""
@@ -335,7 +340,7 @@ def remember(handle: GradientHandle, modules: Iterable[nn.Module]) -> None:
             _handles.setdefault(module, WeakSet()).add(handle)
 
 
-def watch(handle: GradientHandle) -> None:
+def watch(handle: ClippableHandle) -> None:
     """From now on its parameters are taken, and its engine hears of optimizers' steps. One inside backward raises.
 
     Of each step the engine is told, for version counters are left as they are by a fused one and by what writes to
@@ -352,13 +357,14 @@ def watch(handle: GradientHandle) -> None:
 def forget(handle: GradientHandle) -> None:
     """Ends what ``remember`` and ``watch`` began."""
     with _lock:
-        _watched.discard(handle)
+        if isinstance(handle, ClippableHandle):
+            _watched.discard(handle)
         for handles in _handles.values():
             handles.discard(handle)
         _let_optimizers_be()
 
 
-def watched() -> list[GradientHandle]:
+def watched() -> list[ClippableHandle]:
     """Returns those that are watched, in a list of its own: another thread may attach meanwhile."""
     with _lock:
         return list(_watched)
@@ -379,7 +385,7 @@ def check_free(named: Mapping[str, Tensor], argument: str) -> None:
         raise ValueError(f"{argument}: parameter {name} is averaged already, {handle._taken_by}")
 
 
-def _first_taken(named: Mapping[str, Tensor]) -> tuple[str, GradientHandle] | None:
+def _first_taken(named: Mapping[str, Tensor]) -> tuple[str, ClippableHandle] | None:
     taken = {id(p): handle for handle in watched() for p in handle.taken()}
     return next(((name, taken[id(p)]) for name, p in named.items() if id(p) in taken), None)
 

@@ -28,7 +28,7 @@ from ._checks import (
     with_gradients,
 )
 from ._handle import (
-    GradientHandle,
+    ClippableHandle,
     before_each_step,
     check_free,
     check_no_optimizer_in_backward,
@@ -45,7 +45,7 @@ BUCKET_CAP_MB = 25.0
 LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
 
 
-class GradientSynchronizer(GradientHandle):
+class GradientSynchronizer(ClippableHandle):
     """Averages the gradients of some parameters whenever a backward ends: what ``attach`` returns.
 
     A copy or a pickle of it is None: a copied model is a plain one.
@@ -326,7 +326,7 @@ class GradientSynchronizer(GradientHandle):
         return self._named.values()
 
     def claim_norm(self) -> Tensor:
-        """As ``GradientHandle.claim_norm``; also refuses where the gradients are not those the sync left.
+        """As ``ClippableHandle.claim_norm``; also refuses where the gradients are not those the sync left.
 
         Their version counters tell. ``GradScaler.unscale_`` does not count itself as a change.
         """
@@ -346,7 +346,7 @@ class GradientSynchronizer(GradientHandle):
         return super().claim_norm()
 
     def check_backward_synchronised(self) -> None:
-        """As ``GradientHandle.check_backward_synchronised``."""
+        """As ``ClippableHandle.check_backward_synchronised``."""
         if self._engine.num_steps() == self._called_step:
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: nothing tells whether unscale_ came before or after synchronize(), so the "

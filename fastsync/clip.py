@@ -5,10 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ._handle import GradientHandle, SyncHandle, has_unscaled, loss_scale, note_scaler
+from ._handle import ClippableHandle, GradientHandle, SyncHandle, has_unscaled, loss_scale, note_scaler
 
 
 def clip_grad_norm_(
@@ -22,12 +21,12 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales the gradients so that their norm is at most ``max_norm``; the host never waits to find out.
 
-    Given a handle, the norm is the one that its unpack found out, of shards that over all of them. Call this once after
-    each backward that was synchronised, before anything else changes the gradients. Given parameters, it is
-    ``torch.nn.utils.clip_grad_norm_``.
+    Given a handle, the norm is the one that its unpack found out. Call this once after each backward that was
+    synchronised, before anything else changes the gradients. Given parameters, such as those of a model under
+    ``fully_shard``, it is ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
-        sync_or_params: a handle of fastsync, or parameters (one or many).
+        sync_or_params: what ``attach`` or ``register_comm_hook`` returned, or parameters (one or many).
         max_norm: positive, for gradients without a scaler's scale. It may be a 0-dim tensor on their device.
         optimizer: the one that steps with these gradients. A fused one takes the coefficient into its next step.
         scaler: the one that has scaled the loss; it goes with the optimizer that it will step.
@@ -44,7 +43,7 @@ def clip_grad_norm_(
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
-    if isinstance(sync_or_params, GradientHandle):
+    if isinstance(sync_or_params, ClippableHandle):
         others = [] if optimizer is None else _other_gradients(optimizer, sync_or_params)
         if others and scaler is None:
             raise ValueError(
@@ -86,7 +85,7 @@ def clip_grad_norm_(
     return torch.nn.utils.clip_grad_norm_(sync_or_params, float(max_norm), norm_type, error_if_nonfinite)
 
 
-def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
+def _known_norm(sync: ClippableHandle, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
     """The norm of the synchronised gradients, without the scaler's scale."""
     if scaler is None:
         sync.check_not_unscaled(optimizer)
@@ -100,12 +99,12 @@ def _known_norm(sync: GradientHandle, optimizer: Optimizer | None, scaler: GradS
     return sync.claim_norm() / scale
 
 
-def _gradients(sync: GradientHandle) -> list[Tensor]:
+def _gradients(sync: ClippableHandle) -> list[Tensor]:
     return [parameter.grad for parameter in sync.parameters() if parameter.grad is not None]
 
 
 def _other_norm(
-    sync: GradientHandle, norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None
+    sync: ClippableHandle, norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None
 ) -> Tensor:
     """Any norm of the gradients there are, likewise: it takes a pass over them."""
     if optimizer is not None and _takes_grad_scale(optimizer) and sync.is_norm_used_up():
@@ -115,8 +114,6 @@ def _other_norm(
         )
     norm = torch.nn.utils.get_total_norm(_gradients(sync), norm_type).float()
     sync.use_up_norm()
-    if isinstance(norm, DTensor):  # of shards
-        norm = norm.full_tensor()
     if scaler is None or optimizer is None or not scaler.is_enabled() or has_unscaled(scaler, optimizer):
         return norm
     return norm / loss_scale(scaler).to(norm.device, non_blocking=True)
@@ -128,7 +125,7 @@ def _takes_grad_scale(optimizer: Optimizer) -> bool:
     return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def _other_gradients(optimizer: Optimizer, sync: GradientHandle) -> list[Tensor]:
+def _other_gradients(optimizer: Optimizer, sync: ClippableHandle) -> list[Tensor]:
     """Finds those that it steps, but the handle does not clip."""
     clipped = set(map(id, sync.parameters()))
     others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in clipped]

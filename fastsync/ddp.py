@@ -19,7 +19,7 @@ from ._checks import (
     resolve_group,
     resolve_nodes,
 )
-from ._handle import GradientHandle, SyncHandle, check_free, remember, warn_of_generic_kernels, watch
+from ._handle import ClippableHandle, SyncHandle, check_free, remember, warn_of_generic_kernels, watch
 from .autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 
@@ -46,7 +46,7 @@ class HookState(SyncHandle):
         return dict(self._module.named_parameters())
 
 
-class CommHook(HookState, GradientHandle):
+class CommHook(HookState, ClippableHandle):
     """The handle of a hook that ``register_comm_hook`` put into a DDP model."""
 
     _argument = "ddp_model"
@@ -83,7 +83,7 @@ class CommHook(HookState, GradientHandle):
         return self._parameters
 
     def claim_norm(self) -> Tensor:
-        """As ``GradientHandle.claim_norm``; also refuses where a pipeline's schedule divides what the hook has left."""
+        """As ``ClippableHandle.claim_norm``; also refuses where a pipeline divides what the hook has left."""
         if self._is_stage is None:
             self._is_stage = has_a_stage_of(self._parameters)
         if self._is_stage:

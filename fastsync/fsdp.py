@@ -16,9 +16,6 @@ from . import _C
 from ._checks import resolve_group
 from ._handle import GradientHandle, forget, remember
 from .compression import AnyCompression, Auto, Compression
-from .stats import SUM_OF_SQUARES
-
-_NO_GRAPH_TASK = -1  # outside of any backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,18 +49,6 @@ class _Unit:
         """The one over which ``fully_shard`` itself averages; None where it does not."""
         return getattr(self.group.mesh_info, "replicate_process_group", None)
 
-    def why_norm_is_unknown(self, dtype: torch.dtype) -> str:
-        """Tells what keeps the gradients of this dtype that come next from being what ``.grad`` will be; or nothing."""
-        if torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
-            return "a pipeline's schedule divides the gradients afterwards"
-        if dtype not in (torch.float32, torch.bfloat16) or self.group.force_sum_reduction_for_comms:
-            return "fully_shard divides the sums afterwards"
-        if any(parameter.grad is not None for parameter in self.parameters()):
-            return "gradients were added to those that were there"
-        if any(getattr(parameter, "is_dtensor", False) for parameter in self.group.fsdp_params):
-            return "other dimensions of a mesh, such as tensor parallelism, split some parameters further"
-        return ""
-
 
 class ShardedGradients(GradientHandle):
     """What ``register_reduce_scatter`` and ``register_all_reduce_hook`` return.
@@ -89,8 +74,6 @@ class ShardedGradients(GradientHandle):
         self._engine: _C.ShardedState = _C.ShardedState(group)
         self._identities: dict[str, Tensor] = {}
         self._is_in_use = True
-        self._noted_step = -1
-        self._why_norm_is_unknown = ""
         self.compression = compression
 
     def detach(self) -> None:
@@ -107,33 +90,6 @@ class ShardedGradients(GradientHandle):
         """The sharded parameters whose gradients are synchronised."""
         return [parameter for unit in self._units for parameter in unit.parameters() if parameter.requires_grad]
 
-    def grad_norm(self) -> Tensor:
-        """Computes the 2-norm of the newest backward's gradients over all shards, float32. Every rank has to call it.
-
-        Raises:
-            RuntimeError: it is not known: no backward was synchronised yet, or what was is not what ``.grad`` is,
-                because it was added to gradients of an earlier backward, divided afterwards (as float16 is, and as a
-                pipeline's schedule does), or averaged over HSDP's replicas afterwards.
-        """
-        squares = self._engine.grad_stats()[:, SUM_OF_SQUARES].sum()
-        self._check_norm_is_known()
-        if (shard_group := self._units[0].shard_group) is not None:
-            dist.all_reduce(squares, group=shard_group)
-        return squares.sqrt().float()
-
-    def claim_norm(self) -> Tensor:
-        """As ``GradientHandle.claim_norm``, over all shards: every rank has to call it."""
-        self._check_norm_is_known()
-        super().claim_norm()
-        return self.grad_norm()
-
-    def _check_norm_is_known(self) -> None:
-        if self._why_norm_is_unknown:
-            raise RuntimeError(
-                f"grad_norm: {self._why_norm_is_unknown}, so the norm of what is in .grad is not known; use "
-                "torch.nn.utils.clip_grad_norm_, which also tells it"
-            )
-
     def _own(self, name: str) -> str:
         return name  # which ends in the rank
 
@@ -149,25 +105,11 @@ class ShardedGradients(GradientHandle):
 
     def reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
         """Gives this rank its shard; on a CPU when it returns, else on the current stream."""
-        why_norm_is_unknown = unit.why_norm_is_unknown(values.dtype)
-        if unit.replica_group is not None:
-            why_norm_is_unknown = "HSDP averages the shards over its replicas afterwards"
-        elif getattr(unit.group, "_all_reduce_hook", None) is not None:
-            why_norm_is_unknown = "an all-reduce hook averages the shards afterwards"
         self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op)
-        self._note(why_norm_is_unknown)
 
     def all_reduce(self, unit: _Unit, values: Tensor) -> None:
         """Averages them in place, likewise."""
-        why_norm_is_unknown = unit.why_norm_is_unknown(values.dtype)
         self._engine.all_reduce(self._identity_of(unit, values), str(unit), values)
-        self._note(why_norm_is_unknown)
-
-    def _note(self, why_norm_is_unknown: str) -> None:
-        step = self._engine.num_steps()
-        if step != self._noted_step:
-            self._noted_step, self._why_norm_is_unknown = step, ""
-        self._why_norm_is_unknown = self._why_norm_is_unknown or why_norm_is_unknown
 
     def _identity_of(self, unit: _Unit, values: Tensor) -> Tensor:
         is_wide = values.dtype == torch.float64

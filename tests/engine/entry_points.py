@@ -56,9 +56,12 @@ class Averaged:
         return [None if p.grad is None else whole(p.grad).clone() for p in self.model.parameters()]
 
     def grad_norm(self) -> Tensor:
-        if isinstance(self.handle, fastsync.ShardedGradients):
-            return self.handle.grad_norm()
-        return self.handle.grad_stats().grad_norm
+        norm = self.handle.grad_stats().grad_norm
+        if not isinstance(self.handle, fastsync.ShardedGradients):
+            return norm
+        squares = norm.square()  # of this rank's shards
+        dist.all_reduce(squares, group=self.handle._group)
+        return squares.sqrt()
 
 
 @dataclass

@@ -172,10 +172,8 @@ def _replicates(rank: int, world_size: int) -> float:
         module.replicate(part, mesh=mesh["alone"])
     with pytest.raises(ValueError, match="is replicated and not sharded"):
         fastsync.register_reduce_scatter(model)
-    handle = fastsync.register_all_reduce_hook(model, "fp16", process_group=mesh["replicate"])
+    fastsync.register_all_reduce_hook(model, "fp16", process_group=mesh["replicate"])
     train(model, rank, world_size)
-    squares = [full(p.grad).square().sum() for p in model.parameters() if p.grad is not None]
-    torch.testing.assert_close(handle.grad_norm(), torch.stack(squares).sum().sqrt())
     return distance(model, trained_alone())
 
 
@@ -203,8 +201,6 @@ def _trains_beside_tensor_parallelism(rank: int, world_size: int) -> list[float]
         train(model, mesh.get_local_rank("data"), 2)
         assert handle.stats().num_syncs == 3 * STEPS
         found.append(distance(model, trained_alone()))
-        with pytest.raises(RuntimeError, match="tensor parallelism, split some parameters"):
-            handle.grad_norm()
     return found
 
 
@@ -259,6 +255,3 @@ def test_a_divide_factor_of_the_users(rank: int, world_size: int) -> None:
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(full(mine.grad), theirs.grad * (world_size / 4.0))
-    squares = [p.grad.square().sum() for p in alone.parameters() if p.grad is not None]
-    expected = torch.stack(squares).sum().sqrt() * (world_size / 4.0)
-    torch.testing.assert_close(handle.grad_norm(), expected)

@@ -53,8 +53,6 @@ def test_modules_without_a_root_are_complete_after_backward(rank: int, world_siz
         torch.stack([loss_of(alone, each, step) for each in range(world_size)]).mean().backward()
         for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in alone.parameters()])
-        torch.testing.assert_close(handle.grad_norm(), norm)
     assert handle.stats().num_steps == STEPS
 
 
