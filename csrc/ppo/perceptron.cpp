@@ -114,10 +114,23 @@ at::Tensor input_gradient(const at::Tensor& grad, const at::Tensor& weight) {
   return product(as_it_is(grad), as_it_is(weight), nullptr, grad.size(0), weight.size(0), weight.size(1), grad);
 }
 
+// Libraries add up all rows in one float each, which loses digits; blocks of so many rows are added up on their own.
+constexpr int64_t kRowsInBlock = 1 << 10;
+
+at::Tensor sum_of_blocks(const at::Tensor& grad, const at::Tensor& inputs) {
+  const auto grads = grad.split(kRowsInBlock);
+  const auto rows = inputs.split(kRowsInBlock);
+  auto sum = at::mm(grads[0].t(), rows[0]);
+  for (size_t block = 1; block < grads.size(); ++block) {
+    sum += at::mm(grads[block].t(), rows[block]);
+  }
+  return sum;
+}
+
 // And that of its weight.
 at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& inputs, const at::Tensor& weight) {
   if (!suits_matmul(weight, grad) || !suits_float_loops(inputs)) {
-    return at::mm(grad.t(), inputs);
+    return sum_of_blocks(grad, inputs);
   }
   return product(transposed(grad), as_it_is(inputs), nullptr, weight.size(0), grad.size(0), weight.size(1), weight);
 }
