@@ -187,7 +187,7 @@ def test_before_the_first_sync_there_are_no_statistics(entry_point: str) -> None
         given = average(entry_point, Given([torch.ones(2)]))
         with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
             _ = given.handle.grad_stats()
-        if entry_point != "drop-in hook":
+        if entry_point not in ("drop-in hook", "sharded"):  # neither is clipped by fastsync
             with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
                 fastsync.clip_grad_norm_(given.handle, 1.0)
         assert given.handle.stats().num_steps == 0
