@@ -16,6 +16,7 @@ COMMANDS = {
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop",
     "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",
     "outer": "training between sites over slow links: at each step, or every H by DiLoCo and local SGD",
+    "outer_loss": "what a token teaches where sites synchronise every H steps: a small GPT, its loss over tokens",
     "predict": "efficiency on more ranks or another link, from a model fitted on rows, and how far to trust it",
     "report": "one report of several runs of scaling: tables, pictures, one page of HTML",
     "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",

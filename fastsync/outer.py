@@ -33,12 +33,13 @@ from .topk import TopK, TopKAverager
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 Averager = GradientSynchronizer | TopKAverager
 DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
+DEFAULT_OPTIMIZER = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class DiLoCo:
     """Lets sites train by themselves, and every ``sync_every`` steps of the optimizer moves all to common weights.
 
-    Put the training loop into ``with DiLoCo(model, optimizer):``; it stays as it is.
+    Put the training loop into ``with DiLoCo(model, optimizer):``; it stays as it is. Or call ``step()`` yourself.
 
     The difference between the common weights and a site's own travels through the host, whatever device the model is
     on. Inside a site gradients are synchronised at every step, by ``attach`` or DDP over a group of its own. Floating
@@ -46,18 +47,17 @@ class DiLoCo:
     learning rates stay each site's own. See docs/outer_steps.md, also for what happens when a site is lost.
 
     Args:
-        model: the same on all ranks. Under ``fully_shard`` each rank's shards are averaged with those of its peers.
+        model: all ranks begin with rank 0's. Under ``fully_shard`` a rank's shards are averaged with its peers'.
         optimizer: whose steps count; the inner one.
         sync_every: steps from one synchronisation of a fragment to its next.
-        outer_optimizer: makes the outer optimizer for a list of tensors, by default
-            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``, and with ``TopK`` plain SGD of lr 1.
+        outer_optimizer: makes the outer optimizer for a list of tensors, by default SGD with lr 0.7 and
+            Nesterov momentum 0.9, and with ``TopK`` plain SGD of lr 1.
         fragments: parts of about equal size that are synchronised in turn, so that the link is used evenly.
         fragment_sync_delay: steps that a fragment has for its way, in the background; 0: training waits for it.
         fragment_update_alpha: how much of a site's own weights stays where a fragment arrives: 0 takes the common ones.
         compression: as in ``attach``, or a ``TopK``.
         process_group: the ranks to average over: one of each site, as of ``mesh["sites"]``, or all, where a site is one
             host: then a host's ranks add in shared memory first.
-        init_sync: first give every rank the parameters and buffers of the group's rank 0.
         timeout: seconds to wait for a site, before the others go on without it.
 
     Raises:
@@ -76,13 +76,11 @@ class DiLoCo:
         fragment_update_alpha: float = 0.0,
         compression: AnyCompression | TopK = DEFAULT_COMPRESSION,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        init_sync: bool = True,
         timeout: float = 600.0,
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                f"expected a module and its optimizer, got {type(model).__name__}, {type(optimizer).__name__}"
-            )
+            got = f"{type(model).__name__}, {type(optimizer).__name__}"
+            raise ValueError(f"model, optimizer: expected a module and its optimizer, got {got}")
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("model: none of its parameters requires a gradient; nothing to synchronise")
@@ -104,29 +102,25 @@ class DiLoCo:
         self._num_begun = 0
         self._newest: Future[None] | None = None  # of those that are on their way
         self._hook: RemovableHandle | None = None
-        make = outer_optimizer or _default_outer_optimizer(self._compression)
+        make = outer_optimizer or (partial(SGD, lr=1.0) if isinstance(compression, TopK) else DEFAULT_OPTIMIZER)
         saved = model.state_dict().keys()
         floating = [b for name, b in model.named_buffers() if b.is_floating_point() and name in saved]
         parts = _split(named, fragments)
         settings = f"{sync_every=}, {fragments=}, {fragment_sync_delay=}, {fragment_update_alpha=}"
+        trial = make([torch.zeros(1, requires_grad=True)])
+        lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
         tensors = {name: _local(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        lines = [
-            f"{settings}, {self._compression}",
-            *(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()),
-        ]
+        lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
         _C.check_agreement(self._group, "\n".join(lines), torch.device("cpu"))
-        if init_sync:
-            broadcast_tensors(tensors, {}, self._group)
+        broadcast_tensors(tensors, {}, self._group)
         self._fragments = [
             _Fragment(part, make, (place + 1) * sync_every // fragments % sync_every, floating if place == 0 else [])
             for place, part in enumerate(parts)
         ]
         self._make_averagers()
-        for fragment in self._fragments:  # what is common has to be so, whatever the models hold
-            broadcast_tensors(fragment.outer | {"buffers": fragment.buffers_mean}, {}, self._group)
 
     def __enter__(self) -> Self:
-        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self.step())
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -138,7 +132,8 @@ class DiLoCo:
                 if fragment.due is not None:
                     self._receive(fragment)
 
-    def _after_step(self, *_: object) -> None:
+    def step(self) -> None:
+        """Counts a step, and sends or takes over what is due. Within ``with`` the optimizer's steps call it."""
         self._step += 1
         for fragment in self._fragments:
             if fragment.due == self._step:
@@ -239,11 +234,11 @@ class DiLoCo:
         if [{name: w.shape for name, w in each["weights"].items()} for each in outer] != names:
             raise ValueError("state_dict: expected the state of a DiLoCo with the same parameters and fragments")
         self._wait_for_arrivals()
+        for fragment, due, unsent in zip(self._fragments, state_dict["due"], state_dict["unsent"], strict=True):
+            fragment.averager.load_state_dict(unsent)  # first, for it refuses what another compression has left
+            fragment.due, fragment.arrival = due, None
         self._step = state_dict["step"]
         self._load_outer_state(outer)
-        for fragment, due, unsent in zip(self._fragments, state_dict["due"], state_dict["unsent"], strict=True):
-            fragment.averager.load_state_dict(unsent)
-            fragment.due, fragment.arrival = due, None
 
     def _wait_for_arrivals(self) -> None:
         if self._newest is not None:
@@ -265,14 +260,13 @@ class DiLoCo:
             for name, weight in fragment.outer.items():
                 weight.copy_(each["weights"][name])
             fragment.optimizer.load_state_dict(each["optimizer"])
-            fragment.buffers_mean = each["buffers"].to("cpu", torch.float32, copy=True)
+            fragment.buffers_mean = each["buffers"].clone()
 
 
 class LocalSGD(DiLoCo):
     """Lets sites train by themselves, and every ``sync_every`` steps of the optimizer takes the mean of their weights.
 
-    It is ``DiLoCo`` whose outer optimizer moves all the way to the mean, at full width, and has no momentum. Arguments
-    are as there. S. U. Stich, Local SGD Converges Fast and Communicates Little, arXiv 1805.09767, 2018.
+    It is ``DiLoCo`` with an outer SGD of lr 1: S. U. Stich, Local SGD Converges Fast, arXiv 1805.09767, 2018.
     """
 
     def __init__(
@@ -291,7 +285,7 @@ class LocalSGD(DiLoCo):
 
 
 class _Fragment:
-    """Some parameters, their outer weights in float32 on the host, and what is on its way for them."""
+    """Some parameters, their outer weights in float32 or wider on the host, and what is on its way for them."""
 
     def __init__(self, named: Mapping[str, Tensor], make: OuterOptimizer, place: int, buffers: list[Tensor]) -> None:
         self.place = place  # among the steps of a round
@@ -304,7 +298,8 @@ class _Fragment:
         self.outer: dict[str, Tensor] = {}
         for name, weight in named.items():
             own = _local(weight)
-            outer = torch.empty(own.shape, dtype=torch.float32, pin_memory=own.is_cuda)
+            dtype = torch.promote_types(own.dtype, torch.float32)
+            outer = torch.empty(own.shape, dtype=dtype, pin_memory=own.is_cuda)
             self.outer[name] = outer.copy_(own).requires_grad_()
         self.optimizer = make(list(self.outer.values()))
 
@@ -314,7 +309,7 @@ class _Fragment:
         # From what the site had taken over, so that the rounding of a narrower weight is no movement of its own.
         own = map(_local, self._weights.values())
         self._differences = [
-            outer.to(weight.dtype).float() - weight.to("cpu", torch.float32)
+            outer.to(weight.dtype).to(outer.dtype) - weight.to("cpu", outer.dtype)
             for outer, weight in zip(self.outer.values(), own, strict=True)
         ]
         self._own_buffers = _flat(self._buffers)
@@ -353,14 +348,8 @@ def _check_number(name: str, number: object, least: int, most: int) -> None:
         raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {number!r}")
 
 
-def _default_outer_optimizer(compression: object) -> OuterOptimizer:
-    if isinstance(compression, TopK):
-        return partial(SGD, lr=1.0)
-    return partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
-
-
 def _gloo_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
-    """One of its own: what travels in the background must not come between the calls of the group inside a site."""
+    """One of its own, for what travels in the background must not come between the calls of the group in a site."""
     group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -386,14 +375,15 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _flat(buffers: Iterable[Tensor]) -> Tensor:
-    """In float32 on the host, one after the other."""
-    return torch.cat([torch.empty(0), *(buffer.detach().to("cpu", torch.float32).reshape(-1) for buffer in buffers)])
+    """In float64 on the host, one after the other: sums that go on for a whole run are kept in it."""
+    flat = [buffer.detach().to("cpu", torch.float64).reshape(-1) for buffer in buffers]
+    return torch.cat([torch.empty(0, dtype=torch.float64), *flat])
 
 
 def _after(previous: Future[None] | None, call: Callable[[], None]) -> Future[None]:
     """Calls it in a thread once the previous one has ended well: all ranks send in one order.
 
-    The thread is a daemon: where an error ends the process it must not wait for a site that is gone.
+    The thread is a daemon, for a process that an error ends must not wait for a site that is gone.
     """
     done: Future[None] = Future()
 

@@ -60,7 +60,7 @@ class TopKAverager:
         Raises:
             RuntimeError: another rank did not take part in time, or is lost. Then nothing has changed.
         """
-        gradients = torch.cat([tensor.grad.reshape(-1) for tensor in self._tensors if tensor.grad is not None])
+        gradients = torch.cat([tensor.grad.reshape(-1).float() for tensor in self._tensors if tensor.grad is not None])
         wanted = self._unsent * self._top_k.decay + gradients
         message = encode(wanted, self._top_k.values_a_block)
         self._unsent_then = wanted - decode(message, self._top_k.values_a_block, wanted.numel())

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
-from .. import attach, clip_grad_norm_
-from ..compression import parse_compression
+from .. import clip_grad_norm_
 from ..stopwatch import Stopwatch
 from . import fused
 from .batches import Batch, Buffers, Shuffler, row_weights
@@ -33,7 +32,7 @@ from .random_streams import RandomStreams
 from .runs.metrics import InfoMeans, TrainResult
 from .session import open_session
 from .settings import RunSettings
-from .sync import Exchange
+from .sync import Exchange, attach_by, outer_steps
 
 KL_TOLERANCE = 1.5  # a minibatch's excess over target_kl that ends the learning from a rollout, as in Stable-Baselines3
 
@@ -271,9 +270,10 @@ class PPO:
         spaces = environments.single_observation_space, environments.single_action_space
         self.policy = make_policy(settings, *spaces, policy).to(device)
         self.exchange = Exchange(device)
-        self.sync = attach(self.policy, parse_compression(settings.compression))  # all ranks hold rank 0's weights now
+        self.sync = attach_by(settings, self.policy)  # all ranks hold rank 0's weights now
         lr = torch.tensor(settings.learning_rate, device=device)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=lr, eps=1e-5, fused=True)
+        self.outer = outer_steps(settings, self.policy, self.optimizer)  # None where gradients are averaged
         self.scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
         self.learning_rate = LearningRate(settings, dist.get_world_size(), self.optimizer)
         self.shuffler = Shuffler(settings.num_minibatches, self.streams)
@@ -318,6 +318,10 @@ class PPO:
             self.policy.normalizer.update(observation_moments)
         self.step += int(num_valid)
         self.update += 1
+        if self.outer is not None:
+            is_last = self.step >= settings.total_steps
+            for _ in range(1 + is_last * (-self.update % settings.sync_every)):  # at the end all get common weights
+                self.outer.step()
         return figures
 
     def _sum_over_ranks(self, moments: Tensor) -> Tensor:

@@ -140,10 +140,11 @@ class Session:
 
     def finish(self) -> TrainResult:
         """Compares the ranks' weights, and tells how the run ended."""
-        check_consistency(self._ppo.policy)
         stopped_by = None
         if self._ppo.step < self._settings.total_steps:
             stopped_by = self._signals.received.name if self._signals.received else "a signal to another rank"
+        if stopped_by is None or self._ppo.outer is None:
+            check_consistency(self._ppo.policy)
         sync = self._ppo.sync.stats()
         result = TrainResult(self._ppo.step, self._seconds, self._window.returns, sync, stopped_by)
         if self._rank == 0:
@@ -177,6 +178,8 @@ class Session:
         # What error feedback has not sent yet is each rank's own; the rest of the engine's state is the same on all.
         residuals = learner["sync"].pop("residuals")
         mine = {"environments": self.environments.state(), "residuals": residuals}
+        if ppo.outer is not None:  # between outer steps ranks differ in all that they learn
+            mine["learner"] = learner
         if ppo.reward_normalizer is not None:
             mine["discounted_return"] = ppo.reward_normalizer.carried.cpu()
         of_rank: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
@@ -203,7 +206,7 @@ class Session:
         num_envs = [len(part["environments"]["restarting"]) for part in saved]
         fits = num_envs == [self.environments.num_envs] * self._world_size
         mine = saved[self._rank] if fits else {}
-        learner = dict(checkpoint.learner)
+        learner = checkpoint.learner | mine.get("learner", {})
         learner["sync"] = learner["sync"] | {"residuals": mine.get("residuals", {})}
         for name, part in _parts(ppo).items():
             if learner.get(name):
@@ -234,7 +237,7 @@ class Session:
 def _parts(ppo: Any) -> dict[str, Any]:
     """What a resumed run needs to go on as if it had not stopped; but for residuals the same on every rank."""
     parts = {"model": ppo.policy, "optimizer": ppo.optimizer, "scaler": ppo.scaler, "sync": ppo.sync}
-    parts |= {"learning_rate": ppo.learning_rate}
+    parts |= {"learning_rate": ppo.learning_rate} | ({} if ppo.outer is None else {"outer": ppo.outer})
     return parts if ppo.reward_normalizer is None else parts | {"rewards": ppo.reward_normalizer}
 
 

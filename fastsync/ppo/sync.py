@@ -1,4 +1,4 @@
-"""What ranks exchange beside gradients."""
+"""What ranks exchange: gradients or weights, and small values beside them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,32 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from .. import _C
+from .. import _C, DiLoCo, GradientSynchronizer, LocalSGD, attach
+from ..compression import parse_compression
 from ..distributed import dist_sum
+from .settings import RunSettings
 
 Value = TypeVar("Value")
+
+
+def attach_by(settings: RunSettings, policy: nn.Module) -> GradientSynchronizer:
+    """Averages gradients over all ranks; where weights are averaged, over this rank alone."""
+    if settings.sync == "gradients":
+        return attach(policy, parse_compression(settings.compression))
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return attach(policy, process_group=alone)
+
+
+def outer_steps(settings: RunSettings, policy: nn.Module, optimizer: Optimizer) -> DiLoCo | None:
+    """What averages weights, if they are: its ``step()`` is called after each rollout."""
+    if settings.sync == "gradients":
+        return None
+    kind = DiLoCo if settings.sync == "diloco" else LocalSGD
+    compression = parse_compression(settings.compression)
+    return kind(policy, optimizer, sync_every=settings.sync_every, compression=compression)
 
 
 class Exchange:

@@ -285,12 +285,39 @@ def test_ranks_begin_with_rank_0s_weights_and_buffers(rank: int, world_size: int
 
 
 @on_ranks(2)
+def test_a_refused_state_changes_nothing(rank: int, world_size: int) -> None:
+    model = make_model()
+    sync = DiLoCo(model, make_optimizer(model))
+    state = sync.state_dict()
+    before = copy.deepcopy(state["outer"][0]["weights"])
+    weights = {name: weight + 1 for name, weight in before.items()}
+    other = state | {"outer": [state["outer"][0] | {"weights": weights}], "unsent": [{"unsent": torch.zeros(3)}]}
+    with pytest.raises(ValueError, match="state_dict"):
+        sync.load_state_dict(other)
+    after = sync.state_dict()["outer"][0]["weights"]
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+@on_ranks(2)
+def test_double_precision_stays_so(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 2).double()
+    sync = LocalSGD(model, SGD(model.parameters(), lr=0.0), sync_every=1)
+    before = copy.deepcopy(model.weight.detach())
+    with torch.no_grad():
+        model.weight += 2.0**-40 * (1 + 2 * rank)
+    sync.step()
+    torch.testing.assert_close(model.weight - before, torch.full_like(before, 2.0**-39), rtol=0, atol=2.0**-51)
+
+
+@on_ranks(2)
 def test_ranks_with_other_settings_or_models_are_refused(rank: int, world_size: int) -> None:
     model = make_model()
     with pytest.raises(ValueError, match="do not agree"):
         DiLoCo(model, make_optimizer(model), sync_every=10 + rank)
     with pytest.raises(ValueError, match="do not agree"):
         DiLoCo(model, make_optimizer(model), compression=TopK(fraction=0.01 * (1 + rank)))
+    with pytest.raises(ValueError, match="outer_optimizer SGD {'lr': 0.5"):
+        DiLoCo(model, make_optimizer(model), outer_optimizer=partial(SGD, lr=0.5 + 0.5 * rank))
     other = nn.Linear(2, 2 + rank)
     with pytest.raises(ValueError, match="do not agree"):
         DiLoCo(other, make_optimizer(other))

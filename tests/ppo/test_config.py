@@ -14,6 +14,7 @@ from fastsync.ppo.ppo import Settings
     [
         ({"total_steps": 0}, "total_steps=0 must be at least 1"),
         ({"num_envs": 0}, "num_envs=0 must be at least 1"),
+        ({"sync_every": 2}, "sync_every=2 is for weights; set sync to 'diloco' or 'local_sgd', too"),
         ({"num_steps": -1}, "num_steps=-1 must be at least 1"),
         ({"hidden_sizes": (64, 0)}, r"hidden_sizes=\(64, 0\) must be widths of at least 1"),
         ({"warmup_updates": -1}, "warmup_updates=-1 must not be negative"),

@@ -100,10 +100,13 @@ def num_rows(settings: Settings) -> int:
     return max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path: Path, env: str):
-    """In its own vectorisation, and as copies."""
-    whole = replace(FULL, env=env, runs_dir=str(tmp_path), run_name="whole")
+@pytest.mark.parametrize(
+    ("env", "sync"), [("CartPole-v1", "gradients"), ("Pendulum-v1", "gradients"), ("CartPole-v1", "diloco")]
+)
+def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path: Path, env: str, sync: Any):
+    """In its own vectorisation, and as copies; where ranks average gradients, or learn by themselves for 5 rollouts."""
+    every = 1 if sync == "gradients" else 5
+    whole = replace(FULL, env=env, sync=sync, sync_every=every, runs_dir=str(tmp_path), run_name="whole")
     finish(whole, 2, tmp_path)
 
     killed = replace(whole, run_name="killed")

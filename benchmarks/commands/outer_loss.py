@@ -1,0 +1,145 @@
+"""``python -m benchmarks outer_loss``: what a token teaches, where sites synchronise at each step or every H.
+
+A GPT of 2 M parameters learns to write Python on two sites, each from its own half of the standard library's sources.
+No time is measured: all ways take as many steps, and are judged on a part of the sources that none has seen.
+"""
+
+import copy
+import sysconfig
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import fastsync
+from benchmarks.baselines.models import GPT
+from benchmarks.harness.collect import collect
+from benchmarks.harness.records import Record, RowFile, environment
+from benchmarks.report.table import Columns, number, print_tables
+from fastsync.distributed import dist_mean, process_group
+
+CONTEXT, VALIDATED_BATCHES = 64, 16
+EACH_STEP = "each step"
+OUTER: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "int8-lr1": {"outer_optimizer": partial(SGD, lr=1.0)},
+    "topk": {"compression": fastsync.TopK()},
+}
+"""Arguments of DiLoCo: as in the papers, tuned, and for the slowest links."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train a small GPT on two sites in several ways, and compare the losses at equal tokens."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    starts: tuple[str, ...] = ("warm", "scratch")
+    """warm: from a model that has been trained at each step for --warm-steps."""
+    steps: int = 500
+    warm_steps: int = 300
+    ways: tuple[str, ...] = ("int8/10", "int8/30", "int8/100", "int8-lr1/10", "int8-lr1/30", "topk/30")
+    """How differences travel between sites, and after how many steps. int8-lr1 is without outer momentum."""
+    batch: int = 4
+    """Sequences of 64 bytes that a site takes in each step."""
+    learning_rate: float = 1e-3
+    """Of AdamW, inside each site."""
+    validate_every: int = 50
+    json: Path | None = None
+    """File to write all rows to."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains and reports. Returns the exit status: 0, or 1 if a rank failed."""
+    options = tyro.cli(Options, prog="python -m benchmarks outer_loss", args=arguments)
+    collected = collect(measure_rank, 2, options, options.json)
+    print_tables([collected.records], lambda record: "Loss on unseen text, in nats a byte", COLUMNS, collected.notes)
+    return collected.status
+
+
+def measure_rank(options: Options, rows: RowFile) -> list[str]:
+    """Trains in all ways as one of two sites."""
+    with process_group(600, backend="gloo") as device:
+        sites = Sites(options)
+        for seed in options.seeds:
+            begun = {"scratch": sites.begin(seed), "warm": sites.begin(seed)}
+            if "warm" in options.starts:
+                sites.train(*begun["warm"], EACH_STEP, options.warm_steps, seed)
+            for start in options.starts:
+                for way in (EACH_STEP, *options.ways):
+                    model, optimizer = copy.deepcopy(begun[start])
+                    losses = sites.train(model, optimizer, way, options.steps, seed + 100)
+                    if dist.get_rank() == 0:
+                        numbers = {name: value for name, value in vars(options).items() if type(value) in (int, float)}
+                        settings = numbers | {"seed": seed, "start": start}
+                        rows.add([Record("outer_loss", way, settings, losses, True, [], environment(device))])
+    return [f"{sum(p.numel() for p in model.parameters()):,} parameters"]
+
+
+class Sites:
+    """The text, and training on it as one of two sites."""
+
+    def __init__(self, options: Options) -> None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+        self._unseen, *parts = text.split(-(-len(text) // 3))
+        self._part = parts[dist.get_rank()]
+        self._options = options
+
+    def begin(self, seed: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(seed)
+        model = GPT(256, CONTEXT, num_layers=4, width=192, num_heads=6)
+        return model, AdamW(model.parameters(), lr=self._options.learning_rate)
+
+    def train(self, model: nn.Module, optimizer: Optimizer, way: str, steps: int, seed: int) -> dict[str, float]:
+        """Returns the sites' mean loss on unseen text after so many steps."""
+        generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+        context: AbstractContextManager[object] = nullcontext()
+        if way == EACH_STEP:
+            sync = fastsync.attach(model)
+        else:
+            outer, _, every = way.partition("/")
+            context = fastsync.DiLoCo(model, optimizer, sync_every=int(every), **OUTER[outer])
+        losses = {}
+        with context:
+            for step in range(1, steps + 1):
+                optimizer.zero_grad()
+                model(*self._batch(self._part, generator)).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if step % self._options.validate_every == 0:
+                    losses[str(step)] = self._validate(model)
+        if way == EACH_STEP:
+            sync.detach()
+        return losses
+
+    @torch.no_grad()
+    def _validate(self, model: nn.Module) -> float:
+        generator = torch.Generator().manual_seed(0)
+        batches = [self._batch(self._unseen, generator) for _ in range(VALIDATED_BATCHES)]
+        return float(dist_mean(torch.stack([model(*batch) for batch in batches]).mean()))
+
+    def _batch(self, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        first = torch.randint(len(text) - CONTEXT, (self._options.batch, 1), generator=generator)
+        samples = text[first + torch.arange(CONTEXT + 1)].long()
+        return samples[:, :-1], samples[:, 1:]
+
+
+def _newest(record: Record) -> float:
+    return next(reversed(record.figures.values())) or 0.0
+
+
+COLUMNS: Columns = {
+    "start": lambda record: record.settings["start"],
+    "seed": lambda record: str(record.settings["seed"]),
+    "synchronised": lambda record: record.way,
+    "steps": lambda record: next(reversed(record.figures)),
+    "loss": lambda record: number(_newest(record), ".3f"),
+}
