@@ -79,8 +79,9 @@ class DiLoCo:
         timeout: float = 600.0,
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-            got = f"{type(model).__name__}, {type(optimizer).__name__}"
-            raise ValueError(f"model, optimizer: expected a module and its optimizer, got {got}")
+            raise ValueError(
+                f"model, optimizer: expected a module and its optimizer, got {type(model)}, {type(optimizer)}"
+            )
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("model: none of its parameters requires a gradient; nothing to synchronise")

@@ -316,7 +316,7 @@ def test_ranks_with_other_settings_or_models_are_refused(rank: int, world_size: 
         DiLoCo(model, make_optimizer(model), sync_every=10 + rank)
     with pytest.raises(ValueError, match="do not agree"):
         DiLoCo(model, make_optimizer(model), compression=TopK(fraction=0.01 * (1 + rank)))
-    with pytest.raises(ValueError, match="outer_optimizer SGD {'lr': 0.5"):
+    with pytest.raises(ValueError, match=r"outer_optimizer SGD \{'lr': 0.5"):
         DiLoCo(model, make_optimizer(model), outer_optimizer=partial(SGD, lr=0.5 + 0.5 * rank))
     other = nn.Linear(2, 2 + rank)
     with pytest.raises(ValueError, match="do not agree"):
