@@ -68,7 +68,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         main([command, "--help"])
     said = capsys.readouterr().out
     assert f"usage: python -m benchmarks {command}" in said
-    assert ("--device " in said) == (command not in ("link", "outer", "predict", "report", "compare"))
+    assert ("--device " in said) == (command not in ("link", "outer", "outer_loss", "predict", "report", "compare"))
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):

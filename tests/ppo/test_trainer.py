@@ -38,9 +38,9 @@ Outcomes = list[dict[str, tuple[dict[str, Tensor], TrainResult]]]
 
 
 class PlainDDP:
-    """DDP as it comes, in the place of what ``attach`` returns. It does not tell what it cost."""
+    """DDP as it comes, in the place of what ``attach_by`` returns. It does not tell what it cost."""
 
-    def __init__(self, policy: nn.Module, compression: Any) -> None:
+    def __init__(self, settings: Settings, policy: nn.Module) -> None:
         self.model = DistributedDataParallel(policy)
 
     def no_sync(self) -> Any:
@@ -71,7 +71,7 @@ def loss_through_ddp(self: Any, part: Any, remaining: float) -> Any:
 @contextmanager
 def plain_ddp() -> Iterator[None]:
     with (
-        mock.patch.multiple(ppo, attach=PlainDDP, clip_grad_norm_=clip_plainly),
+        mock.patch.multiple(ppo, attach_by=PlainDDP, clip_grad_norm_=clip_plainly),
         mock.patch.object(ppo.PPO, "_loss", loss_through_ddp),
     ):
         yield
