@@ -156,16 +156,6 @@ def test_a_profile_of_another_group_is_refused() -> None:
                 fastsync.attach([torch.ones(3, requires_grad=True)], fastsync.Auto(profile=other))
 
 
-def test_a_profile_has_to_know_the_wires_that_are_allowed() -> None:
-    parameters = {"weight": torch.ones(3, requires_grad=True)}
-    of_one = replace(PROFILE, world_size=1, ranks_per_host=(), candidates=PROFILE.candidates[:2])
-    with group_of_one():
-        group = dist.group.WORLD
-        for allow, missing in (((), "bf16"), (("int8",), "bf16, int8")):
-            with pytest.raises(ValueError, match=f"measured with the wires none, fp16, without {missing};"):
-                candidates_of(fastsync.Auto(allow, of_one), group, parameters, "params")
-
-
 def test_what_is_not_allowed_is_not_chosen_and_complex_gradients_stay_whole() -> None:
     with group_of_one():
         profile = fastsync.measure_group(wires=("none", "fp16", "bf16", "int8"))
@@ -300,22 +290,6 @@ def test_ranks_hold_the_same_profile(tmp_path: Path) -> None:
     sizes = {tuple(numel for numel, _ in candidate.points) for candidate in first.candidates}
     assert len(sizes) == 1, "every candidate has a time at every size"
     assert min(seconds for candidate in first.candidates for _, seconds in candidate.points) > 0
-
-
-def test_gloo_is_measured_on_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with group_of_one(), monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        assert fastsync.measure_group(wires=("none",)).device == "cpu"
-
-
-def _measures_something_else(rank: int, world_size: int) -> None:
-    fastsync.measure_group(wires=("none", "fp16") if rank == 0 else ("none", "bf16"))
-
-
-def test_ranks_that_measure_different_things_are_told() -> None:
-    with pytest.raises(RankError, match=r"the ranks do not agree on .*rank 0: measuring float32 on cpu with .*fp16"):
-        run_ranks(_measures_something_else, 2, timeout=60)
 
 
 @on_ranks(2, timeout=60)

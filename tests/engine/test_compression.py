@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -21,9 +18,7 @@ from tests.models import (
     Mlp,
     assert_all_bitwise_equal,
     assert_same_on_all_ranks,
-    backward_of,
     batch,
-    given_ddp,
     grads_of,
     train_step,
 )
@@ -149,36 +144,6 @@ def _swaps_while_training(rank: int, world_size: int) -> None:
         assert_same_on_all_ranks(list(ddp.parameters()))
 
 
-def _comes_back_to_other_gradients(rank: int, world_size: int) -> None:
-    ddp = given_ddp([torch.ones(3)])
-    hook = fastsync.register_comm_hook(ddp, "fp16")
-    for wire, magnitude in (("fp16", 1.0), ("none", 1.0), ("none", 1e6), ("fp16", 1e6), ("bf16", 1.0), ("fp16", 1e-6)):
-        hook.compression = wire
-        (averaged,) = backward_of(ddp, [torch.full((3,), magnitude)])
-        torch.testing.assert_close(averaged, torch.full((3,), magnitude), rtol=2.0**-8, atol=0.0)
-        assert hook.grad_stats().num_saturated.item() == 0, f"{wire} at {magnitude}: the scale is an old one"
-
-
 @on_ranks(2, shared_memory=False)
 def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there(rank: int, world_size: int) -> None:
     _swaps_while_training(rank, world_size)
-    _comes_back_to_other_gradients(rank, world_size)
-
-
-@on_ranks(2, timeout=60)
-def test_ranks_do_not_wait_for_each_other_inside_a_backward_when_fp16_begins(rank: int, world_size: int) -> None:
-    """The gradients of two engines, each on a group of its own, get ready in opposite orders on the two ranks."""
-    groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
-    parameters = [nn.Parameter(torch.ones(1000)) for _ in groups]
-    both = [fastsync.attach([p], process_group=group) for p, group in zip(parameters, groups, strict=True)]
-    for step in range(4):
-        for sync in both:
-            sync.compression = "none" if step < 2 else "fp16"
-        loss = torch.zeros(())
-        for parameter in parameters if rank == 0 else reversed(parameters):
-            parameter.grad = None
-            loss = loss + (parameter * (rank + 1)).sum()
-        loss.backward()
-        for parameter in parameters:
-            assert parameter.grad is not None
-            assert (parameter.grad == 1.5).all()

@@ -49,50 +49,6 @@ def test_residuals_follow_a_cast(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_residuals_of_another_size_are_dropped(rank: int, world_size: int) -> None:
-    parameter = nn.Parameter(torch.zeros(100))
-    sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
-    given_gradients(rank, 0, parameter)
-    sync.synchronize()
-    assert residual_of(sync, "0").count_nonzero() > 0
-    for numel in (150, 50):
-        parameter.grad = None
-        parameter.data = torch.zeros(numel)
-        parameter.grad = torch.ones(numel)
-        sync.synchronize()
-        assert_bitwise_equal(parameter.grad, torch.ones(numel))
-        assert sync.state_dict()["residuals"] == {}
-
-
-@on_ranks(2)
-def test_a_residual_that_was_loaded_is_sent_once_where_error_feedback_is_off(rank: int, world_size: int) -> None:
-    for of_sums, first in ((None, 1.0), (torch.full((100,), 2.0 * rank), 3.0)):
-        parameter = nn.Parameter(torch.zeros(100))
-        sync = fastsync.attach([parameter], FEEDBACK, overlap=False)
-        residual = {"own": torch.ones(100), "of_sums": of_sums}
-        sync.load_state_dict({"step": 0, "scales": {}, "residuals": {"0": residual}})
-        sync.compression = "none"
-        for expected in (first, 0.0):
-            parameter.grad = torch.zeros(100)
-            sync.synchronize()
-            assert_bitwise_equal(parameter.grad, torch.full((100,), expected))
-            assert sync.state_dict()["residuals"] == {}
-
-
-@on_ranks(2)
-def test_residuals_beside_complex_parameters(rank: int, world_size: int) -> None:
-    """Which have none, but lie in the same bucket and are twice as many values."""
-    complex_one = nn.Parameter(torch.zeros(50_000, dtype=torch.complex64))
-    real_one = nn.Parameter(torch.zeros(100))
-    sync = fastsync.attach([complex_one, real_one], "none", overlap=False)
-    sync.load_state_dict({"step": 0, "scales": {}, "residuals": {"1": {"own": torch.ones(100), "of_sums": None}}})
-    complex_one.grad, real_one.grad = torch.ones_like(complex_one), torch.ones_like(real_one)
-    sync.synchronize()
-    assert_bitwise_equal(torch.view_as_real(complex_one.grad), torch.view_as_real(torch.ones_like(complex_one)))
-    assert_bitwise_equal(real_one.grad, torch.full((100,), 2.0))
-
-
-@on_ranks(2)
 def test_residuals_stay_where_no_rank_has_a_new_gradient(rank: int, world_size: int) -> None:
     """What came back for such a gradient would go nowhere."""
     used, idle = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
@@ -105,23 +61,6 @@ def test_residuals_stay_where_no_rank_has_a_new_gradient(rank: int, world_size: 
     (used.square() * 1.37).sum().backward()
     assert idle.grad.count_nonzero() == 0
     assert_bitwise_equal(residual_of(sync, "1"), before)
-
-
-@on_ranks(3)
-def test_the_norm_leaves_out_what_no_rank_gets(rank: int, world_size: int) -> None:
-    """Of a gradient that nobody has any more, a wire still carries what was lost of it before."""
-    for wire, algorithm in (("int8", "two_shot"), ("bf16", "two_shot"), ("int8", "one_shot")):
-        compression = Compression(wire, reduce="fp32", algorithm=algorithm, error_feedback=True)
-        always, once = nn.Parameter(torch.zeros(3000)), nn.Parameter(torch.zeros(3000))
-        sync = fastsync.attach([always, once], compression, overlap=False)
-        for step in range(3):
-            given_gradients(rank, step, always, once)
-            always.grad.mul_(1e-4)
-            once.grad = once.grad.mul_(1e4) if step == 0 else None
-            sync.synchronize()
-            assert (once.grad is None) == (step > 0)
-            expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
-            torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -187,36 +126,6 @@ class _Kept:
         kept /= scale
         torch.testing.assert_close(kept, self.missing, rtol=0.0, atol=1e-5)
         return kept
-
-
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-@on_ranks(3)
-def test_what_was_kept_comes_once_error_feedback_has_ended(rank: int, world_size: int, algorithm: str) -> None:
-    """With the first gradient after it has ended."""
-    feedback = Compression("int8", algorithm=algorithm, error_feedback=True)
-    first, second = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(20, 30))
-    sync = fastsync.attach([first, second])
-    kept = [_Kept(sync, first, "0"), _Kept(sync, second, "1")]
-    for step in range(6):
-        sync.compression = feedback if 2 <= step < 4 else "none"
-        loss = torch.zeros(())
-        for index, of_one in enumerate(kept):
-            generator = torch.Generator().manual_seed(100 * rank + 10 * step + index)
-            weight = torch.randn(of_one.parameter.shape, generator=generator)
-            if of_one.parameter.grad is not None:
-                of_one.parameter.grad.zero_()
-            if step == 4 and index == 1:
-                continue  # error feedback ends in a step that does not use it
-            loss = loss + (of_one.parameter * weight).sum()
-            of_one.expect(weight)
-        loss.backward()
-        for index, of_one in enumerate(kept):
-            if not (step == 4 and index == 1):
-                of_one.note()
-            is_missing = of_one.is_missing()
-            if step == 3 or (step == 4 and index == 1):
-                assert is_missing.abs().max() > 1e-4
-    assert sync.state_dict()["residuals"] == {}
 
 
 @on_ranks(2)

@@ -74,34 +74,3 @@ def _counts_copies(rank: int, world_size: int) -> None:
 def test_a_bucket_goes_to_the_host_in_one_copy() -> None:
     fake_device.build()
     ranks.run_ranks(_counts_copies, 2)
-
-
-def _weighs(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
-    model = Given([torch.zeros(4), torch.zeros(3, 2)]).to(device)
-    sync = fastsync.attach(model, process_group=_world())
-    sync.set_weight(1.0 + 2.0 * rank)
-    model([torch.full((4,), 1.0 + rank, device=device), None if rank else torch.ones(3, 2, device=device)]).backward()
-    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-
-
-def _weighs_as_a_cpu(rank: int, world_size: int) -> None:
-    fake_device.load()
-    for one, other in zip(_weighs(rank, 2, DEVICE), _weighs(rank, 2, "cpu"), strict=True):
-        assert_bitwise_equal(one, other)
-    assert _weighs(rank, 2, DEVICE)[0].tolist() == [1.75] * 4
-
-
-def test_weights_count_there_too() -> None:
-    fake_device.build()
-    ranks.run_ranks(_weighs_as_a_cpu, 2)
-
-
-def _is_refused(rank: int, world_size: int) -> None:
-    group = fake_device.new_group()  # which does not work on CPUs
-    with pytest.raises(ValueError, match=r"process_group: it serves fake_device, but parameter .* is on cpu"):
-        fastsync.attach(torch.nn.Linear(2, 2), process_group=group)
-
-
-def test_a_group_that_works_neither_there_nor_on_the_host_is_refused() -> None:
-    fake_device.build()
-    ranks.run_ranks(_is_refused, 1)

@@ -134,9 +134,8 @@ def _gives_the_cpus_bits(
                 assert_bitwise_equal(one, other, what)
 
 
-@pytest.mark.parametrize("kernels", ["fused", "generic"])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "kernels"), [(2, "fused"), (2, "generic"), (4, "fused")])
 def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str) -> None:
     """Of kernels of its own, and of torch's operations where none were built for the device."""
     compressions = ONE_LEVEL + (TWO_LEVELS if world_size == 4 else [])
@@ -161,3 +160,30 @@ def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str) -> None:
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_after_a_step_the_group_keeps_no_buffer(entry_point: str) -> None:
     fake_device.run_ranks(_lets_go_of_buffers, 2, entry_point)
+
+
+def _fails_in_a_group(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    backend = fake_device.backend_of(group)
+    for compression, num_calls in (
+        (Compression(), 1),
+        (Compression("bf16"), 2),  # in one group, for side values stay float32
+        (Compression("int8", algorithm="two_shot"), 2),
+    ):
+        for failing in range(num_calls):
+            model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
+            sync = fastsync.attach(model, compression, process_group=group)
+            for step in range(3):
+                if step == 2:
+                    backend.fail_after(failing)
+                sync.piggyback("kl", torch.ones(1, device=DEVICE))
+                loss = model([grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.float32)])
+                message = rf"averaging bucket 0 failed on rank {rank} of 2: .*told to"
+                with pytest.raises(RuntimeError, match=message) if step == 2 else nullcontext():
+                    loss.backward()
+            assert not backend.is_open(), f"{compression}: the group is still open after call {failing} failed"
+            sync.detach()
+
+
+def test_an_error_in_a_group_leaves_none_open_and_names_the_bucket() -> None:
+    fake_device.run_ranks(_fails_in_a_group, 2)

@@ -31,7 +31,6 @@ from tests.engine.sample_inputs import (
     in_either_order,
     on_each_device,
     random_buckets,
-    sample_inputs,
 )
 
 random_examples = settings(derandomize=True, deadline=None, max_examples=200)
@@ -85,16 +84,6 @@ def all_patterns(dtype: torch.dtype) -> Tensor:
 
 
 # ---- against the reference ------------------------------------------------------------------------------------------
-
-
-@on_each_device
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_samples(operator: str, device: str) -> None:
-    for built in sample_inputs(device):
-        expected = built.bucket.build("cpu")
-        call(ops, operator, built)
-        call(reference, operator, expected)
-        assert_same_state(built, expected)
 
 
 @on_each_device
@@ -348,28 +337,6 @@ def test_every_16_bit_gradient_is_packed(
 
 
 @in_either_order
-@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("wire_dtype", HALVES)
-def test_limit_is_kept_at_every_place(grad_dtype: torch.dtype, wire_dtype: torch.dtype, device: str) -> None:
-    """What is at the limit is sent as it is and not counted; what is beyond is sent as the limit and counted."""
-    limit = 3.0
-    at = torch.tensor(limit, dtype=grad_dtype)
-    inf, nan = float("inf"), float("nan")
-    values = [at, -at, at.nextafter(at + 1), -at.nextafter(at + 1), 1e4, -1e4, inf, -inf, nan]
-    sent = [limit, -limit, limit, -limit, limit, -limit, inf, -inf, nan]
-    for place in range(2 * BLOCK + 7):
-        grad = torch.zeros(2 * BLOCK + 7, dtype=grad_dtype)
-        index = torch.arange(place, place + len(values)) % len(grad)
-        grad[index] = torch.tensor(values, dtype=grad_dtype)
-        expected = torch.zeros(len(grad), dtype=wire_dtype)
-        expected[index] = torch.tensor(sent, dtype=wire_dtype)
-        wire, stats = torch.empty_like(expected, device=device), new_stats(device)
-        ops.pack([grad.to(device)], wire, stats, limit=limit)
-        assert_bitwise_equal(wire, expected)
-        assert stats[reference.NUM_SATURATED] == 4
-
-
-@in_either_order
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("wire_dtype", HALVES)
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
@@ -452,54 +419,6 @@ def test_bucket_scale_follows_the_reference(device: str, magnitudes: list[float]
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
-
-AT_THE_END_OF_A_PAGE = """
-import ctypes, mmap
-import torch
-import fastsync._C
-from tests import reference
-from tests.engine.sample_inputs import GRAD_DTYPES, WIRE_DTYPES
-
-mappings = []
-
-def guarded(numel, dtype):
-    num_bytes = numel * dtype.itemsize
-    length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, length + mmap.PAGESIZE)
-    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + length
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
-    mappings.append(memory)
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=length - num_bytes)
-
-for grad_dtype in GRAD_DTYPES:
-    compute = torch.float64 if grad_dtype == torch.float64 else torch.float32
-    for wire_dtype in WIRE_DTYPES:
-        for numel in (1, 37, 128, 256, 300, 384):
-            wire_dtype = wire_dtype or grad_dtype
-            print(grad_dtype, wire_dtype, numel, flush=True)
-            grads = [guarded(numel, grad_dtype)]
-            length, stats = reference.wire_numel([numel], wire_dtype), torch.zeros(4, dtype=torch.float64)
-            wires = guarded(2 * length, wire_dtype).view(2, length)
-            torch.ops.fastsync.pack(grads, wires[1], stats)
-            torch.ops.fastsync.pack(grads, wires[1], stats, None, [guarded(numel, compute)])
-            torch.ops.fastsync.unpack(wires[1], grads, stats)
-            torch.ops.fastsync.unpack(wires, grads, stats)
-            num_values = -(-numel // 128) * 128 if wire_dtype in reference.BLOCK_BITS else numel
-            residual = guarded(num_values, compute)
-            torch.ops.fastsync.reduce(wires, guarded(length, wire_dtype), None, residual, grad_dtype=grad_dtype)
-            torch.ops.fastsync.measure(grads, stats)
-"""
-
-
-@pytest.mark.parametrize("capability", ["default", ""])
-def test_nothing_is_read_beyond_the_end_of_a_tensor(capability: str) -> None:
-    """There a page begins that may not be touched."""
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability} if capability else os.environ
-    ended = subprocess.run(
-        [sys.executable, "-c", AT_THE_END_OF_A_PAGE], env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert ended.returncode == 0, f"{ended.returncode} at {ended.stdout.splitlines()[-1:]}: {ended.stderr}"
-
 
 # ---- on other CPUs --------------------------------------------------------------------------------------------------
 

@@ -127,28 +127,6 @@ def test_error_is_within_half_a_step(kind: str, device: str) -> None:
     assert (error - saturation <= steps * (0.5 + 2**-15)).all()
 
 
-@on_each_device
-@pytest.mark.parametrize("dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("num_wires", [1, 2, 3, 7, 64])
-def test_the_largest_stay_finite_in_the_mean_and_what_saturates_is_counted(
-    num_wires: int, dtype: torch.dtype, device: str
-) -> None:
-    largest = torch.finfo(dtype).max
-    grad = torch.tensor([largest, -largest, 1.0], dtype=dtype, device=device).repeat(100)
-    wire, stats = new_wire([grad]), new_stats(device)
-    ops.pack([grad], wire, stats)
-    assert stats[reference.NUM_SATURATED] == (200 if largest > reference.BLOCK_LIMIT else 0)
-    wires = wire.repeat(num_wires).view(num_wires, -1)
-    out = torch.empty_like(wire)
-    ops.reduce(wires, out, multiplier=1 / num_wires, grad_dtype=dtype)
-    for sent, factor in ((wires, 1 / num_wires), (out, 1.0)):
-        ops.unpack(sent, [grad], stats, multiplier=factor)
-        assert stats[reference.NUM_NONFINITE] == 0
-        mean = grad[:2].double().cpu()
-        expected = min(largest, reference.BLOCK_LIMIT) * torch.tensor([1.0, -1.0], dtype=torch.float64)
-        torch.testing.assert_close(mean, expected, rtol=1e-2, atol=0)
-
-
 # ---- in pieces ------------------------------------------------------------------------------------------------------
 
 

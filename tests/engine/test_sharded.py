@@ -103,35 +103,6 @@ def test_trains_as_one_process_with_all_data(world_size: int, shared_memory: boo
     assert all(found[wire] <= LIMITS[wire] for wire in WIRES), found
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "float32 sums of bfloat16": {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    },
-    "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    "float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-    "micro-batches": {"micro_batches": 2},
-    "activation checkpointing": {"checkpointed": True},
-}
-
-
-def _trains_in_variants(rank: int, world_size: int) -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (world_size,))
-    alone = trained_alone()
-    found = {}
-    for name, options in VARIANTS.items():
-        micro_batches = options.pop("micro_batches", 1)
-        model = sharded(mesh, **options)
-        fastsync.register_reduce_scatter(model, "bf16")
-        train(model, rank, world_size, micro_batches=micro_batches)
-        found[name] = distance(model, alone)
-    return found
-
-
-def test_trains_in_variants_as_one_process_with_all_data() -> None:
-    found = run_ranks(_trains_in_variants, 2)[0]
-    assert all(found[name] <= LIMITS["bf16"] * (10 if "bfloat16" in name else 1) for name in VARIANTS), found
-
-
 def _trains_in_replicas(rank: int, world_size: int) -> list[dict[str, float]]:
     """HSDP of two replicas: fully_shard's own, and with an all-reduce of the engine's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -150,27 +150,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Any, compressi
 
 
 @on_ranks(2)
-def test_what_error_feedback_has_of_narrow_gradients_goes_on(rank: int, world_size: int) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (world_size,))
-
-    def with_handle() -> tuple[nn.Module, fastsync.ShardedGradients]:
-        model = sharded(mesh, mp_policy=policy)
-        return model, fastsync.register_reduce_scatter(model, Compression("int8", error_feedback=True))
-
-    model, handle = with_handle()
-    other, resumed = with_handle()
-    step_of(model, 0, rank, world_size)
-    resumed.load_state_dict(handle.state_dict())
-    for each in (model, other):
-        each.zero_grad()
-        step_of(each, 1, rank, world_size)
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        if theirs.grad is not None:
-            assert_bitwise_equal(full(mine.grad), full(theirs.grad))
-
-
-@on_ranks(2)
 def test_the_scales_of_a_hook_go_on(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     states = []
