@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -312,21 +311,6 @@ def test_several_engines(rank: int, world_size: int, num_groups: int) -> None:
         for model in models:
             assert_all_bitwise_equal(grads_of(model), expected, f"step {step}")
     assert [sync.stats().num_steps for sync in syncs] == [4, 4]
-
-
-@on_ranks(4)
-def test_a_dimension_of_a_device_mesh(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
-    for dim, peers in (("dp", [rank % 2, rank % 2 + 2]), ("other", [rank // 2 * 2, rank // 2 * 2 + 1])):
-        for group in (mesh[dim], mesh.get_group(dim)):
-            grads: Sequence[Sequence[Tensor]] = [whole_numbers(peer, 1, SHAPES) for peer in (rank, *peers)]
-            model = Given(grads[0])
-            with torch.no_grad():
-                model.weights[0].fill_(rank)
-            fastsync.attach(model, process_group=group)
-            assert model.weights[0][0, 0] == peers[0], "parameters come from the first rank of the group"
-            model(grads[0]).backward()
-            assert_all_bitwise_equal(grads_of(model), mean_of(grads[1:]), dim)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -159,15 +159,3 @@ def test_what_is_refused() -> None:
             with pytest.raises(ValueError, match=what):
                 fastsync.attach(model, **options)
         fastsync.attach(model, init_sync=False)
-
-
-@on_ranks(2)
-def test_ranks_that_differ_are_told(rank: int, world_size: int) -> None:
-    for other in (False, "mean"):
-        with pytest.raises(ValueError, match="rank 0: broadcast_buffers True"):
-            fastsync.attach(Normed(), broadcast_buffers=True if rank == 0 else other)
-    model = Normed()
-    model.register_buffer("other", torch.zeros(2 + rank))
-    fastsync.attach(model, broadcast_buffers="mean", init_sync=False)
-    with pytest.raises(ValueError, match=r"rank 0: buffer of shape \[2\]"):
-        model(_inputs(rank, 0)).sum().backward()

@@ -14,22 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastsync
-from tests.engine.attached import assert_freed, references_to
+from tests.engine.attached import assert_freed, backward_of_given, references_to
 from tests.models import SMALL_BUCKETS, Fails, Given, assert_all_bitwise_equal, grads_of
 from tests.ranks import on_ranks
-
-
-def _step(model: Given, grads: list[Tensor], *, fails: bool = False) -> list[list[float]]:
-    """A backward that fails does so when all gradients but the first are there. Returns the values of each gradient."""
-    model.zero_grad()
-    weights = [Fails.apply(weight) if fails and index == 0 else weight for index, weight in enumerate(model.weights)]
-    loss = sum((weight * grad).sum() for weight, grad in zip(weights, grads, strict=True))
-    if fails:
-        with pytest.raises(ArithmeticError, match="as told"):
-            loss.backward()
-    else:
-        loss.backward()
-    return [grad.unique().tolist() for grad in grads_of(model)]
 
 
 @pytest.mark.parametrize("failing", [(1,), (0, 1)])
@@ -49,11 +36,11 @@ def test_a_backward_that_fails_is_noticed_on_the_other_ranks(
                 grads = [torch.full((300,), (1.0 + rank) * size)] * 3
                 sync.piggyback("step", torch.tensor(float(step)))
                 if step != failing_step:
-                    assert _step(model, grads) == [[1.5 * size]] * 3, f"{wire}, {step}"
+                    assert backward_of_given(model, grads) == [[1.5 * size]] * 3, f"{wire}, {step}"
                     assert sync.piggybacked()["step"] == step
                     continue
                 for _ in range(1 + step if len(failing) == 2 else 1):
-                    _step(model, grads, fails=fails)
+                    backward_of_given(model, grads, fails=fails)
                 if fails:
                     continue
                 spoilt = [bool(grad.isnan().all()) for grad in grads_of(model)]
@@ -67,17 +54,17 @@ def test_a_backward_that_fails_is_noticed_on_the_other_ranks(
             assert states[0] == states[1]
             if len(failing) == 2:
                 sync.piggyback("step", torch.tensor(8.0 + rank))
-                _step(model, grads, fails=True)
+                backward_of_given(model, grads, fails=True)
                 sync.synchronize()
                 assert sync.piggybacked()["step"] == 8.5, "a value of a backward that failed is lost"
                 with sync.no_sync():
-                    _step(model, grads, fails=True)
-            _step(model, grads, fails=fails)
+                    backward_of_given(model, grads, fails=True)
+            backward_of_given(model, grads, fails=fails)
             sync.detach()  # tells the others
             sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
-            assert _step(model, grads) == [[1.5 * size]] * 3
+            assert backward_of_given(model, grads) == [[1.5 * size]] * 3
             if len(failing) == 2:
-                _step(model, grads, fails=True)
+                backward_of_given(model, grads, fails=True)
             references = references_to(model)
             del model, sync
             assert_freed(references)
@@ -93,7 +80,7 @@ def test_what_changes_after_a_failed_backward_is_for_the_next_step(rank: int, wo
         fails = step == 2
         if fails and rank == 0:
             time.sleep(0.2)  # so that the other one changes it first
-        averages = _step(model, grads, fails=fails and rank == 1)
+        averages = backward_of_given(model, grads, fails=fails and rank == 1)
         if not fails:
             assert averages == [[1.5]] * 3, f"step {step}"
         elif change == "compression":

@@ -22,7 +22,7 @@ from fastsync import Compression, GroupProfile
 from fastsync.autotune.choose import LARGEST_BUCKET, TOLERANCE, Candidate, choices, choose, compressions, explain
 from fastsync.autotune.measure import candidates_of
 from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks, group_of_one
-from tests.ranks import RankError, on_ranks, run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 NONE, FP16, BF16 = Compression(), Compression("fp16"), Compression("bf16")
 INT8 = Compression("int8", error_feedback=True, algorithm="two_shot")
@@ -299,12 +299,3 @@ def test_a_rank_that_measures_alone_is_told_when_the_time_limit_is_over(rank: in
         with pytest.raises(RuntimeError, match=r"fastsync: measuring failed on rank 0 of 2; does every rank measure"):
             fastsync.measure_group(group)
     dist.barrier()
-
-
-def _attaches_differently(rank: int, world_size: int) -> None:
-    fastsync.attach(torch.nn.Linear(4, 4), "auto" if rank == 0 else "fp16")
-
-
-def test_auto_on_one_rank_only_is_told() -> None:
-    with pytest.raises(RankError, match=r"the ranks do not agree on .*rank 1: compression fp16; rank 0: measuring"):
-        run_ranks(_attaches_differently, 2, timeout=60)

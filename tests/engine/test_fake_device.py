@@ -29,9 +29,7 @@ def _finds_races(rank: int, world_size: int) -> None:
         one,
     ):
         shared * 2
-    with watched(), one:
-        one.wait_stream(other)
-        shared.mul_(2)
+    one.wait_stream(other)
     with watched():  # two that read
         with one:
             event = one.record_event()

@@ -215,33 +215,6 @@ def _is_stopped_over_tcp(rank: int, world_size: int, port: int, who: int) -> str
     return is_stopped(_open_group_over_tcp(rank, world_size, port), "none", who=who, seconds=1.5)
 
 
-def test_when_a_rank_was_last_heard_of_is_said() -> None:
-    """As most jobs have it, over a TCPStore: to the second."""
-    said, _ = run_ranks(_is_stopped_over_tcp, 2, free_port(), 1)
-    assert re.fullmatch(
-        rf"ranks are: rank 1: {NO_ANSWER}, last heard of \d s ago: in no sync, after step 1 of the engine of "
-        rf"parameter 0.weight; rank 0: {AVERAGING}" + re.escape(CURE + "sync.join():`"),
-        said,
-    )
-
-
-def _is_killed_before_its_weight(rank: int, world_size: int) -> str:
-    model = small_model()
-    fastsync.attach(model).set_weight(1.0 + rank)
-    backward(model)
-    if rank == 1:
-        time.sleep(0.5)  # so that rank 0 has begun to add up weights
-        os.kill(os.getpid(), signal.SIGKILL)
-    for parameter in model.parameters():
-        parameter.register_hook(lambda _: time.sleep(0.5))  # so that backward goes on when it learns of that
-    return where_ranks_are(model)
-
-
-def test_a_rank_that_is_killed_while_weights_are_added_up_is_named() -> None:
-    said = run_ranks(_is_killed_before_its_weight, 2, timeout=60, shared_memory=False, lost=[1])[0]
-    assert "rank 1: no answer" in said
-
-
 def test_a_store_that_does_not_answer_is_said() -> None:
     _, said = run_ranks(_is_stopped_over_tcp, 2, free_port(), 0)
     assert said == (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -74,23 +73,3 @@ def test_hooks_that_only_look_and_steps_of_other_models_are_let_through() -> Non
     model.zero_grad()
     model(batch(0, 0)).square().mean().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_another_thread_may_attach_while_an_optimizer_steps() -> None:
-    """Inside of a backward as well, where parameters are looked for."""
-    model, alone = Mlp(), Mlp()
-    sync = fastsync.attach(model)
-    look = sync.parameters
-    others = []
-    with ThreadPoolExecutor(1) as pool:
-
-        def attach_meanwhile() -> Any:
-            others.append(pool.submit(fastsync.attach, Mlp(), init_sync=False).result(timeout=20))
-            return look()
-
-        sync.parameters = attach_meanwhile
-        optimizer = torch.optim.SGD(alone.parameters())
-        next(alone.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
-        alone(batch(0, 0)).sum().backward()
-    assert len(others) >= 2

@@ -47,19 +47,6 @@ def test_a_model_is_given_back(rank: int, world_size: int) -> None:
         handle = one(model)
         gradients(model)
         assert handle.stats().num_steps == 1
-    if hasattr(model, "set_separate_reduce_scatter_group"):
-        for is_told in (False, True):
-            model = sharded(mesh["shard"])
-            handle = register[0](model)
-            if is_told:
-                handle.detach()
-            model.set_separate_reduce_scatter_group()
-            if is_told:
-                register[0](model)
-                gradients(model)
-            else:
-                with pytest.raises(RuntimeError, match="got another process group since"):
-                    gradients(model)
 
 
 # ---- clipping and statistics -----------------------------------------------------------------------------------------

@@ -120,20 +120,6 @@ def test_twins_whose_backwards_come_in_another_order() -> None:
         assert first != second
 
 
-def _twins_agree(rank: int, world_size: int) -> str:
-    critics = [Mlp(), Mlp()]
-    for critic in critics if rank == 0 else reversed(critics):
-        fastsync.attach(critic, "bf16")
-    with pytest.raises(ValueError, match="the ranks do not agree") as raised:
-        _Training(critics[0], rank).step()
-    return str(raised.value)
-
-
-def test_twins_that_are_attached_in_another_order() -> None:
-    for error in run_ranks(_twins_agree, 2):
-        assert "rank 0: engine 0; rank 1: engine 1" in error
-
-
 def _swap_and_restore(model: nn.Module) -> None:
     """What an evaluation with averaged weights does."""
     with torch.no_grad():

@@ -19,9 +19,7 @@ from tests.models import (
     Given,
     assert_all_bitwise_equal,
     batch,
-    given_ddp,
     grads_of,
-    group_of_one,
     random_grads,
 )
 from tests.ranks import on_ranks
@@ -126,13 +124,3 @@ def test_meshes_that_say_something_else_are_refused(rank: int, world_size: int) 
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
-
-
-def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
-    message = "compression: ranks_per_node=2 does not divide the process group's 1 ranks"
-    with group_of_one():
-        compression = Compression("int8", ranks_per_node=2)
-        with pytest.raises(ValueError, match=message):
-            fastsync.attach(nn.Linear(2, 2), compression)
-        with pytest.raises(ValueError, match=message):
-            fastsync.register_comm_hook(given_ddp([torch.ones(2)]), compression)
