@@ -180,12 +180,9 @@ def test_hooks_put_on_after_attach(rank: int, world_size: int) -> None:
         parameter.register_hook(lambda grad: 4 * grad)
     loss.backward()
     assert torch.equal(parameters[2].grad, 2 * (_ones(0, 6) + _ones(1, 6)))
-    # Between the hook and the next gradient, which another accumulator than before takes.
-    calls: list[Tensor] = []
     for parameter in parameters:
         parameter.register_hook(lambda grad: grad / 2)
-        parameter.data = parameter.data.double()
-    parameters[1].register_post_accumulate_grad_hook(calls.append)
+        parameter.data = parameter.data.double()  # which gives it another accumulator
     for step in (7, 8):
         _assert_scaled(parameters[::2], rank, step, [2, 2])
     assert sync.stats().num_steps == 9
@@ -195,7 +192,6 @@ def test_hooks_put_on_after_attach(rank: int, world_size: int) -> None:
         parameter.grad = None
     sum((parameter * _ones(rank, 9)).sum() for parameter in parameters).backward()
     assert torch.equal(parameters[0].grad, 2 * _ones(rank, 9).double())
-    assert len(calls) == 1
     fastsync.attach(parameters)  # anew, where there are Python's hooks already
     _assert_scaled(parameters, rank, 10, [2, 2, 2])
 

@@ -43,16 +43,6 @@ def _threads(number: int) -> ThreadPoolExecutor:
 
 
 @on_ranks(2)
-def test_backward_in_other_threads(rank: int, world_size: int) -> None:
-    model = Mlp()
-    attach(model)
-    for step in range(4):
-        with _threads(1) as pool:
-            pool.submit(assert_averages, model, rank, step).result()
-        assert_averages(model, rank, 10 + step)
-
-
-@on_ranks(2)
 def test_statistics_read_while_backward_runs(rank: int, world_size: int) -> None:
     model = Mlp()
     sync = attach(model, compression="fp16")

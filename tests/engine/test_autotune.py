@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression, GroupProfile
 from fastsync.autotune.choose import LARGEST_BUCKET, TOLERANCE, Candidate, choices, choose, compressions, explain
 from fastsync.autotune.measure import candidates_of
-from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks, group_of_one
+from tests.engine.entry_points import average
+from tests.models import assert_same_on_all_ranks, group_of_one
 from tests.ranks import on_ranks, run_ranks
 
 NONE, FP16, BF16 = Compression(), Compression("fp16"), Compression("bf16")
@@ -221,7 +221,8 @@ def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: i
     model = torch.nn.Sequential(torch.nn.Linear(10, 100, bias=False), torch.nn.Linear(100, 300, bias=False))
     for name in ("hook", "attach"):
         chosen = fastsync.Auto(("int8",), profile)
-        sync, forward = _entry_point(name, copy.deepcopy(model), chosen)
+        given = average(name, copy.deepcopy(model), chosen)
+        sync, forward = given.handle, given.model
         with pytest.raises(RuntimeError, match="buckets are made when the first backward is synchronised"):
             sync.explain()
         for _ in range(3):  # DDP makes other buckets after the first
@@ -239,13 +240,6 @@ def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: i
         assert "1.040" not in sync.explain(), "the time of the profile that was loaded"
         forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
         assert_same_on_all_ranks([parameter.grad for parameter in forward.parameters()])
-
-
-def _entry_point(name: str, model: torch.nn.Module, compression: fastsync.Auto) -> tuple[Any, torch.nn.Module]:
-    if name == "attach":
-        return fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS), model
-    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
-    return fastsync.register_comm_hook(ddp, compression), ddp
 
 
 def _newest_step(sync: Any, forward: torch.nn.Module) -> list[fastsync.BucketStats]:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import fastsync
+from tests.engine.entry_points import average
 from tests.models import (
-    SMALL_BUCKETS,
     Given,
     assert_all_bitwise_equal,
     assert_same_on_all_ranks,
-    given_ddp,
     grads_of,
     random_grads,
 )
@@ -39,11 +38,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def _given(way: str, like: Sequence[Tensor], wire: str = "none") -> tuple[nn.Module, Any]:
     """A ``Given`` model and its handle."""
-    if way == "attach":
-        model = Given(like)
-        return model, fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
-    ddp = given_ddp(like, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True)
-    return ddp, fastsync.register_comm_hook(ddp, wire)
+    options = {"find_unused_parameters": True} if way == "hook" else {}
+    given = average(way, Given(like), wire, **options)
+    return given.model, given.handle
 
 
 def _backward(model: nn.Module, grads: Sequence[Tensor | None], scaler: torch.amp.GradScaler | None = None) -> None:

@@ -33,7 +33,6 @@ __global__ void parts(unsigned*) {
     __syncthreads();
   }
 }
-__global__ void names_others(unsigned*) { __reduce_max_sync(1U, threadIdx.x); }
 __global__ void misaligned(unsigned* out) {
   struct alignas(8) Pair { unsigned a, b; };
   *reinterpret_cast<Pair*>(out + 1) = {1, 2};
@@ -59,7 +58,6 @@ extern "C" __attribute__((visibility("default"))) const char* run(const char* ke
   KERNEL(orderly)
   KERNEL(leaves)
   KERNEL(parts)
-  KERNEL(names_others)
   KERNEL(misaligned)
   KERNEL(beyond)
   return "unknown";
@@ -99,7 +97,6 @@ def test_barriers_and_warps_wait_for_all(library: ctypes.CDLL, descending: bool)
     [
         ("leaves", "but thread 40 has left"),
         ("parts", "but thread 32 waits at"),
-        ("names_others", "for lanes that do not come"),
         ("misaligned", "misaligned address at"),
         ("beyond", "index 64 out of bounds at"),
     ],

@@ -394,6 +394,7 @@ def _loses_a_rank(rank: int, world_size: int, cases: Sequence[tuple[str, int]], 
     given = average(entry_point, Given(grads), "bf16", group=group)
     for _ in range(num_good_steps):
         given.step(grads)
+    given.model.zero_grad()
     if entry_point == "sharded":
         given.model.set_reshard_after_forward(False)
     loss = given.model(grads)  # in which DDP may rebuild its buckets
@@ -403,6 +404,8 @@ def _loses_a_rank(rank: int, world_size: int, cases: Sequence[tuple[str, int]], 
     if rank % 2 == 0:
         with pytest.raises(RuntimeError, match=r"(averaging|agreement).* failed on rank 0 of 2: "):
             given.backward(loss)
+        if entry_point == "synchronize":
+            assert all(map(torch.equal, given.grads(), grads)), "a sync that has failed has changed gradients"
     assert time.monotonic() - began < 10 * SECONDS
     if not dies:
         dist.barrier()  # of the default group: the second ranks live
