@@ -213,6 +213,36 @@ def random_values(kind: str, numel: int, dtype: torch.dtype, generator: torch.Ge
     raise ValueError(f"values: expected one of {VALUES}, got {kind!r}")
 
 
+def sample_inputs(device: str) -> list[BuiltBucket]:
+    """One bucket of every kind that the operators treat differently."""
+    several = tuple(Gradient((2, 3, 4, 5), offset) for offset in range(4))
+    sizes = (Gradient((1,)), Gradient((17,)), Gradient((300,)))
+    half, bfloat16 = torch.float16, torch.bfloat16
+    buckets = [
+        Bucket((Gradient((7, 5)),)),
+        Bucket(several, wire_dtype=half, wire_offset=1, scale_exponent=3, multiplier=1 / 3, limit=65504.0),
+        Bucket((Gradient(()), Gradient((0,)), Gradient((2, 0, 3)), Gradient((4,), offset=1))),
+        Bucket((Gradient((0,)), Gradient((0, 4))), wire_dtype=half, scale_exponent=0),
+        Bucket(sizes, wire_dtype=bfloat16, multiplier=0.5, limit=1.0, values="special"),
+        Bucket(sizes, torch.float64, half, scale_exponent=0, limit=65504.0, values="wide"),
+        Bucket(sizes, half, bfloat16, multiplier=0.125),
+        Bucket(sizes, bfloat16, scale_exponent=9, values="bits"),
+        Bucket(several, wire_dtype=torch.uint8, wire_offset=1, with_residuals=True, values="mostly_ordinary"),
+        Bucket(sizes, wire_dtype=torch.uint8, num_wires=3, multiplier=1 / 3),
+        Bucket(several, wire_dtype=torch.int8, num_wires=2, with_residuals=True, values="mostly_ordinary"),
+        Bucket(sizes, wire_dtype=half, num_wires=2, scale_exponent=5, multiplier=0.5, with_residuals=True),
+        Bucket(sizes, torch.float64, bfloat16, num_wires=2, sums="wire to sums", with_residuals=True),
+        Bucket((Gradient((256,)),), num_wires=2, sums="sums to blocks", with_residuals=True),
+        Bucket(sizes, wire_dtype=half, scale_exponent=2, multiplier=1 / 3, weight=2.7, scale_share=0.25),
+        Bucket(several, half, weight=8192.0, with_residuals=True, values="mostly_ordinary"),
+        Bucket(sizes, half, num_wires=3, multiplier=1.0, values="special", scale_exponent=0, scale_share=1 / 3),
+        Bucket(sizes, torch.float64, weight=1 / 3, with_residuals=True),
+        Bucket(several, bfloat16, weight=0.0, values="special"),
+        Bucket(several, wire_dtype=torch.uint8, weight=0.0, with_residuals=True, values="mostly_ordinary"),
+    ]
+    return [bucket.build(device) for bucket in buckets]
+
+
 def _gradients() -> st.SearchStrategy[Gradient]:
     small = st.lists(st.integers(0, 9), max_size=4)
     flat = st.tuples(st.integers(0, 600))

@@ -79,7 +79,7 @@ def _many_steps(rank: int, world_size: int, nodes: Nodes) -> None:
     chance = random.Random(rank)
     parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 3000)]
     syncs = [fastsync.attach([parameter], overlap=False) for parameter in parameters]
-    for step in range(400):
+    for step in range(150):
         for parameter, sync in zip(parameters, syncs, strict=True):
             if chance.random() < 0.05:
                 time.sleep(chance.random() * 0.01)

@@ -31,9 +31,10 @@ from tests.engine.sample_inputs import (
     in_either_order,
     on_each_device,
     random_buckets,
+    sample_inputs,
 )
 
-random_examples = settings(derandomize=True, deadline=None, max_examples=200)
+random_examples = settings(derandomize=True, deadline=None, max_examples=100)
 HALVES = [torch.float16, torch.bfloat16]
 CHUNK = 32768
 BLOCK = 256
@@ -88,6 +89,16 @@ def all_patterns(dtype: torch.dtype) -> Tensor:
 
 @on_each_device
 @pytest.mark.parametrize("operator", OPERATORS)
+def test_samples(operator: str, device: str) -> None:
+    for built in sample_inputs(device):
+        expected = built.bucket.build("cpu")
+        call(ops, operator, built)
+        call(reference, operator, expected)
+        assert_same_state(built, expected)
+
+
+@on_each_device
+@pytest.mark.parametrize("operator", OPERATORS)
 @given(bucket=random_buckets())
 # A block is decoded in vectors, a tail value by value: neither may pass float32's largest.
 @example(bucket=Bucket((Gradient((BLOCK,)), Gradient((3,))), scale_exponent=-126, values="wide"))
@@ -138,7 +149,7 @@ def test_pack_to_aligned_places(
     assert_same_state(actual, expected)
 
 
-@on_each_device
+@in_either_order
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
@@ -146,7 +157,7 @@ def test_sizes_across_chunk_and_block_borders(
     grad_dtype: torch.dtype, wire_dtype: torch.dtype | None, operator: str, device: str
 ) -> None:
     numels = (0, 1, 127, 128, 129, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK + 17)
-    for values, with_residuals in (("ordinary", False), ("mostly_ordinary", True), ("mostly_ordinary", False)):
+    for values, with_residuals in (("ordinary", False), ("mostly_ordinary", True)):
         bucket = Bucket(
             tuple(Gradient((numel,), offset=i % 2) for i, numel in enumerate(numels)),
             grad_dtype,
@@ -337,7 +348,7 @@ def test_every_16_bit_gradient_is_packed(
 
 
 @in_either_order
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 16])
 @pytest.mark.parametrize("wire_dtype", HALVES)
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("values", ["special", "bits", "wide"])
@@ -422,7 +433,7 @@ def test_bucket_scale_follows_the_reference(device: str, magnitudes: list[float]
 
 # ---- on other CPUs --------------------------------------------------------------------------------------------------
 
-TESTS_OF_VALUES = "(random_buckets or borders or changes or every or references_bits) and not emulated and not generic"
+TESTS_OF_VALUES = "(samples or random_buckets or changes or references_bits) and not emulated and not generic"
 
 
 def test_without_vector_instructions_the_values_are_the_same() -> None:

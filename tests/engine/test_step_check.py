@@ -134,7 +134,7 @@ def _alone(rank: int, world_size: int) -> None:
     model = Mlp()
     sync = fastsync.attach(model)
     training = _Training(model, rank)
-    for number in range(600):
+    for number in range(280):
         if number % 5 == 0:
             with sync.no_sync():
                 training.backward()

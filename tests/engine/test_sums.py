@@ -94,14 +94,14 @@ def _as_the_reference(rank: int, world_size: int, device: str, way: Way) -> None
             check(wire, SHAPES, dtype, steps, *entry_points)
         one_more_than_shards_hold = [(512 * world_size + 1,)]
         check(wire, one_more_than_shards_hold, torch.float32, 1, "attach")
-        if world_size in (3, 4):
+        if world_size in (3, 4) and wire in ("none", "int8"):
             check(wire, SEVERAL_PIECES, torch.float32, 1, "attach")
 
 
 @each_transport
 @pytest.mark.parametrize(
     ("world_size", "way"),
-    [*itertools.product((1, 2, 3), ALGORITHMS), (4, 2), (6, 2), (6, 3)],
+    [(1, "one_shot"), *itertools.product((2, 3), ALGORITHMS), (4, 2), (6, 3)],
 )
 def test_the_mean_is_the_references_to_the_bit(world_size: int, way: Way, transport: str) -> None:
     start(_as_the_reference, world_size, transport, way)
@@ -232,7 +232,7 @@ def _stays_within_the_bound(rank: int, world_size: int) -> dict[tuple[str, str, 
 
 
 def test_errors_stay_within_what_is_derived_and_do_not_grow_with_the_ranks() -> None:
-    of_few, of_many = (run_ranks(_stays_within_the_bound, world_size)[0] for world_size in (2, 8))
+    of_few, of_many = (run_ranks(_stays_within_the_bound, world_size)[0] for world_size in (2, 6))
     for key, error in of_few.items():
         if key[0] in ("ordinary", "constant") and key[1] != "none":
             assert of_many[key] <= 1.5 * error, key
