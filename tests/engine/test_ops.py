@@ -433,7 +433,7 @@ def test_bucket_scale_follows_the_reference(device: str, magnitudes: list[float]
 
 # ---- on other CPUs --------------------------------------------------------------------------------------------------
 
-TESTS_OF_VALUES = "(samples or random_buckets or changes or references_bits) and not emulated and not generic"
+TESTS_OF_VALUES = "(samples or changes or references_bits) and not emulated and not generic"
 
 
 def test_without_vector_instructions_the_values_are_the_same() -> None:
