@@ -19,7 +19,6 @@ from tests.engine.entry_points import mean_of, whole_numbers
 from tests.models import (
     SMALL_BUCKETS,
     Given,
-    Mlp,
     assert_all_bitwise_equal,
     batch,
     grads_of,
@@ -248,21 +247,35 @@ def test_ways_to_call_backward(rank: int, world_size: int) -> None:
     assert_all_bitwise_equal([grad.detach() for grad in grads_of(model)], expected, "create_graph")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs).tanh()
+
+
 @on_ranks(2)
-def test_autocast_and_compiled_modules(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
-    torch.manual_seed(0)
-    net = Mlp()
-    plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=SMALL_BUCKETS)
-    model = torch.compile(net, backend="aot_eager") if dtype is None else net
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    for step in range(3):
-        for each in (model, plain):
-            each.zero_grad()
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                each(batch(rank, step)).square().mean().backward()
-        assert_all_bitwise_equal(grads_of(net), grads_of(plain), f"{dtype}, step {step}")
-    assert sync.stats().num_steps == 3
+def test_autocast_and_compiled_modules(rank: int, world_size: int) -> None:
+    """Compiled whole or block by block, and without a graph break."""
+    for way in (torch.bfloat16, torch.float16, "whole", "blocks"):
+        torch.manual_seed(0)
+        net = nn.Sequential(Block(), Block(), Block())
+        plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=SMALL_BUCKETS)
+        if way == "blocks":
+            for block in net:
+                block.compile(backend="aot_eager", fullgraph=True)
+        model = torch.compile(net, backend="aot_eager", fullgraph=True) if way == "whole" else net
+        sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
+        dtype = way if isinstance(way, torch.dtype) else None
+        for step in range(3):
+            for each in (model, plain):
+                each.zero_grad()
+                with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                    each(batch(rank, step)).square().mean().backward()
+            assert_all_bitwise_equal(grads_of(net), grads_of(plain), f"{way}, step {step}")
+        assert sync.stats().num_steps == 3
 
 
 class _GivesNone(torch.autograd.Function):

@@ -92,17 +92,3 @@ def test_a_turn_that_was_disturbed_counts_for_nothing() -> None:
         for numel, seconds in candidate.points:
             if numel <= 2**16:  # beyond, there may have been one turn
                 assert seconds == link.seconds(candidate.compression, numel)
-
-
-@pytest.mark.parametrize("costs", [(1.0, 1.2, 1.5, 3.0), (1.0, 1.1, 2.0, 3.0), (1.0, 1.2, 3.0, 3.0)])
-def test_full_width_is_chosen_where_only_the_cores_count(costs: tuple[float, ...]) -> None:
-    between_two = compressions(["none", "fp16", "bf16", "int8"], world_size=2)
-    cost = dict(zip(["none", "fp16, one_shot", "all_reduce", "int8"], costs, strict=True))
-
-    def seconds(compression: Compression) -> float:
-        return next(value for name, value in cost.items() if name in str(compression))
-
-    link = Link(1.0, 0.0)
-    link.seconds = lambda compression, numel: 1e-9 * numel * seconds(compression)  # type: ignore[method-assign]
-    volumes = {compression: volume(compression, 2) for compression in between_two}
-    assert between_two[choose(Survey(volumes, link.take_turns).candidates(), BUCKET)] == between_two[0]
