@@ -92,25 +92,15 @@ def test_candidates_come_from_the_least_lossy_to_the_lossiest() -> None:
 
 
 def test_the_table_says_what_each_bucket_travels_with_and_why() -> None:
-    assert (
-        explain(PROFILE.candidates, [250_000, 250_000, 6000], "shared memory")
-        == """\
-through: shared memory
-buckets   values  candidate                       predicted ms  chosen
-0-1      250,000  none, all_reduce                      11.000
-                  fp16, all_reduce                       6.100
-                  int8, error feedback, two_shot         5.500  fastest
-2          6,000  none, all_reduce                       1.240  as fast as fp16, all_reduce within 3%, and loses less
-                  fp16, all_reduce                       1.220
-                  int8, error feedback, two_shot         3.060"""
-    )
-    assert explain([Candidate(FP16)], [7], "process group").splitlines()[-1].split() == [
-        "0",
-        "7",
-        "fp16,",
-        "all_reduce",
-        "given",
-    ]
+    table = " ".join(explain(PROFILE.candidates, [250_000, 250_000, 6000], "shared memory").split())
+    for words in (
+        "through: shared memory",
+        "0-1 250,000 none, all_reduce 11.000",
+        "int8, error feedback, two_shot 5.500 fastest",
+        "2 6,000 none, all_reduce 1.240 as fast as fp16, all_reduce within 3%, and loses less",
+    ):
+        assert words in table
+    assert explain([Candidate(FP16)], [7], "process group").split()[-5:] == ["0", "7", "fp16,", "all_reduce", "given"]
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
