@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -246,3 +247,19 @@ def test_what_is_refused_inside_a_join(rank: int, world_size: int) -> None:
                 models[0].zero_grad()
     for sync in (first, second):
         sync.detach()
+
+
+@on_ranks(2)
+def test_nobody_waits_for_ever(rank: int, world_size: int) -> None:
+    """One that leaves its loop by an error keeps nobody waiting beyond the time-out."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = _model()
+    sync = fastsync.attach(model, process_group=group)
+    if rank == 1:
+        with pytest.raises(ArithmeticError), sync.join():
+            raise ArithmeticError
+        dist.barrier()
+        return
+    with pytest.raises(RuntimeError, match="rank 1"), sync.join():
+        model(_inputs(rank, 0)).sum().backward()
+    dist.barrier()

@@ -430,6 +430,54 @@ def test_bucket_scale_follows_the_reference(device: str, magnitudes: list[float]
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
+AT_THE_END_OF_A_PAGE = """
+import ctypes, mmap
+import torch
+import fastsync._C
+from tests import reference
+from tests.engine.sample_inputs import GRAD_DTYPES, WIRE_DTYPES
+
+mappings = []
+
+def guarded(numel, dtype):
+    num_bytes = numel * dtype.itemsize
+    length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, length + mmap.PAGESIZE)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + length
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    mappings.append(memory)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=length - num_bytes)
+
+for grad_dtype in GRAD_DTYPES:
+    compute = torch.float64 if grad_dtype == torch.float64 else torch.float32
+    for wire_dtype in WIRE_DTYPES:
+        for numel in (1, 37, 128, 256, 300, 384):
+            wire_dtype = wire_dtype or grad_dtype
+            print(grad_dtype, wire_dtype, numel, flush=True)
+            grads = [guarded(numel, grad_dtype)]
+            length, stats = reference.wire_numel([numel], wire_dtype), torch.zeros(4, dtype=torch.float64)
+            wires = guarded(2 * length, wire_dtype).view(2, length)
+            torch.ops.fastsync.pack(grads, wires[1], stats)
+            torch.ops.fastsync.pack(grads, wires[1], stats, None, [guarded(numel, compute)])
+            torch.ops.fastsync.unpack(wires[1], grads, stats)
+            torch.ops.fastsync.unpack(wires, grads, stats)
+            num_values = -(-numel // 128) * 128 if wire_dtype in reference.BLOCK_BITS else numel
+            residual = guarded(num_values, compute)
+            torch.ops.fastsync.reduce(wires, guarded(length, wire_dtype), None, residual, grad_dtype=grad_dtype)
+            torch.ops.fastsync.measure(grads, stats)
+"""
+
+
+@pytest.mark.parametrize("capability", ["default", ""])
+def test_nothing_is_read_beyond_the_end_of_a_tensor(capability: str) -> None:
+    """There a page begins that may not be touched."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability} if capability else os.environ
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_THE_END_OF_A_PAGE], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, f"{ended.returncode} at {ended.stdout.splitlines()[-1:]}: {ended.stderr}"
+
+
 # ---- on other CPUs --------------------------------------------------------------------------------------------------
 
 TESTS_OF_VALUES = "(samples or changes or references_bits) and not emulated and not generic"

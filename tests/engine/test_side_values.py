@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -244,3 +245,20 @@ def test_ranks_do_not_wait_for_each_other_inside_backward_where_a_setting_is_new
         losses = [model([torch.ones(3)]) for model in (models if rank == 0 else reversed(models))]
         torch.stack(losses).sum().backward()
         assert [sync.piggybacked()[f"new in step {step}"].item() for sync in syncs] == [0.5, 0.5]
+
+
+@on_ranks(2, timeout=40.0)
+def test_a_failed_sync_leaves_gradients_as_they_were(rank: int, world_size: int) -> None:
+    """A sync that fails leaves gradients as they were."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = Given([torch.ones(3)])
+    sync = fastsync.attach(model, process_group=group, overlap=False)
+    sync.set_weight(2.0 + rank)
+    model.weights[0].grad = torch.ones(3)
+    sync.synchronize()
+    if rank == 0:
+        model.weights[0].grad = torch.full((3,), 5.0)
+        with pytest.raises(RuntimeError, match="rank 1"):
+            sync.synchronize()
+        assert model.weights[0].grad.tolist() == [5.0] * 3
+    dist.barrier()
