@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-all test-slow test-gpu test-aten test-asan test-ubsan test-trainers lint format bench check-cuda check-aarch64 prove-gpu clean
+.PHONY: help venv build train test test-all test-slow test-gpu test-aten test-asan test-ubsan test-trainers lint format docs bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -33,6 +33,7 @@ help:
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make lint        ruff, mypy and clang-format'
 	@echo 'make format      let ruff and clang-format rewrite the sources'
+	@echo 'make docs        build the site into build/docs'
 	@echo 'make bench       measure pack and unpack; BENCH_ARGS hands on options'
 	@echo 'make check-cuda  compile the CUDA half where nvcc is on the PATH; needs no GPU'
 	@echo 'make check-aarch64  compile the engine for 64-bit ARM where that compiler is on the PATH'
@@ -119,6 +120,11 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC) $(SHIM)
+
+# What is not found, or said twice, is an error.
+docs: venv
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo 'the site: build/docs/index.html'
 
 bench: venv
 	$(BIN)/python -m benchmarks ops $(BENCH_ARGS)

@@ -188,7 +188,7 @@ def cuda_left_out(setting: str, torch_version: str, torch_cuda: str | None) -> s
 
 
 def leave_note(path: Path, torch_version: str, left_out: str | None) -> None:
-    """Writes what the extension was built for, and why without the CUDA half, for fastsync/installation.py to read.
+    """Writes what the extension was built for, and why without the CUDA half, for fastsync/doctor.py to read.
 
     Another torch may load the extension, and crash. The user is told on the terminal: pip hides what a build prints.
     """

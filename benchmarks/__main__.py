@@ -18,6 +18,7 @@ COMMANDS = {
     "outer": "training between sites over slow links: at each step, or every H by DiLoCo and local SGD",
     "outer_loss": "what a token teaches where sites synchronise every H steps: a small GPT, its loss over tokens",
     "predict": "efficiency on more ranks or another link, from a model fitted on rows, and how far to trust it",
+    "headline": "the picture of the README, from rows of sync and link",
     "report": "one report of several runs of scaling: tables, pictures, one page of HTML",
     "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }

@@ -45,7 +45,7 @@ class DiLoCo:
     The difference between the common weights and a site's own travels through the host, whatever device the model is
     on. Inside a site gradients are synchronised at every step, by ``attach`` or DDP over a group of its own. Floating
     buffers, such as BatchNorm's, are averaged once every ``sync_every`` steps. Optimizer states, integer buffers and
-    learning rates stay each site's own. See docs/outer_steps.md, also for what happens when a site is lost.
+    learning rates stay each site's own. See docs/guides/outer_steps.md, also for what happens when a site is lost.
 
     Args:
         model: all ranks begin with rank 0's. Under ``fully_shard`` a rank's shards are averaged with its peers'.
