@@ -22,7 +22,7 @@ extensions = [
 ]
 exclude_patterns = ["pictures/*"]
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_typehints = "signature"
@@ -35,6 +35,8 @@ python_maximum_signature_line_length = 88
 html_theme = "pydata_sphinx_theme"
 html_title = "fastsync"
 html_extra_path = ["llms.txt"]
+html_static_path = ["style"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_theme_options = {
     "navigation_with_keys": False,
