@@ -17,13 +17,8 @@ GOES_ON, TERMINATES, TRUNCATES = range(3)
 def endings(draw: st.DrawFn) -> list[list[int]]:
     """For each environment, how each of its rows ends."""
     num_rows, num_envs = draw(st.integers(1, 12)), draw(st.integers(1, 4))
-    columns = []
-    for _ in range(num_envs):
-        column = draw(
-            st.lists(st.sampled_from([GOES_ON, GOES_ON, TERMINATES, TRUNCATES]), min_size=num_rows, max_size=num_rows)
-        )
-        columns.append(column)
-    return columns
+    ending = st.sampled_from([GOES_ON, GOES_ON, TERMINATES, TRUNCATES])
+    return [draw(st.lists(ending, min_size=num_rows, max_size=num_rows)) for _ in range(num_envs)]
 
 
 def plain_advantage(
@@ -69,17 +64,11 @@ def test_advantages_are_those_of_the_definition(columns: list[list[int]], gamma:
 
 
 def test_normalisation_pools_the_valid_rows_of_all_ranks():
-    parts = []
-    for rank in range(2):
-        generator = torch.Generator().manual_seed(rank)
-        advantages = 1000 + (1 + rank) * torch.randn(6, 5, generator=generator)
-        valid = torch.rand(6, 5, generator=generator) < (0.9, 0.5)[rank]
-        advantages[~valid] = 1e6
-        parts.append((advantages, valid))
-    of_all = torch.stack([moments(advantages.unsqueeze(-1), valid) for advantages, valid in parts]).sum(0)
-    pooled = torch.cat([advantages[valid] for advantages, valid in parts]).double()
-    assert of_all[0] == len(pooled)
-    for advantages, valid in parts:
-        expected = (advantages.double() - pooled.mean()) / pooled.std(correction=0)
-        normalized = normalize_advantages(advantages, of_all)
-        torch.testing.assert_close(normalized[valid].double(), expected[valid], rtol=1e-5, atol=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    ranks = [1000 + scale * torch.randn(6, 5, generator=generator) for scale in (1, 2)]
+    valid = [torch.rand(6, 5, generator=generator) < share for share in (0.9, 0.5)]
+    of_all = sum(moments(mine.unsqueeze(-1), counts) for mine, counts in zip(ranks, valid, strict=True))
+    pooled = torch.cat([mine[counts] for mine, counts in zip(ranks, valid, strict=True)]).double()
+    expected = (ranks[0].double() - pooled.mean()) / pooled.std(correction=0)
+    normalized = normalize_advantages(ranks[0], of_all)
+    torch.testing.assert_close(normalized.double(), expected, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, moments
@@ -43,8 +42,7 @@ def test_discounted_returns_go_on_over_rollouts_and_begin_anew_with_episodes():
     assert second[0].tolist() == [1.5, 3.75]
 
 
-@pytest.mark.parametrize(("reward", "expected"), [(3.0, 1.5), (-3.0, -1.5), (1e6, 10.0)])
-def test_rewards_are_divided_by_the_deviation_of_the_return(reward: float, expected: float):
+def test_rewards_are_divided_by_the_deviation_of_the_return_and_cut_off():
     normalizer = RewardNormalizer(0.9, 1, torch.float32)
     normalizer.update(moments(torch.tensor([[3.0], [7.0]]), torch.ones(2, dtype=torch.bool)))
-    torch.testing.assert_close(normalizer(torch.tensor([reward])), torch.tensor([expected]))
+    torch.testing.assert_close(normalizer(torch.tensor([3.0, -3.0, 1e6])), torch.tensor([1.5, -1.5, 10.0]))

@@ -1,18 +1,16 @@
-"""Random numbers of environments: those of SplitMix64, evenly spread, the same on one rank and on several."""
+"""Random numbers of environments: those of SplitMix64, and evenly spread."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fastsync.ppo.random_streams import RandomStreams, _mix
 
-CPU = torch.device("cpu")
 MASK = 2**64 - 1
 
 
-def streams(seed: int = 0, first_index: int = 0, num_envs: int = 4) -> RandomStreams:
-    return RandomStreams(seed, first_index=first_index, num_envs=num_envs, device=CPU)
+def streams(seed: int = 0, num_envs: int = 4) -> RandomStreams:
+    return RandomStreams(seed, first_index=0, num_envs=num_envs, device=torch.device("cpu"))
 
 
 def test_mixing_is_splitmix64s():
@@ -27,12 +25,6 @@ def test_mixing_is_splitmix64s():
     assert int(_mix(torch.tensor(0x9E3779B97F4A7C15 - 2**64))) & MASK == 0xE220A8397B1DCDAF
 
 
-def test_streams_do_not_depend_on_the_rank_they_are_on():
-    alone, ranks = streams(), [streams(first_index=first, num_envs=2) for first in (0, 2)]
-    for shape in ((5, 3), (2, 1)):
-        assert torch.equal(alone.bits(*shape), torch.cat([rank.bits(*shape) for rank in ranks], dim=1))
-
-
 def test_no_two_draws_are_alike():
     drawn = [streams(seed).bits(50, 2) for seed in range(5)]
     again = streams()
@@ -40,10 +32,8 @@ def test_no_two_draws_are_alike():
     assert torch.stack(drawn).unique().numel() == 7 * 50 * 4 * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_uniform_numbers_are_uniform(dtype: torch.dtype):
-    numbers = streams(num_envs=20).uniform(500, 10, dtype)
-    assert numbers.dtype == dtype
+def test_uniform_numbers_are_uniform():
+    numbers = streams(num_envs=20).uniform(500, 10, torch.float32)
     assert 0 < numbers.min() < 1e-4
     assert 1 - 1e-4 < numbers.max() < 1
     counts = torch.histc(numbers, bins=100, min=0, max=1)
