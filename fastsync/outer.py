@@ -28,6 +28,7 @@ from ._checks import resolve_group
 from .attach import BUCKET_CAP_MB, GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
 from .distributed import broadcast_tensors, ranks_left
+from .stats import SyncStats
 from .topk import TopK, TopKAverager
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
@@ -79,9 +80,7 @@ class DiLoCo:
         timeout: float = 600.0,
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                f"model, optimizer: expected a module and its optimizer, got {type(model)}, {type(optimizer)}"
-            )
+            raise ValueError(f"expected a module and its optimizer, got {model!r:.40} and {optimizer!r:.40}")
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("model: none of its parameters requires a gradient; nothing to synchronise")
@@ -175,7 +174,10 @@ class DiLoCo:
             fragment.step(self._group.size())
             self._num_averaged = number
 
-    # ---- when a site is lost ----------------------------------------------------------------------------------------
+    def stats(self) -> list[SyncStats]:
+        """Returns what each fragment's synchronisations took, since the newest site was lost. ``TopK`` has none."""
+        handles = (fragment.averager for fragment in self._fragments)
+        return [handle.stats() for handle in handles if isinstance(handle, GradientSynchronizer)]
 
     def _go_on_without_the_lost(self, fragment: _Fragment, error: RuntimeError) -> None:
         """Forms a group of the ranks that are left.
@@ -207,8 +209,6 @@ class DiLoCo:
                 )
             if before is not None:  # steps and scales may differ by now: all begin anew
                 fragment.averager.load_state_dict(before.state_dict() | {"step": 0, "scales": {}})
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on bit for bit, beside the model's and the optimizer's own states.
@@ -349,11 +349,9 @@ def _check_number(name: str, number: object, least: int, most: int) -> None:
         raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {number!r}")
 
 
-def _gloo_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+def _gloo_group(ranks: list[int], timeout: timedelta) -> Any:
     """One of its own, for what travels in the background must not come between the calls of the group in a site."""
-    group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
 
 
 def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import fastsync
+from benchmarks.baselines.torchft_diloco import torchft_diloco
 from benchmarks.harness.collect import Collected, collect, termination_raises
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.network.launch import run_in_namespaces
@@ -76,6 +78,7 @@ WAYS: dict[str, Callable[[], Way]] = {
     "ddp": lambda: Way(1, DistributedDataParallel),
     "fastsync.attach/int8+ef": lambda: Way(1, _attached),
     "torch PeriodicModelAverager, H=50": partial(_local_sgd, 50),
+    "torchft DiLoCo, H=50": lambda: Way(50, context=partial(torchft_diloco, sync_every=50)),
     "fastsync.DiLoCo/int8+ef, H=50": partial(_diloco, 50),
     "fastsync.DiLoCo/int8+ef, H=50, 4 fragments, delay 10": partial(
         _diloco, 50, fragments=4, fragment_sync_delay=10
@@ -99,8 +102,8 @@ class Options:
     """Parameters of the model."""
     step_time: float = 0.1
     """Seconds that a step computes."""
-    ways: tuple[str, ...] = tuple(WAYS)
-    """How sites synchronise."""
+    ways: tuple[str, ...] = tuple(way for way in WAYS if "torchft" not in way or find_spec("torchft"))
+    """How sites synchronise. torchft is measured where it is installed."""
     rounds: int = 3
     """Outer steps that are timed, after one that is not."""
     each_step: int = 4

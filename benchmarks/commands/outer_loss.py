@@ -6,24 +6,28 @@ No time is measured: all ways take as many steps, and are judged on a part of th
 
 import copy
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import torch
 import torch.distributed as dist
 import tyro
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import fastsync
 from benchmarks.baselines.models import GPT
-from benchmarks.harness.collect import collect
-from benchmarks.harness.records import Record, RowFile, environment
+from benchmarks.harness.collect import Collected, collect
+from benchmarks.harness.records import Record, RowFile, environment, read_json
+from benchmarks.report.pictures import COLOURS, MARKERS, STYLE
 from benchmarks.report.table import Columns, number, print_tables
+from benchmarks.units import format_rate
 from fastsync.distributed import dist_mean, process_group
 
 CONTEXT, VALIDATED_BATCHES = 64, 16
@@ -54,12 +58,23 @@ class Options:
     validate_every: int = 50
     json: Path | None = None
     """File to write all rows to."""
+    rows: tuple[Path, ...] = ()
+    """Train nothing: show rows that --json has written."""
+    links: Path | None = None
+    """Rows of ``outer``, for --picture: what a step takes over each link."""
+    picture: Path | None = None
+    """File to draw the loss into, over the time that it takes to reach it."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains and reports. Returns the exit status: 0, or 1 if a rank failed."""
     options = tyro.cli(Options, prog="python -m benchmarks outer_loss", args=arguments)
-    collected = collect(measure_rank, 2, options, options.json)
+    if options.rows:
+        collected = Collected([record for path in options.rows for record in read_json(path)], [], 0)
+    else:
+        collected = collect(measure_rank, 2, options, options.json)
+    if options.picture is not None and options.links is not None:
+        draw(collected.records, read_json(options.links), options.picture)
     print_tables([collected.records], lambda record: "Loss on unseen text, in nats a byte", COLUMNS, collected.notes)
     return collected.status
 
@@ -143,3 +158,35 @@ COLUMNS: Columns = {
     "steps": lambda record: next(reversed(record.figures)),
     "loss": lambda record: number(_newest(record), ".3f"),
 }
+
+
+TIMED = {EACH_STEP: "ddp", "int8": "fastsync.DiLoCo/int8+ef, H=50", "topk": "fastsync.DiLoCo/topk, H=30"}
+"""Which row of ``outer`` tells what a step takes, or an outer step beside its steps."""
+
+
+def draw(losses: Sequence[Record], links: Sequence[Record], path: Path) -> None:
+    """Draws the mean loss of all seeds over the time that steps take on each link, from the warm start."""
+    warm = [record for record in losses if record.settings["start"] == "warm"]
+    with mpl.rc_context(STYLE):
+        figure = Figure((9, 4.2))
+        rates = sorted({record.settings["link"] for record in links}, reverse=True)
+        for axes, rate in zip(figure.subplots(1, len(rates), sharey=True, squeeze=False).flat, rates, strict=True):
+            timed = {record.way: record for record in links if record.settings["link"] == rate}
+            for way, colour, marker in zip(dict.fromkeys(each.way for each in warm), COLOURS, MARKERS, strict=False):
+                of_way = [record.figures for record in warm if record.way == way]
+                minutes = [int(step) * seconds_a_step(way, timed) / 60 for step in of_way[0]]
+                means = [sum(figures[step] for figures in of_way) / len(of_way) for step in of_way[0]]
+                axes.plot(minutes, means, color=colour, marker=marker, markersize=4, label=way)
+            axes.set(xscale="log", xlabel="minutes", title=format_rate(rate))
+            axes.grid(visible=True)
+        figure.axes[0].set_ylabel("loss, nats a byte")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
+        figure.savefig(path, dpi=110)
+
+
+def seconds_a_step(way: str, timed: Mapping[str, Record]) -> float:
+    """What a step takes with its share of an outer step, from what ``outer`` has timed by way."""
+    kind, _, every = way.partition("/")
+    record = timed[TIMED[kind.removesuffix("-lr1")]]
+    computes, takes = record.settings["step_time"], record.samples[0]
+    return computes + (takes - computes) * int(record.way.partition("H=")[2] or 1) / int(every or 1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from .. import clip_grad_norm_
+from ..stats import SyncStats
 from ..stopwatch import Stopwatch
 from . import fused
 from .batches import Batch, Buffers, Shuffler, row_weights
@@ -323,6 +324,10 @@ class PPO:
             for _ in range(1 + is_last * (-self.update % settings.sync_every)):  # at the end all get common weights
                 self.outer.step()
         return figures
+
+    def sync_stats(self) -> SyncStats:
+        """What synchronising has taken so far."""
+        return self.sync.stats() if self.outer is None else self.outer.stats()[0]
 
     def _sum_over_ranks(self, moments: Tensor) -> Tensor:
         with self.waiting:

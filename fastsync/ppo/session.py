@@ -100,7 +100,7 @@ class Session:
         dist.barrier()  # rank 0 has taken its time to open the logs
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
-        self._before = ppo.sync.stats(), 0.0
+        self._before = ppo.sync_stats(), 0.0
 
     @property
     def is_over(self) -> bool:
@@ -145,7 +145,7 @@ class Session:
             stopped_by = self._signals.received.name if self._signals.received else "a signal to another rank"
         if stopped_by is None or self._ppo.outer is None:
             check_consistency(self._ppo.policy)
-        sync = self._ppo.sync.stats()
+        sync = self._ppo.sync_stats()
         result = TrainResult(self._ppo.step, self._seconds, self._window.returns, sync, stopped_by)
         if self._rank == 0:
             self._console.finish(result, self._speed(result.step, result.seconds))
@@ -159,7 +159,7 @@ class Session:
     def _times(self, rollout: Any, now: float) -> PhaseTimes:
         """Of the update that has ended now."""
         before, waited_before = self._before
-        stats, waited_so_far = self._ppo.sync.stats(), self._ppo.waiting.seconds()
+        stats, waited_so_far = self._ppo.sync_stats(), self._ppo.waiting.seconds()
         self._before = stats, waited_so_far
         self._wire_bytes = stats.wire_bytes - before.wire_bytes
         waited = waited_so_far - waited_before + stats.exposed_time - before.exposed_time

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fastsync
-from tests.models import SMALL_BUCKETS, Fails, Mlp, assert_all_bitwise_equal, batch, grads_of
+from tests.models import SMALL_BUCKETS, Fails, Given, Mlp, assert_all_bitwise_equal, batch, grads_of
 
 
 class Fallible(Mlp):
@@ -84,3 +84,16 @@ def fail(model: Fallible, rank: int, step: int) -> None:
     with pytest.raises(ArithmeticError, match="as told"):
         backward(model, rank, step)
     model.fails = False
+
+
+def backward_of_given(model: Given, grads: list[Tensor], *, fails: bool = False) -> list[list[float]]:
+    """A backward that fails does so when all gradients but the first are there. Returns the values of each gradient."""
+    model.zero_grad()
+    weights = [Fails.apply(weight) if fails and index == 0 else weight for index, weight in enumerate(model.weights)]
+    loss = torch.stack([(weight * grad).sum() for weight, grad in zip(weights, grads, strict=True)]).sum()
+    if fails:
+        with pytest.raises(ArithmeticError, match="as told"):
+            loss.backward()
+    else:
+        loss.backward()
+    return [grad.unique().tolist() for grad in grads_of(model)]

@@ -89,16 +89,18 @@ def average(
     model: nn.Module,
     compression: AnyCompression = "none",
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     bucket_cap_mb: float = SMALL_BUCKETS,
     **ddp_options: Any,
 ) -> Averaged:
     """Hands the model to an entry point. ``ddp_options`` are for those that take a DDP model."""
     if "hook" in entry_point:
-        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_cap_mb, **ddp_options)
+        of_ddp = None if isinstance(group, DeviceMesh) else group
+        ddp = DistributedDataParallel(model, process_group=of_ddp, bucket_cap_mb=bucket_cap_mb, **ddp_options)
         if entry_point == "hook":
-            return Averaged(ddp, fastsync.register_comm_hook(ddp, compression), no_sync=ddp.no_sync)
-        state = fastsync.HookState(group, module=model)
+            hook = fastsync.register_comm_hook(ddp, compression, process_group=group)
+            return Averaged(ddp, hook, no_sync=ddp.no_sync)
+        state = fastsync.HookState(of_ddp, module=model)
         ddp.register_comm_hook(state, DROP_INS[str(compression)])
         return Averaged(ddp, state, no_sync=ddp.no_sync)
     if entry_point == "sharded":
@@ -111,7 +113,7 @@ def average(
     return Averaged(model, sync, (lambda: None) if overlap else sync.synchronize, sync.no_sync)
 
 
-def _sharded(model: nn.Module, compression: AnyCompression, group: dist.ProcessGroup | None) -> Averaged:
+def _sharded(model: nn.Module, compression: AnyCompression, group: Any) -> Averaged:
     world = init_device_mesh("cpu", (dist.get_world_size(),))
     shards: Any = fully_shard(model, mesh=world if group is None else DeviceMesh.from_group(group, "cpu"))
 

@@ -33,13 +33,6 @@ def test_saved_scales_that_differ_are_told_with_who_has_what(rank: int, world_si
 
     ddp = given_ddp(grads)
     hook = fastsync.register_comm_hook(ddp, "fp16")
-    if rank != 1:
-        hook.load_state_dict(states[0])
-    with pytest.raises(ValueError, match=r"rank 1: no saved scales; rank 0, 2: saved scales of 3 parameters"):
-        backward_of(ddp, grads)
-
-    ddp = given_ddp(grads)
-    hook = fastsync.register_comm_hook(ddp, "fp16")
     for _ in range(3):
         backward_of(ddp, grads)
     hook.load_state_dict(states[rank])  # in the middle of training

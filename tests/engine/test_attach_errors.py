@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,22 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastsync
-from tests.engine.attached import assert_freed, references_to
+from tests.engine.attached import assert_freed, backward_of_given, references_to
 from tests.models import SMALL_BUCKETS, Fails, Given, assert_all_bitwise_equal, grads_of
 from tests.ranks import on_ranks
-
-
-def _step(model: Given, grads: list[Tensor], *, fails: bool = False) -> list[list[float]]:
-    """A backward that fails does so when all gradients but the first are there. Returns the values of each gradient."""
-    model.zero_grad()
-    weights = [Fails.apply(weight) if fails and index == 0 else weight for index, weight in enumerate(model.weights)]
-    loss = sum((weight * grad).sum() for weight, grad in zip(weights, grads, strict=True))
-    if fails:
-        with pytest.raises(ArithmeticError, match="as told"):
-            loss.backward()
-    else:
-        loss.backward()
-    return [grad.unique().tolist() for grad in grads_of(model)]
 
 
 @pytest.mark.parametrize("failing", [(1,), (0, 1)])
@@ -50,11 +36,11 @@ def test_a_backward_that_fails_is_noticed_on_the_other_ranks(
                 grads = [torch.full((300,), (1.0 + rank) * size)] * 3
                 sync.piggyback("step", torch.tensor(float(step)))
                 if step != failing_step:
-                    assert _step(model, grads) == [[1.5 * size]] * 3, f"{wire}, {step}"
+                    assert backward_of_given(model, grads) == [[1.5 * size]] * 3, f"{wire}, {step}"
                     assert sync.piggybacked()["step"] == step
                     continue
                 for _ in range(1 + step if len(failing) == 2 else 1):
-                    _step(model, grads, fails=fails)
+                    backward_of_given(model, grads, fails=fails)
                 if fails:
                     continue
                 spoilt = [bool(grad.isnan().all()) for grad in grads_of(model)]
@@ -68,17 +54,17 @@ def test_a_backward_that_fails_is_noticed_on_the_other_ranks(
             assert states[0] == states[1]
             if len(failing) == 2:
                 sync.piggyback("step", torch.tensor(8.0 + rank))
-                _step(model, grads, fails=True)
+                backward_of_given(model, grads, fails=True)
                 sync.synchronize()
                 assert sync.piggybacked()["step"] == 8.5, "a value of a backward that failed is lost"
                 with sync.no_sync():
-                    _step(model, grads, fails=True)
-            _step(model, grads, fails=fails)
+                    backward_of_given(model, grads, fails=True)
+            backward_of_given(model, grads, fails=fails)
             sync.detach()  # tells the others
             sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
-            assert _step(model, grads) == [[1.5 * size]] * 3
+            assert backward_of_given(model, grads) == [[1.5 * size]] * 3
             if len(failing) == 2:
-                _step(model, grads, fails=True)
+                backward_of_given(model, grads, fails=True)
             references = references_to(model)
             del model, sync
             assert_freed(references)
@@ -94,7 +80,7 @@ def test_what_changes_after_a_failed_backward_is_for_the_next_step(rank: int, wo
         fails = step == 2
         if fails and rank == 0:
             time.sleep(0.2)  # so that the other one changes it first
-        averages = _step(model, grads, fails=fails and rank == 1)
+        averages = backward_of_given(model, grads, fails=fails and rank == 1)
         if not fails:
             assert averages == [[1.5]] * 3, f"step {step}"
         elif change == "compression":
@@ -159,28 +145,6 @@ def test_an_error_in_one_of_several_engines_keeps_no_rank_waiting(rank: int, wor
     assert other.grad.tolist() == [1.5] * 40
 
 
-@on_ranks(2, timeout=60)
-def test_a_dtype_that_one_rank_alone_refuses_is_refused_on_all(rank: int, world_size: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=10))
-    for dtype, compression in ((torch.float8_e4m3fn, "none"), (torch.complex64, "bf16")):
-        parameter = nn.Parameter(torch.zeros(8))
-        sync = fastsync.attach([parameter], compression, process_group=group, overlap=False, init_sync=False)
-        whole = parameter.data
-        if rank == 1:
-            parameter.data = whole.to(dtype)
-        with pytest.raises(ValueError, match=r"the ranks do not agree .*: parameter 0 of shape"):
-            sync.synchronize()
-        parameter.data = whole.to(dtype)
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"parameter 0 is .*, which cannot be synchronised with compression"):
-                sync.synchronize()
-        parameter.data = whole
-        parameter.grad = torch.full((8,), 1.0 + rank)
-        sync.synchronize()
-        assert parameter.grad.tolist() == [1.5] * 8
-        sync.detach()
-
-
 class _Wrapped(Tensor):
     """Of no memory of its own, and nothing can be asked of it."""
 
@@ -191,19 +155,3 @@ class _Wrapped(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{func} of a wrapper")
-
-
-@on_ranks(2, timeout=60)
-def test_a_gradient_without_memory_on_one_rank_keeps_no_rank_waiting(rank: int, world_size: int) -> None:
-    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    fastsync.attach(parameters, process_group=dist.new_group(timeout=timedelta(seconds=10)))
-    if rank == 1:
-        # A hook of the user's, before this one's engine looks.
-        parameters[0].register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", _Wrapped(each.detach())))
-    loss = sum(each.sum() * (1.0 + rank) for each in parameters)
-    if rank == 1:
-        with pytest.raises(ValueError, match="parameter 0 got a gradient of a tensor subclass that has no memory"):
-            loss.backward()
-    else:
-        loss.backward()
-        assert any(each.grad.isnan().all() for each in parameters)

@@ -224,22 +224,6 @@ def test_what_rides_first_where_ranks_have_run_out(rank: int, world_size: int) -
     assert sync.piggybacked()["new"].tolist() == [1.0, 1.0]
 
 
-@on_ranks(2)
-def test_nobody_waits_for_ever(rank: int, world_size: int) -> None:
-    """One that leaves its loop by an error keeps nobody waiting beyond the time-out."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    model = _model()
-    sync = fastsync.attach(model, process_group=group)
-    if rank == 1:
-        with pytest.raises(ArithmeticError), sync.join():
-            raise ArithmeticError
-        dist.barrier()
-        return
-    with pytest.raises(RuntimeError, match="rank 1"), sync.join():
-        model(_inputs(rank, 0)).sum().backward()
-    dist.barrier()
-
-
 @on_ranks(2, timeout=40.0)
 def test_what_is_refused_inside_a_join(rank: int, world_size: int) -> None:
     """What cannot end well is refused where it begins, on every rank, and the loop goes on."""
@@ -263,3 +247,19 @@ def test_what_is_refused_inside_a_join(rank: int, world_size: int) -> None:
                 models[0].zero_grad()
     for sync in (first, second):
         sync.detach()
+
+
+@on_ranks(2)
+def test_nobody_waits_for_ever(rank: int, world_size: int) -> None:
+    """One that leaves its loop by an error keeps nobody waiting beyond the time-out."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = _model()
+    sync = fastsync.attach(model, process_group=group)
+    if rank == 1:
+        with pytest.raises(ArithmeticError), sync.join():
+            raise ArithmeticError
+        dist.barrier()
+        return
+    with pytest.raises(RuntimeError, match="rank 1"), sync.join():
+        model(_inputs(rank, 0)).sum().backward()
+    dist.barrier()

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -28,15 +22,10 @@ from tests.engine.attached import (
     Fallible,
     assert_averages,
     assert_averages_nothing,
-    assert_freed,
-    assert_soon_none,
     attach,
     backward,
     fail,
-    gradients,
-    loss_of,
     mean_gradients,
-    references_to,
 )
 from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
 from tests.ranks import on_ranks
@@ -51,16 +40,6 @@ def _threads(number: int) -> ThreadPoolExecutor:
 
 
 # ---- threads --------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_backward_in_other_threads(rank: int, world_size: int) -> None:
-    model = Mlp()
-    attach(model)
-    for step in range(4):
-        with _threads(1) as pool:
-            pool.submit(assert_averages, model, rank, step).result()
-        assert_averages(model, rank, 10 + step)
 
 
 @on_ranks(2)
@@ -121,68 +100,6 @@ def test_python_runs_while_backward_waits(rank: int, world_size: int) -> None:
         came = pool.submit(let_the_other_rank_come)
         backward(model, rank, 1)
         came.result()
-
-
-@on_ranks(2)
-def test_freed_while_backward_runs(rank: int, world_size: int) -> None:
-    for layer, is_averaged in ((4, False), (0, True)):  # before the first gradient is there, or after
-        model = Mlp()
-        attach(model)
-        assert_averages(model, rank, 1)
-        parameters = list(model.parameters())
-        references = [*references_to(model), *(weakref.ref(p) for p in parameters)]
-        expected = mean_gradients(model, 2) if is_averaged else gradients(model, rank, 2)
-        model.zero_grad()
-        holder = [model]
-
-        def free(*_: Any, holder: list[nn.Module] = holder) -> None:
-            with _threads(1) as pool:
-                pool.submit(holder.clear).result()
-            gc.collect()
-
-        loss = loss_of(_calling_in_backward(model, layer, free), rank, 2)
-        del model
-        loss.backward()
-        assert references[0]() is None
-        assert_all_bitwise_equal([p.grad for p in parameters], expected, "gradient of a model freed in its backward")
-        del parameters, loss
-        assert_freed(references)
-
-
-def _calling_in_backward(model: Mlp, layer: int, call: Callable[..., None]) -> Callable[[Tensor], Tensor]:
-    """The model's forward, without the model, and a call when its backward comes to a layer."""
-    layers = list(model.layers)
-
-    def forward(inputs: Tensor) -> Tensor:
-        for index, each in enumerate(layers):
-            inputs = each(inputs)
-            if index == layer:
-                inputs.register_hook(call)
-        layers.clear()
-        return inputs
-
-    return forward
-
-
-def _engine_threads() -> list[str]:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has just ended
-            names.append((task / "comm").read_text().strip())
-    return [name for name in names if name == "fastsync"]
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads in /proc")
-@on_ranks(2)
-def test_an_engine_has_one_thread_which_ends_with_it(rank: int, world_size: int) -> None:
-    model = Mlp()
-    sync = attach(model, compression=Compression("int8", algorithm="two_shot"))
-    for step in range(3):  # of several buckets each, whose means the thread takes
-        backward(model, rank, step)
-    assert _engine_threads() == ["fastsync"]
-    sync.detach()
-    del sync, model
-    assert_soon_none(_engine_threads)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

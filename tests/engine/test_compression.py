@@ -5,25 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.compression import as_compression, parse_compression
 from tests.models import (
     SMALL_BUCKETS,
-    STAMP,
     Mlp,
     assert_all_bitwise_equal,
     assert_same_on_all_ranks,
-    backward_of,
     batch,
-    given_ddp,
     grads_of,
     train_step,
 )
@@ -125,13 +119,14 @@ def test_auto_allows_by_name_what_loses_more() -> None:
             fastsync.Auto(allow=allow)
 
 
-def _swaps_while_training(rank: int, world_size: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
     hook = fastsync.register_comm_hook(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    step, sent = 0, 0
-    for compression, itemsize in (("none", 4), (fastsync.Compression("fp16"), 2), ("bf16", 2), ("none", 4)):
+    step = 0
+    for compression in ("none", fastsync.Compression("fp16"), "bf16", "none"):
         hook.compression = compression
         assert hook.compression == as_compression(compression)
         fresh = DistributedDataParallel(copy.deepcopy(ddp.module), bucket_cap_mb=SMALL_BUCKETS)
@@ -142,43 +137,5 @@ def _swaps_while_training(rank: int, world_size: int) -> None:
             train_step(fresh, fresh_optimizer, batch(rank, step))
             assert_all_bitwise_equal(grads_of(ddp), grads_of(fresh), f"{compression}: step {step}, gradient")
             assert_all_bitwise_equal(list(ddp.parameters()), list(fresh.parameters()), f"step {step}, parameter")
-            # A 16-bit all_reduce has no room for a stamp: one of 16 such steps has one, and the first.
-            has_stamp = itemsize == 4 or step == 3
-            step, sent = step + 1, sent + 8082 * itemsize + has_stamp * STAMP * world_size * 4
-            assert hook.stats().wire_bytes == sent
+            step += 1
         assert_same_on_all_ranks(list(ddp.parameters()))
-
-
-def _comes_back_to_other_gradients(rank: int, world_size: int) -> None:
-    ddp = given_ddp([torch.ones(3)])
-    hook = fastsync.register_comm_hook(ddp, "fp16")
-    for wire, magnitude in (("fp16", 1.0), ("none", 1.0), ("none", 1e6), ("fp16", 1e6), ("bf16", 1.0), ("fp16", 1e-6)):
-        hook.compression = wire
-        (averaged,) = backward_of(ddp, [torch.full((3,), magnitude)])
-        torch.testing.assert_close(averaged, torch.full((3,), magnitude), rtol=2.0**-8, atol=0.0)
-        assert hook.grad_stats().num_saturated.item() == 0, f"{wire} at {magnitude}: the scale is an old one"
-
-
-@on_ranks(2, shared_memory=False)
-def test_a_run_that_swaps_goes_on_as_one_that_had_it_from_there(rank: int, world_size: int) -> None:
-    _swaps_while_training(rank, world_size)
-    _comes_back_to_other_gradients(rank, world_size)
-
-
-@on_ranks(2, timeout=60)
-def test_ranks_do_not_wait_for_each_other_inside_a_backward_when_fp16_begins(rank: int, world_size: int) -> None:
-    """The gradients of two engines, each on a group of its own, get ready in opposite orders on the two ranks."""
-    groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
-    parameters = [nn.Parameter(torch.ones(1000)) for _ in groups]
-    both = [fastsync.attach([p], process_group=group) for p, group in zip(parameters, groups, strict=True)]
-    for step in range(4):
-        for sync in both:
-            sync.compression = "none" if step < 2 else "fp16"
-        loss = torch.zeros(())
-        for parameter in parameters if rank == 0 else reversed(parameters):
-            parameter.grad = None
-            loss = loss + (parameter * (rank + 1)).sum()
-        loss.backward()
-        for parameter in parameters:
-            assert parameter.grad is not None
-            assert (parameter.grad == 1.5).all()

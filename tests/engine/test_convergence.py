@@ -165,7 +165,6 @@ def _train_all(
     ("train", "num_seeds", "num_steps", "right"),
     [
         (train_digits, 5, 150, math.log(10) / 5),
-        (train_text, 5, 60, 2.9),
         pytest.param(train_digits, 8, 1000, 0.01, marks=[pytest.mark.slow, pytest.mark.timeout(580)]),
         pytest.param(train_text, 8, 300, 2.6, marks=[pytest.mark.slow, pytest.mark.timeout(580)]),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -105,17 +104,6 @@ def test_gradients_are_bitwise_ddps_without_a_hook(rank: int, world_size: int) -
     assert len(hook.stats().buckets) >= 3, "DDP did not rebuild its buckets: the test shows less than it says"
 
 
-def _other_device(rank: int, world_size: int, entry_point: str) -> None:
-    _averages(rank, world_size, entry_point, f"cuda:{1 - torch.cuda.current_device()}")
-
-
-@on_one_and_two_ranks
-def test_gradients_on_another_device_than_the_current(world_size: int) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: gradients on one while the other is current")
-    run_ranks(_other_device, world_size, "hook", backend="nccl")
-
-
 @each_entry_point
 @on_ranks(2, backend="nccl")
 def test_backward_on_a_side_stream(rank: int, world_size: int, entry_point: str) -> None:
@@ -127,18 +115,6 @@ def test_backward_on_a_side_stream(rank: int, world_size: int, entry_point: str)
         with torch.cuda.stream(side):
             _assert_averages(given, wire, rank, world_size)
         torch.cuda.synchronize()
-
-
-@each_entry_point
-@on_ranks(2, backend="gloo")
-def test_gradients_on_a_gpu_over_gloo(rank: int, world_size: int, entry_point: str) -> None:
-    """Gradients go to the host, and come back with a CPU's bits."""
-    averages = []
-    for device in ("cpu", "cuda"):
-        given = _begin(entry_point, "none", device)
-        averages.append([grad.cpu() for grad in _step(given, _grads(rank, 0), device)])
-        assert given.handle.stats().kernels == "fused"
-    assert_all_bitwise_equal(*averages, what="gradient")
 
 
 @on_one_and_two_ranks
@@ -207,41 +183,6 @@ def test_the_host_never_waits_for_the_device(rank: int, world_size: int, entry_p
             given.handle.grad_stats().grad_norm.item()
         torch.cuda.set_sync_debug_mode("default")
         assert_same_on_all_ranks(list(given.model.parameters()))
-
-
-@on_ranks(2, backend="nccl")
-def test_times_are_the_devices_once_it_is_done(rank: int, world_size: int) -> None:
-    given = _begin("hook", "fp16")
-    start = time.perf_counter()
-    for step in range(STEPS):
-        _step(given, _grads(rank, step))
-    torch.cuda.synchronize()
-    elapsed = time.perf_counter() - start
-    stats = given.handle.stats()
-    assert 0 < stats.exposed_time < elapsed
-    for bucket in stats.buckets:
-        assert bucket.num_syncs == STEPS - 1  # in the first step DDP had other buckets
-        assert min(bucket.pack_time, bucket.collective_time, bucket.unpack_time) > 0
-        assert bucket.pack_time + bucket.collective_time + bucket.unpack_time < elapsed
-
-
-@on_one_and_two_ranks
-@on_ranks(backend="nccl")
-def test_weighted_means(rank: int, world_size: int) -> None:
-    for wire in WIRE_DTYPES:
-        model = Given([grad.to("cuda") for grad in _grads(0, 0)])
-        sync = fastsync.attach(model, wire, bucket_cap_mb=1000.0)
-        for step in range(STEPS):
-            weights = [1.0 + 4096.0**step * other for other in range(world_size)]
-            sync.set_weight(weights[rank])
-            everyone = [_grads(other, 0) for other in range(world_size)]
-            model.zero_grad()
-            model([grad.to("cuda") for grad in everyone[rank]]).backward()
-            mean = reference.all_reduce_mean(everyone, WIRE_DTYPES[wire], weights=weights)
-            for got, expected in zip(grads_of(model), mean, strict=True):
-                torch.testing.assert_close(got.cpu(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
-            assert sync.grad_stats().num_saturated.item() == 0
-            assert_same_on_all_ranks(grads_of(model))
 
 
 # ---- steps that a CUDA graph captures -------------------------------------------------------------------------------

@@ -190,6 +190,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.end_to_end
 def test_the_interpreter_exits_cleanly() -> None:
     """However it comes to its end: each way in a process of its own, forked from one that has only imported."""
     endings = ["", "dist.destroy_process_group()", "del ddp, drop_in, each", "del hook; gc.collect()"]

@@ -272,12 +272,8 @@ def test_the_index_has_every_example():
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
     for name, package, message in (
         ("sb3_ppo", "stable_baselines3", "pip install stable-baselines3 tyro"),
-        ("lightning_ddp", "lightning", "pip install lightning"),
         ("cleanrl_ppo_atari", "ale_py", "pip install 'gymnasium>=1.4' ale-py opencv-python-headless tyro"),
-        ("hf_trainer", "transformers", "pip install transformers accelerate"),
         ("pufferlib_ppo", "pufferlib", "see test-trainers in the Makefile"),
-        ("rl_games_ppo", "rl_games", "pip install rl-games 'gymnasium>=1.4'"),
-        ("torchrl_ppo", "tensordict", "pip install torchrl tyro 'gymnasium>=1.4'"),
     ):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)

@@ -13,34 +13,31 @@ import fastsync
 from fastsync import Compression
 from tests import fake_device, ranks
 from tests.bitwise import assert_bitwise_equal
-from tests.engine.test_fake_device_sync import ENTRY_POINTS, ONE_LEVEL, SHAPES, _gradients, _train, _world
+from tests.engine.entry_points import Averaged
+from tests.engine.test_fake_device_sync import ENTRY_POINTS, ONE_LEVEL, SHAPES, begin, gradients_of, train, world
 from tests.fake_device import DEVICE, watched
 from tests.models import SMALL_BUCKETS, Given, random_grads
 
 
-class _HookedOverHost:
+def _begin_over_the_host(entry_point: str, compression: Compression, device: str, group: dist.ProcessGroup) -> Averaged:
     """DDP's own messages go through the device's group, and what the hook sends through Gloo."""
-
-    def __init__(self, compression: Compression, device: str, group: dist.ProcessGroup) -> None:
-        given = Given(random_grads(0, 0, SHAPES, torch.float32)).to(device)
-        of_device = fake_device.new_group() if device == DEVICE else group
-        self.model = DistributedDataParallel(
-            given, process_group=of_device, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True
-        )
-        self.hook = fastsync.register_comm_hook(self.model, compression, process_group=group)
-
-    def step(self, grads: list[torch.Tensor | None], rider: torch.Tensor) -> list[torch.Tensor]:
-        self.model(grads).backward()
-        return [self.hook.grad_stats().grad_norm]
+    if entry_point != "hook":
+        return begin(entry_point, compression, device, group)
+    ddp = DistributedDataParallel(
+        Given(random_grads(0, 0, SHAPES, torch.float32)).to(device),
+        process_group=fake_device.new_group() if device == DEVICE else group,
+        bucket_cap_mb=SMALL_BUCKETS,
+        find_unused_parameters=True,
+    )
+    return Averaged(ddp, fastsync.register_comm_hook(ddp, compression, process_group=group))
 
 
 def _gives_the_cpus_bits(rank: int, world_size: int, entry_point: str) -> None:
     fake_device.load()
-    ENTRY_POINTS["hook"] = _HookedOverHost
     for compression in ONE_LEVEL:
-        expected = _train(entry_point, compression, "cpu", _world())
+        expected = train(entry_point, compression, "cpu", world(), _begin_over_the_host)
         with watched():
-            actual = _train(entry_point, compression, DEVICE, _world())
+            actual = train(entry_point, compression, DEVICE, world(), _begin_over_the_host)
         for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_bitwise_equal(one, other, f"{entry_point}, {compression}: tensor {index}")
 
@@ -57,8 +54,8 @@ def _counts_copies(rank: int, world_size: int) -> None:
     model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the CPU's kernels run
-        sync = fastsync.attach(model, process_group=_world())
-    steps = [_gradients(rank, 0, DEVICE) for _ in range(3)]
+        sync = fastsync.attach(model, process_group=world())
+    steps = [gradients_of(rank, 0, DEVICE) for _ in range(3)]
     for grads in steps:
         extension.take_host_waits()
         model.zero_grad()
@@ -74,34 +71,3 @@ def _counts_copies(rank: int, world_size: int) -> None:
 def test_a_bucket_goes_to_the_host_in_one_copy() -> None:
     fake_device.build()
     ranks.run_ranks(_counts_copies, 2)
-
-
-def _weighs(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
-    model = Given([torch.zeros(4), torch.zeros(3, 2)]).to(device)
-    sync = fastsync.attach(model, process_group=_world())
-    sync.set_weight(1.0 + 2.0 * rank)
-    model([torch.full((4,), 1.0 + rank, device=device), None if rank else torch.ones(3, 2, device=device)]).backward()
-    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-
-
-def _weighs_as_a_cpu(rank: int, world_size: int) -> None:
-    fake_device.load()
-    for one, other in zip(_weighs(rank, 2, DEVICE), _weighs(rank, 2, "cpu"), strict=True):
-        assert_bitwise_equal(one, other)
-    assert _weighs(rank, 2, DEVICE)[0].tolist() == [1.75] * 4
-
-
-def test_weights_count_there_too() -> None:
-    fake_device.build()
-    ranks.run_ranks(_weighs_as_a_cpu, 2)
-
-
-def _is_refused(rank: int, world_size: int) -> None:
-    group = fake_device.new_group()  # which does not work on CPUs
-    with pytest.raises(ValueError, match=r"process_group: it serves fake_device, but parameter .* is on cpu"):
-        fastsync.attach(torch.nn.Linear(2, 2), process_group=group)
-
-
-def test_a_group_that_works_neither_there_nor_on_the_host_is_refused() -> None:
-    fake_device.build()
-    ranks.run_ranks(_is_refused, 1)

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
+from tests.engine.entry_points import Averaged, average
 from tests.fake_device import DEVICE, unwaited, watched
-from tests.models import SMALL_BUCKETS, Given, random_grads
+from tests.models import Given, random_grads
 
 SHAPES = [(7, 33), (300,), (), (2, 3, 4), (513, 7)]
 STEPS = 6
@@ -41,7 +40,7 @@ TWO_LEVELS = [
 ]
 
 
-def _gradients(rank: int, step: int, device: str) -> list[Tensor | None]:
+def gradients_of(rank: int, step: int, device: str) -> list[Tensor | None]:
     """Step WITH_MISSING lacks one on rank 0 alone, and another everywhere."""
     grads: list[Tensor | None] = [grad.to(device) for grad in random_grads(rank, step, SHAPES, torch.float32)]
     if step == WITH_MISSING:
@@ -50,69 +49,56 @@ def _gradients(rank: int, step: int, device: str) -> list[Tensor | None]:
     return grads
 
 
-class _Attached:
-    def __init__(self, compression: Compression, device: str, group: dist.ProcessGroup) -> None:
-        self.model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(device)
-        self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
-
-    def step(self, grads: list[Tensor | None], rider: Tensor) -> list[Tensor]:
-        self.sync.piggyback("kl", rider)
-        with self.sync.no_sync():
-            self.model(grads).backward()
-        self.model(grads).backward()
-        return [self.sync.piggybacked()["kl"], self.sync.grad_stats().grad_norm]
+ENTRY_POINTS = ("attach", "hook", "all_reduce")
 
 
-class _Hooked:
-    def __init__(self, compression: Compression, device: str, group: dist.ProcessGroup) -> None:
-        given = Given(random_grads(0, 0, SHAPES, torch.float32)).to(device)
-        self.model = DistributedDataParallel(
-            given, process_group=group, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True
-        )
-        self.hook = fastsync.register_comm_hook(self.model, compression, process_group=group)
-
-    def step(self, grads: list[Tensor | None], rider: Tensor) -> list[Tensor]:
-        self.model(grads).backward()
-        return [self.hook.grad_stats().grad_norm]
+def begin(entry_point: str, compression: Compression, device: str, group: dist.ProcessGroup) -> Averaged:
+    model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(device)
+    options = {"find_unused_parameters": True} if entry_point == "hook" else {}
+    return average(entry_point, model, compression, group=group, **options)
 
 
-class _Called:
-    def __init__(self, compression: Compression, device: str, group: dist.ProcessGroup) -> None:
-        self.model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(device)
-        self.compression, self.group = compression, group
-
-    def step(self, grads: list[Tensor | None], rider: Tensor) -> list[Tensor]:
-        self.model(grads).backward()
-        stats = fastsync.all_reduce_gradients(self.model, self.compression, process_group=self.group)
-        return [stats.grad_norm]
-
-
-ENTRY_POINTS: dict[str, Callable[..., Any]] = {"attach": _Attached, "hook": _Hooked, "all_reduce_gradients": _Called}
+def _step(given: Averaged, grads: list[Tensor | None], rider: Tensor) -> list[Tensor]:
+    """What it gives beside the gradients. Where something rides, gradients of two backwards travel."""
+    if not isinstance(given.handle, fastsync.GradientSynchronizer):
+        given.backward(given.model(grads))
+        return [given.grad_norm()]
+    given.handle.piggyback("kl", rider)
+    with given.no_sync():
+        given.model(grads).backward()
+    given.backward(given.model(grads))
+    return [given.handle.piggybacked()["kl"], given.grad_norm()]
 
 
-def _train(entry_point: str, compression: Compression, device: str, group: dist.ProcessGroup) -> list[Tensor]:
+def train(
+    entry_point: str,
+    compression: Compression,
+    device: str,
+    group: dist.ProcessGroup,
+    begin: Callable[..., Averaged] = begin,
+) -> list[Tensor]:
     """What some steps gave, as copies on the host, to which nothing is copied before the last step is over."""
     rank = dist.get_rank()
-    steps = [_gradients(rank, step, device) for step in range(STEPS)]
+    steps = [gradients_of(rank, step, device) for step in range(STEPS)]
     riders = [torch.full((3,), rank + step / 8, device=device) for step in range(STEPS)]
-    training = ENTRY_POINTS[entry_point](compression, device, group)
+    given = begin(entry_point, compression, device, group)
     kept: list[Tensor] = []
     for step in range(STEPS):
-        training.model.zero_grad()
+        given.model.zero_grad()
         # DDP itself waits where it looks for unused parameters, and over Gloo gradients go to the host.
         may_wait = device != DEVICE or entry_point == "hook" or dist.get_backend(group) == "gloo"
         quiet = FIRST_QUIET_STEP <= step < WITH_MISSING and not may_wait
         with unwaited() if quiet else nullcontext():
-            kept += training.step(steps[step], riders[step])
-            for parameter in training.model.parameters():
+            kept += _step(given, steps[step], riders[step])
+            for parameter in given.model.parameters():
                 kept.append(torch.tensor(False) if parameter.grad is None else parameter.grad.clone())
     return [tensor.cpu() for tensor in kept]
 
 
-NORM_AT = {"attach": 1, "hook": 0, "all_reduce_gradients": 0}  # among what a step gives
+NORM_AT = {"attach": 1, "hook": 0, "all_reduce": 0}  # among what a step gives
 
 
-def _world() -> dist.ProcessGroup:
+def world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
@@ -122,9 +108,9 @@ def _gives_the_cpus_bits(
 ) -> None:
     group = fake_device.new_group(with_passes=kernels == "fused")
     for compression in compressions:
-        expected = _train(entry_point, compression, "cpu", _world())
+        expected = train(entry_point, compression, "cpu", world())
         with watched():
-            actual = _train(entry_point, compression, DEVICE, group)
+            actual = train(entry_point, compression, DEVICE, group)
         for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
             what = f"{entry_point}, {compression}: tensor {index}"
             if kernels == "generic" and index % (NORM_AT[entry_point] + 1 + len(SHAPES)) == NORM_AT[entry_point]:
@@ -134,9 +120,8 @@ def _gives_the_cpus_bits(
                 assert_bitwise_equal(one, other, what)
 
 
-@pytest.mark.parametrize("kernels", ["fused", "generic"])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "kernels"), [(2, "fused"), (2, "generic"), (4, "fused")])
 def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str) -> None:
     """Of kernels of its own, and of torch's operations where none were built for the device."""
     compressions = ONE_LEVEL + (TWO_LEVELS if world_size == 4 else [])
@@ -150,9 +135,9 @@ def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str) 
 def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str) -> None:
     group = fake_device.new_group()
     for compression in ONE_LEVEL:
-        training = ENTRY_POINTS[entry_point](compression, DEVICE, group)
+        given = begin(entry_point, compression, DEVICE, group)
         for step in range(FIRST_QUIET_STEP):
-            training.step(_gradients(rank, step, DEVICE), torch.zeros(3, device=DEVICE))
+            _step(given, gradients_of(rank, step, DEVICE), torch.zeros(3, device=DEVICE))
             assert fake_device.backend_of(group).kept_bytes() == 0, (
                 f"{entry_point}, {compression}: the group keeps tensors"
             )
@@ -161,3 +146,30 @@ def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str) -> None:
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_after_a_step_the_group_keeps_no_buffer(entry_point: str) -> None:
     fake_device.run_ranks(_lets_go_of_buffers, 2, entry_point)
+
+
+def _fails_in_a_group(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    backend = fake_device.backend_of(group)
+    for compression, num_calls in (
+        (Compression(), 1),
+        (Compression("bf16"), 2),  # in one group, for side values stay float32
+        (Compression("int8", algorithm="two_shot"), 2),
+    ):
+        for failing in range(num_calls):
+            model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
+            sync = fastsync.attach(model, compression, process_group=group)
+            for step in range(3):
+                if step == 2:
+                    backend.fail_after(failing)
+                sync.piggyback("kl", torch.ones(1, device=DEVICE))
+                loss = model([grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.float32)])
+                message = rf"averaging bucket 0 failed on rank {rank} of 2: .*told to"
+                with pytest.raises(RuntimeError, match=message) if step == 2 else nullcontext():
+                    loss.backward()
+            assert not backend.is_open(), f"{compression}: the group is still open after call {failing} failed"
+            sync.detach()
+
+
+def test_an_error_in_a_group_leaves_none_open_and_names_the_bucket() -> None:
+    fake_device.run_ranks(_fails_in_a_group, 2)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
@@ -32,7 +31,6 @@ PAIRS: Nodes = [[0, 1], [2, 3]]
 ALTERNATING: Nodes = [[0, 2], [1, 3]]
 UNEQUAL: Nodes = [[0], [1, 2, 3]]
 THREE: Nodes = [[0, 4], [1, 2], [3]]
-LAYOUTS = {"pairs": PAIRS, "alternating": ALTERNATING, "unequal": UNEQUAL, "three": THREE}
 TIMEOUT = timedelta(seconds=6)
 
 
@@ -77,70 +75,11 @@ def test_random_layouts_give_what_the_reference_gives(nodes: Nodes, algorithm: s
     run_on_hosts(_random_layouts, nodes, algorithm)
 
 
-def _large_bucket(rank: int, world_size: int, nodes: Nodes) -> None:
-    grads = [random_grads(peer, 0, [(300_000,)], torch.float32) for peer in range(world_size)]
-    parameter = nn.Parameter(torch.zeros(300_000))
-    sync = fastsync.attach([parameter], Compression("bf16"), overlap=False)
-    parameter.grad = grads[rank][0].clone()
-    sync.synchronize()
-    (expected,) = reference.two_level_mean(grads, nodes, torch.bfloat16)
-    assert torch.equal(parameter.grad, expected)
-
-
-def test_large_buckets_take_two_steps_between_many_hosts() -> None:
-    run_on_hosts(_large_bucket, [[0, 1], [2], [3], [4]])
-
-
-def _every_dtype(rank: int, world_size: int, nodes: Nodes) -> None:
-    sizes = [300, 1, 70_001]
-    for case, dtype in enumerate((torch.float64, torch.float16, torch.bfloat16)):
-        grads = [random_grads(peer, case, [(size,) for size in sizes], dtype) for peer in range(world_size)]
-        for wire in WIRES:
-            parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
-            sync = fastsync.attach(parameters, Compression(wire, reduce="fp32", algorithm="two_shot"), overlap=False)
-            for parameter, grad in zip(parameters, grads[rank], strict=True):
-                parameter.grad = grad.clone()
-            sync.synchronize()
-            mean = [parameter.grad for parameter in parameters]
-            expected = reference.two_level_mean(grads, nodes, DTYPE_OF[wire])
-            assert all(map(torch.equal, mean, expected)), f"{dtype}, {wire}"
-
-
-def test_gradients_of_every_dtype() -> None:
-    run_on_hosts(_every_dtype, UNEQUAL)
-
-
-def _large_values(rank: int, world_size: int, nodes: Nodes) -> None:
-    """What a host sends is no larger than what its ranks have, however many they are beside other hosts."""
-    for dtype, large in ((torch.float16, 60000.0), (torch.bfloat16, 3.0e38)):
-        for wire in WIRES:
-            for algorithm in ("one_shot", "two_shot"):
-                parameter = nn.Parameter(torch.zeros(300, dtype=dtype))
-                sync = fastsync.attach(
-                    [parameter], Compression(wire, reduce="fp32", algorithm=algorithm), overlap=False
-                )
-                parameter.grad = torch.full((300,), large, dtype=dtype)
-                sync.synchronize()
-                rtol = 0.008 if wire in ("int8", "bf16") or dtype == torch.bfloat16 else 0.001
-                torch.testing.assert_close(
-                    parameter.grad.double(),
-                    torch.full((300,), large).double(),
-                    rtol=rtol,
-                    atol=0,
-                    msg=f"{dtype}, {wire}",
-                )
-                assert sync.grad_stats().num_saturated == 0
-
-
-def test_values_near_the_largest_between_uneven_hosts() -> None:
-    run_on_hosts(_large_values, [[0, 1, 2], [3]])
-
-
 def _many_steps(rank: int, world_size: int, nodes: Nodes) -> None:
     chance = random.Random(rank)
     parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 3000)]
     syncs = [fastsync.attach([parameter], overlap=False) for parameter in parameters]
-    for step in range(400):
+    for step in range(150):
         for parameter, sync in zip(parameters, syncs, strict=True):
             if chance.random() < 0.05:
                 time.sleep(chance.random() * 0.01)
@@ -152,36 +91,6 @@ def _many_steps(rank: int, world_size: int, nodes: Nodes) -> None:
 @pytest.mark.parametrize("nodes", [PAIRS, UNEQUAL], ids=["pairs", "unequal"])
 def test_no_row_is_read_too_early_or_written_too_late(nodes: Nodes) -> None:
     run_on_hosts(_many_steps, nodes)
-
-
-def _hook_and_feedback(rank: int, world_size: int, nodes: Nodes) -> None:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 1_000)))
-    hook = fastsync.register_comm_hook(model, Compression("int8", error_feedback=True))
-    inputs = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
-    total = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    steps = 30
-    for _ in range(steps):
-        model.zero_grad()
-        model(inputs).square().mean().backward()
-        grads = [parameter.grad for parameter in model.parameters()]
-        assert_same_on_all_ranks(grads)
-        for sum_, grad in zip(total, grads, strict=True):
-            sum_ += grad / steps
-    assert hook.stats().num_hosts == 2
-    model.zero_grad()
-    model.module(inputs).square().mean().backward()
-    # What rounding loses is sent later, so that the mean over the steps comes near the gradient.
-    for sum_, parameter in zip(total, model.parameters(), strict=True):
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size
-        step = parameter.grad.abs().max() / 127
-        assert (sum_ - parameter.grad).abs().max() <= 0.25 * step
-
-
-@pytest.mark.parametrize("nodes", [PAIRS, UNEQUAL], ids=["pairs", "unequal"])
-def test_error_feedback_makes_up_for_what_is_lost_between_hosts(nodes: Nodes) -> None:
-    run_on_hosts(_hook_and_feedback, nodes)
 
 
 def _riders_presence_and_doors(rank: int, world_size: int, nodes: Nodes) -> None:

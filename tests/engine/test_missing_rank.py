@@ -215,91 +215,11 @@ def _is_stopped_over_tcp(rank: int, world_size: int, port: int, who: int) -> str
     return is_stopped(_open_group_over_tcp(rank, world_size, port), "none", who=who, seconds=1.5)
 
 
-def test_when_a_rank_was_last_heard_of_is_said() -> None:
-    """As most jobs have it, over a TCPStore: to the second."""
-    said, _ = run_ranks(_is_stopped_over_tcp, 2, free_port(), 1)
-    assert re.fullmatch(
-        rf"ranks are: rank 1: {NO_ANSWER}, last heard of \d s ago: in no sync, after step 1 of the engine of "
-        rf"parameter 0.weight; rank 0: {AVERAGING}" + re.escape(CURE + "sync.join():`"),
-        said,
-    )
-
-
-def _is_killed_at_first(rank: int, world_size: int) -> str:
-    group = dist.new_group(timeout=TIMEOUT)
-    dist.barrier()
-    if rank == 1:
-        time.sleep(1)
-    model = small_model()
-    sync = fastsync.attach(model, process_group=group, init_sync=False)
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        time.sleep(TIMEOUT.total_seconds())
-        sync.detach()
-        return ""
-    return where_ranks_are(model)
-
-
-def _is_killed_before_its_weight(rank: int, world_size: int) -> str:
-    model = small_model()
-    fastsync.attach(model).set_weight(1.0 + rank)
-    backward(model)
-    if rank == 1:
-        time.sleep(0.5)  # so that rank 0 has begun to add up weights
-        os.kill(os.getpid(), signal.SIGKILL)
-    for parameter in model.parameters():
-        parameter.register_hook(lambda _: time.sleep(0.5))  # so that backward goes on when it learns of that
-    return where_ranks_are(model)
-
-
-def test_a_rank_that_is_killed_while_weights_are_added_up_is_named() -> None:
-    said = run_ranks(_is_killed_before_its_weight, 2, timeout=60, shared_memory=False, lost=[1])[0]
-    assert "rank 1: no answer" in said
-
-
-def test_a_rank_that_comes_while_another_asks_is_not_taken_for_lost() -> None:
-    said, _, _ = run_ranks(_is_killed_at_first, 3, shared_memory=False, lost=[2])
-    assert _positions(said) == {
-        0: "agreeing before step 0 of the engine of parameter 0.weight, because it is new",
-        1: "not yet in a sync of the engine of parameter 0.weight",
-        2: NO_ANSWER,
-    }
-
-
 def test_a_store_that_does_not_answer_is_said() -> None:
     _, said = run_ranks(_is_stopped_over_tcp, 2, free_port(), 0)
     assert said == (
         "other ranks are is not known, for the store of their group does not answer: the process that holds it, the "
         "launcher or rank 0's, is stopped or gone"
-    )
-
-
-ENDS_FIRST = """
-import os, torch, torch.distributed as dist, fastsync
-
-dist.init_process_group("gloo")
-model = torch.nn.Linear(3, 2)
-sync = fastsync.attach(model)
-model(torch.full((1, 3), float(os.environ["RANK"]))).sum().backward()
-if os.environ["RANK"] == "0":
-    try:
-        model(torch.ones(1, 3)).sum().backward()
-    except RuntimeError as error:
-        print(error)
-"""
-
-
-def test_a_process_that_has_ended_is_named() -> None:
-    """With its engine, which nobody let go of, and without a word."""
-    rank_0, rank_1 = start_ranks(ENDS_FIRST)
-    assert rank_1.communicate(timeout=LIMIT) == ("", "")
-    said, errors = rank_0.communicate(timeout=LIMIT)
-    assert (rank_0.returncode, rank_1.returncode, errors) == (0, 0, "")
-    assert re.search(
-        rf"Where the ranks are: rank 1: {NO_ANSWER}, last heard of \d s ago: .*; "
-        r"rank 0: averaging in step 1 of the engine of parameter weight",
-        said,
     )
 
 

@@ -23,7 +23,6 @@ from tests.emulated import ops
 from tests.engine.sample_inputs import (
     GRAD_DTYPES,
     OPERATORS,
-    VALUES,
     WIRE_DTYPES,
     Bucket,
     BuiltBucket,
@@ -34,7 +33,7 @@ from tests.engine.sample_inputs import (
     sample_inputs,
 )
 
-random_examples = settings(derandomize=True, deadline=None, max_examples=200)
+random_examples = settings(derandomize=True, deadline=None, max_examples=100)
 HALVES = [torch.float16, torch.bfloat16]
 CHUNK = 32768
 BLOCK = 256
@@ -149,7 +148,7 @@ def test_pack_to_aligned_places(
     assert_same_state(actual, expected)
 
 
-@on_each_device
+@in_either_order
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
@@ -157,7 +156,7 @@ def test_sizes_across_chunk_and_block_borders(
     grad_dtype: torch.dtype, wire_dtype: torch.dtype | None, operator: str, device: str
 ) -> None:
     numels = (0, 1, 127, 128, 129, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK + 17)
-    for values, with_residuals in (("ordinary", False), ("mostly_ordinary", True), ("mostly_ordinary", False)):
+    for values, with_residuals in (("ordinary", False), ("mostly_ordinary", True)):
         bucket = Bucket(
             tuple(Gradient((numel,), offset=i % 2) for i, numel in enumerate(numels)),
             grad_dtype,
@@ -171,7 +170,7 @@ def test_sizes_across_chunk_and_block_borders(
         check_against_reference(operator, bucket, device)
 
 
-@on_each_device
+@in_either_order
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_more_gradients_than_a_large_model_has(operator: str, device: str) -> None:
     gradients = tuple(Gradient((n % 7, n % 50), offset=n % 3) for n in range(1000))
@@ -258,7 +257,7 @@ def test_statistics_do_not_depend_on_where_the_values_lie(dtype: torch.dtype, de
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", ["mostly_ordinary", "wide"])
 def test_results_do_not_depend_on_the_number_of_threads(grad_dtype: torch.dtype, values: str, device: str) -> None:
     bucket = Bucket(
         (Gradient((3 * CHUNK + 77,)), Gradient((11,)), Gradient((300, 301)), Gradient((CHUNK + 1,))),
@@ -348,29 +347,7 @@ def test_every_16_bit_gradient_is_packed(
 
 
 @in_either_order
-@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("wire_dtype", HALVES)
-def test_limit_is_kept_at_every_place(grad_dtype: torch.dtype, wire_dtype: torch.dtype, device: str) -> None:
-    """What is at the limit is sent as it is and not counted; what is beyond is sent as the limit and counted."""
-    limit = 3.0
-    at = torch.tensor(limit, dtype=grad_dtype)
-    inf, nan = float("inf"), float("nan")
-    values = [at, -at, at.nextafter(at + 1), -at.nextafter(at + 1), 1e4, -1e4, inf, -inf, nan]
-    sent = [limit, -limit, limit, -limit, limit, -limit, inf, -inf, nan]
-    for place in range(2 * BLOCK + 7):
-        grad = torch.zeros(2 * BLOCK + 7, dtype=grad_dtype)
-        index = torch.arange(place, place + len(values)) % len(grad)
-        grad[index] = torch.tensor(values, dtype=grad_dtype)
-        expected = torch.zeros(len(grad), dtype=wire_dtype)
-        expected[index] = torch.tensor(sent, dtype=wire_dtype)
-        wire, stats = torch.empty_like(expected, device=device), new_stats(device)
-        ops.pack([grad.to(device)], wire, stats, limit=limit)
-        assert_bitwise_equal(wire, expected)
-        assert stats[reference.NUM_SATURATED] == 4
-
-
-@in_either_order
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 16])
 @pytest.mark.parametrize("wire_dtype", HALVES)
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("values", ["special", "bits", "wide"])
@@ -503,7 +480,7 @@ def test_nothing_is_read_beyond_the_end_of_a_tensor(capability: str) -> None:
 
 # ---- on other CPUs --------------------------------------------------------------------------------------------------
 
-TESTS_OF_VALUES = "(random_buckets or borders or changes or every or references_bits) and not emulated and not generic"
+TESTS_OF_VALUES = "(samples or changes or references_bits) and not emulated and not generic"
 
 
 def test_without_vector_instructions_the_values_are_the_same() -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import fastsync
 from tests.engine.entry_points import average
@@ -77,46 +73,3 @@ def test_hooks_that_only_look_and_steps_of_other_models_are_let_through() -> Non
     model.zero_grad()
     model(batch(0, 0)).square().mean().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@on_ranks(1)
-def test_optimizers_are_watched_from_the_first_handle_to_the_last(rank: int, world_size: int) -> None:
-    def num_hooks() -> tuple[int, int]:
-        gc.collect()
-        return len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
-
-    assert num_hooks() == (0, 0)
-    first, second = fastsync.attach(Mlp().layers), fastsync.attach([nn.Parameter(torch.ones(2))])
-    ddp = DistributedDataParallel(Mlp())
-    hook = fastsync.register_comm_hook(ddp)
-    assert num_hooks() == (1, 1)
-    del first
-    second.detach()
-    second.detach()
-    assert num_hooks() == (1, 1)
-    del ddp, hook
-    assert num_hooks() == (0, 0)
-    sync = fastsync.attach(Mlp().layers)
-    assert num_hooks() == (1, 1)
-    del sync
-    assert num_hooks() == (0, 0)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_another_thread_may_attach_while_an_optimizer_steps() -> None:
-    """Inside of a backward as well, where parameters are looked for."""
-    model, alone = Mlp(), Mlp()
-    sync = fastsync.attach(model)
-    look = sync.parameters
-    others = []
-    with ThreadPoolExecutor(1) as pool:
-
-        def attach_meanwhile() -> Any:
-            others.append(pool.submit(fastsync.attach, Mlp(), init_sync=False).result(timeout=20))
-            return look()
-
-        sync.parameters = attach_meanwhile
-        optimizer = torch.optim.SGD(alone.parameters())
-        next(alone.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
-        alone(batch(0, 0)).sum().backward()
-    assert len(others) >= 2

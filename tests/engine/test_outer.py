@@ -104,18 +104,6 @@ def test_it_does_what_the_papers_say(rank: int, world_size: int, case: tuple[Any
         assert torch.equal(mine, theirs)
 
 
-@on_ranks(1)
-def test_one_site_that_takes_its_own_weights_trains_as_if_alone(rank: int, world_size: int) -> None:
-    model, alone = make_model(), make_model()
-    optimizer, lone_optimizer = make_optimizer(model), make_optimizer(alone)
-    with LocalSGD(model, optimizer, sync_every=3):
-        for step in range(1, 4):
-            train_step(model, optimizer, 0, step)
-            train_step(alone, lone_optimizer, 0, step)
-    for mine, theirs in zip(weights(model), weights(alone), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2**-22, atol=2**-24)
-
-
 @on_ranks(3)
 def test_local_sgd_takes_the_mean_of_the_weights_and_of_floating_buffers(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -274,14 +274,6 @@ def test_a_gradient_that_is_used_up_inside_backward() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_more_buckets_than_there_are_tags_for() -> None:
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4097)]
-    fastsync.attach(parameters, bucket_cap_mb=1e-6)
-    with pytest.raises(ValueError, match=r"gradients in 4097 buckets, but there may be 4096.*larger bucket_cap_mb"):
-        torch.stack(parameters).sum().backward()
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_compiled_autograd_is_refused_where_it_would_skip_the_hooks() -> None:
     model = nn.Linear(2, 2)
     compiled = partial(compiled_autograd._enable, torch.compile(backend="eager"))
@@ -402,6 +394,7 @@ def _loses_a_rank(rank: int, world_size: int, cases: Sequence[tuple[str, int]], 
     given = average(entry_point, Given(grads), "bf16", group=group)
     for _ in range(num_good_steps):
         given.step(grads)
+    given.model.zero_grad()
     if entry_point == "sharded":
         given.model.set_reshard_after_forward(False)
     loss = given.model(grads)  # in which DDP may rebuild its buckets
@@ -411,6 +404,8 @@ def _loses_a_rank(rank: int, world_size: int, cases: Sequence[tuple[str, int]], 
     if rank % 2 == 0:
         with pytest.raises(RuntimeError, match=r"(averaging|agreement).* failed on rank 0 of 2: "):
             given.backward(loss)
+        if entry_point == "synchronize":
+            assert all(map(torch.equal, given.grads(), grads)), "a sync that has failed has changed gradients"
     assert time.monotonic() - began < 10 * SECONDS
     if not dies:
         dist.barrier()  # of the default group: the second ranks live

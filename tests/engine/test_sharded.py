@@ -42,9 +42,9 @@ DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8":
 
 
 def _as_the_reference(rank: int, world_size: int, device: str) -> None:
-    several_pieces = 300_001 if world_size == 2 else 600
-    cases = itertools.product(WIRES, (torch.float32, torch.float64, torch.bfloat16), (5, 1000, several_pieces))
-    for wire, dtype, shard in cases:
+    cases = [*itertools.product(WIRES, (torch.float32, torch.float64, torch.bfloat16), (5, 1000))]
+    several_pieces = [(wire, torch.float32, 300_001) for wire in WIRES] if world_size == 2 else []
+    for wire, dtype, shard in cases + several_pieces:
         feedback = wire != "none"
         numel = shard * world_size
         engine = _C.ShardedState(dist.group.WORLD)
@@ -97,39 +97,10 @@ def _trains(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (4, True)])
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, False), (4, True)])
 def test_trains_as_one_process_with_all_data(world_size: int, shared_memory: bool) -> None:
     found = run_ranks(_trains, world_size, shared_memory=shared_memory)[0]
     assert all(found[wire] <= LIMITS[wire] for wire in WIRES), found
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "float32 sums of bfloat16": {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    },
-    "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    "float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-    "micro-batches": {"micro_batches": 2},
-    "activation checkpointing": {"checkpointed": True},
-}
-
-
-def _trains_in_variants(rank: int, world_size: int) -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (world_size,))
-    alone = trained_alone()
-    found = {}
-    for name, options in VARIANTS.items():
-        micro_batches = options.pop("micro_batches", 1)
-        model = sharded(mesh, **options)
-        fastsync.register_reduce_scatter(model, "bf16")
-        train(model, rank, world_size, micro_batches=micro_batches)
-        found[name] = distance(model, alone)
-    return found
-
-
-def test_trains_in_variants_as_one_process_with_all_data() -> None:
-    found = run_ranks(_trains_in_variants, 2)[0]
-    assert all(found[name] <= LIMITS["bf16"] * (10 if "bfloat16" in name else 1) for name in VARIANTS), found
 
 
 def _trains_in_replicas(rank: int, world_size: int) -> list[dict[str, float]]:
@@ -137,7 +108,7 @@ def _trains_in_replicas(rank: int, world_size: int) -> list[dict[str, float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     alone = trained_alone()
     found: list[dict[str, float]] = [{}, {}]
-    for wire in WIRES:
+    for wire in ("none", "bf16", "int8"):
         compression = Compression(wire, reduce="fp32", error_feedback=wire == "int8")
         model = sharded(mesh)
         fastsync.register_reduce_scatter(model, compression)
@@ -158,10 +129,9 @@ def _trains_in_replicas(rank: int, world_size: int) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_trains_in_replicas_as_one_process_with_all_data(shared_memory: bool) -> None:
-    for found in run_ranks(_trains_in_replicas, 4, shared_memory=shared_memory)[0]:
-        assert all(found[wire] <= LIMITS[wire] for wire in WIRES), found
+def test_trains_in_replicas_as_one_process_with_all_data() -> None:
+    for found in run_ranks(_trains_in_replicas, 4, shared_memory=False)[0]:
+        assert all(error <= LIMITS[wire] for wire, error in found.items()), found
 
 
 def _replicates(rank: int, world_size: int) -> float:

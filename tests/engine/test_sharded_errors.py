@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed._tensor import Shard
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -114,18 +113,6 @@ def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
         register(mixed)
     register(mixed.blocks[0])
     register(mixed)
-
-    several = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if hasattr(common, "ShardPlacementResult"):  # before it there were no several groups
-        other = common.FSDPMeshInfo(pair["shard"], shard_mesh_dim=0)
-
-        def place(parameter: nn.Parameter) -> Any:
-            return common.ShardPlacementResult(Shard(0), other) if parameter is several[1].weight else None
-
-        fully_shard(several, mesh=mesh, shard_placement_fn=place)
-        with pytest.raises(ValueError, match="2 groups of parameters on different meshes"):
-            register(several)
 
     hook = fastsync.register_all_reduce_hook
     with pytest.raises(ValueError, match="averages over replicas itself"):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fastsync
 from fastsync import Compression
@@ -47,19 +46,6 @@ def test_a_model_is_given_back(rank: int, world_size: int) -> None:
         handle = one(model)
         gradients(model)
         assert handle.stats().num_steps == 1
-    if hasattr(model, "set_separate_reduce_scatter_group"):
-        for is_told in (False, True):
-            model = sharded(mesh["shard"])
-            handle = register[0](model)
-            if is_told:
-                handle.detach()
-            model.set_separate_reduce_scatter_group()
-            if is_told:
-                register[0](model)
-                gradients(model)
-            else:
-                with pytest.raises(RuntimeError, match="got another process group since"):
-                    gradients(model)
 
 
 # ---- clipping and statistics -----------------------------------------------------------------------------------------
@@ -147,27 +133,6 @@ def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
 @pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), "fp16"], ids=["feedback", "fp16"])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Any, compression: Any) -> None:
     run_ranks(_goes_on, 2, str(tmp_path), compression)
-
-
-@on_ranks(2)
-def test_what_error_feedback_has_of_narrow_gradients_goes_on(rank: int, world_size: int) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (world_size,))
-
-    def with_handle() -> tuple[nn.Module, fastsync.ShardedGradients]:
-        model = sharded(mesh, mp_policy=policy)
-        return model, fastsync.register_reduce_scatter(model, Compression("int8", error_feedback=True))
-
-    model, handle = with_handle()
-    other, resumed = with_handle()
-    step_of(model, 0, rank, world_size)
-    resumed.load_state_dict(handle.state_dict())
-    for each in (model, other):
-        each.zero_grad()
-        step_of(each, 1, rank, world_size)
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        if theirs.grad is not None:
-            assert_bitwise_equal(full(mine.grad), full(theirs.grad))
 
 
 @on_ranks(2)

@@ -8,7 +8,6 @@ import gc
 import os
 import random
 import re
-import resource
 import signal
 import threading
 import time
@@ -26,7 +25,7 @@ from fastsync import Compression
 from fastsync.compression import Wire
 from tests import reference
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, refuse
-from tests.models import SMALL_BUCKETS, Fails, Given, assert_same_on_all_ranks, random_grads
+from tests.models import assert_same_on_all_ranks, random_grads
 from tests.ranks import RankError, on_ranks, run_ranks
 
 DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
@@ -97,27 +96,16 @@ def test_random_layouts_give_what_the_reference_gives(world_size: int) -> None:
     run_ranks(_random_layouts, world_size, world_size)
 
 
-@on_ranks(3)
-def test_what_a_rank_writes_for_others_counts_once(rank: int, world_size: int) -> None:
-    for algorithm in ("one_shot", "two_shot"):
-        parameters, sync = engine_of([300_000], Compression("bf16", reduce="fp32", algorithm=algorithm))
-        set_grads(parameters, 1.0)
-        sync.synchronize()
-        assert sync.stats().wire_bytes == pytest.approx(2 * 300_000, rel=0.01), algorithm
-        assert_shared(sync)
-
-
 # ---- at any pace ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("world_size", "sizes", "wire", "num_steps"),
     [
-        (2, [3, 5_000], "none", 4_000),
-        (3, [77], "bf16", 2_000),
-        (3, [300_000], "none", 300),
-        (4, [40_000], "none", 300),
-        (5, [700], "fp16", 300),
+        (2, [3, 5_000], "none", 1_500),
+        (3, [77], "bf16", 800),
+        (3, [300_000], "none", 150),
+        (4, [40_000], "none", 150),
     ],
 )
 @on_ranks()
@@ -144,7 +132,7 @@ def test_engines_and_groups_side_by_side_from_several_threads(rank: int, world_s
         try:
             chance = random.Random(10 * rank + index)
             engines = [engine_of([1_000 * (index + 1), 3], group=groups[index]) for _ in range(2)]
-            for step in range(200):
+            for step in range(60):
                 for which, (parameters, sync) in enumerate(engines):
                     set_grads(parameters, float(rank + step + index + which))
                     if chance.random() < 0.05:
@@ -162,99 +150,6 @@ def test_engines_and_groups_side_by_side_from_several_threads(rank: int, world_s
         thread.join()
     if failures:
         raise failures[0]
-
-
-@on_ranks(4)
-def test_wires_and_riders_come_and_go(rank: int, world_size: int) -> None:
-    parameters, sync = engine_of([70_000, 3])
-    two_levels = Compression("bf16", ranks_per_node=2)  # by messages
-    schedule = ["none", Compression("int8", error_feedback=True), "fp16", two_levels, "bf16"]
-    for step, compression in enumerate([*schedule, *reversed(schedule)]):
-        sync.compression = compression
-        set_grads(parameters, float(rank + 1))
-        sync.piggyback(f"rider {step}", torch.full((1_000 * step + 1,), float(rank)))
-        sync.synchronize()
-        assert_mean(parameters, 2.5)
-        assert torch.equal(sync.piggybacked()[f"rider {step}"], torch.full((1_000 * step + 1,), 1.5))
-        assert (sync.stats().transport == "shared_memory") == (compression is not two_levels)
-
-
-# ---- a step fails ----------------------------------------------------------------------------------------------------
-
-
-def backward(model: Given, grads: list[Tensor], fails: type[torch.autograd.Function] | None) -> None:
-    """One that fails does so when all gradients but the first are there."""
-    model.zero_grad()
-    weights = [fails.apply(weight) if fails and index == 0 else weight for index, weight in enumerate(model.weights)]
-    loss = torch.stack([(weight * grad).sum() for weight, grad in zip(weights, grads, strict=True)]).sum()
-    if fails is None:
-        loss.backward()
-    else:
-        with pytest.raises(ArithmeticError, match="as told"):
-            loss.backward()
-
-
-@pytest.mark.parametrize("wire", ["none", "bf16"])
-@on_ranks(3)
-def test_ranks_whose_backward_fails_keep_in_step(rank: int, world_size: int, wire: Wire) -> None:
-    of_all, own = random.Random(1), random.Random(10 + rank)
-    model = Given([torch.zeros(300)] * 3)
-    sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
-    for step in range(200):
-        failing = [peer for peer in range(world_size) if of_all.random() < of_all.choice([0.0, 0.3, 0.9])]
-        if own.random() < 0.1:
-            time.sleep(own.random() * 5e-3)
-        backward(model, [torch.full((300,), float(step % 5 + rank))] * 3, Fails if rank in failing else None)
-        grads = [weight.grad for weight in model.weights]
-        if not failing:
-            assert [grad.unique().tolist() for grad in grads] == [[step % 5 + (world_size - 1) / 2]] * 3
-        elif rank not in failing:
-            assert any(grad.isnan().all() for grad in grads)  # the others may have been sent before
-    assert_shared(sync)
-
-
-LARGE_BYTES = 40 << 20
-
-
-class RunsOutOfMemory(torch.autograd.Function):
-    """Fails, and leaves little memory: enough for what is sent in place of the large gradient, and not for its
-    residual, when the sum has begun.
-    """
-
-    @staticmethod
-    def forward(ctx: object, inputs: Tensor) -> Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        most = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (used + LARGE_BYTES * 3 // 2, most))
-        raise ArithmeticError("as told")
-
-
-@pytest.mark.parametrize("failing", [[1], [0, 1]])
-@on_ranks(2)
-def test_a_step_that_could_not_be_sent_is_sent_again(rank: int, world_size: int, failing: list[int]) -> None:
-    """As the step that it is: ranks that wait for it wait for its number."""
-    shapes = (300, LARGE_BYTES // 4)
-    model = Given([torch.zeros(size) for size in shapes])
-    sync = fastsync.attach(model, bucket_cap_mb=1000)
-    for step in range(5):
-        if step == 2:
-            sync.compression = Compression("int8", error_feedback=True)
-        fails = step == 2  # the first with residuals
-        grads = [torch.full((size,), 127.0 * (step + rank)) for size in shapes]  # which int8 holds
-        backward(model, grads, RunsOutOfMemory if fails and rank in failing else None)
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (limits[1], limits[1]))
-        averages = [weight.grad for weight in model.weights]
-        if not fails:
-            assert [average.unique().tolist() for average in averages] == [[127.0 * (step + 0.5)]] * 2
-        elif rank not in failing:
-            assert all(average.isnan().all() for average in averages)
-    assert sync.stats().num_syncs == 5 + (rank in failing)  # it could not be sent at first
-    assert_shared(sync)
 
 
 # ---- nothing is left ------------------------------------------------------------------------------------------------
@@ -275,7 +170,7 @@ def what_is_open() -> tuple[int, int, int]:
 @on_ranks(2)
 def test_groups_that_come_and_go_leave_nothing(rank: int, world_size: int) -> None:
     counts = []
-    for again in range(100):
+    for again in range(50):
         group = dist.new_group()
         parameters, sync = engine_of([5_000], group=group)
         set_grads(parameters, float(rank))
@@ -284,12 +179,12 @@ def test_groups_that_come_and_go_leave_nothing(rank: int, world_size: int) -> No
         sync.detach()
         del parameters, sync
         dist.destroy_process_group(group)
-        if again % 20 == 19:
+        if again % 10 == 9:
             gc.collect()
             counts.append(what_is_open())
     descriptors, mappings, threads = counts[-1]
     assert mappings == 0
-    # One that is about to go may still be there; of the sixty after the first forty that leak none is missed.
+    # One that is about to go may still be there; of the thirty after the first twenty that leak none is missed.
     assert descriptors <= counts[1][0] + 5
     assert threads <= counts[1][2] + 5
     assert not [name for name in os.listdir("/dev/shm") if "fastsync" in name]
@@ -307,33 +202,29 @@ def averages(sync: fastsync.GradientSynchronizer, parameters: list[nn.Parameter]
 
 
 @pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (Call("memfd_create"), errno.EPERM, "memfd_create of 1 bytes: Operation not permitted"),
+        (Call("fallocate"), errno.ENOSPC, r"fallocate of \d+ bytes: No space left on device"),
+        # As where processes may not look at each other.
+        (OPENS_MEMORY, errno.EACCES, r"open of another process's memory, /proc/\d+/fd/\d+: Permission denied"),
+    ],
+)
 @on_ranks(2)
-def test_where_a_rank_cannot_share_memory_all_send_messages(rank: int, world_size: int, where: int) -> None:
-    if rank == where:
-        refuse(Call("memfd_create"), errno.EPERM)
-    parameters, sync = engine_of([5_000])
-    for _ in range(3):
-        transport = averages(sync, parameters, rank)
-        assert transport == (
-            f"process group (no shared memory: rank {where}: memfd_create of 1 bytes: Operation not permitted)"
-        )
-    assert transport in str(sync.explain())
-
-
-@pytest.mark.parametrize("where", [0, 1])
-@on_ranks(2)
-def test_where_memory_is_full_all_send_messages(rank: int, world_size: int, where: int) -> None:
+def test_where_a_rank_cannot_share_memory_all_send_messages(
+    rank: int, world_size: int, call: Call, error: int, said: str, where: int
+) -> None:
     before = engine_of([5_000])
     averages(before[1], before[0], rank)
     if rank == where:
-        refuse(Call("fallocate"), errno.ENOSPC)
-        assert fastsync._C.shared_memory_obstacle() == "fallocate of 1 bytes: No space left on device"
+        refuse(call, error)
     parameters, sync = engine_of([100_000])
     for _ in range(3):
         transport = averages(sync, parameters, rank)
-        assert transport.startswith(f"process group (no shared memory: rank {where}: fallocate of ")
-        assert transport.endswith("bytes: No space left on device)")
+        assert re.fullmatch(rf"process group \(no shared memory: rank {where}: {said}\)", transport)
         assert averages(before[1], before[0], rank) == "shared memory"
+    assert transport in str(sync.explain())
 
 
 MIB = 2**20
@@ -406,20 +297,6 @@ def test_no_other_user_opens_the_memory(rank: int, world_size: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 77
 
 
-@pytest.mark.parametrize("where", [0, 1])
-@on_ranks(2)
-def test_where_a_rank_cannot_open_others_memory_all_send_messages(rank: int, world_size: int, where: int) -> None:
-    """As where processes may not look at each other."""
-    if rank == where:
-        refuse(OPENS_MEMORY, errno.EACCES)
-    parameters, sync = engine_of([5_000])
-    assert re.fullmatch(
-        rf"process group \(no shared memory: rank {where}: open of another process's memory, /proc/\d+/fd/\d+: "
-        r"Permission denied\)",
-        averages(sync, parameters, rank),
-    )
-
-
 # ---- a rank ends ----------------------------------------------------------------------------------------------------
 
 
@@ -484,18 +361,4 @@ def test_a_rank_that_leaves_is_named(rank: int, world_size: int) -> None:
         return
     with pytest.raises(RuntimeError, match="rank 1 has ended, or has left the process group, and this rank waits"):
         averages(sync, parameters, rank)
-    dist.barrier()
-
-
-@on_ranks(2)
-def test_a_rank_that_comes_too_late_is_named(rank: int, world_size: int) -> None:
-    group = dist.new_group(timeout=TIMEOUT)
-    parameters, sync = engine_of([5_000], group=group)
-    averages(sync, parameters, rank)
-    if rank == 1:
-        dist.barrier()
-        return
-    for _ in range(2):  # what has failed is not waited for again
-        with pytest.raises(RuntimeError, match="waited for rank 1's gradients until the process group's time-out, 6 s"):
-            averages(sync, parameters, rank)
     dist.barrier()

@@ -46,7 +46,7 @@ def _new_threads(entry_point: str, compression: Compression) -> Counter[str]:
     return new
 
 
-@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (2, False), (4, False)])
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (4, False)])
 @on_ranks(parametrized=("shared_memory",))
 def test_a_thread_beside_backward_has_no_openmp_team(rank: int, world_size: int) -> None:
     torch.set_num_threads(2)

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile
 
 import fastsync
 from fastsync.stats import BucketStats
-from tests.engine.entry_points import ALL, AVERAGING, average
+from tests.engine.entry_points import ALL, average
 from tests.models import (
     SMALL_BUCKETS,
     STAMP,
     Given,
     Mlp,
-    assert_same_on_all_ranks,
     backward_of,
     batch,
     given_ddp,
     group_of_one,
     random_grads,
 )
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 
 ITEMSIZES = {"none": 4, "bf16": 2, "fp16": 2}
 SHAPES = [(7, 33), (), (300,), (250,)]
@@ -76,44 +72,6 @@ def test_stats_add_up(rank: int, world_size: int, entry_point: str) -> None:
         assert 0 < stats.exposed_time < stats.pack_time + stats.collective_time + stats.unpack_time
 
 
-@pytest.mark.parametrize("entry_point", AVERAGING)
-@on_ranks(2)
-def test_statistics_are_those_of_the_averaged_gradients(rank: int, world_size: int, entry_point: str) -> None:
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        for wire in ITEMSIZES:
-            given = average(entry_point, Given(random_grads(rank, 0, SHAPES, dtype)), wire)
-            for step in range(3):
-                grads = random_grads(rank, step, SHAPES, dtype)
-                if step == 2 and rank == 1:
-                    grads[0][3, 4], grads[2][17], grads[2][18] = float("inf"), float("nan"), float("-inf")
-                averaged = [grad.double() for grad in given.step(grads) if grad is not None]
-                expected = nn.utils.get_total_norm(averaged)
-                stats = given.handle.grad_stats()
-                assert (stats.grad_norm.dtype, stats.grad_norm.shape) == (torch.float32, ())
-                assert (stats.num_nonfinite.dtype, stats.num_saturated.dtype) == (torch.int64, torch.int64)
-                torch.testing.assert_close(
-                    stats.grad_norm.double(), expected, rtol=1e-6, atol=0.0, equal_nan=True, msg=f"{dtype} over {wire}"
-                )
-                assert stats.num_nonfinite.item() == (3 if step == 2 else 0)
-                assert stats.num_saturated.item() == 0
-                assert_same_on_all_ranks([stats.grad_norm])
-
-
-@pytest.mark.parametrize("entry_point", ["hook", "attach"])
-@on_ranks(2)
-def test_statistics_are_of_the_newest_step(rank: int, world_size: int, entry_point: str) -> None:
-    options: dict[str, Any] = {"find_unused_parameters": True} if entry_point == "hook" else {}
-    given = average(entry_point, Given([torch.ones(4), torch.ones(2)]), bucket_cap_mb=2.0**-20, **options)
-    given.step([torch.full((4,), 3.0), torch.full((2,), 100.0)])
-    assert given.grad_norm().item() == pytest.approx((4 * 9 + 2 * 1e4) ** 0.5)
-    given.step([torch.full((4,), 1.0 + 2 * rank), None])
-    assert given.grad_norm().item() == 4.0
-    with given.no_sync():
-        given.model([torch.ones(4), torch.ones(2)]).backward()
-    assert given.grad_norm().item() == 4.0
-    assert given.handle.stats().num_steps == 2
-
-
 @on_ranks(2)
 def test_the_norm_is_that_of_all_gradients(rank: int, world_size: int) -> None:
     """Also of one that keeps the gradient of the step before."""
@@ -128,17 +86,6 @@ def test_the_norm_is_that_of_all_gradients(rank: int, world_size: int) -> None:
             model([None if step == 1 and rank == 0 else grads[0], *grads[1:]]).backward()
         expected = nn.utils.get_total_norm([p.grad.double() for p in model.parameters() if p.grad is not None])
         torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
-
-
-@on_ranks(2)
-def test_the_times_of_buckets_that_are_no_more_count(rank: int, world_size: int) -> None:
-    ddp = DistributedDataParallel(Mlp())  # which makes another bucket after the first step, while nobody reads
-    hook = fastsync.register_comm_hook(ddp)
-    for step in range(4):
-        ddp.zero_grad()
-        ddp(batch(rank, step)).square().mean().backward()
-    totals = hook._engine.totals().all
-    assert totals.num_timed == totals.num_syncs == 4
 
 
 @on_ranks(2)
@@ -191,39 +138,3 @@ def test_before_the_first_sync_there_are_no_statistics(entry_point: str) -> None
             with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
                 fastsync.clip_grad_norm_(given.handle, 1.0)
         assert given.handle.stats().num_steps == 0
-
-
-def _profiled(rank: int, world_size: int, entry_point: str) -> dict[str, int]:
-    given = average(entry_point, Given([torch.ones(300), torch.ones(300)]), "fp16")
-    for _ in range(2):
-        loss = given.model([torch.ones(300), torch.ones(300)])
-        with profile() as profiler:
-            given.backward(loss)
-    assert (given.handle.stats().wire_bytes > 0) == (world_size > 1)
-    return {event.key: event.count for event in profiler.key_averages()}
-
-
-@pytest.mark.parametrize("entry_point", ["hook", "attach"])
-def test_the_profiler_shows_each_part(entry_point: str) -> None:
-    for counts in run_ranks(_profiled, 2, entry_point, shared_memory=False):
-        assert [counts.get(part) for part in PARTS[::2]] == [2, 2]
-        if entry_point == "attach":  # a hook's steps have reductions of DDP's own
-            assert counts[PARTS[1]] == 2
-            assert counts["gloo:all_reduce"] == 3  # the last one for side values, which 16 bits do not hold
-
-
-def test_a_rank_alone_sends_nothing() -> None:
-    with group_of_one():
-        counts = _profiled(0, 1, "attach")
-    assert {part: counts.get(part) for part in PARTS} == dict.fromkeys(PARTS, 2)
-    assert "gloo:all_reduce" not in counts
-
-
-def test_handles_and_statistics_can_be_read() -> None:
-    with group_of_one():
-        model = nn.Linear(3, 2)
-        sync = fastsync.attach(model, "fp16")
-        assert repr(sync) == "GradientSynchronizer(2 parameters with 8 values, compression: fp16, all_reduce, 1 ranks)"
-        model(torch.ones(1, 3)).sum().backward()
-        assert repr(sync.grad_stats()) == "GradStats(grad_norm=2.82843, num_nonfinite=0, num_saturated=0)"
-        assert repr(sync.stats()).startswith("SyncStats(1 steps through process group; in each 1 buckets of 8 values, ")

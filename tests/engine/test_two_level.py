@@ -2,190 +2,80 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
-import fastsync
 from fastsync import Compression
 from fastsync.compression import AnyCompression
 from tests import reference
-from tests.models import (
-    SMALL_BUCKETS,
-    Given,
-    Mlp,
-    assert_all_bitwise_equal,
-    assert_same_on_all_ranks,
-    batch,
-    given_ddp,
-    grads_of,
-    group_of_one,
-    random_grads,
-)
-from tests.ranks import on_ranks, run_ranks
+from tests.engine.entry_points import average
+from tests.models import Given, assert_all_bitwise_equal, random_grads
+from tests.ranks import on_ranks
 
 WIRES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
 # Neither divides by the number of ranks, nor by that of values in a block.
 SHAPES = [(37, 11), (3,), (1,), (700,)]
+ENTRY_POINTS = ("hook", "attach", "all_reduce")
 
 
-def hooked(model: nn.Module, compression: AnyCompression, **options: Any) -> tuple[nn.Module, Any]:
-    ddp = DistributedDataParallel(model)
-    return ddp, fastsync.register_comm_hook(ddp, compression, **options)
+def averaged(entry_point: str, grads: Sequence[Tensor], compression: AnyCompression, **options: Any) -> list[Tensor]:
+    given = average(entry_point, Given(grads), compression, bucket_cap_mb=25, **options)
+    return [grad for grad in given.step(grads) if grad is not None]
 
 
-def attached(model: nn.Module, compression: AnyCompression, **options: Any) -> tuple[nn.Module, Any]:
-    return model, fastsync.attach(model, compression, **options)
-
-
-EntryPoint = Callable[..., tuple[nn.Module, Any]]
-ENTRY_POINTS: dict[str, EntryPoint] = {"hook": hooked, "attach": attached}
-
-
-def averaged(
-    entry_point: EntryPoint, grads: Sequence[Tensor], compression: AnyCompression, **options: Any
-) -> list[Tensor]:
-    model, _ = entry_point(Given(grads), compression, **options)
-    model(grads).backward()
-    return grads_of(model)
-
-
-def of_all_ranks(world_size: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[list[Tensor]]:
-    return [random_grads(rank, 0, shapes, dtype) for rank in range(world_size)]
-
-
-# ---- values ---------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(4)
-def test_finite_stays_finite_and_is_counted(rank: int, world_size: int) -> None:
-    """Larger than what fp16 carries at the scale that the first step has set."""
-    model, sync = attached(Given([torch.ones(300)]), Compression("fp16", ranks_per_node=2))
-    model([torch.ones(300)]).backward()
-    model.zero_grad()
-    model([torch.full((300,), 1e6)]).backward()
-    assert grads_of(model)[0].isfinite().all()
-    assert sync.grad_stats().num_saturated.item() == 300
+def of_all_ranks(world_size: int) -> list[list[Tensor]]:
+    return [random_grads(rank, 0, SHAPES, torch.float32) for rank in range(world_size)]
 
 
 @on_ranks(2)
 def test_within_one_node_nothing_is_compressed(rank: int, world_size: int) -> None:
-    ranks = of_all_ranks(world_size, SHAPES, torch.float32)
+    ranks = of_all_ranks(world_size)
     expected = reference.all_reduce_mean(ranks, reduce="fp32", algorithm="two_shot")
-    for entry_point in ENTRY_POINTS.values():
+    for entry_point in ENTRY_POINTS:
         got = averaged(entry_point, ranks[rank], Compression("int8", error_feedback=True, ranks_per_node=world_size))
         assert_all_bitwise_equal(got, expected, "gradient")
-
-
-# ---- error feedback -------------------------------------------------------------------------------------------------
-
-
-def _new_mlp() -> Mlp:
-    torch.manual_seed(1)
-    return Mlp()
-
-
-def _step(model: nn.Module, rank: int, number: int) -> list[Tensor]:
-    model.zero_grad()
-    model(batch(rank, number)).square().mean().backward()
-    return [grad.clone() for grad in grads_of(model)]
-
-
-RESUMED = Compression("int8", error_feedback=True, ranks_per_node=2)
-
-
-def _interrupted(rank: int, world_size: int) -> tuple[Any, list[list[Tensor]]]:
-    model, sync = attached(_new_mlp(), RESUMED, bucket_cap_mb=SMALL_BUCKETS)
-    for number in range(3):
-        _step(model, rank, number)
-    state = copy.deepcopy(sync.state_dict())
-    return state, [_step(model, rank, number) for number in range(3, 6)]
-
-
-def _resumed(rank: int, world_size: int, saved: list[tuple[Any, list[list[Tensor]]]]) -> None:
-    state, expected = saved[rank]
-    model, sync = attached(_new_mlp(), RESUMED, bucket_cap_mb=SMALL_BUCKETS)
-    sync.load_state_dict(state)
-    for number, grads in enumerate(expected, start=3):
-        assert_all_bitwise_equal(_step(model, rank, number), grads, f"step {number}: gradient")
-        assert_same_on_all_ranks(grads)
-
-
-def test_a_resumed_run_goes_on_where_it_was() -> None:
-    run_ranks(_resumed, 4, run_ranks(_interrupted, 4))
-
-
-# ---- meshes ---------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
 def test_a_mesh_says_which_ranks_share_a_node(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
-    ranks = of_all_ranks(world_size, SHAPES, torch.float32)
+    ranks = of_all_ranks(world_size)
     means = {wire: reference.two_level_mean(ranks, 2, dtype) for wire, dtype in WIRES.items()}
-    for entry_point in ENTRY_POINTS.values():
+    for entry_point in ENTRY_POINTS:
         for wire, mean in means.items():
-            got = averaged(entry_point, ranks[rank], wire, process_group=mesh)
-            assert_all_bitwise_equal(got, mean, f"{wire}: gradient")
-        model, sync = entry_point(Given(ranks[0]), "none", process_group=mesh)
+            got = averaged(entry_point, ranks[rank], wire, group=mesh)
+            assert_all_bitwise_equal(got, mean, f"{entry_point}, {wire}: gradient")
+    for entry_point in ("hook", "attach"):
+        given = average(entry_point, Given(ranks[0]), "none", group=mesh, bucket_cap_mb=25)
         for wire in ("none", "int8", "bf16"):
-            sync.compression = wire
-            assert sync.compression == Compression(wire, reduce="fp32", ranks_per_node=2)
-            model.zero_grad()
-            model(ranks[rank]).backward()
-            assert_all_bitwise_equal(grads_of(model), means[wire], f"{wire}: gradient")
-    parameters = [torch.zeros_like(grad).requires_grad_() for grad in ranks[rank]]
-    for parameter, grad in zip(parameters, ranks[rank], strict=True):
-        parameter.grad = grad.clone()
-    fastsync.all_reduce_gradients(parameters, "int8", process_group=mesh)
-    assert_all_bitwise_equal([p.grad for p in parameters if p.grad is not None], means["int8"], "at once: gradient")
+            given.handle.compression = wire
+            assert given.handle.compression == Compression(wire, reduce="fp32", ranks_per_node=2)
+            got = [grad for grad in given.step(ranks[rank]) if grad is not None]
+            assert_all_bitwise_equal(got, means[wire], f"{entry_point}, {wire}: gradient")
 
 
 @on_ranks(4)
 def test_meshes_that_say_something_else_are_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
-    for entry_point in ENTRY_POINTS.values():
+    for entry_point in ("hook", "attach"):
         for compression, message in (
             ("auto", r"compression: Auto\(.*\) measures ranks whose links are alike.*nodes have 2 each; name"),
             (Compression("int8", ranks_per_node=4), "compression: ranks_per_node=4, but .* nodes of 2 ranks"),
             (Compression("int8", algorithm="one_shot"), "ranks_per_node=2 has an algorithm of its own"),
         ):
             with pytest.raises(ValueError, match=message):
-                entry_point(Given([torch.ones(3)]), compression, process_group=mesh)
+                average(entry_point, Given([torch.ones(3)]), compression, group=mesh)
         for ranks in ([[0, 2], [1, 3]], [[3, 2], [1, 0]]):
             other = DeviceMesh("cpu", ranks, mesh_dim_names=("nodes", "local"))
             message = r"process_group: the DeviceMesh has 2 dimensions .* 4 ranks in order"
             with pytest.raises(ValueError, match=message):
-                entry_point(Given([torch.ones(3)]), "none", process_group=other)
+                average(entry_point, Given([torch.ones(3)]), "none", group=other)
         parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         message = r"process_group: the DeviceMesh has 2 dimensions \('dp', 'tp'\); .* name it, as in mesh\['dp'\]"
         with pytest.raises(ValueError, match=message):
-            entry_point(Given([torch.ones(3)]), "none", process_group=parallel)
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-
-def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
-    message = "compression: ranks_per_node=2 does not divide the process group's 1 ranks"
-    with group_of_one():
-        compression = Compression("int8", ranks_per_node=2)
-        with pytest.raises(ValueError, match=message):
-            fastsync.attach(nn.Linear(2, 2), compression)
-        with pytest.raises(ValueError, match=message):
-            fastsync.register_comm_hook(given_ddp([torch.ones(2)]), compression)
-
-
-@on_ranks(4)
-def test_ranks_whose_nodes_differ_are_told(rank: int, world_size: int) -> None:
-    compression = Compression("bf16", reduce="fp32", ranks_per_node=2 if rank > 0 else None)
-    with pytest.raises(ValueError, match="compression bf16, reduce fp32, 2 ranks per node"):
-        fastsync.attach(Given([torch.ones(3)]), compression)
-    dist.barrier()
+            average(entry_point, Given([torch.ones(3)]), "none", group=parallel)

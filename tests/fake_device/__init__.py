@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 
 from fastsync import _C as fastsync_C
 from tests import ranks
@@ -34,8 +33,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / f"fake_device-torch-{torch.__version__}-{sys.implementation.cache_tag}"
 DEVICE = "fake_device"
-
-
 LIBRARY = BUILD / f"{DEVICE}.so"
 TIME_LIMIT = 600.0  # seconds; it takes some 30 of two cores that have nothing else to do
 
@@ -90,20 +87,10 @@ def _new_backend(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
 
 
 def new_group(*, with_passes: bool = True) -> dist.ProcessGroup:
-    """A process group of all ranks for the fake device. Its calls: ``backend_of(group).take_calls()``."""
+    """A process group of all ranks for the fake device."""
     load() if with_passes else load_device()
     group = dist.new_group(backend=DEVICE)
     assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def pretended_group(world_size: int) -> dist.ProcessGroup:
-    """A process group in which this rank is the first of so many that nobody else plays: only the calls are real."""
-    kind = dist.ProcessGroup.BackendType.CUSTOM
-    backend = load().Group(FakeProcessGroup._create_internal(0, world_size), 0, world_size)
-    group = dist.ProcessGroup(dist.HashStore(), 0, world_size)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(DEVICE), kind, backend)
     return group
 
 

@@ -23,25 +23,13 @@ c10::intrusive_ptr<fake_device::Group> make_group(c10::intrusive_ptr<c10d::Backe
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.attr("NUM_DEVICES") = fake_device::kNumDevices;
   m.def("take_violations", &fake_device::take_violations);
   m.def("take_host_waits", &fake_device::take_host_waits);
-  m.def("set_behind", &fake_device::set_behind, py::arg("is_behind"));
   m.def("allocated_bytes", &fake_device::allocated_bytes);
   m.def("passes_over", &passes_over, py::arg("of_cpu"));
 
-  py::class_<fake_device::Call>(m, "Call")
-      .def_readonly("name", &fake_device::Call::name)
-      .def_readonly("numel", &fake_device::Call::numel)
-      .def_readonly("dtype", &fake_device::Call::dtype)
-      .def_readonly("nbytes", &fake_device::Call::nbytes)
-      .def_readonly("alignment", &fake_device::Call::alignment)
-      .def_readonly("stream", &fake_device::Call::stream)
-      .def_readonly("is_in_group", &fake_device::Call::is_in_group);
-
   py::class_<fake_device::Group, c10d::Backend, c10::intrusive_ptr<fake_device::Group>>(m, "Group")
       .def(py::init(&make_group), py::arg("gloo"), py::arg("rank"), py::arg("size"))
-      .def("take_calls", &fake_device::Group::take_calls)
       .def("fail_after", &fake_device::Group::fail_after, py::arg("calls"))
       .def("is_open", &fake_device::Group::is_open)
       .def("kept_bytes", &fake_device::Group::kept_bytes);

@@ -89,7 +89,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const auto& begin = *static_cast<Event*>(from);
     const auto& end = *static_cast<Event*>(to);
     TORCH_CHECK(begin.is_timed && end.is_timed, "elapsedTime of an event that was made without timing");
-    TORCH_CHECK(query(begin) && query(end), "elapsedTime of an event that has not happened yet");
     return std::chrono::duration<double, std::milli>(end.time - begin.time).count();
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }

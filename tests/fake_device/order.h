@@ -39,9 +39,8 @@ void block(const Event& event, const c10::Stream& stream);
 // The host waits until the device has come so far; it says what for.
 void wait_on_host(const Clock& clock, const std::string& why);
 void wait_on_host(const c10::Stream& stream, const std::string& why);
-// Whether the host may see that an event has happened. Not while the device is said to be behind.
+// Whether the host may see that an event has happened: it has, for work runs at once.
 bool query(const Event& event);
-void set_behind(bool is_behind);
 
 // Memory of the caching allocator: from the stream's pool, to which it returns. Filled with 0xFF before and after.
 void* allocate(size_t bytes, const c10::Stream& stream);

@@ -57,14 +57,6 @@ std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
   return all;
 }
 
-int64_t alignment_of(const std::vector<at::Tensor>& tensors) {
-  uintptr_t bits = 512;
-  for (const at::Tensor& tensor : tensors) {
-    bits |= reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  }
-  return static_cast<int64_t>(bits & -bits);
-}
-
 }  // namespace
 
 Group::Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
@@ -81,16 +73,11 @@ c10::Stream Group::stream_of(c10::Device device, std::optional<int> peer) {
   return found->second;
 }
 
-void Group::log(const std::string& name, const Tensors& tensors, const c10::Stream& stream) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Call call{name, 0, toString(tensors.front().scalar_type()), 0, alignment_of(tensors), stream.id(), is_open_};
+void Group::check(const std::string& name, const Tensors& tensors, c10::Device device) {
   for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK(tensor.device() == stream.device(), name, ": tensors on ", stream.device(), " and ", tensor.device());
+    TORCH_CHECK(tensor.device() == device, name, ": tensors on ", device, " and ", tensor.device());
     TORCH_CHECK(tensor.is_non_overlapping_and_dense(), name, ": a tensor with gaps");
-    call.numel += tensor.numel();
-    call.nbytes += static_cast<int64_t>(tensor.nbytes());
   }
-  calls_.push_back(std::move(call));
   if (calls_until_failure_ >= 0 && calls_until_failure_-- == 0) {
     has_failed_ = true;
     TORCH_CHECK(false, name, " failed, as the stand-in group was told to");
@@ -104,7 +91,7 @@ Group::Work Group::give(const std::string& name, Tensors read, Tensors written, 
   const c10::Stream stream = is_async ? stream_of(device, is_open_ ? std::nullopt : peer) : now;
   Tensors all = read;
   all.insert(all.end(), written.begin(), written.end());
-  log(name, all, stream);
+  check(name, all, device);
   Event given;
   record(given, now);
   block(given, stream);
@@ -192,16 +179,6 @@ Group::Work Group::_allgather_base(at::Tensor& output, at::Tensor& input, const 
   });
 }
 
-Group::Work Group::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-                                 std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
-  const auto on_gloo = [this, output, input, output_sizes, input_sizes, options]() mutable {
-    auto to = fake_device::on_host(output);
-    auto from = fake_device::on_host(input);
-    return gloo_->alltoall_base(to, from, output_sizes, input_sizes, options);
-  };
-  return give("alltoall_base", {input}, {output}, options.asyncOp, on_gloo);
-}
-
 Group::Work Group::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
   TORCH_CHECK(outputs[rank_].is_alias_of(inputs[rank_]) && outputs[rank_].data_ptr() == inputs[rank_].data_ptr(),
               "alltoall: the stand-in group does not copy a rank's own tensor");
@@ -245,17 +222,7 @@ Group::Work Group::recv(Tensors& tensors, int from, int tag) {
   return give("recv", {}, tensors, /*is_async=*/true, on_gloo, from);
 }
 
-Group::Work Group::barrier(const c10d::BarrierOptions& options) {
-  wait_on_host(current_stream(current_device()), "barrier");
-  return gloo_->barrier(options);
-}
-
 // ---- what a test may ask --------------------------------------------------------------------------------------------
-
-std::vector<Call> Group::take_calls() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return std::exchange(calls_, {});
-}
 
 int64_t Group::kept_bytes() {
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -17,17 +17,6 @@
 
 namespace fake_device {
 
-// What a group was asked for.
-struct Call {
-  std::string name;
-  int64_t numel = 0;
-  std::string dtype;
-  int64_t nbytes = 0;
-  int64_t alignment = 0;  // the largest power of two, up to 512, that all of its addresses are multiples of
-  int64_t stream = 0;
-  bool is_in_group = false;
-};
-
 // Tensors that the group keeps until somebody waits.
 using Stash = std::shared_ptr<std::vector<at::Tensor>>;
 
@@ -47,16 +36,11 @@ class Group : public c10d::Backend {
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   Work allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
   Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
-  Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-                     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override;
   // A rank's own output may be its own input: then nothing of it is touched, as NCCL skips it.
   Work alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
   Work send(Tensors& tensors, int to, int tag) override;
   Work recv(Tensors& tensors, int from, int tag) override;
-  Work barrier(const c10d::BarrierOptions& options) override;
 
-  // Since the last call.
-  std::vector<Call> take_calls();
   // The call after so many more throws, before anything is sent.
   void fail_after(int64_t calls) { calls_until_failure_ = calls; }
   bool is_open() const { return is_open_; }
@@ -75,7 +59,7 @@ class Group : public c10d::Backend {
 
   Work give(const std::string& name, Tensors read, Tensors written, bool is_async, std::function<Work()> on_gloo,
             std::optional<int> peer = {});
-  void log(const std::string& name, const Tensors& tensors, const c10::Stream& stream);
+  void check(const std::string& name, const Tensors& tensors, c10::Device device);
   Work run(std::vector<Given> all);
   c10::Stream stream_of(c10::Device device, std::optional<int> peer);
 
@@ -83,11 +67,10 @@ class Group : public c10d::Backend {
   std::map<std::pair<int, int>, c10::Stream> streams_;  // by device, and by peer for messages outside a group
   bool is_open_ = false;
   bool has_failed_ = false;
+  int64_t calls_until_failure_ = -1;
   std::vector<Given> queued_;
   std::mutex mutex_;  // guards what follows
-  std::vector<Call> calls_;
   std::vector<Stash> stashes_;
-  int64_t calls_until_failure_ = -1;
 };
 
 }  // namespace fake_device

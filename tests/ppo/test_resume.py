@@ -97,6 +97,7 @@ def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path:
     every = 1 if sync == "gradients" else 5
     whole = replace(FULL, env=env, sync=sync, sync_every=every, runs_dir=str(tmp_path), run_name="whole")
     finish(whole, 2, tmp_path)
+    assert sum(float(row["speed/wire_bytes"]) > 0 for row in progress(whole)) == -(-num_rows(whole) // every)
 
     killed = replace(whole, run_name="killed")
     chance = random.Random(env)
