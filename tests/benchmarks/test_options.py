@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import COMMANDS, main
+from benchmarks.__main__ import main
 
 REFUSED = {
     "sync --warmup 1": "warmup=1 must be at least 2",
@@ -42,13 +42,6 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     # The message may be wrapped into a frame.
     assert REFUSED[arguments] in " ".join(capfd.readouterr().err.replace("│", " ").split())
     assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main([command, "--help"])
-    assert f"usage: python -m benchmarks {command}" in capsys.readouterr().out
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -118,14 +118,6 @@ def test_the_first_toolkit_that_works_is_taken_and_pypis_last(
     assert choose() == system
 
 
-def test_cpu_half_is_always_built(setup_script: ModuleType) -> None:
-    extension, trainer = setup_script.make_extensions(with_cuda=False)
-    assert set(trainer.sources) == _sources("csrc/ppo/*.cpp")
-    assert set(extension.sources) == _sources("csrc/**/*.cpp") - set(trainer.sources)
-    assert "-DFASTSYNC_WITH_CUDA" not in extension.extra_compile_args["cxx"]
-    assert _sources("csrc/**/*.h") <= set(extension.depends)
-
-
 def test_architectures_are_those_that_the_toolkit_knows(setup_script: ModuleType) -> None:
     assert setup_script.architectures("12.8") == "8.0;9.0;10.0;12.0+PTX"
     assert setup_script.architectures("12.6") == "8.0;9.0+PTX"
