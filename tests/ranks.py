@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -80,11 +80,8 @@ def run_ranks(
         processes: list[BaseProcess] = []
         try:
             for rank in range(world_size):
-                process = context.Process(
-                    target=_rank_main,
-                    args=(rank, world_size, call, str(folder), timeout, backend, shared_memory),
-                    name=f"rank {rank}",
-                )
+                arguments = (rank, world_size, call, name, timeout, backend, shared_memory)
+                process = context.Process(target=_rank_main, args=arguments)
                 process.start()
                 processes.append(process)
             _wait_for_all([process for rank, process in enumerate(processes) if rank not in lost], deadline)
@@ -94,10 +91,8 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
-        return [
-            None if rank in lost else pickle.loads(_result_file(folder, rank).read_bytes())
-            for rank in range(world_size)
-        ]
+        files = [_file(folder, rank, "result") for rank in range(world_size)]
+        return [None if rank in lost else pickle.loads(file.read_bytes()) for rank, file in enumerate(files)]
 
 
 def on_ranks(
@@ -159,7 +154,7 @@ def _rank_main(
     os.environ["FASTSYNC_SHARED_MEMORY"] = str(int(shared_memory))
     with open(os.devnull, "w") as nowhere:  # what ranks print is no output of the tests
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    faulthandler.register(signal.SIGUSR1, file=_stack_file(folder, rank).open("w"), all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=_file(folder, rank, "stack").open("w"), all_threads=True)
     try:
         torch.set_num_threads(1)
         if "nccl" in backend:
@@ -174,11 +169,11 @@ def _rank_main(
         result = pickle.dumps(getattr(fn, "on_a_rank", fn)(rank, world_size, *args))
         dist.destroy_process_group()
         gc.collect()  # DDP is part of reference cycles and holds the group
-        _result_file(folder, rank).write_bytes(result)
+        _file(folder, rank, "result").write_bytes(result)
     except BaseException:
         # The monotonic clock is the machine's, so it orders the failures of different processes.
         failed_at = time.monotonic()
-        _error_file(folder, rank).write_bytes(pickle.dumps((failed_at, traceback.format_exc())))
+        _file(folder, rank, "error").write_bytes(pickle.dumps((failed_at, traceback.format_exc())))
         sys.stdout.flush()
         sys.stderr.flush()
         # A process group whose peers are stuck may block in its destructor: leave without running any.
@@ -201,11 +196,12 @@ def _raise_first_failure(processes: Sequence[BaseProcess], folder: Path, lost: C
     for rank, process in enumerate(processes):
         if not process.exitcode or (rank in lost and process.exitcode < 0):
             continue
-        if _error_file(folder, rank).exists():
-            failed_at, text = pickle.loads(_error_file(folder, rank).read_bytes())
+        if _file(folder, rank, "error").exists():
+            failed_at, text = pickle.loads(_file(folder, rank, "error").read_bytes())
         else:
             # A rank that could not even write its error died first: the others only noticed that it was gone.
-            failed_at, text = 0.0, _describe_death(process.exitcode)
+            code = process.exitcode
+            failed_at, text = 0.0, f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         failures.append((failed_at, rank, text))
     if failures:
         failures.sort()
@@ -220,7 +216,7 @@ def _raise_if_running(processes: Sequence[BaseProcess], folder: Path, timeout: f
         return
     for rank, process in running.items():
         # Without the handler, which a rank that is still importing has not set up, the signal would end the process.
-        if process.pid is not None and _stack_file(folder, rank).exists():
+        if process.pid is not None and _file(folder, rank, "stack").exists():
             os.kill(process.pid, signal.SIGUSR1)
     time.sleep(STACK_SECONDS)
     stacks = "\n".join(f"rank {rank} stood at:\n{_read_stack(folder, rank)}" for rank in running)
@@ -228,21 +224,9 @@ def _raise_if_running(processes: Sequence[BaseProcess], folder: Path, timeout: f
 
 
 def _read_stack(folder: Path, rank: int) -> str:
-    file = _stack_file(folder, rank)
+    file = _file(folder, rank, "stack")
     return file.read_text() if file.exists() else "its start: it was still importing"
 
 
-def _describe_death(exitcode: int) -> str:
-    return f"died of {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exited with status {exitcode}"
-
-
-def _result_file(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.result"
-
-
-def _error_file(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.error"
-
-
-def _stack_file(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.stack"
+def _file(folder: Path, rank: int, kind: Literal["result", "error", "stack"]) -> Path:
+    return folder / f"{rank}.{kind}"

@@ -49,20 +49,19 @@ def pack(
 
     Args:
         grads: tensors of one dtype (float32, float64, float16, bfloat16) and device, of any shapes.
-        wire: vector of as many elements as ``grads`` have, of their dtype, float16 or bfloat16; or of uint8 or int8, as
+        wire: vector of ``wire_numel`` elements, of the gradients' dtype, float16 or bfloat16; or of uint8 or int8, as
             ``encode_blocks`` fills it, where each gradient begins a new block. Written.
         stats: float64 vector of ``NUM_STATS`` elements. ``NUM_SATURATED`` is written.
         bucket_scale: one float32 element, a power of two; None means 1.
-        residuals: error feedback: tensors of the gradients' numbers of elements and of the dtype that products are
-            taken in, or None. They are added to the gradients first, and what the wire has then not carried is written
-            to them, in units of the gradients. Where what was sent is not finite, they stay as they were.
+        residuals: error feedback: for each gradient a tensor of the dtype that products are taken in. They are added to
+            the gradients first, and what the wire has then not carried is written to them, in units of the gradients.
+            Where what was sent is not finite, they stay as they were.
         multiplier: usually one over the world size.
         limit: largest magnitude that may be sent; see ``saturation_limit``. Of blocks no more than ``BLOCK_LIMIT``.
         is_first: False adds to ``NUM_SATURATED`` what an earlier call for the same bucket has left there.
-        alignment: each gradient begins at a multiple of so many elements of the wire, which has zeros between them and
-            behind the last one. In blocks a block is enough.
-        weight: one float64 element that the gradients are multiplied with before residuals are added, or, where there
-            are none, a part of the multiplier; None means 1. With 0 they count as 0, whatever they are.
+        alignment: each gradient begins at a multiple of so many elements, with zeros in between and at the end.
+        weight: one float64 element that the gradients are multiplied with before residuals are added, or, without
+            residuals, a part of the multiplier; None means 1. With 0 they count as 0, whatever they are.
     """
     compute = _compute_dtype(grads[0].dtype)
     factor = torch.tensor(multiplier, dtype=compute, device=wire.device)
@@ -154,9 +153,7 @@ def reduce(
         out: vector for one such piece, of the dtype of ``wires``; or one of both has the dtype of the sums. Written;
             may be a row of ``wires``.
         bucket_scale: what the wires' values have been multiplied with; None means 1.
-        residual: error feedback: vector of the dtype of the sums, with one element for each value, or None. It is added
-            to the sums, and what ``out`` has then not carried is written to it, in units of the gradients, as in
-            ``pack``.
+        residual: as in ``pack``, but one vector of the dtype of the sums, which it is added to.
         grad_dtype: of the bucket's gradients.
         multiplier: of each wire's values; usually one over the number of wires.
         limit: as in ``pack``.
@@ -276,33 +273,27 @@ def all_reduce_mean(
     Args:
         grads: for each rank its gradients.
         wire: the dtype that is sent, uint8 for blocks of int8, int8 for those of int4; None sends the gradients' own.
-        reduce: "wire" takes the sum over the ranks in the wire's dtype, "fp32" in float32 (float64 for float64
-            gradients); both in rank order.
-        algorithm: of "fp32": whether every rank adds what it gets ("one_shot"), or whether the sums are encoded anew
-            and sent to every rank ("two_shot").
+        reduce: "wire" takes the sum in the wire's dtype, "fp32" in float32 (float64 for float64 gradients); both in
+            rank order.
+        algorithm: of "fp32": every rank adds what it gets ("one_shot"), or sums are encoded anew and sent to every rank
+            ("two_shot").
         residuals: of "fp32": for each rank the ``residuals`` of ``pack``. Written.
         reduced_residual: of "two_shot": the ``residual`` of ``reduce``, over all shards. Written.
         weights: for each rank how much its gradients count; None means that all count the same.
     """
-    world_size = len(grads)
-    own = grads[0][0].dtype
-    dtype = wire or own
-    stats = torch.zeros(NUM_STATS, dtype=torch.float64)
-    total_weight = sum(weights) if weights is not None else world_size
-    shares = [
-        torch.tensor(weight * world_size / total_weight if total_weight else 0.0, dtype=torch.float64)
-        for weight in weights or [1.0] * world_size
-    ]
+    world_size, own = len(grads), grads[0][0].dtype
+    dtype, stats = wire or own, torch.zeros(NUM_STATS, dtype=torch.float64)
+    counts = [1.0] * world_size if weights is None else weights
+    shares = [torch.tensor(each * world_size / (sum(counts) or math.inf), dtype=torch.float64) for each in counts]
     scale = _first_scale(grads, shares) if wire == torch.float16 else None
     num_summed = world_size if reduce == "wire" else 1
     limit = saturation_limit(dtype, num_summed) if wire is not None else None
     numel = wire_numel([grad.numel() for grad in grads[0]], dtype)
     wires = torch.empty(world_size, numel, dtype=dtype)
+    multiplier = 1 / (num_summed if weights is None else world_size)
     for rank, rank_grads in enumerate(grads):
-        feedback = residuals[rank] if residuals is not None else None
-        multiplier = 1 / (num_summed if weights is None else world_size)
-        share = shares[rank]
-        pack(rank_grads, wires[rank], stats, scale, feedback, multiplier=multiplier, limit=limit, weight=share)
+        kept = residuals[rank] if residuals is not None else None
+        pack(rank_grads, wires[rank], stats, scale, kept, multiplier=multiplier, limit=limit, weight=shares[rank])
     result = [torch.empty_like(grad) for grad in grads[0]]
     row_share = 1 / world_size if weights is None else 1.0  # of what is weighted each rank sends a part of the mean
     if reduce == "wire":
@@ -326,22 +317,16 @@ def two_level_mean(
 ) -> list[Tensor]:
     """As ``all_reduce_mean`` with sums in float32, for ranks that share nodes.
 
-    Each node adds its ranks' gradients, which get there at their own width. These sums, divided by the number of ranks
-    of the largest node, so that none is beyond what its ranks have, are encoded and sent between nodes.
-
-    Args:
-        grads: for each rank its gradients.
-        nodes: the ranks of each node, or how many a node has that follow each other.
-        wire: as in ``all_reduce_mean``; between nodes, and for the sums.
-        algorithm: as in ``all_reduce_mean``, between nodes.
+    ``nodes`` are the ranks of each node, or how many a node has that follow each other. Each node adds its ranks'
+    gradients, which get there at their own width. These sums, divided by the number of ranks of the largest node, so
+    that none is beyond what its ranks have, are encoded as ``wire`` and sent between nodes.
     """
     if isinstance(nodes, int):
         nodes = [range(first, first + nodes) for first in range(0, len(grads), nodes)]
     own = grads[0][0].dtype
-    dtype = wire or own
-    stats = torch.zeros(NUM_STATS, dtype=torch.float64)
+    dtype, stats = wire or own, torch.zeros(NUM_STATS, dtype=torch.float64)
     scale = _first_scale(grads) if wire == torch.float16 else None
-    limit = saturation_limit(dtype, world_size=1) if wire is not None else None
+    limit = saturation_limit(dtype, 1) if wire is not None else None
     laid_out = [_lay_out(rank_grads, dtype) for rank_grads in grads]
     full = torch.stack([torch.empty_like(values) for values in laid_out])
     for values, packed in zip(laid_out, full, strict=True):
@@ -349,7 +334,7 @@ def two_level_mean(
     sums = torch.empty(len(nodes), wire_numel([full.shape[1]], dtype), dtype=dtype)
     most = max(len(members) for members in nodes)
     for members, encoded in zip(nodes, sums, strict=True):
-        encoded.copy_(_mean_of(full[list(members)], own, scale, None, limit, dtype, 1 / most))
+        encoded.copy_(_mean_of(full[list(members)], own, scale, None, limit, dtype, share=1 / most))
     result = [torch.empty_like(grad) for grad in grads[0]]
     if algorithm == "one_shot":
         unpack(sums, result, stats, scale, multiplier=most / len(grads))
@@ -368,15 +353,8 @@ def reduce_scatter(
     """A reduce-scatter without a process group: ``inputs[rank]`` is one rank's shards, one for each rank.
 
     Every rank encodes each shard once, its own too, and sums are taken in float32 (float64 for float64 gradients).
-
-    Args:
-        inputs: for each rank a vector of as many shards of one size as there are ranks.
-        wire: as in ``all_reduce_mean``. float16 has a scale that follows from these inputs.
-        factor: what each rank's values are multiplied with in the sum; None means one over the number of ranks.
-        residuals: for each rank the ``residuals`` of ``pack``, as long as its input. Written.
-
-    Returns:
-        For each rank its shard of the sum.
+    Returns for each rank its shard of the sum. ``wire`` and ``residuals`` are as in ``all_reduce_mean``; a factor of
+    None means one over the number of ranks.
     """
     world_size = len(inputs)
     grads = [list(values.chunk(world_size)) for values in inputs]
@@ -408,12 +386,12 @@ def _mean_of(
     residual: Tensor | None,
     limit: float | None,
     dtype: torch.dtype | None = None,
-    share: float | None = None,
+    *,
+    share: float,
 ) -> Tensor:
-    out = torch.empty_like(wires[0])
-    if dtype is not None:
-        out = torch.empty(wire_numel([len(out)], dtype), dtype=dtype)
-    reduce(wires, out, scale, residual, grad_dtype=grad_dtype, multiplier=share or 1 / len(wires), limit=limit)
+    numel = len(wires[0]) if dtype is None else wire_numel([len(wires[0])], dtype)
+    out = torch.empty(numel, dtype=dtype or wires.dtype)
+    reduce(wires, out, scale, residual, grad_dtype=grad_dtype, multiplier=share, limit=limit)
     return out
 
 

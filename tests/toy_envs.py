@@ -10,7 +10,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
 
 
 class Countdown(gymnasium.Env[Any, Any]):
@@ -80,10 +79,6 @@ class Image(Countdown):
         return np.full((3, 36, 40), self.remaining, dtype=np.uint8)
 
 
-class ChannelsLast(Countdown):
-    observation_space = spaces.Box(0, 255, (96, 80, 3), dtype=np.uint8)
-
-
 class SmallImage(Countdown):
     observation_space = spaces.Box(0, 255, (3, 35, 40), dtype=np.uint8)
 
@@ -109,22 +104,6 @@ class Binary(Countdown):
     action_space = spaces.MultiBinary(4)
 
 
-class Whole(Countdown):
-    action_space = spaces.Box(0, 9, (2,), dtype=np.int64)
-
-
-class HangsInReset(Countdown):
-    """Never begins a second episode in a process of its own."""
-
-    past = 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        self.past += 1
-        if self.past > 1 and multiprocessing.current_process().daemon:
-            time.sleep(1000)
-        return super().reset(seed=seed, options=options)
-
-
 class HangsInClose(Countdown):
     def close(self) -> None:
         if multiprocessing.current_process().daemon:
@@ -142,37 +121,25 @@ class Hangs(Countdown):
         return super().step(action)
 
 
-class Dies(Hangs):
-    """Takes its process along."""
-
-    def step(self, action: Any):
-        if action[0] > 1e6:
-            os._exit(3)
-        return super().step(action)
-
-
 def not_an_environment() -> int:
     return 7
 
 
-class OwnVector(VectorEnv[Any, Any, Any]):
-    """Ends an episode of every environment in every third step."""
+class Payout(gymnasium.Env[Any, Any]):
+    """Five steps, each of which pays the action times a power of two: a return tells the actions."""
 
-    def __init__(self, num_envs: int, mode: AutoresetMode | None) -> None:
-        self.num_envs = num_envs
-        self.metadata = {"autoreset_mode": mode}
-        self.single_observation_space = spaces.Box(0, 9, (1,), dtype=np.float32)
-        self.single_action_space = spaces.Discrete(2)
-        self.count = 0
+    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = spaces.Discrete(2)
 
-    def reset(self, *, seed: Any = None, options: Any = None):
-        self.count = 0
-        return np.zeros((self.num_envs, 1), np.float32), {}
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.row = 0
+        return np.full(2, 0.5, np.float32), {}
 
-    def step(self, actions: Any):
-        self.count += 1
-        done = np.full(self.num_envs, self.count % 3 == 0)
-        return np.zeros((self.num_envs, 1), np.float32), np.ones(self.num_envs), ~done & done, done, {}
+    def step(self, action: Any):
+        reward = float(action) * 2**self.row
+        self.row += 1
+        return np.full(2, 0.5, np.float32), reward, self.row == 5, False, {}
 
 
 class NanReward(Countdown):
@@ -181,13 +148,18 @@ class NanReward(Countdown):
         return observation, float("nan"), terminated, truncated, info
 
 
+class BrokenOnRanks(Countdown):
+    """Fails in ranks, and not where it is tried before they start."""
+
+    def step(self, action: Any):
+        if "RANK" in os.environ:
+            raise OSError("as told")
+        return super().step(action)
+
+
 class OldStep(Countdown):
     """Of gym, as it was before."""
 
     def step(self, action: Any):
         observation, reward, terminated, truncated, info = super().step(action)
         return observation, reward, terminated or truncated, info
-
-
-def needs_an_argument(size: int) -> Countdown:
-    return Countdown()

@@ -28,8 +28,7 @@ LOG = ROOT / "build/mutants/command.log"
 BUILD = (".venv/bin/python", "setup.py", "-q", "build_ext", "--inplace")
 BUILD_SECONDS = 1200
 TEST = (".venv/bin/python", "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "--timeout=60")
-TESTS_SECONDS = 900
-"""Of all that concern a mistake."""
+TESTS_SECONDS = 900  # of all that concern a mistake
 CPU_ONLY = ("-k", "not emulated and not fake_device")
 
 
@@ -37,8 +36,7 @@ CPU_ONLY = ("-k", "not emulated and not fake_device")
 class Mutation:
     """A mistake in the sources."""
 
-    file: str
-    """Its base name, for folders may change."""
+    file: str  # its base name, for folders may change
     text: str
     becomes: str
     breaks: str
@@ -46,11 +44,9 @@ class Mutation:
 
     @property
     def source(self) -> Path:
-        """The file, from the tree's root. Raises ValueError unless there is one of that name."""
-        found = list((ROOT / "csrc").rglob(self.file))
-        if len(found) != 1:
-            raise ValueError(f"{self}: csrc has {len(found)} files of that name")
-        return found[0].relative_to(ROOT)
+        """The file, from the tree's root."""
+        (found,) = (ROOT / "csrc").rglob(self.file)
+        return found.relative_to(ROOT)
 
     def apply(self) -> str:
         """The file's text with the mistake. Raises ValueError unless there is one place for it."""
@@ -65,15 +61,12 @@ class Mutation:
 
 def load() -> Iterator[Mutation]:
     """The mistakes, in the order of the list."""
-    file, tests = "", tuple[str, ...]()
+    tests = tuple[str, ...]()
     for line in MUTATIONS.read_text().splitlines():
-        if line.startswith("  "):
-            text, _, rest = line.partition(" => ")
-            becomes, _, breaks = rest.partition("## ")
-            yield Mutation(file, text.strip(), becomes.strip(), breaks, tests)
+        if found := re.fullmatch(r"  (\S+): (.+?) => (.*?) ?## (.+)", line):
+            yield Mutation(*(each.strip() for each in found.groups()), tests=tests)
         elif not line.startswith("#"):
-            file, _, names = line.partition(": ")
-            tests = tuple(f"tests/{name}.py" for name in names.split())
+            tests = tuple(f"tests/{name}.py" for name in line.split())
 
 
 def check_out() -> None:
@@ -92,7 +85,6 @@ def git(*words: str) -> str:
 
 
 def build() -> None:
-    """Raises SystemExit where it does not compile."""
     code, output = run(BUILD, BUILD_SECONDS)
     if code != 0:
         raise SystemExit(f"{output}\nmutate: the build failed: see above")
@@ -152,8 +144,9 @@ def main() -> int:
     for number, mutation in enumerate(mutations, 1):
         caught = caught_by(mutation)
         num_survived += caught is None
-        verdict = "SURVIVED" if caught is None else f"caught by {caught}"
-        print(f"[{number}/{len(mutations)}] {mutation}\n  {verdict}", flush=True)
+        print(
+            f"[{number}/{len(mutations)}] {mutation}\n  {f'caught by {caught}' if caught else 'SURVIVED'}", flush=True
+        )
     print(f"mutate: {num_survived} of {len(mutations)} mistakes have survived")
     return int(num_survived > 0)
 

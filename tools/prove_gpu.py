@@ -18,12 +18,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(os.environ.get("OUT") or ROOT / "build/prove-gpu")
@@ -43,8 +41,6 @@ SANITIZED = {"memcheck": "samples or sizes", "racecheck": "samples", "synccheck"
 FUSED, GENERIC = {"FASTSYNC_KERNELS": "auto"}, {"FASTSYNC_KERNELS": "aten"}
 HOOK, ATTACH = "fastsync.register_comm_hook", "fastsync.attach"
 WAYS = f"ddp ddp/fp16_compress_hook {HOOK}/none {HOOK}/fp16 {ATTACH}/none {ATTACH}/fp16 {ATTACH}/int8+ef"
-CASE = ("pass", "hyperparameters", "model", "size", "num_tensors", "wire", "world_size")
-
 PROBE = """import torch
 print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep=", ")
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}", end="")"""
@@ -195,7 +191,7 @@ def run_part(part: Part) -> tuple[str, str]:
         log.write_bytes(printed[: LARGEST_LOG // 2] + b"\n[cut]\n" + printed[-LARGEST_LOG // 2 :])
     rows = {path.stem: json.loads(path.read_text()) for path in sorted(KEPT.glob("*.json"))}
     (OUT / "benchmarks.json").write_text(json.dumps(rows))
-    return status, findings(part, printed[begin:].decode(errors="replace"))
+    return status, findings(printed[begin:].decode(errors="replace"))
 
 
 def run(command: Command, log: Path, limit: float) -> int | None:
@@ -240,30 +236,13 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def findings(part: Part, printed: str) -> str:
-    """What the summary says of a part: medians, or counts of tests, verdicts of sanitizers and what doctor sees."""
-    lines = [line for command in part.commands if command.rows and command.rows.exists() for line in medians(command)]
+def findings(printed: str) -> str:
+    """What the summary says of a part: counts of tests, verdicts of sanitizers and what doctor sees."""
     counts: dict[str, int] = {}
     for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)(?=.* in [\d.]+s)", printed):
         counts[word] = counts.get(word, 0) + int(number)
-    verdicts = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", printed)
-    doctor = re.findall(r"^  ((?:kernels on|cuda:\d|nccl) .*)$", printed, re.MULTILINE)
-    lines += re.findall(r"^(?:FAILED|ERROR) tests.*$", printed, re.MULTILINE)[:5]
-    told = [*(f"{count} {word}" for word, count in counts.items()), *verdicts, *doctor]
-    return ", ".join(told) + "".join(f"\n    {line}" for line in lines)
-
-
-def medians(command: Command) -> Iterator[str]:
-    """For each case of a benchmark, the median of each way in milliseconds."""
-    cases: dict[str, list[str]] = {}
-    rows: list[dict[str, Any]] = json.loads(command.rows.read_text()) if command.rows else []
-    for row in rows:
-        settings = {**row["settings"], **command.environment}
-        case = " ".join(f"{name}={settings[name]}" for name in (*CASE, *command.environment) if settings.get(name))
-        if row["samples"]:
-            cases.setdefault(case, []).append(f"{row['way']} {1e3 * median(row['samples']):.3g} ms")
-    for case, ways in cases.items():
-        yield f"{case}: {', '.join(ways)}"
+    said = r"(?:ERROR|RACECHECK) SUMMARY: .*|(?<=^  )(?:kernels on|cuda:\d|nccl) .*|^(?:FAILED|ERROR) tests.*$"
+    return ", ".join([*(f"{count} {word}" for word, count in counts.items()), *re.findall(said, printed, re.MULTILINE)])
 
 
 def report(part: Part, status: str, seconds: float, said: str, parts: Mapping[str, Part], where: str) -> None:

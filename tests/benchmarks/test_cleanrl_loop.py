@@ -5,18 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.baselines.cleanrl_loop import Rollout, _policy_loss, _value_loss, train
-from benchmarks.baselines.training import Training
-
-CHOSEN = Training(total_steps=600, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=2, seed=1)
-
-
-def test_it_trains_whole_iterations():
-    result = train(CHOSEN)
-    assert result.steps == 4 * 128
-    assert result.seconds > 0
-    assert result.mean_return is not None
-    assert 9 < result.mean_return < 100
+from benchmarks.baselines.cleanrl_loop import Rollout, _policy_loss, _value_loss
 
 
 def test_advantages_are_discounted_sums_of_surprises_up_to_the_end_of_an_episode():

@@ -14,25 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.__main__ import main
-from benchmarks.baselines.ways import (
-    BY_DEFAULT,
-    LIMITS,
-    WAYS,
-    BareAllReduce,
-    TrainingStep,
-    Way,
-    with_their_limits,
-)
+from benchmarks.baselines.ways import BY_DEFAULT, WAYS, BareAllReduce, TrainingStep, Way, with_their_limits
 from benchmarks.baselines.workloads import SIZES, size_of, sweep
 from benchmarks.harness.collect import collect
-from benchmarks.harness.measure import COSTS, bandwidths, cost_per_step, measure, ratios
+from benchmarks.harness.measure import COSTS, bandwidths, measure, ratios
 from benchmarks.harness.records import Record, RowFile, quantiles, read_json
 from benchmarks.harness.timing import Sampling, rounds, slowest_rank
-from benchmarks.units import parse_bytes
-from fastsync import SyncStats
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.end_to_end
@@ -52,20 +41,16 @@ def test_sync_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture
     refused = "ddp/bf16_compress_hook"
     assert list(rows) == [way for way in ways if way != refused]
     assert f"{refused} is left out: it takes nccl, and these ranks have gloo" in said
+    values = SIZES["5k"].numel
     for way, row in rows.items():
         assert way in said
         assert row["correct"]
         assert len(row["samples"]) == 3
         assert min(row["samples"]) > 0
         assert row["quantiles"] == quantiles(row["samples"])
-        assert row["settings"]["world_size"] == 2
-        assert row["settings"]["numel"] == SIZES["5k"].numel
+        assert (row["settings"]["world_size"], row["settings"]["numel"]) == (2, values)
         assert row["environment"]["torch"] == torch.__version__
-    values = SIZES["5k"].numel
     blocks = sum(-(-math.prod(shape) // 128) for shape in SIZES["5k"].shapes)
-    assert "fastsync.attach/auto: " in said
-    assert "× the best of" in said
-    assert rows["ddp/powerSGD_hook"]["settings"]["wire"] is None
     assert rows["ddp/powerSGD_hook"]["figures"]["error"] > 0
     for entry_point in ("register_comm_hook", "attach"):
         for compression, width in {"none": 4, "fp16": 2, "bf16": 2}.items():
@@ -79,32 +64,12 @@ def test_sync_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture
 
 def test_sizes_are_models_or_bytes():
     assert size_of("5k") is SIZES["5k"]
-    assert size_of("1KiB").nbytes == 1024
-    assert size_of("100B").shapes == [(2, 1)] * 9 + [(1, 1)] * 7
-    assert size_of("1KiB").shapes == [(4, 4)] * 16
     assert size_of("1004B").shapes == [(9, 2)] * 5 + [(8, 2)] * 10 + [(1,)]
-    assert [size_of(name).repetitions for name in ("1KiB", "16MiB", "256MiB", "1GiB")] == [300, 64, 5, 5]
+    assert [size_of(name).repetitions for name in ("1KiB", "16MiB", "1GiB")] == [300, 64, 5]
     for name, message in {"1KB": "not a number of bytes", "60B": "at least 64B", "66B": "multiple of 4B"}.items():
         with pytest.raises(ValueError, match=message):
             size_of(name)
-    assert sweep("1KiB", "1GiB") == [
-        *("1KiB", "4KiB", "16KiB", "64KiB", "256KiB"),
-        *("1MiB", "4MiB", "16MiB", "64MiB", "256MiB", "1GiB"),
-    ]
-    assert sweep("1KiB", "1KiB") == ["1KiB"]
     assert sweep("1KiB", "20KiB") == ["1KiB", "4KiB", "16KiB", "20KiB"]
-
-
-@pytest.mark.parametrize("name", ["4KiB", "10000B", "99996B", "1MiB", "25MiB", "1GiB"])
-def test_bytes_are_matrices_that_a_low_rank_method_compresses(name: str):
-    size = size_of(name)
-    assert size.nbytes == parse_bytes(name)
-    assert len(size.shapes) == 16
-    matrices = [shape for shape in size.shapes if len(shape) == 2]
-    assert len(matrices) >= 15
-    for rows, columns in matrices:
-        # As PowerSGD decides whether to send two factors of rank 1 instead.
-        assert 2 * (rows + columns) < rows * columns
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -113,9 +78,7 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert bandwidths("ddp", medians, 1000, 4) == {"algbw": 8000.0, "busbw": 12000.0}
     assert bandwidths("all_reduce/fp16", medians, 1000, 1) == {"algbw": 16000.0, "busbw": 0.0}
     assert bandwidths("all_reduce/fp16", {"all_reduce/fp16": 0.25}, 1000, 2) == {"algbw": 16000.0, "busbw": 16000.0}
-    unknown = {"algbw": None, "busbw": None}
-    for way in ("no_sync", "cat", "fastsync.attach/fp16"):
-        assert bandwidths(way, medians, 1000, 4) == unknown
+    assert bandwidths("no_sync", medians, 1000, 4) == {"algbw": None, "busbw": None}
 
 
 class WrongOnRank1(BareAllReduce):
@@ -135,14 +98,9 @@ def test_what_is_wrong_is_not_timed():
     first, second = run_ranks(measure_with_wrong_ways, 2)
     assert first == second
     rows = {record.way: record for record in first}
-    assert {way: len(row.samples) for way, row in rows.items()} == {
-        "no_sync": 4,
-        "all_reduce/fp32": 4,
-        "cat": 4,
-        "wrong": 0,
-        "wrong on rank 1": 0,
-    }
-    assert [way for way, row in rows.items() if not row.correct] == ["wrong", "wrong on rank 1"]
+    wrong = {"wrong", "wrong on rank 1"}
+    assert {way for way, row in rows.items() if not row.correct} == wrong
+    assert all(len(row.samples) == (0 if way in wrong else 4) for way, row in rows.items())
 
 
 def row(way: str, correct: bool = True) -> Record:
@@ -177,30 +135,12 @@ def test_rows_are_kept_whatever_ends_the_ranks(tmp_path: Path, ending: str, stat
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("ending", [KeyboardInterrupt(), SignalException("", signal.SIGTERM)])
-def test_rows_of_an_earlier_run_are_not_shown(tmp_path: Path, ending: BaseException):
-    """This one ends before it has any."""
-    RowFile(tmp_path / "rows.json").add([row("ddp")])
-
-    def launch(*arguments: object) -> list[list[str]]:
-        raise ending
-
-    collected = collect(add_rows_then, 2, "fine", tmp_path / "rows.json", launch)
-    assert collected.records == read_json(tmp_path / "rows.json") == []
-
-
-def test_every_round_has_everyone_and_nobody_always_follows_the_same():
+def test_every_round_has_everyone_nobody_always_follows_the_same_and_the_slowest_rank_counts():
     orders = list(rounds("abcde", 50, seed=3))
     assert all(sorted(order) == list("abcde") for order in orders)
     followers = {(first, second) for order in orders for first, second in pairwise(order)}
     assert len(followers) == 5 * 4
-    assert orders == list(rounds("abcde", 50, seed=3))
-    assert orders != list(rounds("abcde", 50, seed=4))
-
-
-def test_the_slowest_rank_counts():
     assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 2.0]]) == [3.0, 5.0, 2.0]
-    assert slowest_rank([[], []]) == []
 
 
 def test_records_survive_json(tmp_path: Path):
@@ -221,45 +161,13 @@ def test_ratios():
     unknown = dict.fromkeys(("over_no_sync", "over_all_reduce", "over_ddp", "over_shared_sum"))
     attached = unknown | {"over_no_sync": 3.0, "over_all_reduce": 1.5}
     assert ratios("fastsync.attach/bf16", medians) == attached
-    medians |= {"shared_memory_sum": 2.0}
-    assert ratios("fastsync.attach/bf16", medians) == attached | {"over_shared_sum": 1.5}
-    assert ratios("fastsync.attach/bf16", medians | {"ddp": 5.0})["over_ddp"] == 0.75
-    del medians["shared_memory_sum"]
+    assert ratios("fastsync.attach/bf16", medians | {"shared_memory_sum": 2.0}) == attached | {"over_shared_sum": 1.5}
     medians |= {"ddp": 6.0}
-    assert ratios("ddp", medians) == unknown | {
-        "over_no_sync": 5.0,
-        "over_all_reduce": 1.25,
-        "over_ddp": 1.0,
-    }
-    assert ratios("all_reduce/fp32", medians) == unknown | {
-        "over_no_sync": 4.0,
-        "over_all_reduce": 1.0,
-        "over_ddp": 0.8,
-    }
+    assert ratios("ddp", medians) == unknown | {"over_no_sync": 5.0, "over_all_reduce": 1.25, "over_ddp": 1.0}
     # It sends something else than any of the bare all_reduces.
     power_sgd = ratios("ddp/powerSGD_hook", medians | {"ddp/powerSGD_hook": 6.0})
     assert power_sgd == unknown | {"over_no_sync": 5.0, "over_ddp": 1.0}
     assert ratios("no_sync", medians) == unknown
-    assert ratios("ddp/fp16_compress_hook", medians) == unknown
-
-
-def test_cost_per_step():
-    def stats(num_steps: int, seconds: float, wire_bytes: int) -> SyncStats:
-        return SyncStats(
-            num_steps=num_steps, num_syncs=1, numel=1, wire_bytes=wire_bytes, pack_time=seconds,
-            collective_time=seconds, unpack_time=seconds, exposed_time=seconds, buckets=(),
-        )  # fmt: skip
-
-    assert cost_per_step(stats(2, 1.0, 100), stats(6, 3.0, 500)) == dict.fromkeys(COSTS, 0.5) | {"wire_bytes": 100.0}
-    assert cost_per_step(None, None) == {}
-
-
-def test_ways_come_with_what_they_are_compared_to():
-    assert with_their_limits(("fastsync.attach/fp16",)) == ["no_sync", "all_reduce/fp16", "fastsync.attach/fp16"]
-    assert with_their_limits(tuple(WAYS)) == list(WAYS)
-    assert all(WAYS[name].limit == name for name in LIMITS.values())
-    # No all_reduce adds blocks of int8.
-    assert with_their_limits(("fastsync.attach/int8",)) == ["no_sync", "fastsync.attach/int8"]
 
 
 def test_a_sweep_goes_through_bytes_beside_processes_that_never_sleep(
@@ -271,6 +179,4 @@ def test_a_sweep_goes_through_bytes_beside_processes_that_never_sleep(
     ways = ("no_sync", "all_reduce/fp16", "fastsync.attach/fp16")
     assert rows.keys() == {(way, size) for way in ways for size in ("1KiB", "4KiB")}
     assert all(row.correct and row.settings["busy"] == 1 for row in rows.values())
-    said = capfd.readouterr().out
-    assert said.count("│ 4KiB") == len(ways)  # a table for each way
-    assert "1 busy processes beside them" in said
+    assert "1 busy processes beside them" in capfd.readouterr().out

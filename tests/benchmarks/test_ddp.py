@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.baselines.gradients import Rounding
 from benchmarks.baselines.models import TRAININGS, ModelGradients
 from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC, PARTS, whole_steps
-from benchmarks.baselines.ways import LIMITS, WAYS
+from benchmarks.baselines.ways import WAYS
 from benchmarks.commands.ddp import breakdown
 from tests.models import group_of_one
 
@@ -22,22 +22,17 @@ CPU = torch.device("cpu")
 
 
 def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    ways = ("ddp", "ddp/fp16_compress_hook", "ddp/bf16_compress_hook", "fastsync.attach/none", "fastsync.attach/fp16")
+    ways = ("ddp", "ddp/fp16_compress_hook", "fastsync.attach/none", "fastsync.attach/fp16")
     options = ("--models", "mlp", "--batch-size", "8", "--repetitions", "3", "--warmup", "2")
     assert main(["ddp", *options, "--ways", *ways, "--json", str(tmp_path / "rows.json")]) == 0
     said = capfd.readouterr().out
     rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert rows.keys() == {NO_DDP, NO_SYNC, *LIMITS.values(), *ways} - {"ddp/bf16_compress_hook"}
-    assert "ddp/bf16_compress_hook is left out: it takes nccl, and these ranks have gloo" in said
+    assert rows.keys() == {NO_DDP, NO_SYNC, "all_reduce/fp32", "all_reduce/fp16", *ways}
     for way, row in rows.items():
         assert way in said
-        assert row["benchmark"] == "ddp"
         assert row["correct"]
         assert len(row["samples"]) == 3
-        settings = row["settings"]
-        assert (settings["model"], settings["scale"], settings["batch_size"]) == ("mlp", "small", 8)
-        assert (settings["width"], settings["world_size"], settings["num_tensors"]) == (64, 2, 12)
-        assert "oversubscribed" not in settings
+        assert row["settings"].items() >= {"model": "mlp", "batch_size": 8, "world_size": 2}.items()
     medians = {way: row["quantiles"]["median"] for way, row in rows.items()}
     for way in rows.keys() & ways:
         figures = rows[way]["figures"]
@@ -80,19 +75,6 @@ def test_steps_leave_weights_and_gradients_as_they_were(name: str):
     assert gradients.flat_grads.isfinite().all()
 
 
-def test_a_gpt_does_not_look_ahead():
-    network = TRAININGS["gpt2"]["small"].module()
-    tokens = torch.randint(8192, (1, 8), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[0, 5] = (changed[0, 5] + 1) % 8192
-    outputs = []
-    network.norm.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    network(tokens, tokens)
-    network(changed, tokens)
-    same = (outputs[0] == outputs[1]).all(-1)[0]
-    assert same.tolist() == [True] * 5 + [False] * 3
-
-
 def test_breakdown():
     medians = {NO_DDP: 5.0, NO_SYNC: 6.0, "ddp": 8.0, "all_reduce/fp32": 4.0}
     assert breakdown("ddp", WAYS["ddp"], medians, num_samples=16) == {
@@ -106,9 +88,5 @@ def test_breakdown():
         "fastsync.attach/none", WAYS["fastsync.attach/none"], medians | {"fastsync.attach/none": 7.0}, 16
     )
     assert (attached["over_no_ddp"], attached["exposed"], attached["hidden"]) == (2.0, 2.0, 0.5)
-    approximate = breakdown("ddp/powerSGD_hook", WAYS["ddp/powerSGD_hook"], medians | {"ddp/powerSGD_hook": 7.0}, 16)
-    assert (approximate["exposed"], approximate["hidden"]) == (1.0, None)
     no_sync = breakdown(NO_SYNC, PARTS[NO_SYNC], medians, num_samples=16)
     assert (no_sync["over_no_ddp"], no_sync["exposed"], no_sync["hidden"]) == (1.0, None, None)
-    assert set(breakdown("all_reduce/fp32", WAYS["all_reduce/fp32"], medians, 16).values()) == {None}
-    assert set(breakdown("fastsync.attach/none", WAYS["fastsync.attach/none"], medians, 16).values()) == {None}

@@ -54,55 +54,32 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "fastsync, 2 ranks, 2 × the batch",
         "fastsync, 2 × 1 rank, no communication",
     ]
-    assert all(way in said.out for way in rows)
     figures = rows["fastsync, 2 ranks, same batch"]["figures"]
     assert (figures["steps_per_second"], figures["steps_per_second_per_rank"]) == (2000, 1000)
     assert [figures[f"over_{baseline}"] for baseline in ("stable-baselines3", "CleanRL's loop")] == [4, 8]
-    assert figures["weak_scaling"] is figures["over_apart"] is None
     assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3
     wide = rows["fastsync, 2 ranks, 2 × the batch"]
     assert wide["settings"]["num_envs"] == 2 * rows["fastsync, 1 rank"]["settings"]["num_envs"]
-    assert wide["figures"]["weak_scaling"] == 1
-    assert wide["figures"]["over_apart"] == 0.8
-    assert rows["fastsync, 2 × 1 rank, no communication"]["figures"]["weak_scaling"] == 1.25
+    assert (wide["figures"]["weak_scaling"], wide["figures"]["over_apart"]) == (1, 0.8)
 
 
-def ends_training(ending: str) -> float:
-    """What ends the third training, instead of the seconds that it takes."""
-    if ending == "failure":
-        raise RuntimeError("cleanrl loop has not ended within 600 s")
-    if ending == "interrupt":
-        raise KeyboardInterrupt
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(100)
-    raise AssertionError("the signal had no effect")
-
-
-@pytest.mark.parametrize(("ending", "status"), [("failure", 1), ("interrupt", 130), ("termination", 143)])
 def test_ppo_keeps_what_was_measured_whatever_ends_it(
-    ending: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     trained = []
 
     def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
-        del timeout
         trained.append(trainer)
-        seconds = 1.0 if len(trained) < 3 else ends_training(ending)
-        return Outcome(training.total_steps, seconds, 100.0)
+        if len(trained) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return Outcome(training.total_steps, 1.0, 100.0)
 
     monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
     rows = RowFile(tmp_path / "rows.json")
     rows.add([Record("ppo", "of an earlier run", {}, {}, True, [1.0], {})])
-    assert main(["ppo", "--hyperparameters", "zoo", "--repetitions", "1", "--json", str(rows.path)]) == status
-    said = capsys.readouterr()
-    assert [(record.way, len(record.samples)) for record in rows.read()] == [
-        ("environment alone", 1),
-        ("stable-baselines3", 1),
-    ]
-    assert "stable-baselines3" in said.out
-    assert "what was measured before is shown" in said.err
-    if ending == "failure":
-        assert "cleanrl loop has not ended within 600 s" in said.err
+    assert main(["ppo", "--hyperparameters", "zoo", "--repetitions", "1", "--json", str(rows.path)]) == 143
+    assert [record.way for record in rows.read()] == ["environment alone", "stable-baselines3"]
+    assert "what was measured before is shown" in capsys.readouterr().err
 
 
 def is_gone(pid: int) -> bool:
@@ -127,43 +104,12 @@ def test_a_training_that_hangs_ends_with_its_ranks(tmp_path: Path, monkeypatch: 
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (
-            ("--num-envs", "4", "16", "64", "256", "1024"),
-            [(4, 128, 4), (16, 128, 4), (64, 64, 4), (256, 32, 8), (1024, 16, 8)],
-        ),
-        (("--env", "HalfCheetah-v5"), [(1, 2048, 32)]),
-        (("--env", "ALE/Pong-v5"), [(8, 128, 4)]),
-    ],
-)
-def test_ppo_trains_with_what_was_asked_for(
-    options: tuple[str, ...], expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-):
-    trained: list[Training] = []
-
-    def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
-        del timeout
-        assert training.batch_size % training.num_minibatches == 0
-        if trainer == "stable-baselines3":
-            trained.append(training)
-        return Outcome(training.total_steps, 1.0, 100.0)
-
-    monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
-    all_installed(monkeypatch)
-    assert main(["ppo", *options, "--repetitions", "1", "--oversubscribe"]) == 0
-    assert [(each.num_envs, each.num_steps, each.num_minibatches) for each in trained] == expected
-
-
 @pytest.mark.parametrize("trainer", ["fastsync", "environment alone", "stable-baselines3"])
-@pytest.mark.parametrize("env", ["HalfCheetah-v5", "ALE/Pong-v5"])
-def test_trainings_of_other_environments_run(env: str, trainer: str):
-    pytest.importorskip("mujoco" if env == "HalfCheetah-v5" else "ale_py")
+def test_trainings_of_other_environments_run(trainer: str):
+    pytest.importorskip("mujoco")
     few = {"total_steps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 1, "num_epochs": 1}
-    outcome = TRAINERS[trainer](replace(OTHERS[env], **few))
-    assert outcome.steps == 64
-    assert outcome.mean_return is None  # no episode is as short
+    outcome = TRAINERS[trainer](replace(OTHERS["HalfCheetah-v5"], **few))
+    assert (outcome.steps, outcome.mean_return) == (64, None)  # no episode is as short
 
 
 @pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])

@@ -11,13 +11,12 @@ from matplotlib.figure import Figure
 
 from benchmarks.__main__ import main
 from benchmarks.commands import ddp, sync
-from benchmarks.harness.records import Record, RowFile, read_json
+from benchmarks.harness.records import RowFile, read_json
 from benchmarks.report import pictures
 from benchmarks.report.efficiency import points
-from benchmarks.report.page import Document, Section, to_html
-from benchmarks.report.scaling import _environment, scaling_document
-from benchmarks.report.table import Table, told_apart
-from tests.benchmarks.rows import WHERE, scaling_rows, step_row
+from benchmarks.report.page import Document, to_html
+from benchmarks.report.scaling import scaling_document
+from tests.benchmarks.rows import scaling_rows, step_row
 
 
 def lines(document: Document) -> list[list[str]]:
@@ -31,15 +30,10 @@ def test_a_scaling_report_says_what_was_measured():
     assert ["ddp", "1 rank", "1000.000", "[900.000, 1100.000]", "100.0%", "reference", "3"] in rows
     assert ["ddp", "2 ranks", "2000.000", "[1800.000, 2200.000]", "50.0%", "[40.9%, 61.1%]", "3"] in rows
     assert any(sentence.startswith("ddp on 4 ranks (oversubscribed): 4000.0 ms") for sentence in document.summary)
-    assert "Measuring itself costs 1.0 µs a step (an empty step, timed the same way)." in document.summary
-    assert any("holds the median with a probability of 75%" in note for note in document.notes)
     for row in rows:
         assert ("oversubscribed" in row[1]) == row[1].startswith("4 ranks")
     page = to_html(document)
     assert "python -m benchmarks scaling --oversubscribe" in page
-    assert "weak efficiency" in page
-    assert "strong efficiency" not in page
-    assert "90% of cases for 3" in page
     for tag in ("<script", "<link", "<iframe", "http://", "https://"):  # it loads nothing
         assert tag not in page
 
@@ -50,22 +44,9 @@ def test_one_launch_claims_nothing():
     assert ["ddp", "2 ranks", "1250.000", "not known", "80.0%", "not known", "1"] in lines(document)
 
 
-def test_a_report_of_nothing_says_so():
-    page = to_html(scaling_document([], "python -m benchmarks scaling", ["interrupted; launches before are reported"]))
-    assert "Nothing was measured." in page
-    assert "interrupted; launches before are reported" in page
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are drawn from here on."""
-    kept: list[Figure] = []
-    write = pictures._svg
-    monkeypatch.setattr(pictures, "_svg", lambda figure: kept.append(figure) or write(figure))
-    return kept
-
-
-def test_the_stacks_of_the_breakdown_are_as_high_as_the_step(figures: list[Figure]):
+def test_the_stacks_of_the_breakdown_are_as_high_as_the_step(monkeypatch: pytest.MonkeyPatch):
+    figures: list[Figure] = []
+    monkeypatch.setattr(pictures, "_svg", figures.append)
     found = points([*scaling_rows(), step_row(8, [0.25, 0.25], way="ddp", launch=0, compute=0.5, stragglers=0.25)])
     pictures.breakdown_picture(found)
     for way, axes in zip(("ddp", "fastsync.attach/fp16"), figures[0].axes, strict=True):
@@ -89,17 +70,8 @@ def test_what_is_less_than_nothing_is_said_to_be_noise():
     assert [list(row)[-2:] for row in breakdown] == [["0.000", "0%"], ["within noise", "within noise"]]
     for share, text in {-1.22: "none", 0.0: "0%", 0.5: "50%", 1.1: "within noise", None: ""}.items():
         assert ddp.COLUMNS["hidden"](replace(rows[0], figures={"hidden": share})) == text
-    for over, ratio, text in ((None, None, ""), (2.0, 0.5, "0.50"), (-1.0, 0.5, "within noise")):
-        row = replace(rows[0], figures={"over_no_sync": over, "over_ddp": ratio})
-        assert sync.FIGURES["× ddp"](row) == text
-        assert sync.FIGURES["over no_sync, ms"](row) == ("2000.000" if over == 2.0 else text)
-
-
-def test_text_stays_text():
-    section = Section("x", Table(("way", "a|b"), [("<script>alert(1)</script>", "1 & 2 | 3")]))
-    page = to_html(Document("<b>", ["a * b_c"], [section], "weak", {"cpu": "<cpu>"}, "run '<a>' & go"))
-    assert "<script>" not in page
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    row = replace(rows[0], figures={"over_no_sync": -1.0, "over_ddp": 0.5})
+    assert sync.FIGURES["× ddp"](row) == sync.FIGURES["over no_sync, ms"](row) == "within noise"
 
 
 def test_a_report_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -111,36 +83,12 @@ def test_a_report_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert said in captured.out + captured.err
     assert {path.name for path in folder.iterdir()} == {"rows.json", "index.html", "efficiency.svg", "breakdown.svg"}
     assert read_json(folder / "rows.json") == scaling_rows()
-    assert main(["report", str(tmp_path / "nowhere.json"), "--report", str(tmp_path / "new")]) == 2
-    assert "nowhere.json: there is no such file" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_rows_of_several_jobs_have_no_report_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     two_jobs = [step_row(n, [1.0], scaling=kind) for n in (1, 2) for kind in ("weak", "strong")]
     RowFile(tmp_path / "two.json").add(two_jobs)
-    assert main(["report", str(tmp_path / "two.json"), "--report", str(tmp_path / "two")]) == 2
-    assert "the rows are of several jobs" in capsys.readouterr().err
-
-
-def test_rows_are_told_apart_by_no_more_than_that_takes_and_oversubscribed_ones_are_marked():
-    def row(way: str, **settings: object) -> Record:
-        return Record("sync", way, settings, {}, True, [1.0], WHERE)
-
-    rows = [
-        row("ddp", size="5k", numel=5000, world_size=1),
-        row("ddp", size="5k", numel=5000, world_size=2),
-        row("ddp", size="12m", numel=12_000_000, world_size=2),
-        row("cat", size="5k", numel=5000, world_size=2),
-        row("cat", size="5k", numel=5000, world_size=4, oversubscribed=True),
-    ]
-    assert [told_apart(one, rows) for one in rows] == [
-        "size 5k, world_size 1",
-        "size 5k, world_size 2",
-        "size 12m",
-        "world_size 2",
-        "world_size 4, oversubscribed",
-    ]
+    for name, said in (("two", "the rows are of several jobs"), ("nowhere", "nowhere.json: there is no such file")):
+        assert main(["report", str(tmp_path / f"{name}.json"), "--report", str(tmp_path / "new")]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*.json"))
@@ -154,14 +102,3 @@ def test_published_rows_can_be_read(path: Path):
     assert len(records) > 5
     if "scaling" in path.name:
         assert len(scaling_document(records, "command").sections) == 2
-
-
-def test_machines_that_differ_are_all_named():
-    elsewhere = WHERE | {"cpu": "another CPU", "time": "2026-01-02T00:00:00+00:00"}
-    records = [step_row(1, [1.0]), replace(step_row(2, [1.0]), environment=elsewhere)]
-    assert _environment(records) == {
-        "time": "2026-01-01T00:00:00+00:00 … 2026-01-02T00:00:00+00:00",
-        "torch": "2.13.0",
-        "cpu": "a CPU, another CPU",
-        "cores": "2",
-    }

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -18,34 +14,19 @@ from benchmarks.__main__ import main
 from benchmarks.commands import scaling
 from benchmarks.commands.scaling import compute_figures
 from benchmarks.harness.records import Record, read_json
-from benchmarks.report.efficiency import points, reference
+from benchmarks.report.efficiency import points
 from tests.benchmarks.rows import step_row
 
 pytestmark = pytest.mark.end_to_end
 
-ROOT = Path(__file__).parents[2]
 TINY = ("--ways", "fastsync.attach/none", "--model", "mlp", "--batch-size", "2", "--steps", "2", "--warmup", "2")
-LIMIT = 300.0  # seconds that commands have, whose processes all import torch, on however busy a machine
-
-
 # What follows from times.
 
 
 def test_weak_efficiency_is_the_time_of_one_rank_over_that_of_n():
     rows = [step_row(n, [step] * 3, launch=launch) for n, step in ((1, 1.0), (2, 1.25), (4, 2.0)) for launch in (0, 1)]
-    found = points(rows)
-    assert [point.world_size for point in found] == [1, 2, 4]
-    assert [point.efficiency.value for point in found] == [1.0, 0.8, 0.5]
-    assert [point.efficiency[1:] for point in found] == [(1, 1), (0.8, 0.8), (0.5, 0.5)]
-    assert [point.launches for point in found] == [2, 2, 2]
-
-
-def test_efficiency_is_relative_to_the_smallest_world_size():
-    strong = [step_row(n, [step] * 3, scaling="strong") for n, step in ((4, 1.0), (8, 0.625))]
-    assert [point.efficiency.value for point in points(strong)] == [1.0, 0.8]
-    assert [point.contention for point in points(strong)] == [None, None]
-    weak = [step_row(n, [step] * 3) for n, step in ((8, 1.25), (2, 1.0))]
-    assert [(point.world_size, point.efficiency.value) for point in points(weak)] == [(2, 1.0), (8, 0.8)]
+    assert [point.world_size for point in points(rows)] == [1, 2, 4]
+    assert [point.efficiency for point in points(rows)] == [(1.0, 1.0, 1.0), (0.8, 0.8, 0.8), (0.5, 0.5, 0.5)]
 
 
 def test_all_ways_are_relative_to_the_fastest():
@@ -54,14 +35,7 @@ def test_all_ways_are_relative_to_the_fastest():
         for way, steps in (("ddp", (1.25, 2.0)), ("fastsync.attach/none", (1.0, 1.6)))
         for n, step in zip((1, 2), steps, strict=True)
     ]
-    found = points(rows)
-    assert [(point.way, point.efficiency.value) for point in found] == [
-        ("ddp", 0.8),
-        ("ddp", 0.5),
-        ("fastsync.attach/none", 1.0),
-        ("fastsync.attach/none", 0.625),
-    ]
-    assert reference(found) is found[2]
+    assert [point.efficiency.value for point in points(rows)] == [0.8, 0.5, 1.0, 0.625]
 
 
 def test_intervals_are_over_launches():
@@ -77,8 +51,7 @@ def test_intervals_are_over_launches():
 
 def test_the_parts_of_a_step_add_up_to_it():
     rows = [
-        step_row(n, [step + 0.01 * launch] * 3, launch=launch, compute=compute, stragglers=stragglers, scaling=kind)
-        for kind in ("weak",)
+        step_row(n, [step + 0.01 * launch] * 3, launch=launch, compute=compute, stragglers=stragglers)
         for n, step, compute, stragglers in ((1, 1.0, 0.75, 0.0), (2, 1.7, 0.9, 0.2), (4, 1.1, 1.0, 0.3))
         for launch in range(3)
     ]
@@ -109,11 +82,9 @@ def test_rows_of_several_jobs_are_not_held_against_each_other():
     strong = [step_row(n, [1.0] * 3, scaling="strong") for n in (1, 2)]
     with pytest.raises(ValueError, match=r"several jobs, weak scaling of mlp .* 8 samples a rank over gloo; strong"):
         points([*rows, *strong])
-    for name, value in {"model": "gpt2", "scale": "full", "batch_size": 9, "backend": "nccl", "numel": 11}.items():
-        other = replace(rows[1], settings={**rows[1].settings, name: value})
-        with pytest.raises(ValueError, match="the rows are of several jobs"):
-            points([rows[0], other])
-    assert [point.world_size for point in points(strong)] == [1, 2]
+    other = replace(rows[1], settings={**rows[1].settings, "batch_size": 9})
+    with pytest.raises(ValueError, match="the rows are of several jobs"):
+        points([rows[0], other])
 
 
 def test_what_is_wrong_makes_no_point():
@@ -123,8 +94,6 @@ def test_what_is_wrong_makes_no_point():
 
 
 def test_compute_is_the_mean_of_the_ranks_and_stragglers_are_what_the_slowest_takes_more():
-    of_rank = [[1.0, 1.0, 9.0], [1.0, 3.0, 9.0]]
-    assert compute_figures(of_rank) == {"compute": 2.0, "stragglers": 0.0}
     assert compute_figures([[1.0, 1.0], [4.0, 2.0], [1.0, 3.0]]) == {"compute": 2.0, "stragglers": 1.5}
 
 
@@ -155,15 +124,11 @@ def test_world_sizes_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert main(["scaling", *options, "--report", str(tmp_path / "report")]) == 0
     assert sizes == [1, 2, 4, 1, 2, 4]
     assert [row.settings["world_size"] for row in read_json(tmp_path / "report/rows.json")] == [1, 2, 4] * 2
-    page = (tmp_path / "report/index.html").read_text()
-    assert "Strong scaling of mlp, 8 samples in all" in page
-    assert "--world-sizes 4,1,2" in page
 
 
 @pytest.mark.parametrize(
     ("ending", "status", "note"),
     [
-        (KeyboardInterrupt(), 130, "interrupted"),
         (SignalException("", signal.SIGTERM), 143, "interrupted"),
         (ChildFailedError("x", {1: ProcessFailure(1, 7, 1, "/nowhere")}), 1, "rank 1 failed first"),
         ([step_row(2, [], correct=False)], 1, "WRONG: ddp at"),
@@ -185,44 +150,15 @@ def test_whatever_ends_it_the_report_of_what_there_is_is_written(
     assert note in (folder / "index.html").read_text()
 
 
-def test_samples_of_a_rank():
-    weak = scaling.Options(world_sizes=(1, 2, 3), batch_size=12, oversubscribe=True)
-    strong = scaling.Options(world_sizes=(1, 2, 3), batch_size=12, strong=True, oversubscribe=True)
-    assert [weak.samples(size) for size in (1, 2, 3)] == [12, 12, 12]
-    assert [strong.samples(size) for size in (1, 2, 3)] == [12, 6, 4]
-
-
 # Real launches.
-
-
-def check_rows(folder: Path, *world_sizes: int) -> None:
-    rows = read_json(folder / "rows.json")
-    cases = [(n, way) for n in world_sizes for way in ("no_ddp", "fastsync.attach/none")]
-    assert [(row.settings["world_size"], row.way) for row in rows] == cases
-    for row in rows:
-        assert row.correct
-        assert len(row.samples) == 2
-        assert min(row.samples) > 0
-        assert row.figures["overhead"] > 0
-        assert row.environment["torch"] == torch.__version__
-    page = (folder / "index.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 2
-    assert f"fastsync.attach/none on {world_sizes[-1]} ranks" in page
 
 
 def test_it_launches_ranks(tmp_path: Path):
     folder = tmp_path / "report"
     options = ("--world-sizes", "1", "2", "--repetitions", "1", "--oversubscribe", "--report", str(folder))
     assert main(["scaling", *TINY, *options]) == 0
-    check_rows(folder, 1, 2)
-
-
-@pytest.mark.timeout(2 * LIMIT)
-def test_a_launcher_may_start_the_ranks(tmp_path: Path):
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks", "scaling")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", *torchrun, *TINY, "--report", "report"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert ended.returncode == 0, ended.stderr
-    assert "Weak scaling of mlp (small), 2 samples a rank" in ended.stdout
-    check_rows(tmp_path / "report", 2)
+    rows = read_json(folder / "rows.json")
+    cases = [(n, way) for n in (1, 2) for way in ("no_ddp", "fastsync.attach/none")]
+    assert [(row.settings["world_size"], row.way) for row in rows] == cases
+    assert all(row.correct and len(row.samples) == 2 and row.figures["overhead"] > 0 for row in rows)
+    assert "fastsync.attach/none on 2 ranks" in (folder / "index.html").read_text()

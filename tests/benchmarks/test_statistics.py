@@ -24,7 +24,7 @@ def test_without_samples_there_is_no_median_and_one_sample_says_nothing_of_its_n
     assert ratio_interval([3.0], [2.0, 2.0, 2.0]) == (1.5, -math.inf, math.inf)
 
 
-@pytest.mark.parametrize("number", [2, 3, 4, 5])
+@pytest.mark.parametrize("number", [2, 5])
 def test_the_interval_of_few_samples_is_their_range(number: int):
     samples = [4.0, 1.0, 2.5, 3.0, 9.0][:number]
     assert median_interval(samples)[1:] == (min(samples), max(samples))
@@ -32,7 +32,7 @@ def test_the_interval_of_few_samples_is_their_range(number: int):
     assert range_holds_median(3) == 0.75
 
 
-@pytest.mark.parametrize("number", [6, 7, 8, 9, 20, 100])
+@pytest.mark.parametrize("number", [6, 9, 100])
 def test_the_interval_is_that_of_the_binomial_distribution(number: int):
     """The k-th smallest of n lies above the median where fewer than k do not, as heads of n coins. For 100 samples the
     shortest interval of at least 95 % goes from the 40th to the 61st (W. Conover, Practical Nonparametric Statistics,
@@ -62,22 +62,17 @@ def test_intervals_hold_what_they_promise(monkeypatch: pytest.MonkeyPatch):
     assert min(medians, ratios) >= 180
 
 
-@pytest.mark.parametrize("number", [3, 6])
-def test_how_often_the_ratio_of_few_samples_is_held_is_what_the_reports_say(
-    number: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_how_often_the_ratio_of_few_samples_is_held_is_what_the_reports_say(monkeypatch: pytest.MonkeyPatch):
     """600 seeded runs, whose share is off by four standard errors in 1 of 16,000 cases."""
     monkeypatch.setattr("benchmarks.harness.statistics.RESAMPLES", 999)
-    generator, runs = np.random.default_rng(3), 600
-    held = 0
-    for above, below in generator.lognormal(0.0, 0.05, size=(runs, 2, number)):
+    generator, runs, held = np.random.default_rng(3), 600, 0
+    for above, below in generator.lognormal(0.0, 0.05, size=(runs, 2, 3)):
         _, low, high = ratio_interval(above.tolist(), below.tolist())
         held += low <= 1.0 <= high
-    share = RATIO_HOLDS[number]
+    share = RATIO_HOLDS[3]
     assert abs(held / runs - share) < 4 * math.sqrt(share * (1 - share) / runs)
 
 
 def test_launches_count_as_one_sample_each_where_there_are_several():
-    assert replicates([]) == []
     assert replicates([[3.0, 1.0, 2.0]]) == [3.0, 1.0, 2.0]
     assert replicates([[3.0, 1.0, 2.0], [], [5.0, 4.0]]) == [2.0, 4.5]

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation against its definition and normalisation over ranks."""
+"""Generalised advantage estimation against its definition; running moments, and what is normalised by them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsync.ppo.normalize import moments
-from fastsync.ppo.ppo import Settings, estimate_advantages, normalize_advantages
+from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, moments
+from fastsync.ppo.ppo import Settings, discounted_sums, estimate_advantages, normalize_advantages
 
 GOES_ON, TERMINATES, TRUNCATES = range(3)
 
@@ -17,13 +17,8 @@ GOES_ON, TERMINATES, TRUNCATES = range(3)
 def endings(draw: st.DrawFn) -> list[list[int]]:
     """For each environment, how each of its rows ends."""
     num_rows, num_envs = draw(st.integers(1, 12)), draw(st.integers(1, 4))
-    columns = []
-    for _ in range(num_envs):
-        column = draw(
-            st.lists(st.sampled_from([GOES_ON, GOES_ON, TERMINATES, TRUNCATES]), min_size=num_rows, max_size=num_rows)
-        )
-        columns.append(column)
-    return columns
+    ending = st.sampled_from([GOES_ON, GOES_ON, TERMINATES, TRUNCATES])
+    return [draw(st.lists(ending, min_size=num_rows, max_size=num_rows)) for _ in range(num_envs)]
 
 
 def plain_advantage(
@@ -69,17 +64,51 @@ def test_advantages_are_those_of_the_definition(columns: list[list[int]], gamma:
 
 
 def test_normalisation_pools_the_valid_rows_of_all_ranks():
-    parts = []
-    for rank in range(2):
-        generator = torch.Generator().manual_seed(rank)
-        advantages = 1000 + (1 + rank) * torch.randn(6, 5, generator=generator)
-        valid = torch.rand(6, 5, generator=generator) < (0.9, 0.5)[rank]
-        advantages[~valid] = 1e6
-        parts.append((advantages, valid))
-    of_all = torch.stack([moments(advantages.unsqueeze(-1), valid) for advantages, valid in parts]).sum(0)
-    pooled = torch.cat([advantages[valid] for advantages, valid in parts]).double()
-    assert of_all[0] == len(pooled)
-    for advantages, valid in parts:
-        expected = (advantages.double() - pooled.mean()) / pooled.std(correction=0)
-        normalized = normalize_advantages(advantages, of_all)
-        torch.testing.assert_close(normalized[valid].double(), expected[valid], rtol=1e-5, atol=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    ranks = [1000 + scale * torch.randn(6, 5, generator=generator) for scale in (1, 2)]
+    valid = [torch.rand(6, 5, generator=generator) < share for share in (0.9, 0.5)]
+    of_all = sum(moments(mine.unsqueeze(-1), counts) for mine, counts in zip(ranks, valid, strict=True))
+    pooled = torch.cat([mine[counts] for mine, counts in zip(ranks, valid, strict=True)]).double()
+    expected = (ranks[0].double() - pooled.mean()) / pooled.std(correction=0)
+    normalized = normalize_advantages(ranks[0], of_all)
+    torch.testing.assert_close(normalized.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_running_moments_are_those_of_all_rows_so_far():
+    generator = torch.Generator().manual_seed(0)
+    running = RunningMoments(3)
+    seen = []
+    for mean, num_rows in ((1e4, 5), (-3.0, 40), (0.0, 7)):
+        parts = [mean + torch.randn(num_rows, 2, 3, generator=generator) * torch.tensor([1, 2, 3]) for _ in range(2)]
+        valid = torch.rand(num_rows, 2, generator=generator) < 0.7
+        running.update(sum(moments(part, valid) for part in parts))  # two ranks
+        seen += [part[valid].double() for part in parts]
+        rows = torch.cat(seen)
+        assert running.count == len(rows)
+        torch.testing.assert_close(running.mean, rows.mean(0))
+        torch.testing.assert_close(running.variance, rows.var(0, correction=0), rtol=1e-6, atol=1e-9)
+
+
+def test_observations_are_normalised_and_cut_off():
+    normalizer = ObservationNormalizer(2)
+    observations = torch.tensor([[1.0, 5.0], [3.0, -1e6]])
+    assert torch.equal(normalizer(observations)[0], torch.tensor([1.0, 5.0]))  # nothing is known yet
+    normalizer.update(moments(torch.tensor([[0.0, 0.0], [2.0, 4.0]]), torch.ones(2, dtype=torch.bool)))
+    torch.testing.assert_close(normalizer(observations), torch.tensor([[0.0, 1.5], [2.0, -10.0]]))
+
+
+def test_discounted_returns_go_on_over_rollouts_and_begin_anew_with_episodes():
+    normalizer = RewardNormalizer(0.5, 2, torch.float32)
+    rewards = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]])
+    done = torch.tensor([[False, False], [True, False], [False, False]])
+    first = normalizer.discounted_returns(rewards, done, discounted_sums)
+    assert first.tolist() == [[1, 2], [1.5, 3], [1, 3.5]]
+    assert normalizer.carried.tolist() == [1, 3.5]
+    second = normalizer.discounted_returns(rewards, torch.zeros_like(done), discounted_sums)
+    assert second[0].tolist() == [1.5, 3.75]
+
+
+def test_rewards_are_divided_by_the_deviation_of_the_return_and_cut_off():
+    normalizer = RewardNormalizer(0.9, 1, torch.float32)
+    normalizer.update(moments(torch.tensor([[3.0], [7.0]]), torch.ones(2, dtype=torch.bool)))
+    torch.testing.assert_close(normalizer(torch.tensor([3.0, -3.0, 1e6])), torch.tensor([1.5, -1.5, 10.0]))

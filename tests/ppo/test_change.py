@@ -119,9 +119,7 @@ def test_without_fused_operators_all_is_plain_and_learns_the_same(tmp_path: Path
     assert parse(Arguments, "test", ["--no-fused"]).settings == Settings(fused=False)
 
 
-def test_a_loss_of_ones_own_runs_and_its_figures_are_in_every_log(tmp_path: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def test_a_loss_of_ones_own_runs_and_its_figures_are_logged(tmp_path: Path):
     settings = replace(TINY, num_micro_batches=2, target_kl=0.1)
     usual, _ = trained(tmp_path, settings, world_size=2)
     changed, said = trained(tmp_path, settings, world_size=2, loss=annealed_and_penalised)
@@ -131,9 +129,6 @@ def test_a_loss_of_ones_own_runs_and_its_figures_are_in_every_log(tmp_path: Path
     for row in rows_of_last(tmp_path):
         assert float(row["learning/kl_penalty"]) >= 0
         assert float(row["learning/value_error"]) > 0
-    newest = max(tmp_path.glob("run *"), key=lambda path: path.stat().st_mtime)
-    tags = EventAccumulator(str(newest)).Reload().Tags()["scalars"]
-    assert {"learning/kl_penalty", "learning/value_error", "learning/policy_loss"} <= set(tags)
 
 
 def penalised_by_a_setting(new: Any, batch: Any, settings: Any, remaining: float) -> Any:
@@ -182,30 +177,21 @@ def test_a_network_of_ones_own_is_trained_saved_and_played(tmp_path: Path, capsy
         main([str(next(by_class.glob("run *")))])
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ("nowhere:Policy", "policy='nowhere:Policy' cannot be imported: ModuleNotFoundError"),
-        ("tests.toy_envs:Nothing", "policy='tests.toy_envs:Nothing' cannot be imported: AttributeError"),
-        ("Policy", "policy='Policy' must be module:Class"),
-        (f"{__name__}:no_policy", "policy='.*no_policy' made a Linear; it has to be a fastsync.ppo.Policy"),
-    ],
-)
-def test_a_policy_that_cannot_be_made_is_named(policy: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        make_policy(replace(TINY, policy=policy), VECTOR, TWO)
+def test_a_policy_that_cannot_be_made_is_named_before_ranks_start():
+    check_environment(replace(TINY, policy="examples.ppo_layer_norm:Normalised"))
+    reasons = {
+        "nowhere:Policy": "cannot be imported: ModuleNotFoundError",
+        "Policy": "must be module:Class",
+        "builtins:divmod": "cannot be made: TypeError: divmod expected 2",
+        f"{__name__}:no_policy": "made a Linear; it has to be a fastsync.ppo.Policy",
+    }
+    for policy, reason in reasons.items():
+        with pytest.raises(ValueError, match=f"policy='{policy}' {reason}"):
+            check_environment(replace(TINY, policy=policy))
 
 
 def no_policy(*arguments: Any) -> nn.Module:
     return nn.Linear(4, 2)
-
-
-def test_a_policy_is_tried_before_ranks_start():
-    check_environment(replace(TINY, policy="examples.ppo_layer_norm:Normalised"))
-    with pytest.raises(ValueError, match="policy='builtins:divmod' cannot be made: TypeError: divmod expected 2"):
-        check_environment(replace(TINY, policy="builtins:divmod"))
-    with pytest.raises(ValueError, match="policy='nowhere:Policy' cannot be imported"):
-        check_environment(replace(TINY, policy="nowhere:Policy"))
 
 
 class Informed(Countdown):
@@ -222,10 +208,7 @@ class Informed(Countdown):
 def test_numbers_that_an_environment_puts_into_info_are_logged(tmp_path: Path):
     settings = replace(TINY, env=f"{__name__}:Informed", log_info=("left", "length", "nothing"))
     trained(tmp_path, settings, world_size=2)
-    rows = rows_of_last(tmp_path)
-    for row in rows:
+    for row in rows_of_last(tmp_path):
         assert 0 < float(row["info/left"]) < 3  # n - 1, ..., 0 of n
         assert 2 <= float(row["info/length"]) <= 7
         assert row["info/nothing"] == ""
-    mean_length = sum(float(row["info/length"]) for row in rows) / len(rows)
-    assert mean_length == pytest.approx(float(rows[-1]["episodes/length"]), abs=1)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from fastsync.ppo.envs import vector
 from fastsync.ppo.envs.atari import LifeByLife
 from fastsync.ppo.envs.interface import Environments, Step
 from fastsync.ppo.envs.make import make_environments
@@ -82,31 +81,23 @@ def test_copies_in_processes_go_on():
             first.restore(state)
 
 
-@pytest.mark.parametrize("before", [1, 37, 100])
-def test_cartpole_in_its_own_vectorisation_goes_on(before: int):
-    assert_goes_on("CartPole-v1", before=before, after=100, num_envs=8)
+def test_cartpole_in_its_own_vectorisation_goes_on():
+    assert_goes_on("CartPole-v1", before=37, after=100, num_envs=8)
 
 
 @pytest.mark.parametrize(
     ("env", "package"),
     [
         ("Acrobot-v1", "gymnasium"),
-        ("Pendulum-v1", "gymnasium"),
         ("LunarLander-v3", "Box2D"),
         ("HalfCheetah-v5", "mujoco"),
-        ("Hopper-v5", "mujoco"),
+        ("ALE/Breakout-v5", "ale_py"),
     ],
 )
 def test_environments_of_gymnasium_go_on(env: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)  # MuJoCo leaves its log where it runs
     assert_goes_on(env, before=220, after=230, num_envs=2)
-
-
-def test_games_go_on(capfd: pytest.CaptureFixture[str]):
-    pytest.importorskip("ale_py")
-    pytest.importorskip("cv2")
-    assert_goes_on("ALE/Breakout-v5", before=150, after=150, num_envs=1)
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
@@ -133,39 +124,6 @@ def test_what_is_no_function_of_its_seed_does_not_come_back(env: str):
         first.reset()
         play(first, 1, np.random.default_rng(0))
         assert second.restore(through_a_file(first.state())) is None
-
-
-def test_an_environment_that_ends_elsewhere_does_not_come_back():
-    with make_environments(settings("tests.toy_envs:Countdown", 3), rank=0) as first:
-        first.reset()
-        play(first, 1, np.random.default_rng(0))
-        state = through_a_file(first.state())
-        state["restarting"][1] ^= True
-        assert first.restore(state) is None
-
-
-def test_an_episode_that_is_too_long_does_not_come_back(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(vector, "MAX_ACTIONS", 1)
-    chosen = settings("tests.toy_envs:Countdown", 1)
-    with make_environments(chosen, rank=0) as first, make_environments(chosen, rank=0, restart=4) as second:
-        first.reset()
-        play(first, 1, np.random.default_rng(0))
-        assert second.restore(through_a_file(first.state())) is not None
-        play(first, 1, np.random.default_rng(0))
-        assert second.restore(through_a_file(first.state())) is None
-        # The next one is kept again.
-        while first.state()["lengths"] != 1:
-            play(first, 1, np.random.default_rng(0))
-        assert second.restore(through_a_file(first.state())) is not None
-
-
-def test_an_own_vectorisation_that_is_led_elsewhere_does_not_come_back():
-    with make_environments(settings("CartPole-v1", 2), rank=0) as first:
-        first.reset()
-        play(first, 5, np.random.default_rng(0))
-        state = first.state()
-        state["actions"][3] ^= 1
-        assert first.restore(through_a_file(state)) is None
 
 
 class Game(gymnasium.Env[Any, Any]):
@@ -212,10 +170,6 @@ def test_lives_are_episodes_and_games_are_scored():
     assert results[-1][4]["game"] == {"score": 30.0, "length": 6}
     env.reset()
     assert game.log[-2:] == ["new None", "FIRE"]
-    env.step(2), env.step(2), env.step(2)
+    env.step(2)
     env.reset(seed=8)  # a seed asks for a new game, whatever is left of the old one
     assert game.log[-2:] == ["new 8", "FIRE"]
-    env.step(2), env.step(2), env.step(2)
-    env.reset()
-    env.step(2), env.step(2)
-    assert env.step(2)[4]["game"] == {"score": 30.0, "length": 6}

@@ -18,14 +18,8 @@ SETTINGS = Settings(total_steps=1_000, num_steps=16, num_epochs=3, vectorization
 RUNS: dict[str, dict[str, Any]] = {
     "fp64": {"precision": "fp64"},
     "fp64 early stop": {"precision": "fp64", "target_kl": 0.002, "clip_value_loss": True},
-    "fp64 continuous": {
-        "env": "Pendulum-v1",
-        "precision": "fp64",
-        "norm_observations": True,
-        "norm_rewards": True,
-        "lr_schedule": "adaptive",
-        "target_kl": 0.01,
-    },
+    "fp64 continuous": {"env": "Pendulum-v1", "precision": "fp64", "lr_schedule": "adaptive", "target_kl": 0.01}
+    | {"norm_observations": True, "norm_rewards": True},
     "fp32": {"num_micro_batches": 2},
 }
 Outcome = tuple[dict[str, Tensor], TrainResult]
@@ -34,13 +28,8 @@ Outcome = tuple[dict[str, Tensor], TrainResult]
 def train_all(rank: int, world_size: int, runs_dir: str) -> dict[str, Outcome]:
     outcomes = {}
     for name, changes in RUNS.items():
-        settings = replace(
-            SETTINGS,
-            **changes,
-            num_envs=NUM_ENVS // world_size,
-            runs_dir=runs_dir,
-            run_name=f"{name} {world_size}",
-        )
+        own = {"num_envs": NUM_ENVS // world_size, "runs_dir": runs_dir, "run_name": f"{name} {world_size}"}
+        settings = replace(SETTINGS, **changes, **own)
         policy, result = train(settings, torch.device("cpu"))
         outcomes[name] = ({key: value.clone() for key, value in policy.state_dict().items()}, result)
     return outcomes

@@ -5,19 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import fastsync
-from fastsync.distributed import process_group
-from fastsync.integrations.ray import launch_on_ray
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import load_checkpoint
@@ -31,26 +25,6 @@ def ray() -> Iterator[None]:
     ray.init(num_cpus=2, include_dashboard=False)
     yield
     ray.shutdown()
-
-
-def averaged_gradient(folder: Path) -> tuple[float, int]:
-    """Rank 1 dies the first time. Returns the gradient and the number of the attempt."""
-    with process_group(timeout=60) as device:
-        rank = dist.get_rank()
-        attempt = len(list(folder.iterdir()))
-        dist.barrier()
-        if rank == 1 and attempt == 0:
-            (folder / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        model = torch.nn.Linear(1, 1, bias=False, device=device)
-        fastsync.attach(model)
-        model(torch.full((1, 1), 2.0 + 4.0 * rank, device=device)).sum().backward()
-        assert model.weight.grad is not None
-        return model.weight.grad.item(), attempt
-
-
-def test_a_function_is_called_again_when_a_worker_dies(ray: None, tmp_path: Path):
-    assert launch_on_ray(averaged_gradient, 2, tmp_path, max_restarts=1, timeout=60) == (4.0, 1)
 
 
 def figures(run: Path) -> list[str]:
@@ -80,10 +54,3 @@ def test_the_trainer_goes_on_from_its_last_checkpoint_when_a_worker_dies(
     killer.join()
     assert figures(run)[:1] == seen  # with their times: it has not begun anew
     assert load_checkpoint(max((run / "checkpoints").glob("step-*.pt"))).step >= 100_000
-
-
-def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setitem(sys.modules, "ray.train", None)
-    with pytest.raises(ValueError, match="launcher='ray' needs Ray: pip install"):
-        launch(Launch(launcher="ray", settings=Settings(runs_dir=str(tmp_path))))

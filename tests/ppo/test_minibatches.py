@@ -1,21 +1,19 @@
-"""Minibatches hold every row once, whole, and are the same however environments are spread over ranks."""
+"""Minibatches hold every row once, and whole. Random numbers are those of SplitMix64, and evenly spread."""
 
 from __future__ import annotations
-
-from itertools import combinations
 
 import pytest
 import torch
 
 from fastsync.ppo.batches import Batch, Shuffler
-from fastsync.ppo.random_streams import RandomStreams
+from fastsync.ppo.random_streams import RandomStreams, _mix
 
 NUM_STEPS, NUM_ENVS = 8, 6
 
 
-def batch_of(envs: slice) -> Batch:
+def made_batch() -> Batch:
     """Rows that say who they are: 100 * step + environment."""
-    identity = 100.0 * torch.arange(NUM_STEPS).unsqueeze(1) + torch.arange(NUM_ENVS)[envs]
+    identity = 100.0 * torch.arange(NUM_STEPS).unsqueeze(1) + torch.arange(NUM_ENVS)
     return Batch(
         observations=identity.unsqueeze(-1).expand(-1, -1, 3),
         actions=identity.long(),
@@ -27,16 +25,13 @@ def batch_of(envs: slice) -> Batch:
     )
 
 
-def shuffler(num_minibatches: int, *, rank: int = 0, world_size: int = 1) -> Shuffler:
-    size = NUM_ENVS // world_size
-    return Shuffler(
-        num_minibatches, RandomStreams(0, first_index=rank * size, num_envs=size, device=torch.device("cpu"))
-    )
+def shuffler(num_minibatches: int) -> Shuffler:
+    return Shuffler(num_minibatches, RandomStreams(0, first_index=0, num_envs=NUM_ENVS, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 4, 3])
 def test_every_row_comes_once_and_whole(num_minibatches: int):
-    batch = batch_of(slice(None))
+    batch = made_batch()
     parts = list(shuffler(num_minibatches).minibatches(batch, 1))
     assert [len(part.actions) for part in parts] == [NUM_STEPS * NUM_ENVS // num_minibatches] * num_minibatches
     seen = torch.cat([part.actions for part in parts])
@@ -45,36 +40,40 @@ def test_every_row_comes_once_and_whole(num_minibatches: int):
     for part in parts:
         identity = part.actions.float()
         assert torch.equal(part.observations, identity.unsqueeze(1).expand(-1, 3))
-        assert torch.equal(part.log_probs, identity + 0.25)
-        assert torch.equal(part.values, identity + 0.5)
-        assert torch.equal(part.advantages, -identity)
-        assert torch.equal(part.returns, 2 * identity)
-        assert torch.equal(part.weights, 3 * identity)
+        columns = [part.log_probs, part.values, part.advantages, part.returns, part.weights]
+        assert all(map(torch.equal, columns, [identity + 0.25, identity + 0.5, -identity, 2 * identity, 3 * identity]))
 
 
-def test_each_pass_is_in_another_order():
-    shuffled, batch = shuffler(2), batch_of(slice(None))
-    orders = [part.actions for _ in range(2) for part in shuffled.minibatches(batch, 2)]
-    assert len(orders) == 8
-    assert not any(torch.equal(first, second) for first, second in combinations(orders, 2))
+MASK = 2**64 - 1
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_minibatches_do_not_depend_on_the_number_of_ranks(world_size: int):
-    alone = shuffler(4)
-    size = NUM_ENVS // world_size
-    ranks = [shuffler(4, rank=rank, world_size=world_size) for rank in range(world_size)]
-    together = zip(
-        *(r.minibatches(batch_of(slice(i * size, (i + 1) * size)), 2) for i, r in enumerate(ranks)), strict=True
-    )
-    for whole, parts in zip(alone.minibatches(batch_of(slice(None)), 2), together, strict=True):
-        assert len({len(part.actions) for part in parts}) == 1
-        assert sorted(torch.cat([part.actions for part in parts]).tolist()) == sorted(whole.actions.tolist())
+def streams(seed: int = 0, num_envs: int = 4) -> RandomStreams:
+    return RandomStreams(seed, first_index=0, num_envs=num_envs, device=torch.device("cpu"))
 
 
-def test_every_pair_of_rows_may_meet_in_a_minibatch():
-    """Also where a minibatch is smaller than a step of all environments."""
-    shuffled = shuffler(16)
-    batch = batch_of(slice(None))
-    met = {tuple(sorted(part.actions.remainder(100).tolist())) for part in shuffled.minibatches(batch, 40)}
-    assert {pair for trio in met for pair in combinations(trio, 2) if len(trio) == 3} >= set(combinations(range(6), 2))
+def test_mixing_is_splitmix64s():
+    def plain(bits: int) -> int:
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
+        return bits ^ (bits >> 31)
+
+    inputs = torch.randint(-(2**62), 2**62, (100,), generator=torch.Generator().manual_seed(0)) * 2
+    assert [value & MASK for value in _mix(inputs).tolist()] == [plain(value & MASK) for value in inputs.tolist()]
+    # The first number of the generator with seed 0, as published with it.
+    assert int(_mix(torch.tensor(0x9E3779B97F4A7C15 - 2**64))) & MASK == 0xE220A8397B1DCDAF
+
+
+def test_uniform_numbers_are_uniform():
+    numbers = streams(num_envs=20).uniform(500, 10, torch.float32)
+    assert 0 < numbers.min() < 1e-4
+    assert 1 - 1e-4 < numbers.max() < 1
+    counts = torch.histc(numbers, bins=100, min=0, max=1)
+    # Chi-squared with 99 degrees of freedom: five standard deviations about its mean.
+    statistic = ((counts - 1000).square() / 1000).sum()
+    assert abs(statistic - 99) < 5 * (2 * 99) ** 0.5
+    # Neighbours in time, in the number of the environment, and in the column know nothing of each other.
+    centred = numbers - 0.5
+    for dim in range(3):
+        size = numbers.shape[dim] - 1
+        products = centred.narrow(dim, 0, size) * centred.narrow(dim, 1, size)
+        assert abs(products.mean()) < 5 / 12 / products.numel() ** 0.5

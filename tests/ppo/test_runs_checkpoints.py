@@ -67,17 +67,8 @@ def test_everything_loads_back(tmp_path: Path):
     saved = make_checkpoint(50)
     path = folder.save(saved, mean_return=12.5)
     assert path == tmp_path / "checkpoints" / "step-000000050.pt"
-    loaded = load_checkpoint(path)
-    expected = replace(saved, learner={}, environments=[], best_return=12.5)
-    assert replace(loaded, learner={}, environments=[]) == expected
-    torch.testing.assert_close(loaded.learner["model"], saved.learner["model"], rtol=0, atol=0)
-    torch.testing.assert_close(
-        loaded.learner["optimizer"]["state"], saved.learner["optimizer"]["state"], rtol=0, atol=0
-    )
-    assert loaded.learner["optimizer"]["param_groups"] == saved.learner["optimizer"]["param_groups"]
-    assert torch.equal(loaded.learner["rng"], saved.learner["rng"])
-    assert loaded.environments[0]["environments"]["big"] == 2**127
-    found = CheckpointFolder(tmp_path / "checkpoints", keep=3).newest()
+    assert_same(vars(load_checkpoint(path)), vars(replace(saved, best_return=12.5)))
+    found = folder.newest()
     assert found is not None
     assert (found[0], found[1].step) == (path, 50)
 
@@ -94,19 +85,17 @@ def test_the_newest_and_the_best_stay(tmp_path: Path):
     assert best_return == 9.0
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty"])
-def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str):
+def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path):
     folder = CheckpointFolder(tmp_path, keep=3)
     folder.save(make_checkpoint(1), NAN)
     newest = folder.save(make_checkpoint(2), NAN)
-    content = newest.read_bytes()
-    newest.write_bytes({"cut": content[: len(content) // 2], "empty": b""}[damage])
+    newest.write_bytes(newest.read_bytes()[:1000])
     warnings: list[str] = []
     found = folder.newest(warnings.append)
     assert found is not None
     assert found[1].step == 1
-    assert len(warnings) == 1
-    assert "step-000000002.pt is damaged" in warnings[0]
+    (warning,) = warnings
+    assert "step-000000002.pt is damaged" in warning
     # The run goes on from there and comes by the same step again.
     again = CheckpointFolder(tmp_path, keep=2)
     for step in (2, 3, 4, 5):
@@ -130,9 +119,7 @@ def test_no_flipped_bit_of_what_was_saved_goes_unnoticed(tmp_path: Path):
     assert all("is damaged" in each for each in said)
 
 
-def test_a_missing_file_and_another_version_are_named(tmp_path: Path):
-    with pytest.raises(RuntimeError, match=r"nowhere\.pt cannot be read: No such file"):
-        load_checkpoint(tmp_path / "nowhere.pt")
+def test_another_versions_file_is_named(tmp_path: Path):
     torch.save({"model": {}, "config": {}}, tmp_path / "old.pt")
     with pytest.raises(
         RuntimeError, match=r"old\.pt is no checkpoint of this version of fastsync: it has no .*settings"

@@ -10,12 +10,11 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fastsync.ppo.ppo import Settings
-from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
+from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from fastsync.ppo.runs.folder import CHECKPOINTS, Opened, changes, check_run, open_run
 from fastsync.ppo.settings import load_settings
 from tests.ppo.test_runs_checkpoints import make_checkpoint
@@ -32,17 +31,10 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(runs_dir=str(tmp_path), seed=3)
 
 
-def checkpoint_at(step: int) -> Checkpoint:
-    return make_checkpoint(step, settings=Settings(seed=3).as_dict())
-
-
 def save(folder: Path, *steps: int) -> None:
     for step in steps:
-        CheckpointFolder(folder / CHECKPOINTS, keep=9).save(checkpoint_at(step), float(step))
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / CHECKPOINTS).iterdir())
+        checkpoint = make_checkpoint(step, settings=Settings(seed=3).as_dict())
+        CheckpointFolder(folder / CHECKPOINTS, keep=9).save(checkpoint, float(step))
 
 
 def test_a_new_run_has_a_folder_of_its_own_with_its_settings(settings: Settings, tmp_path: Path):
@@ -50,14 +42,13 @@ def test_a_new_run_has_a_folder_of_its_own_with_its_settings(settings: Settings,
     assert folder.parent == tmp_path
     assert folder.name.startswith("CartPole-v1-none-3-20")
     assert (checkpoint, notes) == (None, [])
-    # With the name that it has got, so that one can go on with this file.
+    # With its name, so that one can go on with this file.
     assert load_settings(str(folder / "settings.yaml"), Settings) == replace(settings, run_name=folder.name)
     named = replace(settings, run_name="mine")
     (tmp_path / "mine").mkdir()
     with pytest.raises(ValueError, match=r"mine exists already; choose another run_name.*resume='auto'"):
         opened(named)
     assert list((tmp_path / "mine").iterdir()) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([folder.name, "mine"])
 
 
 def test_auto_begins_and_then_goes_on(settings: Settings, tmp_path: Path):
@@ -72,8 +63,6 @@ def test_auto_begins_and_then_goes_on(settings: Settings, tmp_path: Path):
     assert notes == [f"going on from step 20 ({folder / CHECKPOINTS / 'step-000000020.pt'})"]
     # Whoever begins another run with this file does not mean to go on with this one.
     assert load_settings(str(folder / "settings.yaml"), Settings).resume is None
-    other = opened(replace(auto, run_name="other"))
-    assert (other[0], other[1]) == (tmp_path / "other", None)
 
 
 def test_auto_does_not_begin_anew_over_damaged_ones(settings: Settings, tmp_path: Path):
@@ -114,14 +103,6 @@ def test_ranks_that_were_started_again_go_on_in_the_run_that_they_began(
         opened(new)
 
 
-def test_what_is_not_there_cannot_be_resumed(settings: Settings, tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    for name in ("nowhere", "run"):
-        with pytest.raises(ValueError, match=f"{name}' is neither 'auto' nor a checkpoint; .* settings.yaml"):
-            opened(replace(settings, resume=str(tmp_path / name)))
-    assert [path.name for path in tmp_path.rglob("*")] == ["run"]
-
-
 def test_a_refused_resume_changes_nothing(settings: Settings, tmp_path: Path):
     run = tmp_path / "run"
     opened(replace(settings, run_name="run"))
@@ -130,9 +111,9 @@ def test_a_refused_resume_changes_nothing(settings: Settings, tmp_path: Path):
     file = str(run / CHECKPOINTS / "step-000000010.pt")
     for resume, name in (("auto", "run"), (file, "new")):
         other = replace(settings, hidden_sizes=(8,), resume=resume, run_name=name)
-        for door in (opened, check_run):
+        for enter in (opened, check_run):
             with pytest.raises(ValueError, match=r"hidden_sizes=\(8,\) cannot be resumed"):
-                door(other, 2)
+                enter(other, 2)
         check_run(replace(other, hidden_sizes=(64, 64)), 2)
     assert everything(tmp_path) == before
 
@@ -159,17 +140,14 @@ def a_run_that_is_alive(settings: Settings) -> Iterator[BaseProcess]:
         process.join()
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_run_that_is_alive_is_left_alone(settings: Settings, tmp_path: Path, exists: bool):
+def test_a_run_that_is_alive_is_left_alone(settings: Settings, tmp_path: Path):
     auto = replace(settings, run_name="run", resume="auto")
-    if exists:
-        save(tmp_path / "run", 10)
     with a_run_that_is_alive(auto) as process:
         save(tmp_path / "run", 10, 20)
         before = everything(tmp_path)
-        for door in (opened, check_run):
+        for enter in (opened, check_run):
             with pytest.raises(ValueError, match=r"run is in use: another process trains there; wait for its end"):
-                door(replace(auto, learning_rate=0.5), 1)
+                enter(replace(auto, learning_rate=0.5), 1)
         assert everything(tmp_path) == before
         process.kill()
         process.join()
@@ -182,47 +160,22 @@ def everything(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def checkpoint_of(**changes: Any) -> Checkpoint:
-    return make_checkpoint(1, settings=Settings(**changes).as_dict())
-
-
-def test_changes_are_told():
-    checkpoint = checkpoint_of()
+def test_changes_are_told_and_another_environment_is_refused():
+    checkpoint = make_checkpoint(1, settings=Settings().as_dict())
     assert changes(checkpoint, Settings(resume="auto", run_name="x", runs_dir="y"), 2) == []
-    assert changes(checkpoint, Settings(learning_rate=0.5, total_steps=7, num_envs=16), 4) == [
+    assert changes(checkpoint, Settings(learning_rate=0.5, total_steps=7), 4) == [
         "the run goes on with world size 4 after 2",
         "total_steps is 7 from here on, after 200000",
-        "num_envs is 16 from here on, after 32",
         "learning_rate is 0.5 from here on, after 0.001",
     ]
+    with pytest.raises(ValueError, match="env='Acrobot-v1' cannot be resumed from a run with env='CartPole-v1'"):
+        changes(checkpoint, Settings(env="Acrobot-v1"), 2)
 
 
-@pytest.mark.parametrize(
-    ("old", "message"),
-    [
-        ({"env": "Acrobot-v1"}, "env='CartPole-v1' cannot be resumed from a run with env='Acrobot-v1'"),
-        ({"hidden_sizes": (8,)}, r"hidden_sizes=\(64, 64\) cannot be resumed from a run with hidden_sizes=\(8,\)"),
-        ({"norm_observations": True}, "norm_observations=False cannot be resumed"),
-    ],
-)
-def test_another_environment_or_network_is_refused(old: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        changes(checkpoint_of(**old), Settings(), 2)
-
-
-@pytest.mark.parametrize("name", ["../x", "..", ".", "", "/x", "a/../../x"])
-@pytest.mark.parametrize("resume", [None, "auto"])
-def test_a_run_stays_in_its_runs_dir(tmp_path: Path, name: str, resume: str | None):
-    settings = Settings(runs_dir=str(tmp_path / "runs"), run_name=name, resume=resume)
-    if name == "":
-        assert opened(settings)[0].name.startswith("CartPole-v1")  # as if there were none
-        return
-    for door in (opened, check_run):
+@pytest.mark.parametrize("name", ["../x", ".", "/x", "a/../../x"])
+def test_a_run_stays_in_its_runs_dir(tmp_path: Path, name: str):
+    settings = Settings(runs_dir=str(tmp_path / "runs"), run_name=name)
+    for enter in (opened, check_run):
         with pytest.raises(ValueError, match=r"run_name='.*' is no folder inside runs_dir='.*/runs'"):
-            door(settings, 1)
+            enter(settings, 1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_nobody_can_make_is_told(settings: Settings):
-    with pytest.raises(ValueError, match="the run folder /proc/runs/run cannot be written: "):
-        opened(replace(settings, runs_dir="/proc/runs", run_name="run"))

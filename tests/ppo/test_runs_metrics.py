@@ -8,14 +8,7 @@ from dataclasses import replace
 import torch
 
 from fastsync.ppo.envs.interface import Episode
-from fastsync.ppo.runs.metrics import (
-    EpisodeWindow,
-    PhaseTimes,
-    RankReport,
-    Status,
-    gather_reports,
-    mean,
-)
+from fastsync.ppo.runs.metrics import EpisodeWindow, PhaseTimes, RankReport, Status, gather_reports
 from fastsync.ppo.sync import Exchange
 from tests.ranks import run_ranks
 
@@ -55,8 +48,8 @@ def test_every_rank_gets_the_reports_of_all():
     # By their text, in which NaN is NaN.
     assert repr(first[0]) == repr(second[0])
     assert repr(first[0]) == repr([FULL[0], replace(FULL[1], episodes=FULL[1].episodes[-100:])])
-    assert first[1] == "ranks [1] report other metrics than rank 0; this rank reports ['kl', 'loss']"
-    assert second[1] == "ranks [1] report other metrics than rank 0; this rank reports ['loss']"
+    for _, said in (first, second):
+        assert said.startswith("ranks [1] report other metrics than rank 0")
 
 
 def reports_of(*ranks: list[Episode]) -> list[RankReport]:
@@ -65,11 +58,10 @@ def reports_of(*ranks: list[Episode]) -> list[RankReport]:
 
 def test_the_window_holds_the_last_episodes_of_all_ranks():
     window = EpisodeWindow()
-    window.extend(reports_of([], []))
-    assert window.returns == []
-    window.extend(reports_of([Episode(0, 1.0, 10, 0), Episode(0, 2.0, 20, 5)], [Episode(1, 3.0, 30, 3)]))
-    assert window.returns == [1.0, 3.0, 2.0]
-    assert window.lengths == [10, 30, 20]
+    # In the order of rows and environments, whoever has which.
+    window.extend(reports_of([Episode(2, 1.0, 10, 0), Episode(0, 2.0, 20, 5)], [Episode(1, 3.0, 30, 0)]))
+    assert window.returns == [3.0, 1.0, 2.0]
+    assert window.lengths == [30, 10, 20]
     one_more = [Episode(1, -1.0, 2, row=140)]
     window.extend(reports_of([Episode(0, 100.0 + row, 1, row) for row in range(150)], one_more))
     # The last 100 of 151 episodes: rows 51 to 149 of rank 0, and in row 140 the one of rank 1.
@@ -79,19 +71,8 @@ def test_the_window_holds_the_last_episodes_of_all_ranks():
     assert restored.to_list() == window.to_list()
 
 
-def test_the_window_does_not_depend_on_who_has_which_environment():
-    episodes = [Episode(3, 5.0, 7, 2), Episode(1, 9.0, 6, 2), Episode(5, 9.0, 1, 1), Episode(4, -5.0, 9, 2)]
-    windows = []
-    for ranks in ([episodes], [episodes[:2], episodes[2:]], [episodes[1:], episodes[:1]], [episodes[::-1], []]):
-        window = EpisodeWindow()
-        window.extend(reports_of(*ranks))
-        windows.append((window.returns, window.lengths))
-    assert windows == [([9.0, 9.0, 5.0, -5.0], [1, 6, 7, 9])] * 4
-
-
 def test_means_are_taken_over_ranks_that_know():
     ranks = ({"a": 1.0, "b": 0.0, "c": math.nan}, {"a": 4.0, "b": 1.0, "c": 3.0})
     reports = [RankReport(PhaseTimes(), metrics=metrics) for metrics in ranks]
     scalars = Status(0, 0.0, 0, EpisodeWindow(), reports, 1.0).scalars
     assert [scalars[name] for name in "abc"] == [2.5, 0.5, 3.0]
-    assert math.isnan(mean([]))

@@ -77,13 +77,10 @@ def test_loss_is_the_mean_over_valid_rows():
 def test_restart_rows_teach_nothing():
     policy, batch = sample(30)
     restarts = batch.weights == 0
-    other = {}
-    for name in ("observations", "advantages", "returns", "log_probs"):
-        column = getattr(batch, name).clone()
+    before = gradients(policy, batch)
+    for column in (batch.observations, batch.advantages, batch.returns, batch.log_probs):
         column[restarts] = 17.0
-        other[name] = column
-    for before, after in zip(gradients(policy, batch), gradients(policy, replace(batch, **other)), strict=True):
-        torch.testing.assert_close(before, after, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(policy, batch), before, rtol=0, atol=0)
 
 
 def test_gradients_averaged_over_ranks_and_minibatches_are_those_of_one_big_batch():
@@ -97,19 +94,6 @@ def test_gradients_averaged_over_ranks_and_minibatches_are_those_of_one_big_batc
         torch.stack(list(of_parts)).mean(0) for of_parts in zip(*(gradients(policy, p) for p in parts), strict=True)
     ]
     torch.testing.assert_close(averaged, gradients(policy, batch))
-
-
-def test_the_value_may_be_held_near_the_old_one():
-    policy, batch = sample(30)
-    with torch.no_grad():
-        values = policy(batch.observations)[1]
-    _, losses = loss_of(policy, batch, replace(SETTINGS, clip_value_loss=True))
-    total = 0.0
-    for row in (row for row in range(30) if row % 3):
-        value, old, target = (float(column[row]) for column in (values, batch.values, batch.returns))
-        near = min(max(value, old - 0.2), old + 0.2)
-        total += 0.5 * max((value - target) ** 2, (near - target) ** 2)
-    torch.testing.assert_close(float(losses[FIGURES.index("value_loss")]), total / 20)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -126,22 +110,25 @@ def test_sums_are_in_full_precision_under_autocast(precision: Any):
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
 
 
-def test_a_step_that_was_refused_is_not_counted():
-    """The second minibatch is over any limit of 1e-12, so the first step is the only one, and what is logged is its."""
-    settings = Settings(num_envs=2, num_steps=16, num_minibatches=4, num_epochs=3, target_kl=1e-12)
+def metrics_of(init_scale: float | None = None, **changes: Any) -> dict[str, float]:
+    """Of one update of four minibatches a pass."""
+    settings = Settings(num_envs=2, num_steps=16, num_minibatches=4, **changes)
     with group_of_one(), make_environments(settings, rank=0) as environments:
         ppo = PPO(settings, environments, torch.device("cpu"))
-        metrics = ppo.learn(ppo.collect())
+        if init_scale is not None:
+            ppo.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, backoff_factor=2.0**-120)
+        return ppo.learn(ppo.collect())
+
+
+def test_a_step_that_was_refused_is_not_counted():
+    """The second minibatch is over any limit of 1e-12, so the first step is the only one, and what is logged is its."""
+    metrics = metrics_of(num_epochs=3, target_kl=1e-12)
     assert metrics["optimizer_steps"] == 1
     assert metrics["approx_kl"] < 1e-12
     assert metrics["grad_norm"] > 0
 
 
 def test_a_step_that_the_scaler_refuses_is_not_counted():
-    settings = Settings(num_envs=2, num_steps=16, num_minibatches=4, num_epochs=1, precision="fp16")
-    with group_of_one(), make_environments(settings, rank=0) as environments:
-        ppo = PPO(settings, environments, torch.device("cpu"))
-        ppo.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)
-        metrics = ppo.learn(ppo.collect())
+    metrics = metrics_of(2.0**127, num_epochs=1, precision="fp16")
     assert metrics["optimizer_steps"] == 3
     assert math.isfinite(metrics["grad_norm"])

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -59,42 +59,25 @@ def no_toolkit(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_pa
     return tmp_path / "site-packages"
 
 
-@pytest.fixture
-def no_torch(tmp_path: Path) -> Path:
-    """A folder whose torch cannot be imported, as in pip's build isolation."""
+def test_without_torch_one_sentence_says_what_to_do(tmp_path: Path) -> None:
+    """As in pip's build isolation."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
-    return tmp_path
-
-
-def test_without_torch_one_sentence_says_what_to_do(no_torch: Path) -> None:
-    result = subprocess.run(
+    command, environment = (
         [sys.executable, "setup.py", "--quiet", "build_ext"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(no_torch)},
-        capture_output=True,
-        text=True,
-        timeout=120,
+        os.environ | {"PYTHONPATH": str(tmp_path)},
     )
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
-    assert result.stderr.strip().count("\n") == 0
-    assert "No module named 'torch'" in result.stderr
-    assert (
-        "pip install torch ninja 'setuptools>=77.0.3', then the same command with --no-build-isolation" in result.stderr
-    )
+    (sentence,) = result.stderr.strip().splitlines()
+    assert "then the same command with --no-build-isolation" in sentence
 
 
 def test_unknown_setting_is_refused(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_script.setuptools, "setup", lambda **_: pytest.fail("it builds"))
     monkeypatch.setenv("CUDA_HOME", "/nowhere")  # or main() would set it for all tests that follow
-    settings = {
-        "FASTSYNC_CUDA": "1 insists on the CUDA half, 0 leaves it out",
-        "FASTSYNC_SANITIZE": "address, undefined, thread build with that sanitizer",
-    }
-    for setting, way_out in settings.items():
-        monkeypatch.setenv(setting, "banana")
-        with pytest.raises(SystemExit, match=f"{setting}='banana' means nothing: {way_out}"):
-            setup_script.main()
-        monkeypatch.setenv(setting, "")
+    monkeypatch.setenv("FASTSYNC_CUDA", "banana")
+    with pytest.raises(SystemExit, match="FASTSYNC_CUDA='banana' means nothing: 1 insists on the CUDA half"):
+        setup_script.main()
 
 
 def test_what_keeps_a_toolkit_from_compiling_is_said(setup_script: ModuleType, tmp_path: Path) -> None:
@@ -102,37 +85,16 @@ def test_what_keeps_a_toolkit_from_compiling_is_said(setup_script: ModuleType, t
     toolkit = _fake_toolkit(tmp_path / "cuda", "13.0")
     assert obstacle(toolkit, "13.2") is None
     assert obstacle(toolkit, "12.8") == f"torch is built with CUDA 12.8, but the toolkit in {toolkit} is 13.0"
-    (tmp_path / "cuda/include/cuda_runtime_api.h").unlink()
-    assert "cuda_runtime_api.h: No such file or directory)" in obstacle(toolkit, "13.2")
     assert obstacle(f"{tmp_path}/empty", "13.0") == f"{tmp_path}/empty/bin/nvcc does not run"
     broken = _fake_toolkit(tmp_path / "broken", "13.0", "ptxas x.ptx, line 9; fatal   : Unsupported .version 9.4")
-    assert obstacle(broken, "13.0") == (
-        f"the toolkit in {broken} does not compile (ptxas x.ptx, line 9; fatal   : Unsupported .version 9.4)"
-    )
-
-
-PINNED = 'cuda-toolkit[cublas,cudart,nvrtc]==13.2.2; platform_system == "Linux"'
-PIP_LINE = "pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.2.2'"
-
-
-def test_the_toolkit_to_install_is_of_the_release_that_torch_pins(setup_script: ModuleType) -> None:
-    advice = setup_script.toolkit_advice
-    assert advice("13.2", ["filelock", "cuda-bindings<14,>=13.0.3", PINNED]) == f"run: {PIP_LINE}"
-    assert advice("13.2", ["cuda-toolkit==13.2.2"]) == f"run: {PIP_LINE}"
-    assert advice("12.8", ["filelock"]) == "install a CUDA toolkit of release 12.8, and set CUDA_HOME"
+    assert "does not compile (ptxas x.ptx, line 9; fatal   : Unsupported .version 9.4)" in obstacle(broken, "13.0")
 
 
 @pytest.mark.usefixtures("no_toolkit")
-def test_without_a_toolkit_the_reason_ends_in_the_line_to_run(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        setup_script.importlib.metadata, "distributions", lambda name: iter([SimpleNamespace(requires=[PINNED])])
-    )
-    assert setup_script.cuda_left_out("", "2.15.0", "13.2") == f"no nvcc was found; run: {PIP_LINE}"
-    with pytest.raises(SystemExit, match="FASTSYNC_CUDA=1, but the CUDA half cannot be built: no nvcc was found; run"):
+def test_without_a_toolkit_the_reason_is_said(setup_script: ModuleType) -> None:
+    assert setup_script.cuda_left_out("", "2.15.0", "13.2").startswith("no nvcc was found; ")
+    with pytest.raises(SystemExit, match="FASTSYNC_CUDA=1, but the CUDA half cannot be built: no nvcc was found; "):
         setup_script.cuda_left_out("1", "2.15.0", "13.2")
-    assert "CUDA_HOME" not in os.environ
 
 
 def test_the_first_toolkit_that_works_is_taken_and_pypis_last(
@@ -148,9 +110,6 @@ def test_the_first_toolkit_that_works_is_taken_and_pypis_last(
     too_old = _fake_toolkit(tmp_path / "too-old", "11.5")
     monkeypatch.setenv("PATH", f"{too_old}/bin", prepend=":")
     assert choose() == from_pypi
-    monkeypatch.setenv("CUDA_PATH", f"{tmp_path}/nowhere")
-    assert choose() == from_pypi
-    monkeypatch.delenv("CUDA_PATH")
     # A wrapper elsewhere tells where its toolkit is.
     system = _fake_toolkit(tmp_path / "system", "13.0")
     (tmp_path / "wrapper").mkdir()
@@ -159,43 +118,9 @@ def test_the_first_toolkit_that_works_is_taken_and_pypis_last(
     assert choose() == system
 
 
-def test_what_kept_the_cuda_half_out_is_kept_and_said_once(
-    setup_script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    note = tmp_path / "_C.torch"
-    monkeypatch.setattr(setup_script, "TERMINAL", "/nowhere/tty")
-    setup_script.leave_note(note, "2.15.0", "no nvcc was found; run: pip")
-    assert capfd.readouterr().err == "fastsync: built without its CUDA kernels: no nvcc was found; run: pip\n"
-    assert note.read_text() == "2.15.0\nno nvcc was found; run: pip"
-    setup_script.leave_note(note, "2.15.0", setup_script.ON_REQUEST)
-    assert note.read_text().endswith("\nFASTSYNC_CUDA=0 was set when it was built")
-    setup_script.leave_note(note, "2.15.0", None)
-    assert note.read_text() == "2.15.0"
-    assert capfd.readouterr().err == ""
-
-
-def test_cpu_half_is_always_built(setup_script: ModuleType) -> None:
-    extension, trainer = setup_script.make_extensions(with_cuda=False)
-    assert set(trainer.sources) == _sources("csrc/ppo/*.cpp")
-    assert set(extension.sources) == _sources("csrc/**/*.cpp") - set(trainer.sources)
-    assert "-DFASTSYNC_WITH_CUDA" not in extension.extra_compile_args["cxx"]
-    assert _sources("csrc/**/*.h") <= set(extension.depends)
-
-
-@pytest.mark.parametrize(
-    ("toolkit", "expected"),
-    [
-        ("13.0", "8.0;9.0;10.0;12.0+PTX"),
-        ("12.8", "8.0;9.0;10.0;12.0+PTX"),
-        ("12.6", "8.0;9.0+PTX"),
-        ("11.8", "8.0;9.0+PTX"),
-    ],
-)
-def test_architectures_are_those_that_the_toolkit_knows(setup_script: ModuleType, toolkit: str, expected: str) -> None:
-    assert setup_script.architectures(toolkit) == expected
+def test_architectures_are_those_that_the_toolkit_knows(setup_script: ModuleType) -> None:
+    assert setup_script.architectures("12.8") == "8.0;9.0;10.0;12.0+PTX"
+    assert setup_script.architectures("12.6") == "8.0;9.0+PTX"
 
 
 def test_cuda_half_adds_the_kernels(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

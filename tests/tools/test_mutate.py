@@ -7,6 +7,7 @@ import pytest
 from tools.mutate import ROOT, Mutation, load
 
 MUTATIONS = list(load())
+assert len(MUTATIONS) > 50
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.file)
@@ -18,12 +19,6 @@ def test_a_mutation_has_one_place_in_its_file_and_tests_that_exist(mutation: Mut
     assert all((ROOT / test).is_file() for test in mutation.tests)
 
 
-def test_the_list_is_not_empty():
-    assert len(MUTATIONS) > 50
-
-
 def test_what_has_no_place_in_its_file_or_more_than_one_is_named():
     with pytest.raises(ValueError, match=r"bucket.cpp: no such text .* 0 times"):
         Mutation("bucket.cpp", "no such text", "", "an example", ()).apply()
-    with pytest.raises(ValueError, match=r"csrc has 0 files of that name"):
-        Mutation("no_such_file.cpp", "", "", "an example", ()).apply()

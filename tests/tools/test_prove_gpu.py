@@ -33,7 +33,6 @@ def test_the_plan_shows_commands_within_the_limits_and_make_hands_it_on(capsys: 
     heads = re.findall(r"^(\w+): at most \d+ s$", capsys.readouterr().out, re.MULTILINE)
     assert heads == [name for name in parts if name != "carry"]
     assert all(0 < command.limit <= part.limit < 480 for part in parts.values() for command in part.commands)
-    assert len({part.log for part in parts.values()} | {"summary", "rows"}) == 8
     make = ["make", "-s", "prove-gpu", "PLAN=1", "PART=build", f"PROVE_PYTHON={sys.executable}"]
     printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert re.search(r"450 s  FASTSYNC_CUDA=1 MAX_JOBS=\d+ .*setup.py build_ext --inplace\n", printed)
@@ -83,22 +82,11 @@ def test_one_failure_stops_neither_its_part_nor_the_next(out: Path) -> None:
     assert [match and match.groups() for match in found] == [failed, late, built]
 
 
-def test_without_a_gpu_nothing_runs_and_the_status_is_3(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove_gpu, "machine", lambda: (prove_gpu.NO_GPU, "torch 2.13.0+cpu, CUDA None"))
-    assert main(["tests", "ops"]) == 3
-    assert [path.name for path in out.iterdir()] == ["summary.txt"]
-
-
-def test_fused_kernels_stand_against_generic_ones_in_the_summary(out: Path) -> None:
-    row = {"benchmark": "ops", "way": "fastsync.pack", "settings": {"pass": "pack", "wire": "fp16"}, "samples": [0.001]}
+def test_rows_of_all_benchmarks_come_back(out: Path) -> None:
     commands = []
     for each in (prove_gpu.FUSED, prove_gpu.GENERIC):
         rows = prove_gpu.KEPT / f"{each['FASTSYNC_KERNELS']}.json"
-        code = f"import pathlib; pathlib.Path({str(rows)!r}).write_text({json.dumps([row])!r})"
+        code = f"import pathlib; pathlib.Path({str(rows)!r}).write_text('[1]')"
         commands.append(Command((sys.executable, "-c", code), 60, each, rows))
-    parts = {"kernels": Part("kernels", 60, "benchmarks", commands)}
-    assert main([], parts) == main([], parts) == 0
-    summary = (out / "summary.txt").read_text()
-    for kernels in ("auto", "aten"):
-        assert f"pass=pack wire=fp16 FASTSYNC_KERNELS={kernels}: fastsync.pack 1 ms" in summary
-    assert json.loads((out / "benchmarks.json").read_text()) == {"auto": [row], "aten": [row]}
+    assert main([], {"kernels": Part("kernels", 60, "benchmarks", commands)}) == 0
+    assert json.loads((out / "benchmarks.json").read_text()) == {"auto": [1], "aten": [1]}
