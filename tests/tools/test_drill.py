@@ -33,7 +33,7 @@ def test_cases_follow_from_their_seeds_and_have_whatever_may_happen() -> None:
 
 def test_a_failing_case_shrinks_to_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(cases: list[Case]) -> dict[str, list[str]]:
-        return {str(case): ["Traceback\nwrong norm"] for case in cases if any(step.clip for step in case.steps)}
+        return {str(case): ["Traceback\nwrong norm"] for case in cases if any(step.piggybacks for step in case.steps)}
 
     monkeypatch.setattr(oracle, "run_cases", failing)
     case = next(case for case in (Case("attach", seed) for seed in range(99)) if failing([case]))
