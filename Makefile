@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-all test-slow test-gpu test-aten test-asan test-ubsan test-trainers lint format docs bench check-cuda check-aarch64 prove-gpu clean
+.PHONY: help venv build train test test-all test-slow test-gpu test-aten test-asan test-ubsan test-trainers drill lint format docs bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -31,6 +31,7 @@ help:
 	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL and SkyPilot, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
+	@echo 'make drill       break things on purpose, at random, for half an hour; DRILL_ARGS="--minutes 5 --only oracle"'
 	@echo 'make lint        ruff, mypy and clang-format'
 	@echo 'make format      let ruff and clang-format rewrite the sources'
 	@echo 'make docs        build the site into build/docs'
@@ -109,6 +110,9 @@ $(VENV)/with-%/.installed: | venv
 		> $$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/dev.pth
 	$(@D)/bin/python -m pip --disable-pip-version-check install $(PACKAGES)
 	touch $@
+
+drill: venv
+	$(BIN)/python -m tests.drill $(DRILL_ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

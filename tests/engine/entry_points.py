@@ -91,12 +91,12 @@ def average(
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     bucket_cap_mb: float = SMALL_BUCKETS,
-    **ddp_options: Any,
+    **options: Any,
 ) -> Averaged:
-    """Hands the model to an entry point. ``ddp_options`` are for those that take a DDP model."""
+    """Hands the model to an entry point. ``options`` are of DDP or of ``attach``."""
     if "hook" in entry_point:
         of_ddp = None if isinstance(group, DeviceMesh) else group
-        ddp = DistributedDataParallel(model, process_group=of_ddp, bucket_cap_mb=bucket_cap_mb, **ddp_options)
+        ddp = DistributedDataParallel(model, process_group=of_ddp, bucket_cap_mb=bucket_cap_mb, **options)
         if entry_point == "hook":
             hook = fastsync.register_comm_hook(ddp, compression, process_group=group)
             return Averaged(ddp, hook, no_sync=ddp.no_sync)
@@ -109,7 +109,8 @@ def average(
         call = _Call(model, compression, group)
         return Averaged(model, call, call)
     overlap = entry_point == "attach"
-    sync = fastsync.attach(model, compression, process_group=group, bucket_cap_mb=bucket_cap_mb, overlap=overlap)
+    placed: dict[str, Any] = {"process_group": group, "bucket_cap_mb": bucket_cap_mb, "overlap": overlap}
+    sync = fastsync.attach(model, compression, **placed, **options)
     return Averaged(model, sync, (lambda: None) if overlap else sync.synchronize, sync.no_sync)
 
 
