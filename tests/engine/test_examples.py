@@ -54,8 +54,10 @@ def run_on_two_ranks(name: str, *arguments: str) -> str:
     return run(*TORCHRUN, f"examples/{name}.py", *arguments)
 
 
-def test_the_script_of_the_readme_learns(tmp_path: Path):
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/script.md"])
+def test_the_script_that_is_shown_learns(page: str, tmp_path: Path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    (script,) = (block for block in blocks if "import torch\n" in block)
     (tmp_path / "train.py").write_text(script)
     line = run(*TORCHRUN, str(tmp_path / "train.py"))
     assert float(line.split()[1].rstrip(",")) < 0.01, line  # 0.3 before the first step
