@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from .compression import AnyCompression, Compression, as_compression
 from .distributed import broadcast_tensors, ranks_left
 from .stats import SyncStats
 from .topk import TopK, TopKAverager
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 Averager = GradientSynchronizer | TopKAverager

@@ -1,5 +1,5 @@
 """The engine's way over streams, on the fake device: the bits it gives on a CPU, in order, and a host that never
-waits. What the device proves and what not is in docs/reference/design.md."""
+waits. What the device proves and what not is in docs/reference/gpu.md."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_residuals_are_the_cpus(compressions: Sequence[Compression], world_size:
 # ---- how wrong it may be --------------------------------------------------------------------------------------------
 
 NUMEL = 5000
-# A sum of n values takes n - 1 additions, each off by at most this part of the magnitudes (docs/reference/design.md);
+# A sum of n values takes n - 1 additions, each off by at most this part of the magnitudes (docs/reference/numerics.md);
 # a value has been rounded once before, and its product with 1/n once.
 UNIT = {"none": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
@@ -187,7 +187,7 @@ def adversarial(rank: int) -> dict[str, Tensor]:
 
 
 def encoding_error(values: Tensor, wire: Wire, largest: float) -> Tensor:
-    """At most how far encoding may be off, for each value (docs/reference/design.md). ``largest`` on any rank."""
+    """At most how far encoding may be off, for each value (docs/reference/numerics.md). ``largest`` on any rank."""
     values = values.double().abs()
     if wire in BLOCKS:
         blocks = nn.functional.pad(values, (0, -len(values) % 128)).view(-1, 128)

@@ -1,0 +1,301 @@
+"""What README, docs and CONTRIBUTING show is run: each block of Python on two ranks, each command by its own parser.
+
+A block has what it does not make itself from ``Names``, such as a model. One that cannot run says why, in a comment
+above it: ``<!-- not run: reason -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import tyro
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fastsync
+from benchmarks.harness import options
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>.*?) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```", re.M | re.S)
+LANGUAGES = {"python", "sh", "text", ""}
+
+
+class Block(NamedTuple):
+    place: str
+    language: str
+    code: str
+    reason: str | None
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = re.sub(r"^```\{.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)  # Sphinx's directives
+        for number, match in enumerate(BLOCK.finditer(text), 1):
+            place = f"{page.relative_to(ROOT)}, block {number}"
+            found.append(Block(place, match["language"], match["code"], match["reason"]))
+    return found
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = block(inputs).relu()
+        return self.head(inputs)
+
+
+class Names(dict[str, Any]):
+    """What a block of code may take for granted, made when it is first asked for."""
+
+    def __missing__(self, name: str) -> Any:
+        if name not in MADE:
+            return getattr(builtins, name) if hasattr(builtins, name) else super().__missing__(name)  # type: ignore[misc]
+        self[name] = MADE[name](self)
+        return self[name]
+
+
+def loss_of(names: Names) -> Callable[..., torch.Tensor]:
+    return lambda batch=None: names.get("ddp_model", names["model"])(torch.randn(4, 8)).square().mean()
+
+
+def train(names: Names) -> Callable[..., None]:
+    def train_a_model(model: nn.Module | None = None, seed: int = 0) -> None:
+        loss_of(names)().backward()
+        names["optimizer"].step()
+
+    return train_a_model
+
+
+def saved(names: Names) -> str:
+    state = {"model": names["model"].state_dict(), "optimizer": names["optimizer"].state_dict()}
+    torch.save(state | {"sync": fastsync.attach(Classifier()).state_dict()}, "saved.pt")
+    return "saved.pt"
+
+
+MADE: dict[str, Callable[[Names], Any]] = {
+    "torch": lambda names: torch,
+    "dist": lambda names: dist,
+    "fastsync": lambda names: fastsync,
+    "fully_shard": lambda names: fully_shard,
+    "init_device_mesh": lambda names: init_device_mesh,
+    "model": lambda names: Classifier(),
+    "ddp_model": lambda names: nn.parallel.DistributedDataParallel(names["model"]),
+    "agent": lambda names: names["model"],
+    "Agent": lambda names: lambda envs: names["model"],
+    "envs": lambda names: None,
+    "optimizer": lambda names: torch.optim.Adam(names["model"].parameters()),
+    "scaler": lambda names: torch.amp.GradScaler("cpu"),
+    "sync": lambda names: fastsync.attach(names["model"]),
+    "diloco": lambda names: fastsync.DiLoCo(names["model"], names["optimizer"]),
+    "loss_of": loss_of,
+    "loss": lambda names: names["loss_of"](),
+    "ppo_loss_of": lambda names: lambda minibatch: (names["loss_of"](), torch.tensor(0.01)),
+    "target_kl": lambda names: 0.02,
+    "train": train,
+    "batches": lambda names: range(2),
+    "micro_batches": lambda names: range(3),
+    "minibatches": lambda names: range(2),
+    "loader": lambda names: range(2 + dist.get_rank()),
+    "num_tokens": lambda names: 10 + dist.get_rank(),
+    "step": lambda names: 1000,
+    "file": saved,
+    "path": lambda names: "state.pt",
+    "ranks_left": lambda names: [0, 1],
+    "device_type": lambda names: "cpu",
+    "mesh": lambda names: init_device_mesh("cpu", (2,)),
+    "num_sites": lambda names: 2,
+    "ranks_a_site": lambda names: 1,
+    "num_replicas": lambda names: 2,
+    "ranks_a_replica": lambda names: 1,
+}
+
+
+def run_blocks(rank: int, world_size: int, shown: list[Block]) -> list[tuple[str, str]]:
+    """Runs them in a folder of its own; returns what each prints. The first one that fails ends the rank."""
+    printed = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        torch.manual_seed(rank)
+        for block in shown:
+            code, names = block.code.replace("total_steps=500_000", "total_steps=2_000"), Names()
+            for handle in ("sync", "hook"):  # there before the losses that it averages
+                if re.search(rf"\b{handle}\.|\({handle},", code) and f"{handle} = " not in code:
+                    names[handle]
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                try:
+                    exec(compile(code, block.place, "exec"), names)
+                except Exception as error:
+                    raise AssertionError(f"{block.place}:\n{traceback.format_exc()}") from error
+            printed.append((block.place, out.getvalue()))
+        os.chdir(ROOT)
+    return printed
+
+
+def test_each_block_of_python_runs_on_two_ranks() -> None:
+    shown = [block for block in blocks() if block.language == "python" and block.reason is None]
+    assert len(shown) > 30
+    with mock.patch.dict(os.environ, {"PYTHONPATH": str(ROOT)}):
+        printed = run_ranks(run_blocks, 2, shown, timeout=120.0)[0]
+    # The complete scripts learn: their loss is about 0.3 before the first step.
+    losses = {place: float(match[1]) for place, text in printed if (match := re.match(r"loss ([\d.]+)", text))}
+    assert {place.split(",")[0] for place in losses} == {"README.md", "docs/tutorials/script.md"}
+    assert max(losses.values()) < 0.01
+
+
+def test_what_is_not_run_says_why() -> None:
+    assert {block.language for block in blocks()} <= LANGUAGES
+    reasons = [block.reason for block in blocks() if block.reason is not None]
+    assert 0 < len(reasons) <= 5
+    assert all(len(reason.split()) > 3 for reason in reasons)
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each command of a block of shell lines, and each that running text and tables show."""
+    found = []
+    for block in blocks():
+        if block.language == "sh":
+            joined = re.sub(r"\\\n\s*", "", block.code)
+            found += [(block.place, line) for line in joined.splitlines() if line.strip()]
+    for page in PAGES:
+        text = BLOCK.sub("", page.read_text())
+        shown = re.findall(r"`((?:fastsync|make|python3?|torchrun|pip) [^`\n]+)`", text)
+        found += [(str(page.relative_to(ROOT)), line) for line in shown]
+    return sorted(set(found))
+
+
+class Parsed(Exception):
+    """The command line was read, and all of it was understood."""
+
+
+def stop_when_parsed(parse: Callable[..., Any]) -> Callable[..., Any]:
+    def parse_and_stop(*arguments: Any, **settings: Any) -> Any:
+        parsed = parse(*arguments, **settings)
+        if settings.get("return_unknown_args"):  # the rest is another parser's
+            return parsed
+        raise Parsed
+
+    return parse_and_stop
+
+
+def read_by(main: Callable[[list[str]], object], words: list[str]) -> None:
+    """Calls a command until it has read its words."""
+    with (
+        mock.patch.object(tyro, "cli", stop_when_parsed(tyro.cli)),
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stop_when_parsed(argparse.ArgumentParser.parse_args)),
+        mock.patch.object(sys, "argv", ["command", *words]),
+        mock.patch.object(options, "places", return_value=64),  # cores of this machine do not matter
+        pytest.raises((Parsed, SystemExit)) as ended,
+    ):
+        main(words)
+    if isinstance(ended.value, SystemExit):
+        assert ended.value.code in (0, None), words
+
+
+def read_torchrun(words: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    read = get_args_parser().parse_args(words)
+    if read.module:
+        assert read.training_script == "fastsync.train"
+        fastsync_command(["train", *read.training_script_args])
+
+
+def fastsync_command(words: list[str]) -> None:
+    from fastsync.cli import main
+
+    read_by(main, words if any(word.startswith("-") for word in words) else [*words, "--help"])
+
+
+def python_command(words: list[str]) -> None:
+    if words[0] != "-m":
+        assert (ROOT / words[0]).exists()
+        return
+    module, *rest = words[1:]
+    if module == "benchmarks":
+        help_of = [] if any(word.startswith("-") for word in rest) else ["--help"]
+        read_by(import_module("benchmarks.__main__").main, [*rest, *help_of])
+    elif module.split(".")[0] in ("tests", "tools"):
+        assert find_spec(module)
+    else:
+        assert module in ("pytest", "build")
+
+
+def make_command(words: list[str]) -> None:
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets
+    assert {word for word in words if "=" not in word} <= set(targets[1].split())
+
+
+def pip_command(words: list[str]) -> None:
+    """Is not run, for it needs a network; the extras that it names are there."""
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = re.findall(r"^(\w+) = ", section, re.MULTILINE)
+    named = {extra for word in words if word.startswith(".[") for extra in word[2:-1].split(",")}
+    assert named <= set(extras)
+
+
+READERS: dict[str, Callable[[list[str]], None]] = {
+    "fastsync": fastsync_command,
+    "make": make_command,
+    "pip": pip_command,
+    "python": python_command,
+    "python3": python_command,
+    "torchrun": read_torchrun,
+}
+
+
+def test_each_command_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.chdir(tmp_path)
+    for name in ("run.yaml", "runs/mine/settings.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("env: CartPole-v1\n")
+    variables: dict[str, str] = {}
+    shown = commands()
+    assert len(shown) > 60
+    for place, line in shown:
+        words = [word for each in shlex.split(line, comments=True) for word in expanded(each, variables)]
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name, value = words.pop(0).split("=", 1)
+            variables[name] = value
+        words = [word for word in words if word != "..." and not word.startswith("[")]
+        if words:
+            try:
+                READERS[words[0]](words[1:])
+            except BaseException as error:
+                raise AssertionError(f"{place}: {line}") from error
+
+
+def expanded(word: str, variables: dict[str, str]) -> list[str]:
+    """As a shell does it: ``$NAME``, and alternatives in braces."""
+    if word.startswith("$"):
+        return variables[word[1:]].split()
+    if match := re.fullmatch(r"(.*)\{(.*)\}", word):
+        return [match[1] + each for each in match[2].split(",")]
+    return [word]
