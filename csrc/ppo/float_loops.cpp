@@ -5,6 +5,8 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 // The same loop for several generations of x86, chosen when the library is loaded. Without fused multiply-adds
 // (-ffp-contract=off) all give the same bits.
@@ -17,8 +19,8 @@
 namespace fastsync {
 namespace {
 
-// Sums over rows begin anew after so many, for they grow less exact with their length.
-constexpr int64_t kRowsOfSum = 256;
+// Sums begin anew after so many, for they grow less exact with their length.
+constexpr int64_t kTermsOfSum = 256;
 // Sums that the compiler keeps in registers.
 constexpr int64_t kColumns = 64;
 
@@ -55,6 +57,40 @@ inline __attribute__((always_inline)) float tanh_of(float x) {
   return x == x ? result : x;
 }
 
+typedef float Lanes __attribute__((vector_size(64)));
+constexpr int64_t kLanes = 16;
+constexpr int64_t kTileRows = 4;
+
+// Adds left [rows, inner] * right [inner, columns] to the product. Each row of right has room for whole vectors. The
+// sums of a tile stay in registers while the two matrices pass by.
+FASTSYNC_WIDE void add_product(const Matrix& left, const float* right, int64_t right_stride, int64_t rows,
+                               int64_t inner, int64_t columns, float* product) {
+  for (int64_t column = 0; column < columns; column += kLanes) {
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      const float* of_left[kTileRows];
+      for (int64_t r = 0; r < kTileRows; ++r) {  // beyond the last row, that one again
+        of_left[r] = left.values + std::min(row + r, rows - 1) * left.row_stride;
+      }
+      Lanes sums[kTileRows] = {};
+      for (int64_t i = 0; i < inner; ++i) {
+        Lanes vector;
+        std::memcpy(&vector, right + i * right_stride + column, sizeof(vector));
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < kTileRows; ++r) {
+          sums[r] += of_left[r][i * left.column_stride] * vector;
+        }
+      }
+      std::array<float, kTileRows * kLanes> tile;
+      std::memcpy(tile.data(), sums, sizeof(sums));
+      for (int64_t r = 0; r < std::min(kTileRows, rows - row); ++r) {
+        for (int64_t c = 0; c < std::min(kLanes, columns - column); ++c) {
+          product[(row + r) * columns + column + c] += tile[r * kLanes + c];
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 FASTSYNC_WIDE void fast_tanh(float* values, int64_t numel) {
@@ -67,9 +103,9 @@ FASTSYNC_WIDE void tanh_backward(float* grad, const float* activated, int64_t ro
   std::fill_n(sums, width, 0.0F);
   for (int64_t column = 0; column < width; column += kColumns) {
     const int64_t columns = std::min(kColumns, width - column);
-    for (int64_t begin = 0; begin < rows; begin += kRowsOfSum) {
+    for (int64_t begin = 0; begin < rows; begin += kTermsOfSum) {
       std::array<float, kColumns> part{};
-      for (int64_t row = begin; row < std::min(begin + kRowsOfSum, rows); ++row) {
+      for (int64_t row = begin; row < std::min(begin + kTermsOfSum, rows); ++row) {
         float* __restrict g = grad + row * width + column;
         const float* __restrict y = activated + row * width + column;
         for (int64_t i = 0; i < columns; ++i) {
@@ -81,6 +117,34 @@ FASTSYNC_WIDE void tanh_backward(float* grad, const float* activated, int64_t ro
         sums[column + i] += part[i];
       }
     }
+  }
+}
+
+void matmul(const Matrix& left, const Matrix& right, const float* addend, int64_t rows, int64_t inner, int64_t columns,
+            float* product) {
+  for (int64_t row = 0; row < rows; ++row) {
+    if (addend == nullptr) {
+      std::fill_n(product + row * columns, columns, 0.0F);
+    } else {
+      std::copy_n(addend, columns, product + row * columns);
+    }
+  }
+  std::vector<float> packed;
+  const float* values = right.values;
+  int64_t stride = right.row_stride;
+  if (right.column_stride != 1 || columns % kLanes != 0) {
+    stride = (columns + kLanes - 1) / kLanes * kLanes;
+    packed.resize(static_cast<size_t>(inner * stride));
+    for (int64_t column = 0; column < columns; ++column) {
+      for (int64_t i = 0; i < inner; ++i) {
+        packed[i * stride + column] = right.values[i * right.row_stride + column * right.column_stride];
+      }
+    }
+    values = packed.data();
+  }
+  for (int64_t begin = 0; begin < inner; begin += kTermsOfSum) {
+    const Matrix part{left.values + begin * left.column_stride, left.row_stride, left.column_stride};
+    add_product(part, values + begin * stride, stride, rows, std::min(kTermsOfSum, inner - begin), columns, product);
   }
 }
 

@@ -2,7 +2,7 @@
 
 A function that ``@Operator`` marks is computed by its operator only while its source is the one whose fingerprint is
 noted here; ``tests/ppo/test_ops.py`` holds the two against each other. A ``torch.nn.Sequential`` is, only while it is
-linear layers with tanh, ReLU or ELU between them, and nothing hangs on them. All else runs as it is written.
+small linear layers with tanh between them, and nothing hangs on them. All else runs as it is written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from .. import _ppo  # noqa: F401 registers torch.ops.fastsync.*
 FIGURES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 """What ``ppo_loss`` tells of a minibatch."""
 
-_ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu", nn.ELU: "elu"}
+SMALL = 1 << 16
+"""The most weights of a layer that an operator computes."""
+
 _is_enabled = True
 
 
@@ -87,53 +89,48 @@ class Operator(Generic[Result]):
 
 
 class Perceptron(nn.Sequential):
-    """Linear layers with an activation between them, by one operator where it can: see ``fuse``.
+    """Linear layers with tanh between them, by one operator where it can: see ``fuse``.
 
     Small layers take less time to compute than to call one by one, forward and backward. It is layer by layer under
-    autocast, whose casts belong to each, while it is traced, and as soon as a layer is of another type or has hooks.
+    autocast, whose casts belong to each, while it is traced, off CPUs, in float64, and as soon as a layer is of another
+    type or has hooks.
     """
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., outputs] of [..., inputs]."""
         layers = list(self._modules.values())
-        activation = None
-        if not torch.is_autocast_enabled(rows.device.type) and not torch.compiler.is_compiling():
-            activation = _activation_between(layers)
-        if activation is None:
+        is_plain = rows.dtype is torch.float32 and rows.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        if not is_plain or torch.compiler.is_compiling() or not _alternate(layers):
             layer_by_layer: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
             return layer_by_layer
         # Where the layers keep their parameters, which is quicker than to ask the layers.
         linear = [layer._parameters for layer in layers[::2]]
         weights, biases = [layer["weight"] for layer in linear], [layer["bias"] for layer in linear]
-        outputs: Tensor = torch.ops.fastsync.perceptron.default(rows, weights, biases, activation)
+        outputs: Tensor = torch.ops.fastsync.perceptron.default(rows, weights, biases)
         return outputs
 
 
-@functools.lru_cache(maxsize=256)
-def _activation_of(types: tuple[type[nn.Module], ...]) -> str | None:
-    """What stands between linear layers; None where it is something else, or differs."""
-    between = set(types[1::2]) or {nn.Tanh}
-    if len(types) % 2 == 0 or set(types[::2]) != {nn.Linear} or len(between) > 1:
-        return None
-    return _ACTIVATIONS.get(between.pop())
-
-
-def _activation_between(layers: list[Any]) -> str | None:
-    activation = _activation_of(tuple([type(layer) for layer in layers]))
-    if activation is None:
-        return None
-    for layer in layers:
+def _alternate(layers: list[Any]) -> bool:
+    """Whether they are linear layers with tanh between them, on which nothing hangs."""
+    for index, layer in enumerate(layers):
+        if type(layer) is not (nn.Tanh if index % 2 else nn.Linear):
+            return False
         if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-            return None
-    return None if activation == "elu" and any(layer.alpha != 1 for layer in layers[1::2]) else activation
+            return False
+    return len(layers) % 2 == 1
 
 
 def fuse(policy: nn.Module) -> None:
-    """Lets each ``nn.Sequential`` in a policy that can be one operator be one, as long as it can."""
+    """Lets each ``nn.Sequential`` in a policy that can be one operator be one, as long as it can.
+
+    Its weights have to be small enough for a core's second cache. With larger ones libraries are ahead.
+    """
     for module in policy.modules():
-        is_plain = type(module) is nn.Sequential and _activation_between(list(module.children())) is not None
-        if is_plain and all(layer.bias is not None for layer in list(module.children())[::2]):
-            module.__class__ = Perceptron
+        layers = list(module.children())
+        if type(module) is nn.Sequential and _alternate(layers):
+            linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+            if all(layer.bias is not None and layer.weight.numel() <= SMALL for layer in linear):
+                module.__class__ = Perceptron
 
 
 def what_runs(policy: Any, functions: Sequence[Callable[..., Any]], device: torch.device) -> str:
