@@ -1,4 +1,4 @@
-"""The rows of a rollout: where they are kept, and how they are cut into minibatches."""
+"""The rows of a rollout: their buffers, and the minibatches made of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .random_streams import RandomStreams
 
 
 class Buffers:
-    """Where a rollout of T steps of N environments is written to: made once."""
+    """Memory for a rollout of T steps of N environments, allocated once."""
 
     def __init__(self, num_steps: int, environments: Environments, policy: Policy, device: torch.device) -> None:
         distribution, num_envs = policy.distribution, environments.num_envs
@@ -27,7 +27,7 @@ class Buffers:
             return torch.empty(number, num_envs, *shape, dtype=dtype, device=device)
 
         action_dtype = policy.dtype if distribution.dtype.is_floating_point else distribution.dtype
-        # The last rows of observations and values are those that the next rollout begins with.
+        # The last row of observations and of values is the first of the next rollout.
         self.observations = rows(num_steps + 1, *shape, dtype=policy.observation_dtype)
         self.actions = rows(num_steps, *distribution.shape, dtype=action_dtype)
         self.outputs = rows(num_steps, distribution.num_outputs)
@@ -35,12 +35,12 @@ class Buffers:
         self.rewards = np.empty((num_steps, num_envs))
         self._flags = np.empty((3, num_steps, num_envs), dtype=np.bool_)
         self.terminated, self.done, self.valid = self._flags
-        # Views of each row, made here once.
+        # Views of each row, made once.
         columns = (self.observations[:-1], self.outputs, self.actions, self.values[:-1])
         self.rows = list(zip(*(column.unbind() for column in columns), strict=True))
 
     def columns(self) -> dict[str, Any]:
-        """The columns of a rollout [T, N, ...] that it is told as it is, on the device."""
+        """Returns columns of ``ppo.Rollout`` [T, N, ...] by name, on the device."""
         rewards = torch.from_numpy(self.rewards).to(self.values.device, self.values.dtype)
         flags = torch.from_numpy(self._flags).to(self.values.device).unbind()
         return {
@@ -50,41 +50,40 @@ class Buffers:
 
 
 def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_minibatches: int) -> Tensor:
-    """The weight of each row in the sum that is its minibatch's loss: the mean, but with one divisor everywhere.
+    """Returns the weight of each row in its minibatch's loss, which is a sum of weighted rows.
 
-    Every valid row of every rank weighs the same, whichever minibatch it falls into, so that ranks with more restarts
-    do not count for more; a minibatch has on average ``num_valid / (world_size * num_minibatches)`` valid rows.
+    Weights are those of a mean over the average number of valid rows in a minibatch. So each valid row of each rank
+    counts the same, also where a minibatch or a rank has more restarts than others.
     """
     return valid * (world_size * num_minibatches / num_valid)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows to learn from, in any order."""
+    """B rows of rollouts, in any order."""
 
     observations: Tensor  # [B, *observation_shape].
     actions: Tensor  # [B, *action_shape].
-    log_probs: Tensor  # [B]: log-probability of the actions when they were taken.
-    values: Tensor  # [B]: what the critic said then.
-    advantages: Tensor  # [B]: normalised.
-    returns: Tensor  # [B]: what the critic should have said.
-    weights: Tensor
-    """[B]: the share of a row in the mean over its minibatch, 0 for rows that are no step of an episode."""
+    log_probs: Tensor  # [B]: log-probabilities of the actions in the rollout.
+    values: Tensor  # [B]: values of the critic in the rollout.
+    advantages: Tensor  # [B]: normalised, unless norm_advantages is off.
+    returns: Tensor  # [B]: targets of the critic.
+    weights: Tensor  # [B]: weight of each row in the mean over its minibatch; 0 for restarts, which are no steps.
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """A batch of changed columns."""
+        """Returns a batch with a function applied to each column."""
         return Batch(**{name: change(column) for name, column in vars(self).items()})
 
 
 class Shuffler:
-    """Cuts rollouts into minibatches in an order that is new each time.
+    """Shuffles rollouts and cuts them into minibatches.
 
-    The rows of each environment are shuffled on their own, and each minibatch takes the same number of rows from each
-    environment (where the number of minibatches divides that of steps). So each rank's part of a minibatch is as large
-    as the others', and the whole is the same however environments are spread over ranks.
+    The rows of each environment are shuffled separately. Each minibatch takes the same number of rows from each
+    environment, if num_minibatches divides num_steps. So all ranks have equally large parts of a minibatch, and the
+    whole minibatch does not depend on how environments are spread over ranks.
 
     Args:
-        num_minibatches: how many of equal size.
+        num_minibatches: number of minibatches per pass, of equal size.
         streams: random numbers of the environments, on the batches' device.
     """
 
@@ -93,9 +92,9 @@ class Shuffler:
         self._streams = streams
 
     def minibatches(self, batch: Batch, num_epochs: int) -> Iterator[Batch]:
-        """The minibatches of some passes over ``batch``, whose columns are [T, N, ...], one pass after the other."""
+        """Yields the minibatches of each pass over ``batch``, whose columns are [T, N, ...]."""
         rows = batch.map(lambda column: column.flatten(0, 1))
-        if self._num_minibatches == 1:  # whose order is of no importance
+        if self._num_minibatches == 1:  # its order does not matter
             yield from [rows] * num_epochs
             return
         num_steps, num_envs = batch.log_probs.shape
@@ -105,17 +104,17 @@ class Shuffler:
 
     @staticmethod
     def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
-        """Equal parts, as views."""
+        """Yields equal parts, as views."""
         columns = {name: column.chunk(num_parts) for name, column in vars(batch).items()}
         for part in range(num_parts):
             yield Batch(**{name: parts[part] for name, parts in columns.items()})
 
     def _row_orders(self, num_steps: int, num_envs: int, num_epochs: int) -> Sequence[Tensor]:
-        """For each epoch indices [T * N] into rows that were [T, N], by random keys [T, N, num_epochs]."""
+        """Returns for each epoch indices [T * N] into the flattened rows [T, N], by sorting random keys."""
         steps = self._streams.bits(num_steps, num_epochs).argsort(dim=0, stable=True)
         environments = torch.arange(num_envs, device=steps.device).unsqueeze(1).expand_as(steps)
         if num_steps % self._num_minibatches:
-            # A minibatch ends within a row of ``steps``: chance has to say for which environments.
+            # A minibatch ends within a row of ``steps``, so the environments have to be shuffled, too.
             environments = self._streams.bits(num_steps, num_epochs).argsort(dim=1, stable=True)
             steps = steps.gather(1, environments)
         return (steps * num_envs + environments).flatten(0, 1).t().contiguous().unbind()

@@ -1,6 +1,6 @@
 """The trainer's command line: ``fastsync train``, and ``python -m fastsync.train`` on one rank.
 
-Settings come from a YAML file or a preset, and over them from what is typed.
+Settings come from a YAML file or a preset. Options on the command line win over them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed
 import tyro
 from torch.distributed import DistError
@@ -40,7 +41,7 @@ from .session import use_threads
 from .settings import NUMBERS, file_words, words_of
 
 STOPPED = 128 + 15
-"""Exit status of a training that was asked to stop, and did in order: what shells have for SIGTERM."""
+"""Exit status of a training that was asked to stop and has saved, as shells have it for SIGTERM."""
 
 Command = TypeVar("Command")
 
@@ -49,9 +50,9 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
     """Reads a command line. Errors end the process with status 2 and one message.
 
     Args:
-        command: the dataclass to fill; its ``settings`` are Settings, and its ``config`` names a file or preset.
+        command: a dataclass with a field ``settings``, of Settings, and a field ``config``, a file or preset.
         prog: the name of the command, for messages.
-        arguments: the words behind it; by default those that this process was started with.
+        arguments: the words after it; by default those of this process.
     """
     words = sys.argv[1:] if arguments is None else arguments
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
@@ -62,29 +63,29 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
-    # The last word counts.
+    # The last value of an option wins.
     return tyro.cli(command, prog=prog, args=[*of_file, *words], config=(tyro.conf.OmitArgPrefixes,), registry=NUMBERS)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train a policy with PPO, as the only rank or as one of those that torchrun starts."""
+    """Train a policy with PPO, as the only rank or as one of torchrun's."""
 
     config: str | None = None
-    """A YAML file of settings, or a preset: Acrobot-v1, Breakout, CartPole-v1, HalfCheetah-v5, Hopper-v5,
-    LunarLander-v3, Pendulum-v1, Pong. What else is typed wins over it. Presets are made for two ranks."""
+    """A YAML file of settings, or a preset: Acrobot-v1, Atari, CartPole-v1, HalfCheetah-v5, Hopper-v5, LunarLander-v3,
+    Pendulum-v1. Other options win over it. Presets are made for two ranks."""
     settings: Settings = field(default_factory=Settings)
 
 
 def train_rank(settings: Settings) -> str | None:
-    """Trains as the rank that the environment variables of torchrun name, or as the only one.
+    """Trains as the rank that torchrun's environment variables give, or as the only one.
 
     Returns:
-        The name of the signal that stopped it before its end, if one did.
+        The name of the signal that stopped the training early, or None.
     """
     use_threads(settings)
     with process_group(settings.timeout) as device:
-        # Those of rank 0 count: it alone has to see the folder of a run, whose settings may come from there.
+        # Rank 0's settings count. They may come from the folder of a run, which only rank 0 has to see.
         of_rank_0 = [settings]
         torch.distributed.broadcast_object_list(of_rank_0)
         return train(of_rank_0[0], device)[1].stopped_by
@@ -92,89 +93,96 @@ def train_rank(settings: Settings) -> str | None:
 
 @dataclass(frozen=True)
 class Launch(Arguments):
-    """Train a policy with PPO on several ranks, each a process of its own."""
+    """Train a policy with PPO on one or more ranks. Each rank is a process."""
 
-    nproc: int = 1  # Ranks on each machine; with Ray, of the cluster.
+    nproc: int = 1  # Ranks on each machine; with Ray, on the whole cluster.
     launcher: Literal["torchrun", "ray"] = "torchrun"
-    """Who starts them: this command, or Ray on its cluster, whose machines all have to see runs_dir."""
-    nnodes: int = 1  # Machines. The same command is started on each, with a node-rank of its own.
-    node_rank: int = 0  # Number of this machine, from 0 on.
-    master_addr: str | None = None  # Name or address of machine 0, which the others reach it by.
-    master_port: int = 29500  # A port that is free on machine 0.
-    max_restarts: int = 0  # How often the job comes back from its last checkpoint when a rank is lost.
-    stop_timeout: float = 120.0  # Seconds that ranks have to finish their update and save once they are told to stop.
+    """torchrun: this command starts the ranks. ray: Ray starts them on its cluster, which must share runs_dir."""
+    nnodes: int = 1  # Number of machines. Start the same command on each, with its own node-rank.
+    node_rank: int = 0  # Number of this machine, from 0.
+    master_addr: str | None = None  # Name or address of machine 0, for the other machines.
+    master_port: int = 29500  # A free port on machine 0.
+    max_restarts: int = 0  # How often to restart the job from its last checkpoint after a rank is lost.
+    stop_timeout: float = 120.0  # Seconds that ranks have to finish their update and save when they are asked to stop.
 
     def __post_init__(self) -> None:
         check_at_least(self, nproc=1, nnodes=1, node_rank=0, max_restarts=0)
         if not self.stop_timeout > 0:
             raise ValueError(f"stop_timeout={self.stop_timeout} must be more than 0 seconds")
         if self.launcher == "ray" and (self.nnodes != 1 or self.node_rank):
-            raise ValueError("launcher='ray' has its own machines; leave out nnodes and node_rank")
+            raise ValueError("launcher='ray' uses the machines of its cluster; leave out nnodes and node_rank")
         if self.launcher == "ray" and self.settings.resume not in (None, "auto"):
             raise ValueError(
-                f"resume={self.settings.resume!r}: with launcher='ray' a run goes on with resume='auto'; set run_name"
+                f"resume={self.settings.resume!r}: launcher='ray' resumes with resume='auto' only; set run_name"
             )
         if self.node_rank >= self.nnodes:
             raise ValueError(f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}: they count from 0")
         if self.nnodes > 1 and self.master_addr is None:
-            raise ValueError(f"nnodes={self.nnodes} needs master_addr, by which the machines find each other")
+            raise ValueError(f"nnodes={self.nnodes} needs master_addr, the address of machine 0")
 
 
 def check_environment(settings: Settings) -> None:
-    """Tries what every rank needs, before ranks start.
+    """Tries environment and policy, before ranks start.
 
     Raises:
-        ValueError: the environment, the policy, or an extra that the settings ask for, is not there or does not suit.
+        ValueError: the environment, the policy or an extra is missing or does not suit.
     """
     check_wandb(settings.wandb_project)
     with make_one(settings) as environments:
         spaces = environments.single_observation_space, environments.single_action_space
         try:
-            environments.reset()
+            observations = torch.from_numpy(environments.reset())
             environments.step(random_actions(spaces[1], 1, np.random.default_rng(0)))
-        except Exception as error:  # whatever is wrong with the user's environment
+        except Exception as error:  # any error of the user's environment
             raise ValueError(
-                f"env={settings.env!r} cannot be played: {type(error).__name__}: {error}; reset(seed=...) has to "
-                "return (observation, info) and step(action) (observation, reward, terminated, truncated, info), with "
-                "observations as its observation_space says"
+                f"env={settings.env!r} cannot be played: {type(error).__name__}: {error}; reset(seed=...) must return "
+                "(observation, info), step(action) must return (observation, reward, terminated, truncated, info), and "
+                "observations must belong to observation_space"
             ) from error
     try:
-        make_policy(settings, *spaces)
+        policy = make_policy(settings, *spaces)
+        outputs, values = policy(observations.to(policy.observation_dtype))
     except ValueError:
         raise
-    except Exception as error:  # whatever is wrong with the user's class
+    except Exception as error:  # any error of the user's class
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"policy={settings.policy!r} cannot be made: {reason}") from error
+        raise ValueError(f"policy={settings.policy!r} cannot be used: {reason}") from error
+    expected = (1, policy.distribution.num_outputs)
+    if (outputs.shape, values.shape) != (expected, (1,)):
+        raise ValueError(
+            f"policy={settings.policy!r} computes outputs {tuple(outputs.shape)} and values {tuple(values.shape)} of "
+            f"one observation; they must be {expected} and (1,): check the last layers of actor and critic"
+        )
 
 
 def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank) -> int:
     """Trains on all ranks.
 
     Args:
-        options: what to do.
-        work: what each rank does with the settings, and returns, as ``train_rank``.
+        options: the command line.
+        work: called on each rank with the settings, as ``train_rank``.
 
     Returns:
-        The exit status: 0; 1 if a rank failed, after telling which one and why; 143 if the training was stopped by a
-        signal, after telling how to go on where something was saved; 130 if that was Ctrl-C.
+        The exit status: 0; 1 if a rank failed, after a message with rank and reason; 143 if a signal stopped the
+        training, after a message how to resume; 130 if that was Ctrl-C.
 
     Raises:
-        ValueError: settings that cannot work here, or a run that cannot begin or go on. That is tried here, so that the
-            error comes once and not from each rank.
+        ValueError: the settings cannot work here, or the run cannot begin or resume. This is checked before ranks
+            start, so that the error comes only once.
     """
     settings, address = options.settings, options.master_addr or "localhost"
     if settings.run_name is None and settings.resume != "auto":
-        # Which ranks that are started again can find.
+        # A name with the time of this start, which restarted ranks find.
         settings = replace(settings, run_name=default_run_name(settings, time.time()))
     nodes = Nodes(options.nnodes, options.node_rank, address, options.master_port, settings.timeout)
     check_environment(settings)
     if nodes.rank == 0:
         check_run(settings, options.nproc * nodes.number)
     if options.max_restarts and settings.resume is None:
-        settings = replace(settings, resume="auto")  # so that ranks that are started again find what they have begun
+        settings = replace(settings, resume="auto")  # for restarted ranks
     if options.launcher == "ray":
         return _launch_on_ray(options, settings, work)
-    # What it says in words of its own when it is stopped, or a rank fails for good, is told below.
+    # Its own messages about signals and failed ranks repeat what is printed below.
     logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     is_told = logging.ERROR if options.max_restarts else logging.CRITICAL
@@ -187,25 +195,25 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         print(f"{where}fastsync train: {reason}", file=sys.stderr)
         return 1
     except (DistError, RendezvousError) as error:
-        # Machines did not find each other, or lost the first one, which holds what they agree on.
+        # Machines did not find each other, or lost machine 0, which holds the store.
         print(f"fastsync train: machine {nodes.rank} of {nodes.number}: {error}", file=sys.stderr)
         return 1
     except SignalException as error:
         ended_by = signal.Signals(error.sigval)
-        more = " (nothing was saved after that; SIGTERM saves before it ends)"
-        print(f"fastsync train: ended by {ended_by.name}{_how_to_go_on(options, settings, more)}", file=sys.stderr)
+        more = " (later steps are lost; SIGTERM saves first)"
+        print(f"fastsync train: ended by {ended_by.name}{_how_to_resume(options, settings, more)}", file=sys.stderr)
         return 128 + ended_by
     reasons = [reason for reason in stopped_by if reason]
     if reasons:
-        # Ranks that had no signal of their own only know that another one had.
+        # A rank without a signal of its own only knows that another rank had one.
         reason = next((reason for reason in reasons if reason in signal.Signals.__members__), reasons[0])
-        print(f"fastsync train: stopped by {reason}{_how_to_go_on(options, settings)}", file=sys.stderr)
+        print(f"fastsync train: stopped by {reason}{_how_to_resume(options, settings)}", file=sys.stderr)
         return STOPPED
     return 0
 
 
 def _launch_on_ray(options: Launch, settings: Settings, work: Callable[[Settings], str | None]) -> int:
-    """Trains on Ray's workers, as ``launch``. Workers that Ray starts again go on from the last checkpoint."""
+    """Trains on Ray's workers, as ``launch``. Restarted workers resume from the last checkpoint."""
     try:
         from ray.train import TrainingFailedError
     except ImportError:
@@ -219,16 +227,16 @@ def _launch_on_ray(options: Launch, settings: Settings, work: Callable[[Settings
     return 0
 
 
-def _how_to_go_on(options: Launch, settings: Settings, more: str = "") -> str:
-    """The end of a sentence: how, and ``more``; or that there is nothing to go on from."""
+def _how_to_resume(options: Launch, settings: Settings, more: str = "") -> str:
+    """Returns the end of a message: the command that resumes the run, and ``more``; or that there is no checkpoint."""
     folder = Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, None))
     if not any((folder / CHECKPOINTS).glob("step-*.pt")):
         return f" before {folder} had a checkpoint"
     words = [*option_words(options, "settings", "config"), "--config", str(folder / SETTINGS), "--resume", "auto"]
-    return f". Go on from the last checkpoint with: fastsync train {shlex.join(words)}{more}"
+    return f". Resume from the last checkpoint with: fastsync train {shlex.join(words)}{more}"
 
 
 def option_words(options: Any, *others: str) -> list[str]:
-    """Words of a command line for the fields of a dataclass that differ from their defaults, but not for ``others``."""
+    """Returns words of a command line for the fields that differ from their defaults, except ``others``."""
     names = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
     return words_of({name: getattr(options, name) for name in names if name not in others})

@@ -1,4 +1,4 @@
-"""``fastsync eval``: playing episodes with a trained policy."""
+"""``fastsync eval``: plays episodes with a trained policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from .._checks import check_at_least
-from .envs.interface import Environments
+from .envs.interface import Environments, Episode
 from .envs.lookup import find_env
 from .envs.vector import EpisodeRecorder, RecordedEnvironments
 from .policies import Policy, make_policy
@@ -22,19 +22,20 @@ from .ppo import Settings
 from .random_streams import RandomStreams
 from .runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from .runs.folder import CHECKPOINTS
+from .runs.metrics import returns_of
 
 UNSEEN = 2**31
-"""Number of the environment that episodes are played in: none that trained has it, so its episodes are new."""
+"""Number of the environment to evaluate in. No training environment has it, so the episodes are new."""
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Play episodes with a trained policy, and tell their mean return."""
+    """Play episodes with a trained policy, and print their mean return."""
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, or the folder of a run, whose newest one is taken."""
+    """A checkpoint, or the folder of a run, which stands for its newest checkpoint."""
     episodes: int = 10  # Number of episodes.
-    stochastic: bool = False  # Draw actions as in training, instead of taking the likeliest.
+    stochastic: bool = False  # Sample actions as in training, instead of taking the likeliest.
     seed: int = 0  # Seeds episodes and actions.
 
     def __post_init__(self) -> None:
@@ -43,29 +44,21 @@ class Evaluate:
             raise ValueError(f"seed={self.seed} must not be negative")
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The outcome of episodes, in their order."""
-
-    returns: list[float]  # the sums of their rewards
-    lengths: list[int]  # their numbers of steps
-
-    def __str__(self) -> str:
-        returns, episodes = np.array(self.returns), "episode" if len(self.returns) == 1 else "episodes"
-        return (
-            f"return {returns.mean():.2f} ± {returns.std():.2f} over {len(returns)} {episodes} "
-            f"of {np.mean(self.lengths):.1f} steps"
-        )
+def summary(episodes: Sequence[Episode]) -> str:
+    """Formats mean return and length of some episodes."""
+    returns, name = np.array(returns_of(episodes)), "episode" if len(episodes) == 1 else "episodes"
+    length = np.mean([episode.length for episode in episodes])
+    return f"return {returns.mean():.2f} ± {returns.std():.2f} over {len(episodes)} {name} of {length:.1f} steps"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Evaluates what a command line names and prints the result.
+    """Runs the command and prints the result.
 
     Returns:
         The exit status: 0, or 1 if the checkpoint is damaged.
 
     Raises:
-        ValueError: no such checkpoint, or an environment that cannot be made.
+        ValueError: there is no such checkpoint, or its environment cannot be made.
     """
     options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments)
     path = Path(options.checkpoint)
@@ -76,14 +69,14 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     with make_environment(checkpoint, seed=options.seed) as environment:
         policy = load_policy(checkpoint, environment)
-        result = play(policy, environment, options.episodes, stochastic=options.stochastic, seed=options.seed)
-    how = "actions drawn" if options.stochastic else "likeliest actions"
-    print(f"{checkpoint.settings['env']} after {checkpoint.step:,} steps, {how}: {result}")
+        episodes = play(policy, environment, options.episodes, stochastic=options.stochastic, seed=options.seed)
+    how = "sampled actions" if options.stochastic else "likeliest actions"
+    print(f"{checkpoint.settings['env']} after {checkpoint.step:,} steps, {how}: {summary(episodes)}")
     return 0
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """Reads that of a file, or the newest good one in the folder of a run.
+    """Reads a checkpoint file, or the newest good one in the folder of a run.
 
     Raises:
         ValueError: there is none.
@@ -98,7 +91,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def make_environment(checkpoint: Checkpoint, *, seed: int) -> Environments:
-    """One environment of the kind that the policy was trained in.
+    """Makes one environment like those of the training.
 
     Raises:
         ValueError: it cannot be made here.
@@ -110,10 +103,10 @@ def make_environment(checkpoint: Checkpoint, *, seed: int) -> Environments:
 
 
 def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
-    """The policy of a checkpoint, on the CPU.
+    """Loads the policy of a checkpoint, on the CPU.
 
     Raises:
-        ValueError: it is not the one that the checkpoint's settings describe.
+        ValueError: the weights do not fit the policy in the checkpoint's settings.
     """
     spaces = environment.single_observation_space, environment.single_action_space
     policy = make_policy(checkpoint.settings_as(Settings), *spaces)
@@ -121,26 +114,25 @@ def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
         policy.load_state_dict(checkpoint.learner["model"])
     except RuntimeError as error:
         raise ValueError(
-            "the checkpoint's weights are not those of the policy in its settings: if a script has trained a class of "
-            "its own by train(policy=...), let Settings(policy='module:Class') name it, so that it is found again"
+            "the checkpoint's weights do not fit the policy in its settings. If a script has trained a class of its "
+            "own with train(policy=...), name it in the settings instead, as Settings(policy='module:Class')"
         ) from error
     return policy
 
 
 @torch.no_grad()
 def play(
-    policy: Policy, environment: Environments, episodes: int, *, stochastic: bool = False, seed: int = 0
-) -> Evaluation:
-    """Plays episodes, one after the other, in a single environment whose episodes restart in a step of their own.
+    policy: Policy, environment: Environments, num_episodes: int, *, stochastic: bool = False, seed: int = 0
+) -> list[Episode]:
+    """Plays episodes in a single environment, one after the other.
 
-    With ``stochastic`` actions are drawn by the seed, instead of the likeliest taken.
+    With ``stochastic`` actions are sampled with the seed. Otherwise the likeliest actions are taken.
     """
     distribution = policy.distribution
     streams = RandomStreams(seed, first_index=0, num_envs=1, device=torch.device("cpu"))
     observations = environment.reset()
-    returns: list[float] = []
-    lengths: list[int] = []
-    while len(returns) < episodes:
+    episodes: list[Episode] = []
+    while len(episodes) < num_episodes:
         outputs = policy.outputs(policy.features(torch.from_numpy(observations).to(policy.observation_dtype)))
         if stochastic:
             noise = distribution.noise(streams.uniform(1, distribution.num_outputs, policy.dtype))
@@ -149,6 +141,5 @@ def play(
             actions = distribution.mode(outputs)
         step = environment.step(actions.numpy())
         observations = step.observations
-        returns += [episode.episode_return for episode in step.episodes]
-        lengths += [episode.length for episode in step.episodes]
-    return Evaluation(returns, lengths)
+        episodes += step.episodes
+    return episodes

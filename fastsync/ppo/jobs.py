@@ -1,4 +1,4 @@
-"""``fastsync launch``: files by which Slurm, Kubernetes and SkyPilot start the trainer."""
+"""``fastsync launch``: writes files with which Slurm, Kubernetes and SkyPilot start the trainer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .cli import Arguments, option_words, parse
 
 @dataclass(frozen=True)
 class Training(Arguments):
-    """What the job is to train. A file of settings is read now, so later changes do not count."""
+    """The settings of the training. A file of settings is read now, so later changes to it have no effect."""
 
     def __post_init__(self) -> None:
         if self.settings.resume not in (None, "auto"):
-            raise ValueError(f"resume={self.settings.resume!r}: the job always goes on with resume=auto; set run_name")
+            raise ValueError(f"resume={self.settings.resume!r}: jobs always use resume=auto; set run_name instead")
         super().__post_init__()  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class Slurm(Training, BatchJob):
-    """Write a batch script that trains under Slurm. Before its time is up the job saves, and queues itself again."""
+    """Write a batch script that trains under Slurm. Shortly before its time limit the job saves and requeues itself."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,26 @@ class Kubernetes(Training, TrainJob):
 
 @dataclass(frozen=True)
 class SkyPilot(Training, Task):
-    """Write a task of SkyPilot that trains on machines of a cloud or of Kubernetes."""
+    """Write a SkyPilot task that trains on machines of a cloud or of Kubernetes."""
 
 
 Job = Slurm | Kubernetes | SkyPilot
 KINDS: dict[str, type[Job]] = {"slurm": Slurm, "kubernetes": Kubernetes, "skypilot": SkyPilot}
-"""What ``fastsync launch`` writes files for."""
+"""The subcommands of ``fastsync launch``."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Writes the file that a command line asks for, and returns the exit status.
 
     Raises:
-        ValueError: nobody is there to launch it, the file exists already, or something has to be said.
+        ValueError: there is no such subcommand, the file exists already, or a setting does not suit.
     """
     if not arguments or arguments[0].startswith("-"):
         print(f"usage: fastsync launch {{{','.join(KINDS)}}} ...", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     name, *options = arguments
     if name not in KINDS:
-        raise ValueError(f"{name!r} is none of {', '.join(KINDS)}{did_you_mean(name, KINDS)}")
+        raise ValueError(f"{name!r} is not one of {', '.join(KINDS)}{did_you_mean(name, KINDS)}")
     job = parse(KINDS[name], f"fastsync launch {name}", options)
     text, submit = write(job)
     try:
@@ -62,18 +62,18 @@ def main(arguments: Sequence[str]) -> int:
             file.write(text)
     except FileExistsError:
         raise ValueError(f"file={job.file!r} exists already; remove it or choose another name") from None
-    print(f"{job.file} is written. Submit it with: {submit} {shlex.quote(job.file)}")
+    print(f"wrote {job.file}. Submit it with: {submit} {shlex.quote(job.file)}")
     return 0
 
 
 def write(job: Job) -> tuple[str, str]:
-    """Makes the file's content, and the command that submits it.
+    """Returns the file's content, and the command that submits it.
 
-    Slurm starts a launcher on each machine, which starts the ranks there; the others have torchrun do both.
+    Under Slurm a launcher on each machine starts the ranks there. Kubernetes and SkyPilot use torchrun.
     """
     settings = job.settings
     if isinstance(job, Slurm):
-        # The number of a job stays when it is queued again, so that it finds its run.
+        # A requeued job keeps its number, so it finds its run.
         named = [] if settings.run_name else ["--run-name", "$SLURM_JOB_NAME-$SLURM_JOB_ID"]
         words = ["fastsync", "train", *option_words(settings, "resume"), *named, "--resume", "auto"]
         words += ["--nproc", str(job.nproc), "--nnodes", str(job.nodes), "--node-rank", "$SLURM_NODEID"]

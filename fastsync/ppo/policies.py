@@ -1,6 +1,6 @@
-"""Policies: action distributions, and the networks.
+"""Policies: action distributions and networks.
 
-Subclass ``Policy`` for a network of your own. Randomness comes from outside, as noise for a whole rollout at once.
+Subclass ``Policy`` for a network of your own. The caller draws the random numbers, for a whole rollout at once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def categorical(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ActionDistribution(nn.Module, ABC):
-    """Actions of one kind of space.
+    """A distribution over the actions of one kind of space.
 
     Attributes:
-        num_outputs: what the last layer gives, per action.
-        shape: of one action.
-        dtype: of actions.
+        num_outputs: number of parameters that the network's last layer computes.
+        shape: shape of an action.
+        dtype: dtype of actions.
     """
 
     num_outputs: int
@@ -50,34 +50,33 @@ class ActionDistribution(nn.Module, ABC):
 
     @abstractmethod
     def noise(self, uniform: Tensor) -> Tensor:
-        """Makes what ``sample`` needs, from numbers between 0 and 1, both [..., num_outputs]."""
+        """Transforms uniform random numbers in (0, 1) to the noise of ``sample``, both [..., num_outputs]."""
 
     @abstractmethod
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """Actions [..., *shape] from outputs and noise [..., num_outputs]."""
+        """Samples actions [..., *shape], from outputs and noise [..., num_outputs]."""
 
     @abstractmethod
     def mode(self, outputs: Tensor) -> Tensor:
-        """The likeliest actions [..., *shape] under outputs [..., num_outputs]."""
+        """Returns the likeliest actions [..., *shape], from outputs [..., num_outputs]."""
 
     @abstractmethod
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability, or its density, of actions [..., *shape] under outputs [..., num_outputs], and the entropy.
+        """Returns log-probabilities [...] (or log densities) of actions [..., *shape], and entropies [...] in nats.
 
-        Returns:
-            Both [...], the entropy in nats.
+        The distributions are those of outputs [..., num_outputs].
         """
 
     def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
-        """The log-probability alone."""
+        """Returns the log-probabilities only."""
         return self.log_prob_and_entropy(outputs, actions)[0]
 
 
 class Categorical(ActionDistribution):
-    """One choice out of n, or several independent ones; the outputs are their logits, one after the other.
+    """One choice out of n, or several independent choices. The outputs are the logits of all choices.
 
     Args:
-        num_choices: n, or one for each choice.
+        num_choices: n, or a list with the n of each choice.
     """
 
     def __init__(self, num_choices: int | Sequence[int]) -> None:
@@ -88,7 +87,7 @@ class Categorical(ActionDistribution):
         self.dtype = torch.int64
 
     def noise(self, uniform: Tensor) -> Tensor:
-        # Gumbel: the largest of logits + noise is a sample, so nothing needs to be normalised while the policy acts.
+        # Gumbel noise: the argmax of logits + noise is a sample. So acting needs no softmax.
         return -torch.log(-torch.log(uniform))
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
@@ -108,9 +107,9 @@ class Categorical(ActionDistribution):
 
 
 class DiagonalGaussian(ActionDistribution):
-    """Real numbers, each normally distributed; the outputs are means, the standard deviations parameters of their own.
+    """Independent normal distributions. The outputs are the means; the log standard deviations are parameters.
 
-    Samples are not bounded: the environment's bounds cut them off there, where their log-probability is taken for.
+    Samples are not bounded. The environment clips them to its bounds; log-probabilities are of the unclipped samples.
     """
 
     def __init__(self, size: int, *, log_std_init: float) -> None:
@@ -138,7 +137,7 @@ class DiagonalGaussian(ActionDistribution):
 
 
 def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> ActionDistribution:  # type: ignore[type-arg]
-    """The distribution for a space that ``make_environments`` lets through."""
+    """Makes the distribution for a space that ``make_environments`` accepts."""
     if isinstance(action_space, spaces.Discrete):
         return Categorical(int(action_space.n))
     if isinstance(action_space, spaces.MultiDiscrete):
@@ -148,14 +147,14 @@ def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> Act
 
 
 class Policy(nn.Module):
-    """An actor and a critic. Subclass it: ``actor`` and ``critic`` are all that ``__init__`` has to make.
+    """An actor and a critic. A subclass calls ``super().__init__`` and makes ``actor`` and ``critic``.
 
     Attributes:
-        actor: from observations [..., *shape] to the distribution's outputs [..., distribution.num_outputs].
-        critic: from observations to a value [..., 1].
-        distribution: what the outputs mean, by the space of actions.
-        normalizer: of observations, or None.
-        trunk: what actor and critic share, and are given the output of; None for nothing.
+        actor: maps observations [..., *shape] to the distribution's outputs [..., distribution.num_outputs].
+        critic: maps observations to values [..., 1].
+        distribution: the distribution of actions, chosen by the action space.
+        normalizer: normalises observations; None without norm_observations.
+        trunk: layers that actor and critic share; their input is its output. None by default.
     """
 
     actor: nn.Module
@@ -172,43 +171,41 @@ class Policy(nn.Module):
         self.trunk: nn.Module | None = None
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """The distribution's outputs [..., num_outputs] and the expected discounted return [...], of observations
-        [..., *observation_shape].
-        """
+        """Returns the distribution's outputs [..., num_outputs] and the values [...] of observations [..., *shape]."""
         features = self.features(observations)
         return self.outputs(features), self.value(features)
 
     def features(self, observations: Tensor) -> Tensor:
-        """Computes what actor and critic are given."""
+        """Computes the input of actor and critic."""
         if self.normalizer is not None:
             observations = self.normalizer(observations)
         return observations if self.trunk is None else self.trunk(observations)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """The distribution's outputs [..., num_outputs]. In full precision also under autocast."""
+        """Computes the distribution's outputs [..., num_outputs], in full precision also under autocast."""
         return _in_full_precision(self.actor(features))
 
     def value(self, features: Tensor) -> Tensor:
-        """Expected discounted return [...]. In full precision also under autocast."""
+        """Computes values, the expected discounted returns [...], in full precision also under autocast."""
         return _in_full_precision(self.critic(features)).squeeze(-1)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return next(self.parameters()).dtype
 
     @property
     def observation_dtype(self) -> torch.dtype:
-        """Of observations that are kept: images as bytes; else as the parameters."""
+        """The dtype of observations in the rollout: images stay bytes, others have the parameters' dtype."""
         return torch.uint8 if self._sees_images else self.dtype
 
 
 class ActorCritic(Policy):
     """The network that the settings describe.
 
-    Weights are orthogonal with gain sqrt(2), 0.01 for the distribution's outputs so that the first policy is nearly
-    uniform, and 1 for the value; biases are 0 (Engstrom et al., "Implementation Matters in Deep RL", ICLR 2020). Images
-    go through the network of Mnih et al. ("Human-level control", Nature 2015).
+    Weights are orthogonal and biases 0. The gain is sqrt(2) in hidden layers, 1 for the value, and 0.01 for the
+    distribution's outputs, so that the first policy is nearly uniform (Engstrom et al., "Implementation Matters in Deep
+    RL", ICLR 2020). The convolutions for images are those of Mnih et al. ("Human-level control", Nature 2015).
     """
 
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
@@ -229,16 +226,16 @@ def make_policy(
     action_space: Space[Any],
     kind: Callable[..., Policy] | None = None,
 ) -> Policy:
-    """A policy as the settings want it, on the CPU, with weights from torch's global generator.
+    """Makes a policy on the CPU, with weights from torch's global generator.
 
     Args:
-        settings: ``policy`` names its class where ``kind`` is None.
-        observation_space: of ``make_environments``.
+        settings: settings of the run. ``settings.policy`` names the class if ``kind`` is None.
+        observation_space: that of ``make_environments``.
         action_space: likewise.
-        kind: called with these two and the settings.
+        kind: a subclass of Policy, or a function that returns one, of both spaces and the settings.
 
     Raises:
-        ValueError: there is no such class, or it makes no Policy.
+        ValueError: there is no such class, or the result is not a Policy.
     """
     name: Any = kind
     if kind is None:
@@ -249,13 +246,13 @@ def make_policy(
         raise ValueError(f"policy={name!r} made a {type(policy).__name__}; it has to be a fastsync.ppo.Policy")
     if settings.precision == "fp64":
         policy.double()
-    if settings.fused and not policy._sees_images:  # whose time goes into convolutions
+    if settings.fused and not policy._sees_images:  # with images convolutions take most of the time
         fused.fuse(policy)
     return policy
 
 
 def _body(space: Space[Any], settings: RunSettings) -> tuple[nn.Sequential, int]:
-    """All but the last layer, and how wide it ends."""
+    """Makes all layers but the last, and returns their width, too."""
     assert space.shape
     if len(space.shape) == 3:
         return nn.Sequential(_Convolutions(space.shape)), IMAGE_FEATURES
@@ -264,7 +261,7 @@ def _body(space: Space[Any], settings: RunSettings) -> tuple[nn.Sequential, int]
 
 
 def hidden_layers(sizes: Sequence[int], activation: str) -> nn.Sequential:
-    """Linear layers from each size to the next, each with the activation behind it."""
+    """Makes linear layers from each size to the next, each with the activation after it."""
     layers: list[nn.Module] = []
     for num_inputs, num_outputs in itertools.pairwise(sizes):
         layers += [initialized(nn.Linear(num_inputs, num_outputs)), ACTIVATIONS[activation]()]
@@ -272,7 +269,7 @@ def hidden_layers(sizes: Sequence[int], activation: str) -> nn.Sequential:
 
 
 def initialized(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
-    """The layer with orthogonal weights of that gain and biases of 0."""
+    """Sets orthogonal weights of that gain and biases of 0, and returns the layer."""
     nn.init.orthogonal_(layer.weight, gain)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
@@ -280,12 +277,12 @@ def initialized(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
 
 
 def _in_full_precision(outputs: Tensor) -> Tensor:
-    """Converts what autocast has made 16 bits wide to float32."""
+    """Converts 16-bit outputs of autocast to float32."""
     return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
 class _Convolutions(nn.Module):
-    """Features [..., 512] of images [..., C, H, W] of bytes."""
+    """Maps images [..., C, H, W] of bytes to features [..., 512]."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
@@ -311,6 +308,6 @@ class _Convolutions(nn.Module):
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
-    """The context of forward passes: their matrix products in 16 bits, or nothing special."""
+    """Returns the context of forward passes: autocast with bf16 and fp16, else none."""
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return torch.autocast(device.type, dtypes[precision]) if precision in dtypes else nullcontext()

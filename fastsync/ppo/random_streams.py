@@ -1,4 +1,4 @@
-"""Random numbers for each environment, which do not depend on where it lives."""
+"""Random numbers for each environment, the same on whatever rank and device it lives."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from torch import Tensor
 class RandomStreams:
     """A stream of random numbers for each of this rank's environments.
 
-    A number follows from the seed, the environment's number among all ranks', and how often was drawn before: so it is
-    the same however environments are spread over ranks and on whatever device, no rank draws for another, and one
-    integer is all the state there is. torch's generators cannot be set to a place in their sequence on every device;
-    these are counters through SplitMix64's mixing function (Steele, Lea and Flood, OOPSLA 2014).
+    A number depends on the seed, on the environment's number among those of all ranks, and on the number of earlier
+    draws. So it does not depend on how environments are spread over ranks, and the whole state is one integer, which
+    torch's generators do not offer on every device. The numbers are counters mixed by SplitMix64 (Steele, Lea and
+    Flood, OOPSLA 2014).
 
     Args:
-        seed: of all streams.
+        seed: seed of all streams.
         first_index: number of this rank's first environment.
-        num_envs: N, environments of this rank.
-        device: where the numbers are made.
+        num_envs: N, number of environments of this rank.
+        device: device of the numbers.
     """
 
     def __init__(self, seed: int, *, first_index: int, num_envs: int, device: torch.device) -> None:
         self.device = device
         self.num_draws = 0
-        """How often was drawn so far. May be set, to go on from there."""
+        """Number of draws so far. Set it to continue from there."""
         indices = torch.arange(first_index + 1, first_index + num_envs + 1, device=device)
         self._streams = _mix(_mix(torch.tensor(seed, device=device)) + _STEP * indices)
 
     def bits(self, num_rows: int, num_columns: int = 1) -> Tensor:
-        """64 random bits each, [num_rows, N, num_columns] int64. All ranks have to draw the same shapes in turn."""
+        """Draws 64 random bits each, [num_rows, N, num_columns] int64. All ranks must draw the same shapes in turn."""
         self.num_draws += 1
         keys = _mix(self._streams + _signed(_STEP * self.num_draws))
         places = torch.arange(1, num_rows * num_columns + 1, device=self.device).view(num_rows, 1, num_columns)
         return _mix(keys.unsqueeze(1) + _STEP * places)
 
     def uniform(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-        """Numbers between 0 and 1, without either, [num_rows, N, num_columns]: 23 random bits each, 52 in fp64."""
+        """Draws numbers in the open interval (0, 1), [num_rows, N, num_columns]: 23 random bits each, 52 in fp64."""
         num_bits = 52 if dtype == torch.float64 else 23
         return (_shifted(self.bits(num_rows, num_columns), 64 - num_bits).to(dtype) + 0.5) * 2.0**-num_bits
 
 
 def _signed(bits: int) -> int:
-    """The int64 of the lowest 64 bits."""
+    """Returns the lowest 64 bits as an int64."""
     return (bits + 2**63) % 2**64 - 2**63
 
 
@@ -57,6 +57,6 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shifts to the right, and fills with zeros."""
     shifted: Tensor = (bits >> by) & (2 ** (64 - by) - 1)
     return shifted

@@ -1,62 +1,74 @@
-"""What surrounds a training on each rank: the run's folder, environments, signals, reports, checkpoints."""
+"""Everything around the algorithm on each rank: the run's folder, environments, signals, reports, checkpoints."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..distributed import check_consistency, process_group
 from ..launch.signals import StopSignals
-from .envs.interface import Environments
+from .envs.interface import Environments, Episode
 from .envs.make import make_environments
-from .fused import FIGURES
+from .fused import METRICS, what_ran
 from .runs.checkpoints import Checkpoint, CheckpointFolder
 from .runs.console import RunConsole
 from .runs.folder import CHECKPOINTS, Opened, open_run
 from .runs.loggers import open_loggers
-from .runs.metrics import EpisodeWindow, PhaseTimes, RankReport, Status, TrainResult, gather_reports, mean
+from .runs.metrics import (
+    WINDOW,
+    PhaseTimes,
+    RankReport,
+    TrainResult,
+    ended_episodes,
+    gather_reports,
+    mean,
+    returns_of,
+    scalars_of,
+)
 from .settings import RunSettings
-
-Found = TypeVar("Found")
 
 
 def use_threads(settings: RunSettings) -> None:
-    """Lets torch compute with as many threads as the settings say."""
+    """Sets the number of threads that torch computes with."""
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        # As torchrun does: more threads gain nothing on networks this small, and cost much where a core is busy.
+        # As torchrun does. More threads gain nothing on networks this small, and cost much where a core is busy.
         torch.set_num_threads(1)
 
 
 @contextmanager
 def open_session(settings: RunSettings, device: torch.device | None) -> Iterator[Session]:
-    """Opens what a training needs, for the time of a ``with`` block. Every rank must call it.
+    """Opens what a training needs, for a ``with`` block. Every rank must call it.
 
     Raises:
-        ValueError: an unsupported environment, a run folder that exists already, or a run that cannot be gone on with.
+        ValueError: the environment is not supported, the run folder exists already, or the run cannot be resumed.
     """
     with ExitStack() as stack:
         if not dist.is_initialized():
             use_threads(settings)
         chosen = stack.enter_context(process_group(settings.timeout))
-        opened = _by_rank_0(lambda: stack.enter_context(open_run(settings, dist.get_world_size())))
-        restart = opened[1].step if opened[1] else 0
+        opened = [stack.enter_context(open_run(settings, dist.get_world_size())) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(opened)
+        assert opened[0] is not None
+        _, checkpoint, _ = opened[0]
+        restart = checkpoint.step if checkpoint else 0
         environments = make_environments(settings, rank=dist.get_rank(), restart=restart)
         stack.enter_context(environments)
         signals = stack.enter_context(StopSignals())
-        yield Session(settings, environments, device or chosen, signals, stack, opened)
+        yield Session(settings, environments, device or chosen, signals, stack, opened[0])
 
 
 class Session:
-    """A training in its run's folder, as one rank sees it. Rank 0 tells and saves."""
+    """One rank's side of a training in its run's folder. Rank 0 prints, logs and saves."""
 
     def __init__(
         self,
@@ -73,21 +85,16 @@ class Session:
         best_return = self._checkpoint.best_return if self._checkpoint else -math.inf
         self._checkpoints = CheckpointFolder(self._folder / CHECKPOINTS, settings.keep_checkpoints, best_return)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._window = EpisodeWindow()
+        self._last_episodes = deque[Episode](maxlen=WINDOW)
         self._seconds = self._telling_seconds = self._reporting_seconds = 0.0
         self._is_stopped = False
 
-    def begin(self, ppo: Any, note: str) -> None:
-        """Goes on from the run's checkpoint, if there is one, and says what is to be said.
-
-        Args:
-            ppo: a ``ppo.PPO``.
-            note: to say, too.
-        """
+    def begin(self, ppo: Any) -> None:
+        """Resumes a ``ppo.PPO`` from the run's checkpoint, if there is one, and opens console and logs."""
         self._ppo = ppo
         if self._checkpoint:
             self._notes += self._resume(self._checkpoint)
-        self._resumed_step, self._resumed_seconds = ppo.step, self._seconds
+        self._resumed_step, self._resumed_update, self._resumed_seconds = ppo.step, ppo.update, self._seconds
         if self._rank == 0:
             settings, ranks = self._settings, "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"
             title = f"{settings.env} on {ranks}, compression {settings.compression}"
@@ -95,58 +102,59 @@ class Session:
             self._loggers = open_loggers(self._folder, settings, ppo.step)
             for logger in self._loggers:
                 self._stack.callback(logger.close)
-            for sentence in [*self._notes, note]:
+            for sentence in self._notes:
                 self._console.say(sentence)
-        dist.barrier()  # rank 0 has taken its time to open the logs
+        dist.barrier()  # rank 0 has spent time on opening the logs
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
-        self._before = ppo.sync_stats(), 0.0
+        self._before = ppo.sync.stats(), 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done, or a rank was told to stop."""
+        """Whether all steps are done, or a rank was asked to stop."""
         return self._is_stopped or self._ppo.step >= self._settings.total_steps
 
-    def tell(self, rollout: Any, figures: dict[str, float]) -> None:
-        """Exchanges, shows and logs what came of an update, and saves where it is time to. Every rank must call it."""
+    def tell(self, rollout: Any, metrics: dict[str, float]) -> None:
+        """Gathers, prints and logs the metrics of an update, and saves when it is time. Every rank must call it."""
         began = time.perf_counter()
         is_due = began - self._saved_at >= self._settings.checkpoint_interval
         mine = RankReport(
             times=self._times(rollout, began),
             wire_bytes=self._wire_bytes,
             episodes=rollout.episodes,
-            metrics={f"learning/{name}": value for name, value in figures.items()}
+            metrics={f"learning/{name}": value for name, value in metrics.items()}
             | {f"info/{name}": value for name, value in rollout.infos.items()},
             stop_requested=self._signals.requested,
             checkpoint_due=self._rank == 0 and is_due,
         )
         reports = gather_reports(mine, self._ppo.exchange)
-        self._window.extend(reports)
+        self._last_episodes.extend(ended_episodes(reports))
         told_at = time.perf_counter()
-        self._telling_seconds = told_at - began  # of the next update, for this one's are told
+        self._telling_seconds = told_at - began  # counted in the next update, because this report is sent
         self._seconds = told_at - self._started
         _check_finite(reports, self._ppo.update)
         self._is_stopped = any(each.stop_requested for each in reports)
         if self._rank == 0:
-            where = self._ppo.step, self._seconds, self._ppo.update
-            status = Status(*where, self._window, reports, self._speed(*where[:2]))
-            self._console.update(status)
+            step, speed = self._ppo.step, self._speed(self._ppo.step, self._seconds)
+            scalars = scalars_of(self._ppo.update, self._seconds, speed, self._last_episodes, reports)
+            self._console.update(step, scalars)
             for logger in self._loggers:
-                logger.log(status.step, status.scalars)
+                logger.log(step, scalars)
+            if self._ppo.update == self._resumed_update + 1:
+                self._console.say(what_ran())
         if self.is_over or reports[0].checkpoint_due:
             self._save()
             self._saved_at = time.perf_counter()
-        self._reporting_seconds = time.perf_counter() - told_at  # the next report tells, for this one is sent
+        self._reporting_seconds = time.perf_counter() - told_at  # likewise
 
     def finish(self) -> TrainResult:
-        """Compares the ranks' weights, and tells how the run ended."""
+        """Compares the ranks' weights, and returns how the run ended."""
         stopped_by = None
         if self._ppo.step < self._settings.total_steps:
             stopped_by = self._signals.received.name if self._signals.received else "a signal to another rank"
-        if stopped_by is None or self._ppo.outer is None:
-            check_consistency(self._ppo.policy)
-        sync = self._ppo.sync_stats()
-        result = TrainResult(self._ppo.step, self._seconds, self._window.returns, sync, stopped_by)
+        check_consistency(self._ppo.policy)
+        returns, sync = returns_of(self._last_episodes), self._ppo.sync.stats()
+        result = TrainResult(self._ppo.step, self._seconds, returns, sync, stopped_by)
         if self._rank == 0:
             self._console.finish(result, self._speed(result.step, result.seconds))
             self._console.say(f"written to {self._folder}")
@@ -157,9 +165,9 @@ class Session:
         return (step - self._resumed_step) / since if since > 0 else math.nan
 
     def _times(self, rollout: Any, now: float) -> PhaseTimes:
-        """Of the update that has ended now."""
+        """Returns the times of the update that has just ended."""
         before, waited_before = self._before
-        stats, waited_so_far = self._ppo.sync_stats(), self._ppo.waiting.seconds()
+        stats, waited_so_far = self._ppo.sync.stats(), self._ppo.waiting.seconds()
         self._before = stats, waited_so_far
         self._wire_bytes = stats.wire_bytes - before.wire_bytes
         waited = waited_so_far - waited_before + stats.exposed_time - before.exposed_time
@@ -172,14 +180,12 @@ class Session:
         )
 
     def _save(self) -> None:
-        """Writes a checkpoint, on rank 0, of what all ranks know."""
+        """Gathers the state of all ranks. Rank 0 writes it into a checkpoint."""
         ppo = self._ppo
         learner = {name: part.state_dict() for name, part in _parts(ppo).items()}
-        # What error feedback has not sent yet is each rank's own; the rest of the engine's state is the same on all.
+        # The residuals of error feedback differ between ranks. The rest of the engine's state is the same on all.
         residuals = learner["sync"].pop("residuals")
         mine = {"environments": self.environments.state(), "residuals": residuals}
-        if ppo.outer is not None:  # between outer steps ranks differ in all that they learn
-            mine["learner"] = learner
         if ppo.reward_normalizer is not None:
             mine["discounted_return"] = ppo.reward_normalizer.carried.cpu()
         of_rank: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
@@ -194,20 +200,20 @@ class Session:
             seconds=self._seconds,
             learner=learner | {"num_draws": ppo.streams.num_draws},
             environments=of_rank,
-            window=self._window.to_list(),
+            window=[list(episode) for episode in self._last_episodes],
         )
-        self._checkpoints.save(checkpoint, mean(self._window.returns))
+        self._checkpoints.save(checkpoint, mean(returns_of(self._last_episodes)))
 
     def _resume(self, checkpoint: Checkpoint) -> list[str]:
-        """Goes on, also after another number of ranks, and returns what could not go on exactly, in sentences."""
+        """Restores a checkpoint, also of another number of ranks. Returns sentences about what is not exact."""
         ppo, saved = self._ppo, checkpoint.environments
         ppo.step, ppo.update, self._seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
-        self._window = EpisodeWindow(checkpoint.window)
+        self._last_episodes.extend(Episode(*episode) for episode in checkpoint.window)
         num_envs = [len(part["environments"]["restarting"]) for part in saved]
         fits = num_envs == [self.environments.num_envs] * self._world_size
         mine = saved[self._rank] if fits else {}
-        learner = checkpoint.learner | mine.get("learner", {})
-        learner["sync"] = learner["sync"] | {"residuals": mine.get("residuals", {})}
+        learner = checkpoint.learner
+        learner["sync"] |= {"residuals": mine.get("residuals", {})}
         for name, part in _parts(ppo).items():
             if learner.get(name):
                 part.load_state_dict(learner[name])
@@ -226,39 +232,31 @@ class Session:
             rank for rank, goes_on in enumerate(ppo.exchange.all_gather(observation is not None)) if not goes_on
         ]:
             notes.append(
-                f"the environments of ranks {lost} could not be brought back to exactly where they were, and begin new "
-                f"episodes: this run is not bitwise what it would have been without the interruption"
+                f"the environments of ranks {lost} could not be restored exactly, and begin new episodes: this run is "
+                f"not bitwise what it would have been without the interruption"
             )
         if not fits and any(part["residuals"] for part in saved):
-            notes.append("what error feedback had not sent yet is left out, as it belongs to other ranks")
+            notes.append("the residuals of error feedback are dropped, because they belong to other ranks")
         return notes
 
 
 def _parts(ppo: Any) -> dict[str, Any]:
-    """What a resumed run needs to go on as if it had not stopped; but for residuals the same on every rank."""
+    """Returns what a checkpoint holds of the learner. Except for residuals it is the same on every rank."""
     parts = {"model": ppo.policy, "optimizer": ppo.optimizer, "scaler": ppo.scaler, "sync": ppo.sync}
-    parts |= {"learning_rate": ppo.learning_rate} | ({} if ppo.outer is None else {"outer": ppo.outer})
+    parts |= {"learning_rate": ppo.learning_rate}
     return parts if ppo.reward_normalizer is None else parts | {"rewards": ppo.reward_normalizer}
 
 
-def _by_rank_0(find: Callable[[], Found]) -> Found:
-    """Has rank 0 find something out, and tells all ranks."""
-    found = [find() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    assert found[0] is not None
-    return found[0]
-
-
 def _check_finite(reports: Sequence[RankReport], update: int) -> None:
-    """Refuses nan: what learns from it is lost, and must not be saved over what was good.
+    """Ends a training that has become NaN, before it replaces good checkpoints.
 
     Raises:
-        RuntimeError: on every rank alike.
+        RuntimeError: on every rank.
     """
     for rank, report in enumerate(reports):
         if not report.metrics["learning/optimizer_steps"]:
-            continue  # nothing is lost, as while a GradScaler finds its scale
-        lost = [name for name in FIGURES if not math.isfinite(report.metrics.get(f"learning/{name}", 0.0))]
+            continue  # no step was taken, such as while GradScaler looks for its scale
+        lost = [name for name in METRICS if not math.isfinite(report.metrics.get(f"learning/{name}", 0.0))]
         if lost:
             raise RuntimeError(
                 f"{', '.join(lost)} of rank {rank} in update {update} are not finite: are there nan or inf in the "

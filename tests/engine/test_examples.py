@@ -219,7 +219,7 @@ def test_hugging_faces_callback_asks_for_its_trainer():
         hf_trainer.FastsyncCallback("fp16")
 
 
-@pytest.mark.parametrize("name", ["ppo_own_loss", "ppo_layer_norm"])
+@pytest.mark.parametrize("name", ["ppo_own_loss", "ppo_layer_norm", "ppo_own_metric"])
 def test_ppo_is_changed_on_two_ranks(name: str, tmp_path: Path):
     arguments = ("--total-steps", "2000", "--runs-dir", str(tmp_path))
     assert run_on_two_ranks(name, *arguments).startswith("written to")

@@ -1,27 +1,36 @@
-"""What a user changes is what runs, in the file or by an argument: loss, network, advantages. And the run says so."""
+"""What a user changes is what runs, in the files or by an argument: loss, network, advantages. And the run says so."""
 
 from __future__ import annotations
 
 import csv
 import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gymnasium import spaces
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
+import fastsync
 from examples.ppo_layer_norm import Normalised
 from examples.ppo_own_loss import annealed_and_penalised
+from examples.ppo_own_metric import with_value_error
+from fastsync.ppo.batches import Batch
 from fastsync.ppo.cli import Arguments, check_environment, parse
 from fastsync.ppo.evaluate import main
 from fastsync.ppo.fused import Operator, Perceptron, fingerprint, fuse
-from fastsync.ppo.policies import categorical, make_policy
-from fastsync.ppo.ppo import Settings, discounted_sums, ppo_loss, train
-from tests.ranks import run_ranks
+from fastsync.ppo.policies import Policy, categorical, make_policy
+from fastsync.ppo.ppo import Evaluated, Settings, discounted_sums, ppo_loss, train
+from tests.ranks import RankError, run_ranks
 from tests.toy_envs import Countdown
 
 TINY = Settings(total_steps=600, num_envs=4, num_steps=16, num_epochs=2)
@@ -43,9 +52,12 @@ def trained(folder: Path, settings: Settings = TINY, world_size: int = 1, **chan
     return run_ranks(train_once, world_size, settings, changes)[0]  # type: ignore[no-any-return]
 
 
+def last_run(folder: Path) -> Path:
+    return max(folder.glob("run *"), key=lambda path: path.stat().st_mtime)
+
+
 def rows_of_last(folder: Path) -> list[dict[str, str]]:
-    newest = max(folder.glob("run */progress.csv"), key=lambda path: path.stat().st_mtime)
-    return list(csv.DictReader(newest.open()))
+    return list(csv.DictReader((last_run(folder) / "progress.csv").open()))
 
 
 def are_equal(one: Weights, other: Weights) -> bool:
@@ -98,6 +110,51 @@ def test_layers_that_the_operator_does_not_know_are_not_fused(layer: nn.Module):
     assert torch.equal(known(rows), nn.Sequential(*known)(rows))
 
 
+def test_a_layer_without_bias_takes_the_place_of_one_with(tmp_path: Path):
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    fuse(network)
+    network[0] = nn.Linear(4, 4, bias=False)
+    assert network(torch.ones(3, 4)).shape == (3, 2)
+
+
+def test_an_exception_in_the_plain_loss_is_reached(tmp_path: Path):
+    own = edited(ppo_loss, tmp_path, "    ratio = log_ratio.exp()", "    raise KeyError('of my own')")
+    batch = Batch(*(torch.ones(3) for _ in fields(Batch)))
+    with pytest.raises(KeyError, match="of my own"):
+        own(Evaluated(*(torch.ones(3) for _ in Evaluated._fields)), batch, TINY, 1.0)
+
+
+EDITS = {
+    "nothing": ("policies.py", "", ""),
+    "exception": ("ppo.py", "    ratio = log_ratio.exp()", "    raise KeyError('of my own')"),
+    "SiLU": ("policies.py", '"tanh": nn.Tanh', '"tanh": nn.SiLU'),
+    "LayerNorm": ("policies.py", "ACTIVATIONS[activation]()]", "nn.LayerNorm(num_outputs), ACTIVATIONS[activation]()]"),
+}
+
+
+@pytest.mark.end_to_end
+def test_what_is_edited_in_the_files_runs(tmp_path: Path):
+    """In copies of the package, as a user has them in a checkout."""
+    said = {}
+    for name, (file, old, new) in EDITS.items():
+        folder = tmp_path / name
+        shutil.copytree(Path(fastsync.__file__).parent, folder / "fastsync", ignore=shutil.ignore_patterns("*.pyc"))
+        edited_file = folder / "fastsync" / "ppo" / file
+        assert old in edited_file.read_text()
+        edited_file.write_text(edited_file.read_text().replace(old, new))
+        command = [sys.executable, "-m", "fastsync.train", "--total-steps", "3000", "--run-name", "run 0"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=os.environ)
+        assert (done.returncode == 0) == (name != "exception"), done.stderr
+        said[name] = done.stdout + done.stderr
+    assert "KeyError: 'of my own'" in said["exception"]
+    rows = {name: rows_of_last(tmp_path / name / "runs") for name in said if name != "exception"}
+    returns = {name: [row["episodes/return"] for row in of_run] for name, of_run in rows.items()}
+    assert returns["SiLU"] != returns["nothing"] != returns["LayerNorm"]
+    assert "fused operators run for actor, critic, categorical" in said["nothing"]
+    assert "fused operators run for categorical" in said["SiLU"]
+    assert "fused operators run for categorical" in said["LayerNorm"]
+
+
 def without_operators(rank: int, world_size: int, settings: Settings) -> tuple[Weights, str, bool]:
     def refuse(*arguments: Any) -> Any:
         raise AssertionError("an operator has run")
@@ -110,10 +167,10 @@ def without_operators(rank: int, world_size: int, settings: Settings) -> tuple[W
 
 def test_without_fused_operators_all_is_plain_and_learns_the_same(tmp_path: Path):
     fused, said = trained(tmp_path)
-    assert "fused operators compute actor, critic, ppo_loss, discounted_sums, categorical; all else" in said
+    assert "fused operators run for actor, critic, categorical, discounted_sums, ppo_loss; plain" in said
     settings = replace(TINY, runs_dir=str(tmp_path), run_name="plain", fused=False)
     ((plain, said, has_fused),) = run_ranks(without_operators, 1, settings)
-    assert "all of it runs in plain PyTorch" in said
+    assert "everything runs in plain PyTorch" in said
     assert not has_fused
     assert_close(fused, plain)
     assert parse(Arguments, "test", ["--no-fused"]).settings == Settings(fused=False)
@@ -124,11 +181,44 @@ def test_a_loss_of_ones_own_runs_and_its_figures_are_logged(tmp_path: Path):
     usual, _ = trained(tmp_path, settings, world_size=2)
     changed, said = trained(tmp_path, settings, world_size=2, loss=annealed_and_penalised)
     assert not are_equal(usual, changed)
-    assert "compute actor, critic, ppo_loss, discounted_sums, categorical; all else" in said
-    assert "plain PyTorch: annealed_and_penalised" in said
+    assert "everything else: annealed_and_penalised, estimate_advantages" in said
+    assert re.search(r"  kl_penalty \d", said)
     for row in rows_of_last(tmp_path):
         assert float(row["learning/kl_penalty"]) >= 0
-        assert float(row["learning/value_error"]) > 0
+
+
+def test_a_metric_of_ones_own_is_in_every_log_and_changes_nothing(tmp_path: Path):
+    usual, _ = trained(tmp_path)
+    weights, said = trained(tmp_path, loss=with_value_error)
+    assert are_equal(usual, weights)
+    assert "  value_error " in said
+    values = [float(row["learning/value_error"]) for row in rows_of_last(tmp_path)]
+    assert min(values) > 0
+    log = EventAccumulator(str(last_run(tmp_path))).Reload()
+    assert [event.value for event in log.Scalars("learning/value_error")] == pytest.approx(values)
+
+
+def test_under_autocast_layers_run_by_themselves_and_the_run_says_so(tmp_path: Path):
+    _, said = trained(tmp_path, replace(TINY, precision="bf16"))
+    assert "fused operators run for categorical, discounted_sums, ppo_loss; plain PyTorch runs for everything" in said
+    assert "estimate_advantages, actor, critic" in said
+
+
+def without_metrics(new: Any, *_: Any) -> Any:
+    return new.log_prob.sum()
+
+
+def with_a_row_for_a_metric(new: Any, batch: Any, settings: Any, remaining: float) -> Any:
+    return new.log_prob.sum(), {"number": 1.5, "mine": new.values}
+
+
+def test_a_loss_that_returns_something_else_is_told_what_to_return(tmp_path: Path):
+    for loss, message in (
+        (without_metrics, r"the loss must return \(loss, metrics\)"),
+        (with_a_row_for_a_metric, r"must return 0-dim metrics; mine has shape \(16,\)"),
+    ):
+        with pytest.raises(RankError, match=message):
+            trained(tmp_path, loss=loss)
 
 
 def penalised_by_a_setting(new: Any, batch: Any, settings: Any, remaining: float) -> Any:
@@ -148,8 +238,8 @@ def test_settings_of_ones_own_go_on_with_their_run(tmp_path: Path):
     changes = {"loss": penalised_by_a_setting}
     run_ranks(train_once, 1, settings, changes)
     ((_, said),) = run_ranks(train_once, 1, replace(settings, total_steps=1200, value_penalty=0.25), changes)
-    assert "going on from step" in said
-    assert "value_penalty is 0.25 from here on, after 0.1" in said
+    assert "resuming from step" in said
+    assert "value_penalty is 0.25 from here on, it was 0.1" in said
 
 
 def of_one_step(
@@ -160,7 +250,8 @@ def of_one_step(
 
 def test_advantages_of_ones_own_are_what_is_learnt_from(tmp_path: Path):
     one_step, said = trained(tmp_path, advantages=of_one_step)
-    assert "compute actor, critic, ppo_loss, categorical; all else runs in plain PyTorch: of_one_step" in said
+    assert "fused operators run for actor, critic, categorical, ppo_loss; plain" in said
+    assert "everything else: of_one_step" in said
     assert are_equal(one_step, trained(tmp_path, replace(TINY, gae_lambda=0.0))[0])
     assert not are_equal(one_step, trained(tmp_path)[0])
 
@@ -173,7 +264,7 @@ def test_a_network_of_ones_own_is_trained_saved_and_played(tmp_path: Path, capsy
     by_class = tmp_path / "by class"
     by_class.mkdir()
     assert are_equal(by_name, trained(by_class, world_size=2, policy=Normalised)[0])
-    with pytest.raises(ValueError, match=r"let Settings\(policy='module:Class'\) name it, so that it is found again"):
+    with pytest.raises(ValueError, match=r"name it in the settings instead, as Settings\(policy='module:Class'\)"):
         main([str(next(by_class.glob("run *")))])
 
 
@@ -182,12 +273,19 @@ def test_a_policy_that_cannot_be_made_is_named_before_ranks_start():
     reasons = {
         "nowhere:Policy": "cannot be imported: ModuleNotFoundError",
         "Policy": "must be module:Class",
-        "builtins:divmod": "cannot be made: TypeError: divmod expected 2",
+        "builtins:divmod": "cannot be used: TypeError: divmod expected 2",
+        f"{__name__}:WrongShapes": r"computes outputs \(1, 2\) and values \(\) of one observation; they must be",
         f"{__name__}:no_policy": "made a Linear; it has to be a fastsync.ppo.Policy",
     }
     for policy, reason in reasons.items():
         with pytest.raises(ValueError, match=f"policy='{policy}' {reason}"):
             check_environment(replace(TINY, policy=policy))
+
+
+class WrongShapes(Policy):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.actor, self.critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
 
 
 def no_policy(*arguments: Any) -> nn.Module:

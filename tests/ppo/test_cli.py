@@ -92,7 +92,7 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     assert stopped.returncode == 143, stopped.stderr
     said = stopped.stderr.strip().splitlines()[-1]
     assert said == (
-        "fastsync train: stopped by SIGTERM. Go on from the last checkpoint with: "
+        "fastsync train: stopped by SIGTERM. Resume from the last checkpoint with: "
         "fastsync train --nproc 2 --config runs/mine/settings.yaml --resume auto"
     )
     saved = find_checkpoint(folder)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from fastsync.ppo.sync import Exchange
+from fastsync.ppo.exchange import Exchange
 from tests.ranks import RankError, run_ranks
 
 CPU = torch.device("cpu")

@@ -65,5 +65,5 @@ def test_a_machine_leaves_and_comes_back(tmp_path: Path):
             each.send_signal(signal.SIGTERM)
         for each in agents:
             each.wait(LIMIT)
-    going_on = [line for line in (tmp_path / "said").read_text().splitlines() if line.startswith("going on from step")]
+    going_on = [line for line in (tmp_path / "said").read_text().splitlines() if line.startswith("resuming from step")]
     assert len(going_on) == 2

@@ -103,8 +103,8 @@ def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (["kubernetes"], "image is missing: say which container image"),
         (["slurm", "--nodes", "0"], "nodes=0 must be at least 1"),
-        (["skypilot", "--resume", "runs/mine"], "the job always goes on with resume=auto"),
-        (["kubernets"], "'kubernets' is none of slurm, kubernetes, skypilot; did you mean kubernetes?"),
+        (["skypilot", "--resume", "runs/mine"], "jobs always use resume=auto"),
+        (["kubernets"], "'kubernets' is not one of slurm, kubernetes, skypilot; did you mean kubernetes?"),
     ],
 )
 def test_what_cannot_be_written_is_refused(

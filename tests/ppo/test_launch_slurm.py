@@ -24,7 +24,7 @@ ODD = Settings(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [Settings(), ODD, load_settings("Pong", Settings)])
+@pytest.mark.parametrize("settings", [Settings(), ODD, load_settings("Atari", Settings)])
 def test_the_command_line_gives_the_settings_back(settings: Settings):
     assert parse(Launch, "test", option_words(settings, "resume")).settings == settings
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsync.ppo.fused import FIGURES, Perceptron
+from fastsync.ppo.fused import METRICS, Perceptron
 from fastsync.ppo.policies import Categorical, categorical
 from fastsync.ppo.ppo import Evaluated, Settings, discounted_sums, ppo_loss
 
@@ -176,12 +176,12 @@ COLUMNS = ("log_prob", "entropy", "values", "old_log_probs", "advantages", "old_
 
 
 def objective(given: dict[str, Tensor], plain: bool = False, **changes: Any) -> tuple[Tensor, Tensor]:
-    """``ppo_loss`` of these columns: the loss, and FIGURES [5]."""
+    """``ppo_loss`` of these columns: the loss, and METRICS [5]."""
     settings = Settings(**{"clip_coef": 0.25, "vf_coef": 0.7, "ent_coef": 0.3, "clip_value_loss": True} | changes)
     new = Evaluated(given["log_prob"], given["entropy"], given["values"], given["values"])
     batch = SimpleNamespace(**given | {"log_probs": given["old_log_probs"], "values": given["old_values"]})
     loss, figures = (ppo_loss.plain if plain else ppo_loss)(new, batch, settings, 0.25)
-    assert tuple(figures) == FIGURES
+    assert tuple(figures) == METRICS
     return loss, torch.stack(list(figures.values()))
 
 

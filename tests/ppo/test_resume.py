@@ -9,7 +9,6 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -89,15 +88,12 @@ def num_rows(settings: Settings) -> int:
     return max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
 
 
-@pytest.mark.parametrize(
-    ("env", "sync"), [("CartPole-v1", "gradients"), ("Pendulum-v1", "gradients"), ("CartPole-v1", "diloco")]
-)
-def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path: Path, env: str, sync: Any):
-    """In its own vectorisation, and as copies; where ranks average gradients, or learn by themselves for 5 rollouts."""
-    every = 1 if sync == "gradients" else 5
-    whole = replace(FULL, env=env, sync=sync, sync_every=every, runs_dir=str(tmp_path), run_name="whole")
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path: Path, env: str):
+    """In its own vectorisation, and as copies."""
+    whole = replace(FULL, env=env, runs_dir=str(tmp_path), run_name="whole")
     finish(whole, 2, tmp_path)
-    assert sum(float(row["speed/wire_bytes"]) > 0 for row in progress(whole)) == -(-num_rows(whole) // every)
+    assert all(float(row["speed/wire_bytes"]) > 0 for row in progress(whole))
 
     killed = replace(whole, run_name="killed")
     chance = random.Random(env)
@@ -130,8 +126,8 @@ def test_a_run_goes_on_with_other_settings_and_another_world_size(tmp_path: Path
     finish(replace(settings, total_steps=1_000, precision="fp32", fused=False), 1, tmp_path)
     assert newest(settings).step >= 1_000 > step
     said = (tmp_path / "said").read_text()
-    assert "world size 1 after 2" in said
-    assert "precision is 'fp32' from here on, after 'fp16'" in said
-    assert "what error feedback had not sent yet is left out" in said
-    assert "the environments of ranks [0] could not be brought back to exactly where they were" in said
+    assert "the world size is 1 from here on, it was 2" in said
+    assert "precision is 'fp32' from here on, it was 'fp16'" in said
+    assert "the residuals of error feedback are dropped" in said
+    assert "the environments of ranks [0] could not be restored exactly" in said
     assert "this run is not bitwise what it would have been without the interruption" in said

@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 
 def train_each(rank: int, world_size: int, runs: Sequence[Settings], compression: Compression) -> None:
     # The settings know compressions by their names alone.
-    with mock.patch("fastsync.ppo.ppo.attach_by", lambda _, policy: attach(policy, compression)):
+    with mock.patch("fastsync.ppo.ppo.attach", lambda policy, _: attach(policy, compression)):
         for settings in runs:
             train(settings, torch.device("cpu"))
 
@@ -38,7 +38,9 @@ def returns_of(folder: Path, settings: Settings, seeds: Sequence[int], compressi
         checkpoint = find_checkpoint(folder / str(seed))
         assert checkpoint.world_size == 2
         with make_environment(checkpoint, seed=0) as environment:
-            returns.append(mean(play(load_policy(checkpoint, environment), environment, 50).returns))
+            returns.append(
+                mean(each.episode_return for each in play(load_policy(checkpoint, environment), environment, 50))
+            )
     return returns
 
 

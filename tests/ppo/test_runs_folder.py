@@ -60,7 +60,7 @@ def test_auto_begins_and_then_goes_on(settings: Settings, tmp_path: Path):
     folder, checkpoint, notes = opened(auto)
     assert checkpoint is not None
     assert checkpoint.step == 20
-    assert notes == [f"going on from step 20 ({folder / CHECKPOINTS / 'step-000000020.pt'})"]
+    assert notes == [f"resuming from step 20 ({folder / CHECKPOINTS / 'step-000000020.pt'})"]
     # Whoever begins another run with this file does not mean to go on with this one.
     assert load_settings(str(folder / "settings.yaml"), Settings).resume is None
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_begins_a_run_of_its_own(settings: Settings, tmp_path: Path
     assert folder == tmp_path / "new"
     assert checkpoint is not None
     assert checkpoint.step == 10
-    assert notes == [f"going on from step 10 ({file})"]
+    assert notes == [f"resuming from step 10 ({file})"]
     assert everything(tmp_path / "run") == before
 
 
@@ -112,7 +112,7 @@ def test_a_refused_resume_changes_nothing(settings: Settings, tmp_path: Path):
     for resume, name in (("auto", "run"), (file, "new")):
         other = replace(settings, hidden_sizes=(8,), resume=resume, run_name=name)
         for enter in (opened, check_run):
-            with pytest.raises(ValueError, match=r"hidden_sizes=\(8,\) cannot be resumed"):
+            with pytest.raises(ValueError, match=r"hidden_sizes=\(8,\) cannot resume"):
                 enter(other, 2)
         check_run(replace(other, hidden_sizes=(64, 64)), 2)
     assert everything(tmp_path) == before
@@ -164,11 +164,11 @@ def test_changes_are_told_and_another_environment_is_refused():
     checkpoint = make_checkpoint(1, settings=Settings().as_dict())
     assert changes(checkpoint, Settings(resume="auto", run_name="x", runs_dir="y"), 2) == []
     assert changes(checkpoint, Settings(learning_rate=0.5, total_steps=7), 4) == [
-        "the run goes on with world size 4 after 2",
-        "total_steps is 7 from here on, after 200000",
-        "learning_rate is 0.5 from here on, after 0.001",
+        "the world size is 4 from here on, it was 2",
+        "total_steps is 7 from here on, it was 200000",
+        "learning_rate is 0.5 from here on, it was 0.001",
     ]
-    with pytest.raises(ValueError, match="env='Acrobot-v1' cannot be resumed from a run with env='CartPole-v1'"):
+    with pytest.raises(ValueError, match="env='Acrobot-v1' cannot resume a run with env='CartPole-v1'"):
         changes(checkpoint, Settings(env="Acrobot-v1"), 2)
 
 
@@ -176,6 +176,6 @@ def test_changes_are_told_and_another_environment_is_refused():
 def test_a_run_stays_in_its_runs_dir(tmp_path: Path, name: str):
     settings = Settings(runs_dir=str(tmp_path / "runs"), run_name=name)
     for enter in (opened, check_run):
-        with pytest.raises(ValueError, match=r"run_name='.*' is no folder inside runs_dir='.*/runs'"):
+        with pytest.raises(ValueError, match=r"run_name='.*' is not inside runs_dir='.*/runs'"):
             enter(settings, 1)
     assert list(tmp_path.iterdir()) == []

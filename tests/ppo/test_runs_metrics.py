@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from fastsync.ppo.envs.interface import Episode
-from fastsync.ppo.runs.metrics import EpisodeWindow, PhaseTimes, RankReport, Status, gather_reports
-from fastsync.ppo.sync import Exchange
+from fastsync.ppo.exchange import Exchange
+from fastsync.ppo.runs.metrics import PhaseTimes, RankReport, ended_episodes, gather_reports, scalars_of
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -56,23 +56,14 @@ def reports_of(*ranks: list[Episode]) -> list[RankReport]:
     return [RankReport(PhaseTimes(), episodes=episodes) for episodes in ranks]
 
 
-def test_the_window_holds_the_last_episodes_of_all_ranks():
-    window = EpisodeWindow()
-    # In the order of rows and environments, whoever has which.
-    window.extend(reports_of([Episode(2, 1.0, 10, 0), Episode(0, 2.0, 20, 5)], [Episode(1, 3.0, 30, 0)]))
-    assert window.returns == [3.0, 1.0, 2.0]
-    assert window.lengths == [30, 10, 20]
-    one_more = [Episode(1, -1.0, 2, row=140)]
-    window.extend(reports_of([Episode(0, 100.0 + row, 1, row) for row in range(150)], one_more))
-    # The last 100 of 151 episodes: rows 51 to 149 of rank 0, and in row 140 the one of rank 1.
-    assert window.returns == [*range(151, 241), -1.0, *range(241, 250)]
-    restored = EpisodeWindow(window.to_list())
-    assert (restored.returns, restored.lengths) == (window.returns, window.lengths)
-    assert restored.to_list() == window.to_list()
+def test_episodes_are_in_the_order_of_rows_and_environments_whoever_has_which():
+    ranks = [Episode(2, 1.0, 10, 0), Episode(0, 2.0, 20, 5)], [Episode(1, 3.0, 30, 0)]
+    assert [episode.length for episode in ended_episodes(reports_of(*ranks))] == [30, 10, 20]
+    assert ended_episodes(reports_of(*ranks[::-1])) == ended_episodes(reports_of(*ranks))
 
 
 def test_means_are_taken_over_ranks_that_know():
     ranks = ({"a": 1.0, "b": 0.0, "c": math.nan}, {"a": 4.0, "b": 1.0, "c": 3.0})
     reports = [RankReport(PhaseTimes(), metrics=metrics) for metrics in ranks]
-    scalars = Status(0, 0.0, 0, EpisodeWindow(), reports, 1.0).scalars
+    scalars = scalars_of(0, 0.0, 1.0, [], reports)
     assert [scalars[name] for name in "abc"] == [2.5, 0.5, 3.0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,32 +17,30 @@ from fastsync.ppo.envs.interface import Episode
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.console import RunConsole
 from fastsync.ppo.runs.loggers import open_loggers
-from fastsync.ppo.runs.metrics import EpisodeWindow, PhaseTimes, RankReport, Status, TrainResult
+from fastsync.ppo.runs.metrics import PhaseTimes, RankReport, TrainResult, ended_episodes, scalars_of
 
 SETTINGS = Settings(total_steps=1000)
 
 
-def status_at(update: int, world_size: int = 2, first_episode: int = 3) -> Status:
+def scalars_at(update: int, world_size: int = 2, first_episode: int = 3, **own: float) -> dict[str, float]:
     """After so many updates of 100 steps and 2 seconds, the last rank being slow; from some update on episodes end."""
-    window = EpisodeWindow()
     reports = [
         RankReport(
             PhaseTimes(1.0 + rank, 0.5, 0.25, 2.0 - rank),
             wire_bytes=1e6,
             episodes=[Episode(0, 10.0 * update, 5)] if update >= first_episode else [],
-            metrics={"learning/policy_loss": float(rank), "learning/learning_rate": 1.0 / update},
+            metrics={"learning/policy_loss": float(rank), "learning/learning_rate": 1.0 / update} | own,
         )
         for rank in range(world_size)
     ]
-    window.extend(reports)
-    return Status(100 * update, 2.0 * update, update, window, reports, 50.0)
+    return scalars_of(update, 2.0 * update, 50.0, ended_episodes(reports), reports)
 
 
 def run(folder: Path, updates: range, *, world_size: int = 2, resumed_update: int = 0) -> None:
     loggers = open_loggers(folder, SETTINGS, 100 * resumed_update)
     for update in updates:
         for logger in loggers:
-            logger.log(100 * update, status_at(update, world_size).scalars)
+            logger.log(100 * update, scalars_at(update, world_size))
     for logger in loggers:
         logger.close()
 
@@ -95,24 +92,26 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path):
 def test_lines_are_about_twenty_with_labels(capsys: pytest.CaptureFixture[str]):
     console = RunConsole("title", 1000, 0, 2)
     for update in range(1, 101):
-        console.update(replace(status_at(update), step=10 * update))
+        console.update(10 * update, scalars_at(update, **{"learning/kl_penalty": 0.25, "info/x_velocity": 3.0}))
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 20
     assert re.search(r"510 of 1,000 +return +510\.0 +policy loss 0\.5 .* 50 steps/s .*comm 40%", said[10])
+    assert "kl_penalty 0.25  x_velocity 3  50 steps/s" in said[10]  # of the user's own
+    assert "learning_rate" not in said[10]
 
 
 def test_the_table_says_what_communication_is(capsys: pytest.CaptureFixture[str]):
     console = RunConsole("title", 1000, 2000, 2)  # of which no line is due
     # One of two ranks waits for 4 s of 10: the mean is 2, and with the 1 s that both have it is 3.
     times = PhaseTimes(2.0, 2.0, 1.0, 5.0), PhaseTimes(6.0, 2.0, 1.0, 1.0)
-    console.update(replace(status_at(1), reports=[RankReport(each) for each in times]))
+    console.update(100, scalars_of(1, 2.0, 50.0, [], [RankReport(each) for each in times]))
     sync: Any = SimpleNamespace(exposed_time=1.0, wire_bytes=1e6)
     console.finish(TrainResult(1000, 30.0, [], sync, stopped_by="SIGTERM"), 50.0)
     table = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for row in ("time in communication 30.0%", "waiting for other ranks 20.0%", "waiting for gradients 10.0%"):
         assert row in table
     assert "slowest rank 1" in table
-    assert "stopped before its end by SIGTERM" in table
+    assert "stopped early by SIGTERM" in table
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -120,7 +119,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     settings = Settings(total_steps=1000, wandb_project="fastsync-test")
     for logger in open_loggers(tmp_path, settings, 0):
-        logger.log(100, status_at(1).scalars)
+        logger.log(100, scalars_at(1))
         logger.close()
     (figures,), options = wandb.init.return_value.log.call_args
     assert (figures["learning/policy_loss"], options) == (0.5, {"step": 100})

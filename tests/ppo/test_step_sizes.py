@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastsync.ppo.optimizer import LearningRate
+from fastsync.ppo.learning_rate import LearningRate
 from fastsync.ppo.ppo import Settings
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastsync.ppo.batches import Batch, Shuffler, row_weights
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.fused import FIGURES
+from fastsync.ppo.fused import METRICS
 from fastsync.ppo.policies import Policy, make_policy
 from fastsync.ppo.ppo import PPO, Settings, minibatch_loss
 from tests.models import group_of_one
@@ -42,7 +42,7 @@ def sample(num_rows: int, *, seed: int = 0) -> tuple[Policy, Batch]:
 
 
 def loss_of(policy: Policy, batch: Batch, settings: Settings = SETTINGS) -> tuple[Tensor, Tensor]:
-    loss, figures = minibatch_loss(policy, policy, batch, settings, 1.0)
+    loss, figures = minibatch_loss(policy, batch, settings, 1.0)
     return loss, torch.stack(list(figures.values()))
 
 
@@ -56,7 +56,7 @@ def test_loss_is_the_mean_over_valid_rows():
     loss, losses = loss_of(policy, batch)
     with torch.no_grad():
         logits, values = policy(batch.observations)
-    sums = dict.fromkeys(FIGURES, 0.0)
+    sums = dict.fromkeys(METRICS, 0.0)
     rows = [row for row in range(30) if row % 3]
     for row in rows:
         probabilities = torch.softmax(logits[row], 0).tolist()
@@ -69,7 +69,7 @@ def test_loss_is_the_mean_over_valid_rows():
         sums["clip_fraction"] += abs(ratio - 1) > 0.2
     means = {name: total / len(rows) for name, total in sums.items()}
     assert 0 < means["clip_fraction"] < 1
-    torch.testing.assert_close(dict(zip(FIGURES, losses.tolist(), strict=True)), means)
+    torch.testing.assert_close(dict(zip(METRICS, losses.tolist(), strict=True)), means)
     expected = means["policy_loss"] + 0.7 * means["value_loss"] - 0.03 * means["entropy"]
     torch.testing.assert_close(float(loss.detach()), expected)
 

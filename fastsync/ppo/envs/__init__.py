@@ -1,1 +1,1 @@
-"""The environments of a rank: made by the settings, stepped together, saved and gone back to."""
+"""The environments of a rank: making them, stepping them, saving and restoring their state."""

@@ -1,4 +1,4 @@
-"""Atari games the way that agents are trained on them (Mnih et al., 2015; Machado et al., 2018, section 5)."""
+"""Atari games with the usual preprocessing (Mnih et al., 2015; Machado et al., 2018, section 5)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ NOOP_MAX = 30
 
 
 class LifeByLife(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """For the policy an episode is a life, and a reward is 1, 0 or -1; the score of a whole game is told in ``infos``.
+    """An episode is a life, and rewards are clipped to 1, 0 or -1.
 
-    A life that ends is a termination; the reset after it goes on with the same game. FIRE is pressed where a game waits
-    for it. ``info["game"]`` of the last step of a game has its ``score`` and ``length`` in steps of the policy.
+    The end of a life is a termination, and the next reset continues the same game. FIRE is pressed if the game needs
+    it. ``info["game"]`` of a game's last step has its ``score`` and its ``length`` in steps of the policy.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
         self.resets_go_on = False
-        """Whether the game is not over, so that a reset without a seed goes on with it."""
+        """Whether the game is not over, so that a reset without a seed continues it."""
         meanings = env.unwrapped.get_action_meanings()  # type: ignore[attr-defined]
         self._fire = meanings.index("FIRE") if "FIRE" in meanings else None
         self._lives = 0
@@ -33,7 +33,7 @@ class LifeByLife(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is None and self.resets_go_on:
-            observation, info, over = self._press(0)  # a step away from the picture in which the life was lost
+            observation, info, over = self._press(0)  # a no-op: the next frame after the life was lost
         else:
             over = True
         if over:
@@ -73,11 +73,11 @@ class LifeByLife(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def wrap_atari(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-    """Up to 30 no-ops at the start, every action four times, the brighter of the last two frames, 84x84 grey, a life an
-    episode, FIRE pressed, signs of rewards, and the last four pictures: observations are uint8 [4, 84, 84].
+    """Wraps a game: up to 30 no-ops at the start, each action 4 times, the maximum of the last two frames, 84x84 grey,
+    ``LifeByLife``, and the last 4 frames stacked. Observations are uint8 [4, 84, 84].
 
     Args:
-        env: made with ``frameskip=1``.
+        env: a game made with ``frameskip=1``.
 
     Raises:
         gymnasium.error.DependencyNotInstalled: OpenCV is missing.

@@ -1,4 +1,4 @@
-"""Environments that step together: gymnasium's vector environments, with accounts of episodes and a state to save."""
+"""Environments that step together: gymnasium's vector environments, with statistics of episodes and a state to save."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ Bools = NDArray[np.bool_]
 
 
 class Episode(NamedTuple):
-    """One finished episode."""
+    """A finished episode."""
 
-    environment: int  # number of the environment it was in, among those of all ranks
+    environment: int  # number of its environment, among those of all ranks
     episode_return: float  # sum of its rewards
     length: int  # number of its steps
-    row: int = 0  # the row of the rollout in which it ended
+    row: int = 0  # row of the rollout in which it ended
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The outcome of a step of N environments, which may write to these arrays again in their next step."""
+    """The result of a step of N environments. The next step may overwrite these arrays."""
 
-    observations: Array  # [N, ...] in the environment's dtype
+    observations: Array  # [N, ...], dtype of the environment
     rewards: Array  # [N]
     terminated: Bools  # [N]: the step led to a terminal state
     truncated: Bools  # [N]: the episode ended for another reason, such as a time limit
-    valid: Bools  # [N]: False for no step, but the restart of an episode that ended in the step before
-    episodes: list[Episode]  # those that ended in this step
-    infos: dict[str, Any]  # what the environments say beside, as gymnasium's vector environments have it
+    valid: Bools  # [N]: False if this was the restart after an episode that ended in the step before
+    episodes: list[Episode]  # the episodes that ended in this step
+    infos: dict[str, Any]  # infos of gymnasium's vector environment
 
 
 class Environments(ABC):
-    """N environments of one rank, the accounts of their episodes, and their state. Use it in a ``with`` block.
+    """N environments of one rank, with statistics of their episodes and a state to save. Use it in a ``with`` block.
 
-    An episode that ended restarts in a step of its own, as gymnasium's ``AutoresetMode.NEXT_STEP`` has it.
+    A finished episode restarts in a step of its own, as with gymnasium's ``AutoresetMode.NEXT_STEP``.
 
     Args:
-        vector: holds them.
-        first_index: number of the first of these environments among those of all ranks.
+        vector: the vector environment.
+        first_index: number of its first environment, among those of all ranks.
     """
 
     _observations: Array
@@ -63,14 +63,14 @@ class Environments(ABC):
         self._clear_accounts()
 
     def reset(self) -> Array:
-        """Begins new episodes everywhere. Returns their first observations, [N, ...]."""
+        """Begins new episodes in all environments. Returns the first observations, [N, ...]."""
         self._clear_accounts()
         self._observations = self._reset()
         return self._observations
 
     def step(self, actions: Array) -> Step:
-        """Steps with actions as the policy makes them: int64 [N] or [N, k] counted from 0, or real [N, k], which are
-        cut off at the bounds of the action space.
+        """Steps with actions of the policy: int64 [N] or [N, k], counted from 0, or real [N, k], which are clipped to
+        the bounds of the action space.
         """
         observations, rewards, terminated, truncated, infos = self._step(self._translate(actions))
         valid, self._restarting = ~self._restarting, terminated | truncated
@@ -87,23 +87,23 @@ class Environments(ABC):
         return Step(observations, rewards, terminated, truncated, valid, episodes, infos)
 
     def state(self) -> dict[str, Any]:
-        """Saves where the environments stand, as dicts, lists, numbers, strings and tensors of their own memory."""
+        """Returns the environments' state, as dicts, lists, numbers, strings and tensors. It shares no memory."""
         accounts = {"returns": self._returns, "lengths": self._lengths, "restarting": self._restarting}
         state: dict[str, Any] = {"observations": self._observations, **accounts, **self._state()}
-        # What torch.load(weights_only=True) reads back.
+        # torch.load(weights_only=True) reads tensors, and no arrays.
         saved: dict[str, Any] = tree_map_only(
             (np.ndarray, np.generic), lambda value: torch.from_numpy(np.array(value)), state
         )
         return saved
 
     def restore(self, state: dict[str, Any]) -> Array | None:
-        """Goes back to a state of as many environments.
+        """Restores a state of N environments.
 
         Returns:
-            The observations to act on, [N, ...]; None where the environments do not get to exactly where they were.
-            Then they have to be reset.
+            The observations to act on, [N, ...]; None if the environments could not be restored exactly. Then they
+            must be reset.
         """
-        # Arrays of their own memory; those without a dimension become numpy's scalars.
+        # Copies, of which those without a dimension become numpy's scalars.
         saved = tree_map_only(torch.Tensor, lambda value: value.numpy().copy()[()], state)
         observations = self._restore(saved)
         if observations is None or not same_values(observations, saved["observations"]):
@@ -113,7 +113,7 @@ class Environments(ABC):
         return observations
 
     def close(self) -> None:
-        """Ends the environments and their processes."""
+        """Closes the environments and ends their processes."""
         self._vector.close()
 
     def __enter__(self) -> Environments:
@@ -128,7 +128,7 @@ class Environments(ABC):
         self._lengths = np.zeros(self.num_envs, dtype=np.int64)
 
     def _finished_episodes(self, indices: list[int], infos: dict[str, Any]) -> list[tuple[int, float, int]]:
-        """Index, return and length of those episodes that ended in these environments."""
+        """Returns index, return and length of the episodes that ended in these environments."""
         returns, lengths = self._returns[indices].tolist(), self._lengths[indices].tolist()
         return list(zip(indices, returns, lengths, strict=True))
 
@@ -141,19 +141,19 @@ class Environments(ABC):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Saves what this kind of environments needs to go on, besides the accounts."""
+        """Returns the state of this kind of environments, besides the statistics of episodes."""
 
     @abstractmethod
     def _restore(self, state: dict[str, Any]) -> Array | None:
-        """Goes back, and returns the observations; None where that cannot be done."""
+        """Restores the state, and returns the observations; None if that is not possible."""
 
 
 def seed_from(*numbers: int) -> int:
-    """A seed in [0, 2^31) that depends on these numbers only. Streams of different numbers are independent."""
+    """Returns a seed in [0, 2^31) that depends only on these numbers. Different numbers give independent streams."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
 def same_values(left: Any, right: Any) -> bool:
-    """Tells whether two arrays are equal, NaN to NaN as well."""
+    """Returns whether two arrays are equal. NaN equals NaN."""
     left, right = np.asarray(left), np.asarray(right)
     return left.dtype == right.dtype and np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")

@@ -1,4 +1,4 @@
-"""From the name of an environment to the environment."""
+"""Finds environments, and classes of the user's own, by their names."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .atari import wrap_atari
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
 
-# Which extra brings what an environment needs, by a part of its entry point or of its name.
+# The extra that an environment needs, by a part of its entry point or of the error.
 EXTRAS = {"ale": "atari", "atari": "atari", "box2d": "box2d", "mujoco": "mujoco"}
 
 
 @dataclass(frozen=True)
 class EnvSource:
-    """Makes single environments. It can be sent to other processes."""
+    """Makes single environments. It can be pickled."""
 
-    name: str  # What the user calls the environment.
+    name: str  # The user's name of the environment.
     maker: Callable[[], Env] | None = None  # The user's own function, or None.
-    spec: EnvSpec | None = None  # What gymnasium has registered, or None.
+    spec: EnvSpec | None = None  # The registration in gymnasium, or None.
 
     @property
     def is_atari(self) -> bool:
-        """True for a game of the Arcade Learning Environment, seen on its screen."""
+        """Whether it is a game of the Arcade Learning Environment with images as observations."""
         return (
             self.spec is not None
             and str(self.spec.entry_point).startswith("ale_py")
@@ -42,7 +42,7 @@ class EnvSource:
         )
 
     def make(self) -> Env:
-        """One environment. Games are in the wrappers of ``wrap_atari``. Observations that are no Box, such as
+        """Makes an environment. Games get the wrappers of ``wrap_atari``. Observations that are not a Box, such as
         dictionaries, become vectors (``gymnasium.wrappers.FlattenObservation``).
 
         Raises:
@@ -56,7 +56,7 @@ class EnvSource:
                 return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1))
             else:
                 env = gymnasium.make(self.spec, disable_env_checker=True)
-        except Exception as error:  # whatever is wrong with the user's function
+        except Exception as error:  # any error of the user's function
             raise cannot_be_made(self.name, error, needed_for=str(self.spec and self.spec.entry_point)) from error
         if not isinstance(env, gymnasium.Env):
             raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
@@ -64,16 +64,16 @@ class EnvSource:
 
 
 def find_env(name: str) -> EnvSource:
-    """Looks up a gymnasium id, "module:id" or "module:function".
+    """Finds a gymnasium id, "module:id" or "module:function".
 
     Raises:
-        ValueError: there is none of that name here.
+        ValueError: there is no such environment here.
     """
     module_name, colon, attribute = name.rpartition(":")
     if colon:
         try:
             maker = getattr(_import(module_name), attribute, None)
-        except Exception as error:  # whatever is wrong with the user's module
+        except Exception as error:  # any error of the user's module
             raise cannot_be_made(name, error) from error
         if callable(maker):
             return EnvSource(name, maker=maker)
@@ -88,36 +88,36 @@ def find_env(name: str) -> EnvSource:
         if colon:
             hint = f"the module {module_name} has no function {attribute!r}, and after its import: {error}"
             raise ValueError(f"env={name!r} cannot be made: {hint}") from error
-        # gymnasium asks too, but not where a name lacks its version.
+        # gymnasium suggests names, too, but not if only the version is missing.
         asks = "" if "did you mean" in str(error).lower() else did_you_mean(attribute, gymnasium.registry)
         raise ValueError(f"{cannot_be_made(name, error)}{asks}") from error
     return EnvSource(name, spec=replace(spec))
 
 
 def import_from(setting: str, name: str) -> Any:
-    """What a setting calls "module:attribute".
+    """Imports what a setting names as "module:attribute".
 
     Raises:
-        ValueError: there is no such thing here.
+        ValueError: there is no such module or attribute here.
     """
     module_name, colon, attribute = name.rpartition(":")
     if not colon:
         raise ValueError(f"{setting}={name!r} must be module:Class")
     try:
         return getattr(_import(module_name), attribute)
-    except Exception as error:  # whatever is wrong with the user's module
+    except Exception as error:  # any error of the user's module
         raise ValueError(f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _import(module_name: str) -> Any:
     if os.getcwd() not in sys.path:
-        # As where Python is started with -m: a command would not find what lies in the folder it was called in.
+        # The command would not find modules of the current folder otherwise, unlike python -m.
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(module_name)
 
 
 def cannot_be_made(name: str, error: Exception, needed_for: str = "") -> ValueError:
-    """The error for an environment that cannot be made, with what to install where that is why."""
+    """Returns the error for an environment that cannot be made, and what to install if that is the reason."""
     kind = "" if isinstance(error, (ImportError, gymnasium.error.Error)) else f"{type(error).__name__}: "
     message = f"env={name!r} cannot be made: {kind}{error}"
     missing = isinstance(error, (ImportError, gymnasium.error.DependencyNotInstalled))

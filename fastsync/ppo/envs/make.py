@@ -1,4 +1,4 @@
-"""Making the environments of a rank, by the settings."""
+"""Makes the environments of a rank from the settings."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironment
 
 
 def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> Environments:
-    """Makes the environments of one rank: those numbered from rank * num_envs on among all.
+    """Makes the environments of one rank. Among those of all ranks their numbers begin at rank * num_envs.
 
-    With vectorization sync and async each depends on the run's seed and its own number only, so that they are the same
-    environments however they are spread over ranks.
+    With vectorization sync and async an environment depends only on the run's seed and its own number. So it does not
+    depend on how environments are spread over ranks.
 
     Args:
         settings: env, seed, num_envs and vectorization are used.
         rank: this rank.
-        restart: a number that grows each time that a run goes on, such as the step: environments which cannot go
-            back to their state begin with other episodes then than the last time.
+        restart: a number that grows with each resumption, such as the step. Environments that cannot be restored begin
+            with other episodes than last time.
 
     Raises:
-        ValueError: the environment does not exist here, is not of a kind that the trainer can learn, or does not step
-            in the way that the settings ask for.
+        ValueError: the environment does not exist here, has spaces that the trainer does not support, or does not
+            support the vectorization.
     """
     source = find_env(settings.env)
     kind = settings.vectorization
     if kind == "auto":
-        # Of games gymnasium's registry names a vectorised implementation that cannot do what training needs.
+        # gymnasium registers a vectorised implementation of games, which lacks what training needs.
         own = source.spec is not None and source.spec.vector_entry_point is not None and not source.is_atari
         kind = "vector_entry_point" if own else "sync"
     first = rank * settings.num_envs
@@ -55,7 +55,7 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     ]
     vector: SyncVectorEnv | AsyncVectorEnv
     if kind == "async":
-        # A server without threads and without a CUDA context is safe to fork, other than a process that trains.
+        # A fork server has no threads and no CUDA context, so it can be forked. A process that trains cannot.
         multiprocessing.get_context("forkserver").set_forkserver_preload([EnvSource.__module__])
         vector = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP, context="forkserver")
     else:
@@ -64,7 +64,7 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
 
 
 def make_one(settings: RunSettings) -> Environments:
-    """One environment, not in a process of its own: what can go wrong goes wrong there as well."""
+    """Makes one environment in this process, with the errors that those of the run would have."""
     kind = "sync" if settings.vectorization == "async" else settings.vectorization
     of_run = {field.name: getattr(settings, field.name) for field in fields(RunSettings)}
     return make_environments(RunSettings(**of_run | {"num_envs": 1, "vectorization": kind}), rank=0)
@@ -74,7 +74,7 @@ def _make_recorder(
     source: EnvSource, seed: int, index: int, first_episode: int, rank_pid: int
 ) -> gymnasium.Env[Any, Any]:
     if os.getpid() != rank_pid:
-        # Signals to a whole job reach this process too. The rank still needs it to save; it ends when the rank does.
+        # Signals to a whole job reach this process, too. The rank needs it to save, and ends it afterwards.
         for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     return EpisodeRecorder(source.make(), seed=seed, index=index, first_episode=first_episode)
@@ -84,7 +84,7 @@ def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any,
     refused = f"vectorization='vector_entry_point': env={settings.env!r}"
     others = "choose vectorization='sync' or 'async'"
     if source.is_atari:
-        raise ValueError(f"{refused} begins a new game whenever a life is lost, and tells no score; {others}")
+        raise ValueError(f"{refused} begins a new game whenever a life is lost, and reports no score; {others}")
     if source.spec is None or source.spec.vector_entry_point is None:
         raise ValueError(f"{refused} has no vectorised implementation of its own; {others}")
     try:
@@ -97,8 +97,8 @@ def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any,
         check_spaces(settings, vector.single_observation_space, vector.single_action_space)
         if (mode := vector.metadata.get("autoreset_mode")) != AutoresetMode.NEXT_STEP:
             raise ValueError(
-                f"{refused} has metadata['autoreset_mode']={mode!r}; it must be {AutoresetMode.NEXT_STEP}, or the ends "
-                f"of episodes would be learnt from wrongly: {others}"
+                f"{refused} has metadata['autoreset_mode']={mode!r}; it must be {AutoresetMode.NEXT_STEP}, because "
+                f"other modes end episodes in another way: {others}"
             )
     except ValueError:
         vector.close()

@@ -1,4 +1,4 @@
-"""Spaces that the trainer can learn in, and the way of an action from the policy to the environment."""
+"""The spaces that the trainer supports, and the conversion of actions from the policy to the environment."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LEAST_IMAGE_SIZE = 36  # height and width that the convolutions need
 
 
 def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space[Any]) -> None:
-    """Checks that a policy can be made for these spaces.
+    """Checks that the trainer supports these spaces.
 
     Raises:
         ValueError: observations are neither vectors nor 8-bit images with channels first; or actions are neither
-            Discrete, nor MultiDiscrete, nor vectors of real numbers; or observations cannot be normalised.
+            Discrete, nor MultiDiscrete, nor vectors of real numbers; or images are to be normalised.
     """
     refused = f"env={settings.env!r} has"
     wrapped = "wrap the environment in one of gymnasium.wrappers and give it as 'module:function'"
@@ -29,18 +29,18 @@ def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space
     is_image = is_box and len(observations.shape or ()) == 3 and observations.dtype == np.uint8
     if not is_image and not (is_box and len(observations.shape or ()) == 1):
         raise ValueError(
-            f"{refused} observations {observations}; vectors (a Box of one dimension) and images (a Box of three, of "
-            f"dtype uint8) can be learnt from: {wrapped}, such as FlattenObservation"
+            f"{refused} observations {observations}; vectors (a Box of one dimension) and images (a Box of three "
+            f"dimensions, of dtype uint8) are supported: {wrapped}, such as FlattenObservation"
         )
     if is_image and min((observations.shape or ())[1:]) < LEAST_IMAGE_SIZE:
         raise ValueError(
-            f"{refused} images of shape {observations.shape}; they are read as (C, H, W), and H and W must be at least "
+            f"{refused} images of shape {observations.shape}; the shape is (C, H, W), and H and W must be at least "
             f"{LEAST_IMAGE_SIZE}: {wrapped}, such as TransformObservation or ResizeObservation"
         )
     if is_image and settings.norm_observations:
         raise ValueError(
-            f"norm_observations=True is for vectors, but {refused} images, whose bytes are divided by 255 anyway; "
-            f"leave norm_observations at False"
+            f"norm_observations=True is for vectors, but {refused} images, which are divided by 255 in any case; "
+            f"set norm_observations=False"
         )
     if isinstance(actions, spaces.Box):
         suits = len(actions.shape) == 1 and np.issubdtype(actions.dtype, np.floating)
@@ -49,13 +49,13 @@ def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space
     if not suits:
         raise ValueError(
             f"{refused} actions {actions}; Discrete, MultiDiscrete of one dimension, and a Box of one dimension and "
-            f"real numbers can be learnt: {wrapped}, such as TransformAction"
+            f"real numbers are supported: {wrapped}, such as TransformAction"
         )
 
 
 def action_translator(space: Space[Any]) -> Callable[[Array], Array]:
-    """Makes what takes actions as the policy makes them (int64 [N] or [N, k] from 0, real [N, k] without bounds)
-    into the environment's space: shifted to its start, or cut off at its bounds and of its dtype.
+    """Returns a function from actions of the policy (int64 [N] or [N, k] from 0, or real [N, k] without bounds) to
+    actions in the space: shifted to its start, or clipped to its bounds and of its dtype.
     """
     if isinstance(space, spaces.Box):
         low, high, dtype = space.low, space.high, space.dtype
@@ -68,7 +68,7 @@ def action_translator(space: Space[Any]) -> Callable[[Array], Array]:
 
 
 def random_actions(space: Space[Any], num_envs: int, generator: np.random.Generator) -> Array:
-    """A batch of actions such as an untrained policy makes them."""
+    """Returns a batch of random actions, such as those of an untrained policy."""
     if isinstance(space, spaces.Box):
         return generator.standard_normal((num_envs, *space.shape), dtype=np.float32)
     if isinstance(space, spaces.MultiDiscrete):

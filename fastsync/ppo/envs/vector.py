@@ -1,7 +1,7 @@
-"""Environments that gymnasium steps: copies, one by one or in processes, and those that are vectorised by themselves.
+"""Environments that gymnasium steps: copies of one environment, and vectorised implementations.
 
-They go on inside an episode: it begins again with its seed, and the actions since are repeated. That is exact where an
-episode is a function of its seed and its actions, which a trial shows.
+They are restored in the middle of an episode: it restarts with its seed, and the actions since are repeated. That is
+exact if an episode is a function of its seed and its actions, which a trial checks.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from .interface import Array, Environments, same_values, seed_from
 
 MAX_ACTIONS = 100_000
-"""Of one episode that can be gone on with. An Atari game has up to 27,000."""
+"""Largest number of actions of an episode that can be restored. An Atari game has up to 27,000."""
 MAX_BYTES = 16 << 20
-"""Of the actions of environments that are vectorised by themselves: 16 million steps of CartPole."""
+"""Largest memory for the actions of a vectorised implementation: 16 million steps of CartPole."""
 TRIAL_STEPS = 100
-"""Of the episode that is played twice before an environment goes on."""
+"""Steps of the trial episode, which is played twice before an environment is restored."""
 
 
 class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Seeds every episode of an environment by itself and keeps its actions.
+    """Seeds every episode of an environment separately, and records its actions.
 
-    Episode k of environment ``index`` begins with ``reset(seed=seed_from(seed, index, k))``, whatever was asked for.
-    Vector environments reach the rest by name, also in other processes: ``call("snapshot")``,
-    ``set_attr("restore_from", snapshots)`` and ``call("restore")``. After it, the next ``step`` only tells again what
-    the last one told (with reward 0), so that a vector environment learns by a step of its own which episodes ended.
+    Episode k of environment ``index`` begins with ``reset(seed=seed_from(seed, index, k))``, whatever seed the caller
+    passes. Vector environments, also those in other processes, use ``call("snapshot")``, ``set_attr("restore_from",
+    snapshots)`` and ``call("restore")``. The first ``step`` after that only repeats the last result, with reward 0, so
+    that the vector environment knows which episodes have ended.
 
     Args:
-        env: a single environment. Where its attribute ``resets_go_on`` is true, a reset does not begin anew (the next
-            life of a game); such resets are replayed as well.
+        env: a single environment. If its attribute ``resets_go_on`` is true, a reset continues the episode (the next
+            life of a game), and is replayed, too.
         seed: the run's seed.
-        index: number of the environment among those of all ranks.
-        first_episode: k of the first one.
+        index: number of the environment, among those of all ranks.
+        first_episode: k of the first episode.
     """
 
     restore_from: dict[str, Any]
@@ -54,7 +54,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._told_again: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begins the next episode with its own seed. ``seed`` is ignored."""
+        """Begins the next episode with its own seed, and ignores ``seed``."""
         self._ended, self._told_again = (False, False), None
         if self._may_go_on and self.env.get_wrapper_attr("resets_go_on"):
             self._resets.append(len(self._actions))
@@ -66,7 +66,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             observation, self._told_again = self._told_again, None
             return observation, 0.0, *self._ended, {}
         if len(self._actions) <= MAX_ACTIONS:
-            # Vector environments hand out rows of an array that the caller may write to again.
+            # A row of an array that the caller may overwrite.
             self._actions.append(action.copy() if isinstance(action, np.ndarray) else action)
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._ended = (bool(terminated), bool(truncated))
@@ -74,13 +74,13 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     @property
     def snapshot(self) -> dict[str, Any] | None:
-        """What it takes to come back here; None where the episode is too long."""
+        """The state for ``restore``; None if the episode is too long."""
         if len(self._actions) > MAX_ACTIONS:
             return None
         return {"episode": self._episode, "actions": np.array(self._actions), "resets": list(self._resets)}
 
     def restore(self) -> bool:
-        """Goes back to ``restore_from``. False where seed and actions do not lead there, or not to the same twice."""
+        """Restores ``restore_from``. Returns False if the trial or the repeated actions give other results."""
         actions, resets = list(self.restore_from["actions"]), self.restore_from["resets"]
         if not all(map(same_values, self._trial(), self._trial())):
             return False
@@ -100,8 +100,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         return True
 
     def _trial(self) -> list[Any]:
-        """What an episode tells, in as many steps as two of one seed must have in common, by actions of one seed."""
-        space = copy.deepcopy(self.env.action_space)  # which may be the environment's own source of randomness
+        """Returns observations, rewards and ends of the trial episode, which has always the same seed and actions."""
+        space = copy.deepcopy(self.env.action_space)  # the environment may use the generator of its own space
         space.seed(0)
         told: list[Any] = [self._begin(self.restore_from["episode"])[0]]
         ended: list[Any] = [False]
@@ -119,8 +119,8 @@ class RecordedEnvironments(Environments):
     """Copies of an environment, each in an ``EpisodeRecorder``.
 
     Args:
-        vector: holds them.
-        counts_games: episodes are what the environment calls a finished game, not what ends for the policy.
+        vector: the vector environment.
+        counts_games: whether statistics are those of whole games (``LifeByLife``), instead of the policy's episodes.
         first_index: see ``Environments``.
     """
 
@@ -128,7 +128,7 @@ class RecordedEnvironments(Environments):
         super().__init__(vector, first_index=first_index)
         self._counts_games = counts_games
         if isinstance(vector, AsyncVectorEnv):
-            # At exit multiprocessing ends processes by a signal that these are deaf to, and waits for them.
+            # At exit multiprocessing sends a signal that these processes ignore, and waits for them.
             self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def _finished_episodes(self, indices: list[int], infos: dict[str, Any]) -> list[tuple[int, float, int]]:
@@ -145,7 +145,7 @@ class RecordedEnvironments(Environments):
     def _restore(self, state: dict[str, Any]) -> Array | None:
         if None in state["episodes"]:
             return None
-        self._reset()  # else it would restart environments that ended in its last step
+        self._reset()  # or the next step would restart environments whose episodes have just ended
         self._vector.set_attr("restore_from", state["episodes"])
         if not all(self._vector.call("restore")):
             return None
@@ -156,7 +156,7 @@ class RecordedEnvironments(Environments):
         if isinstance(self._vector, SyncVectorEnv):
             super().close()
             return
-        # Not the vector environment's own way, which waits without a limit for processes that may be dead or hang.
+        # The vector environment's own close() waits forever for processes that are dead or hang.
         self._at_exit.cancel()
         for process in self._vector.processes:
             process.kill()
@@ -165,11 +165,11 @@ class RecordedEnvironments(Environments):
 
 
 class VectorizedEnvironments(Environments):
-    """Environments with a vectorised implementation of their own: all their episodes are one, of one seed.
+    """Environments with a vectorised implementation of their own, which has one seed for all.
 
     Args:
-        vector: the implementation.
-        seed: of its one source of randomness.
+        vector: the vectorised implementation.
+        seed: its seed.
         first_index: see ``Environments``.
     """
 

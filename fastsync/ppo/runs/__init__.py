@@ -1,1 +1,1 @@
-"""Runs: their folders, their checkpoints, their figures."""
+"""A run on disk and on screen: folder, checkpoints, metrics, loggers, console."""

@@ -1,4 +1,4 @@
-"""Checkpoints: a crash at any moment leaves the old ones whole, and one that was damaged since is noticed."""
+"""Checkpoints. A crash at any moment leaves the older ones intact, and damage to a file is detected."""
 
 from __future__ import annotations
 
@@ -18,42 +18,38 @@ from ..settings import Kind
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run at some moment. All of it is dicts, lists, numbers, strings and tensors."""
+    """The state of a run, as dicts, lists, numbers, strings and tensors."""
 
-    settings: dict[str, Any]  # The settings of the run, as plain data: see ``settings_as``.
-    world_size: int  # The number of ranks.
-    step: int  # Environment steps done, over all ranks.
-    update: int  # Updates done, one after each rollout.
+    settings: dict[str, Any]  # The settings of the run, as plain data; see ``settings_as``.
+    world_size: int  # Number of ranks.
+    step: int  # Environment steps so far, over all ranks.
+    update: int  # Updates so far, one per rollout.
     seconds: float  # Wall time of the learning loop so far.
-    learner: dict[str, Any]  # What the ranks share: policy, optimizer, gradient synchronisation, random numbers.
-    environments: list[Any]  # What each rank has of its own, in rank order.
-    window: list[Any]  # The last episodes.
-    best_return: float = -math.inf  # The mean return of the best checkpoint when this one was saved, this one included.
+    learner: dict[str, Any]  # State that all ranks share: policy, optimizer, gradient synchronisation, random numbers.
+    environments: list[Any]  # State of each rank, in rank order.
+    window: list[Any]  # The last 100 episodes.
+    best_return: float = -math.inf  # Mean return of the best checkpoint so far, this one included.
 
     def settings_as(self, kind: type[Kind]) -> Kind:
-        """The settings.
+        """Returns the settings that a kind of settings has. A script's subclass may have more.
 
         Raises:
-            ValueError: they do not suit this version.
+            ValueError: their values do not suit this version.
         """
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in self.settings.items()
-        }
+        known = {field.name: self.settings[field.name] for field in fields(kind) if field.name in self.settings}
         try:
-            return kind(**values)
+            return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
         except (TypeError, ValueError) as error:
             raise ValueError(f"the checkpoint's settings do not suit this version of fastsync: {error}") from error
 
 
 class CheckpointFolder:
-    """The checkpoints of a run: ``step-000012345.pt``.
-
-    ``best.pt`` is the one with the highest mean return so far.
+    """The checkpoints of a run: ``step-000012345.pt``, and ``best.pt`` with the highest mean return so far.
 
     Args:
-        folder: made when something is saved.
-        keep: how many of the newest stay when another is saved.
-        best_return: the mean return of the one in ``best.pt``.
+        folder: the folder, which the first save creates.
+        keep: number of newest checkpoints to keep.
+        best_return: the mean return of ``best.pt``.
     """
 
     def __init__(self, folder: Path, keep: int = 1, best_return: float = -math.inf) -> None:
@@ -62,14 +58,14 @@ class CheckpointFolder:
         self.best_return = best_return
 
     def save(self, checkpoint: Checkpoint, mean_return: float) -> Path:
-        """Writes a checkpoint and lets go of older ones. When this returns, the disk has it.
+        """Writes a checkpoint to disk and removes older ones.
 
         Args:
-            checkpoint: its best_return is filled in here.
-            mean_return: of its last episodes; NaN where there were none.
+            checkpoint: the checkpoint. Its best_return is set here.
+            mean_return: mean return of its last episodes; NaN without any.
 
         Raises:
-            OSError: it could not be written. Those saved before are still there.
+            OSError: it could not be written. The earlier checkpoints still exist.
         """
         path = self.folder / f"step-{checkpoint.step:09d}.pt"
         is_best = mean_return > self.best_return
@@ -79,13 +75,13 @@ class CheckpointFolder:
         content = file.getvalue()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for unfinished in self.folder.glob("*.tmp"):  # what a crash left
+            for unfinished in self.folder.glob("*.tmp"):  # left by a crash
                 unfinished.unlink()
             if is_best:
                 write_whole(self.folder / "best.pt", content)
             write_whole(path, content)
         except OSError as error:
-            what = f"{error.strerror}: the checkpoint of step {checkpoint.step} is not saved, those before it are"
+            what = f"{error.strerror}: the checkpoint of step {checkpoint.step} is not saved, earlier ones are"
             raise OSError(error.errno, what, str(self.folder)) from error
         self.best_return = best_return
         for old in self._by_step()[: -self.keep]:
@@ -93,13 +89,13 @@ class CheckpointFolder:
         return path
 
     def newest(self, warn: Callable[[str], None] = lambda text: None) -> tuple[Path, Checkpoint] | None:
-        """The newest checkpoint that can be read, or None if none was ever saved.
+        """Returns the newest checkpoint that can be read, or None if there is none at all.
 
         Args:
-            warn: is told of each newer one that is damaged.
+            warn: called with a message for each newer one that is damaged.
 
         Raises:
-            RuntimeError: there are some, and all are damaged.
+            RuntimeError: all checkpoints are damaged.
         """
         paths = self._by_step()[::-1]
         for path in paths:
@@ -116,10 +112,10 @@ class CheckpointFolder:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint onto the CPU, after a look at its checksums, as a zip file has them. Nothing is executed.
+    """Reads a checkpoint onto the CPU. It checks the checksums of the zip file, and executes no code from it.
 
     Raises:
-        RuntimeError: it cannot be read, is damaged, or is none of this version.
+        RuntimeError: it cannot be read, is damaged, or is not of this version.
     """
     try:
         content = path.read_bytes()
@@ -127,11 +123,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise RuntimeError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     try:
         if damaged := zipfile.ZipFile(io.BytesIO(content)).testzip():
-            raise zipfile.BadZipFile(f"its part {damaged} is not what was written")
+            raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # damage leads to any
+    except Exception as error:  # damage can lead to any
         raise RuntimeError(f"the checkpoint {path} is damaged: {error}") from error
     if missing := {field.name for field in fields(Checkpoint) if field.default is MISSING} - set(values):
         missed = ", ".join(sorted(missing))
-        raise RuntimeError(f"{path} is no checkpoint of this version of fastsync: it has no {missed}")
+        raise RuntimeError(f"{path} is not a checkpoint of this version of fastsync: it has no {missed}")
     return Checkpoint(**{field.name: values[field.name] for field in fields(Checkpoint) if field.name in values})

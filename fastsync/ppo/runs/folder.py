@@ -1,4 +1,4 @@
-"""A run's folder: its name, what lies in it, and going on where an earlier run stopped."""
+"""A run's folder: its name, its lock, and resuming an earlier run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"
 
-# What another policy, or other observations, would follow from: weights that were learnt mean nothing then.
+# With other values the saved weights do not fit the policy or the observations.
 _FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "norm_observations")
-# Where a run lies, rather than what it does.
+# They say where a run is stored.
 _UNMENTIONED = ("resume", "run_name", "runs_dir")
 
 Opened = tuple[Path, Checkpoint | None, list[str]]
-"""The run's folder, what it goes on from, and sentences to say."""
+"""The run's folder, the checkpoint to resume from, and sentences to print."""
 
 
 def default_run_name(settings: RunSettings, started: float | None) -> str:
-    """Environment, compression, seed, and the time, if one is given, in seconds since 1970."""
+    """Returns environment, compression, seed and, if given in seconds since 1970, the time."""
     name = re.sub("[/: ]", "-", f"{settings.env}-{settings.compression}-{settings.seed}")
     return name if started is None else f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
 
 
 def check_run(settings: RunSettings, world_size: int) -> None:
-    """Tries whether the run can begin or go on. It is for the machine of rank 0, where the run's folder lies.
+    """Checks whether the run can begin or resume, on the machine of rank 0, which has the run's folder.
 
     Raises:
         ValueError: as ``open_run``, or none of the checkpoints can be read.
@@ -50,14 +50,14 @@ def check_run(settings: RunSettings, world_size: int) -> None:
 
 @contextmanager
 def open_run(settings: RunSettings, world_size: int) -> Iterator[Opened]:
-    """Opens the folder of a run, and locks it for the time of a ``with`` block. One rank calls it.
+    """Opens the folder of a run, and locks it for a ``with`` block. Only rank 0 calls it.
 
-    resume=None begins in a new folder. "auto" goes on in the folder of that name (without a time) from its newest good
-    checkpoint, or begins in it. A checkpoint begins a new folder. Ranks that were started again go on in any case.
+    resume=None begins in a new folder. "auto" resumes from the newest good checkpoint in the folder, whose default name
+    has no time, or begins in it. The path of a checkpoint begins in a new folder. Restarted ranks always resume.
 
     Raises:
-        ValueError: the folder of a new run exists, what is to be resumed does not, somebody trains in it, or it cannot
-            go on with these settings. Nothing has been changed then.
+        ValueError: the folder of a new run exists, the checkpoint does not, another process trains in the folder, or
+            the run cannot resume with these settings. Then nothing has been changed.
         RuntimeError: none of the checkpoints can be read.
     """
     with ExitStack() as stack:
@@ -68,24 +68,24 @@ def open_run(settings: RunSettings, world_size: int) -> Iterator[Opened]:
             except OSError as error:
                 raise ValueError(f"the run folder {folder} cannot be written: {error.strerror}") from error
             stack.enter_context(_locked(folder))
-        # So that whoever takes them for a config goes on in this folder.
+        # A run with this file as config resumes in this folder.
         own = replace(settings, resume=None, run_name=str(folder.relative_to(settings.runs_dir)))
         write_whole(folder / SETTINGS, dump_settings(own).encode())
         yield folder, checkpoint, notes
 
 
 def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
-    """What ``open_run`` opens. It writes nothing, and locks a folder that exists."""
+    """Finds what ``open_run`` opens. It writes nothing, and locks an existing folder."""
     goes_on = settings.resume == "auto"
     source = None if goes_on or settings.resume is None else Path(settings.resume)
     if source and not source.is_file():
-        how = "to go on in a run, have its settings.yaml as config, and resume='auto'"
+        how = "to resume a run, use its settings.yaml as config, and resume='auto'"
         raise ValueError(f"resume={settings.resume!r} is neither 'auto' nor a checkpoint; {how}")
     name = settings.run_name or default_run_name(settings, None if goes_on else time.time())
     folder = _named(name, settings.runs_dir)
     if folder.exists():
         if not goes_on and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            how = "choose another run_name, remove it, or go on in it with resume='auto'"
+            how = "choose another run_name, remove it, or resume it with resume='auto'"
             raise ValueError(f"the run folder {folder} exists already; {how}")
         stack.enter_context(_locked(folder))
     notes: list[str] = []
@@ -98,26 +98,26 @@ def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
     if found is None:
         return folder, None, notes
     path, checkpoint = found
-    notes.append(f"going on from step {checkpoint.step:,} ({path})")
+    notes.append(f"resuming from step {checkpoint.step:,} ({path})")
     return folder, checkpoint, [*notes, *changes(checkpoint, settings, world_size)]
 
 
 def _named(run_name: str, runs_dir: str) -> Path:
-    """Raises ValueError where that is not inside runs_dir."""
+    """Returns the folder of that name. Raises ValueError if it is not inside runs_dir."""
     inside = os.path.normpath(run_name)
     if os.path.isabs(inside) or inside.split(os.sep)[0] in ("", os.curdir, os.pardir):
         raise ValueError(
-            f"run_name={run_name!r} is no folder inside runs_dir={runs_dir!r}; to have it elsewhere, set runs_dir"
+            f"run_name={run_name!r} is not inside runs_dir={runs_dir!r}; to store the run elsewhere, set runs_dir"
         )
     return Path(runs_dir) / run_name
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """A lock on a run's folder, which ends with the process, however that ends.
+    """Locks a run's folder. The lock ends with the process, however it ends.
 
     Raises:
-        ValueError: somebody trains there.
+        ValueError: another process trains there.
     """
     lock = FileLock(folder / ".lock", timeout=0)
     try:
@@ -126,7 +126,7 @@ def _locked(folder: Path) -> Iterator[None]:
         in_use = f"the run folder {folder} is in use: another process trains there"
         raise ValueError(f"{in_use}; wait for its end, stop it, or choose another run_name") from None
     except NotImplementedError:
-        warnings.warn(f"{folder} cannot be locked: see to it that nobody else trains there", stacklevel=2)
+        warnings.warn(f"{folder} cannot be locked: make sure that no other process trains there", stacklevel=2)
     except OSError as error:
         raise ValueError(f"the run folder {folder} cannot be written: {error.strerror}") from error
     try:
@@ -136,22 +136,25 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def changes(checkpoint: Checkpoint, settings: RunSettings, world_size: int) -> list[str]:
-    """Tells what is other than in the run that goes on, a sentence each.
+    """Returns a sentence for each setting that differs from the checkpoint's.
 
     Raises:
-        ValueError: environment or network are others, so that what was learnt is of no use.
+        ValueError: environment or network differ, so the checkpoint's weights are of no use.
     """
-    old, notes = checkpoint.settings_as(type(settings)), []
+    old, unknown = (
+        checkpoint.settings_as(type(settings)),
+        sorted(checkpoint.settings.keys() - settings.as_dict().keys()),
+    )
+    notes = [f"{name} is no setting here, it was {checkpoint.settings[name]!r}" for name in unknown]
     if checkpoint.world_size != world_size:
-        notes.append(f"the run goes on with world size {world_size} after {checkpoint.world_size}")
+        notes.append(f"the world size is {world_size} from here on, it was {checkpoint.world_size}")
     for field in fields(settings):
         name, before, now = field.name, getattr(old, field.name), getattr(settings, field.name)
         if before == now or name in _UNMENTIONED:
             continue
         if name in _FIXED:
             raise ValueError(
-                f"{name}={now!r} cannot be resumed from a run with {name}={before!r}; resume with that value, or begin "
-                f"a new run"
+                f"{name}={now!r} cannot resume a run with {name}={before!r}; resume with that value, or begin a new run"
             )
-        notes.append(f"{name} is {now!r} from here on, after {before!r}")
+        notes.append(f"{name} is {now!r} from here on, it was {before!r}")
     return notes

@@ -1,4 +1,4 @@
-"""Loggers, which take figures update by update: a CSV file, TensorBoard, Weights & Biases."""
+"""Loggers of the metrics of each update: a CSV file, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..settings import RunSettings
 
 
 class Logger(Protocol):
-    """Takes the figures of one update after the other."""
+    """Logs the metrics of each update."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Keeps the figures that the run had after ``step`` environment steps. NaN: not known."""
+        """Logs metrics after ``step`` environment steps. NaN means not known."""
 
     def close(self) -> None:
-        """Writes what is still kept back."""
+        """Writes what is still buffered."""
 
 
 def open_loggers(folder: Path, settings: RunSettings, resumed_step: int) -> list[Logger]:
-    """Those of a run. What they hold about steps after ``resumed_step`` is dropped."""
+    """Opens the loggers of a run. They drop what they hold about steps after ``resumed_step``."""
     loggers: list[Logger] = [
         CsvLog(folder / "progress.csv", resumed_step),
         TensorBoardLog(folder, settings.as_dict(), resumed_step),
@@ -37,11 +37,11 @@ def open_loggers(folder: Path, settings: RunSettings, resumed_step: int) -> list
 
 
 class CsvLog:
-    """A row for each update. The first one decides the columns; a field is empty where a figure is not known.
+    """A row for each update. The first row decides the columns. A field is empty if the metric is not known.
 
     Args:
-        path: the file. What it holds about steps after ``resumed_step`` is dropped, and the rest goes on.
-        resumed_step: where the run goes on; 0 for a new one.
+        path: the file. Its rows up to ``resumed_step`` stay.
+        resumed_step: the step that the run resumes at; 0 for a new run.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
@@ -52,7 +52,7 @@ class CsvLog:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._writer is None:
-            # Columns of the rows before stay, though another number of ranks may no longer fill them.
+            # Columns of earlier rows stay, even if another number of ranks no longer fills them.
             self._start(list(dict.fromkeys(["step", *scalars, *(name for old in self._rows for name in old)])))
         assert self._writer is not None
         self._writer.writerow({"step": step} | _known(scalars))
@@ -80,20 +80,20 @@ def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
 
 
 class TensorBoardLog:
-    """Event files in the run's folder. Of those before, TensorBoard drops what is after ``resumed_step``."""
+    """Event files in the run's folder. TensorBoard drops earlier events after ``resumed_step``."""
 
     def __init__(self, folder: Path, settings: Mapping[str, object], resumed_step: int = 0) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         self._summary = Summary
-        # All of them at 0: a run that ended before its first checkpoint begins anew in its folder.
+        # 0 drops all of them: a run that ended before its first checkpoint begins again in its folder.
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else 0)
         rows = "\n".join(f"|{name}|{value}|" for name, value in settings.items())
         self._writer.add_text("settings", f"|setting|value|\n|-|-|\n{rows}", resumed_step)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        # All in one event: an add_scalar each took most of the time of an update's report.
+        # All in one event: one add_scalar per metric took most of the time of a report.
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in _known(scalars).items()]
         self._writer._get_file_writer().add_summary(self._summary(value=values), step)
 
@@ -102,9 +102,9 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """A run of Weights & Biases. Its id is kept in the folder, so that a resumed run goes on in the same one.
+    """A run of Weights & Biases. The folder keeps its id, so that a resumed run continues it.
 
-    The environment variables of wandb count: WANDB_MODE=offline keeps everything in the folder.
+    The environment variables of wandb apply: WANDB_MODE=offline keeps everything in the folder.
     """
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, object]) -> None:
@@ -123,7 +123,7 @@ class WandbLog:
 
 
 def check_wandb(project: str | None) -> None:
-    """Raises ValueError for a run that is to be logged to a project of W&B where that is not installed."""
+    """Raises ValueError if a run asks for Weights & Biases, and wandb is not installed."""
     try:
         if project is not None:
             importlib.import_module("wandb")
