@@ -421,5 +421,5 @@ def train(
         while not session.is_over:
             rollout = ppo.collect()
             metrics = ppo.learn(rollout)
-            session.tell(rollout, metrics)
+            session.report(rollout, metrics)
         return ppo.policy, session.finish()

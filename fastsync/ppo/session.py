@@ -86,7 +86,7 @@ class Session:
         self._checkpoints = CheckpointFolder(self._folder / CHECKPOINTS, settings.keep_checkpoints, best_return)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._last_episodes = deque[Episode](maxlen=WINDOW)
-        self._seconds = self._telling_seconds = self._reporting_seconds = 0.0
+        self._seconds = self._gathering_seconds = self._reporting_seconds = 0.0
         self._is_stopped = False
 
     def begin(self, ppo: Any) -> None:
@@ -114,7 +114,7 @@ class Session:
         """Whether all steps are done, or a rank was asked to stop."""
         return self._is_stopped or self._ppo.step >= self._settings.total_steps
 
-    def tell(self, rollout: Any, metrics: dict[str, float]) -> None:
+    def report(self, rollout: Any, metrics: dict[str, float]) -> None:
         """Gathers, prints and logs the metrics of an update, and saves when it is time. Every rank must call it."""
         began = time.perf_counter()
         is_due = began - self._saved_at >= self._settings.checkpoint_interval
@@ -129,9 +129,9 @@ class Session:
         )
         reports = gather_reports(mine, self._ppo.exchange)
         self._last_episodes.extend(ended_episodes(reports))
-        told_at = time.perf_counter()
-        self._telling_seconds = told_at - began  # counted in the next update, because this report is sent
-        self._seconds = told_at - self._started
+        gathered_at = time.perf_counter()
+        self._gathering_seconds = gathered_at - began  # counted in the next update, because this report is sent
+        self._seconds = gathered_at - self._started
         _check_finite(reports, self._ppo.update)
         self._is_stopped = any(each.stop_requested for each in reports)
         if self._rank == 0:
@@ -145,7 +145,7 @@ class Session:
         if self.is_over or reports[0].checkpoint_due:
             self._save()
             self._saved_at = time.perf_counter()
-        self._reporting_seconds = time.perf_counter() - told_at  # likewise
+        self._reporting_seconds = time.perf_counter() - gathered_at  # likewise
 
     def finish(self) -> TrainResult:
         """Compares the ranks' weights, and returns how the run ended."""
@@ -175,7 +175,7 @@ class Session:
             environment=rollout.environment_seconds,
             policy=rollout.policy_seconds,
             learning=now - rollout.ended - waited,
-            communication=waited + self._telling_seconds,
+            communication=waited + self._gathering_seconds,
             reporting=self._reporting_seconds,
         )
 

@@ -141,10 +141,8 @@ def changes(checkpoint: Checkpoint, settings: RunSettings, world_size: int) -> l
     Raises:
         ValueError: environment or network differ, so the checkpoint's weights are of no use.
     """
-    old, unknown = (
-        checkpoint.settings_as(type(settings)),
-        sorted(checkpoint.settings.keys() - settings.as_dict().keys()),
-    )
+    old = checkpoint.settings_as(type(settings))
+    unknown = sorted(checkpoint.settings.keys() - settings.as_dict().keys())
     notes = [f"{name} is no setting here, it was {checkpoint.settings[name]!r}" for name in unknown]
     if checkpoint.world_size != world_size:
         notes.append(f"the world size is {world_size} from here on, it was {checkpoint.world_size}")
