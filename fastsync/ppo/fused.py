@@ -97,7 +97,7 @@ class Operator(Generic[Result]):
         tensor = args[0] if isinstance(args[0], Tensor) else args[0][0]
         can = _is_enabled and self.is_proven and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
         _ran[self.plain.__name__] = can
-        return self._operator(*args) if can else self.plain(*args)  # type: ignore[no-any-return]
+        return self._operator(*args) if can else self.plain(*args)
 
 
 class Perceptron(nn.Sequential):

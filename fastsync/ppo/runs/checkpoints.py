@@ -36,9 +36,10 @@ class Checkpoint:
         Raises:
             ValueError: their values do not suit this version.
         """
-        known = {field.name: self.settings[field.name] for field in fields(kind) if field.name in self.settings}
+        names = [field.name for field in fields(kind) if field.name in self.settings]
+        values: dict[str, Any] = {name: self.settings[name] for name in names}
         try:
-            return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+            return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
         except (TypeError, ValueError) as error:
             raise ValueError(f"the checkpoint's settings do not suit this version of fastsync: {error}") from error
 
