@@ -36,10 +36,14 @@ class Checkpoint:
         Raises:
             ValueError: their values do not suit this version.
         """
-        names = [field.name for field in fields(kind) if field.name in self.settings]
-        values: dict[str, Any] = {name: self.settings[name] for name in names}
+        known = {field.name for field in fields(kind)}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.settings.items()
+            if name in known
+        }
         try:
-            return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+            return kind(**values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"the checkpoint's settings do not suit this version of fastsync: {error}") from error
 
