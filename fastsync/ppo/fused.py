@@ -144,6 +144,6 @@ def fuse(policy: nn.Module) -> None:
     """
     for name, module in policy.named_modules():
         layers = list(module.children())
-        if type(module) is nn.Sequential and _alternate(layers):
-            if all(layer.weight.numel() <= SMALL for layer in layers[::2]):
-                module.__class__, module.name = Perceptron, name
+        can = type(module) is nn.Sequential and _alternate(layers)
+        if can and all(layer.weight.numel() <= SMALL for layer in layers[::2]):
+            module.__class__, module.name = Perceptron, name

@@ -92,7 +92,10 @@ def test_actions_arrive_in_their_space(env: str, actions: Any, rewards: list[flo
         ({"env": "tests.toy_envs:not_an_environment"}, "returned 7; the function must return a gymnasium.Env"),
         ({"env": "tests.toy_envs:Grid"}, r"observations Box.*; vectors \(a Box of one dimension\).*FlattenObservation"),
         ({"env": "tests.toy_envs:SmallImage"}, "H and W must be at least 36: .*ResizeObservation"),
-        ({"env": "tests.toy_envs:Image", "norm_observations": True}, "norm_observations=True is for vectors, .* set norm_observ"),
+        (
+            {"env": "tests.toy_envs:Image", "norm_observations": True},
+            "norm_observations=True is for vectors, .* set norm_observ",
+        ),
         ({"env": "tests.toy_envs:Binary"}, "has actions MultiBinary.*TransformAction"),
         ({"env": "Acrobot-v1", "vectorization": "vector_entry_point"}, "has no vectorised implementation of its own"),
     ],
