@@ -40,6 +40,7 @@ html_extra_path = ["llms.txt"]
 html_static_path = ["style"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+html_sidebars = {"*": []}  # pages outside of a folder have no others beside them
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": True,
