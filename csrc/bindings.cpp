@@ -10,7 +10,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -102,25 +101,6 @@ auto between_steps(Result (State::*method)(Args...)) {
   };
 }
 
-// (parameter, own, of_sums) for each parameter, None in the place of what is undefined.
-using ResidualTensors = std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>>;
-
-std::vector<ResidualTensors> residuals(EngineState& engine) {
-  std::vector<ResidualTensors> all;
-  for (const auto& [parameter, residual] : between_steps (&EngineState::residuals)(engine)) {
-    all.emplace_back(parameter, residual.own, residual.of_sums);
-  }
-  return all;
-}
-
-void set_residuals(EngineState& engine, const std::vector<ResidualTensors>& residuals) {
-  std::vector<fastsync::ParameterResidual> all;
-  for (const auto& [parameter, own, of_sums] : residuals) {
-    all.push_back({parameter, {own, of_sums.value_or(at::Tensor())}});
-  }
-  between_steps (&EngineState::set_residuals)(engine, all);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -164,8 +144,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_compressions", between_steps(&EngineState::set_compressions), py::arg("compressions"), no_gil)
       .def("step", between_steps(&EngineState::step), no_gil)
       .def("set_step", between_steps(&EngineState::set_step), py::arg("step"), no_gil)
-      .def("residuals", &residuals, no_gil)
-      .def("set_residuals", &set_residuals, py::arg("residuals"), no_gil)
+      .def("residuals", between_steps(&EngineState::residuals), no_gil)
+      .def("set_residuals", between_steps(&EngineState::set_residuals), py::arg("residuals"), no_gil)
       .def("scales", between_steps(&EngineState::scales), no_gil)
       .def("set_scales", between_steps(&EngineState::set_scales), py::arg("scales"), no_gil)
       .def("follow_loss_scale", locked(&EngineState::follow_loss_scale), py::arg("scale"), no_gil)

@@ -67,11 +67,7 @@ class SyncHandle(ABC):
         """
         named = self._named_parameters()
         scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
-        residual_of = {
-            id(p): {"own": own, "of_sums": of_sums}
-            for p, own, of_sums in self._engine.residuals()
-            if own.any() or (of_sums is not None and of_sums.any())
-        }
+        residual_of = {id(parameter): residual for parameter, residual in self._engine.residuals() if residual.any()}
         return {
             "step": self._engine.step(),
             "scales": {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of},
@@ -130,8 +126,7 @@ class SyncHandle(ABC):
                 )
         self._engine.set_step(step)
         self._engine.set_scales([(named[name], scale) for name, scale in scales.items()])
-        parts = [(named[name], residual["own"], residual["of_sums"]) for name, residual in residuals.items()]
-        self._engine.set_residuals(parts)
+        self._engine.set_residuals([(named[name], residual) for name, residual in residuals.items()])
 
 
 class GradientHandle(SyncHandle):
@@ -286,17 +281,14 @@ def _is_scale(scale: object) -> bool:
     return fraction == 0.5 and abs(exponent - 1) <= MAX_SCALE_EXPONENT
 
 
-def _no_residual(parameter: Tensor) -> dict[str, Tensor]:
+def _no_residual(parameter: Tensor) -> Tensor:
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return {part: torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device) for part in ("own", "of_sums")}
+    return torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
 
 
 def _is_residual(residual: object, parameter: Tensor) -> bool:
-    if not isinstance(residual, dict) or residual.keys() != {"own", "of_sums"}:
-        return False
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    parts = [residual["own"]] + ([] if residual["of_sums"] is None else [residual["of_sums"]])
-    return all(isinstance(p, Tensor) and p.dtype == dtype and p.shape == (parameter.numel(),) for p in parts)
+    none = _no_residual(parameter)
+    return isinstance(residual, Tensor) and residual.dtype == none.dtype and residual.shape == none.shape
 
 
 _seen: set[str] = set()

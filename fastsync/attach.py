@@ -252,12 +252,9 @@ class GradientSynchronizer(ClippableHandle):
         if self._weight is not None:
             self._engine.set_weight(self._weight)
         self._send_buffers()
-        # What is not sent yet adds as much to the mean, or the sum, as it would have in the group before.
-        for residual in state["residuals"].values():
-            if self._op == "mean":
-                residual["own"] *= growth
-            elif residual["of_sums"] is not None:
-                residual["of_sums"] /= growth  # the engine keeps it of means
+        if self._op == "mean":  # what is not sent yet adds as much to it as it would have in the group before
+            for residual in state["residuals"].values():
+                residual *= growth
         self.load_state_dict(state)  # first, so that nothing is lost where rank 0 does not answer
         of_rank_0 = [(state["step"], state["scales"])]
         dist.broadcast_object_list(of_rank_0, group=group, group_src=0)

@@ -99,8 +99,8 @@ class ShardedGradients(GradientHandle):
             for unit in self._units:
                 numel = re.search(r"\[(\d+)\] of rank \d+$", key)
                 if numel is not None and unit.key(int(numel[1])) == key:
-                    own = state_dict["residuals"].get(key, {}).get("own")
-                    self._identify(key, int(numel[1]), torch.float32 if own is None else own.dtype)
+                    dtype = getattr(state_dict["residuals"].get(key), "dtype", torch.float32)
+                    self._identify(key, int(numel[1]), dtype)
         super().load_state_dict(state_dict)
 
     def reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:

@@ -6,6 +6,7 @@ agrees to rounding, because the order of a sum is the implementation's own.
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -142,6 +143,7 @@ def reduce(
     grad_dtype: torch.dtype = torch.float32,
     multiplier: float = 1.0,
     limit: float | None = None,
+    residual_share: float = 1.0,
 ) -> None:
     """Wires to wire: ``out = sum(wires * multiplier)``, encoded anew.
 
@@ -153,22 +155,24 @@ def reduce(
         out: vector for one such piece, of the dtype of ``wires``; or one of both has the dtype of the sums. Written;
             may be a row of ``wires``.
         bucket_scale: what the wires' values have been multiplied with; None means 1.
-        residual: as in ``pack``, but one vector of the dtype of the sums, which it is added to.
+        residual: as in ``pack``, but one vector of the dtype of the sums, which it is added to, times the share.
         grad_dtype: of the bucket's gradients.
         multiplier: of each wire's values; usually one over the number of wires.
         limit: as in ``pack``.
+        residual_share: what one of the residual's units counts in the sum.
     """
     compute = _compute_dtype(grad_dtype)
     total = _sum_wires(wires, compute, multiplier)
     one = torch.ones((), dtype=compute, device=out.device)
     scale = one if bucket_scale is None else bucket_scale.to(compute)
+    unit = scale * torch.tensor(residual_share, dtype=compute, device=out.device)
     if residual is not None:
-        total = total + residual * scale
+        total = total + residual * unit
     scaled, _ = _saturate(total, one, limit, out.dtype)
     out.copy_(_encode(scaled, out.dtype))
     if residual is not None:
         sent = _decode(out).to(compute)
-        residual.copy_(torch.where(sent.isfinite(), (total - sent) * (1 / scale), residual))
+        residual.copy_(torch.where(sent.isfinite(), (total - sent) * (1 / unit), residual))
 
 
 def block_bytes(wire: torch.dtype) -> int:
@@ -265,7 +269,6 @@ def all_reduce_mean(
     reduce: Literal["wire", "fp32"] = "wire",
     algorithm: Literal["one_shot", "two_shot"] = "one_shot",
     residuals: Sequence[Sequence[Tensor]] | None = None,
-    reduced_residual: Tensor | None = None,
     weights: Sequence[float] | None = None,
 ) -> list[Tensor]:
     """A whole sync without a process group: ``grads[rank]`` are one rank's gradients, the result is their mean.
@@ -277,8 +280,8 @@ def all_reduce_mean(
             rank order.
         algorithm: of "fp32": every rank adds what it gets ("one_shot"), or sums are encoded anew and sent to every rank
             ("two_shot").
-        residuals: of "fp32": for each rank the ``residuals`` of ``pack``. Written.
-        reduced_residual: of "two_shot": the ``residual`` of ``reduce``, over all shards. Written.
+        residuals: of "fp32": for each rank the ``residuals`` of ``pack``. Written. In "two_shot" a rank adds up the
+            values of one shard, and what encoding their means loses becomes part of its own residuals of them.
         weights: for each rank how much its gradients count; None means that all count the same.
     """
     world_size, own = len(grads), grads[0][0].dtype
@@ -304,8 +307,47 @@ def all_reduce_mean(
     elif algorithm == "one_shot":
         unpack(wires, result, stats, scale, multiplier=row_share)
     else:
-        unpack(_mean_of(wires, own, scale, reduced_residual, limit, share=row_share), result, stats, scale)
+        laid_out = None if residuals is None else [_lay_out(kept, dtype) for kept in residuals]
+        means = torch.cat(
+            [
+                _mean_of(
+                    wires[:, wire_numel([begin], dtype) : wire_numel([end], dtype)],
+                    own,
+                    scale,
+                    None if laid_out is None else laid_out[rank][begin:end],
+                    limit,
+                    share=row_share,
+                    residual_share=1 / world_size,
+                )
+                for rank, (begin, end) in enumerate(shards(grads[0], dtype, world_size))
+            ]
+        )
+        unpack(means, result, stats, scale)
+        for kept, flat in zip(residuals or (), laid_out or (), strict=True):
+            for residual, part in zip(kept, _parts(flat, kept, dtype), strict=True):
+                residual.copy_(part)
     return result
+
+
+def shards(grads: Sequence[Tensor], wire: torch.dtype, world_size: int) -> list[tuple[int, int]]:
+    """The values [begin, end), as ``pack`` lays them out, that each rank adds up in two_shot of a bucket in one piece.
+
+    Shards are of one length, a multiple of 128 values, or of as many blocks as end at a multiple of 16 bytes. Where a
+    bucket has several gradients, each counts as if it began at a multiple of 8 values.
+    """
+    if wire in BLOCK_BITS:
+        alignment, multiple = BLOCK_VALUES, BLOCK_VALUES * 16 // math.gcd(16, block_bytes(wire))
+    else:
+        alignment, multiple = 8 if len(grads) > 1 else 1, 128
+    lengths = [-(-grad.numel() // alignment) * alignment for grad in grads]
+    firsts = [sum(lengths[:index]) for index in range(len(grads))]
+    shard = -(-sum(lengths) // (world_size * multiple)) * multiple
+    kept = lengths if wire in BLOCK_BITS else [grad.numel() for grad in grads]
+    ends = [
+        sum(min(max(rank * shard - first, 0), numel) for first, numel in zip(firsts, kept, strict=True))
+        for rank in range(world_size + 1)
+    ]
+    return list(pairwise(ends))
 
 
 def two_level_mean(
@@ -388,10 +430,20 @@ def _mean_of(
     dtype: torch.dtype | None = None,
     *,
     share: float,
+    residual_share: float = 1.0,
 ) -> Tensor:
     numel = len(wires[0]) if dtype is None else wire_numel([len(wires[0])], dtype)
     out = torch.empty(numel, dtype=dtype or wires.dtype)
-    reduce(wires, out, scale, residual, grad_dtype=grad_dtype, multiplier=share, limit=limit)
+    reduce(
+        wires,
+        out,
+        scale,
+        residual,
+        grad_dtype=grad_dtype,
+        multiplier=share,
+        limit=limit,
+        residual_share=residual_share,
+    )
     return out
 
 

@@ -93,7 +93,6 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
       failure_(c10::str("fastsync: averaging ", name, " failed on rank ", teams_.all()->rank(), " of ",
                         teams_.all()->size(), ": ")),
       whereabouts_(std::move(whereabouts)),
-      feedback_(teams_.all()->size()),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
       workspace_(new_workspace(device_)) {
   totals_->kernels = kernels_on(device_.type());
@@ -119,8 +118,7 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
   auto work = std::make_shared<BucketWork>();
   guard([&] {
     auto sum = make_sum(std::move(bucket), sync);
-    const bool error_feedback = sync.compression.error_feedback;
-    feedback_.lend(sum->bucket(), error_feedback, error_feedback ? sum->owned() : Owned(), stand_in);
+    feedback_.lend(sum->bucket(), sync.compression.error_feedback, stand_in);
     sum->send();
     work->sum_ = std::move(sum);
   });

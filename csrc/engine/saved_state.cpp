@@ -1,7 +1,6 @@
 #include "engine/saved_state.h"
 
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
@@ -42,27 +41,10 @@ at::Tensor SavedScales::smallest_of(const std::vector<ParameterId>& parameters, 
   return at::full({1}, smallest, at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
-namespace {
-
-// For the values and the dtype that the parameter's gradients have by now, which is not those of a residual from before
-// a cast: what is of another size is of no use any more.
-Residual fitted(const Residual& residual, const at::Tensor& parameter, c10::Device device) {
-  const auto dtype = c10::toRealValueType(parameter.scalar_type()) == at::kDouble ? at::kDouble : at::kFloat;
-  const int64_t numel = parameter.is_complex() ? 2 * parameter.numel() : parameter.numel();
-  const auto fit = [&](const at::Tensor& values) {
-    return values.defined() && values.numel() == numel ? values.to(device, dtype) : at::Tensor();
-  };
-  at::Tensor own = fit(residual.own);
-  return {own.defined() ? own : at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device)),
-          fit(residual.of_sums)};
-}
-
-}  // namespace
-
-void SavedResiduals::record(const std::vector<ParameterId>& parameters, const std::vector<Residual>& residuals) {
+void SavedResiduals::record(const std::vector<ParameterId>& parameters, const std::vector<at::Tensor>& residuals) {
   forget_dead_parameters();
   for (size_t i = 0; i < residuals.size(); ++i) {
-    if (residuals[i].own.defined()) {
+    if (residuals[i].defined()) {
       save(parameters[i], residuals[i]);
     }
   }
@@ -70,25 +52,26 @@ void SavedResiduals::record(const std::vector<ParameterId>& parameters, const st
 
 // What was saved may be the caller's.
 void SavedResiduals::rescale(const at::Tensor& factor) {
-  const auto rescaled = [&](const at::Tensor& values) {
-    return values.defined() ? values.mul(factor.to(values.device(), /*non_blocking=*/true)) : values;
-  };
   for (const auto& [parameter, residual] : list()) {
-    save(ParameterId(parameter.getIntrusivePtr()), {rescaled(residual.own), rescaled(residual.of_sums)});
+    save(ParameterId(parameter.getIntrusivePtr()), residual.mul(factor.to(residual.device(), /*non_blocking=*/true)));
   }
 }
 
-std::vector<Residual> SavedResiduals::take(const std::vector<ParameterId>& parameters, c10::Device device) {
-  if (std::none_of(parameters.begin(), parameters.end(), [&](const ParameterId& id) { return find(id) != nullptr; })) {
-    return {};
-  }
-  std::vector<Residual> taken;
+// For the values and the dtype that the parameter's gradients have by now, which is not those of a residual from before
+// a cast: what is of another size is of no use any more.
+std::vector<at::Tensor> SavedResiduals::take(const std::vector<ParameterId>& parameters, c10::Device device) {
+  std::vector<at::Tensor> taken;
+  bool has_any = false;
   for (const ParameterId& id : parameters) {
-    const Residual* residual = find(id);
-    taken.push_back(fitted(residual != nullptr ? *residual : Residual{}, at::Tensor(id.lock()), device));
+    const at::Tensor parameter(id.lock());
+    const auto dtype = c10::toRealValueType(parameter.scalar_type()) == at::kDouble ? at::kDouble : at::kFloat;
+    const at::Tensor* residual = find(id);
+    const bool fits = residual != nullptr && residual->numel() == (parameter.is_complex() ? 2 : 1) * parameter.numel();
+    taken.push_back(fits ? residual->to(device, dtype) : at::Tensor());
+    has_any |= fits;
     forget(id);
   }
-  return taken;
+  return has_any ? taken : std::vector<at::Tensor>();
 }
 
 }  // namespace fastsync

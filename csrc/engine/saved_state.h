@@ -11,14 +11,12 @@
 #include <utility>
 #include <vector>
 
-#include "sums/error_feedback.h"
-
 namespace fastsync {
 
 // Weak, so that no model is kept alive, and no other can take its address while it is remembered here.
 using ParameterId = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using ParameterScale = std::pair<at::Tensor, double>;
-using ParameterResidual = std::pair<at::Tensor, Residual>;
+using ParameterResidual = std::pair<at::Tensor, at::Tensor>;
 
 template <class Value>
 class SavedState {
@@ -79,17 +77,17 @@ class SavedScales : public SavedState<double> {
   std::string description_ = "no saved scales";
 };
 
-class SavedResiduals : public SavedState<Residual> {
+class SavedResiduals : public SavedState<at::Tensor> {
  public:
   using SavedState::SavedState;
 
   void rescale(const at::Tensor& factor);
 
   // Those of a bucket that holds these parameters; nothing where it has none.
-  void record(const std::vector<ParameterId>& parameters, const std::vector<Residual>& residuals);
+  void record(const std::vector<ParameterId>& parameters, const std::vector<at::Tensor>& residuals);
 
-  // Gives those of these parameters away, zeros where there is none; nothing where there is none of any.
-  std::vector<Residual> take(const std::vector<ParameterId>& parameters, c10::Device device);
+  // Gives those of these parameters away, undefined where there is none; nothing where there is none of any.
+  std::vector<at::Tensor> take(const std::vector<ParameterId>& parameters, c10::Device device);
 };
 
 }  // namespace fastsync

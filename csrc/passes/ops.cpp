@@ -126,7 +126,7 @@ void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& sta
 
 void reduce(const at::Tensor& wires, const at::Tensor& out, const OptionalTensor& bucket_scale,
             const OptionalTensor& residual, std::optional<at::ScalarType> grad_dtype, double multiplier,
-            std::optional<double> limit) {
+            std::optional<double> limit, double residual_share) {
   const c10::Device device = wires.device();
   const at::ScalarType full = compute_dtype(grad_dtype.value_or(at::kFloat));
   const DType from = wire_of(wires, "wires", full);
@@ -153,7 +153,8 @@ void reduce(const at::Tensor& wires, const at::Tensor& out, const OptionalTensor
               .multiplier = multiplier,
               .limit = limit.value_or(std::numeric_limits<double>::infinity()),
               .bucket_scale = element<float>(bucket_scale, "bucket_scale", device),
-              .residual = residual ? residual->data_ptr() : nullptr},
+              .residual = residual ? residual->data_ptr() : nullptr,
+              .residual_share = residual_share},
              device);
 }
 
@@ -179,7 +180,7 @@ TORCH_LIBRARY(fastsync, library) {
       &unpack);
   library.def(
       "reduce(Tensor wires, Tensor(a!) out, Tensor? bucket_scale=None, Tensor(b!)? residual=None, *, "
-      "ScalarType? grad_dtype=None, float multiplier=1.0, float? limit=None) -> ()",
+      "ScalarType? grad_dtype=None, float multiplier=1.0, float? limit=None, float residual_share=1.0) -> ()",
       &reduce);
   library.def("measure(Tensor[] grads, Tensor(a!) stats) -> ()", &measure);
 }

@@ -99,9 +99,9 @@ struct MeasureArgs {
 };
 
 // wires → wire: out[i] = encode(value), within ±limit if finite, where value = (sum over r of (wire r)[i] * multiplier)
-// + residual[i] * bucket_scale, in Compute<G> and from the first wire to the last. The new residual[i] is what decoding
-// out[i] misses of the value, divided by bucket_scale; it stays as it was where out[i], or one of its block's values,
-// is not finite. out may be one of the wires.
+// + residual[i] * bucket_scale * residual_share, in Compute<G> and from the first wire to the last. The new residual[i]
+// is what decoding out[i] misses of the value, divided by both factors; it stays as it was where out[i], or one of its
+// block's values, is not finite. out may be one of the wires.
 struct ReduceArgs {
   const void* wire;
   int64_t num_wires;
@@ -115,6 +115,7 @@ struct ReduceArgs {
   double limit;               // as in PackArgs
   const float* bucket_scale;  // what the wires' values have been multiplied with; null means 1
   void* residual;             // Compute<G> [numel]; null where it is lost
+  double residual_share = 1.0;
 };
 
 // Calls call(T{}) with the type of a gradient's element, or of a wire's unit.

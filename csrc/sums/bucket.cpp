@@ -28,46 +28,27 @@ Bucket::Bucket(std::vector<at::Tensor> of, DType wire, c10::Device where)
       num_values(wire_length(segments, alignment)),
       limit(saturation_limit(wire, /*world_size=*/1)) {}
 
-template <class Call>
-void Bucket::for_each_part(const Span& span, const Call& call) const {
-  auto segment = std::upper_bound(segments.begin(), segments.end(), span.begin,
-                                  [](int64_t value, const Segment& other) { return value < other.offset; });
-  if (segment != segments.begin()) {
-    --segment;
-  }
-  for (; segment != segments.end() && segment->offset < span.end; ++segment) {
-    const int64_t first = std::max(span.begin, segment->offset);
-    const int64_t numel = std::min(span.end, segment->offset + segment->numel) - first;
-    if (numel > 0) {
-      call(*segment, first - segment->offset, numel, span.place + first - span.begin);
-    }
-  }
-}
-
 std::vector<Segment> Bucket::cut(const std::vector<Span>& spans) const {
   const int64_t grad_size = unit_of(grad_dtype).bytes;
   const int64_t residual_size = grad_dtype == DType::kFloat64 ? 8 : 4;
   std::vector<Segment> parts;
   for (const Span& span : spans) {
-    for_each_part(span, [&](const Segment& segment, int64_t skipped, int64_t numel, int64_t place) {
-      parts.push_back({advance(segment.data, skipped * grad_size), numel, place,
-                       segment.residual ? advance(segment.residual, skipped * residual_size) : nullptr});
-    });
+    auto segment = std::upper_bound(segments.begin(), segments.end(), span.begin,
+                                    [](int64_t value, const Segment& other) { return value < other.offset; });
+    if (segment != segments.begin()) {
+      --segment;
+    }
+    for (; segment != segments.end() && segment->offset < span.end; ++segment) {
+      const int64_t first = std::max(span.begin, segment->offset);
+      const int64_t numel = std::min(span.end, segment->offset + segment->numel) - first;
+      if (numel > 0) {
+        const int64_t skipped = first - segment->offset;
+        parts.push_back({advance(segment->data, skipped * grad_size), numel, span.place + first - span.begin,
+                         segment->residual ? advance(segment->residual, skipped * residual_size) : nullptr});
+      }
+    }
   }
   return parts;
-}
-
-void Bucket::own(Owned& owned, const Span& span) const {
-  for_each_part(span, [&](const Segment& segment, int64_t skipped, int64_t numel, int64_t place) {
-    owned.parts.push_back({static_cast<size_t>(&segment - segments.data()), skipped, numel, place});
-  });
-}
-
-// Also of a gradient that this rank does not have, but others of its node.
-void Bucket::add_to_residuals(const at::Tensor& lost, const Span& span, double share) const {
-  for_each_part(span, [&](const Segment& segment, int64_t skipped, int64_t numel, int64_t place) {
-    residuals[&segment - segments.data()].narrow(0, skipped, numel).add_(lost.narrow(0, place, numel), share);
-  });
 }
 
 void Bucket::redirect() {

@@ -13,26 +13,11 @@
 
 namespace fastsync {
 
-// The bucket's values [begin, end), of which begin has this place: on a wire, or in a residual.
+// The bucket's values [begin, end), of which begin has this place on a wire.
 struct Span {
   int64_t begin;
   int64_t end;
   int64_t place;
-};
-
-// Which of a bucket's values this rank encodes the sums of. What that loses can be kept in a vector of num_values
-// (Compute<G>), in which they have these places.
-struct Owned {
-  struct Part {
-    size_t segment;
-    int64_t first;  // within the segment
-    int64_t count;
-    int64_t place;
-    bool operator==(const Part&) const = default;
-  };
-  std::vector<Part> parts;
-  int64_t num_values = 0;
-  bool operator==(const Owned&) const = default;
 };
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -65,19 +50,13 @@ struct Bucket {
   double multiplier = 1.0;   // this and the next: of what is packed
   double limit;
 
-  // Error feedback: what packing loses, one for each gradient, to which the segments point; and, where losses are to be
-  // kept, what this rank loses of the sums it owns, if it owns any.
-  std::vector<at::Tensor> residuals;
-  bool keeps_losses = false;
-  at::Tensor residual_of_sums;
+  // Error feedback: what this rank has lost of each value, Compute<G> [num_values], to which the segments point.
+  at::Tensor residual;
+  bool keeps_losses = false;  // of the sums that it encodes, too
 
   int64_t side_bytes() const { return side_values.defined() ? static_cast<int64_t>(side_values.nbytes()) : 0; }
   // The segments' parts among the values of the spans, at the places of those.
   std::vector<Segment> cut(const std::vector<Span>& spans) const;
-  // Adds what lies there to owned.
-  void own(Owned& owned, const Span& span) const;
-  // What was lost of these values, which begin with the span's, becomes part of the gradients' residuals.
-  void add_to_residuals(const at::Tensor& lost, const Span& span, double share) const;
   // Once all is packed: averages go to memory that nobody reads, and the gradients stay what they are.
   void redirect();
 
@@ -91,11 +70,6 @@ struct Bucket {
   // The sum of rows that have the bucket's scale, each times the share, encoded for the wire.
   ReduceArgs sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
                  double share) const;
-
- private:
-  // call(segment, how many of its values come before the part, how many the part has, and its place).
-  template <class Call>
-  void for_each_part(const Span& span, const Call& call) const;
 };
 
 }  // namespace fastsync

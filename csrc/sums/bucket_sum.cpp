@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -146,7 +147,7 @@ void BucketSum::drive_all() {
         transfer(piece, next - 1)->wait_until_sent();
       }
       if (before.reduce) {
-        reduce(*before.reduce, before.from, piece.phases[next]);
+        reduce(piece, *before.reduce, before.from, piece.phases[next]);
       }
       if (piece.follows_in_place(next)) {
         expect(piece, next);
@@ -164,28 +165,26 @@ void BucketSum::wait_for_rows(const Piece& piece, size_t phase) {
   sent_bytes_ += piece.phases[phase].is_counted ? rows.sent_bytes() : 0;
 }
 
-void BucketSum::reduce(const Reduce& reduce, const Rows& from, const Phase& next) {
+void BucketSum::reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next) {
   RECORD_FUNCTION("fastsync::reduce", {});
   if (reduce.adds_side_values) {
     sum_side_values(from, reduce.num_rows);
     put_side_values(next);
   }
-  at::Tensor residual;
-  if (reduce.share_of_loss && bucket_.keeps_losses) {
-    residual =
-        at::zeros({static_cast<int64_t>(reduce.outs.size()) * reduce.num_values}, bucket_.residuals.front().options());
-  } else if (!reduce.share_of_loss && bucket_.residual_of_sums.defined()) {
-    residual = bucket_.residual_of_sums.narrow(0, reduce.values.place, reduce.num_values);
-  }
   for (size_t part = 0; part < reduce.outs.size(); ++part) {
     const int64_t first = static_cast<int64_t>(part) * reduce.num_values;
+    const int64_t begin = reduce.begin + first;
+    const int64_t num_values = std::min(reduce.num_values, piece.end - begin);
+    if (num_values <= 0) {
+      break;
+    }
     ReduceArgs args = bucket_.sum(address(from.offset + bytes_of(first, reduce.dtype)), reduce.dtype, reduce.num_rows,
-                                  from.stride, reduce.num_values, address(reduce.outs[part]), reduce.share);
-    args.residual = residual.defined() ? residual.narrow(0, first, reduce.num_values).data_ptr() : nullptr;
+                                  from.stride, num_values, address(reduce.outs[part]), reduce.share);
+    if (bucket_.keeps_losses) {
+      args.residual = bucket_.residual.narrow(0, begin, num_values).data_ptr();
+      args.residual_share = reduce.residual_share;
+    }
     encode_sum(args);
-  }
-  if (reduce.share_of_loss && residual.defined()) {
-    bucket_.add_to_residuals(residual, reduce.values, *reduce.share_of_loss);
   }
 }
 

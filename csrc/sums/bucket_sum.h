@@ -34,7 +34,6 @@ class BucketSum {
 
   // Before send, for error feedback.
   Bucket& bucket() { return bucket_; }
-  Owned owned() const { return plan_->owned(bucket_); }
 
   // Packs piece after piece, each on its way before the next one is packed. Returns at once. Where a piece fails that
   // others expect by message, check_sent throws why, and the sum is to be finished like any other. Its memory is not
@@ -70,7 +69,7 @@ class BucketSum {
   void fill_with_nan(const Phase& phase) const;
   void drive_all();
   void wait_for_rows(const Piece& piece, size_t phase);
-  void reduce(const Reduce& reduce, const Rows& from, const Phase& next);
+  void reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next);
   void encode_sum(ReduceArgs args) const;
   void put_side_values(const Phase& phase) const;
   void sum_side_values(const Rows& rows, int64_t count);

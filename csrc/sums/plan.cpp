@@ -162,27 +162,10 @@ Phase gather(std::shared_ptr<Team> team, int tag, const Rows& rows) {
   return {std::move(team), tag, /*is_gather=*/true, num_rows, rows, rows};
 }
 
-Span span_of(const Piece& piece, int64_t begin, int64_t num_values, int64_t place) {
-  return {begin, std::min(begin + num_values, piece.end), place};
-}
-
 }  // namespace
 
 std::unique_ptr<Transfer> Phase::expect(const at::Tensor& memory) const {
   return is_gather ? team->all_gather(memory, to, tag) : team->all_to_all(memory, to, from, tag);
-}
-
-Owned Plan::owned(const Bucket& bucket) const {
-  Owned owned;
-  for (const Piece& piece : pieces) {
-    for (const Phase& phase : piece.phases) {
-      if (const auto& reduce = phase.reduce; reduce && !reduce->share_of_loss) {
-        bucket.own(owned, reduce->values);
-        owned.num_values += reduce->num_values;
-      }
-    }
-  }
-  return owned;
 }
 
 Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) {
@@ -203,7 +186,6 @@ Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
 Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) {
   const int64_t size = team->size();
   Planner planner(team, bucket.wire_dtype, /*num_parts=*/size, bucket);
-  int64_t place = 0;
   planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
     const int64_t shard = planner.part_of(piece);
     auto [to, from, means] = planner.exchange(size, planner.row_of(shard, bucket.wire_dtype, piece.turn.is_last));
@@ -214,12 +196,12 @@ Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
                                         shard,
                                         {means.begin(team->rank())},
                                         bucket.share_of_row(size),
-                                        span_of(piece, piece.begin + team->rank() * shard, shard, place)};
+                                        piece.begin + team->rank() * shard,
+                                        1.0 / static_cast<double>(size)};
     piece.phases.push_back(gather(team, tag + 1, means));
     planner.pack_parts(piece, shard);
     planner.unpack_parts(piece, shard, means);
     planner.plan().side_values = from;
-    place += shard;
   });
   planner.plan().num_side_rows = size;
   return std::move(planner).done();
@@ -277,8 +259,7 @@ Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bu
 // twice, in one step once to each other node: by one rank of a node.
 //
 // A node's sum is divided by the ranks of the largest node, so that it is never beyond what its own ranks have. Times
-// share_of_node, those of all nodes add up to the mean over the ranks. A loss of a node's sum counts in the mean as
-// much as a gradient of each rank of the largest node.
+// share_of_node, those of all nodes add up to the mean over the ranks.
 Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket) {
   const auto& [nodes, local_ranks, num_ranks, most_ranks, node, peers] = levels;
   const DType wire = bucket.wire_dtype;
@@ -286,7 +267,6 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
       bucket.rows_add_up ? 1.0 : static_cast<double>(most_ranks) / static_cast<double>(num_ranks);
   Planner planner(node, bucket.grad_dtype, /*num_parts=*/local_ranks * (at_once ? 1 : nodes), bucket);
   Plan& plan = planner.plan();
-  int64_t place = 0;
   planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
     const bool is_last = piece.turn.is_last;
     const int64_t sub_shard = planner.part_of(piece);
@@ -311,8 +291,8 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
                     sub_shard,
                     {},
                     bucket.share_of_row(most_ranks),
-                    span_of(piece, begin, shard, /*place=*/0),
-                    static_cast<double>(num_ranks) * share_of_node,
+                    begin,
+                    1.0 / (static_cast<double>(num_ranks) * share_of_node),
                     /*adds_side_values=*/is_last};
       const int64_t own_row = of_nodes.begin(peers->rank());
       if (at_once) {
@@ -322,9 +302,13 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
         for (int64_t member = 0; member < nodes; ++member) {
           reduce.outs.push_back(phase.place_for(member));
         }
-        phase.reduce =
-            Reduce{wire,      nodes,         sub_shard,
-                   {own_row}, share_of_node, span_of(piece, begin + peers->rank() * sub_shard, sub_shard, place)};
+        phase.reduce = Reduce{wire,
+                              nodes,
+                              sub_shard,
+                              {own_row},
+                              share_of_node,
+                              begin + peers->rank() * sub_shard,
+                              1.0 / static_cast<double>(num_ranks)};
       }
       between.push_back(gather(peers, at_once ? tag + 1 : tag + 2, of_nodes));
       piece.phases.back().reduce = std::move(reduce);
@@ -337,7 +321,6 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
     planner.pack_parts(piece, shard);
     planner.unpack_parts(piece, shard, blocks);
     piece.wires.stride = stride;
-    place += sub_shard;
   });
   plan.num_side_rows = nodes;
   if (at_once) {

@@ -34,12 +34,11 @@ namespace fastsync {
 struct Reduce {
   DType dtype;  // of the rows
   int64_t num_rows;
-  int64_t num_values;         // of a part
-  std::vector<int64_t> outs;  // where each part's sum goes, in bytes
-  double share;               // what each row counts in the sum
-  Span values;                // of the bucket, that these are the sums of; the place is in Owned
-  // Set where losses become part of the gradients' residuals, times this; else they are the residual of the sums.
-  std::optional<double> share_of_loss = {};
+  int64_t num_values;             // of a part
+  std::vector<int64_t> outs;      // where each part's sum goes, in bytes
+  double share;                   // what each row counts in the sum
+  int64_t begin;                  // the first of the bucket's values that these are the sums of
+  double residual_share;          // what this rank's residual of a value counts in the sum, as if packing had sent it
   bool adds_side_values = false;  // and sends them on in the next phase
 };
 
@@ -99,8 +98,6 @@ struct Plan {
   bool is_in_place = false;  // in the memory of the only gradient
 
   size_t num_phases() const { return pieces.empty() ? 0 : pieces.front().phases.size(); }
-  // The values whose sums this rank encodes.
-  Owned owned(const Bucket& bucket) const;
 };
 
 // The plans of a bucket. Messages have the tag and, at most, the three that follow it.

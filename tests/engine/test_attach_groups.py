@@ -36,8 +36,7 @@ def _unsent(sync: Any, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
     """What the group's ranks have yet to add to a mean over so many."""
     total = torch.zeros(1)
     for residual in sync.state_dict()["residuals"].values():
-        of_sums = 0 if residual["of_sums"] is None else residual["of_sums"]
-        total += (residual["own"] / num_ranks + of_sums).sum()
+        total += (residual / num_ranks).sum()
     dist.all_reduce(total, group=group)
     return total
 

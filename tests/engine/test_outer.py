@@ -152,7 +152,7 @@ def test_what_is_not_sent_now_is_sent_later(rank: int, world_size: int, compress
             weight.grad = -change
             optimizer.step()
     unsent = sync.state_dict()["unsent"][0]
-    kept = unsent["unsent"] if isinstance(compression, TopK) else next(iter(unsent["residuals"].values()))["own"]
+    kept = unsent["unsent"] if isinstance(compression, TopK) else next(iter(unsent["residuals"].values()))
     total = torch.stack([*changes]).sum(0)
     totals = [torch.empty_like(total) for _ in range(2)]
     torch.distributed.all_gather(totals, total + kept)

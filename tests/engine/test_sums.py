@@ -19,6 +19,7 @@ import fastsync
 from fastsync import Compression
 from fastsync.compression import BLOCKS, Algorithm, Wire
 from tests import reference
+from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import Averaged, average
 from tests.models import (
     STAMP,
@@ -108,6 +109,30 @@ def test_the_mean_is_the_references_to_the_bit(world_size: int, way: Way, transp
 
 
 # ---- what depends on the steps before -------------------------------------------------------------------------------
+
+
+@each_transport
+@pytest.mark.parametrize(("world_size", "way"), [(3, "one_shot"), (2, "two_shot"), (3, "two_shot")])
+def test_what_is_kept_is_the_references_to_the_bit(world_size: int, way: Algorithm, transport: str) -> None:
+    start(_keeps_as_the_reference, world_size, transport, way)
+
+
+def _keeps_as_the_reference(rank: int, world_size: int, device: str, way: Algorithm) -> None:
+    for wire, shapes in itertools.product(("bf16", "int8", "int4"), (SHAPES, [(512 * world_size + 1,)])):
+        like = [grad.to(device) for grad in random_grads(0, 0, shapes, torch.float32)]
+        given = average("synchronize", Given(like), by(way, wire, error_feedback=True), bucket_cap_mb=25)
+        in_bucket = like[::-1]  # so they follow each other
+        kept = [[torch.zeros(grad.numel()) for grad in in_bucket] for _ in range(world_size)]
+        for step in range(3):
+            everyone = [random_grads(other, step, shapes, torch.float32) for other in range(world_size)]
+            sent = [grads[::-1] for grads in everyone]
+            mean = reference.all_reduce_mean(sent, DTYPE_OF[wire], reduce="fp32", algorithm=way, residuals=kept)
+            assert_all_bitwise_equal(averaged(given, everyone[rank], device), mean[::-1], f"{wire}, {way}, step {step}")
+            residuals = given.handle.state_dict()["residuals"]
+            for index, expected in enumerate(kept[rank][::-1]):
+                of_engine = residuals.get(f"weights.{index} of rank {rank}", torch.zeros_like(expected))
+                assert_bitwise_equal(of_engine.cpu(), expected, f"{wire}, {way}, step {step}, kept of {index}")
+
 
 OF_ALL_RANKS = [by(way, wire, error_feedback=True) for wire in WIRES[1:] for way in ALGORITHMS]
 BETWEEN_NODES = [by(2, wire, error_feedback=True) for wire in WIRES[1:]]
@@ -296,10 +321,9 @@ class Ledger:
         kept = []
         for index, shape in enumerate(self.shapes):
             total = torch.zeros(tuple(shape), dtype=torch.float64)
-            if residual := residuals.get(f"weights.{index} of rank {dist.get_rank()}"):
-                total += residual["own"].view_as(total) / dist.get_world_size()
-                if residual["of_sums"] is not None:
-                    total += residual["of_sums"].view_as(total)
+            residual = residuals.get(f"weights.{index} of rank {dist.get_rank()}")
+            if residual is not None:
+                total += residual.view_as(total) / dist.get_world_size()
             dist.all_reduce(total)
             kept.append(total)
         return kept
@@ -370,9 +394,7 @@ def test_residuals_lie_as_their_gradients_do(rank: int, world_size: int) -> None
     model([torch.ones(7), None]).backward()
     assert model.weights[1].grad is None
     residual = sync.state_dict()["residuals"][f"weights.1 of rank {rank}"]
-    kept = residual["own"].double() / world_size
-    if residual["of_sums"] is not None:
-        kept += residual["of_sums"].double()
+    kept = residual.double() / world_size
     dist.all_reduce(kept)
     assert kept.count_nonzero() > 0
     torch.testing.assert_close(kept, lost.permute(0, 2, 3, 1).flatten(), rtol=0, atol=1e-6)

@@ -381,7 +381,7 @@ void reduce(const ReduceArgs& args, c10::Device device) {
   const std::vector<Range> all{{0, args.numel}};
   at::Tensor values =
       sum_wires(args.wire, args.num_wires, args.stride_bytes, args.wire_dtype, args.multiplier, all, compute, device);
-  const at::Tensor scale = scale_or_one(args.bucket_scale, compute, device);
+  const at::Tensor scale = scale_or_one(args.bucket_scale, compute, device).mul(args.residual_share);
   at::Tensor kept;
   if (args.residual != nullptr) {
     kept = over(args.residual, {args.numel}, compute, device);

@@ -174,7 +174,7 @@ template <class C, class W, class Out>
 void reduce_typed(const ReduceArgs& args) {
   const Wires wires{args.wire, args.num_wires, args.stride_bytes};
   const Scaling<C> scaling{C(1), limit_on<Out, C>(args.limit)};
-  const C scale = value_or_one<C>(args.bucket_scale);
+  const C scale = value_or_one<C>(args.bucket_scale) * static_cast<C>(args.residual_share);
   const Segment all{nullptr, args.numel, 0};
   for_each_chunk<char>(&all, 1, [&](const Segment&, const Chunk& chunk) {
     FASTSYNC_BEST(reduce_chunk<C, W, Out>(wires, chunk.begin, chunk.length, static_cast<C>(args.multiplier), scaling,

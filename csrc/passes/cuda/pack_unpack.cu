@@ -224,7 +224,8 @@ void reduce(const ReduceArgs& args, void* workspace, void* stream) {
         {args.wire, args.num_wires, args.stride_bytes, static_cast<C>(args.multiplier)},
         static_cast<Out*>(args.out),
         limit_on<Out, C>(args.limit),
-        args.bucket_scale};
+        args.bucket_scale,
+        static_cast<C>(args.residual_share)};
     const Segment all{nullptr, args.numel, 0, args.residual};
     run(&all, 1, Turn{}, pass, workspace, stream);
   });

@@ -249,11 +249,12 @@ struct Reduce {
   Out* out;
   C limit;
   const float* bucket_scale;
-  C scale = C(1);
+  C residual_share;
+  C scale = C(1);  // of residuals
 
   __device__ Reduce with_scale() const {
     Reduce scaled = *this;
-    scaled.scale = scale_or_one<C>(bucket_scale);
+    scaled.scale = scale_or_one<C>(bucket_scale) * residual_share;
     return scaled;
   }
 
