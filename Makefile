@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-all test-slow test-gpu test-aten test-asan test-ubsan test-trainers drill lint format docs bench check-cuda check-aarch64 prove-gpu clean
+.PHONY: help venv build train test test-all test-slow test-gpu test-asan test-ubsan test-trainers drill lint format docs bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -25,7 +25,6 @@ help:
 	@echo 'make test-all    and those that run whole commands and other trainers, as every change has to pass'
 	@echo 'make test-slow   run the tests that take minutes: trainings that must reach published returns'
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
-	@echo 'make test-aten   run tests of the engine on torch'\''s own operations, as on a device that no kernels were built for'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
 	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL and SkyPilot, each in an environment of its own'
@@ -37,8 +36,8 @@ help:
 	@echo 'make docs        build the site into build/docs'
 	@echo 'make bench       measure pack and unpack; BENCH_ARGS hands on options'
 	@echo 'make check-cuda  compile the CUDA half where nvcc is on the PATH; needs no GPU'
-	@echo 'make check-aarch64  compile the engine for 64-bit ARM where that compiler is on the PATH'
-	@echo 'make prove-gpu   all that only a GPU can prove, part by part; PART="build tests" for some, PLAN=1 shows the commands'
+	@echo 'make check-aarch64  compile the engine for 64-bit ARM by aarch64-linux-gnu-g++'
+	@echo 'make prove-gpu   all that only a GPU can prove, part by part; PART="build tests" for some'
 	@echo 'make clean       remove what was built; $(VENV) stays'
 
 venv: $(VENV)/.dev build
@@ -55,11 +54,6 @@ test test-all: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
-
-# What a device does for which no kernels were built. The operators' tests take both in any case.
-ATEN_TESTS := $(addprefix tests/engine/test_,entry_points.py attach.py error_feedback.py sums.py two_level.py sharded.py)
-test-aten: venv
-	FASTSYNC_KERNELS=aten $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal $(ATEN_TESTS) $(PYTEST_ARGS)
 
 test-gpu: venv
 	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -134,15 +128,20 @@ bench: venv
 	$(BIN)/python -m benchmarks ops $(BENCH_ARGS)
 
 check-cuda: venv
-	$(BIN)/python tools/check_compile.py cuda
+	$(BIN)/python tools/check_cuda.py
 
+# Without the bindings, which take that machine's Python.
+ARM := aarch64-linux-gnu-g++
+ARM_SOURCES := $(filter csrc/passes/% csrc/transport/% csrc/sums/% csrc/engine/%,$(filter %.cpp,$(CSRC)))
+ARM_FLAGS = $(shell $(BIN)/python -c 'import setup; from torch.utils.cpp_extension import include_paths; \
+	print(*setup.CXX_FLAGS, *setup.system_includes(include_paths()))')
 check-aarch64: venv
-	$(BIN)/python tools/check_compile.py aarch64
+	printf '%s\n' $(ARM_SOURCES) | xargs -P $$(nproc) -n 1 $(ARM) $(ARM_FLAGS) -Werror -Icsrc -o /dev/null -c
 
 # On a machine that has torch already, maybe without a network: no environment is made.
 PROVE_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 prove-gpu:
-	$(PROVE_PYTHON) tools/prove_gpu.py $(if $(PLAN),--plan) $(PART)
+	$(PROVE_PYTHON) tools/prove_gpu.py $(PART)
 
 clean:
 	rm -rf build dist *.egg-info fastsync/_*.so fastsync/_*.torch $(VENV)/.built

@@ -11,15 +11,14 @@ what runs on a CPU is tested.
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools import prove_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 MUTATIONS = ROOT / "tools/mutations.txt"
@@ -99,22 +98,10 @@ def test(tests: Sequence[str]) -> str | None:
     return None if code == 0 else failed[1] if failed else f"no failure, but status {code}"
 
 
-def run(command: Sequence[str], limit: float) -> tuple[int | None, str]:
+def run(words: Sequence[str], limit: float) -> tuple[int | None, str]:
     """The exit status, None after the time limit, and what was printed. Ends all that the command has started."""
-    path = f"{TREE / '.venv/bin'}:{os.environ.get('PATH', '')}"  # where ninja is
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(TREE), "FASTSYNC_WERROR": "0"}
-    with LOG.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=TREE, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        code: int | None = None
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(limit)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    LOG.unlink(missing_ok=True)
+    code = prove_gpu.run(prove_gpu.Command(words, limit, {"FASTSYNC_WERROR": "0"}, folder=TREE), LOG, limit)
     return code, LOG.read_text(errors="replace")
 
 

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,6 +53,7 @@ class Command:
     limit: float
     environment: Mapping[str, str] = field(default_factory=dict)
     rows: Path | None = None  # where a benchmark writes them
+    folder: Path = ROOT
 
     def __str__(self) -> str:
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -139,16 +139,10 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] | Non
     parts = all_parts() if parts is None else parts
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; by default all but carry")
-    parser.add_argument("--plan", action="store_true", help="show the commands, and run nothing")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.parts if name not in parts]:
         parser.error(f"no part {', '.join(unknown)}: choose from {', '.join(parts)}")
     chosen = [parts[name] for name in options.parts or parts if options.parts or name != "carry"]
-    if options.plan:
-        for part in chosen:
-            print(f"{part.name}: at most {part.limit:.0f} s")
-            print(*(f"  {command.limit:4.0f} s  {command}" for command in part.commands), sep="\n")
-        return 0
     for folder in (OUT, KEPT):
         folder.mkdir(parents=True, exist_ok=True)
     gpus, versions = machine()
@@ -196,44 +190,23 @@ def run_part(part: Part) -> tuple[str, str]:
 
 def run(command: Command, log: Path, limit: float) -> int | None:
     """Runs a command and appends what it prints to ``log``. Returns its exit status, None if it was ended."""
-    mark = uuid.uuid4().hex
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PROVE_GPU": mark, **command.environment}
-    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}:{CARRIED}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **command.environment}
+    environment["PYTHONPATH"] = f"{command.folder}:{os.environ.get('PYTHONPATH', '')}:{CARRIED}"
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/local/cuda/bin"
-    status: int | None = None
     with log.open("ab", buffering=0) as output:
         output.write(f"\n$ {command}\n".encode())
         # In a session of its own, for Ctrl-C is for this process, which ends the others.
         options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
+        process = subprocess.Popen(command.words, cwd=command.folder, env=environment, **options)
         try:
-            status = subprocess.run(command.words, cwd=ROOT, env=environment, timeout=limit, **options).returncode
-        except OSError as error:
-            status = 127
-            output.write(f"{error}\n".encode())
+            return process.wait(limit)
         except subprocess.TimeoutExpired:
             output.write(b"[ended at its limit]\n")
+            return None
         finally:
-            end_all(f"PROVE_GPU={mark}")
-    return status
-
-
-def end_all(mark: str) -> None:
-    """Ends every process with this in its environment, whatever parent and session it has by then."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (alive := marked(mark)):
-        for pid in alive:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def marked(mark: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if mark.encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def findings(printed: str) -> str:

@@ -113,7 +113,7 @@ def add_rows_then(ending: str, rows: RowFile) -> list[str]:
     if ending == "failure":
         raise RuntimeError("a rank fails")
     if ending == "interrupt" and os.environ["RANK"] == "0":
-        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(multiprocessing.parent_process().pid, signal.SIGINT)
     if ending == "interrupt":
         time.sleep(100)
     return ["a note"]

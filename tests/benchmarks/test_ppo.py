@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,11 +114,19 @@ def test_trainings_of_other_environments_run(trainer: str):
     assert (outcome.steps, outcome.mean_return) == (64, None)  # no episode is as short
 
 
-@pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
-def test_trainings_run_in_processes_of_their_own(trainer: str):
+def assert_trains(train: Callable[[Training], Outcome]) -> None:
     training = Training(total_steps=512, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, nproc=2)
-    outcome = run_alone(trainer, training, timeout=150)
+    outcome = train(training)
     assert 512 <= outcome.steps < 768
     assert outcome.seconds > 0
     assert outcome.mean_return is not None
     assert 9 < outcome.mean_return < 200
+
+
+@pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
+def test_trainings_run(trainer: str):
+    assert_trains(TRAINERS[trainer])
+
+
+def test_a_training_runs_in_a_process_of_its_own():
+    assert_trains(partial(run_alone, "cleanrl loop", timeout=150))

@@ -25,9 +25,6 @@ from tests.models import (
 )
 from tests.ranks import on_ranks
 
-# ---- against the specification ----------------------------------------------------------------------------------
-
-
 # ---- kinds of parameters ----------------------------------------------------------------------------------------
 
 

@@ -27,9 +27,6 @@ from tests.engine.attached import (
 from tests.models import Mlp, assert_all_bitwise_equal
 from tests.ranks import on_ranks, open_group, run_ranks
 
-CHILD_SECONDS = 100  # how long a script may take after its imports
-
-
 # ---- the model and its handle ---------------------------------------------------------------------------------------
 
 
@@ -194,9 +191,6 @@ def test_hooks_put_on_after_attach(rank: int, world_size: int) -> None:
     assert torch.equal(parameters[0].grad, 2 * _ones(rank, 9).double())
     fastsync.attach(parameters)  # anew, where there are Python's hooks already
     _assert_scaled(parameters, rank, 10, [2, 2, 2])
-
-
-# ---- the interpreter ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

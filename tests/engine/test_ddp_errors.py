@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,14 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastsync
-from tests.models import backward_of, given_ddp, group_of_one
+from tests.models import backward_of, given_ddp
 from tests.ranks import on_ranks
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    with group_of_one():
-        yield
 
 
 @pytest.mark.usefixtures("one_rank")

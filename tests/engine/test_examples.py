@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import io
-import os
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stdout
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -21,45 +18,36 @@ import torch
 import torch.distributed as dist
 
 import fastsync
+from tests.forked import run_script
 from tests.models import STAMP
-from tests.ranks import fresh_process_context, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.end_to_end
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-TIME_LIMIT = 120.0
 # Returns of CartPole: a random policy gets 22 on average, and 500 is the most there is.
 BEYOND_RANDOM = 100.0
 
 
-def run(*command: str) -> str:
-    """Runs a command, which must succeed in time; returns the last line that it prints."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=TIME_LIMIT)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun then ends its ranks; killed, it would leave them behind
-            out, err = process.communicate(timeout=60)
-            pytest.fail(f"{command} was not done within {TIME_LIMIT:g} s\n{out}\n{err}", pytrace=False)
-    assert process.returncode == 0, f"{command} exited with status {process.returncode}\n{out}\n{err}"
-    return out.splitlines()[-1]
-
-
-def run_on_two_ranks(name: str, *arguments: str) -> str:
-    return run(*TORCHRUN, f"examples/{name}.py", *arguments)
+def on_two_ranks(name: str, *words: str) -> str:
+    """Returns the last line that an example prints."""
+    return run_script(EXAMPLES / f"{name}.py", *words, nproc=2)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorials/script.md"])
 def test_the_script_that_is_shown_learns(page: str, tmp_path: Path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    (script,) = (block for block in blocks if "import torch\n" in block)
-    (tmp_path / "train.py").write_text(script)
-    line = run(*TORCHRUN, str(tmp_path / "train.py"))
+    (text,) = (block for block in blocks if "import torch\n" in block)
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    if page == "README.md":  # with the very command
+        done = subprocess.run([*TORCHRUN, script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        line = done.stdout.splitlines()[-1]
+    else:
+        line = run_script(script, nproc=2)
     assert float(line.split()[1].rstrip(",")) < 0.01, line  # 0.3 before the first step
 
 
@@ -67,25 +55,6 @@ def load(name: str) -> ModuleType:
     module = ModuleType(name)
     SourceFileLoader(name, str(EXAMPLES / f"{name}.py")).exec_module(module)
     return module
-
-
-def run_in_a_group(name: str, *words: str, world_size: int = 2, **settings: int) -> str:
-    """Returns the last line that the first of an example's ranks prints, whose group is there already.
-
-    Launched by torchrun it is the same after its imports, which take longer than the training. ``words`` are those of
-    its command line, ``settings`` those of its Args.
-    """
-    return "".join(run_ranks(main_says, world_size, name, words, settings, timeout=TIME_LIMIT)).splitlines()[-1]
-
-
-def main_says(rank: int, world_size: int, name: str, words: tuple[str, ...], settings: dict[str, int]) -> str:
-    module = load(name)
-    arguments: tuple[object, ...] = (module.Args(**settings),) if hasattr(module, "Args") else ()
-    if hasattr(module, "arguments"):
-        arguments = (module.arguments(words),)
-    with redirect_stdout(io.StringIO()) as said, mock.patch.object(sys, "argv", [name]):
-        module.main(*arguments, torch.device("cpu"))
-    return said.getvalue() if rank == 0 or name == "pipeline_transformer" else ""
 
 
 def numbers(pattern: str, line: str) -> list[float]:
@@ -98,21 +67,19 @@ OF_EACH = "mean return of the last {} episodes of each rank, 2 ranks"
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said", "more_than"),
+    ("name", "words", "said", "more_than"),
     [
-        ("cleanrl_ppo", ("--total-timesteps", "30000"), OF_EACH.format(50), BEYOND_RANDOM),
-        ("cleanrl_sac", {"total_timesteps": 12_000}, OF_EACH.format(8), -800),  # -1200 at random, -150 at best
-        ("pufferlib_ppo", {}, "mean return of 2 ranks in the last 5 updates", BEYOND_RANDOM),
-        ("sb3_ppo", {"total_timesteps": 10_000}, "mean return of 2 x 10 episodes", BEYOND_RANDOM),
-        ("skrl_ppo", (), OF_EACH.format(50), BEYOND_RANDOM),
-        ("torchrl_ppo", {"total_timesteps": 20_000}, OF_EACH.format(20), BEYOND_RANDOM),
+        ("cleanrl_ppo", "--total-timesteps 30000", OF_EACH.format(50), BEYOND_RANDOM),
+        ("cleanrl_sac", "--total-timesteps 12000", OF_EACH.format(8), -800),  # -1200 at random, -150 at best
+        ("pufferlib_ppo", "", "mean return of 2 ranks in the last 5 updates", BEYOND_RANDOM),
+        ("sb3_ppo", "--total-timesteps 10000", "mean return of 2 x 10 episodes", BEYOND_RANDOM),
+        ("skrl_ppo", "", OF_EACH.format(50), BEYOND_RANDOM),
+        ("torchrl_ppo", "--total-timesteps 20000", OF_EACH.format(20), BEYOND_RANDOM),
     ],
 )
-def test_learns(name: str, settings: dict[str, int] | tuple[str, ...], said: str, more_than: float):
-    """Settings of its Args where its group is there already, words of its command line where torchrun starts it."""
+def test_learns(name: str, words: str, said: str, more_than: float):
     needs_its_package(name)
-    line = run_in_a_group(name, **settings) if isinstance(settings, dict) else run_on_two_ranks(name, *settings)
-    (mean_return,) = numbers(rf"{said}: ([-\d.]+)", line)
+    (mean_return,) = numbers(rf"{said}: ([-\d.]+)", on_two_ranks(name, *words.split()))
     assert mean_return > more_than
 
 
@@ -120,9 +87,9 @@ def test_learns(name: str, settings: dict[str, int] | tuple[str, ...], said: str
 def test_the_image_classifier_learns_and_goes_on_bitwise(data: str, tmp_path: Path):
     at_once, with_pause = tmp_path / "at_once.pt", tmp_path / "with_pause.pt"
     settings = ("--data", data, "--epochs")
-    said = run_in_a_group("image_classifier", *settings, "4", "--checkpoint", str(at_once))
-    run_in_a_group("image_classifier", *settings, "2", "--checkpoint", str(with_pause))
-    went_on = run_in_a_group("image_classifier", *settings, "4", "--checkpoint", str(with_pause))
+    said = on_two_ranks("image_classifier", *settings, "4", "--checkpoint", str(at_once))
+    on_two_ranks("image_classifier", *settings, "2", "--checkpoint", str(with_pause))
+    went_on = on_two_ranks("image_classifier", *settings, "4", "--checkpoint", str(with_pause))
     assert went_on == said
     (last,) = numbers(r"epoch 4: loss [\d.]+, ([\d.]+)% of the test images right", said)
     assert last > 90
@@ -139,7 +106,7 @@ def needs_its_package(name: str) -> None:
 
 
 def test_atari_ends_with_the_weights_of_cleanrls_own_all_reduce():
-    for weights, of_cleanrls_own in run_ranks(play_breakout_twice, 2, timeout=TIME_LIMIT):
+    for weights, of_cleanrls_own in run_ranks(play_breakout_twice, 2, timeout=120.0):
         for name, tensor in weights.items():
             assert torch.equal(tensor, of_cleanrls_own[name]), name
 
@@ -165,7 +132,7 @@ def concatenate_and_copy_back(parameters: Iterable[torch.nn.Parameter]) -> None:
 @pytest.mark.parametrize("name", ["rl_games_ppo", "rsl_rl_ppo"])
 def test_ranks_adapt_their_learning_rate_alike(name: str):
     needs_its_package(name)
-    line = run_in_a_group(name) if name == "rl_games_ppo" else run_on_two_ranks(name)
+    line = on_two_ranks(name)
     mean_return, _, rates = line.partition("; learning rates ")
     (found,) = numbers(r"mean return of 2 ranks ([-\d.]+)", mean_return)
     assert name == "rl_games_ppo" or found > -900  # about -1200 at random
@@ -182,17 +149,17 @@ def after_it_has_learnt(line: str, factor: float = 0.25) -> str:
 
 
 def test_rsl_rl_learns_the_same_either_way():
-    said = after_it_has_learnt(run_in_a_group("rsl_rl_reduce_parameters"))
+    said = after_it_has_learnt(on_two_ranks("rsl_rl_reduce_parameters"))
     # The norms that clip are summed in another order.
     assert numbers(r"attached, weights differ by at most (\S+)", said)[0] < 1e-5
 
 
 def test_skrl_skips_the_same_step_on_all_ranks():
-    assert after_it_has_learnt(run_in_a_group("skrl_per_model")) == "steps skipped, by rank: [[20], [20]]"
+    assert after_it_has_learnt(on_two_ranks("skrl_per_model")) == "steps skipped, by rank: [[20], [20]]"
 
 
 def test_two_pipelines_train_a_transformer():
-    said = after_it_has_learnt(run_in_a_group("pipeline_transformer", world_size=4))
+    said = after_it_has_learnt(run_script(EXAMPLES / "pipeline_transformer.py", nproc=4))
     assert numbers(r"\d+ steps over (\d+) pipelines", said) == [2]
 
 
@@ -206,7 +173,7 @@ def test_two_pipelines_train_a_transformer():
     ],
 )
 def test_learns_with_two_bytes_a_gradient(name: str, factor: float, steps: float, elements: float | None):
-    said = after_it_has_learnt(run_on_two_ranks(name), factor)
+    said = after_it_has_learnt(on_two_ranks(name), factor)
     num_steps, num_elements, num_bytes = numbers(r"(\d+) steps of (\d+) gradients in (\d+) bytes", said)
     assert (num_steps, num_elements) == (steps, elements or num_elements)
     # Beside them goes a stamp, at the width of its transport.
@@ -222,48 +189,29 @@ def test_hugging_faces_callback_asks_for_its_trainer():
 @pytest.mark.parametrize("name", ["ppo_own_loss", "ppo_layer_norm", "ppo_own_metric"])
 def test_ppo_is_changed_on_two_ranks(name: str, tmp_path: Path):
     arguments = ("--total-steps", "2000", "--runs-dir", str(tmp_path))
-    assert run_on_two_ranks(name, *arguments).startswith("written to")
+    assert on_two_ranks(name, *arguments).startswith("written to")
 
 
-# What examples that torchrun does not start here are run with alone, and say then.
+# What examples are run with alone, and say then.
 ALONE = {
-    "cleanrl_ppo_atari": (("--total-timesteps", "32", "--num-envs", "2", "--num-steps", "16"), "32 steps"),
-    "cleanrl_sac": (("--total-timesteps", "2000"), "1 ranks"),
-    "image_classifier": (("--epochs", "1"), "epoch 1: loss"),
-    "pipeline_transformer": ((), "over 1 pipelines"),
-    "pufferlib_ppo": ((), "mean return of 1 ranks"),
-    "rl_games_ppo": ((), "learning rates [0.0"),
-    "rsl_rl_reduce_parameters": ((), "loss"),
-    "sb3_ppo": (("--total-timesteps", "1000"), "mean return of 1 x 10 episodes"),
-    "skrl_per_model": ((), "by rank: [[20]]"),
-    "torchrl_ppo": (("--total-timesteps", "2000"), "1 ranks"),
+    "cleanrl_ppo_atari": ("--total-timesteps 32 --num-envs 2 --num-steps 16", "32 steps"),
+    "cleanrl_sac": ("--total-timesteps 2000", "1 ranks"),
+    "image_classifier": ("--epochs 1", "epoch 1: loss"),
+    "pipeline_transformer": ("", "over 1 pipelines"),
+    "pufferlib_ppo": ("", "mean return of 1 ranks"),
+    "rl_games_ppo": ("", "learning rates [0.0"),
+    "rsl_rl_reduce_parameters": ("", "loss"),
+    "sb3_ppo": ("--total-timesteps 1000", "mean return of 1 x 10 episodes"),
+    "skrl_per_model": ("", "by rank: [[20]]"),
+    "torchrl_ppo": ("--total-timesteps 2000", "1 ranks"),
 }
 
 
-def run_as_main(script: str, arguments: tuple[str, ...], said: str) -> None:
-    """As `python` runs a script, with what it says in a file."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)
-    with open(said, "w") as out:
-        os.dup2(out.fileno(), sys.stdout.fileno())
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
-
-
 @pytest.mark.parametrize("name", ALONE)
-def test_one_process_is_enough(name: str, tmp_path: Path):
+def test_one_process_is_enough(name: str):
     needs_its_package(name)
-    arguments, result = ALONE[name]
-    said = tmp_path / "said"
-    script = str(EXAMPLES / f"{name}.py")
-    process = fresh_process_context().Process(target=run_as_main, args=(script, arguments, str(said)))
-    process.start()
-    try:
-        process.join(TIME_LIMIT)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-    assert result in said.read_text().splitlines()[-1]
+    words, result = ALONE[name]
+    assert result in run_script(EXAMPLES / f"{name}.py", *words.split(), nproc=0)
 
 
 def test_the_index_has_every_example():

@@ -16,7 +16,6 @@ from tests.bitwise import assert_bitwise_equal
 from tests.engine.sample_inputs import GRAD_DTYPES
 
 HALVES = [torch.float16, torch.bfloat16]
-FLOAT_WIRES = [None, *HALVES]
 INF, NAN = math.inf, math.nan
 random_examples = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -175,9 +174,6 @@ def test_next_scale_of_zeros_rises_to_its_end_and_never_falls() -> None:
         assert scale == 2.0**exponent
     assert reference.next_bucket_scale(2.0**24, 0.0) == 2.0**24
     assert reference.next_bucket_scale(2.0**50, 0.0) == 2.0**50
-
-
-# ---- a whole sync ---------------------------------------------------------------------------------------------------
 
 
 # ---- blocks of int8 -------------------------------------------------------------------------------------------------

@@ -71,6 +71,15 @@ def test_a_shard_is_the_references_to_the_bit(world_size: int, shared_memory: bo
     run_ranks(_as_the_reference, world_size, "cpu", shared_memory=shared_memory)
 
 
+def _by_torchs_own_operations(rank: int, world_size: int) -> None:
+    _C.use_kernels("aten")
+    _as_the_reference(rank, world_size, "cpu")
+
+
+def test_a_shard_by_torchs_own_operations_is_the_references_to_the_bit() -> None:
+    run_ranks(_by_torchs_own_operations, 2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_shard_on_gpus_is_the_references_to_the_bit(world_size: int) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from fastsync import Compression
+from fastsync import _C, Compression
 from fastsync.compression import BLOCKS, Algorithm, Wire
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
@@ -43,16 +43,26 @@ Way = Algorithm | int
 """Who adds: an algorithm, or so many ranks on each node."""
 
 TRANSPORTS = {"shared memory": ("gloo", "cpu"), "messages": ("gloo", "cpu"), "nccl": ("nccl", "cuda")}
+GENERIC = "messages, by torch's own operations"
+"""As on a device that no kernels were built for."""
+TRANSPORTS[GENERIC] = TRANSPORTS["messages"]
 each_transport = pytest.mark.parametrize(
-    "transport", [pytest.param(name, marks=pytest.mark.gpu if name == "nccl" else ()) for name in TRANSPORTS]
+    "transport",
+    [pytest.param(name, marks=pytest.mark.gpu if name == "nccl" else ()) for name in TRANSPORTS if name != GENERIC],
 )
 on_cpu_and_gpu = pytest.mark.parametrize("transport", ["messages", pytest.param("nccl", marks=pytest.mark.gpu)])
 
 
 def start(function: Callable[..., Any], world_size: int, transport: str, *args: Any) -> list[Any]:
     backend, device = TRANSPORTS[transport]
-    is_shared = transport == "shared memory"
-    return run_ranks(function, world_size, device, *args, backend=backend, timeout=140, shared_memory=is_shared)
+    options: dict[str, Any] = {"backend": backend, "timeout": 140, "shared_memory": transport == "shared memory"}
+    kernels = "aten" if transport == GENERIC else "auto"
+    return run_ranks(_with_kernels, world_size, kernels, function, device, *args, **options)
+
+
+def _with_kernels(rank: int, world_size: int, kernels: str, function: Callable[..., Any], *args: Any) -> Any:
+    _C.use_kernels(kernels)
+    return function(rank, world_size, *args)
 
 
 def by(way: Way, wire: Wire, **options: Any) -> Compression:
@@ -81,14 +91,21 @@ def _as_the_reference(rank: int, world_size: int, device: str, way: Way) -> None
         like = [grad.to(device) for grad in random_grads(0, 0, shapes, dtype)]
         models = {name: average(name, Given(like), by(way, wire), bucket_cap_mb=25) for name in entry_points}
         for step in range(steps):
-            everyone = [random_grads(other, step, shapes, dtype) for other in range(world_size)]
+            # All ranks have the same bits, so one of them holds them against the reference: the next one each time.
+            compares = next(turns) % world_size == rank
+            of_ranks = [
+                random_grads(other, step, shapes, dtype) if compares or other == rank else []
+                for other in range(world_size)
+            ]
             # None is so small that float16 has only a subnormal for it: a bucket's scale cannot be seen.
-            everyone = [[grad + grad.sign() / 64 for grad in grads] for grads in everyone]
-            mean = mean_by_reference(everyone, way, wire)
+            of_ranks = [[grad + grad.sign() / 64 for grad in grads] for grads in of_ranks]
+            mean = mean_by_reference(of_ranks, way, wire) if compares else None
             for name, given in models.items():
                 what = f"{wire}, {way}, {dtype}, {name}, step {step}: gradient"
-                assert_all_bitwise_equal(averaged(given, everyone[rank], device), mean, what)
+                means = averaged(given, of_ranks[rank], device)
+                assert_all_bitwise_equal(means, mean or means, what)
 
+    turns = itertools.count()
     for wire in WIRES:
         for dtype in GRAD_DTYPES:
             steps, entry_points = (STEPS, ENTRY_POINTS) if dtype == torch.float32 else (1, ("attach",))
@@ -106,6 +123,11 @@ def _as_the_reference(rank: int, world_size: int, device: str, way: Way) -> None
 )
 def test_the_mean_is_the_references_to_the_bit(world_size: int, way: Way, transport: str) -> None:
     start(_as_the_reference, world_size, transport, way)
+
+
+@pytest.mark.parametrize(("world_size", "way"), [(2, "one_shot"), (3, "two_shot"), (4, 2)])
+def test_torchs_own_operations_give_the_references_bits(world_size: int, way: Way) -> None:
+    start(_as_the_reference, world_size, GENERIC, way)
 
 
 # ---- what depends on the steps before -------------------------------------------------------------------------------
@@ -191,6 +213,10 @@ def _all_reduce(rank: int, world_size: int, device: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_sums_by_the_process_group_are_as_exact_as_their_dtype(world_size: int, transport: str) -> None:
     start(_all_reduce, world_size, transport)
+
+
+def test_sums_of_torchs_own_operations_are_as_exact_as_their_dtype() -> None:
+    start(_all_reduce, 2, GENERIC)
 
 
 def adversarial(rank: int) -> dict[str, Tensor]:

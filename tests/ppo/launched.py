@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -66,6 +67,10 @@ def in_the_rendezvous(settings: Settings) -> None:
 
 WORK = {work.__name__: work for work in (until_told_to_stop, deaf, not_listening_yet, in_the_rendezvous)}
 
+
+def main(words: Sequence[str]) -> int:
+    return launch(parse(Launch, "launched", words[1:]), WORK[words[0]])
+
+
 if __name__ == "__main__":
-    arguments = sys.argv[2:]
-    sys.exit(launch(parse(Launch, "launched", arguments), WORK[sys.argv[1]]))
+    sys.exit(main(sys.argv[1:]))

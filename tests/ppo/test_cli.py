@@ -1,4 +1,4 @@
-"""The commands as a user types them: real processes, the real launchers, a tiny budget."""
+"""The commands as a user types them: the real launchers, a tiny budget."""
 
 from __future__ import annotations
 
@@ -20,46 +20,23 @@ from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
 from fastsync.train import main as train_main
+from tests.forked import Command
 
 pytestmark = pytest.mark.end_to_end
 
 FASTSYNC = (sys.executable, "-m", "fastsync.cli")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fastsync.train")
-ALONE = (sys.executable, "-m", "fastsync.train")
 TINY = ("--env", "CartPole-v1", "--total-steps", "1000", "--num-envs", "4", "--run-name", "tiny")
 ROOT = Path(__file__).parents[2]
+LIMIT = 150
 
 
-def start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def end(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        out, err = process.communicate(timeout=150)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return end(start(folder, *command))
-
-
-@pytest.mark.parametrize(
-    ("command", "ranks"),
-    [((*TORCHRUN, "--compression", "fp16"), "2 ranks, compression fp16"), (ALONE, "1 rank, compression none")],
-    ids=["torchrun", "alone"],
-)
-def test_training_from_the_command_line(tmp_path: Path, command: tuple[str, ...], ranks: str):
-    process = run(tmp_path, *command, *TINY)
-    assert process.returncode == 0, process.stdout + process.stderr
-    # The title stands over the table, once: the ranks have compared their weights before, and one of them prints.
-    assert process.stdout.count(f"CartPole-v1 on {ranks}") == 1
-    assert process.stdout.splitlines()[-1] == "written to runs/tiny"
+def test_training_of_a_rank_alone(tmp_path: Path):
+    """Under torchrun it is in test_launch_files.py."""
+    process = Command(train_main, tmp_path, *TINY)
+    assert process.wait(LIMIT) == 0, process.err
+    # The title stands over the table, once.
+    assert process.out.count("CartPole-v1 on 1 rank, compression none") == 1
+    assert process.out.splitlines()[-1] == "written to runs/tiny"
     folder = tmp_path / "runs" / "tiny"
     assert read_steps(folder)[-1] == find_checkpoint(folder).step >= 1000
 
@@ -73,24 +50,25 @@ def read_steps(folder: Path) -> list[int]:
         return [int(row["step"]) for row in csv.DictReader(line for line in lines if line.endswith("\n"))]
 
 
-def wait_for_updates(process: subprocess.Popen[str], folder: Path, number: int) -> None:
-    deadline = time.monotonic() + 100
-    while len(read_steps(folder)) < number:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     """From a file of settings, which the command line changes; with the command that the launcher says."""
     (tmp_path / "run.yaml").write_text("env: CartPole-v1\nnum_envs: 4\ntotal_steps: 1000000000\nrun_name: mine\n")
     folder = tmp_path / "runs" / "mine"
-    process = start(tmp_path, *FASTSYNC, "train", "--nproc", "2", "--config", "run.yaml", "--seed", "5")
-    wait_for_updates(process, folder, 3)
-    process.send_signal(signal.SIGTERM)
-    stopped = end(process)
-    assert stopped.returncode == 143, stopped.stderr
-    said = stopped.stderr.strip().splitlines()[-1]
+    words = (*FASTSYNC, "train", "--nproc", "2", "--config", "run.yaml", "--seed", "5")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + LIMIT
+        while len(read_steps(folder)) < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    assert process.returncode == 143, err
+    said = err.strip().splitlines()[-1]
     assert said == (
         "fastsync train: stopped by SIGTERM. Resume from the last checkpoint with: "
         "fastsync train --nproc 2 --config runs/mine/settings.yaml --resume auto"
@@ -101,16 +79,16 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     assert load_settings(str(folder / "settings.yaml"), Settings) == saved.settings_as(Settings)
 
     as_told = said.partition(" with: fastsync ")[2].split()
-    resumed = run(tmp_path, *FASTSYNC, *as_told, "--total-steps", str(saved.step + 1))
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = Command(main, tmp_path, *as_told, "--total-steps", str(saved.step + 1))
+    assert resumed.wait(LIMIT) == 0, resumed.err
     steps = read_steps(folder)
     assert steps == sorted(set(steps))
     assert steps[-1] == find_checkpoint(folder).step > saved.step
     assert steps[-2] == saved.step
 
-    played = run(tmp_path, *FASTSYNC, "eval", "runs/mine", "--episodes", "2")
-    assert played.returncode == 0, played.stderr
-    assert played.stdout.startswith(f"CartPole-v1 after {steps[-1]:,} steps, likeliest actions: return ")
+    played = Command(main, tmp_path, "eval", "runs/mine", "--episodes", "2")
+    assert played.wait(LIMIT) == 0, played.err
+    assert played.out.startswith(f"CartPole-v1 after {steps[-1]:,} steps, likeliest actions: return ")
 
 
 @pytest.mark.parametrize(
@@ -170,10 +148,10 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_rank_that_fails_is_named_with_its_traceback(tmp_path: Path):
-    process = run(tmp_path, *FASTSYNC, "train", "--nproc", "2", *TINY, "--env", "tests.toy_envs:BrokenOnRanks")
-    assert process.returncode == 1
-    assert 'raise OSError("as told")' in process.stderr
-    last = process.stderr.splitlines()[-1]
+    process = Command(main, tmp_path, "train", "--nproc", "2", *TINY, "--env", "tests.toy_envs:BrokenOnRanks")
+    assert process.wait(LIMIT) == 1
+    assert 'raise OSError("as told")' in process.err
+    last = process.err.splitlines()[-1]
     assert re.fullmatch(r"fastsync train: rank [01] failed first: OSError: as told", last)
 
 

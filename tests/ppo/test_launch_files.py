@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.run import parse_args as torchrun_arguments
 
 from fastsync.cli import main
+from fastsync.ppo.cli import Arguments, parse
 from fastsync.ppo.evaluate import find_checkpoint
 from tests.ppo.test_launch_torchrun import ROOT, free_port
 
@@ -27,16 +29,6 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict
     (file,) = tmp_path.glob("*.yaml")
     content: dict[str, Any] = yaml.safe_load(file.read_text())
     return content
-
-
-def run(tmp_path: Path, command: list[str], **variables: str) -> None:
-    """Runs what a machine would be given, with what its launcher sets there."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "CUDA_VISIBLE_DEVICES": ""} | variables
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "on 2 ranks, compression int8+ef" in done.stdout
-    assert find_checkpoint(tmp_path / "runs" / "mine").step >= 1000
 
 
 def test_a_train_job_is_what_kubeflow_says_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -67,21 +59,40 @@ def test_the_command_of_a_train_job_trains(tmp_path: Path, monkeypatch: pytest.M
     # What Kubeflow sets in a pod.
     sets = {"NNODES": trainer["numNodes"], "NPROC_PER_NODE": trainer["numProcPerNode"], "NODE_RANK": 0}
     sets |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    run(tmp_path, trainer["command"], **{f"PET_{name}": str(value) for name, value in sets.items()})
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {f"PET_{name}": str(value) for name, value in sets.items()}
+    command = trainer["command"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The title stands over the table, once: the ranks have compared their weights before, and one of them prints.
+    assert done.stdout.count("on 2 ranks, compression int8+ef") == 1
+    assert done.stdout.splitlines()[-1] == "written to runs/mine"
+    assert find_checkpoint(tmp_path / "runs" / "mine").step >= 1000
 
 
-def test_a_task_of_skypilot_asks_for_what_was_said_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_task_of_skypilot_asks_for_what_was_said_and_starts_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     task = launch(
-        tmp_path, monkeypatch, "skypilot", "--nproc", "2", "--name", "mine", "--accelerators", "H100:2", "--cpus", "8+",
-        "--setup", "pip install here\npip list", "--master-port", str(free_port()), *TINY,
+        tmp_path, monkeypatch, "skypilot", "--nodes", "2", "--nproc", "3", "--name", "mine", "--accelerators", "H100:3",
+        "--cpus", "8+", "--setup", "pip install here\npip list", "--master-port", "12345", *TINY,
     )  # fmt: skip
     assert list(task) == ["name", "num_nodes", "resources", "setup", "run"]
-    assert (task["name"], task["num_nodes"]) == ("mine", 1)
-    assert task["resources"] == {"accelerators": "H100:2", "cpus": "8+"}
+    assert (task["name"], task["num_nodes"]) == ("mine", 2)
+    assert task["resources"] == {"accelerators": "H100:3", "cpus": "8+"}
     assert task["setup"] == "pip install here\npip list\n"
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
     # What SkyPilot sets on a machine.
-    ips = {"SKYPILOT_NODE_IPS": "127.0.0.1\n10.255.255.1", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}
-    run(tmp_path, ["bash", "-c", task["run"]], **ips)
+    sets = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+    environment = os.environ | sets | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    printed = subprocess.run(["bash", "-c", task["run"]], env=environment, capture_output=True, text=True, check=True)
+    asked = torchrun_arguments(printed.stdout.split("\0")[:-1])
+    assert (asked.nnodes, asked.node_rank, asked.nproc_per_node) == ("2", 1, "3")
+    assert (asked.master_addr, asked.master_port) == ("10.0.0.1", 12345)
+    assert (asked.module, asked.training_script) == (True, "fastsync.train")
+    settings = parse(Arguments, "test", asked.training_script_args).settings
+    assert (settings.total_steps, settings.compression, settings.run_name) == (1000, "int8+ef", "mine")
+    assert settings.resume == "auto"
 
 
 def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,8 +6,6 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from fastsync.launch.torchrun import launch_ranks
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
+from tests.forked import Command, forked_ranks
+from tests.ppo.launched import main
 
 pytestmark = pytest.mark.end_to_end
 
@@ -38,51 +38,41 @@ def test_it_returns_what_the_ranks_return_and_raises_if_one_does() -> None:
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = [signal.getsignal(number) for number in signals]
     assert launch_ranks(rank_or_failure, 2, -1) == [0, 1]
-    with pytest.raises(ChildFailedError) as error:
+    with forked_ranks(), pytest.raises(ChildFailedError) as error:
         launch_ranks(rank_or_failure, 2, 1)
     assert error.value.get_first_failure()[0] == 1
     assert [signal.getsignal(number) for number in signals] == before
 
 
 class Launched:
-    """A launcher that runs."""
+    """A launcher that runs. It and its ranks are forked."""
 
-    def __init__(self, folder: Path, *arguments: str, work: str = "until_told_to_stop") -> None:
+    def __init__(self, folder: Path, work: str, *words: str) -> None:
         self._folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ppo.launched", work, "--runs-dir", str(folder), *arguments],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.command = Command(main, folder, work, "--runs-dir", str(folder), *words)
 
     def waits_for(self, name: str) -> list[str]:
         """What a rank has said, once it did."""
         file = self._folder / name
         deadline = time.monotonic() + LIMIT
         while not file.exists():
-            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.process.communicate()[1]}"
+            assert self.command.poll() is None, f"ended with {self.command.poll()}: {self.command.err}"
             assert time.monotonic() < deadline, f"nobody wrote {name}"
-            time.sleep(0.05)
+            time.sleep(0.02)
         return file.read_text().split()
 
     def ends(self) -> tuple[int, str]:
         """Its exit status, and the last line that it wrote."""
-        _, said = self.process.communicate(timeout=LIMIT)
-        return self.process.returncode, (said.strip().splitlines() or [""])[-1]
+        return self.command.wait(LIMIT), (self.command.err.strip().splitlines() or [""])[-1]
 
 
 @contextmanager
-def launched(folder: Path, *arguments: str, work: str = "until_told_to_stop") -> Iterator[Launched]:
-    launcher = Launched(folder, *arguments, work=work)
+def launched(folder: Path, *words: str, work: str = "until_told_to_stop") -> Iterator[Launched]:
+    launcher = Launched(folder, work, *words)
     try:
         yield launcher
     finally:
-        if launcher.process.poll() is None:
-            launcher.process.send_signal(signal.SIGINT)  # which takes its ranks along
-            launcher.process.communicate(timeout=LIMIT)
+        launcher.command.kill()
 
 
 def free_port() -> int:
@@ -151,7 +141,7 @@ def test_a_lost_job_comes_back_under_its_name_until_the_rank_that_is_lost_is_nam
 def test_ranks_that_do_not_stop_are_ended(tmp_path: Path, work: str, number: signal.Signals, expected: int):
     with launched(tmp_path, "--stop-timeout", "1", work=work) as launcher:
         pid, _, name = launcher.waits_for("attempt0-rank0")
-        launcher.process.send_signal(number)
+        os.kill(launcher.command.pid, number)
         status, said = launcher.ends()
     assert status == expected
     assert said == f"fastsync train: ended by {number.name} before {tmp_path / name} had a checkpoint"
@@ -165,10 +155,9 @@ def test_ctrl_c_ends_ranks_that_still_start_in_seconds_and_with_one_line(tmp_pat
         for rank in range(2):
             launcher.waits_for(f"attempt0-rank{rank}")
         time.sleep(0.5)
-        os.killpg(launcher.process.pid, signal.SIGINT)
-        _, said = launcher.process.communicate(timeout=LIMIT)
-    assert launcher.process.returncode == 130
-    (line,) = said.splitlines()
+        os.killpg(launcher.command.pid, signal.SIGINT)
+        status, line = launcher.ends()
+        assert (status, launcher.command.err) == (130, f"{line}\n")
     assert line.startswith("fastsync train: ended by SIGINT before ")
     assert line.endswith(" had a checkpoint")
 
@@ -187,10 +176,10 @@ def test_two_machines_make_one_job(tmp_path: Path):
             said = [first.waits_for(f"attempt{attempt}-rank{rank}") for rank in range(2)]
             assert [words[1] for words in said] == ["2", "2"]
             # Ranks count by machine: the second one's child is rank 1.
-            assert int(said[1][0]) in children(second.process.pid)
+            assert int(said[1][0]) in children(second.command.pid)
             if attempt == 0:
                 os.kill(int(said[1][0]), signal.SIGKILL)
-        second.process.send_signal(signal.SIGUSR1)  # as SLURM sends it ahead of a job's end
+        os.kill(second.command.pid, signal.SIGUSR1)  # as SLURM sends it ahead of a job's end
         assert (second.ends()[0], first.ends()[0]) == (143, 143)
 
 

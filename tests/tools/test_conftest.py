@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-TESTS = """
-import os
-import pytest
-
-@pytest.mark.gpu
-def test_that_is_skipped(): pass
-
-def test_that_asks_for_failures(): os.environ["FAIL_WITHOUT_CUDA"] = "1"
-
-@pytest.mark.gpu
-def test_that_fails(): pass
-"""
+from tests.conftest import pytest_runtest_setup
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_gpu_marker_without_a_gpu(tmp_path: Path) -> None:
-    (tmp_path / "test_needs_gpu.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-rsE", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
-    environment = {**os.environ, "FAIL_WITHOUT_CUDA": "0", "TESTS_WITHOUT_RANKS": "1"}
-    result = subprocess.run([*command, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert "1 passed, 1 skipped, 1 error" in result.stdout
+def test_gpu_marker_without_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIL_WITHOUT_CUDA", "1")
+    pytest_runtest_setup(request.node)  # which has no such marker
+    request.node.add_marker("gpu")
+    with pytest.raises(pytest.fail.Exception, match=r"^FAIL_WITHOUT_CUDA=1, but torch sees no CUDA device$"):
+        pytest_runtest_setup(request.node)
+    monkeypatch.setenv("FAIL_WITHOUT_CUDA", "0")
+    with pytest.raises(pytest.skip.Exception, match=r"^torch sees no CUDA device$"):
+        pytest_runtest_setup(request.node)

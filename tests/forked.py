@@ -1,0 +1,129 @@
+"""Commands and scripts as users run them, in processes that are forked from the tests' server.
+
+Interpreters of their own would import torch for seconds. What has to hold for these, a few tests show with real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from fastsync.launch import torchrun
+from tests.ranks import fresh_process_context
+
+
+@contextmanager
+def forked_ranks(start_method: str | None = None) -> Iterator[None]:
+    """``launch_ranks`` forks its ranks from the server, or starts them by another method of multiprocessing's."""
+    start_method, launch = start_method or fresh_process_context().get_start_method(), torchrun.elastic_launch
+
+    def launch_forked(config: torchrun.LaunchConfig, entry_point: object) -> object:
+        return launch(replace(config, start_method=start_method), entry_point)
+
+    torchrun.elastic_launch = launch_forked
+    try:
+        yield
+    finally:
+        torchrun.elastic_launch = launch
+
+
+class Command:
+    """``main(words)`` as the only work of a process, in a session of its own, and ranks that it launches.
+
+    What ``main`` returns is its exit status. ``variables`` are set in its environment.
+    """
+
+    def __init__(self, main: Callable[[Sequence[str]], object], folder: Path, *words: str, **variables: str) -> None:
+        self._said = [Path(tempfile.mkstemp(dir=folder, suffix=f".std{each}")[1]) for each in ("out", "err")]
+        arguments = (main, folder, words, variables, self._said)
+        self._process = fresh_process_context().Process(target=_main, args=arguments)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def out(self) -> str:
+        return self._said[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self._said[1].read_text()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Its exit status, once it has ended."""
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"not done within {timeout:g} s\n{self.out}{self.err}"
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """Ends it, its ranks, and what else it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+
+def _main(
+    main: Callable[[Sequence[str]], object],
+    folder: Path,
+    words: Sequence[str],
+    variables: dict[str, str],
+    said: list[Path],
+) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ |= variables
+    _write_to(*said)
+    with forked_ranks("fork"):
+        sys.exit(main(words))
+
+
+def _write_to(out: Path, err: Path) -> None:
+    for path, stream in ((out, sys.stdout), (err, sys.stderr)):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def run_script(script: Path, *words: str, nproc: int) -> str:
+    """Runs a script to its end, as torchrun does on so many ranks; without any, as ``python`` does.
+
+    Returns the last line that it prints.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder) / "said"
+        said.touch()
+        try:
+            if nproc:
+                with forked_ranks():
+                    torchrun.launch_ranks(_run_script, nproc, script, words, said)
+            else:
+                process = fresh_process_context().Process(target=_run_script, args=(script, words, said))
+                process.start()
+                process.join()
+                assert process.exitcode == 0, said.read_text()
+        except ChildFailedError as error:
+            raise AssertionError(said.read_text()) from error
+        return said.read_text().splitlines()[-1]
+
+
+def _run_script(script: Path, words: Sequence[str], said: Path) -> None:
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    _write_to(said, said.with_suffix(".err"))
+    sys.argv = [str(script), *words]
+    runpy.run_path(str(script), run_name="__main__")
