@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch.utils.cpp_extension import include_paths, library_paths
 
 import setup
-from tests.locked import locked
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build/emulated"
@@ -87,7 +87,8 @@ def compile_library(name: Path, sources: dict[str, list[str]]) -> Path:
 def build() -> Path:
     """The library, compiled unless it is there already, in place of older ones."""
     library = FOLDER / f"{key()}.so"
-    with locked(FOLDER / "lock"):
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with FileLock(FOLDER / "lock"):  # what several processes need, the first builds
         if not library.exists():
             old = list(FOLDER.glob("*.so"))
             os.replace(compile_library(FOLDER / f"unfinished-{os.getpid()}", SOURCES), library)
