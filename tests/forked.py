@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fastsync.launch import torchrun
@@ -89,7 +90,8 @@ def _main(
     os.chdir(folder)
     os.environ |= variables
     _write_to(*said)
-    with forked_ranks("fork"):
+    # It has no server, and has done nothing so far that a fork could not take along, unless there is a GPU.
+    with forked_ranks("spawn" if torch.cuda.is_available() else "fork"):
         sys.exit(main(words))
 
 

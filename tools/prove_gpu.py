@@ -1,15 +1,14 @@
 """Does on a GPU what only a GPU can prove, part by part: ``make prove-gpu``, or this file with the names of parts.
 
 It takes torch with CUDA, nvcc, ninja and pytest, but no network, no git and no .venv. At its limit a command is ended
-with all that it has started, and the next one runs. At most eight files go to the folder that OUT names, by default
-build/prove-gpu: summary.txt, logs, and benchmarks.json, the rows of all benchmarks. The exit status is 0 if all parts
-passed, 3 where there is no GPU, and else 1.
+with what it has started, and the next one runs. Logs, rows of benchmarks and summary.txt, to which each call adds, go
+to the folder that OUT names, by default build/prove-gpu. The exit status is 0 if all parts passed, 3 where there is no
+GPU, and else 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -24,12 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(os.environ.get("OUT") or ROOT / "build/prove-gpu")
-KEPT = ROOT / "build/prove-gpu-kept"  # for later calls, which may have another OUT
-# Of pure Python, so that they fit any Python there: tests of the trainer import gymnasium, and benchmarks tyro.
-CARRIED = ROOT / "build/gpu-packages"
-PACKAGES = ("gymnasium>=1.4", "farama-notifications", "tyro", "docstring-parser", "typeguard")
-LARGEST_LOG = 15 << 20
-PASSED, FAILED, TIMED_OUT, UNFINISHED, NO_GPU = "passed", "FAILED", "TIMED OUT", "unfinished", "no GPU"
+PASSED, FAILED, TIMED_OUT, NO_GPU = "passed", "FAILED", "TIMED OUT", "no GPU"
 NOTHING_COLLECTED = 5  # pytest's exit status
 
 TESTS = "mark.gpu|on_each_device|on_real_devices|in_either_order"
@@ -52,7 +46,6 @@ class Command:
     words: Sequence[str]
     limit: float
     environment: Mapping[str, str] = field(default_factory=dict)
-    rows: Path | None = None  # where a benchmark writes them
     folder: Path = ROOT
 
     def __str__(self) -> str:
@@ -90,9 +83,8 @@ def sanitizer(tool: str, keywords: str) -> Command:
 
 
 def benchmark(command: str, limit: float, words: str, **environment: str) -> Command:
-    rows = KEPT / f"{'-'.join([command, *words.split()[-1:], *environment.values()])}.json"
-    options = ("-m", "benchmarks", command, *words.split(), "--json", str(rows))
-    return Command((sys.executable, *options), limit, environment, rows)
+    rows = OUT / f"{'-'.join([command, *words.split()[-1:], *environment.values()])}.json"
+    return python(limit, "-m", "benchmarks", command, *words.split(), "--json", str(rows), **environment)
 
 
 def on_one_and_two_ranks(command: str, limit: float, words: str) -> list[Command]:
@@ -106,7 +98,6 @@ def all_parts() -> dict[str, Part]:
     files = [name for name, text in texts.items() if re.search(TESTS, text)]
     alone = [name for name in files if name not in OF_RANKS]
     captured = [name for name in files if "captur" in texts[name]]
-    into = ("--target", str(CARRIED), "--upgrade", "--no-deps", "--no-compile", "--only-binary=:all:")
     # Where the build fails, nothing that follows may run with what an earlier one has made.
     remove = Command(("rm", "-f", *map(str, (ROOT / "fastsync").glob("_*.so"))), 10)
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
@@ -117,8 +108,6 @@ def all_parts() -> dict[str, Part]:
     sync = on_one_and_two_ranks("sync", 150, "--sizes 0.5m 12m 100MiB --repetitions 20")
     ddp = on_one_and_two_ranks("ddp", 210, "--models resnet50 gpt2 --scale full")
     parts = [
-        # Where there is a network: for another machine, that has none.
-        Part("carry", 200, "build", [python(180, "-m", "pip", "install", *into, *PACKAGES)]),
         Part("build", 470, "build", [remove, build, python(60, "-m", "fastsync.cli", "doctor")]),
         Part("tests", 450, "tests", [pytest(file, "not captur", 240) for file in alone]),
         Part("captured", 240, "tests", [pytest(file, "captur", 180) for file in captured]),
@@ -135,26 +124,31 @@ def all_parts() -> dict[str, Part]:
 
 
 def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] | None = None) -> int:
-    """Runs the parts that are named, by default all but carry, and returns the exit status."""
+    """Runs the parts that are named, by default all, and returns the exit status."""
     parts = all_parts() if parts is None else parts
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; by default all but carry")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; by default all")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.parts if name not in parts]:
         parser.error(f"no part {', '.join(unknown)}: choose from {', '.join(parts)}")
-    chosen = [parts[name] for name in options.parts or parts if options.parts or name != "carry"]
-    for folder in (OUT, KEPT):
-        folder.mkdir(parents=True, exist_ok=True)
+    chosen = [parts[name] for name in options.parts or parts]
+    OUT.mkdir(parents=True, exist_ok=True)
     gpus, versions = machine()
+    say(f"prove-gpu: {gpus}, {versions}")
     statuses = []
     for part in chosen:
-        report(part, UNFINISHED, 0.0, "", parts, f"{gpus}, {versions}")  # which stays if this call is ended
         began = time.monotonic()
-        status, said = (NO_GPU, "") if gpus == NO_GPU and part.name != "carry" else run_part(part)
-        report(part, status, time.monotonic() - began, said, parts, f"{gpus}, {versions}")
+        status, found = (NO_GPU, "") if gpus == NO_GPU else run_part(part)
+        say(f"{part.name:<10} {status:<10}{time.monotonic() - began:5.0f} s  {found}")
         statuses.append(status)
-    print(f"\n{(OUT / 'summary.txt').read_text()}\n{OUT}")
     return 1 if {FAILED, TIMED_OUT} & set(statuses) else 3 if NO_GPU in statuses else 0
+
+
+def say(line: str) -> None:
+    """Prints a line, and adds it to the summary."""
+    print(line, flush=True)
+    with (OUT / "summary.txt").open("a") as summary:
+        summary.write(f"{time.strftime('%Y-%m-%d %H:%M')}  {line}\n")
 
 
 def machine() -> tuple[str, str]:
@@ -172,26 +166,19 @@ def run_part(part: Part) -> tuple[str, str]:
     status, deadline, log = PASSED, time.monotonic() + part.limit, OUT / f"{part.log}.log"
     begin = log.stat().st_size if log.exists() else 0
     for command in part.commands:
-        if command.rows:
-            command.rows.unlink(missing_ok=True)  # of an earlier call
         ended = run(command, log, min(command.limit, deadline - time.monotonic()))
         print(f"  {'ended at its limit' if ended is None else f'exit status {ended}'}: {command}"[:200], flush=True)
         if ended is None:
             status = TIMED_OUT
         elif ended not in (0, NOTHING_COLLECTED) and status == PASSED:
             status = FAILED
-    printed = log.read_bytes()
-    if len(printed) > LARGEST_LOG:
-        log.write_bytes(printed[: LARGEST_LOG // 2] + b"\n[cut]\n" + printed[-LARGEST_LOG // 2 :])
-    rows = {path.stem: json.loads(path.read_text()) for path in sorted(KEPT.glob("*.json"))}
-    (OUT / "benchmarks.json").write_text(json.dumps(rows))
-    return status, findings(printed[begin:].decode(errors="replace"))
+    return status, findings(log.read_bytes()[begin:].decode(errors="replace"))
 
 
 def run(command: Command, log: Path, limit: float) -> int | None:
     """Runs a command and appends what it prints to ``log``. Returns its exit status, None if it was ended."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **command.environment}
-    environment["PYTHONPATH"] = f"{command.folder}:{os.environ.get('PYTHONPATH', '')}:{CARRIED}"
+    environment["PYTHONPATH"] = f"{command.folder}:{os.environ.get('PYTHONPATH', '')}"
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/local/cuda/bin"
     with log.open("ab", buffering=0) as output:
         output.write(f"\n$ {command}\n".encode())
@@ -216,15 +203,6 @@ def findings(printed: str) -> str:
         counts[word] = counts.get(word, 0) + int(number)
     said = r"(?:ERROR|RACECHECK) SUMMARY: .*|(?<=^  )(?:kernels on|cuda:\d|nccl) .*|^(?:FAILED|ERROR) tests.*$"
     return ", ".join([*(f"{count} {word}" for word, count in counts.items()), *re.findall(said, printed, re.MULTILINE)])
-
-
-def report(part: Part, status: str, seconds: float, said: str, parts: Mapping[str, Part], where: str) -> None:
-    """Writes the summary, with what earlier calls have found of other parts."""
-    line = f"{part.name:<10} {status:<10}{seconds:5.0f} s  {time.strftime('%Y-%m-%d %H:%M')}  {said}"
-    print(line, flush=True)
-    (KEPT / f"{part.name}.txt").write_text(line + "\n")
-    lines = [path.read_text() for name in parts if (path := KEPT / f"{name}.txt").exists()]
-    (OUT / "summary.txt").write_text("".join([f"prove-gpu: {where}\n\n", *lines]))
 
 
 if __name__ == "__main__":
