@@ -89,6 +89,7 @@ def _main(
     os.setsid()
     os.chdir(folder)
     os.environ |= variables
+    torch.set_num_threads(1)
     _write_to(*said)
     # It has no server, and has done nothing so far that a fork could not take along, unless there is a GPU.
     with forked_ranks("spawn" if torch.cuda.is_available() else "fork"):
@@ -125,7 +126,8 @@ def run_script(script: Path, *words: str, nproc: int) -> str:
 
 
 def _run_script(script: Path, words: Sequence[str], said: Path) -> None:
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ""}
+    torch.set_num_threads(1)  # as torchrun does
     _write_to(said, said.with_suffix(".err"))
     sys.argv = [str(script), *words]
     runpy.run_path(str(script), run_name="__main__")
