@@ -58,10 +58,11 @@ COMMANDS = {"train": ["train"], "eval": ["eval"], "launch-slurm": ["launch", "sl
 def write_helps(app: Sphinx) -> None:
     """Writes what ``--help`` of each command says, for the page of the command line."""
     HELP.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+    environment = os.environ | {"COLUMNS": "84", "TERM": "dumb", "NO_COLOR": "1"}
     for name, words in COMMANDS.items():
         command = [sys.executable, "-m", "fastsync.cli", *words, "--help"]
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        said = said.partition("╭─ settings options")[0]  # which have a page of their own
         (HELP / f"{name}.txt").write_text("\n".join(line.rstrip() for line in said.splitlines()))
 
 
