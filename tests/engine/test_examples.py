@@ -53,12 +53,12 @@ OF_EACH = "mean return of the last {} episodes of each rank, 2 ranks"
     ("name", "words", "said", "more_than"),
     [
         ("cleanrl_ppo", "--total-timesteps 12288", OF_EACH.format(50), 50),
-        # -1200 at random, -150 at best. Otherwise it is run for a moment, below.
+        # -1200 at random, -150 at best.
         pytest.param("cleanrl_sac", "--total-timesteps 12000", OF_EACH.format(8), -800, marks=pytest.mark.slow),
         ("pufferlib_ppo", "", "mean return of 2 ranks in the last 5 updates", BEYOND_RANDOM),
         ("sb3_ppo", "--total-timesteps 6000", "mean return of 2 x 10 episodes", 60),
         ("skrl_ppo", "", OF_EACH.format(50), BEYOND_RANDOM),
-        ("torchrl_ppo", "--total-timesteps 8192", OF_EACH.format(20), 50),
+        pytest.param("torchrl_ppo", "--total-timesteps 8192", OF_EACH.format(20), 50, marks=pytest.mark.slow),
     ],
 )
 def test_learns(name: str, words: str, said: str, more_than: float):
@@ -197,8 +197,9 @@ def test_one_process_is_enough(name: str):
     assert result in run_script(EXAMPLES / f"{name}.py", *words.split(), nproc=0)
 
 
-def test_sac_runs_on_two_ranks():
-    assert "2 ranks" in on_two_ranks("cleanrl_sac", "--total-timesteps", "2000")
+@pytest.mark.parametrize("name", ["cleanrl_sac", "torchrl_ppo"])
+def test_what_learns_slowly_runs_on_two_ranks(name: str):
+    assert "2 ranks" in on_two_ranks(name, *ALONE[name][0].split())
 
 
 def test_the_index_has_every_example():

@@ -37,9 +37,10 @@ def rank_or_failure(failing: int) -> int:
 def test_it_returns_what_the_ranks_return_and_raises_if_one_does() -> None:
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = [signal.getsignal(number) for number in signals]
-    assert launch_ranks(rank_or_failure, 2, -1) == [0, 1]
-    with forked_ranks(), pytest.raises(ChildFailedError) as error:
-        launch_ranks(rank_or_failure, 2, 1)
+    with forked_ranks():
+        assert launch_ranks(rank_or_failure, 2, -1) == [0, 1]
+        with pytest.raises(ChildFailedError) as error:
+            launch_ranks(rank_or_failure, 2, 1)
     assert error.value.get_first_failure()[0] == 1
     assert [signal.getsignal(number) for number in signals] == before
 
