@@ -53,14 +53,8 @@ class Command:
         return " ".join([*settings, shlex.join(self.words)])
 
 
-@dataclass(frozen=True)
-class Part:
-    """Commands that belong together, with a limit for all of them in seconds, and a log, maybe with other parts."""
-
-    name: str
-    limit: float
-    log: str
-    commands: Sequence[Command]
+Parts = Mapping[str, Sequence[Command]]
+"""Commands that belong together, by their part's name, which its log has too."""
 
 
 def python(limit: float, *words: str, **environment: str) -> Command:
@@ -92,7 +86,7 @@ def on_one_and_two_ranks(command: str, limit: float, words: str) -> list[Command
     return [benchmark(command, limit, f"{words} --ways {WAYS} --share-gpus --nproc {nproc}") for nproc in (1, 2)]
 
 
-def all_parts() -> dict[str, Part]:
+def all_parts() -> Parts:
     tests = ROOT / "tests"
     texts = {str(path.relative_to(tests)): path.read_text() for path in sorted(tests.glob("*/test_*.py"))}
     files = [name for name, text in texts.items() if re.search(TESTS, text)]
@@ -107,23 +101,22 @@ def all_parts() -> dict[str, Part]:
     ppo = "--device cuda --hyperparameters fastsync --repetitions 1 --timeout 100 --nproc 1"
     sync = on_one_and_two_ranks("sync", 150, "--sizes 0.5m 12m 100MiB --repetitions 20")
     ddp = on_one_and_two_ranks("ddp", 210, "--models resnet50 gpt2 --scale full")
-    parts = [
-        Part("build", 470, "build", [remove, build, python(60, "-m", "fastsync.cli", "doctor")]),
-        Part("tests", 450, "tests", [pytest(file, "not captur", 240) for file in alone]),
-        Part("captured", 240, "tests", [pytest(file, "captur", 180) for file in captured]),
-        Part("ranks", 450, "ranks", [pytest(file, "not captur", 300) for file in OF_RANKS]),
-        Part("generic", 450, "generic", [pytest(file, "", 240, **GENERIC) for file in alone]),
-        Part("sanitizer", 460, "sanitizer", [sanitizer(tool, tests) for tool, tests in SANITIZED.items()]),
-        Part("kernels", 300, "benchmarks", [benchmark("ops", 150, of_kernels, **each) for each in (FUSED, GENERIC)]),
-        Part("ops", 240, "benchmarks", [benchmark("ops", 240, ops)]),
-        Part("sync", 300, "benchmarks", sync),
-        Part("ddp", 420, "benchmarks", ddp),
-        Part("ppo", 300, "benchmarks", [benchmark("ppo", 300, ppo)]),
-    ]
-    return {part.name: part for part in parts}
+    return {
+        "build": [remove, build, python(60, "-m", "fastsync.cli", "doctor")],
+        "tests": [pytest(file, "not captur", 240) for file in alone],
+        "captured": [pytest(file, "captur", 180) for file in captured],
+        "ranks": [pytest(file, "not captur", 300) for file in OF_RANKS],
+        "generic": [pytest(file, "", 240, **GENERIC) for file in alone],
+        "sanitizer": [sanitizer(tool, tests) for tool, tests in SANITIZED.items()],
+        "kernels": [benchmark("ops", 150, of_kernels, **each) for each in (FUSED, GENERIC)],
+        "ops": [benchmark("ops", 240, ops)],
+        "sync": sync,
+        "ddp": ddp,
+        "ppo": [benchmark("ppo", 300, ppo)],
+    }
 
 
-def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     """Runs the parts that are named, by default all, and returns the exit status."""
     parts = all_parts() if parts is None else parts
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,15 +124,14 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] | Non
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.parts if name not in parts]:
         parser.error(f"no part {', '.join(unknown)}: choose from {', '.join(parts)}")
-    chosen = [parts[name] for name in options.parts or parts]
     OUT.mkdir(parents=True, exist_ok=True)
     gpus, versions = machine()
     say(f"prove-gpu: {gpus}, {versions}")
     statuses = []
-    for part in chosen:
+    for name in options.parts or parts:
         began = time.monotonic()
-        status, found = (NO_GPU, "") if gpus == NO_GPU else run_part(part)
-        say(f"{part.name:<10} {status:<10}{time.monotonic() - began:5.0f} s  {found}")
+        status, found = (NO_GPU, "") if gpus == NO_GPU else run_part(parts[name], OUT / f"{name}.log")
+        say(f"{name:<10} {status:<10}{time.monotonic() - began:5.0f} s  {found}")
         statuses.append(status)
     return 1 if {FAILED, TIMED_OUT} & set(statuses) else 3 if NO_GPU in statuses else 0
 
@@ -161,12 +153,11 @@ def machine() -> tuple[str, str]:
         return NO_GPU, f"torch cannot be asked: {error}"
 
 
-def run_part(part: Part) -> tuple[str, str]:
+def run_part(commands: Sequence[Command], log: Path) -> tuple[str, str]:
     """Runs a part's commands, whether or not one fails. Returns its status, and what it found."""
-    status, deadline, log = PASSED, time.monotonic() + part.limit, OUT / f"{part.log}.log"
-    begin = log.stat().st_size if log.exists() else 0
-    for command in part.commands:
-        ended = run(command, log, min(command.limit, deadline - time.monotonic()))
+    status, begin = PASSED, log.stat().st_size if log.exists() else 0
+    for command in commands:
+        ended = run(command, log, command.limit)
         print(f"  {'ended at its limit' if ended is None else f'exit status {ended}'}: {command}"[:200], flush=True)
         if ended is None:
             status = TIMED_OUT
