@@ -38,7 +38,6 @@ def pack(
     multiplier: float = 1.0,
     limit: float | None = None,
     is_first: bool = True,
-    alignment: int = 1,
     weight: Tensor | None = None,
 ) -> None:
     """Gradients to wire: ``wire = (grads * multiplier * bucket_scale)``, one after the other, each in C order.
@@ -60,7 +59,6 @@ def pack(
         multiplier: usually one over the world size.
         limit: largest magnitude that may be sent; see ``saturation_limit``. Of blocks no more than ``BLOCK_LIMIT``.
         is_first: False adds to ``NUM_SATURATED`` what an earlier call for the same bucket has left there.
-        alignment: each gradient begins at a multiple of so many elements, with zeros in between and at the end.
         weight: one float64 element that the gradients are multiplied with before residuals are added, or, without
             residuals, a part of the multiplier; None means 1. With 0 they count as 0, whatever they are.
     """
@@ -68,23 +66,23 @@ def pack(
     factor = torch.tensor(multiplier, dtype=compute, device=wire.device)
     if bucket_scale is not None:
         factor = factor * bucket_scale.to(compute)
-    values = _lay_out(grads, wire.dtype, alignment).to(compute)
+    values = _lay_out(grads, wire.dtype).to(compute)
     own_weight = torch.ones_like(factor) if weight is None else weight.to(compute)
     values = torch.where(own_weight == 0, 0.0, values)
     if residuals:
-        values = values * own_weight + _lay_out(residuals, wire.dtype, alignment)
+        values = values * own_weight + _lay_out(residuals, wire.dtype)
     else:
         factor = factor * own_weight
     scaled, num_saturated = _saturate(values, factor, limit, wire.dtype)
     stats[NUM_SATURATED] = num_saturated + (0 if is_first else stats[NUM_SATURATED])
     if wire.dtype not in BLOCK_BITS:  # a negative factor makes −0 of what lies between
-        scaled = _lay_out(tuple(_parts(scaled, grads, wire.dtype, alignment)), wire.dtype, alignment)
+        scaled = _lay_out(tuple(_parts(scaled, grads, wire.dtype)), wire.dtype)
     wire.copy_(_encode(scaled, wire.dtype))
     if residuals:
         sent = _decode(wire).to(compute)
         lost = values - _within_range(sent * (1 / factor), sent)
-        kept = torch.where(sent.isfinite(), lost, _lay_out(residuals, wire.dtype, alignment))
-        for residual, part in zip(residuals, _parts(kept, residuals, wire.dtype, alignment), strict=True):
+        kept = torch.where(sent.isfinite(), lost, _lay_out(residuals, wire.dtype))
+        for residual, part in zip(residuals, _parts(kept, residuals, wire.dtype), strict=True):
             residual.copy_(part)
 
 
@@ -152,7 +150,7 @@ def reduce(
 
     Args:
         wires: matrix of which each row is a wire, or a piece of one, as ``pack`` fills it.
-        out: vector for one such piece, of the dtype of ``wires``; or one of both has the dtype of the sums. Written;
+        out: vector for one such piece, in any wire's dtype, or in that of ``wires`` where those are blocks. Written;
             may be a row of ``wires``.
         bucket_scale: what the wires' values have been multiplied with; None means 1.
         residual: as in ``pack``, but one vector of the dtype of the sums, which it is added to, times the share.
@@ -214,10 +212,10 @@ def decode_blocks(wire: Tensor) -> Tensor:
     return (numbers.view(torch.int8).float() * scales).view(-1)
 
 
-def wire_numel(numels: Sequence[int], wire: torch.dtype, alignment: int = 1) -> int:
+def wire_numel(numels: Sequence[int], wire: torch.dtype) -> int:
     """The elements of a wire of this dtype for gradients of so many elements each."""
     if wire not in BLOCK_BITS:
-        return sum(-(-numel // alignment) * alignment for numel in numels)
+        return sum(numels)
     return sum(-(-numel // BLOCK_VALUES) * block_bytes(wire) for numel in numels)
 
 
@@ -460,13 +458,13 @@ def _pad(values: Tensor, multiple: int = BLOCK_VALUES) -> Tensor:
     return torch.nn.functional.pad(values, (0, -len(values) % multiple))
 
 
-def _lay_out(tensors: Sequence[Tensor], wire: torch.dtype, alignment: int = 1) -> Tensor:
-    multiple = BLOCK_VALUES if wire in BLOCK_BITS else alignment
+def _lay_out(tensors: Sequence[Tensor], wire: torch.dtype) -> Tensor:
+    multiple = BLOCK_VALUES if wire in BLOCK_BITS else 1
     return torch.cat([_pad(tensor.reshape(-1), multiple) for tensor in tensors])
 
 
-def _parts(values: Tensor, tensors: Sequence[Tensor], wire: torch.dtype, alignment: int = 1) -> Iterator[Tensor]:
-    multiple = BLOCK_VALUES if wire in BLOCK_BITS else alignment
+def _parts(values: Tensor, tensors: Sequence[Tensor], wire: torch.dtype) -> Iterator[Tensor]:
+    multiple = BLOCK_VALUES if wire in BLOCK_BITS else 1
     begin = 0
     for tensor in tensors:
         yield values[begin : begin + tensor.numel()].view(tensor.shape)

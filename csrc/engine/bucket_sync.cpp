@@ -257,7 +257,7 @@ bool BucketSync::has_lost_scale() const {
 // reduce, once in a bucket's life unless it gets lost; the scales after follow the reduced gradients. All on the
 // device, for no host waits.
 void BucketSync::agree_on_scale(const Bucket& bucket) {
-  bucket.measure();
+  aten::measure(bucket.grads, stats_);
   at::Tensor largest = stats_.narrow(0, kMaxMagnitude, 1).clone();
   if (bucket.weight.defined()) {
     largest.mul_(bucket.weight);
@@ -269,15 +269,8 @@ void BucketSync::agree_on_scale(const Bucket& bucket) {
 }
 
 void BucketSync::measure(const std::vector<at::Tensor>& grads) {
-  const DType dtype = grads.empty() ? DType::kFloat32 : dtype_of(grads.front().scalar_type());
-  std::vector<at::Tensor> measured = grads;
-  if (is_elsewhere() && !grads.empty()) {
-    measured = HostCopies(grads, host_memory_).on_host();
-  }
-  const auto segments = lay_out(measured);
   const at::Tensor largest = stats_.select(0, kMaxMagnitude).clone();
-  run_measure({segments.data(), static_cast<int64_t>(segments.size()), dtype, stats_.data_ptr<double>()}, device_,
-              workspace_);
+  aten::measure(is_elsewhere() && !grads.empty() ? HostCopies(grads, host_memory_).on_host() : grads, stats_);
   stats_.select(0, kMaxMagnitude).copy_(largest);
 }
 

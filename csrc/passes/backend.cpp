@@ -56,7 +56,7 @@ namespace {
 constexpr int64_t kWireAlignment = 8;
 
 int64_t end_of(const Segment& segment, int64_t alignment) {
-  return segment.offset + segment.numel + gap_behind(segment, alignment);
+  return (segment.offset + segment.numel + alignment - 1) / alignment * alignment;
 }
 
 }  // namespace
@@ -118,33 +118,24 @@ at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c1
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   if (!device.is_cpu()) {
     kept.reset();
-    return at::empty({numel}, options);
+    return at::zeros({numel}, options);
   }
   if (!kept.defined() || kept.scalar_type() != dtype || kept.numel() != numel) {
-    kept = at::empty({numel}, options);
+    kept = at::zeros({numel}, options);
   }
   return kept;
 }
 
 // On a CPU without copy_, which takes longer than packing the gradients of a small policy.
 void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count) {
-  const bool as_bytes = buffer.scalar_type() == at::kByte;
   if (!buffer.is_cpu()) {
-    const at::Tensor row = as_bytes ? values.view(at::kByte) : values;
-    buffer.as_strided({count, row.numel()}, {stride, 1}, offset).copy_(row);
+    const at::Tensor bytes = values.view(at::kByte);
+    buffer.as_strided({count, bytes.numel()}, {stride, 1}, offset).copy_(bytes);
     return;
   }
-  const auto* from = values.const_data_ptr<float>();
   for (int64_t i = 0; i < count; ++i) {
-    if (as_bytes) {
-      std::memcpy(static_cast<std::byte*>(buffer.data_ptr()) + offset + i * stride, from, values.nbytes());
-      continue;
-    }
-    dispatch_grad(dtype_of(buffer.scalar_type()), [&](auto zero) {
-      using T = decltype(zero);
-      std::transform(from, from + values.numel(), static_cast<T*>(buffer.data_ptr()) + offset + i * stride,
-                     [](float value) { return encode<T>(value); });
-    });
+    std::memcpy(static_cast<std::byte*>(buffer.data_ptr()) + offset + i * stride, values.const_data_ptr(),
+                values.nbytes());
   }
 }
 
@@ -163,9 +154,9 @@ namespace {
 std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& all_passes() {
   static std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> all = [] {
     decltype(all) built;
-    built[static_cast<size_t>(c10::kCPU)] = {&cpu::pack, &cpu::unpack, &cpu::measure, &cpu::reduce};
+    built[static_cast<size_t>(c10::kCPU)] = {&cpu::pack, &cpu::unpack, &cpu::reduce};
 #ifdef FASTSYNC_WITH_CUDA
-    built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::measure, &cuda::reduce};
+    built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::reduce};
 #endif
     return built;
   }();
@@ -230,10 +221,6 @@ void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& worksp
 
 void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace) {
   run(&Passes::unpack, &aten::unpack, args, device, workspace);
-}
-
-void run_measure(const MeasureArgs& args, c10::Device device, const at::Tensor& workspace) {
-  run(&Passes::measure, &aten::measure, args, device, workspace);
 }
 
 void run_reduce(const ReduceArgs& args, c10::Device device) { run(&Passes::reduce, &aten::reduce, args, device); }

@@ -41,12 +41,12 @@ at::Tensor new_workspace(c10::Device device);
 // True while a CUDA graph is being captured on the current stream of the device.
 bool is_capturing(c10::Device device);
 
-// A buffer for what is sent. On a CPU the one that was kept, if it fits, for a fresh one would cost page faults;
-// elsewhere the caching allocator's, so that idle buckets hold no memory.
+// A buffer for what is sent, whose bytes are zeros or what was packed there before. On a CPU the one that was kept, if
+// it fits, for a fresh one would cost page faults; elsewhere the caching allocator's, so that idle buckets hold no
+// memory.
 at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c10::Device device);
 
-// A few float32 values into a buffer, count times: as its elements, or as their bytes if it is uint8. Offset and stride
-// count its elements.
+// The bytes of a few float32 values into a buffer of bytes, count times.
 void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count);
 
 // A new tensor of them, for which the host does not wait.
@@ -59,7 +59,6 @@ const double* readable(const at::Tensor& tensor);
 struct Passes {
   void (*pack)(const PackArgs&, void* workspace, void* stream);
   void (*unpack)(const UnpackArgs&, void* workspace, void* stream);
-  void (*measure)(const MeasureArgs&, void* workspace, void* stream);
   void (*reduce)(const ReduceArgs&, void* workspace, void* stream);
 };
 
@@ -77,7 +76,6 @@ void use_kernels(const std::string& name);
 // Each runs on the current stream of the device.
 void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace);
 void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace);
-void run_measure(const MeasureArgs& args, c10::Device device, const at::Tensor& workspace);
 void run_reduce(const ReduceArgs& args, c10::Device device);
 
 }  // namespace fastsync

@@ -1,4 +1,4 @@
-// torch.ops.fastsync.{pack,unpack,reduce,measure}: the passes on tensors, as tests and benchmarks call them. What would
+// torch.ops.fastsync.{pack,unpack,reduce}: the passes on tensors, as tests and benchmarks call them. What would
 // read or write beyond a tensor is refused.
 #include <torch/library.h>
 
@@ -73,7 +73,7 @@ at::ScalarType check_grads(at::TensorList grads, c10::Device device) {
 
 void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats, const OptionalTensor& bucket_scale,
           const OptionalList& residuals, double multiplier, std::optional<double> limit, bool is_first,
-          int64_t alignment, const OptionalTensor& weight) {
+          const OptionalTensor& weight) {
   const c10::Device device = wire.device();
   const at::ScalarType dtype = check_grads(grads, device);
   const DType wire_dtype = wire_of(wire, "wire", dtype);
@@ -83,10 +83,8 @@ void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
   for (size_t i = 0; i < kept.size(); ++i) {
     check(kept[i], "residuals", compute_dtype(dtype), grads[i].numel(), device);
   }
-  TORCH_CHECK_VALUE(alignment >= 1, "alignment: expected at least 1, got ", alignment);
-  const auto segments = lay_out(grads, wire_dtype, kept, alignment);
-  alignment = std::max(alignment, unit_of(wire_dtype).values);
-  check_wires(wire, "wire", wire_dtype, wire_length(segments, alignment), device);
+  const auto segments = lay_out(grads, wire_dtype, kept);
+  check_wires(wire, "wire", wire_dtype, wire_length(segments, unit_of(wire_dtype).values), device);
   run_pack({.segments = segments.data(),
             .num_segments = static_cast<int64_t>(segments.size()),
             .grad_dtype = dtype_of(dtype),
@@ -97,7 +95,6 @@ void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
             .bucket_scale = element<float>(bucket_scale, "bucket_scale", device),
             .stats = checked_stats(stats, device),
             .turn = {.is_first = is_first},
-            .alignment = alignment,
             .weight = element<double>(weight, "weight", device)},
            device, new_workspace(device));
 }
@@ -131,9 +128,9 @@ void reduce(const at::Tensor& wires, const at::Tensor& out, const OptionalTensor
   const at::ScalarType full = compute_dtype(grad_dtype.value_or(at::kFloat));
   const DType from = wire_of(wires, "wires", full);
   const DType to = wire_of(out, "out", full);
-  TORCH_CHECK_VALUE(from == to || from == dtype_of(full) || to == dtype_of(full), "out: expected ", wires.scalar_type(),
-                    " like the wires, or ", full, ", got ", out.scalar_type());
   const WireUnit unit = unit_of(from);
+  TORCH_CHECK_VALUE(from == to || unit.values == 1, "out: expected ", wires.scalar_type(), " like the wires, got ",
+                    out.scalar_type());
   TORCH_CHECK_VALUE(wires.dim() == 2 && wires.size(0) > 0, "wires: expected a matrix, got ", wires.sizes());
   const int64_t numel = row_bytes(wires) / unit.bytes * unit.values;
   check_wires(wires, "wires", from, numel, device);
@@ -158,20 +155,12 @@ void reduce(const at::Tensor& wires, const at::Tensor& out, const OptionalTensor
              device);
 }
 
-void measure(at::TensorList grads, const at::Tensor& stats) {
-  const c10::Device device = stats.device();
-  const at::ScalarType dtype = check_grads(grads, device);
-  const auto segments = lay_out(grads);
-  run_measure({segments.data(), static_cast<int64_t>(segments.size()), dtype_of(dtype), checked_stats(stats, device)},
-              device, new_workspace(device));
-}
-
 }  // namespace
 
 TORCH_LIBRARY(fastsync, library) {
   library.def(
       "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, Tensor(c!)[]? "
-      "residuals=None, *, float multiplier=1.0, float? limit=None, bool is_first=True, int alignment=1, "
+      "residuals=None, *, float multiplier=1.0, float? limit=None, bool is_first=True, "
       "Tensor? weight=None) -> ()",
       &pack);
   library.def(
@@ -182,7 +171,6 @@ TORCH_LIBRARY(fastsync, library) {
       "reduce(Tensor wires, Tensor(a!) out, Tensor? bucket_scale=None, Tensor(b!)? residual=None, *, "
       "ScalarType? grad_dtype=None, float multiplier=1.0, float? limit=None, float residual_share=1.0) -> ()",
       &reduce);
-  library.def("measure(Tensor[] grads, Tensor(a!) stats) -> ()", &measure);
 }
 
 }  // namespace fastsync

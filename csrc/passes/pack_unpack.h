@@ -47,8 +47,8 @@ struct Turn {
 // gradient[i] * weight + residual[i], in Compute<G> and in this order, and the new residual[i] is the
 // value minus what decoding gives; where the value on the wire, or one of its block's, is not finite, the
 // residual stays as it was. Without a residual the weight is a part of the multiplier. With a weight of 0 the gradient
-// counts as 0, whatever it is. Writes stats[kNumSaturated]. The wire may be the gradients' own memory where both have
-// one type.
+// counts as 0, whatever it is. What lies between segments on the wire stays as it is. Writes stats[kNumSaturated]. The
+// wire may be the gradients' own memory where both have one type.
 struct PackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -60,21 +60,15 @@ struct PackArgs {
   const float* bucket_scale;  // on the gradients' device; null means 1
   double* stats;              // on the gradients' device
   Turn turn = {};
-  int64_t alignment = 1;           // behind each segment the wire is zeros up to the next multiple of so many elements
   const double* weight = nullptr;  // on the gradients' device; null means 1
 };
-
-// How many zeros that makes.
-FASTSYNC_HOST_DEVICE int64_t gap_behind(const Segment& segment, int64_t alignment) {
-  const int64_t past = (segment.offset + segment.numel) % alignment;
-  return past == 0 ? 0 : alignment - past;
-}
 
 // wires → gradients: gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale), and the
 // statistics of what was written: stats[kSumOfSquares], stats[kNumNonfinite] and stats[kMaxMagnitude] (over the finite
 // ones). Products and sums are in Compute<G>, from the first wire to the last. A finite sum that the gradient's type
 // does not hold becomes its largest, and is added to what packing has counted in stats[kNumSaturated]. Then moves
-// bucket_scale, which follows the largest magnitude times scale_share, on for the next step.
+// bucket_scale, which follows the largest magnitude times scale_share, on for the next step. The wire may be the
+// gradients' own memory, as in packing.
 struct UnpackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -90,14 +84,6 @@ struct UnpackArgs {
   double scale_share = 1.0;
 };
 
-// The statistics of gradients alone, as unpack takes them; nothing but stats is written.
-struct MeasureArgs {
-  const Segment* segments;
-  int64_t num_segments;
-  DType grad_dtype;
-  double* stats;
-};
-
 // wires → wire: out[i] = encode(value), within ±limit if finite, where value = (sum over r of (wire r)[i] * multiplier)
 // + residual[i] * bucket_scale * residual_share, in Compute<G> and from the first wire to the last. The new residual[i]
 // is what decoding out[i] misses of the value, divided by both factors; it stays as it was where out[i], or one of its
@@ -110,7 +96,7 @@ struct ReduceArgs {
   DType grad_dtype;      // of the bucket: what is summed in follows from it
   DType wire_dtype;      // of the wires
   void* out;
-  DType out_dtype;  // wire_dtype, or one of both is float32 (float64 for float64 gradients)
+  DType out_dtype;  // wire_dtype where that is one of blocks
   double multiplier;
   double limit;               // as in PackArgs
   const float* bucket_scale;  // what the wires' values have been multiplied with; null means 1
@@ -164,11 +150,10 @@ void dispatch_wire(DType grad, DType wire, const Call& call) {
   });
 }
 
-// Whether wires of one type are read and of another written where C is what is summed in: they are the same, or one of
-// them is C.
+// Whether wires of one type are read and of another written where C is what is summed in. Only blocks become nothing
+// else.
 template <class C, class W, class Out>
-inline constexpr bool kReduces = kTravelsAs<C, W> && kTravelsAs<C, Out> &&
-                                 (std::is_same_v<W, Out> || std::is_same_v<W, C> || std::is_same_v<Out, C>);
+inline constexpr bool kReduces = kTravelsAs<C, W> && kTravelsAs<C, Out> && (std::is_same_v<W, Out> || !kIsBlock<W>);
 
 // Calls call(C{}, W{}, Out{}) with what is summed in and the units of the wires read and written.
 template <class Call>
@@ -233,7 +218,6 @@ C limit_on(double limit) {
 namespace cpu {
 void pack(const PackArgs& args, void* workspace, void* stream);
 void unpack(const UnpackArgs& args, void* workspace, void* stream);
-void measure(const MeasureArgs& args, void* workspace, void* stream);
 void reduce(const ReduceArgs& args, void* workspace, void* stream);
 }  // namespace cpu
 
@@ -247,7 +231,6 @@ constexpr int64_t kWorkspaceBytes = (1 + 4 * kMaxBlocks) * 8;
 // Throw std::runtime_error with CUDA's message when a launch fails.
 void pack(const PackArgs& args, void* workspace, void* stream);
 void unpack(const UnpackArgs& args, void* workspace, void* stream);
-void measure(const MeasureArgs& args, void* workspace, void* stream);
 void reduce(const ReduceArgs& args, void* workspace, void* stream);
 }  // namespace cuda
 

@@ -62,7 +62,6 @@ void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Tur
   PackArgs args{from.data(),         static_cast<int64_t>(from.size()), grad_dtype, dtype, wire, multiplier, limit,
                 data_or_null(scale), stats.data_ptr<double>()};
   args.turn = turn;
-  args.alignment = dtype == wire_dtype ? alignment : 1;  // the offsets are for the wire alone
   args.weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr;
   run_pack(args, device, workspace);
 }
@@ -74,11 +73,6 @@ void Bucket::unpack(const std::vector<Segment>& to, const void* wire, int64_t nu
               stats.data_ptr<double>(), num_wires, stride, factor.value_or(mean_factor * share_of_row(num_wires)), turn,
               1.0 / mean_factor},
              device, workspace);
-}
-
-void Bucket::measure() const {
-  run_measure({segments.data(), static_cast<int64_t>(segments.size()), grad_dtype, stats.data_ptr<double>()}, device,
-              workspace);
 }
 
 ReduceArgs Bucket::sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,

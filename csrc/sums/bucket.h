@@ -66,7 +66,6 @@ struct Bucket {
   // The sum of the wires' values times the factor, which makes it the mean, times mean_factor, where none is given.
   void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
               std::optional<double> factor = {}) const;
-  void measure() const;  // the gradients where they are
   // The sum of rows that have the bucket's scale, each times the share, encoded for the wire.
   ReduceArgs sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
                  double share) const;

@@ -184,26 +184,8 @@ void BucketSum::reduce(const Piece& piece, const Reduce& reduce, const Rows& fro
       args.residual = bucket_.residual.narrow(0, begin, num_values).data_ptr();
       args.residual_share = reduce.residual_share;
     }
-    encode_sum(args);
+    run_reduce(args, bucket_.device);
   }
-}
-
-// No pass leads from one 16-bit type to another wire at once.
-void BucketSum::encode_sum(ReduceArgs args) const {
-  at::Tensor unencoded;
-  if (args.wire_dtype != args.out_dtype && unit_of(args.wire_dtype).bytes < unit_of(DType::kFloat32).bytes) {
-    unencoded = at::empty({args.numel}, memory_.options().dtype(at::kFloat));
-    ReduceArgs sum = args;
-    sum.out = unencoded.data_ptr();
-    sum.out_dtype = DType::kFloat32;
-    sum.residual = nullptr;
-    run_reduce(sum, bucket_.device);
-    args.wire = sum.out;
-    args.wire_dtype = sum.out_dtype;
-    args.num_wires = 1;
-    args.multiplier = 1.0;
-  }
-  run_reduce(args, bucket_.device);
 }
 
 // ---- side values, at the end of rows --------------------------------------------------------------------------------
@@ -263,9 +245,6 @@ void BucketSum::receive(const std::function<void()>& on_reduced) {
 }
 
 void BucketSum::unpack(const Piece& piece) const {
-  if (plan_->is_in_place && !bucket_.scale.defined()) {
-    return bucket_.measure();
-  }
   std::vector<Segment> to;
   if (bucket_.output.defined()) {
     void* const part = advance(bucket_.output.data_ptr(), bytes_of(piece.begin, bucket_.grad_dtype));

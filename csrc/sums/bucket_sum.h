@@ -70,7 +70,6 @@ class BucketSum {
   void drive_all();
   void wait_for_rows(const Piece& piece, size_t phase);
   void reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next);
-  void encode_sum(ReduceArgs args) const;
   void put_side_values(const Phase& phase) const;
   void sum_side_values(const Rows& rows, int64_t count);
   void receive(const std::function<void()>& on_reduced);

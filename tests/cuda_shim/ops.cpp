@@ -22,7 +22,6 @@ void* workspace() {
 
 void pack(const PackArgs& args, void*, void*) { cuda::pack(args, workspace(), nullptr); }
 void unpack(const UnpackArgs& args, void*, void*) { cuda::unpack(args, workspace(), nullptr); }
-void measure(const MeasureArgs& args, void*, void*) { cuda::measure(args, workspace(), nullptr); }
 void reduce(const ReduceArgs& args, void*, void*) { cuda::reduce(args, nullptr, nullptr); }
 
 }  // namespace fastsync::cpu
@@ -32,7 +31,6 @@ namespace fastsync::aten {
 
 void pack(const PackArgs&, c10::Device) {}
 void unpack(const UnpackArgs&, c10::Device) {}
-void measure(const MeasureArgs&, c10::Device) {}
 void reduce(const ReduceArgs&, c10::Device) {}
 
 }  // namespace fastsync::aten

@@ -26,7 +26,7 @@ DEVICES = ["cpu", "cpu-generic", "emulated", DESCENDING, *ON_GPU]
 on_each_device = pytest.mark.parametrize("device", DEVICES, indirect=True)  # see conftest.py
 # For tests of single values, in which nobody waits for anybody.
 in_either_order = pytest.mark.parametrize("device", [each for each in DEVICES if each != DESCENDING], indirect=True)
-OPERATORS = ["pack", "unpack", "reduce", "measure"]
+OPERATORS = ["pack", "unpack", "reduce"]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # None: the gradients' own; uint8: blocks of int8; int8: those of int4.
 WIRE_DTYPES = [None, torch.float16, torch.bfloat16, torch.uint8, torch.int8]
@@ -51,7 +51,7 @@ class Bucket:
     """Everything that the operators are given. ``scale_exponent=None`` stands for no bucket scale.
 
     ``pack`` writes the first of ``num_wires``, ``unpack`` and ``reduce`` add all of them up. ``sums`` says which sides
-    of ``reduce`` are wires: "wire to wire", or that one side has the dtype that is summed in. ``weight`` is pack's.
+    of ``reduce`` are of the wire's dtype; "sums" are of the one that is summed in. ``weight`` is pack's.
     """
 
     gradients: tuple[Gradient, ...]
@@ -104,7 +104,8 @@ class Bucket:
             "wire to wire": (self.wire, self.wire),
             "wire to sums": (self.wire, self.compute),
             "sums to wire": (self.compute, self.wire),
-            "sums to blocks": (self.compute, torch.uint8),
+            "wire to bfloat16": (self.wire, torch.bfloat16),
+            "wire to blocks": (self.wire, torch.uint8),
         }[self.sums]
         built.sources = self._rows(reference.wire_numel([num_values], source), source, allocate)
         built.out = allocate(reference.wire_numel([num_values], target), 0, target)
@@ -156,10 +157,8 @@ class BuiltBucket:
             factor = 1.0 if bucket.num_wires == 1 else bucket.multiplier
             options = {"multiplier": factor, "scale_share": bucket.scale_share}
             return (wires, self.grads, self.stats, self.bucket_scale), options
-        if operator == "reduce":
-            encoding |= {"grad_dtype": bucket.grad_dtype}
-            return (self.sources, self.out, self.bucket_scale, self.residual), encoding
-        return (self.grads, self.stats), {}
+        encoding |= {"grad_dtype": bucket.grad_dtype}
+        return (self.sources, self.out, self.bucket_scale, self.residual), encoding
 
 
 def random_bits(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -232,7 +231,7 @@ def sample_inputs(device: str) -> list[BuiltBucket]:
         Bucket(several, wire_dtype=torch.int8, num_wires=2, with_residuals=True, values="mostly_ordinary"),
         Bucket(sizes, wire_dtype=half, num_wires=2, scale_exponent=5, multiplier=0.5, with_residuals=True),
         Bucket(sizes, torch.float64, bfloat16, num_wires=2, sums="wire to sums", with_residuals=True),
-        Bucket((Gradient((256,)),), num_wires=2, sums="sums to blocks", with_residuals=True),
+        Bucket((Gradient((256,)),), num_wires=2, sums="wire to blocks", with_residuals=True),
         Bucket(sizes, wire_dtype=half, scale_exponent=2, multiplier=1 / 3, weight=2.7, scale_share=0.25),
         Bucket(several, half, weight=8192.0, with_residuals=True, values="mostly_ordinary"),
         Bucket(sizes, half, num_wires=3, multiplier=1.0, values="special", scale_exponent=0, scale_share=1 / 3),
@@ -256,7 +255,9 @@ def random_buckets(draw: st.DrawFn) -> Bucket:
     grad_dtype = draw(st.sampled_from(GRAD_DTYPES))
     wire_dtype = draw(st.sampled_from(WIRE_DTYPES))
     limits = [None, 1.0, 1e-3] + [reference.saturation_limit(wire_dtype or grad_dtype, n) for n in (1, 2, 3, 64)]
-    sums = ["wire to wire", "wire to sums", "sums to wire", "sums to blocks"]
+    sums = ["wire to wire", "sums to wire"]
+    if wire_dtype not in reference.BLOCK_BITS:  # whose blocks become nothing else
+        sums += ["wire to sums", "wire to bfloat16", "wire to blocks"]
     return Bucket(
         gradients=tuple(draw(st.lists(_gradients(), min_size=1, max_size=8))),
         grad_dtype=grad_dtype,
@@ -266,9 +267,7 @@ def random_buckets(draw: st.DrawFn) -> Bucket:
         multiplier=draw(st.sampled_from([1.0, 1 / 2, 1 / 3, 1 / 8, 1e-3, -7.0])),
         limit=draw(st.sampled_from(limits)),
         num_wires=draw(st.integers(1, 8)),
-        sums=draw(
-            st.sampled_from([each for each in sums if wire_dtype not in reference.BLOCK_BITS or "blocks" not in each])
-        ),
+        sums=draw(st.sampled_from(sums)),
         with_residuals=draw(st.booleans()),
         values=draw(st.sampled_from(VALUES)),
         seed=draw(st.integers(0, 2**31)),

@@ -1,4 +1,4 @@
-"""torch.ops.fastsync.{pack,unpack,measure} against tests.reference."""
+"""torch.ops.fastsync.{pack,unpack,reduce} against tests.reference."""
 
 from __future__ import annotations
 
@@ -111,47 +111,6 @@ def test_random_buckets(operator: str, device: str, bucket: Bucket) -> None:
     check_against_reference(operator, bucket, device)
 
 
-@on_each_device
-@given(
-    numels=st.lists(st.integers(0, 600), min_size=1, max_size=8),
-    grad_dtype=st.sampled_from(GRAD_DTYPES),
-    wire_dtype=st.sampled_from(WIRE_DTYPES),
-    alignment=st.sampled_from([1, 3, 8, 128]),
-    with_residuals=st.booleans(),
-    multiplier=st.sampled_from([0.5, -7.0]),
-)
-@example(
-    numels=[CHUNK + 1, 4 * CHUNK - 7, 1],
-    grad_dtype=torch.float32,
-    wire_dtype=torch.float16,
-    alignment=8,
-    with_residuals=False,
-    multiplier=1.0,
-)
-@random_examples
-def test_pack_to_aligned_places(
-    device: str,
-    numels: list[int],
-    grad_dtype: torch.dtype,
-    wire_dtype: torch.dtype | None,
-    alignment: int,
-    with_residuals: bool,
-    multiplier: float,
-) -> None:
-    """Between gradients are zeros, and nothing is written behind."""
-    wire_dtype = wire_dtype or grad_dtype
-    bucket = Bucket(tuple(Gradient((numel,)) for numel in numels), grad_dtype, with_residuals=with_residuals)
-    actual, expected = bucket.build(device), bucket.build("cpu")
-    length = reference.wire_numel(numels, wire_dtype, alignment)
-    wire = torch.full((length + 2,), 77, dtype=wire_dtype, device=device)
-    expected_wire = wire.cpu().clone()
-    options = {"multiplier": multiplier, "alignment": alignment}
-    ops.pack(actual.grads, wire[:length], actual.stats, None, actual.residuals, **options)
-    reference.pack(expected.grads, expected_wire[:length], expected.stats, None, expected.residuals, **options)
-    assert_bitwise_equal(wire, expected_wire)
-    assert_same_state(actual, expected)
-
-
 @in_either_order
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
@@ -232,7 +191,8 @@ def test_sum_of_squares_where_the_way_to_take_it_changes(
         for i, each in enumerate(bad):
             grad[i * 301 + 2] = each
         stats, expected = new_stats(device), new_stats()
-        ops.measure([grad.to(device)], stats)
+        own = grad.to(device)
+        ops.unpack(own, [own], stats)  # changes nothing
         reference.measure([grad], expected)
         assert_same_stats(stats, expected)
         back = torch.empty_like(grad, device=device)
@@ -252,7 +212,7 @@ def test_statistics_do_not_depend_on_where_the_values_lie(dtype: torch.dtype, de
     for offset in range(4):
         grad = torch.zeros(len(values) + offset, dtype=dtype, device=device)[offset:]
         wire, stats = values.to(torch.float16).to(device), [new_stats(device), new_stats(device)]
-        ops.measure([grad.copy_(values)], stats[0])
+        ops.unpack(grad.copy_(values), [grad], stats[0])
         ops.unpack(wire, [grad], stats[1])
         all_stats.append(torch.stack(stats))
     for stats in all_stats[1:]:
@@ -460,7 +420,7 @@ def _pass_over_ends(said: Path) -> None:
         num_values = -(-numel // 128) * 128 if wire_dtype in reference.BLOCK_BITS else numel
         residual = _at_the_end_of_a_page(num_values, compute)
         ops.reduce(wires, _at_the_end_of_a_page(length, wire_dtype), None, residual, grad_dtype=grad_dtype)
-        ops.measure(grads, stats)
+        ops.unpack(grads[0], grads, stats)  # changes nothing
 
 
 def test_nothing_is_read_beyond_the_end_of_a_tensor(tmp_path: Path) -> None:

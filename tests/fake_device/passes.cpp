@@ -84,17 +84,6 @@ void unpack(const UnpackArgs& args, void* workspace, void* /*stream*/) {
   of_cpu.unpack(args, nullptr, nullptr);
 }
 
-void measure(const MeasureArgs& args, void* workspace, void* /*stream*/) {
-  Touches touches;
-  for (int64_t i = 0; i < args.num_segments; ++i) {
-    touches.reads(args.segments[i].data, bytes_of(args.segments[i].numel, args.grad_dtype));
-  }
-  touches.writes(args.stats, kNumStats * sizeof(double));
-  touches.writes(workspace, cuda::kWorkspaceBytes);
-  touches.run("measure");
-  of_cpu.measure(args, nullptr, nullptr);
-}
-
 void reduce(const ReduceArgs& args, void* /*workspace*/, void* /*stream*/) {
   Touches touches;
   for (int64_t wire = 0; wire < args.num_wires; ++wire) {
@@ -111,7 +100,7 @@ void reduce(const ReduceArgs& args, void* /*workspace*/, void* /*stream*/) {
 }  // namespace
 
 const Passes& passes_over(const Passes& cpu) {
-  static const Passes passes{&pack, &unpack, &measure, &reduce};
+  static const Passes passes{&pack, &unpack, &reduce};
   of_cpu = cpu;
   return passes;
 }

@@ -241,18 +241,6 @@ at::Tensor sum_wires(const void* first, int64_t num_wires, int64_t stride_bytes,
   return sum;
 }
 
-// What is zeros behind the segments.
-std::vector<Range> gaps_of(const PackArgs& args) {
-  std::vector<Range> gaps;
-  for (int64_t i = 0; i < args.num_segments; ++i) {
-    const Segment& segment = args.segments[i];
-    if (const int64_t gap = gap_behind(segment, args.alignment); segment.numel > 0 && gap > 0) {
-      gaps.emplace_back(segment.offset + segment.numel, gap);
-    }
-  }
-  return gaps;
-}
-
 void begin_stats(const at::Tensor& stats) {
   for (const int stat : {kSumOfSquares, kNumNonfinite, kMaxMagnitude}) {
     stats.select(0, stat).zero_();
@@ -321,9 +309,6 @@ void pack(const PackArgs& args, c10::Device device) {
   const at::Tensor scaled = within(values.mul(factor), values, limit_of(args.wire_dtype, args.limit), num_saturated);
   const at::Tensor encoded = encode(scaled, args.wire_dtype);
   put(elements(args.wire, args.wire_dtype, segments.ranges(), device), encoded);
-  if (const auto gaps = gaps_of(args); unit_of(args.wire_dtype).values == 1 && !gaps.empty()) {
-    at::_foreach_zero_(elements(args.wire, args.wire_dtype, gaps, device));  // in blocks they are written already
-  }
   if (kept.defined()) {
     const at::Tensor sent = decode(encoded, args.wire_dtype, compute);
     const double largest = largest_of(compute == at::kDouble ? DType::kFloat64 : DType::kFloat32);
@@ -362,13 +347,17 @@ void unpack(const UnpackArgs& args, c10::Device device) {
   }
 }
 
-void measure(const MeasureArgs& args, c10::Device device) {
+void measure(at::TensorList grads, const at::Tensor& stats) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const at::Tensor stats = over(args.stats, {kNumStats}, at::kDouble, device);
   begin_stats(stats);
-  const Segments segments(args.segments, args.num_segments, args.grad_dtype, device);
-  if (!segments.empty()) {
-    add_to_stats(segments.gather(&Segment::data, scalar_type_of(args.grad_dtype)), stats);
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& grad : grads) {
+    if (grad.numel() > 0) {
+      values.push_back(grad.reshape({-1}));
+    }
+  }
+  if (!values.empty()) {
+    add_to_stats(joined(values), stats);
   }
 }
 

@@ -12,8 +12,10 @@ namespace fastsync::aten {
 // The arguments' pointers are to memory of the device. On its current stream; the host waits for nothing.
 void pack(const PackArgs& args, c10::Device device);
 void unpack(const UnpackArgs& args, c10::Device device);
-void measure(const MeasureArgs& args, c10::Device device);
 void reduce(const ReduceArgs& args, c10::Device device);
+
+// The statistics of gradients of one dtype, as unpack takes them. Rare, so devices have no kernel of it.
+void measure(at::TensorList grads, const at::Tensor& stats);
 
 // As scale_exponent_for, of each element. Int32.
 at::Tensor scale_exponent_for(const at::Tensor& largest);

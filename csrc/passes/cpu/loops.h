@@ -313,13 +313,37 @@ int64_t pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Scali
   return num_saturated;
 }
 
+// Of gradients that are what they should be already.
+template <class G>
+Tally measure_chunk(const G* gradient, int64_t numel) {
+  Tally tally;
+  if constexpr (std::is_same_v<G, double>) {
+    tally.add_values(gradient, numel);
+  } else {
+    for (int64_t i = 0; i < numel; i += kBlock) {
+      const int64_t length = std::min(kBlock, numel - i);
+      Whole<const G> values(gradient + i, length);
+      BlockSquares squares;
+      measure_rows(squares, [&](int64_t row) { return Row<float>::of(values.data() + row); });
+      tally.add_block(squares, gradient + i, length);
+    }
+  }
+  return tally;
+}
+
 template <class W, class G>
 Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel, Compute<G> multiplier,
                    Compute<G> inverse_scale) {
   using C = Compute<G>;
   constexpr bool kIsFloat = std::is_same_v<G, float>;
+  const bool lies_there = static_cast<const void*>(wires.at<W>(0, first)) == gradient;
+  if constexpr (std::is_same_v<W, G>) {
+    if (lies_there && wires.num == 1 && multiplier == C(1) && inverse_scale == C(1)) {
+      return measure_chunk(gradient, numel);
+    }
+  }
   // What saturated is counted by a second look at the wire, which by then must not hold the gradients.
-  const bool is_in_place = static_cast<const void*>(wires.at<W>(0, first)) == gradient && inverse_scale != C(1);
+  const bool is_in_place = lies_there && inverse_scale != C(1);
   Tally tally;
   for (int64_t i = 0; i < numel; i += kBlock) {
     const int64_t length = std::min(kBlock, numel - i);
@@ -342,23 +366,6 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
     }
     if (destination == unpacked) {
       std::copy_n(unpacked, length, gradient + i);
-    }
-  }
-  return tally;
-}
-
-template <class G>
-Tally measure_chunk(const G* gradient, int64_t numel) {
-  Tally tally;
-  if constexpr (std::is_same_v<G, double>) {
-    tally.add_values(gradient, numel);
-  } else {
-    for (int64_t i = 0; i < numel; i += kBlock) {
-      const int64_t length = std::min(kBlock, numel - i);
-      Whole<const G> values(gradient + i, length);
-      BlockSquares squares;
-      measure_rows(squares, [&](int64_t row) { return Row<float>::of(values.data() + row); });
-      tally.add_block(squares, gradient + i, length);
     }
   }
   return tally;

@@ -115,16 +115,6 @@ C value_or_one(const float* scale) {
   return static_cast<C>(scale != nullptr ? *scale : 1.0F);
 }
 
-// What lies behind a segment's last chunk, which in a block is zeros already.
-template <class W>
-void fill_gap(const Segment& segment, const Chunk& chunk, const PackArgs& args) {
-  if constexpr (!kIsBlock<W>) {
-    if (chunk.begin + chunk.length == segment.numel) {
-      std::fill_n(unit_at<W>(args.wire, segment.offset + segment.numel), gap_behind(segment, args.alignment), W{});
-    }
-  }
-}
-
 template <class G, class W>
 void pack_typed(const PackArgs& args) {
   using C = Compute<G>;
@@ -133,7 +123,6 @@ void pack_typed(const PackArgs& args) {
   const auto weight = static_cast<C>(args.weight != nullptr ? *args.weight : 1.0);
   const auto counts =
       for_each_chunk<int64_t>(args.segments, args.num_segments, [&](const Segment& segment, const Chunk& chunk) {
-        fill_gap<W>(segment, chunk, args);
         auto* residual = from_or_null(static_cast<C*>(segment.residual), chunk.begin);
         return FASTSYNC_BEST(pack_chunk<W>(chunk_data<const G>(segment, chunk), residual, chunk.length, scaling, weight,
                                            args.wire, segment.offset + chunk.begin));
@@ -161,15 +150,6 @@ void unpack_typed(const UnpackArgs& args) {
   }
 }
 
-template <class G>
-void measure_typed(const MeasureArgs& args) {
-  const auto tallies =
-      for_each_chunk<Tally>(args.segments, args.num_segments, [&](const Segment& segment, const Chunk& chunk) {
-        return FASTSYNC_BEST(measure_chunk(chunk_data<const G>(segment, chunk), chunk.length));
-      });
-  total_of(tallies).write_to(args.stats, true);
-}
-
 template <class C, class W, class Out>
 void reduce_typed(const ReduceArgs& args) {
   const Wires wires{args.wire, args.num_wires, args.stride_bytes};
@@ -193,10 +173,6 @@ void pack(const PackArgs& args, void* /*workspace*/, void* /*stream*/) {
 void unpack(const UnpackArgs& args, void* /*workspace*/, void* /*stream*/) {
   dispatch_wire(args.grad_dtype, args.wire_dtype,
                 [&](auto grad, auto wire) { unpack_typed<decltype(grad), decltype(wire)>(args); });
-}
-
-void measure(const MeasureArgs& args, void* /*workspace*/, void* /*stream*/) {
-  dispatch_grad(args.grad_dtype, [&](auto grad) { measure_typed<decltype(grad)>(args); });
 }
 
 void reduce(const ReduceArgs& args, void* /*workspace*/, void* /*stream*/) {

@@ -142,13 +142,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
   Total total{};
   for (int64_t index = blockIdx.x; index < table.first_chunk[table.num_segments]; index += gridDim.x) {
     const Chunk chunk = find_chunk(table.segments, table.first_chunk, table.num_segments, kChunk<Pass>, index);
-    const Segment& segment = table.segments[chunk.segment];
-    convert_chunk(pass, segment, chunk, total);
-    if constexpr (requires { pass.end_segment(segment); }) {
-      if (chunk.begin + chunk.length == segment.numel) {
-        pass.end_segment(segment);
-      }
-    }
+    convert_chunk(pass, table.segments[chunk.segment], chunk, total);
   }
   if constexpr (!std::is_same_v<Total, Nothing>) {
     add_to_stats(pass, total, *workspace, turn);
@@ -189,9 +183,8 @@ void pack(const PackArgs& args, void* workspace, void* stream) {
   dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto wire) {
     using C = Compute<decltype(grad)>;
     using W = decltype(wire);
-    const Pack<decltype(grad), W> pass{
-        static_cast<W*>(args.wire), args.bucket_scale, args.weight,   static_cast<C>(args.multiplier),
-        limit_on<W, C>(args.limit), args.stats,        args.alignment};
+    const Pack<decltype(grad), W> pass{static_cast<W*>(args.wire),      args.bucket_scale,          args.weight,
+                                       static_cast<C>(args.multiplier), limit_on<W, C>(args.limit), args.stats};
     run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
   });
 }
@@ -204,12 +197,6 @@ void unpack(const UnpackArgs& args, void* workspace, void* stream) {
                     args.stats,
                     args.scale_share};
     run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
-  });
-}
-
-void measure(const MeasureArgs& args, void* workspace, void* stream) {
-  dispatch_grad(args.grad_dtype, [&](auto grad) {
-    run(args.segments, args.num_segments, Turn{}, Measure<decltype(grad)>{args.stats}, workspace, stream);
   });
 }
 

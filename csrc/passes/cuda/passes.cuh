@@ -101,7 +101,6 @@ struct Pack {
   C multiplier;
   C limit;
   double* stats;
-  int64_t alignment;
   C own_weight = C(1);
 
   __device__ Pack with_scale() const {
@@ -137,16 +136,6 @@ struct Pack {
     sent.store(wire, at.segment.offset + at.index, at.num_valid);
     if (at.segment.residual != nullptr) {
       keep_loss(at, values, sent, C(1) / factor, C(1));
-    }
-  }
-
-  // Behind a segment's last value, whose chunk the block has: zeros up to the next multiple of the alignment. The rest
-  // of a wire's block is zeros already.
-  __device__ void end_segment(const Segment& segment) const {
-    if constexpr (!kIsBlock<W>) {
-      if (static_cast<int64_t>(threadIdx.x) < gap_behind(segment, alignment)) {
-        wire[segment.offset + segment.numel + threadIdx.x] = W{};
-      }
     }
   }
 };
@@ -197,39 +186,6 @@ struct Unpack {
   __device__ void move_on() const {
     if (bucket_scale != nullptr) {
       *bucket_scale = next_bucket_scale(*bucket_scale, stats[kMaxMagnitude] * scale_share);
-    }
-  }
-};
-
-template <class G>
-struct Measure {
-  using Gradient = G;
-  using C = Compute<G>;
-  using Total = Squares<C>;
-  static constexpr const char* kName = "measure";
-  static constexpr int kWidth = vector_width<G, G>();
-  static constexpr int kUnit = 1;
-  using Loaded = Encoded<G, kWidth>;
-
-  double* stats;
-
-  __device__ Measure with_scale() const { return *this; }
-
-  __device__ Loaded load(const Place& at) const {
-    return Loaded::load(static_cast<const G*>(at.segment.data), at.index, at.num_valid);
-  }
-
-  __device__ void decode(const Place& /*at*/, const Loaded& loaded, C (&values)[kWidth]) const {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      values[i] = loaded.template decoded<C>(i);
-    }
-  }
-
-  __device__ void encode(const Place& /*at*/, const C (&values)[kWidth], Total::Batch& batch) const {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      batch.add_value(values[i]);
     }
   }
 };
