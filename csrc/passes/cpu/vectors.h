@@ -32,7 +32,11 @@ FASTSYNC_INLINE Vec<C> load(const T* p) {
   if constexpr (std::is_same_v<C, T>) {
     return load_raw<Vec<C>>(p);
   } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, BFloat16>) {
+#if FASTSYNC_AVX2_LOOPS
+    const auto halves = reinterpret_cast<Bits>(_mm256_cvtepu16_epi32(load_raw<__m128i>(p)));
+#else
     const auto halves = __builtin_convertvector(load_raw<VectorOf<uint16_t, 16>::type>(p), Bits);
+#endif
     return reinterpret_cast<Vec<float>>(halves << 16);
 #if FASTSYNC_AVX2_LOOPS
   } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, Float16>) {
@@ -60,7 +64,12 @@ FASTSYNC_INLINE void store(T* p, Vec<C> vector) {
   } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, BFloat16>) {
     const auto bits = reinterpret_cast<Bits>(vector);
     const Bits high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+#if FASTSYNC_AVX2_LOOPS
+    const auto halves = reinterpret_cast<__m256i>(high);
+    store_raw(p, _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+#else
     store_raw(p, __builtin_convertvector(high, VectorOf<uint16_t, 16>::type));
+#endif
   } else {
     for (int lane = 0; lane < kLanes<C>; ++lane) {
       p[lane] = encode<T>(static_cast<Compute<T>>(vector[lane]));
@@ -92,7 +101,11 @@ FASTSYNC_INLINE void store_numbers(const Ints (&numbers)[4], uint8_t* bytes) {
 
 // As fastsync::round_to_int.
 FASTSYNC_INLINE Ints round_to_ints(Vec<float> values) {
+#if FASTSYNC_AVX2_LOOPS
+  return reinterpret_cast<Ints>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(values)));
+#else
   return reinterpret_cast<Ints>(values + 0x1.8p23F) - 0x4B400000;
+#endif
 }
 
 FASTSYNC_INLINE Vec<float> magnitudes(Vec<float> v) {
