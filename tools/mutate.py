@@ -131,9 +131,8 @@ def main() -> int:
     for number, mutation in enumerate(mutations, 1):
         caught = caught_by(mutation)
         num_survived += caught is None
-        print(
-            f"[{number}/{len(mutations)}] {mutation}\n  {f'caught by {caught}' if caught else 'SURVIVED'}", flush=True
-        )
+        verdict = f"caught by {caught}" if caught else "SURVIVED"
+        print(f"[{number}/{len(mutations)}] {mutation}\n  {verdict}", flush=True)
     print(f"mutate: {num_survived} of {len(mutations)} mistakes have survived")
     return int(num_survived > 0)
 

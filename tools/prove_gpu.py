@@ -28,7 +28,6 @@ NOTHING_COLLECTED = 5  # pytest's exit status
 
 TESTS = "mark.gpu|on_each_device|on_real_devices|in_either_order"
 OF_RANKS = ("engine/test_sums.py",)
-OPERATORS = ("engine/test_ops.py", "engine/test_ops_int8.py", "engine/test_ops_residuals.py")
 # Not on random buckets by the hundred, which would take too long there.
 SANITIZED = {"memcheck": "samples or sizes", "racecheck": "samples", "synccheck": "samples"}
 FUSED, GENERIC = {"FASTSYNC_KERNELS": "auto"}, {"FASTSYNC_KERNELS": "aten"}
@@ -65,7 +64,6 @@ def pytest(file: str, keywords: str, limit: float, before: Sequence[str] = (), *
     """One file's tests in a process of their own: a kernel that fails spoils all that comes after it there."""
     words = ["-m", "pytest", f"tests/{file}", "-m", "gpu", "-k", keywords, "--timeout", "150", "--tb", "short", "-q"]
     plugins = ["-rfEs", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
-    environment |= {"TESTS_WITHOUT_RANKS": "1"} if file in OPERATORS else {}
     settings = {"FAIL_WITHOUT_CUDA": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
     return Command((*before, sys.executable, *words, *plugins), limit, settings)
 
