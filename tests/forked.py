@@ -111,18 +111,25 @@ def run_script(script: Path, *words: str, nproc: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "said"
         said.touch()
-        try:
-            if nproc:
+        if nproc:
+            try:
                 with forked_ranks():
                     torchrun.launch_ranks(_run_script, nproc, script, words, said)
-            else:
-                process = fresh_process_context().Process(target=_run_script, args=(script, words, said))
-                process.start()
+            except ChildFailedError as error:
+                raise AssertionError(_all_of(folder)) from error
+        else:
+            process = fresh_process_context().Process(target=_run_script, args=(script, words, said))
+            process.start()
+            try:
                 process.join()
-                assert process.exitcode == 0, said.read_text()
-        except ChildFailedError as error:
-            raise AssertionError(said.read_text()) from error
+            finally:
+                process.kill()  # where a time limit has ended the wait
+            assert process.exitcode == 0, _all_of(folder)
         return said.read_text().splitlines()[-1]
+
+
+def _all_of(folder: str) -> str:
+    return "".join(path.read_text() for path in Path(folder).iterdir())
 
 
 def _run_script(script: Path, words: Sequence[str], said: Path) -> None:
