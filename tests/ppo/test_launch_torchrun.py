@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import signal
 import socket
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from fastsync.launch.failures import describe
 from fastsync.launch.torchrun import launch_ranks
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
@@ -43,6 +47,27 @@ def test_it_returns_what_the_ranks_return_and_raises_if_one_does() -> None:
             launch_ranks(rank_or_failure, 2, 1)
     assert error.value.get_first_failure()[0] == 1
     assert [signal.getsignal(number) for number in signals] == before
+
+
+def disk_is_full_on_rank_0(folder: str) -> None:
+    """Rank 1 learns that rank 0 is gone, and its process ends first."""
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=time.sleep, args=(LIMIT,)).start()  # which its process waits for once it has raised
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    while not list(Path(folder).rglob("0/error.json")):
+        time.sleep(0.01)
+    raise RuntimeError(
+        "fastsync: bucket 0: rank 0 has ended, or has left the process group, and this rank waits for it"
+    )
+
+
+def test_an_error_about_another_rank_is_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where ranks leave their errors
+    with pytest.raises(ChildFailedError) as error:
+        launch_ranks(disk_is_full_on_rank_0, 2, str(tmp_path))
+    where, reason = describe(error.value)
+    assert reason == "rank 0 failed first: OSError: [Errno 28] No space left on device"
+    assert "disk_is_full_on_rank_0" in where
 
 
 class Launched:
