@@ -60,9 +60,8 @@ else:
     from ._handle import GradientHandle, SyncHandle, handle_of
     from .all_reduce import all_reduce_gradients
     from .attach import GradientSynchronizer, attach
-    from .autotune.choose import Candidate
+    from .autotune.choose import Candidate, GroupProfile
     from .autotune.measure import measure_group
-    from .autotune.profile import GroupProfile
     from .clip import clip_grad_norm_
     from .compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Wire
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook

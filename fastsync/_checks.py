@@ -9,17 +9,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-
-_GRAD_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_COMPLEX_DTYPES = (torch.complex64, torch.complex128)
-
-NODE_MESH = ("nodes", "local")
-"""The names of the dimensions of a mesh that says which ranks share a node, where they have names."""
 
 
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -28,56 +21,21 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
     Raises:
         ValueError: it is none of these, there is no default group, or the mesh has several dimensions.
     """
+    if process_group is None:
+        return dist.distributed_c10d._get_default_group()
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise ValueError(
-                f"process_group: the DeviceMesh has {process_group.ndim} dimensions {process_group.mesh_dim_names}; "
-                "name the one to average over, as in mesh['dp']"
-            )
-        return process_group.get_group()
-    if process_group is not None:
+    if not isinstance(process_group, DeviceMesh):
         raise ValueError(
             f"process_group: expected a ProcessGroup that this rank is a member of, a one-dimensional DeviceMesh, or "
             f"None, got {process_group!r}"
         )
-    if not dist.is_initialized():
+    if process_group.ndim != 1:
         raise ValueError(
-            "process_group: None stands for the default group, and there is none yet; call "
-            "torch.distributed.init_process_group first, or use fastsync.distributed.process_group"
+            f"process_group: the DeviceMesh has {process_group.ndim} dimensions {process_group.mesh_dim_names}; "
+            "name the one to average over, as in mesh['dp']"
         )
-    default = dist.group.WORLD
-    assert default is not None
-    return default
-
-
-def resolve_nodes(
-    process_group: dist.ProcessGroup | DeviceMesh | None,
-) -> tuple[dist.ProcessGroup, int | None]:
-    """As ``resolve_group``, and how many ranks a node has where a mesh of the shape (nodes, ranks per node) says it.
-
-    Raises:
-        ValueError: as ``resolve_group``; or a mesh of two dimensions has other names, or does not hold the default
-            group's ranks in order.
-    """
-    if not isinstance(process_group, DeviceMesh) or process_group.ndim != 2:
-        return resolve_group(process_group), None
-    group = resolve_group(None)
-    names = process_group.mesh_dim_names
-    if names is not None and names != NODE_MESH:
-        # Such as data and tensor parallel: an average over both would be wrong, and nobody would be told.
-        raise ValueError(
-            f"process_group: the DeviceMesh has 2 dimensions {names}; to average over one of them name it, as in "
-            f"mesh[{names[0]!r}]; where they are nodes and the ranks of each, name them {NODE_MESH}"
-        )
-    if process_group.mesh.flatten().tolist() != list(range(group.size())):
-        raise ValueError(
-            f"process_group: the DeviceMesh has 2 dimensions {process_group.mesh_dim_names}, which stand for (nodes, "
-            f"ranks of a node) and have to hold the default group's {group.size()} ranks in order, but hold "
-            f"{process_group.mesh.tolist()}; to average over one dimension name it, as in mesh['dp']"
-        )
-    return group, process_group.size(1)
+    return process_group.get_group()
 
 
 def check_group(group: dist.ProcessGroup, named: Mapping[str, Tensor]) -> None:
@@ -95,12 +53,7 @@ def check_group(group: dist.ProcessGroup, named: Mapping[str, Tensor]) -> None:
 
 
 def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
-    """Picks those that can have gradients, by name, loose ones by index. Raises ValueError if there are none.
-
-    Args:
-        module_or_params: a module, or one or many parameters.
-        argument: what the caller calls them, for errors.
-    """
+    """Names those that can have gradients. Raises ValueError if none requires one, or one cannot be synchronised."""
     return with_gradients(named_parameters(module_or_params, argument), argument)
 
 
@@ -114,36 +67,35 @@ def with_gradients(named: Mapping[str, Tensor], argument: str) -> dict[str, Tens
 
 def named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
     """Names a module's parameters, or loose ones by index. Raises ValueError for what cannot be synchronised."""
+    named: dict[str, Tensor]
     if isinstance(module_or_params, nn.Module):
         _check_unwrapped(module_or_params, argument)
-        check_dense(module_or_params, argument)
         # torch.compile's wrapper must not show in the names, for checkpoints come from models with and without it.
-        named: dict[str, Tensor] = {
-            name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters()
-        }
+        named = {name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters()}
     else:
-        given = listed(module_or_params, argument)
-        for index, parameter in enumerate(given):
+        named = {}
+        seen: set[int] = set()
+        for index, parameter in enumerate(listed(module_or_params)):
             if not isinstance(parameter, Tensor):
                 raise ValueError(
-                    f"{argument}: expected a module or tensors, but number {index} is a {type(parameter).__name__}"
-                    + ("; pass the module or its parameters, not names" if isinstance(parameter, str | tuple) else "")
-                    + ("; pass its parameters()" if isinstance(parameter, nn.Module) else "")
+                    f"{argument}: expected a module or tensors, but number {index} is a {type(parameter).__name__}; "
+                    "pass the module or its parameters, not names"
                 )
-        unique = {id(parameter): (str(index), parameter) for index, parameter in reversed(list(enumerate(given)))}
-        named = dict(reversed(list(unique.values())))
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                named[str(index)] = parameter
     for name, parameter in named.items():
-        _check_parameter(name, parameter, argument)
+        if not parameter.is_leaf:
+            raise ValueError(
+                f"{argument}: tensor {name} is no leaf of the graph (it came from {parameter.grad_fn}), so it has no "
+                ".grad; pass the parameters it was computed from"
+            )
     check_not_sharded(named, argument)
     return named
 
 
-def listed(params: Iterable[Tensor] | Tensor, argument: str) -> list[Tensor]:
-    """Lists loose parameters, one or many. Raises ValueError for what is neither, such as an optimizer."""
-    if not isinstance(params, Iterable):
-        raise ValueError(
-            f"{argument}: expected a module or tensors, got {type(params).__name__}; pass the module or its parameters"
-        )
+def listed(params: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    """Lists loose parameters, one or many."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
@@ -156,42 +108,10 @@ def _check_unwrapped(module: nn.Module, argument: str) -> None:
             )
 
 
-def _check_parameter(name: str, parameter: Tensor, argument: str) -> None:
-    if nn.parameter.is_lazy(parameter):
-        raise ValueError(f"{argument}: parameter {name} is not initialised yet; run a forward first")
-    if not parameter.is_leaf:
-        raise ValueError(
-            f"{argument}: tensor {name} is no leaf of the graph (it came from {parameter.grad_fn}), so it has no "
-            ".grad; pass the parameters it was computed from"
-        )
-    if shares_memory(parameter):
-        raise ValueError(
-            f"{argument}: elements of parameter {name} share memory (shape {list(parameter.shape)}, strides "
-            f"{list(parameter.stride())}), so no optimizer can step it; attach what it was expanded from"
-        )
-
-
-def check_dense(module: nn.Module, argument: str) -> None:
-    """Raises ValueError where the module has embeddings with sparse gradients."""
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise ValueError(
-                f"{argument}: {name}.weight gets sparse gradients ({type(child).__name__} with sparse=True), which "
-                "fastsync does not handle; build it with sparse=False"
-            )
-
-
-def check_dtypes(named: Mapping[str, Tensor], wire: str, argument: str) -> None:
-    """Raises ValueError for parameters of a dtype that the engine, or the wire, does not carry."""
+def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for complex parameters with a wire that is narrower."""
     for name, parameter in named.items():
-        if not parameter.requires_grad or parameter.dtype in _GRAD_DTYPES:
-            continue
-        if parameter.dtype not in _COMPLEX_DTYPES:
-            raise ValueError(
-                f"{argument}: parameter {name} is {parameter.dtype}; fastsync handles float32, float64, float16, "
-                "bfloat16 and complex gradients"
-            )
-        if wire != "none":
+        if wire != "none" and parameter.requires_grad and parameter.is_complex():
             raise ValueError(
                 f"compression: {wire!r} cannot carry parameter {name}, which is {parameter.dtype}; use "
                 "compression='none' for models with complex parameters"
@@ -201,18 +121,14 @@ def check_dtypes(named: Mapping[str, Tensor], wire: str, argument: str) -> None:
 def check_not_sharded(named: Mapping[str, Tensor], argument: str) -> None:
     """Raises ValueError for parameters of which this rank holds a part only, or might."""
     for name, parameter in named.items():
-        if is_sharded_by_fsdp1(parameter):
+        if is_sharded_by_fsdp1(parameter) or is_wrapper(parameter):
+            is_fsdp1 = is_sharded_by_fsdp1(parameter)
+            kind = "sharded by FullyShardedDataParallel" if is_fsdp1 else f"a {type(parameter).__name__}"
             raise ValueError(
-                f"{argument}: parameter {name} is sharded by FullyShardedDataParallel, which gives every rank another "
-                "part of the model and averages gradients itself; use fastsync with a model that every rank holds whole"
-            )
-        if is_wrapper(parameter):
-            raise ValueError(
-                f"{argument}: parameter {name} is a {type(parameter).__name__}, which wraps other tensors, as those "
-                "that fully_shard or tensor parallelism hands out do; this handles plain tensors that every rank holds "
-                "whole. Use fastsync.register_reduce_scatter for models under fully_shard; after tensor parallelism "
-                "call fully_shard with the data-parallel dimension of the mesh first, or, where ranks are to hold "
-                "whole replicas, with one of a single rank, and fastsync.register_all_reduce_hook"
+                f"{argument}: parameter {name} is {kind}, and this handles plain tensors that every rank holds whole. "
+                "Use fastsync.register_reduce_scatter for models under fully_shard. After tensor parallelism call "
+                "fully_shard with the data-parallel dimension of the mesh first, or, for whole replicas, with one of a "
+                "single rank, and fastsync.register_all_reduce_hook"
             )
 
 
@@ -226,32 +142,14 @@ def is_wrapper(tensor: Tensor) -> bool:
     return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
 
 
-def shares_memory(tensor: Tensor) -> bool:
-    """Tells whether elements of a strided tensor lie at one place, as those of an expanded one do."""
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def has_a_stage_of(parameters: Iterable[Tensor]) -> bool:
-    """Tells whether any of them is part of a stage of ``torch.distributed.pipelining``.
-
-    Where there may be stages it looks for them among all objects: call it once.
-    """
+def have_a_stage(parameters: Iterable[Tensor]) -> bool:
+    """Looks among all objects for a stage of ``torch.distributed.pipelining`` that has one of the parameters."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return False
     ours = {id(parameter) for parameter in parameters}
     stages = [each for each in gc.get_objects() if issubclass(type(each), module._PipelineStageBase)]
     return any(id(parameter) in ours for stage in stages for parameter in stage.submod.parameters())
-
-
-def check_no_stage(parameters: Iterable[Tensor]) -> None:
-    """Raises ValueError where gradients of a pipeline's stage would be averaged as backward goes on."""
-    if has_a_stage_of(parameters):
-        raise ValueError(
-            "overlap: these are the parameters of a pipeline's stage, whose schedule runs a backward for every "
-            "micro-batch, or computes gradients past all hooks, as zero-bubble schedules do; use "
-            "fastsync.attach(..., overlap=False), and call synchronize() after schedule.step()"
-        )
 
 
 def check_at_least(options: Any, **least: int) -> None:
@@ -265,8 +163,9 @@ def check_at_least(options: Any, **least: int) -> None:
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Asks, at the end of a sentence, for the names most like this one; empty if none is like it."""
     known = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), known) or difflib.get_close_matches(
-        name.lower(), known, cutoff=0.5
+    word = name.lower()
+    near = difflib.get_close_matches(word.replace("-", "_"), known) or difflib.get_close_matches(
+        word, known, cutoff=0.5
     )
     return f"; did you mean {' or '.join(known[found] for found in near)}?" if near else ""
 

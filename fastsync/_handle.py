@@ -1,19 +1,18 @@
-"""The handles that every entry point returns, which of them are in use, and what optimizers and scalers do to them."""
+"""The handles that entry points return, which of them are in use, and what optimizers and GradScalers do to them."""
 
 from __future__ import annotations
 
 import gc
 import inspect
-import math
 import os
 import re
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -22,17 +21,13 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from .autotune.choose import Candidate, explain, in_engine
 from .autotune.measure import candidates_of
-from .compression import AnyCompression, Auto, Compression, as_compression, on_nodes
+from .compression import AnyCompression, Auto, Compression, as_compression
 from .doctor import cuda_left_out
 from .stats import GradStats, SyncStats
-
-MAX_SCALE_EXPONENT = 118
-"""The engine's fp16 scales lie within 2**±118."""
 
 
 def own_rank() -> int:
@@ -60,10 +55,9 @@ class SyncHandle(ABC):
         """Returns what a resumed run needs to go on as if it had not stopped.
 
         The step and each parameter's fp16 scale are equal on all ranks. What error feedback has not sent yet is each
-        rank's own, and has its rank in its name, such as ``layer.weight of rank 1``: with it, save the states of all
-        ranks, each to a file of its own or all with ``torch.distributed.checkpoint``. Zeros are left out, except before
-        the first sync, for that to load into; scales are not there by then, and begin anew where that loads them. Waits
-        for the device.
+        rank's own, under a name such as ``layer.weight of rank 1``: with error feedback, save the states of all ranks,
+        each to a file of its own or all with ``torch.distributed.checkpoint``. Residuals of zeros are left out, except
+        before the first sync, so that it has tensors to load into; scales then begin anew. Waits for the device.
         """
         named = self._named_parameters()
         scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
@@ -75,56 +69,43 @@ class SyncHandle(ABC):
         }
 
     def _own(self, name: str) -> str:
-        """What this rank's part of a state is called that each rank has one of."""
+        """Names this rank's part of a state that each rank has a part of."""
         return f"{name} of rank {own_rank()}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what ``state_dict()`` returned. Call it on every rank, with the states of one step.
 
-        Of what error feedback has not sent a rank takes its own. Where there is only that of other ranks it warns, and
-        begins without. With another number of ranks leave all of it out: ``state_dict["residuals"] = {}``.
+        Each rank takes its own residuals. If the state has residuals of other ranks only, it warns and begins without.
+        With another number of ranks leave them out: ``state_dict["residuals"] = {}``.
 
         Raises:
-            ValueError: it is no state of an engine, a name is no parameter of the model, the step is no number of
-                steps, a scale is not a power of two within ``2**±118``, or a residual is not
-                of its parameter's size.
+            ValueError: the state is not an engine's, or not this model's.
         """
         named = self._named_parameters()
         scales = state_dict.get("scales") if isinstance(state_dict, dict) else None
         if not isinstance(scales, dict):
-            got = f"keys {list(state_dict)[:3]}" if isinstance(state_dict, dict) else type(state_dict).__name__
-            raise ValueError(f"state_dict: expected what state_dict() returns, a dict with 'scales', got {got}")
-        residuals, step = state_dict.get("residuals", {}), state_dict.get("step", 0)
-        if not isinstance(residuals, dict):
-            raise ValueError(f"state_dict: expected 'residuals' to be a dict by name, got {residuals!r}")
-        names = {self._own(name): name for name in named}  # residuals of older checkpoints have no rank
-        residuals = {names.get(name, name): residual for name, residual in residuals.items()}
-        others = [name for name in residuals if name not in named and re.sub(r" of rank \d+$", "", name) in named]
-        for name in (*scales, *residuals):
-            if name not in named and name not in others:
+            raise ValueError(
+                f"state_dict: expected what state_dict() returns, a dict with 'scales', got {state_dict!r:.80}"
+            )
+        given, own = state_dict.get("residuals", {}), {self._own(name): name for name in named}
+        for name in (*scales, *given):
+            if name not in own and re.sub(r" of rank \d+$", "", name) not in named:
                 raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")
-        residuals = {name: residual for name, residual in residuals.items() if name in named}
-        if others and not residuals:
+        residuals = {own[key]: residual for key, residual in given.items() if key in own}
+        if given and not residuals:
             warnings.warn(
-                f"fastsync: of what error feedback had not sent, the state has that of other ranks ({others[0]!r}) and "
-                f"nothing of rank {own_rank()}, which begins without; to keep it, save the state of every rank",
+                f"fastsync: of what error feedback had not sent, the state has that of other ranks (such as "
+                f"{next(iter(given))!r}) and nothing of rank {own_rank()}, which begins without; to keep it, save the "
+                "state of every rank",
                 stacklevel=2,
             )
-        for name, scale in scales.items():
-            if not _is_scale(scale):
-                raise ValueError(
-                    f"state_dict: the scale of {name!r} is {scale!r}, not a power of two from 2**-{MAX_SCALE_EXPONENT} "
-                    f"to 2**{MAX_SCALE_EXPONENT}"
-                )
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"state_dict: its step has to be a number of steps, got {step!r}")
         for name, residual in residuals.items():
             if not _is_residual(residual, named[name]):
                 raise ValueError(
                     f"state_dict: the residual of {name!r} is not of the parameter's {named[name].numel()} values and "
                     "precision; is it another model's state?"
                 )
-        self._engine.set_step(step)
+        self._engine.set_step(state_dict.get("step", 0))
         self._engine.set_scales([(named[name], scale) for name, scale in scales.items()])
         self._engine.set_residuals([(named[name], residual) for name, residual in residuals.items()])
 
@@ -132,18 +113,12 @@ class SyncHandle(ABC):
 class GradientHandle(SyncHandle):
     """A handle that knows whose gradients it averages, what they travel with, and why."""
 
-    _argument: ClassVar[str]
-    """The argument of the public function that the parameters come from, for errors."""
     _group: dist.ProcessGroup
-    _ranks_per_node: int | None = None
-    """As the caller's DeviceMesh says; None where all links are alike."""
-    _asked: Compression | Auto
-    """The compression, without what a DeviceMesh says."""
     _compression: Compression | Auto
     _candidates: tuple[Candidate, ...]
-    """What buckets may travel with. Equal on all ranks."""
-    _taken_by: ClassVar[str] = ""
-    """Ends the sentence that a parameter is averaged already: by what, and the way out."""
+    """The compressions that buckets may travel with. Equal on all ranks."""
+    _modules: Sequence[ref[nn.Module]] = ()
+    """The modules that ``handle_of`` finds the handle by, the outermost first."""
 
     def __repr__(self) -> str:
         # Asks nothing of the engine, which may be waiting for other ranks in another thread.
@@ -170,14 +145,13 @@ class GradientHandle(SyncHandle):
 
     @compression.setter
     def compression(self, compression: AnyCompression) -> None:
-        self._asked = as_compression(compression)
-        self._follow(on_nodes(self._asked, self._ranks_per_node))
+        self._follow(as_compression(compression))
 
     def explain(self) -> str:
         """Tells what each bucket of the next step travels with, how it gets to other ranks, and why, in a table.
 
         Raises:
-            RuntimeError: no step was synchronised yet, which is when buckets are made.
+            RuntimeError: no step was synchronised yet. The first one makes the buckets.
         """
         stats = self.stats()
         if not stats.buckets:
@@ -188,57 +162,56 @@ class GradientHandle(SyncHandle):
         return explain(self._candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
 
     def remeasure(self) -> None:
-        """Measures the process group again where ``compression`` is chosen by measurement: now that links are others.
+        """Measures the process group again if ``compression`` is an ``Auto``, because links have changed.
 
-        Every rank must call it, between steps. Profiles that were loaded are not used any more.
+        Every rank must call it, between steps.
         """
-        compression = self._compression
-        if isinstance(compression, Auto):
-            compression = replace(compression, profile=None)
-        self._follow(compression, remeasure=True)
+        self._follow(self._compression, remeasure=True)
 
     def _follow(self, compression: Compression | Auto, *, remeasure: bool = False) -> None:
         named = self._planned_parameters()
         warn_of_generic_kernels(self._group, (parameter.device for parameter in named.values()))
-        candidates = candidates_of(compression, self._group, named, self._argument, remeasure=remeasure)
+        candidates = candidates_of(compression, self._group, named, remeasure=remeasure)
         self._engine.set_compressions(in_engine(candidates))
         self._candidates, self._compression = candidates, compression
 
     def _planned_parameters(self) -> Mapping[str, Tensor]:
-        """Those whose gradients have to travel."""
+        """Returns the parameters whose gradients have to travel."""
         return self._named_parameters()
 
     @abstractmethod
     def parameters(self) -> Sequence[Tensor]:
         """Returns the parameters whose gradients are averaged."""
 
-    def taken(self) -> Iterable[Tensor]:
-        """Returns the parameters that nothing else may average."""
-        return self.parameters()
-
     def follow_scaler(self, scaler: GradScaler) -> None:
-        """Lets what error feedback keeps change with the scale of the loss, as gradients do, from the next sync on.
+        """Scales what error feedback keeps by the loss scale, as gradients are, from the next sync on.
 
         ``clip_grad_norm_(scaler=...)`` and ``scaler.step(optimizer)`` do so, too. Call it after
         ``scaler.scale(loss)``, on every rank.
 
         Raises:
-            RuntimeError: it has scaled no loss yet.
+            RuntimeError: the scaler has scaled no loss yet.
         """
         if scaler.is_enabled():
             self._engine.follow_loss_scale(loss_scale(scaler))
 
 
 class ClippableHandle(GradientHandle):
-    """A handle of whole gradients: the norm that their unpack found out is the one that clipping needs."""
+    """A handle of whole gradients: clipping uses the norm that unpacking them has found, and optimizers are watched."""
 
     _claimed_step = -1
+    _taken_by: ClassVar[str]
+    """Ends the sentence that a parameter is averaged already: by what, and the way out."""
+
+    def taken(self) -> Iterable[Tensor]:
+        """Returns the parameters that no other handle may average."""
+        return self.parameters()
 
     def claim_norm(self) -> Tensor:
         """Returns the newest ``GradStats.grad_norm`` for clipping, once: clipping changes it.
 
         Raises:
-            RuntimeError: it has been used up, and no backward was synchronised since.
+            RuntimeError: the norm has been used, and no backward was synchronised since.
         """
         if self.is_norm_used_up():
             raise RuntimeError(
@@ -255,30 +228,31 @@ class ClippableHandle(GradientHandle):
         return self._engine.num_steps() == self._claimed_step and not self._engine.is_captured()
 
     def use_up_norm(self) -> None:
-        """They are about to be clipped."""
+        """Notes that the gradients are about to be clipped."""
         self._claimed_step = self._engine.num_steps()
 
-    def check_not_unscaled(self, optimizer: Optimizer | None) -> None:
-        """Raises RuntimeError where a GradScaler is known to have unscaled the optimizer's gradients; None: anybody's.
+    def check_unscaled_after_sync(self) -> None:
+        """Raises RuntimeError where ``unscale_`` may have come before the gradients were synchronised."""
 
-        One that was never handed over is known once it has stepped an optimizer.
-        """
-        if _some_scaler_has_unscaled(optimizer):
-            raise RuntimeError(
-                "fastsync.clip_grad_norm_: a GradScaler has unscaled gradients since they were synchronised, so that "
-                "the norm that is known is too large by its scale; pass optimizer= and scaler=, or use "
-                "torch.nn.utils.clip_grad_norm_"
-            )
+    def check_before_step(self, optimizer: Optimizer, stepped: Mapping[int, Tensor]) -> None:
+        """Raises RuntimeError if an optimizer is about to step inside backward. ``stepped``: its parameters, by id."""
+        if torch._C._current_graph_task_id() == -1:
+            return
+        for parameter in self.parameters():
+            if id(parameter) in stepped:
+                raise RuntimeError(
+                    f"fastsync: {type(optimizer).__name__} stepped inside backward() with a parameter of shape "
+                    f"{list(parameter.shape)} whose gradients are averaged over ranks when backward() ends, so it "
+                    "would use this rank's own gradients and ranks would drift apart; let one optimizer step after "
+                    "backward() has returned, or do not attach these parameters"
+                )
 
-    def check_backward_synchronised(self) -> None:
-        """Raises RuntimeError where not a backward but the user had the gradients synchronised."""
-
-
-def _is_scale(scale: object) -> bool:
-    if not isinstance(scale, float):
-        return False
-    fraction, exponent = math.frexp(scale)
-    return fraction == 0.5 and abs(exponent - 1) <= MAX_SCALE_EXPONENT
+    def note_step(self, stepped: Mapping[int, Tensor], scaler: GradScaler | None) -> None:
+        """Tells the engine of an optimizer's step: fused ones and writes to ``.data`` change no version counter."""
+        if any(id(parameter) in stepped for parameter in self.parameters()):
+            self._engine.note_update()  # type: ignore[union-attr]  # sharded models have no such handle
+            if scaler is not None:
+                self.follow_scaler(scaler)
 
 
 def _no_residual(parameter: Tensor) -> Tensor:
@@ -316,86 +290,75 @@ def warn_of_generic_kernels(group: dist.ProcessGroup, devices: Iterable[torch.de
 
 # One thread may attach while another steps, or detaches; and a handle may be collected while this is held.
 _lock = threading.RLock()
-_handles: WeakKeyDictionary[nn.Module, WeakSet[GradientHandle]] = WeakKeyDictionary()
-"""By the module that they were made for, or that they look after. None keeps the other alive."""
-_watched: WeakSet[ClippableHandle] = WeakSet()
-"""Those whose optimizers are watched."""
-_hooks: list[RemovableHandle] = []
-"""Of all optimizers, while one of them is watched."""
-_checks: list[Callable[[Optimizer], None]] = []
+_in_use: WeakSet[GradientHandle] = WeakSet()
+_kept: WeakKeyDictionary[nn.Module, list[GradientHandle]] = WeakKeyDictionary()
+"""Keeps handles alive for as long as one of these modules lives."""
+NOBODY = nn.Module()
+"""Keeps handles of loose parameters alive until ``detach()``."""
 
 
-def remember(handle: GradientHandle, modules: Iterable[nn.Module]) -> None:
-    """Lets ``handle_of`` find the handle."""
-    with _lock:
-        for module in modules:
-            _handles.setdefault(module, WeakSet()).add(handle)
+def begin_use(handle: GradientHandle, modules: Sequence[nn.Module], kept_by: Iterable[nn.Module] = ()) -> None:
+    """Lets ``handle_of`` find the handle by its modules, the outermost first, and watches optimizers' steps.
 
-
-def watch(handle: ClippableHandle) -> None:
-    """From now on its parameters are taken, and its engine hears of optimizers' steps. One inside backward raises.
-
-    Of each step the engine is told, for version counters are left as they are by a fused one and by what writes to
-    ``.data``.
+    The handle must not keep the modules of ``kept_by`` alive, which keep it alive.
     """
+    handle._modules = [ref(module) for module in modules]
     with _lock:
-        _watched.add(handle)
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
-            _hooks.append(register_optimizer_step_post_hook(_after_step))
-    finalize(handle, _let_optimizers_be).atexit = False
+        _in_use.add(handle)
+        for module in kept_by:
+            _kept.setdefault(module, []).append(handle)
+    _watch_optimizers()
 
 
-def forget(handle: GradientHandle) -> None:
-    """Ends what ``remember`` and ``watch`` began."""
+def end_use(handle: GradientHandle) -> None:
+    """Ends what ``begin_use`` began."""
     with _lock:
-        if isinstance(handle, ClippableHandle):
-            _watched.discard(handle)
-        for handles in _handles.values():
-            handles.discard(handle)
-        _let_optimizers_be()
+        _in_use.discard(handle)
+        for handles in _kept.values():
+            if handle in handles:
+                handles.remove(handle)
 
 
-def watched() -> list[ClippableHandle]:
-    """Returns those that are watched, in a list of its own: another thread may attach meanwhile."""
+def _clippable() -> list[ClippableHandle]:
+    """Returns those in use, in a list of its own: another thread may attach meanwhile."""
     with _lock:
-        return list(_watched)
+        return [handle for handle in _in_use if isinstance(handle, ClippableHandle)]
 
 
-def modules_of(handle: GradientHandle) -> list[nn.Module]:
-    """Returns the modules that it was remembered for, the outermost first."""
-    with _lock:
-        return [module for module, handles in _handles.items() if handle in handles]
+def taken_parameters() -> dict[int, ClippableHandle]:
+    """Returns which handle averages a parameter, by the parameter's id."""
+    return {id(parameter): handle for handle in _clippable() for parameter in handle.taken()}
 
 
 def check_free(named: Mapping[str, Tensor], argument: str) -> None:
     """Raises ValueError where a handle in use averages one of these parameters already."""
-    if _first_taken(named) is not None:
+    if not taken_parameters().keys().isdisjoint(map(id, named.values())):
         gc.collect()  # DDP is part of reference cycles, and that one may be in use no more
-    if (taken := _first_taken(named)) is not None:
-        name, handle = taken
-        raise ValueError(f"{argument}: parameter {name} is averaged already, {handle._taken_by}")
+    taken = taken_parameters()
+    for name, parameter in named.items():
+        if id(parameter) in taken:
+            raise ValueError(f"{argument}: parameter {name} is averaged already, {taken[id(parameter)]._taken_by}")
 
 
-def _first_taken(named: Mapping[str, Tensor]) -> tuple[str, ClippableHandle] | None:
-    taken = {id(p): handle for handle in watched() for p in handle.taken()}
-    return next(((name, taken[id(p)]) for name, p in named.items() if id(p) in taken), None)
+def handles_of(module: nn.Module) -> list[GradientHandle]:
+    """Returns the handles that ``begin_use`` was called with for this module."""
+    with _lock:
+        return [handle for handle in _in_use if any(known() is module for known in handle._modules)]
 
 
 def handle_of(module: nn.Module) -> GradientHandle:
-    """Finds the handle that averages a module's gradients, where what made it is out of reach.
+    """Finds the handle that averages a module's gradients.
 
     Args:
         module: what ``attach``, ``register_comm_hook``, ``register_reduce_scatter`` or ``register_all_reduce_hook`` was
-            given, or of an attached model a part with parameters of its own.
+            given, or a part of an attached model that has parameters of its own.
 
     Raises:
-        ValueError: it is no module, there is none, or there are several.
+        ValueError: the argument is not a module, or it has no handle or several.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    with _lock:
-        handles = list(_handles.get(module, WeakSet()))
+    handles = handles_of(module)
     if len(handles) != 1:
         raise ValueError(
             f"module: {len(handles) or 'no'} handles of fastsync look after this {type(module).__name__}; pass the "
@@ -406,81 +369,48 @@ def handle_of(module: nn.Module) -> GradientHandle:
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------
 
-_WAY_OUT = (
-    "so it would use this rank's own gradients and ranks would drift apart; let one optimizer step after backward() "
-    "has returned, or do not attach these parameters"
-)
 
-
-def before_each_step(check: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
-    """Has it called before each step of any optimizer, while something is watched."""
-    _checks.append(check)
-    return check
-
-
-def check_no_optimizer_in_backward(named: Mapping[str, Tensor], argument: str) -> None:
-    """Raises ValueError for parameters that torch's ``_apply_optimizer_in_backward`` was called with."""
-    for name, parameter in named.items():
-        if hasattr(parameter, "_in_backward_optimizers"):
-            raise ValueError(
-                f"{argument}: parameter {name} has an optimizer that steps inside backward() "
-                f"(_apply_optimizer_in_backward), {_WAY_OUT}"
-            )
-
-
-def _let_optimizers_be() -> None:
-    """Where nothing is watched any more."""
-    with _lock:
-        if not list(_watched):
-            while _hooks:
-                _hooks.pop().remove()
+@cache  # once a process: without handles the hooks do nothing
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    for check in _checks:
-        check(optimizer)
-
-
-@before_each_step
-def _check_not_in_backward(optimizer: Optimizer) -> None:
-    if torch._C._current_graph_task_id() == -1:
-        return
-    averaged = {id(parameter) for handle in watched() for parameter in handle.parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in averaged:
-                raise RuntimeError(
-                    f"fastsync: {type(optimizer).__name__} stepped inside backward() with a parameter of shape "
-                    f"{list(parameter.shape)} whose gradients are averaged over ranks when backward() ends, {_WAY_OUT}"
-                )
+    if handles := _clippable():
+        stepped = _parameters_of(optimizer)
+        for handle in handles:
+            handle.check_before_step(optimizer, stepped)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    scaler = _scaler_that_steps()
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for handle in watched():
-        if not stepped.isdisjoint(map(id, handle.parameters())):
-            handle._engine.note_update()  # type: ignore[union-attr]  # sharded models are not watched
-            if scaler is not None:
-                handle.follow_scaler(scaler)
+    if handles := _clippable():
+        stepped, scaler = _parameters_of(optimizer), _scaler_that_steps()
+        for handle in handles:
+            handle.note_step(stepped, scaler)
+
+
+def _parameters_of(optimizer: Optimizer) -> dict[int, Tensor]:
+    return {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 # ---- GradScalers, asked without waiting for the device --------------------------------------------------------------
 
 _scalers: WeakSet[GradScaler] = WeakSet()
+"""The scalers that ``clip_grad_norm_`` was given, or that have stepped an optimizer."""
 
 
 def note_scaler(scaler: GradScaler) -> None:
-    """It is known from now on."""
+    """Remembers the scaler for ``check_not_unscaled``."""
     with _lock:
         _scalers.add(scaler)
 
 
 def loss_scale(scaler: GradScaler) -> Tensor:
-    """The tensor that ``update()`` writes the scale to, on its own device.
+    """Returns the tensor that ``update()`` writes the scale to, on its own device.
 
     Raises:
-        RuntimeError: it has scaled no loss yet.
+        RuntimeError: the scaler has scaled no loss yet.
     """
     scale: Tensor | None = scaler._scale
     if scale is None:
@@ -505,20 +435,23 @@ def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     return stage is OptState.UNSCALED
 
 
-def _some_scaler_has_unscaled(optimizer: Optimizer | None) -> bool:
-    """Tells whether a GradScaler that is known has unscaled the optimizer's gradients; None: any optimizer's.
+def check_not_unscaled(optimizer: Optimizer | None) -> None:
+    """Raises RuntimeError where a known GradScaler has unscaled the optimizer's gradients; None: any optimizer's.
 
     Unscaling leaves no trace in the gradients: their version counters do not count it.
     """
     with _lock:
         stages = [_stages(scaler) for scaler in _scalers]
-    return any(
-        OptState.UNSCALED in (each.values() if optimizer is None else [each.get(id(optimizer))]) for each in stages
-    )
+    if any(OptState.UNSCALED in (each.values() if optimizer is None else [each.get(id(optimizer))]) for each in stages):
+        raise RuntimeError(
+            "fastsync.clip_grad_norm_: a GradScaler has unscaled gradients since they were synchronised, so that "
+            "the norm that is known is too large by its scale; pass optimizer= and scaler=, or use "
+            "torch.nn.utils.clip_grad_norm_"
+        )
 
 
 def _scaler_that_steps() -> GradScaler | None:
-    """Called as an optimizer steps, notices the GradScaler that has called it: nothing but the stack tells."""
+    """Finds the GradScaler that has called the optimizer's step. Nothing but the stack tells."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back
@@ -530,7 +463,7 @@ def _scaler_that_steps() -> GradScaler | None:
 
 
 def _stages(scaler: GradScaler) -> dict[int, Any]:
-    """The stage of each optimizer by its id; of those that have been unscaled or stepped since the last update."""
+    """Returns the stages of optimizers that were unscaled or stepped since the last update, by the optimizer's id."""
     if not scaler.is_enabled():
         return {}
     return {key: state["stage"] for key, state in scaler._per_optimizer_states.items()}

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from ._checks import check_group, listed, resolve_nodes, trainable_parameters
-from .attach import BUCKET_CAP_MB, GradientSynchronizer
+from ._checks import check_group, listed, resolve_group, trainable_parameters
+from .attach import GradientSynchronizer
 from .autotune.choose import in_engine
 from .autotune.measure import candidates_of
-from .compression import AnyCompression, Auto, Compression, as_compression, on_nodes
+from .compression import AnyCompression, Auto, Compression, as_compression
 from .stats import GradStats
 
 
@@ -28,12 +28,11 @@ def all_reduce_gradients(
     """Averages the gradients of the parameters over the ranks, now, without hooks. Every rank must call it.
 
     A parameter without a gradient here counts as zeros where another rank has one, and keeps ``grad is None`` where
-    none has. The parameters may be others at each call. A set of parameters that is new, or was not used among the
-    newest 32 sets of the group, makes the ranks agree anew, and so does another compression than in its call before.
-    What error feedback has not sent yet stays with the set.
+    none has. The ranks agree anew at each new set of parameters, unless it was among the newest 32 sets of the group,
+    and at each other compression than in its call before. What error feedback has not sent yet stays with the set.
 
     Args:
-        params: the parameters, or their module.
+        params: the parameters, or their module. They may be others at each call.
         compression: as in ``attach``.
         process_group: as in ``attach``.
 
@@ -41,24 +40,23 @@ def all_reduce_gradients(
         The statistics of the averaged gradients, among them their norm.
 
     Raises:
-        ValueError: an argument is not what it should be, none of the parameters requires a gradient, or the ranks
-            differ in parameters or settings.
+        ValueError: an argument is refused, none of the parameters requires a gradient, or the ranks differ in
+            parameters or settings.
         RuntimeError: another rank did not take part in time, or is lost.
     """
-    group, ranks_per_node = resolve_nodes(process_group)
-    chosen = on_nodes(as_compression(compression), ranks_per_node)
+    group, chosen = resolve_group(process_group), as_compression(compression)
     if not isinstance(params, nn.Module):
-        params = listed(params, "params")
+        params = listed(params)
     given = list(params.parameters()) if isinstance(params, nn.Module) else params
     known = _engines.setdefault(group, [])
     found = next((each for each in reversed(known) if each.serves(given)), None)
     if found is None:
         named = trainable_parameters(params, "params")
         check_group(group, named)
-        engine = GradientSynchronizer(named, chosen, group, ranks_per_node, BUCKET_CAP_MB)._engine
-        # Which one is forgotten follows from the calls alone, for these are alike on all ranks: a new engine makes the
-        # ranks agree, and a rank must not be alone with that. What still lives is not alike, as garbage is collected
-        # here and not yet there; it decides about memory only.
+        engine = GradientSynchronizer(named, chosen, group)._engine
+        # The calls alone decide which engine is forgotten, because they are alike on all ranks: a new engine makes the
+        # ranks agree, and a rank must not be alone with that. Lifetimes are not alike, as garbage is collected here and
+        # not yet there; they decide about memory only.
         del known[: max(0, len(known) + 1 - MAX_ENGINES)]
         for each in known:
             each.free_if_useless()
@@ -68,7 +66,7 @@ def all_reduce_gradients(
     known.append(found)
     assert found.engine is not None
     if found.compression != chosen:
-        candidates = candidates_of(chosen, group, trainable_parameters(params, "params"), "params")
+        candidates = candidates_of(chosen, group, trainable_parameters(params, "params"))
         found.engine.set_compressions(in_engine(candidates))
         found.compression = chosen
     found.engine.synchronize()

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("eval", help="play episodes with a trained policy", add_help=False)
     commands.add_parser("doctor", help="tell what works on this machine, and what does not")
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # What follows the subcommand is its own, also where it looks like an option of this parser.
+    # The words behind the subcommand are its own, even if they look like options of this parser.
     options, rest = parser.parse_known_args(words[:1])
     rest += words[1:]
     if options.command != "doctor":

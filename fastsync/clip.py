@@ -1,17 +1,22 @@
 """Gradient clipping with the norm that the engine already has."""
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ._handle import ClippableHandle, GradientHandle, SyncHandle, has_unscaled, loss_scale, note_scaler
+from ._handle import (
+    ClippableHandle,
+    GradientHandle,
+    check_not_unscaled,
+    has_unscaled,
+    loss_scale,
+    note_scaler,
+)
 
 
 def clip_grad_norm_(
-    sync_or_params: GradientHandle | Iterable[Tensor] | Tensor,
+    sync: GradientHandle,
     max_norm: float | Tensor,
     *,
     optimizer: Optimizer | None = None,
@@ -21,79 +26,71 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales the gradients so that their norm is at most ``max_norm``; the host never waits to find out.
 
-    Given a handle, the norm is the one that its unpack found out. Call this once after each backward that was
-    synchronised, before anything else changes the gradients. Given parameters, such as those of a model under
-    ``fully_shard``, it is ``torch.nn.utils.clip_grad_norm_``.
+    The norm is the one that unpacking has found. Call it once after each synchronised backward, before anything else
+    changes the gradients.
 
     Args:
-        sync_or_params: what ``attach`` or ``register_comm_hook`` returned, or parameters (one or many).
+        sync: what ``attach`` or ``register_comm_hook`` returned.
         max_norm: positive, for gradients without a scaler's scale. It may be a 0-dim tensor on their device.
         optimizer: the one that steps with these gradients. A fused one takes the coefficient into its next step.
-        scaler: the one that has scaled the loss; it goes with the optimizer that it will step.
+        scaler: the one that has scaled the loss. It needs ``optimizer``.
         norm_type: of which p-norm; any but 2 takes a pass over the gradients.
-        error_if_nonfinite: raise where the norm is inf or nan, before anything is scaled. On a GPU the host waits.
+        error_if_nonfinite: raise if the norm is inf or nan, before anything is scaled. On a GPU the host waits.
 
     Returns:
         The norm before clipping, without the scaler's scale, a 0-dim float32 tensor on the gradients' device.
 
     Raises:
-        ValueError: an argument is not what it should be, or does not go with another one.
-        RuntimeError: the norm is not known, as where the gradients were clipped or changed since they were
-            synchronised, or unscaled by a scaler that is not passed; or it is not finite and may not be.
+        ValueError: an argument is refused, or does not go with another one.
+        RuntimeError: the norm is not known: the gradients were clipped, changed or unscaled since they were
+            synchronised. Or it is not finite, with ``error_if_nonfinite``.
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
-    if isinstance(sync_or_params, ClippableHandle):
-        others = [] if optimizer is None else _other_gradients(optimizer, sync_or_params)
-        if others and scaler is None:
-            raise ValueError(
-                f"optimizer: it also steps a parameter of shape {list(others[0].shape)} that is not clipped here; "
-                "leave optimizer out, or clip all of its parameters together"
-            )
-        if scaler is not None and scaler.is_enabled():
-            note_scaler(scaler)
-            if optimizer is None:
-                raise ValueError(
-                    "scaler: serves only together with optimizer=, the one that scaler.step() will be called with: for "
-                    "it the scaler knows whether the gradients are scaled"
-                )
-        if norm_type == 2.0:
-            grad_norm = _known_norm(sync_or_params, optimizer, scaler)
-        else:
-            grad_norm = _other_norm(sync_or_params, norm_type, optimizer, scaler)
-        if error_if_nonfinite and not grad_norm.isfinite():
-            raise RuntimeError(
-                f"fastsync.clip_grad_norm_: the norm of the gradients is {grad_norm.item()}; skip this step, or leave "
-                "out error_if_nonfinite"
-            )
-        divisor = (grad_norm + 1e-6).div_(max_norm).clamp_(min=1.0)
-        if optimizer is not None and not others and _takes_grad_scale(optimizer):
-            _scale_next_step(optimizer, divisor)
-        else:
-            _multiply(_gradients(sync_or_params), divisor.reciprocal())
-        return grad_norm
-    if isinstance(sync_or_params, nn.Module | SyncHandle):
+    if not isinstance(sync, ClippableHandle):
         raise ValueError(
-            "sync_or_params: expected what attach or register_comm_hook returned, or parameters, got "
-            f"{type(sync_or_params).__name__}; model.parameters() always works"
+            f"sync: expected what attach or register_comm_hook returned, got {type(sync).__name__}; for parameters and "
+            "models under fully_shard use torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
         )
-    for name, argument in (("optimizer", optimizer), ("scaler", scaler)):
-        if argument is not None:
+    others = [] if optimizer is None else _other_gradients(optimizer, sync)
+    if others and scaler is None:
+        raise ValueError(
+            f"optimizer: it also steps a parameter of shape {list(others[0].shape)} that is not clipped here; "
+            "leave optimizer out, or clip all of its parameters together"
+        )
+    if scaler is not None and scaler.is_enabled():
+        note_scaler(scaler)
+        if optimizer is None:
             raise ValueError(
-                f"{name}: serves only with what attach or register_comm_hook returned, not with parameters"
+                "scaler: serves only together with optimizer=, the one that scaler.step() will be called with: for it "
+                "the scaler knows whether the gradients are scaled"
             )
-    return torch.nn.utils.clip_grad_norm_(sync_or_params, float(max_norm), norm_type, error_if_nonfinite)
+    if norm_type == 2.0:
+        grad_norm = _known_norm(sync, optimizer, scaler)
+    else:
+        grad_norm = _other_norm(sync, norm_type, optimizer, scaler)
+    if error_if_nonfinite and not grad_norm.isfinite():
+        raise RuntimeError(
+            f"fastsync.clip_grad_norm_: the norm of the gradients is {grad_norm.item()}; skip this step, or leave out "
+            "error_if_nonfinite"
+        )
+    divisor = (grad_norm + 1e-6).div_(max_norm).clamp_(min=1.0)
+    if optimizer is not None and not others and _takes_grad_scale(optimizer):
+        _scale_next_step(optimizer, divisor)
+    else:
+        _multiply(_gradients(sync), divisor.reciprocal())
+    return grad_norm
 
 
 def _known_norm(sync: ClippableHandle, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
     """The norm of the synchronised gradients, without the scaler's scale."""
     if scaler is None:
-        sync.check_not_unscaled(optimizer)
+        check_not_unscaled(optimizer)
     if scaler is None or not scaler.is_enabled():
         return sync.claim_norm()
     assert optimizer is not None
     if has_unscaled(scaler, optimizer):
-        sync.check_backward_synchronised()
+        sync.check_unscaled_after_sync()
     sync.follow_scaler(scaler)
     scale = loss_scale(scaler).to(next(iter(sync.parameters())).device, non_blocking=True)
     return sync.claim_norm() / scale

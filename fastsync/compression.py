@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from ._checks import did_you_mean
-
-if TYPE_CHECKING:
-    from .autotune.profile import GroupProfile
 
 Wire = Literal["none", "bf16", "fp16", "int8", "int4"]
 Reduce = Literal["wire", "fp32"]
@@ -41,59 +38,54 @@ class Compression:
     ``"int4"``: from -7 to 7, 128 behind a scale, too; it needs error feedback to learn as well."""
     reduce: Reduce | None = None
     """``"wire"``: the process group's all-reduce adds, in the wire's dtype. ``"fp32"``: ranks send each other what they
-    have and add in float32, so that the error does not grow with their number. By default ``"fp32"`` for int8 and int4,
-    which cannot be added on the wire, and for two levels; else ``"wire"``. Ranks on CPUs that share memory add in
-    float32 either way."""
+    have and add in float32, so that the error does not grow with their number. By default ``"fp32"`` for int8, int4 and
+    two levels, else ``"wire"``. Ranks on CPUs that share memory add in float32 either way."""
     error_feedback: bool = False
     """Keep what rounding lost, and add it to the next step's gradients. Needs ``reduce="fp32"``."""
     algorithm: Algorithm | None = None
     """With ``reduce="fp32"``. ``"one_shot"``: every rank sends all of its values to every other. ``"two_shot"``: every
-    rank sends each other its part, which that one adds, rounds once more and sends to all. By default one_shot between
-    two ranks and for small buckets, else two_shot."""
+    rank adds a part of the values, rounds the sums once more and sends them to all. By default one_shot between two
+    ranks and for small buckets, else two_shot."""
     ranks_per_node: int | None = None
-    """Two levels: ranks of a node, which has that many with consecutive numbers, first add among themselves, at the
-    gradients' own width; only between nodes do the gradients travel as said here, and the sums also inside the node
-    that they came to. The number of ranks has to be a multiple of it; if it is the same, there is one node, and nothing
-    is compressed. Needs ``reduce="fp32"``, and has an algorithm of its own. None or 1: all links are alike."""
+    """Two levels: nodes have so many ranks, with consecutive numbers. Inside a node gradients are added at full width;
+    between nodes they travel as said here. The number of ranks has to be a multiple of it. A single node does not
+    compress. Needs ``reduce="fp32"``, and has an algorithm of its own. None or 1: all links are alike."""
 
     def __post_init__(self) -> None:
         if self.wire not in get_args(Wire):
             raise unknown(self.wire)
-        if self.ranks_per_node is not None and not (is_int(self.ranks_per_node) and self.ranks_per_node >= 1):
+        if self.ranks_per_node is not None and (type(self.ranks_per_node) is not int or self.ranks_per_node < 1):
             raise ValueError(f"compression: ranks_per_node has to be None or at least 1, got {self.ranks_per_node!r}")
         if self.reduce is None:
             object.__setattr__(self, "reduce", "fp32" if self.wire in BLOCKS or self._has_two_levels() else "wire")
-        for name, options in (("reduce", get_args(Reduce)), ("algorithm", (None, *get_args(Algorithm)))):
-            if (value := getattr(self, name)) not in options:
-                expected = ", ".join(repr(option) for option in options)
-                raise ValueError(f"compression: {name} has to be one of {expected}, got {value!r}")
-        if not isinstance(self.error_feedback, bool):
-            raise ValueError(f"compression: error_feedback has to be True or False, got {self.error_feedback!r}")
-        self._check_combination()
+        options = {
+            "reduce": get_args(Reduce),
+            "algorithm": (None, *get_args(Algorithm)),
+            "error_feedback": (True, False),
+        }
+        for name, known in options.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"compression: {name} has to be one of {', '.join(map(repr, known))}, got {value!r}")
+        if why := self._why_not():
+            raise ValueError(f"compression: {why}")
 
-    def _check_combination(self) -> None:
-        if self.wire in BLOCKS and self.reduce == "wire":
-            raise ValueError(
-                f"compression: {self.wire} blocks cannot be added on the wire; leave reduce out or use 'fp32'"
-            )
+    def _why_not(self) -> str | None:
+        """Says which two values do not go together."""
         if self.error_feedback and self.wire == "none":
-            raise ValueError("compression: error_feedback needs a wire that loses something, and 'none' does not")
-        if self.error_feedback and self.reduce == "wire":
-            raise ValueError("compression: error_feedback needs reduce='fp32': nobody keeps what an all-reduce loses")
-        if self.algorithm is not None and self.reduce == "wire":
-            raise ValueError(
-                f"compression: algorithm={self.algorithm!r} needs reduce='fp32'; with reduce='wire' the process "
-                "group's all-reduce has its own"
-            )
-        if self._has_two_levels() and self.reduce == "wire":
-            raise ValueError(
-                f"compression: ranks_per_node={self.ranks_per_node} needs reduce='fp32': no all-reduce knows of nodes"
-            )
+            return "error_feedback needs a wire that loses something, and 'none' does not"
         if self._has_two_levels() and self.algorithm is not None:
-            raise ValueError(
-                f"compression: ranks_per_node={self.ranks_per_node} has an algorithm of its own; leave out "
-                f"algorithm={self.algorithm!r}"
-            )
+            return f"ranks_per_node={self.ranks_per_node} has an algorithm of its own; leave out {self.algorithm!r}"
+        if self.reduce == "fp32":
+            return None
+        if self.wire in BLOCKS:
+            return f"{self.wire} blocks cannot be added on the wire; leave reduce out or use 'fp32'"
+        if self.error_feedback:
+            return "error_feedback needs reduce='fp32': nobody keeps what an all-reduce loses"
+        if self.algorithm is not None:
+            return f"algorithm={self.algorithm!r} needs reduce='fp32'; with reduce='wire' the all-reduce has its own"
+        if self._has_two_levels():
+            return f"ranks_per_node={self.ranks_per_node} needs reduce='fp32': no all-reduce knows of nodes"
+        return None
 
     def _has_two_levels(self) -> bool:
         return self.ranks_per_node is not None and self.ranks_per_node > 1
@@ -122,8 +114,6 @@ class Auto:
 
     allow: tuple[str, ...] = ()
     """Lossier wires that are candidates too. There is ``"int8"``, which comes with error feedback."""
-    profile: GroupProfile | None = None
-    """What ``measure_group`` found, also as ``GroupProfile.load`` gives it. By default the group is measured."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.allow, tuple) or any(wire not in LOSSIER for wire in self.allow):
@@ -131,7 +121,7 @@ class Auto:
 
 
 AnyCompression: TypeAlias = Compression | Auto | str
-"""What can be passed as ``compression``: the name of a wire, ``"auto"``, or one of these objects."""
+"""The types of ``compression``: the name of a wire, ``"auto"``, or one of these objects."""
 
 
 def as_compression(compression: AnyCompression) -> Compression | Auto:
@@ -146,27 +136,6 @@ def as_compression(compression: AnyCompression) -> Compression | Auto:
 @lru_cache  # all_reduce_gradients asks at every step
 def _named(name: str) -> Compression | Auto:
     return Auto() if name == "auto" else Compression(name)  # type: ignore[arg-type]  # it refuses what is no wire
-
-
-def on_nodes(compression: Compression | Auto, ranks_per_node: int | None) -> Compression | Auto:
-    """Returns the same between nodes of so many ranks. None or 1 leaves it as it is.
-
-    Raises:
-        ValueError: it says something else about nodes, has an algorithm without nodes, or is an ``Auto``.
-    """
-    if ranks_per_node is None or ranks_per_node == 1:
-        return compression
-    if isinstance(compression, Auto):
-        raise ValueError(
-            f"compression: {compression} measures ranks whose links are alike, and the process group's DeviceMesh says "
-            f"that nodes have {ranks_per_node} each; name a Compression"
-        )
-    if compression.ranks_per_node not in (None, ranks_per_node):
-        raise ValueError(
-            f"compression: ranks_per_node={compression.ranks_per_node}, but the process group's DeviceMesh has nodes "
-            f"of {ranks_per_node} ranks; leave it out"
-        )
-    return replace(compression, reduce="fp32", ranks_per_node=ranks_per_node)
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -192,10 +161,7 @@ def parse_compression(text: str) -> Compression | Auto:
             f"compression: expected one of {', '.join(names)}, or a wire with options such as int8+ef "
             f"({', '.join(_OPTIONS)}), got {text!r}{did_you_mean(text, names)}"
         )
-    values: dict[str, Any] = {}
-    for name, value in (item for option in options for item in _OPTIONS[option].items()):
-        if values.setdefault(name, value) != value:
-            raise ValueError(f"compression: {text!r} says both {name}={values[name]!r} and {value!r}")
+    values = {name: value for option in options for name, value in _OPTIONS[option].items()}
     return Compression(wire, **values)  # type: ignore[arg-type]  # it is one of them
 
 
@@ -203,8 +169,3 @@ def unknown(compression: object) -> ValueError:
     """Makes the error for what is no compression."""
     meant = did_you_mean(compression, (*get_args(Wire), "auto")) if isinstance(compression, str) else ""
     return ValueError(f"compression: expected one of {_EXPECTED}, got {compression!r}{meant}")
-
-
-def is_int(value: Any) -> bool:
-    """Tells whether it is a whole number; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -10,16 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
-from ._checks import (
-    check_dense,
-    check_dtypes,
-    check_group,
-    check_not_sharded,
-    has_a_stage_of,
-    resolve_group,
-    resolve_nodes,
-)
-from ._handle import ClippableHandle, SyncHandle, check_free, remember, warn_of_generic_kernels, watch
+from ._checks import check_group, check_not_sharded, have_a_stage, resolve_group
+from ._handle import ClippableHandle, SyncHandle, begin_use, check_free, handles_of, warn_of_generic_kernels
 from .autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 
@@ -49,7 +41,6 @@ class HookState(SyncHandle):
 class CommHook(HookState, ClippableHandle):
     """The handle of a hook that ``register_comm_hook`` put into a DDP model."""
 
-    _argument = "ddp_model"
     _taken_by = (
         "by register_comm_hook on a DistributedDataParallel that has it; leave one of the two out. To attach a model "
         "that was wrapped, drop the wrapper first"
@@ -57,14 +48,9 @@ class CommHook(HookState, ClippableHandle):
     _is_stage: bool | None = None  # of a pipeline; None until somebody asks
 
     def __init__(
-        self,
-        ddp_model: DistributedDataParallel,
-        compression: AnyCompression,
-        process_group: dist.ProcessGroup,
-        ranks_per_node: int | None,
+        self, ddp_model: DistributedDataParallel, compression: AnyCompression, process_group: dist.ProcessGroup
     ) -> None:
         super().__init__(process_group, module=ddp_model.module)
-        self._ranks_per_node = ranks_per_node
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
         # DDP too decides once, when it wraps a model, which parameters it serves.
         self._parameters = [
@@ -75,7 +61,7 @@ class CommHook(HookState, ClippableHandle):
         _C.register_hook(ddp_model.reducer, self._engine)
 
     def taken(self) -> list[nn.Parameter]:
-        """As ``GradientHandle.taken``."""
+        """As ``ClippableHandle.taken``."""
         return [] if self._ddp_model() is None else self._parameters
 
     def parameters(self) -> list[nn.Parameter]:
@@ -83,9 +69,9 @@ class CommHook(HookState, ClippableHandle):
         return self._parameters
 
     def claim_norm(self) -> Tensor:
-        """As ``ClippableHandle.claim_norm``; also refuses where a pipeline divides what the hook has left."""
+        """As ``ClippableHandle.claim_norm``; also raises if a pipeline divides the gradients after the hook."""
         if self._is_stage is None:
-            self._is_stage = has_a_stage_of(self._parameters)
+            self._is_stage = have_a_stage(self._parameters)
         if self._is_stage:
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: a pipeline's schedule divides the gradients after the hook has averaged "
@@ -96,8 +82,6 @@ class CommHook(HookState, ClippableHandle):
 
 # Of the hooks that are called for one bucket at a time.
 _COMPRESSIONS = {wire: in_engine([Candidate(Compression(wire))]) for wire in ("none", "fp16", "bf16")}
-
-_registered: "weakref.WeakKeyDictionary[nn.Module, CommHook]" = weakref.WeakKeyDictionary()
 
 
 def register_comm_hook(
@@ -114,16 +98,16 @@ def register_comm_hook(
         ddp_model: the wrapped model.
         compression: a wire's name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), ``"auto"``, which
             measures the group and chooses, or a ``Compression`` or an ``Auto``.
-        process_group: the group to average over; None for the model's own. A ``DeviceMesh`` as in ``attach``.
+        process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the model's own.
 
     Returns:
         The hook's handle: its statistics, its state for checkpoints, and its compression, which may be changed later.
 
     Raises:
-        ValueError: an argument is not what it should be, the model has a hook already or is attached, it holds what
-            the engine does not handle (sparse gradients, complex parameters with a 16-bit wire, dtypes such as float8),
-            or DDP was told to send some parameters past its hook or to leave some buckets out.
-        RuntimeError: DDP runs in the mode compiled with the Python reducer, which would skip a C++ hook silently.
+        ValueError: an argument is refused, the model has a hook already or is attached, it holds what the engine does
+            not handle (sparse gradients, complex parameters with a 16-bit wire, dtypes such as float8), or DDP was told
+            to send some parameters past its hook or to leave some buckets out.
+        RuntimeError: DDP uses its Python reducer, which would skip a C++ hook silently.
     """
     if isinstance(ddp_model, nn.Module):
         check_not_sharded(dict(ddp_model.named_parameters()), "ddp_model")
@@ -132,15 +116,10 @@ def register_comm_hook(
             f"ddp_model: expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}; "
             "wrap the model first, or use fastsync.attach, which needs no wrapper"
         )
-    if ddp_model.mixed_precision is not None:
+    if handles_of(ddp_model) or ddp_model._comm_hooks:
         raise ValueError(
-            "ddp_model: it was built with mixed_precision, for which DDP registers a hook of its own; use "
-            "torch.autocast and compression instead"
-        )
-    if ddp_model in _registered or ddp_model._comm_hooks:
-        raise ValueError(
-            "ddp_model: it has a communication hook already, and DDP takes one, once; to change what travels, set "
-            ".compression of the CommHook that the first register_comm_hook returned"
+            "ddp_model: it has a communication hook already, and DDP takes one, once (mixed_precision is one, too); to "
+            "change what travels, set .compression of the CommHook that the first register_comm_hook returned"
         )
     if ddp_model._use_python_reducer:
         raise RuntimeError(
@@ -148,17 +127,17 @@ def register_comm_hook(
             "only and would skip this one silently; use optimize_ddp='ddp_optimizer', or register "
             "fastsync.fp16_compress_hook and its like through ddp_model.register_comm_hook"
         )
-    _check_options(ddp_model)
-    check_dense(ddp_model.module, "ddp_model")
+    if getattr(ddp_model, "skip_all_reduce_unused_params", False):
+        raise ValueError(
+            "ddp_model: it was built with skip_all_reduce_unused_params, which keeps buckets from the hook, so that it "
+            "cannot tell where a backward begins; build it without (find_unused_parameters alone is fine)"
+        )
     named = dict(ddp_model.module.named_parameters())
-    check_dtypes(named, "none", "ddp_model")
-    group, ranks_per_node = resolve_nodes(ddp_model.process_group if process_group is None else process_group)
+    group = resolve_group(ddp_model.process_group if process_group is None else process_group)
     check_group(group, named)
     check_free(named, "ddp_model")
-    hook = CommHook(ddp_model, compression, group, ranks_per_node)
-    _registered[ddp_model] = hook
-    remember(hook, [ddp_model])
-    watch(hook)
+    hook = CommHook(ddp_model, compression, group)
+    begin_use(hook, [ddp_model], kept_by=[ddp_model])
     return hook
 
 
@@ -216,16 +195,3 @@ def _state_for(state: object) -> HookState:
     if group not in _states:
         _states[group] = HookState(group)
     return _states[group]
-
-
-def _check_options(ddp_model: DistributedDataParallel) -> None:
-    if getattr(ddp_model, "_delay_all_reduce_params", []):
-        raise ValueError(
-            "ddp_model: it was built with delay_all_reduce_named_params, whose gradients DDP averages past its hook; "
-            "build it without"
-        )
-    if getattr(ddp_model, "skip_all_reduce_unused_params", False):
-        raise ValueError(
-            "ddp_model: it was built with skip_all_reduce_unused_params, which keeps buckets from the hook, so that it "
-            "cannot tell where a backward begins; build it without (find_unused_parameters alone is fine)"
-        )

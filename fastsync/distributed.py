@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import numbers
 import os
 import time
 import warnings
@@ -13,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,19 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from . import _C
-from ._checks import check_not_sharded, is_wrapper, resolve_group
-
-_Mine = TypeVar("_Mine")
+from ._checks import check_not_sharded, resolve_group
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 2.0
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
-
-# Gloo knows these, but no other integers and no float8: those go as bytes.
-_DTYPES = {
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
-}
 
 
 @contextmanager
@@ -45,19 +36,18 @@ def process_group(
     """Opens the default process group for the time of a ``with`` block and yields this rank's device.
 
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without RANK this process is the only rank of a world of one. A group
-    that is open already, as Ray opens one for its workers, is used as it is, and stays open.
+    MASTER_ADDR, MASTER_PORT). Without RANK this process is the only rank. A group that is open already, as Ray opens
+    one for its workers, is used as it is, and stays open.
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
-        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. By default NCCL where every rank of every
-            node has a GPU of its own, and Gloo otherwise, with a warning where there are GPUs, but too few.
-        share_gpus: NCCL also where ranks have to share GPUs. They take turns there, and wait for each other: good for
-            tests, and for nothing else.
+        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. By default NCCL if every rank of every node
+            has a GPU of its own, else Gloo, with a warning if there are GPUs, but too few.
+        share_gpus: NCCL also if ranks have to share GPUs. They take turns then: this is good for tests only.
 
     Raises:
-        ValueError: a backend that there is not, or ``"nccl"`` where not every rank has a GPU: on every rank. Or a group
-            of another backend is open.
+        ValueError: the backend does not exist, differs from that of an open group, or is ``"nccl"`` and not every rank
+            has a GPU: on every rank.
         RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
     """
     if backend not in ("nccl", "gloo", None):
@@ -146,14 +136,14 @@ def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None)
 
 
 def ranks_left(group: dist.ProcessGroup, progress: int, timeout: timedelta, error: Exception) -> dict[int, int]:
-    """Agrees with the others who have met an error of the group on who is left, by their numbers in the default group.
+    """Agrees with the other ranks that have met an error of the group on which ranks are left.
 
-    Each writes to the store that the ranks met by how far it has come, and waits for the others to do so: for twice the
-    time-out, for who only waits in a collective of the old group meets its error later. The first list of ranks that is
-    written then is everybody's. The store has to be alive: it lives with the launcher, or with rank 0.
+    Each rank writes how far it has come to the store of the default group, and waits twice the time-out for the others:
+    those that only wait in a collective of the old group meet its error later. The first list of ranks that is written
+    then is everybody's. The store has to be alive: it lives with the launcher, or with rank 0.
 
     Returns:
-        How far each of them has come.
+        How far each of them has come, by its number in the default group.
 
     Raises:
         RuntimeError: the store does not answer, or the others have gone on without this rank.
@@ -183,12 +173,12 @@ def ranks_left(group: dist.ProcessGroup, progress: int, timeout: timedelta, erro
 def broadcast_tensors(
     named: Mapping[str, Tensor], others: Mapping[str, Tensor], group: dist.ProcessGroup, root: int = 0
 ) -> None:
-    """Gives all ranks of the group the tensors of one, in place, once they know that they have the same others.
+    """Gives all ranks of the group the tensors of one, in place.
 
     Args:
-        named: those that the ranks have agreed on.
-        others: what else there is, by what it is called.
-        root: whose they are, as a rank of the group.
+        named: tensors that the ranks have agreed on.
+        others: further tensors, by name.
+        root: the rank of the group that has the values.
 
     Raises:
         ValueError: the ranks have different others.
@@ -200,81 +190,39 @@ def broadcast_tensors(
         ]
         _C.check_agreement(group, "\n".join(lines), next(iter(named.values())).device)
     tensors = [tensor.detach() for tensor in (*named.values(), *others.values())]
-    vectors = [_as_vector(tensor) if tensor.dtype in _DTYPES else _as_bytes(tensor) for tensor in tensors]
-    sent = [vector.to(_C.device_of_sums(group, vector.device)) for vector in vectors]
+    # As bytes, for Gloo knows few dtypes.
+    flat = [tensor.resolve_conj().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    sent = [each.to(_C.device_of_sums(group, each.device)) for each in flat]
     dist._broadcast_coalesced(group, sent, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
     for tensor, values in zip(tensors, sent, strict=True):
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
-def _as_vector(tensor: Tensor) -> Tensor:
-    """Its elements as they lie in memory, where they fill a block of it; else the tensor.
-
-    Strides of dimensions of size 1 may be anything, and torch takes some for elements that overlap.
-    """
-    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
 def check_consistency(
     module: nn.Module, *, process_group: dist.ProcessGroup | DeviceMesh | None = None, buffers: bool = True
 ) -> None:
-    """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it.
-
-    Only hashes travel. What else the state dict holds, as
-    ``get_extra_state`` gives it, is compared where it is a tensor, bytes, a number or a string; a warning names what is
-    not compared.
+    """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it. Only hashes travel.
 
     Args:
-        module: the model.
+        module: the model. Of its state dict, tensors are compared.
         process_group: the group whose ranks are compared; None for the default group.
-        buffers: whether buffers count. BatchNorm's running statistics, and those of normalisers, which every rank takes
-            from its own samples, differ after the first forward.
+        buffers: whether buffers count. Running statistics, as BatchNorm's, differ after the first forward: every rank
+            takes them from its own samples.
 
     Raises:
         ValueError: it is no module, or a parameter is sharded, so that ranks are meant to hold different ones.
-        RuntimeError: on every rank, naming the first that differs and which ranks agree on it, with how many differ; or
-            not every rank has called it in time.
+        RuntimeError: on every rank. Ranks differ: the message names the first tensor that differs, which ranks agree on
+            it, and how many differ. Or not every rank has called it in time.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module: expected a module, got {type(module).__name__}; put several into an nn.ModuleList")
     group = resolve_group(process_group)
     check_not_sharded(dict(module.named_parameters()), "module")
-    of_module = type(module).__name__
     names_of_buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    entries = {name: value for name, value in module.state_dict().items() if buffers or name not in names_of_buffers}
-    mine: dict[str, str] = {}
-    for name, value in entries.items():
-        mine[name] = f"sha256 {_digest(value)}" if _can_be_compared(value) else f"a {type(value).__name__}"
-        if not _can_be_compared(value):
-            warnings.warn(
-                f"check_consistency: {name!r} of {of_module} is {mine[name]}, which it does not compare", stacklevel=2
-            )
-    of_rank = _gathered(mine, group)
-    names = dict.fromkeys(name for digests in of_rank for name in digests)
-    ranks_by_digest: dict[str, dict[str, list[int]]] = {name: defaultdict(list) for name in names}
-    for name in names:
-        for rank, digests in enumerate(of_rank):
-            ranks_by_digest[name][digests.get(name, "missing")].append(rank)
-    differing = [name for name in names if len(ranks_by_digest[name]) > 1]
-    if differing:
-        first = differing[0]
-        camps = "; ".join(f"ranks {ranks}: {_in_short(digest)}" for digest, ranks in ranks_by_digest[first].items())
-        way_out = _ABOUT_BUFFERS if first in names_of_buffers else ""
-        raise RuntimeError(
-            f"{first!r} of {of_module} differs between ranks: {camps}; {len(differing)} of {len(names)} entries "
-            f"differ{way_out}"
-        )
-
-
-def _gathered(mine: _Mine, group: dist.ProcessGroup) -> list[_Mine]:
-    """That of each rank."""
-    of_rank: list[_Mine | None] = [None] * group.size()
+    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    mine = {name: _digest(each) for name, each in tensors.items() if buffers or name not in names_of_buffers}
+    of_rank: list[dict[str, str]] = [{}] * group.size()
     try:
         dist.all_gather_object(of_rank, mine, group=group)
     except RuntimeError as error:
@@ -283,13 +231,29 @@ def _gathered(mine: _Mine, group: dist.ProcessGroup) -> list[_Mine]:
             f"one is lost ({error}); every rank has to call it, between steps. Where ranks have different numbers of "
             "batches, put the training loop inside `with sync.join():`"
         ) from error
-    return [theirs for theirs in of_rank if theirs is not None]
+    names = dict.fromkeys(name for digests in of_rank for name in digests)
+    differing = [name for name in names if len({digests.get(name) for digests in of_rank}) > 1]
+    if differing:
+        first = differing[0]
+        ranks_by_digest: dict[str, list[int]] = defaultdict(list)
+        for rank, digests in enumerate(of_rank):
+            ranks_by_digest[digests.get(first, "missing")].append(rank)
+        camps = "; ".join(f"ranks {ranks}: {digest[:19]}" for digest, ranks in ranks_by_digest.items())
+        way_out = (
+            "; it is a buffer: where every rank takes it from its own samples, as BatchNorm and normalisers do, leave "
+            "buffers out with buffers=False, or share the statistics, as torch.nn.SyncBatchNorm does"
+        )
+        raise RuntimeError(
+            f"{first!r} of {type(module).__name__} differs between ranks: {camps}; {len(differing)} of {len(names)} "
+            f"entries differ{way_out if first in names_of_buffers else ''}"
+        )
 
 
-_ABOUT_BUFFERS = (
-    "; it is a buffer: where every rank takes it from its own samples, as BatchNorm and normalisers do, leave buffers "
-    "out with buffers=False, or share the statistics, as torch.nn.SyncBatchNorm does"
-)
+def _digest(tensor: Tensor) -> str:
+    """Hashes the bytes, dtype and shape."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"sha256 {hashlib.sha256(f'{tensor.dtype} {tuple(tensor.shape)}'.encode() + raw).hexdigest()}"
 
 
 def _device_of_open_group(backend: str | None) -> torch.device:
@@ -324,23 +288,3 @@ def _too_few(gpus: Sequence[str]) -> str:
     if without:
         return f"ranks {without} of {len(gpus)} have none"
     return f"{len(gpus)} ranks share {len(set(gpus))}"
-
-
-def _can_be_compared(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.layout == torch.strided and not value.is_meta and not is_wrapper(value)
-    return value is None or isinstance(value, bytes | bytearray | str | numbers.Number)
-
-
-def _in_short(digest: str) -> str:
-    return digest[:19] if digest.startswith("sha256 ") else digest
-
-
-def _digest(value: object) -> str:
-    """A hash of a tensor's bytes, dtype and shape, or of what else can be compared."""
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        kind, raw = f"{value.dtype} {tuple(value.shape)}", plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-    else:
-        kind, raw = type(value).__name__, bytes(value) if isinstance(value, bytes | bytearray) else repr(value).encode()
-    return hashlib.sha256(kind.encode() + raw).hexdigest()

@@ -51,7 +51,7 @@ def cuda_left_out() -> str:
 
 
 def _note() -> list[str]:
-    """What setup.py noted beside the extension, a line for each."""
+    """Reads the lines that setup.py noted beside the extension."""
     note = HERE.joinpath(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").with_suffix(".torch")
     return note.read_text().splitlines() if note.exists() else []
 
@@ -112,13 +112,18 @@ def main() -> int:
         0 if the engine works on this machine; 1 if not, or if there is an NVIDIA GPU and no kernels for it were built.
     """
     extension, error = _load_extension()
-    obstacles = _engine_obstacles(extension, error)
+    has_nccl = dist.is_nccl_available()
+    obstacles = [f"the engine: {error}"] if extension is None else []
+    if not dist.is_gloo_available():
+        obstacles.append("several ranks on the CPU: this torch has no Gloo; install a torch that has")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not available"
+    groups = [("gloo", "available" if dist.is_gloo_available() else "not available"), ("nccl", nccl)]
     _print_section("versions", _versions())
-    _print_section("engine", _engine(extension))
-    _print_section("process groups", [*_backends(), *_shared_memory(extension)])
+    _print_section("engine", [("extension", "does not load")] if extension is None else _engine(extension))
+    _print_section("process groups", groups if extension is None else [*groups, _shared_memory(extension)])
     _print_section("devices", _devices(extension))
     print("will not work here")
-    for line in [*obstacles, *_gpu_limits(extension), *_training_limits()] or ["nothing that doctor looks for"]:
+    for line in [*obstacles, *_limits(extension, has_nccl)] or ["nothing that doctor looks for"]:
         print(f"  {line}")
     without_kernels = extension is not None and not extension.built_with_cuda() and _has_nvidia_gpu()
     return 1 if obstacles or without_kernels else 0
@@ -133,8 +138,12 @@ def _load_extension() -> tuple[ModuleType | None, str]:
 
 
 def _versions() -> Facts:
+    try:
+        own = metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        own = "not installed, only on the import path"
     return [
-        ("fastsync", _package_version()),
+        ("fastsync", own),
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         ("torch's CUDA", torch.version.cuda or "none"),
@@ -142,46 +151,30 @@ def _versions() -> Facts:
     ]
 
 
-def _package_version() -> str:
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return "not installed, only on the import path"
-
-
-def _engine(extension: ModuleType | None) -> Facts:
-    if extension is None:
-        return [("extension", "does not load")]
-    built_with = [(f"built with {name}", version) for name, version in sorted(extension.build_info().items())]
+def _engine(extension: ModuleType) -> Facts:
     return [
         ("extension", f"loads from {extension.__file__}"),
         ("CUDA half", "built" if extension.built_with_cuda() else "not built"),
-        *built_with,
+        *((f"built with {name}", version) for name, version in sorted(extension.build_info().items())),
     ]
 
 
-def _backends() -> Facts:
-    return [
-        ("gloo", "available" if _has_gloo() else "not available"),
-        ("nccl", ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl() else "not available"),
-    ]
-
-
-def _shared_memory(extension: ModuleType | None) -> Facts:
-    if extension is None:
-        return []
+def _shared_memory(extension: ModuleType) -> tuple[str, str]:
     obstacle = extension.shared_memory_obstacle()
     ranks = "between CPU ranks of this host and network namespace"
-    return [("shared memory", f"not between CPU ranks: {obstacle}" if obstacle else ranks)]
+    return "shared memory", f"not between CPU ranks: {obstacle}" if obstacle else ranks
 
 
 def _devices(extension: ModuleType | None) -> Facts:
     cores = extension.num_usable_cores() if extension else len(os.sched_getaffinity(0))
-    cpu = f"{cores} cores for this process, {torch.get_num_threads()} torch threads"
-    gpus = [(f"cuda:{index}", _describe_gpu(index)) for index in range(torch.cuda.device_count())]
+    facts = [("cpu", f"{cores} cores for this process, {torch.get_num_threads()} torch threads")]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        facts.append((f"cuda:{index}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {memory}"))
     accelerator = torch.accelerator.current_accelerator()
     types = ["cpu", *([accelerator.type] if accelerator else [])]
-    return [("cpu", cpu), *gpus, *((f"kernels on {name}", _kernels(extension, name)) for name in types if extension)]
+    return [*facts, *((f"kernels on {name}", _kernels(extension, name)) for name in types if extension)]
 
 
 def _kernels(extension: ModuleType, device_type: str) -> str:
@@ -197,46 +190,21 @@ def _has_nvidia_gpu() -> bool:
     return (torch.version.cuda is not None and torch.cuda.is_available()) or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _describe_gpu(index: int) -> str:
-    device = torch.cuda.get_device_properties(index)
-    return f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB"
-
-
-def _engine_obstacles(extension: ModuleType | None, error: str) -> list[str]:
-    """Lists what keeps the engine from working at all."""
-    obstacles = [f"the engine: {error}"] if extension is None else []
-    if not _has_gloo():
-        obstacles.append("several ranks on the CPU: this torch has no Gloo; install a torch that has")
-    return obstacles
-
-
-def _gpu_limits(extension: ModuleType | None) -> list[str]:
+def _limits(extension: ModuleType | None, has_nccl: bool) -> list[str]:
+    """Lists what does not work, though the engine does."""
     limits = []
-    if not _has_nccl():
-        limits.append("NCCL: this torch has none; use Gloo")
-    elif not torch.cuda.is_available():
-        limits.append("NCCL: torch sees no GPU; use Gloo")
+    if not has_nccl or not torch.cuda.is_available():
+        limits.append(f"NCCL: {'torch sees no GPU' if has_nccl else 'this torch has none'}; use Gloo")
     if extension is not None and not extension.built_with_cuda():
         limits.append(f"fused CUDA kernels: {cuda_left_out() or 'not built, and the build has noted no reason'}")
+    if missing := missing_train_packages():
+        limits.append(f"fastsync train: {', '.join(missing)} missing; install them: {install_command('train')}")
     return limits
-
-
-def _training_limits() -> list[str]:
-    missing = ", ".join(missing_train_packages())
-    return [f"fastsync train: {missing} missing; install them: {install_command('train')}"] if missing else []
 
 
 def missing_train_packages() -> list[str]:
     """Lists what training needs and this Python lacks."""
     return [package for package, module in TRAIN_MODULES.items() if importlib.util.find_spec(module) is None]
-
-
-def _has_gloo() -> bool:
-    return dist.is_available() and dist.is_gloo_available()
-
-
-def _has_nccl() -> bool:
-    return dist.is_available() and dist.is_nccl_available()
 
 
 def _print_section(title: str, facts: Facts) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import resolve_group
-from ._handle import GradientHandle, forget, remember
+from ._handle import GradientHandle, begin_use, end_use
 from .compression import AnyCompression, Auto, Compression
 
 
@@ -33,7 +33,7 @@ class _Unit:
         return f"module {self.name!r}" if self.name else "the model itself"
 
     def key(self, numel: int) -> str:
-        """Names this rank's state of values that travel together: some parameters may have no gradient."""
+        """Names this rank's state of so many values that travel together: some parameters may have no gradient."""
         return f"{self.name}[{numel}] of rank {dist.get_rank()}"
 
     def parameters(self) -> list[nn.Parameter]:
@@ -44,26 +44,18 @@ class _Unit:
         """None where parameters are replicated only."""
         return getattr(self.group.mesh_info, "shard_process_group", None) and self.group._reduce_scatter_process_group
 
-    @property
-    def replica_group(self) -> dist.ProcessGroup | None:
-        """The one over which ``fully_shard`` itself averages; None where it does not."""
-        return getattr(self.group.mesh_info, "replicate_process_group", None)
-
 
 class ShardedGradients(GradientHandle):
-    """What ``register_reduce_scatter`` and ``register_all_reduce_hook`` return.
+    """The handle that ``register_reduce_scatter`` and ``register_all_reduce_hook`` return.
 
     Statistics are of this rank's shards, and of a reduce-scatter what it gave, before anything else is done to it. On
-    CPUs backward waits for each module's, so that all of their time is exposed, of which ``exposed_time`` has the last
-    one's.
+    CPUs backward waits for each module's, so all of their time is exposed; ``exposed_time`` has the last one's.
 
-    State goes by module, number of values that travel together, and rank, such as ``layers.0[4096] of rank 1``: it is
-    meant for the same number of ranks, each of which saves its own, as with ``torch.save``. What error feedback has not
-    sent yet is as large as all of the model's gradients, not as their shards. ``torch.distributed.checkpoint`` loads
-    into tensors that are there, which a new handle has not: give it the bytes of ``torch.save``, under a key a rank.
+    State goes by module, number of values that travel together, and rank, such as ``layers.0[4096] of rank 1``: save
+    each rank's own, for the same number of ranks. What error feedback has not sent yet is as large as all of the
+    model's gradients, not as their shards. A new handle has no tensors yet that ``torch.distributed.checkpoint`` could
+    load into: give it the bytes of ``torch.save``, under a key a rank.
     """
-
-    _argument = "model"
 
     def __init__(
         self, units: Sequence[_Unit], compression: AnyCompression, group: dist.ProcessGroup, *, scatters: bool
@@ -84,7 +76,7 @@ class ShardedGradients(GradientHandle):
             else:
                 unit.module.set_all_reduce_hook(None)
         self._is_in_use = False
-        forget(self)
+        end_use(self)
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters whose gradients are synchronised."""
@@ -95,12 +87,12 @@ class ShardedGradients(GradientHandle):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``SyncHandle.load_state_dict``, with what the same rank has saved."""
-        for key in _keys_of(state_dict):
-            for unit in self._units:
-                numel = re.search(r"\[(\d+)\] of rank \d+$", key)
-                if numel is not None and unit.key(int(numel[1])) == key:
-                    dtype = getattr(state_dict["residuals"].get(key), "dtype", torch.float32)
-                    self._identify(key, int(numel[1]), dtype)
+        parts = [state_dict.get(name) for name in ("scales", "residuals")] if isinstance(state_dict, dict) else []
+        for key in (str(key) for part in parts if isinstance(part, dict) for key in part):
+            numel = re.search(r"\[(\d+)\] of rank \d+$", key)
+            if numel is not None and any(unit.key(int(numel[1])) == key for unit in self._units):
+                dtype = getattr(state_dict["residuals"].get(key), "dtype", torch.float32)
+                self._identify(key, int(numel[1]), dtype)
         super().load_state_dict(state_dict)
 
     def reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
@@ -116,7 +108,7 @@ class ShardedGradients(GradientHandle):
         return self._identify(unit.key(values.numel()), values.numel(), torch.float64 if is_wide else torch.float32)
 
     def _identify(self, key: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns what the engine knows such values by from step to step, of its residuals' dtype. It has no memory."""
+        """Returns the tensor, without memory, by which the engine knows such values. It has their residuals' dtype."""
         identity = self._identities.get(key)
         if identity is None or identity.dtype != dtype:
             identity = torch.empty(numel, dtype=dtype, device="meta")
@@ -133,19 +125,12 @@ class ShardedGradients(GradientHandle):
         super()._follow(_of_reduce_scatter(compression) if self._scatters else compression, remeasure=remeasure)
 
 
-def _keys_of(state_dict: object) -> set[str]:
-    """Of what it keeps, where it is a state at all."""
-    parts = [state_dict.get(name) for name in ("scales", "residuals")] if isinstance(state_dict, dict) else []
-    return {str(key) for part in parts if isinstance(part, dict) for key in part}
-
-
 class _EngineReduceScatter:
-    """What ``fully_shard`` calls in place of the process group's reduce-scatter: a ``ReduceScatter`` of PyTorch's."""
+    """A ``ReduceScatter`` of PyTorch's, which ``fully_shard`` calls in place of the process group's."""
 
     def __init__(self, handle: ShardedGradients, unit: _Unit) -> None:
         self._handle = handle
         self._unit = unit
-        self._group = unit.shard_group
         self.replaced = unit.group._reduce_scatter_comm
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -159,36 +144,29 @@ class _EngineReduceScatter:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        if group is not self._group:
-            raise RuntimeError(
-                f"fastsync.register_reduce_scatter: {self._unit} got another process group since, as by "
-                "set_separate_reduce_scatter_group; call that first, or detach() the handle before it and register anew"
-            )
         self._handle.reduce_scatter(self._unit, output_tensor, input_tensor, op)
 
 
 def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "none") -> ShardedGradients:
-    """Reduce-scatters the gradients of a model under ``fully_shard`` by the engine: narrow on the way, float32 sums.
+    """Reduce-scatters the gradients of a model under ``fully_shard`` by the engine: any wire, sums in float32.
 
-    Every module of the model that went through ``fully_shard`` is served, however deep; those that another call serves
-    keep what they have. Each rank encodes each of its gradients once, sends every rank its shard, and adds what it gets
-    in float32, so the error does not grow with the number of ranks. Mixed precision, accumulation, divide factors and
-    HSDP stay ``fully_shard``'s: of HSDP this is the part inside of a replica. Call it on every rank, after the last
-    ``fully_shard``.
+    Every module of the model that went through ``fully_shard`` is served, however deep, unless an earlier call serves
+    it. Each rank encodes its gradients once, sends every rank its shard, and adds what it gets in float32, so the error
+    does not grow with the number of ranks. Mixed precision, accumulation, divide factors and HSDP stay
+    ``fully_shard``'s. Call it on every rank, after the last ``fully_shard``.
 
     Args:
         model: the model, or a part of it.
-        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), a ``Compression`` without
-            algorithm and nodes.
+        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), or a ``Compression`` without
+            ``algorithm`` and ``ranks_per_node``.
 
     Returns:
-        The handle: statistics, the norm over all shards, state for checkpoints, and the compression, which may be
-        changed later.
+        The handle: statistics, the norm over this rank's shards, state, and the compression, which may be set later.
 
     Raises:
-        ValueError: an argument is not what it should be, no module went through ``fully_shard``, or all are served
-            already; one of them has several groups of parameters or a reduce-scatter of its own, or is replicated
-            only; they are sharded over several process groups; or the ranks differ in modules or compression.
+        ValueError: an argument is refused, no module went through ``fully_shard``, all are served already, or the ranks
+            differ. Or a module has several groups of parameters or a reduce-scatter of its own, is replicated only, or
+            is sharded over another process group than the others.
     """
     units = _units_of(model)
     for unit in units:
@@ -213,23 +191,23 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
     shard_group = _shard_group_of(units)
     assert shard_group is not None
     handle = ShardedGradients(units, compression, shard_group, scatters=True)
-    _check_agreement(handle, units[0].replica_group)
+    _check_agreement(handle)
     for unit in units:
         unit.module.set_custom_reduce_scatter(_EngineReduceScatter(handle, unit))
-    remember(handle, [model])
+    begin_use(handle, [model])
     return handle
 
 
 def register_all_reduce_hook(
     model: nn.Module, compression: AnyCompression = "none", *, process_group: dist.ProcessGroup | DeviceMesh
 ) -> ShardedGradients:
-    """Averages the shards of a model under ``fully_shard`` over its replicas: HSDP of which the slow hop alone narrows.
+    """Averages the shards of a model under ``fully_shard`` over its replicas: of HSDP only the slow hop narrows.
 
-    Shard the model over the ranks of a node alone, as in ``fully_shard(model, mesh=mesh["shard"])``: what the
-    reduce-scatter inside of the node has given is then averaged over the nodes by the engine. Every module that went
-    through ``fully_shard`` is served, or through the ``replicate`` that is made of it, with a mesh of a single rank.
-    Replicas have to begin with the same parameters. Call it on every rank, after the last ``fully_shard``. With
-    ``set_requires_gradient_sync`` nothing travels until the last backward.
+    Shard the model over the ranks of a node alone, as in ``fully_shard(model, mesh=mesh["shard"])``. What the
+    reduce-scatter inside the node has given is then averaged over the nodes by the engine. It serves every module that
+    went through ``fully_shard``, or through ``replicate`` with a mesh of a single rank. Replicas have to begin with the
+    same parameters. Call it on every rank, after the last ``fully_shard``. With ``set_requires_gradient_sync`` nothing
+    travels until the last backward.
 
     Args:
         model: the model, or a part of it.
@@ -237,18 +215,16 @@ def register_all_reduce_hook(
         process_group: the ranks that hold the same shards, one of each replica: a group or a one-dimensional
             ``DeviceMesh``, as in ``mesh["replicate"]``.
 
-    Returns:
-        The handle, as ``register_reduce_scatter`` does.
-
     Raises:
-        ValueError: an argument is not what it should be, no module went through ``fully_shard``, one of them has a hook
-            already or several groups of parameters, or averages over replicas by itself; the process group has another
-            rank of the same replica; or the ranks differ in modules or compression.
+        ValueError: an argument is refused, no module went through ``fully_shard``, or the ranks differ. Or a module has
+            a hook already or several groups of parameters, or averages over replicas itself. Or the process group has
+            another rank of the same replica.
     """
     group = resolve_group(process_group)
     units = _units_of(model)
     for unit in units:
-        if unit.replica_group is not None and unit.replica_group.size() > 1:
+        replicas: dist.ProcessGroup | None = getattr(unit.group.mesh_info, "replicate_process_group", None)
+        if replicas is not None and replicas.size() > 1:
             raise ValueError(
                 f"model: {unit} averages over replicas itself, before any hook: give fully_shard the dimension of the "
                 "mesh that it shards over alone, as in fully_shard(model, mesh=mesh['shard']), and replicate one of a "
@@ -264,10 +240,10 @@ def register_all_reduce_hook(
             "ranks that hold the same ones, as in mesh['replicate']"
         )
     handle = ShardedGradients(units, compression, group, scatters=False)
-    _check_agreement(handle, shard_group)
+    _check_agreement(handle)
     for unit in units:
         unit.module.set_all_reduce_hook(lambda values, unit=unit: handle.all_reduce(unit, values))
-    remember(handle, [model])
+    begin_use(handle, [model])
     return handle
 
 
@@ -335,18 +311,9 @@ def _of_reduce_scatter(compression: Compression | Auto) -> Compression:
     return replace(compression, reduce="fp32")
 
 
-def _check_agreement(handle: ShardedGradients, other_group: dist.ProcessGroup | None) -> None:
-    """Raises ValueError on all ranks of both groups where they differ in modules or compression."""
+def _check_agreement(handle: ShardedGradients) -> None:
+    """Raises ValueError on all ranks of the group where they differ in modules or compression."""
     lines = [f"compression {handle.compression}"]
     for unit in handle._units:
         lines += [f"{unit}: a parameter of shape {list(p.shape)}, {p.dtype}" for p in unit.parameters()]
-    text = "\n".join(lines)
-    error: ValueError | None = None
-    for group in (handle._group, other_group):
-        try:
-            if group is not None:
-                _C.check_agreement(group, text if error is None else str(error), handle._units[0].group.device)
-        except ValueError as difference:
-            error = error or difference
-    if error is not None:
-        raise error
+    _C.check_agreement(handle._group, "\n".join(lines), handle._units[0].group.device)

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from ._checks import resolve_group
-from .attach import BUCKET_CAP_MB, GradientSynchronizer
+from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
 from .distributed import broadcast_tensors, ranks_left
 from .stats import SyncStats
@@ -41,31 +41,29 @@ DEFAULT_OPTIMIZER = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class DiLoCo:
-    """Lets sites train by themselves, and every ``sync_every`` steps of the optimizer moves all to common weights.
+    """Lets sites train by themselves, and moves all to common weights every ``sync_every`` steps of the optimizer.
 
-    Put the training loop into ``with DiLoCo(model, optimizer):``; it stays as it is. Or call ``step()`` yourself.
-
-    The difference between the common weights and a site's own travels through the host, whatever device the model is
-    on. Inside a site gradients are synchronised at every step, by ``attach`` or DDP over a group of its own. Floating
-    buffers, such as BatchNorm's, are averaged once every ``sync_every`` steps. Optimizer states, integer buffers and
-    learning rates stay each site's own. See docs/guides/outer_steps.md, also for what happens when a site is lost.
+    Put the training loop into ``with DiLoCo(model, optimizer):``, or call ``step()`` yourself. Differences to the
+    common weights travel through the host. Inside a site gradients are synchronised at every step, by ``attach`` or DDP
+    over a group of its own. Floating buffers are averaged; optimizer states, integer buffers and learning rates stay
+    each site's own. See docs/guides/outer_steps.md, also for what happens when a site is lost.
 
     Args:
         model: all ranks begin with rank 0's. Under ``fully_shard`` a rank's shards are averaged with its peers'.
-        optimizer: whose steps count; the inner one.
+        optimizer: the inner one, whose steps count.
         sync_every: steps from one synchronisation of a fragment to its next.
-        outer_optimizer: makes the outer optimizer for a list of tensors, by default SGD with lr 0.7 and
-            Nesterov momentum 0.9, and with ``TopK`` plain SGD of lr 1.
+        outer_optimizer: makes the outer optimizer for a list of tensors. By default SGD with lr 0.7 and Nesterov
+            momentum 0.9; with ``TopK`` plain SGD of lr 1.
         fragments: parts of about equal size that are synchronised in turn, so that the link is used evenly.
-        fragment_sync_delay: steps that a fragment has for its way, in the background; 0: training waits for it.
-        fragment_update_alpha: how much of a site's own weights stays where a fragment arrives: 0 takes the common ones.
+        fragment_sync_delay: steps that a fragment may travel in the background; with 0 training waits for it.
+        fragment_update_alpha: the share of a site's own weights that stays when a fragment arrives.
         compression: as in ``attach``, or a ``TopK``.
-        process_group: the ranks to average over: one of each site, as of ``mesh["sites"]``, or all, where a site is one
-            host: then a host's ranks add in shared memory first.
+        process_group: the ranks to average over: one of each site, as of ``mesh["sites"]``, or all if a site is one
+            host, whose ranks then add in shared memory first.
         timeout: seconds to wait for a site, before the others go on without it.
 
     Raises:
-        ValueError: an argument is not what it should be, or the ranks hold different parameters or settings.
+        ValueError: an argument is refused, or the ranks hold different parameters or settings.
     """
 
     def __init__(
@@ -185,8 +183,8 @@ class DiLoCo:
     def _go_on_without_the_lost(self, fragment: _Fragment, error: RuntimeError) -> None:
         """Forms a group of the ranks that are left.
 
-        Some may have got the last mean, and fail at the next. So all take over the outer weights of a rank that has
-        come furthest, are equal again, and go on from there.
+        Some may have the last mean, and fail at the next one. So all take the outer weights of a rank that has come
+        furthest, and go on from there.
         """
         came = ranks_left(self._group, self._num_averaged, self._timeout, error)
         furthest = max(came, key=lambda rank: (came[rank], -rank))
@@ -207,17 +205,15 @@ class DiLoCo:
             if isinstance(self._compression, TopK):
                 fragment.averager = TopKAverager(fragment.outer, self._compression, self._group)
             else:
-                fragment.averager = GradientSynchronizer(
-                    fragment.outer, self._compression, self._group, None, BUCKET_CAP_MB, overlap=False
-                )
+                fragment.averager = GradientSynchronizer(fragment.outer, self._compression, self._group, overlap=False)
             if before is not None:  # steps and scales may differ by now: all begin anew
                 fragment.averager.load_state_dict(before.state_dict() | {"step": 0, "scales": {}})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on bit for bit, beside the model's and the optimizer's own states.
 
-        Waits for the fragments that are on their way. What compression has not sent yet is each rank's own: save the
-        state of every rank.
+        Waits for the fragments that are on their way. Save the state of every rank: what compression has not sent yet
+        is each rank's own.
         """
         self._wait_for_arrivals()
         return {

@@ -17,17 +17,14 @@ Transport: TypeAlias = Literal["process_group", "shared_memory", "two_level"]
 
 
 class GradStats:
-    """The newest averaged gradients, found out in the pass that unpacked them.
+    """Statistics of the newest averaged gradients, from the pass that unpacked them.
 
-    0-dim tensors on the gradients' device: reading one on the host (``.item()``, ``print``) waits for the device, and
-    nothing else here does.
-
-    Args:
-        rows: the engine's statistics, float64 [buckets, 4].
+    They are 0-dim tensors on the gradients' device. Reading one on the host (``.item()``, ``print``) waits for the
+    device; nothing else here does.
     """
 
     def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
+        self._rows = rows  # the engine's statistics, float64 [buckets, 4]
 
     def __repr__(self) -> str:
         return (
@@ -49,7 +46,7 @@ class GradStats:
     def num_saturated(self) -> Tensor:
         """Number of values of this rank that did not fit the wire and were sent as the largest that does, int64.
 
-        So are sums (``op="sum"``) that the gradients' own dtype does not hold; they are counted on every rank.
+        Every rank also counts sums (``op="sum"``) that the gradients' own dtype does not hold.
         """
         return self._rows[:, NUM_SATURATED].sum().long()
 
@@ -62,27 +59,25 @@ class BucketStats:
     """Gradient values in one step."""
     num_syncs: int
     wire_bytes: int
-    """Bytes this rank handed to the process group: values times their size on the wire, with what is piggybacked. In
-    shared memory it is what it wrote for others; with several hosts or nodes what it sent to others. Alone on a CPU it
-    hands over nothing."""
+    """Bytes this rank handed to the process group, with what is piggybacked; or wrote for others in shared memory, or
+    sent to other hosts or nodes. Alone on a CPU it hands over nothing."""
     pack_time: float
     """In the pass before the collective: scale, cast, gather."""
     collective_time: float
     """From the moment a bucket is with the process group until it is reduced, summed over buckets (they overlap)."""
     unpack_time: float
-    """In the pass after the collective: cast, unscale, scatter, statistics. Where ranks add up themselves, large
-    buckets come in pieces, and this is the last one's: the others are unpacked while there is something to wait for."""
+    """In the pass after the collective: cast, unscale, scatter, statistics. Where ranks add themselves, this is a large
+    bucket's last piece: the others are unpacked while there is something to wait for."""
     transport: Transport | None = None
     """How the newest sync's gradients got to other ranks: through ``"shared_memory"`` of one host, by the
-    ``"process_group"``, or ``"two_level"``: shared memory inside each of several hosts and the process group between
-    them. None before the first step."""
+    ``"process_group"``, or ``"two_level"``: shared memory inside each host, the process group between them. None before
+    the first step."""
     num_hosts: int = 1
     """Hosts between which a sum travels; more than 1 only where ranks share memory inside each."""
     transport_reason: str = ""
-    """Why ranks on a CPU, which tried, do not share memory; empty where they do, or where it does not apply."""
+    """Why CPU ranks do not share memory; empty where they do, or where it does not apply."""
     kernels: str = ""
-    """What packs and unpacks: "fused" kernels, made for the gradients' device, or "generic" ones, of torch's own
-    operations; empty before the first step."""
+    """What packs and unpacks: "fused" kernels, or "generic" ones of torch's operations; empty before the first step."""
 
     def describe_transport(self) -> str:
         """Says in words how gradients get to other ranks."""
@@ -114,20 +109,18 @@ class SyncStats(BucketStats):
 
     @classmethod
     def from_totals(cls, totals: "_C.SyncTotals") -> "SyncStats":
-        """From the engine's own counters."""
+        """Makes them of the engine's own counters."""
         buckets = tuple(BucketStats(**_of_bucket(bucket)) for bucket in totals.buckets)
+        newest = buckets[-1] if buckets else BucketStats(**_of_bucket(totals.all) | {"transport": None, "kernels": ""})
         timed_share = totals.num_timed_steps / totals.num_steps if totals.num_steps else 0.0
-        newest = _of_bucket(totals.buckets[-1]) if buckets else {"transport": None, "kernels": ""}
-        now = {name: value for name, value in newest.items() if name in _OF_NEWEST}
         return cls(
-            **(_of_bucket(totals.all) | now | {"numel": sum(bucket.numel for bucket in buckets)}),
+            **_of_bucket(totals.all)
+            | {name: getattr(newest, name) for name in ("transport", "num_hosts", "transport_reason", "kernels")}
+            | {"numel": sum(bucket.numel for bucket in buckets)},
             num_steps=totals.num_steps,
             exposed_time=totals.exposed_time / timed_share if timed_share else 0.0,
             buckets=buckets,
         )
-
-
-_OF_NEWEST = ("transport", "num_hosts", "transport_reason", "kernels")
 
 
 def _of_bucket(totals: "_C.BucketTotals") -> dict[str, Any]:

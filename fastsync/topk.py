@@ -20,18 +20,15 @@ LEVELS = 4
 class TopK:
     """Sends a fixed share of the values, those that are largest in their block of 4096, as 13 bits each.
 
-    What is not sent stays in a vector that the next differences are added to, which takes the place of the outer
-    momentum: SparseLoCo (A. Sarfi and others, arXiv 2508.15706, 2025). Every site gets what every other sends, so the
-    bytes that one receives grow with their number.
-
-    Raises:
-        ValueError: a number is out of its range.
+    A vector keeps what is not sent for the next differences, in place of the outer momentum: SparseLoCo (A. Sarfi and
+    others, arXiv 2508.15706, 2025). Every site gets what every other sends: the bytes that it receives grow with their
+    number. Raises ValueError where a number is out of its range.
     """
 
     fraction: float = 1 / 64
     """Of the values that are sent, above 0 and at most 1; a block sends a multiple of 8 values."""
     decay: float = 0.95
-    """What is left of an unsent value when the next difference is added to it, above 0 and at most 1."""
+    """The share of an unsent value that stays when the next difference is added, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
         for name, value in (("fraction", self.fraction), ("decay", self.decay)):
@@ -94,19 +91,12 @@ class TopKAverager:
 
 
 def encode(values: Tensor, values_a_block: int) -> Tensor:
-    """Encodes the largest values of each block.
+    """Encodes the largest values of each block of a float32 vector on the CPU, as a vector of uint8.
 
     Note [How TopK travels]
     Of each block: the 12-bit indices of its largest values, from the largest magnitude to the smallest; a bit for each
-    sign; and the mean magnitude of each quarter of them. The order tells which quarter a value belongs to, so that its
-    magnitude takes no bits of its own.
-
-    Args:
-        values: float32, a vector on the CPU.
-        values_a_block: a multiple of 8.
-
-    Returns:
-        uint8, a vector whose length follows from the number of values.
+    sign; and the mean magnitude of each quarter of them. The order tells which quarter a value belongs to. The number
+    of values a block is a multiple of 8.
     """
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     magnitudes, index = blocks.abs().topk(values_a_block, dim=1)

@@ -26,7 +26,7 @@ class Candidate:
 
     compression: Compression
     points: tuple[tuple[int, float], ...] = ()
-    """(gradient values, seconds), the first rising, the second not falling. A candidate without rivals needs none."""
+    """(gradient values, seconds), the first rising, the second not falling. A single candidate needs none."""
 
     def predict(self, numel: int) -> float:
         """Estimates the seconds that a sync of so many values takes, on the line through the points beside it."""
@@ -36,6 +36,26 @@ class Candidate:
         right = next((index for index in range(1, len(points)) if points[index][0] >= numel), -1)
         (less, seconds), (more, longer) = points[right - 1], points[right]
         return seconds + (longer - seconds) * (numel - less) / (more - less)
+
+
+@dataclass(frozen=True)
+class GroupProfile:
+    """Seconds that whole syncs take on a process group, by compression and size. Equal on all ranks."""
+
+    candidates: tuple[Candidate, ...]
+    """From the least lossy compression to the lossiest."""
+    world_size: int
+    ranks_per_host: tuple[int, ...]
+    """How many share memory on each host; empty where none do."""
+    backend: str
+    """Such as ``gloo``, for ``device``."""
+    device: str
+    """Type of the device that gradients were on: ``cpu`` or ``cuda``."""
+    dtype: str
+
+    def choose(self, numel: int) -> Compression:
+        """Picks the compression for a bucket of ``numel`` values: the least lossy of those that are as fast."""
+        return self.candidates[choose(self.candidates, numel)].compression
 
 
 def choose(candidates: Sequence[Candidate], numel: int) -> int:
@@ -67,18 +87,13 @@ def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Compression]]:
 
 
 def in_engine(candidates: Sequence[Candidate]) -> _C.CompressionTable:
-    """The same choices in the engine's own type, by which it takes one a bucket."""
-    return _C.CompressionTable([(numel, _in_engine(compression)) for numel, compression in choices(candidates)])
+    """Converts the choices to the engine's own type, by which it takes one for each bucket."""
+    return _C.CompressionTable([(numel, _in_engine(each)) for numel, each in choices(candidates)])
 
 
-def _in_engine(compression: Compression) -> _C.Compression:
-    return _C.Compression(
-        compression.wire,
-        sums_in_float32=compression.reduce == "fp32",
-        error_feedback=compression.error_feedback,
-        algorithm=compression.algorithm,
-        ranks_per_node=compression.ranks_per_node or 1,
-    )
+def _in_engine(each: Compression) -> _C.Compression:
+    sums_in_float32 = each.reduce == "fp32"
+    return _C.Compression(each.wire, sums_in_float32, each.error_feedback, each.algorithm, each.ranks_per_node or 1)
 
 
 def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:

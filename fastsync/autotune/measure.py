@@ -1,4 +1,4 @@
-"""Measuring a process group with whole syncs of stand-in gradients, and what the engine follows from it.
+"""Measuring a process group with whole syncs of artificial gradients, and what the engine follows from it.
 
 Sizes rise by factors of eight for as long as the time allows, so that a slow link is measured with small messages and a
 fast one with large ones. Candidates take turns, so that what changes on the machine meanwhile meets all of them alike.
@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _C
-from .._checks import check_dtypes, resolve_group
+from .._checks import check_carries, resolve_group
 from ..compression import LOSSIER, Auto, Compression
-from .choose import WIRES, Candidate, compressions, in_engine, volume
-from .profile import GroupProfile, backend_of, ranks_by_host
+from .choose import WIRES, Candidate, GroupProfile, compressions, in_engine, volume
 
 BUDGET = 0.7
 """Seconds that measuring may take, connecting the ranks not counted."""
@@ -36,9 +36,8 @@ SHARE = 0.1
 UNUSUAL = 2.0
 """Beyond the measured sizes, bytes of all candidates cost alike but for this factor each way: more is noise."""
 
-_profiles: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], GroupProfile]] = (
-    weakref.WeakKeyDictionary()
-)
+_Profiles: TypeAlias = dict[tuple[object, ...], GroupProfile]
+_profiles: weakref.WeakKeyDictionary[dist.ProcessGroup, _Profiles] = weakref.WeakKeyDictionary()
 
 
 def measure_group(
@@ -50,27 +49,27 @@ def measure_group(
 ) -> GroupProfile:
     """Measures what syncs take on a process group, in under a second. Every rank must call it.
 
-    ``compression="auto"`` does so by itself. On its own it is for looking at what was found, or for saving it.
-    On links of a very high latency it takes as long as one small sync with each candidate.
+    ``compression="auto"`` does so by itself. On links of a very high latency it takes as long as one small sync with
+    each candidate.
 
     Args:
         process_group: the group, or a one-dimensional ``DeviceMesh``; None for the default group.
         wires: what to measure, out of ``"none"``, ``"fp16"``, ``"bf16"`` and ``"int8"`` (with error feedback).
-        device: where gradients are; by default on the GPU where NCCL serves it, else on the CPU.
+        device: where gradients are; by default on the GPU if NCCL serves it, else on the CPU.
         dtype: of the gradients.
 
     Raises:
-        ValueError: an argument is not what it should be, or differs between ranks.
+        ValueError: an argument is refused, or differs between ranks.
         RuntimeError: another rank did not take part in time, or is lost.
     """
     group = resolve_group(process_group)
     named = "; ".join(str(each) for each in compressions(wires, group.size()))  # before anything is sent
     where = _device_of(group) if device is None else torch.device(device)
-    backend, dtype_name = backend_of(group, where), str(dtype).removeprefix("torch.")
+    backend, dtype_name = _backend_of(group, where), str(dtype).removeprefix("torch.")
     try:
         _C.check_agreement(group, f"measuring {dtype_name} on {where.type} with {named}", where)
-        hosts = ranks_by_host(group, where)
-        # Who adds over the slowest links: hosts where there are several, else ranks.
+        hosts = tuple(len(ranks) for ranks in _C.hosts(group)) if where.type == "cpu" else ()
+        # Hosts add over the slowest links; ranks do where there is one host.
         members = len(hosts) if len(hosts) > 1 else group.size()
         volumes = {each: volume(each, members, dtype.itemsize) for each in compressions(wires, members)}
         # Alone nothing travels, so nothing can be gained.
@@ -87,29 +86,30 @@ def measure_group(
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     # Gloo says that it serves CUDA, too, but the engine takes gradients on a GPU to the host for it.
     serves_cuda = "cuda" in {device.type for device in group._device_types}
-    if torch.cuda.is_available() and serves_cuda and backend_of(group, torch.device("cuda")) != "gloo":
+    if torch.cuda.is_available() and serves_cuda and _backend_of(group, torch.device("cuda")) != "gloo":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the group's backend for a device. Raises ValueError where it has none."""
+    if device.type not in {each.type for each in group._device_types}:
+        raise ValueError(f"process_group: it has no backend for {device.type}")
+    return group._get_backend(device).name()
+
+
 def candidates_of(
-    compression: Compression | Auto,
-    group: dist.ProcessGroup,
-    named: Mapping[str, Tensor],
-    argument: str,
-    *,
-    remeasure: bool = False,
+    compression: Compression | Auto, group: dist.ProcessGroup, named: Mapping[str, Tensor], *, remeasure: bool = False
 ) -> tuple[Candidate, ...]:
-    """What these parameters' gradients may travel with; measures the group where that has to be known and is not yet.
+    """Returns what these parameters' gradients may travel with. Measures the group if that is needed and not done yet.
 
     Raises:
-        ValueError: the compression cannot carry one of the parameters, which come from ``argument``, nodes do not
-            divide the group, or a profile is of another group.
+        ValueError: the compression cannot carry one of the parameters, or nodes do not divide the group.
     """
-    check_dtypes(named, "none" if isinstance(compression, Auto) else compression.wire, argument)
     if remeasure:
         _profiles.pop(group, None)
     if isinstance(compression, Compression):
+        check_carries(compression.wire, named)
         return (_given(compression, group),)
     return _allowed(compression, group, [parameter for parameter in named.values() if parameter.requires_grad])
 
@@ -132,13 +132,6 @@ def _allowed(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) ->
     wires = tuple(wire for wire in WIRES if wire not in LOSSIER or wire in auto.allow)
     if any(parameter.is_complex() for parameter in trained):
         wires = ("none",)  # nothing else carries them
-    if auto.profile is not None:
-        # All ranks raise where it will not do on one, or the others would wait for that one.
-        obstacle = auto.profile.why_not(group, device, ranks_by_host(group, device), wires)
-        _C.check_agreement(group, obstacle or "profile: fits this group", device)
-        if obstacle:
-            raise ValueError(obstacle)
-        return auto.profile.of_wires(wires)
     dtype = max(trained, key=torch.Tensor.numel).dtype.to_real()
     known, case = _profiles.setdefault(group, {}), (wires, device.type, dtype)
     if case not in known:
@@ -151,20 +144,20 @@ class _Turns:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
         self._group, self._device, self._dtype = group, device, dtype
-        self._stand_in = torch.empty(0)
+        self._parameter = torch.empty(0)
         self._engines: dict[Compression, _C.Synchronizer] = {}
         self._began: float | None = None
         self._num_turns = 0
 
     def __call__(self, active: Sequence[Compression], numel: int) -> tuple[list[float], float]:
-        if numel != self._stand_in.numel():
+        if numel != self._parameter.numel():
             self._prepare(active, numel)
         if self._began is None:
             # Backends connect ranks when they first talk to each other: a part of starting, not of a sync.
             for compression in active:
                 self._sync(compression)
             self._began = time.perf_counter()
-        # Who leaves a sync early waits in the next one, so that it must not always be the same one.
+        # A rank that leaves a sync early waits in the next one, so the order must change.
         first = self._num_turns % len(active)
         self._num_turns += 1
         ready = torch.zeros(1, device=self._device)
@@ -172,7 +165,7 @@ class _Turns:
         ready.item()  # waits for a GPU
         of_each = {compression: self._sync(compression) for compression in (*active[first:], *active[:first])}
         elapsed = time.perf_counter() - self._began
-        # What counts is the rank that takes longest; and all ranks have to decide by the same numbers.
+        # The slowest rank counts, and all ranks have to decide by the same numbers.
         joined = torch.tensor([*map(of_each.__getitem__, active), elapsed], dtype=torch.float64).to(self._device)
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=self._group)
         *seconds, elapsed = joined.tolist()
@@ -181,10 +174,10 @@ class _Turns:
     def _prepare(self, active: Sequence[Compression], numel: int) -> None:
         # Equal on all ranks, so that averaging changes little from one turn to the next. Engines do not keep it alive.
         gradient = torch.linspace(-1.0, 1.0, numel).to(self._device, self._dtype)
-        self._stand_in = torch.empty_like(gradient).requires_grad_()
-        self._stand_in.grad = gradient
+        self._parameter = torch.empty_like(gradient).requires_grad_()
+        self._parameter.grad = gradient
         for compression in active:
-            engine = _C.Synchronizer([self._stand_in], ["stand-in"], self._group, self._stand_in.nbytes)
+            engine = _C.Synchronizer([self._parameter], ["artificial"], self._group, self._parameter.nbytes)
             engine.set_compressions(in_engine([Candidate(compression)]))
             engine.agree()
             self._engines[compression] = engine
@@ -204,13 +197,13 @@ TakeTurn = Callable[[Sequence[Compression], int], tuple[list[float], float]]
 class Survey:
     """Measures whole syncs at rising sizes, and extends them by a cost model: a latency, and a time for each byte.
 
-    Where not even the second size fits for all, the candidate that sends least is measured alone, and its time for a
+    Where not even the second size fits for all, only the candidate that sends least is measured, and its time for a
     byte goes for all.
 
     Args:
         volumes: bytes that a rank sends of each value, with each of the candidates.
         take_turn: what measures. Nothing else decides, so that all ranks decide alike.
-        budget: seconds. A size is begun where a turn fits in even if it takes ``GROWTH`` times as long.
+        budget: seconds. A size is begun if a turn fits in even if it takes ``GROWTH`` times as long.
     """
 
     def __init__(self, volumes: Mapping[Compression, float], take_turn: TakeTurn, budget: float = BUDGET) -> None:
@@ -223,23 +216,26 @@ class Survey:
 
     def candidates(self) -> list[Candidate]:
         """Measures them."""
-        numel, fits = SMALLEST, True
-        while fits:
-            share = min(self._spent + SHARE * self._budget, self._budget)
+        numel = SMALLEST
+        while True:
             self._samples = []
-            self._take_turns(numel, self._budget, MIN_TURNS)
-            self._take_turns(numel, share, MAX_TURNS)
-            if fits := numel < LARGEST and self._prepare_next():
-                numel *= FACTOR
-        # What time is left goes into the size that decides about all that are larger.
-        self._take_turns(numel, self._budget, MAX_TURNS)
+            self._take_turns(numel, min(self._spent + SHARE * self._budget, self._budget))
+            if numel >= LARGEST or not self._prepare_next():
+                break
+            numel *= FACTOR
+        # The time that is left goes into the size that decides about all larger ones.
+        self._take_turns(numel, self._budget)
         beyond = [(FACTOR * numel, seconds) for seconds in self._expected().values()] if numel > SMALLEST else []
         steady = [_steady(points) for points in self._points.values()]
         extended = [(*points, *beyond[index : index + 1]) for index, points in enumerate(steady)]
         return [Candidate(*each) for each in zip(self._volumes, extended, strict=True)]
 
-    def _take_turns(self, numel: int, until: float, at_most: int) -> None:
-        while not self._samples or (len(self._samples) < at_most and self._spent + sum(self._samples[-1]) <= until):
+    def _take_turns(self, numel: int, until: float) -> None:
+        """Until so much time is spent, but ``MIN_TURNS`` if the budget allows it."""
+        while not self._samples or (
+            len(self._samples) < MAX_TURNS
+            and self._spent + sum(self._samples[-1]) <= (self._budget if len(self._samples) < MIN_TURNS else until)
+        ):
             seconds, self._spent = self._take_turn(self._active, numel)
             self._samples.append(seconds)
         for compression, of_turns in zip(self._active, zip(*self._samples, strict=True), strict=True):

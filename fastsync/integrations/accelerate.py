@@ -15,15 +15,15 @@ from ..fsdp import register_reduce_scatter
 
 
 def register_prepared(model: nn.Module, compression: AnyCompression = "none") -> GradientHandle:
-    """Has the gradients of a model that is wrapped already go through the engine, whichever way it is wrapped.
+    """Averages the gradients of a model by the engine, whichever way the model is wrapped.
 
-    Call it on every rank, on what ``accelerator.prepare`` returned, before the first backward. Of a model in
-    DistributedDataParallel it is ``register_comm_hook``, of one that went through ``fully_shard``
-    ``register_reduce_scatter``, and of one that a single rank left as it was ``attach``. For Hugging Face's Trainer
-    there is ``fastsync.integrations.transformers.FastsyncCallback``.
+    Call it on every rank, on what ``accelerator.prepare`` returned, before the first backward. It calls
+    ``register_comm_hook`` for a model in DistributedDataParallel, ``register_reduce_scatter`` for one under
+    ``fully_shard``, and ``attach`` for a plain one on a single rank. For Hugging Face's Trainer use
+    ``fastsync.integrations.transformers.FastsyncCallback``.
 
     Args:
-        model: the wrapped model, also where it was compiled.
+        model: the wrapped model, compiled or not.
         compression: what travels, as these functions take it.
 
     Returns:

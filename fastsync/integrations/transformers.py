@@ -15,16 +15,11 @@ from .accelerate import register_prepared
 class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is checked of transformers
     """Calls ``register_prepared`` once Trainer has wrapped its model.
 
-    Hand it over as ``trainer.add_callback(FastsyncCallback(trainer))``.
-
-    ``handle`` is what it returned, None before training begins.
+    Use it as ``trainer.add_callback(FastsyncCallback(trainer))``. ``handle`` is None before training begins.
 
     Args:
-        trainer: the one that this is a callback of.
+        trainer: the Trainer that this is a callback of.
         compression: what travels, as in ``register_comm_hook``.
-
-    Raises:
-        ValueError: the trainer is none.
     """
 
     def __init__(self, trainer: Trainer, compression: AnyCompression = "none") -> None:

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,20 +14,31 @@ from .._checks import check_at_least
 
 RUNS = "/runs"
 """Where a pod mounts the claim."""
+_PLACE = re.compile(r"{{(\w+)}}")
+"""Of a template, such as ``{{nodes}}``."""
 
 
 @dataclass(frozen=True)
-class BatchJob:
+class _Machines:
+    template: ClassVar[str]
+
+    nodes: int = 1
+    """Machines, or pods."""
+    nproc: int = 1
+    """Ranks on each machine, as many as it has GPUs."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, nodes=1, nproc=1)
+
+
+@dataclass(frozen=True)
+class BatchJob(_Machines):
     """The request to Slurm. Before its time is up the job is told to save, and queues itself again."""
 
     template: ClassVar[str] = "slurm.sbatch"
 
     file: str = "train.sbatch"
     """File to write. It must not exist yet."""
-    nodes: int = 1
-    """Machines."""
-    nproc: int = 1
-    """Ranks on each machine, as many as it has GPUs."""
     time: str = "24:00:00"
     """Time limit: minutes, hours:minutes:seconds, or days-hours:minutes:seconds."""
     stop_before: int = 120
@@ -47,18 +58,15 @@ class BatchJob:
     max_restarts: int = 0
     """How often the job comes back from its last checkpoint when a rank is lost."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, nodes=1, nproc=1, stop_before=1, max_restarts=0, gpus_per_node=1, cpus_per_node=1)
-
     def values(self, command: Sequence[str]) -> dict[str, object]:
-        """What the template's places are filled with."""
+        """Returns the values of the template's places."""
         # A word that begins with $ is for the shell on the machine, which knows Slurm's variables.
         words = " ".join(f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in command)
         return {**vars(self), "command": shlex.quote(f"exec {words}")}
 
 
 @dataclass(frozen=True)
-class TrainJob:
+class TrainJob(_Machines):
     """The request to Kubeflow Trainer, version 2.2 or newer."""
 
     template: ClassVar[str] = "kubernetes.yaml"
@@ -73,10 +81,6 @@ class TrainJob:
     """Namespace, where it is not the default."""
     runtime: str = "torch-distributed"
     """The cluster's training runtime."""
-    nodes: int = 1
-    """Pods."""
-    nproc: int = 1
-    """Ranks in each pod, as many as it has GPUs."""
     gpus_per_node: int | None = None
     """GPUs of NVIDIA for each pod."""
     cpus_per_node: int | None = None
@@ -88,22 +92,17 @@ class TrainJob:
     claim: str | None = None
     """PersistentVolumeClaim for the run's folder, by which a job that is started again goes on."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, nodes=1, nproc=1, gpus_per_node=1, cpus_per_node=1)
-
     def values(self, command: Sequence[str]) -> dict[str, object]:
-        """What the template's places are filled with. Raises ValueError where no image is said."""
+        """Returns the values of the template's places. Raises ValueError where no image is said."""
         if self.image is None:
             raise ValueError("image is missing: say which container image has fastsync-torch with the extra train")
-        resources = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
-        asked = {name: value for name, value in resources.items() if value is not None} or None
-        own = {field.name: getattr(self, field.name) for field in fields(TrainJob)}
-        values = own | {"command": ["torchrun", *command], "resources": asked, "runs": self.claim and RUNS}
-        return {name: value if value is None else json.dumps(value) for name, value in values.items()}
+        resources = _given({"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory})
+        more = {"command": ["torchrun", *command], "resources": resources, "runs": self.claim and RUNS}
+        return _as_json(vars(self) | more)
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(_Machines):
     """The request to SkyPilot."""
 
     template: ClassVar[str] = "skypilot.yaml"
@@ -112,10 +111,6 @@ class Task:
     """File to write. It must not exist yet."""
     name: str = "fastsync"
     """Name of the task, and of the run's folder."""
-    nodes: int = 1
-    """Machines."""
-    nproc: int = 1
-    """Ranks on each machine, as many as it has GPUs."""
     accelerators: str | None = None
     """GPUs of each machine, such as H100:8."""
     cpus: str | None = None
@@ -129,33 +124,29 @@ class Task:
     master_port: int = 29500
     """A port that is free on the first machine."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, nodes=1, nproc=1)
-
     def values(self, command: Sequence[str]) -> dict[str, object]:
-        """What the template's places are filled with."""
-        asked = {"infra": self.infra, "accelerators": self.accelerators, "cpus": self.cpus}
-        resources = {name: value for name, value in asked.items() if value is not None} or None
+        """Returns the values of the template's places."""
+        resources = _given({"infra": self.infra, "accelerators": self.accelerators, "cpus": self.cpus})
         setup = self.setup and f"{self.setup.strip()}\n"
         texts = {"name": self.name, "workdir": self.workdir, "resources": resources, "setup": setup}
-        quoted = {name: value if value is None else json.dumps(value) for name, value in texts.items()}
-        return {**vars(self), **quoted, "command": shlex.join(command)}
+        return {**vars(self), **_as_json(texts), "command": shlex.join(command)}
 
 
 def job_file(job: BatchJob | TrainJob | Task, command: Sequence[str]) -> str:
     """Makes the file that starts a command on each machine (Slurm), or torchrun's words on each rank.
 
-    Raises:
-        ValueError: something has to be said.
+    Lines of the template with a place that has None are left out. Raises ValueError where something has to be said.
     """
-    return fill(Path(__file__).with_name(job.template).read_text(), job.values(command))
+    values = job.values(command)
+    lines = Path(__file__).with_name(job.template).read_text().splitlines(keepends=True)
+    kept = [line for line in lines if all(values[name] is not None for name in _PLACE.findall(line))]
+    return _PLACE.sub(lambda place: str(values[place[1]]), "".join(kept))
 
 
-def fill(template: str, values: Mapping[str, object]) -> str:
-    """Puts values in the places of a template, such as ``{{nodes}}``. Lines with a place that has None are left out."""
-    lines = []
-    for line in template.splitlines(keepends=True):
-        names = re.findall(r"{{(\w+)}}", line)
-        if all(values[name] is not None for name in names):
-            lines.append(re.sub(r"{{(\w+)}}", lambda place: str(values[place[1]]), line))
-    return "".join(lines)
+def _given(asked: Mapping[str, object]) -> dict[str, object] | None:
+    return {name: value for name, value in asked.items() if value is not None} or None
+
+
+def _as_json(values: Mapping[str, object]) -> dict[str, object]:
+    """YAML is a superset of JSON. What a template has no place for need not be a value of JSON."""
+    return {name: value if value is None else json.dumps(value, default=str) for name, value in values.items()}

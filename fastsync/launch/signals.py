@@ -13,21 +13,21 @@ from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What tells a job to stop in order."""
+"""Signals that tell a job to stop in order."""
 
 
 @contextmanager
 def handling(
     handler: Callable[[int, FrameType | None], Any], numbers: Iterable[int], restored: Iterable[int] = ()
 ) -> Iterator[None]:
-    """Handles signals in the time of a ``with`` block. Afterwards the handlers from before are back.
+    """Handles signals inside a ``with`` block, and puts the handlers from before back at its end.
 
     Python delivers signals to the main thread only: in any other thread it does nothing.
 
     Args:
-        handler: of these signals.
+        handler: the handler of these signals.
         numbers: the signals.
-        restored: further signals, whose handlers something within the block may leave behind.
+        restored: further signals, whose handlers something inside the block may leave behind.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -45,12 +45,12 @@ def handling(
 
 
 class StopSignals:
-    """While its ``with`` block runs, SIGTERM and SIGUSR1 are only noted; a second one ends the process at once.
+    """Inside its ``with`` block SIGTERM and SIGUSR1 are only noted. A second one ends the process at once.
 
     In any but the main thread it listens to nothing, see ``handling``.
 
     Args:
-        same_within: seconds within which another signal is taken for the same request. Who stops a job may signal its
+        same_within: seconds within which another signal counts as the same request. Who stops a job may signal its
             launcher and its ranks, and the launcher then signals the ranks again.
     """
 

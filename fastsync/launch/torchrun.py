@@ -25,7 +25,7 @@ LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a launch. The launcher sets handlers for them and leaves them behind."""
 
 END_SECONDS = 5
-"""How long ranks have that are to end at once, before they are killed: those that still import do not listen."""
+"""How long ranks have to end at once, before they are killed: those that still import do not listen."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,13 @@ def launch_ranks(
 ) -> list[Any]:
     """Calls ``fn(*args)`` on ``nproc`` ranks, each a process of its own, and returns their results in rank order.
 
-    ``fn`` is a function at the top level of a module; ``args`` and results travel by pickle. The ranks find each other
-    through the environment variables that torchrun sets, as ``fastsync.distributed.process_group`` reads them.
-
-    SIGTERM and SIGUSR1 are passed on to the ranks as SIGTERM. They may end their work in order, and what they return
-    is returned; after ``stop_timeout`` seconds, or at a second signal, they are ended. Ctrl-C ends ranks at once and
-    without a word, wherever they are.
+    The ranks find each other through the environment variables that torchrun sets, as
+    ``fastsync.distributed.process_group`` reads them. SIGTERM and SIGUSR1 are passed on to the ranks as SIGTERM, so
+    that they can end in order and return. After ``stop_timeout`` seconds, or at a second signal, they are ended. Ctrl-C
+    ends ranks at once, and without a traceback.
 
     Args:
-        fn: what each rank does.
+        fn: what each rank does: a function at the top level of a module. Arguments and results travel by pickle.
         nproc: number of ranks on this machine.
         *args: what ``fn`` is called with.
         nodes: the machines; by default this one only. Results are those of this machine's ranks.
@@ -108,10 +106,10 @@ def launch_ranks(
 
 @contextmanager
 def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
-    """Passes signals on to the ranks and goes on waiting for them. Yields a list that holds the first once it came.
+    """Passes signals on to the ranks. Yields a list that holds the first signal once it came.
 
-    The launcher's own way is to stop waiting and to expect that they exit. But a rank that has returned stays until
-    the launcher has read its result, so that ranks which end in order would be killed in the end.
+    The launcher's own way is to stop waiting for the ranks. But a rank that has returned stays until the launcher has
+    read its result, so the launcher would kill ranks that end in order.
     """
     first: list[signal.Signals] = []
 
@@ -134,10 +132,10 @@ def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
 
 @contextmanager
 def _ctrl_c_kept_from_children() -> Iterator[None]:
-    """Lets Ctrl-C, which a terminal sends to all processes, end this process and not, meanwhile, each rank's imports.
+    """Lets Ctrl-C, which a terminal sends to all processes, end this process and not each rank's imports.
 
-    A process that is started inherits which signals wait. They wait for the main thread, which starts ranks; this one
-    here takes them, and Python runs the handler in the main thread as always.
+    A process inherits which signals are blocked from the thread that starts it. So the main thread, which starts ranks,
+    blocks SIGINT; another thread takes it, and Python runs the handler in the main thread as always.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -150,12 +150,3 @@ def test_what_is_refused() -> None:
         fastsync.attach(Normed(), broadcast_buffers="sum")
     with pytest.raises(ValueError, match="broadcast_buffers: loose parameters have no buffers"):
         fastsync.attach(Normed().parameters(), broadcast_buffers=True)
-    shared = r"elements of buffer seen share memory; register a clone\(\) of it, or leave it"
-    sparse = r"buffer seen is torch.sparse_coo, .*; leave it to each rank, with init_sync=False"
-    for buffer, what in ((torch.ones(1, 3).expand(2, 3), shared), (torch.eye(3).to_sparse(), sparse)):
-        model = Averaging()
-        model.seen = buffer
-        for options in ({}, {"broadcast_buffers": "mean", "init_sync": False}):
-            with pytest.raises(ValueError, match=what):
-                fastsync.attach(model, **options)
-        fastsync.attach(model, init_sync=False)

@@ -1,14 +1,14 @@
-"""Choosing by measurement: predictions, the rule, the table, what ranks decide, and profiles."""
+"""Choosing by measurement: predictions, the rule, the table, and what ranks decide."""
 
 from __future__ import annotations
 
 import copy
-import json
-import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import fastsync
 from fastsync import Compression, GroupProfile
+from fastsync.autotune import measure
 from fastsync.autotune.choose import LARGEST_BUCKET, TOLERANCE, Candidate, choices, choose, compressions, explain
 from fastsync.autotune.measure import candidates_of
 from tests.engine.entry_points import average
@@ -103,63 +104,30 @@ def test_the_table_says_what_each_bucket_travels_with_and_why() -> None:
     assert explain([Candidate(FP16)], [7], "process group").split()[-5:] == ["0", "7", "fp16,", "all_reduce", "given"]
 
 
-def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    odd = replace(PROFILE, candidates=(Candidate(NONE, ((1, rng.random() / 3), (2, 1 + rng.random() / 7))),))
-    for profile in (PROFILE, odd):
-        profile.save(tmp_path / "profile.json")
-        assert GroupProfile.load(tmp_path / "profile.json") == profile
-    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+@contextmanager
+def measured(profile: GroupProfile) -> Iterator[None]:
+    """In place of measuring, for what is decided to be known."""
 
+    def measure_group(group: object, *, wires: Sequence[str], **options: object) -> GroupProfile:
+        return replace(profile, candidates=tuple(each for each in profile.candidates if each.compression.wire in wires))
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda fields: fields.pop("backend"),
-        lambda fields: fields.update(more=1),
-        lambda fields: fields["candidates"][0]["compression"].update(wire="fp8"),
-        lambda fields: fields.update(candidates=3),
-    ],
-)
-def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, change) -> None:
-    PROFILE.save(tmp_path / "profile.json")
-    fields = json.loads((tmp_path / "profile.json").read_text())
-    change(fields)
-    (tmp_path / "profile.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"profile: '.*profile\.json' is no profile that this version .* can read"):
-        GroupProfile.load(tmp_path / "profile.json")
-
-
-@pytest.mark.parametrize("text", ["", "[1]", "{", "null"])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "profile.json").write_text(text)
-    with pytest.raises(ValueError, match="is no profile"):
-        GroupProfile.load(tmp_path / "profile.json")
-
-
-def test_a_profile_of_another_group_is_refused() -> None:
-    here = replace(PROFILE, world_size=1)
-    with group_of_one():
-        for change in ({"world_size": 2}, {"backend": "mpi"}, {"ranks_per_host": (1, 1)}):
-            other = replace(here, **change)
-            with pytest.raises(ValueError, match=r"profile: it was measured on .* and here are 1 ranks of gloo with"):
-                fastsync.attach([torch.ones(3, requires_grad=True)], fastsync.Auto(profile=other))
+    with mock.patch.object(measure, "measure_group", measure_group):
+        yield
 
 
 def test_what_is_not_allowed_is_not_chosen_and_complex_gradients_stay_whole() -> None:
     with group_of_one():
-        profile = fastsync.measure_group(wires=("none", "fp16", "bf16", "int8"))
-        assert profile.world_size == 1
+        assert fastsync.measure_group(wires=("none", "int8")).world_size == 1
 
         def wires(compression: fastsync.Auto, parameter: torch.Tensor) -> set[str]:
-            candidates = candidates_of(compression, dist.group.WORLD, {"weight": parameter}, "params")
+            candidates = candidates_of(compression, dist.group.WORLD, {"weight": parameter})
             return {candidate.compression.wire for candidate in candidates}
 
         real = torch.ones(3, requires_grad=True)
-        assert wires(fastsync.Auto(profile=profile), real) == {"none", "fp16", "bf16"}
-        assert wires(fastsync.Auto(("int8",), profile), real) == {"none", "fp16", "bf16", "int8"}
+        assert wires(fastsync.Auto(), real) == {"none", "fp16", "bf16"}
+        assert wires(fastsync.Auto(("int8",)), real) == {"none", "fp16", "bf16", "int8"}
         whole = torch.ones(3, dtype=torch.complex64, requires_grad=True)
-        assert wires(fastsync.Auto(("int8",), profile), whole) == {"none"}
+        assert wires(fastsync.Auto(("int8",)), whole) == {"none"}
 
 
 RULE = st.lists(
@@ -188,21 +156,6 @@ def test_the_engine_goes_by_the_same_choices(points_of_each: list[list[tuple[int
             assert seconds[candidate.compression] >= TOLERANCE * min(seconds.values()) * (1 - 1e-5)
 
 
-def _finds_another_profile(rank: int, world_size: int) -> None:
-    usual = replace(PROFILE, candidates=(*PROFILE.candidates[:2], Candidate(BF16, ((1, 1.0),))))
-    of_three = replace(usual, world_size=3)
-    without_bf16 = replace(usual, candidates=usual.candidates[:2])
-    for other, what in ((of_three, "it was measured on 3 ranks"), (without_bf16, "without bf16")):
-        own = usual if rank == 0 else other
-        with pytest.raises(ValueError, match=f"the ranks do not agree on .*{what}") as told:
-            fastsync.attach(torch.nn.Linear(4, 4), fastsync.Auto(profile=own))
-        assert "rank 0: profile: fits this group" in str(told.value)
-
-
-def test_a_profile_that_will_not_do_on_one_rank_is_told_on_all() -> None:
-    run_ranks(_finds_another_profile, 2, timeout=60)
-
-
 @on_ranks(2)
 def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: int) -> None:
     profile = replace(
@@ -210,8 +163,8 @@ def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: i
     )
     model = torch.nn.Sequential(torch.nn.Linear(10, 100, bias=False), torch.nn.Linear(100, 300, bias=False))
     for name in ("hook", "attach"):
-        chosen = fastsync.Auto(("int8",), profile)
-        given = average(name, copy.deepcopy(model), chosen)
+        with measured(profile):
+            given = average(name, copy.deepcopy(model), fastsync.Auto(("int8",)))
         sync, forward = given.handle, given.model
         with pytest.raises(RuntimeError, match="buckets are made when the first backward is synchronised"):
             sync.explain()
@@ -223,11 +176,11 @@ def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: i
         assert width[1000] == pytest.approx(4, abs=0.2)
         assert width[30_000] == pytest.approx(2, abs=0.1)
 
-        sync.compression = fastsync.Auto(profile=profile)
+        sync.compression = "auto"
         sync.remeasure()
         assert sync.compression == fastsync.Auto()
         assert "bf16, all_reduce" in sync.explain()
-        assert "1.040" not in sync.explain(), "the time of the profile that was loaded"
+        assert "1.040" not in sync.explain(), "the time that was measured before"
         forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
         assert_same_on_all_ranks([parameter.grad for parameter in forward.parameters()])
 
@@ -250,25 +203,24 @@ def test_gradients_are_averaged_at_once_as_was_chosen(rank: int, world_size: int
         weight = torch.zeros(numel, requires_grad=True)
         for _ in range(2):
             weight.grad = torch.full((numel,), (1.0 + 2.0**-12) * (1 + 2 * rank))
-            fastsync.all_reduce_gradients([weight], fastsync.Auto(profile=profile))
+            with measured(profile):
+                fastsync.all_reduce_gradients([weight], "auto")
             assert weight.grad.unique().tolist() == [expected]
-    weight.grad = torch.full((numel,), 1.0 + rank)
-    fastsync.all_reduce_gradients([weight], "auto")  # which measures
-    assert weight.grad.unique().tolist() == [1.5]
 
 
-def _measures(rank: int, world_size: int, folder: str) -> GroupProfile:
+def _measures(rank: int, world_size: int) -> GroupProfile:
     before = torch.random.get_rng_state()
     profile = fastsync.measure_group()
     assert torch.equal(before, torch.random.get_rng_state()), "training would see other random numbers"
-    # All of them, to one file.
-    profile.save(Path(folder) / "profile.json")
-    assert GroupProfile.load(Path(folder) / "profile.json") == profile
+    weight = torch.zeros(1000, requires_grad=True)
+    weight.grad = torch.full((1000,), 1.0 + rank)
+    fastsync.all_reduce_gradients([weight], "auto")  # which measures
+    assert weight.grad.unique().tolist() == [1.5]
     return profile
 
 
-def test_ranks_hold_the_same_profile(tmp_path: Path) -> None:
-    first, *others = run_ranks(_measures, 2, str(tmp_path))
+def test_ranks_hold_the_same_profile() -> None:
+    first, *others = run_ranks(_measures, 2)
     assert all(profile == first for profile in others)
     assert (first.world_size, first.backend, first.device, first.dtype) == (2, "gloo", "cpu", "float32")
     sizes = {tuple(numel for numel, _ in candidate.points) for candidate in first.candidates}

@@ -117,16 +117,6 @@ def test_gradients_are_clipped_as_torch_does(rank: int, world_size: int, way: st
         assert grad.unique().tolist() == [pytest.approx(1.0, rel=2.0**-8)]
 
 
-def test_parameters_are_clipped_by_torch() -> None:
-    for many in (True, False):
-        parameter, expected = (nn.Parameter(torch.zeros(4)) for _ in range(2))
-        for each in (parameter, expected):
-            each.grad = torch.arange(4.0)
-        norm = fastsync.clip_grad_norm_([parameter] if many else parameter, 0.5)
-        assert norm.item() == nn.utils.clip_grad_norm_([expected], 0.5).item()
-        assert torch.equal(parameter.grad, expected.grad)
-
-
 # ---- of which gradients the norm is ---------------------------------------------------------------------------------
 
 
@@ -303,16 +293,16 @@ def test_scalers_that_do_not_count() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
 def test_a_max_norm_that_is_not_positive_is_refused(max_norm: float) -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
+    model, sync = _given("attach", [torch.ones(2)])
+    _backward(model, [torch.ones(2)])
     with pytest.raises(ValueError, match=f"max_norm: expected a positive number, got {max_norm!r}"):
-        fastsync.clip_grad_norm_(parameter, max_norm)
-    assert parameter.grad.tolist() == [1.0, 1.0]
+        fastsync.clip_grad_norm_(sync, max_norm)
+    assert grads_of(model)[0].tolist() == [1.0, 1.0]
 
 
-def test_what_is_neither_handle_nor_parameters_is_refused() -> None:
-    for wrong in (nn.Linear(1, 1), fastsync.HookState()):
-        with pytest.raises(ValueError, match=r"sync_or_params: .*got (Linear|HookState); model\.parameters\(\)"):
+def test_what_is_no_handle_of_whole_gradients_is_refused() -> None:
+    for wrong in (nn.Linear(1, 1), nn.Linear(1, 1).parameters(), fastsync.HookState()):
+        with pytest.raises(ValueError, match=r"sync: .*got (Linear|generator|HookState); for parameters .*nn\.utils"):
             fastsync.clip_grad_norm_(wrong, 1.0)
 
 
@@ -328,8 +318,6 @@ def test_an_optimizer_of_other_gradients_too_is_refused() -> None:
     fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer)
     with pytest.raises(RuntimeError, match="clipped already, in the optimizer's next step"):
         fastsync.clip_grad_norm_(sync, 1.0, norm_type=math.inf, optimizer=optimizer)
-    with pytest.raises(ValueError, match="optimizer: serves only with what attach or register_comm_hook returned"):
-        fastsync.clip_grad_norm_(model.parameters(), 1.0, optimizer=optimizer)
 
 
 def test_a_scaler_is_refused_where_it_cannot_tell() -> None:
@@ -340,8 +328,6 @@ def test_a_scaler_is_refused_where_it_cannot_tell() -> None:
     sync.synchronize()
     with pytest.raises(ValueError, match="scaler: serves only together with optimizer="):
         fastsync.clip_grad_norm_(sync, 1.0, scaler=scaler)
-    with pytest.raises(ValueError, match="scaler: serves only with what attach or register_comm_hook returned"):
-        fastsync.clip_grad_norm_(model.parameters(), 1.0, scaler=scaler)
     with pytest.raises(RuntimeError, match="it has scaled no loss yet"):
         fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler)
     _backward(model, [torch.ones(4)], scaler)

@@ -49,7 +49,6 @@ def test_a_command_line_has_options_behind_the_wire() -> None:
         ("ef+int8", "expected one of .*, got 'ef\\+int8'"),
         ("auto+ef", "expected one of .*, got 'auto\\+ef'"),
         ("none+ef", "error_feedback needs a wire that loses something"),
-        ("fp16+one_shot+two_shot", "'fp16\\+one_shot\\+two_shot' says both algorithm='one_shot' and 'two_shot'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(text: str, message: str) -> None:
@@ -99,7 +98,7 @@ def test_who_adds_follows_from_the_wire() -> None:
         ({"wire": "fp16", "algorithm": "one_shot"}, "algorithm='one_shot' needs reduce='fp32'"),
         ({"wire": "fp16", "error_feedback": True}, "error_feedback needs reduce='fp32'"),
         ({"reduce": "fp32", "error_feedback": True}, "error_feedback needs a wire that loses something"),
-        ({"wire": "int8", "error_feedback": "yes"}, "error_feedback has to be True or False, got 'yes'"),
+        ({"wire": "int8", "error_feedback": "yes"}, "error_feedback has to be one of True, False, got 'yes'"),
         ({"wire": "int8", "ranks_per_node": 0}, "ranks_per_node has to be None or at least 1, got 0"),
         ({"wire": "bf16", "reduce": "wire", "ranks_per_node": 2}, "ranks_per_node=2 needs reduce='fp32'"),
         ({"wire": "int8", "algorithm": "two_shot", "ranks_per_node": 2}, "ranks_per_node=2 has an algorithm"),

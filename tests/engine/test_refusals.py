@@ -46,28 +46,21 @@ def _with(dtype: torch.dtype) -> nn.Module:
 @pytest.mark.usefixtures("one_rank")
 @each_call
 def test_what_cannot_be_synchronised_is_refused(argument: str) -> None:
-    words = nn.ModuleDict({"dense": nn.Linear(2, 2), "words": nn.EmbeddingBag(3, 2, sparse=True)})
     refused: list[tuple[object, str]] = [
-        (words, r"words\.weight gets sparse gradients \(EmbeddingBag with sparse=True\)"),
-        (_with(torch.float8_e4m3fn), r"parameter odd is torch\.float8_e4m3fn; fastsync handles float32"),
         ("model", "a str|got str"),
     ]
     if argument != "ddp_model":
         model, ddp, optimizer = Mlp(), DistributedDataParallel(Mlp()), torch.optim.SGD(Mlp().parameters())
-        expanded = nn.Parameter(torch.zeros(1, 6).expand(4, 6))
         dtensor = nn.Parameter(distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,))))
         refused += [
             (ddp, "the module is wrapped in DistributedDataParallel.*register_comm"),
             (nn.Sequential(ddp), "0 is wrapped in DistributedDataParallel"),
-            (nn.LazyLinear(3), "parameter weight is not initialised yet; run a forward first"),
             (nn.Linear(2, 2).requires_grad_(False), "none of its 2 parameters requires a gradient"),
             ([], "none of its 0 parameters requires a gradient"),
             (model.named_parameters(), "number 0 is a tuple; pass the module or its parameters, not"),
-            (optimizer, "expected a module or tensors, got SGD; pass the module"),
             (optimizer.param_groups, "number 0 is a dict"),
-            ([expanded], r"elements of parameter 0 share memory \(shape \[4, 6\], .*attach what it was expanded from"),
             ([torch.ones(2, requires_grad=True) * 2], "tensor 0 is no leaf of the graph.*MulBackward"),
-            ([dtensor], "parameter 0 is a DTensor, which wraps other tensors"),
+            ([dtensor], "parameter 0 is a DTensor, and this handles plain tensors"),
         ]
     for what, message in refused:
         with pytest.raises(ValueError, match=f"{argument}: .*({message})"):
@@ -84,8 +77,8 @@ def test_bad_settings_are_refused_and_leave_nothing_behind(argument: str) -> Non
     for wire in ("bf16", "fp16"):
         with pytest.raises(ValueError, match=rf"'{wire}' cannot carry parameter odd, which is torch\.complex64"):
             call(_with(torch.complex64), wire)
-    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp", "tp"))
-    with pytest.raises(ValueError, match=r"process_group: the DeviceMesh has 3 dimensions .*as in mesh\['dp'\]"):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"process_group: the DeviceMesh has 2 dimensions .*as in mesh\['dp'\]"):
         call(model, process_group=mesh)
     for group in ("world", 0):
         message = r"process_group: expected a ProcessGroup that this rank is a member of, a one-dimensional DeviceMesh"
@@ -131,7 +124,7 @@ def test_drop_in_hooks_refuse_in_the_first_backward() -> None:
 
 def test_without_a_process_group() -> None:
     for call in (partial(fastsync.attach, Mlp()), partial(fastsync.all_reduce_gradients, Mlp()), fastsync.HookState):
-        with pytest.raises(ValueError, match="process_group: None stands for the default group, and there is none yet"):
+        with pytest.raises(ValueError, match="Default process group has not been initialized"):
             call()
 
 
@@ -149,11 +142,11 @@ def test_sharded_models_are_refused_before_and_after(rank: int, world_size: int)
         (lambda model: fully_shard(model, mesh=mesh), "is a DTensor.*fully_shard"),
         (
             lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")),
-            "is sharded by FullyShardedDataParallel.* averages",
+            "is sharded by FullyShardedDataParallel",
         ),
         (
             lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
-            "is sharded by FullyShardedDataParallel.* averages",
+            "is sharded by FullyShardedDataParallel",
         ),
     ]
     for shard, message in ways:
@@ -164,17 +157,17 @@ def test_sharded_models_are_refused_before_and_after(rank: int, world_size: int)
     partly = nn.Sequential(nn.Linear(2, 2), fully_shard(nn.Linear(2, 2), mesh=mesh))
     with pytest.raises(ValueError, match=r"parameter 1\.weight is a DTensor"):
         fastsync.attach(partly)
-    for shard, _ in ways:  # after attach it is noticed
+    for index, (shard, _) in enumerate(ways):  # after attach: FSDP averages by itself
         model = Mlp()
         sync = fastsync.attach(model)
         sharded = shard(model)
         optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
         sharded(torch.ones(2, 32)).sum().backward()
-        for late in (optimizer.step, sync.synchronize, lambda sync=sync: fastsync.clip_grad_norm_(sync, 1.0)):
-            with pytest.raises(RuntimeError, match=r"the model has other parameters .*call fully_shard"):
-                late()
-        sync.detach()
-        optimizer.step()  # as FSDP does by itself
+        keeps_parameters = index == 1  # which fastsync averages no more
+        with pytest.raises(RuntimeError, match="no rank has averaged") if keeps_parameters else nullcontext():
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
+            fastsync.clip_grad_norm_(sync, 1.0)
     dist.barrier()
 
 
@@ -187,8 +180,6 @@ def test_a_parameter_is_averaged_by_one_engine() -> None:
     model = Mlp()
     weight = model.layers[0].weight
     sync = fastsync.attach(model)
-    with pytest.raises(TypeError, match=r"returns no model; call the one that you gave it"):
-        sync(torch.ones(1, 32))
     for again in (model, [weight], nn.Sequential(model)):
         with pytest.raises(ValueError, match=r"parameter .* is averaged already, by attach\(\); call detach\(\)"):
             fastsync.attach(again)
@@ -215,7 +206,6 @@ def test_a_parameter_is_averaged_by_one_engine() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_parameters_in_the_places_of_those_that_were_attached() -> None:
-    """Also once these have been averaged."""
     model, unrelated = Mlp(), nn.Linear(2, 2)
     sync = fastsync.attach(model)
     for step in range(2):

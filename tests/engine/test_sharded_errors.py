@@ -129,10 +129,8 @@ def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
 @on_ranks(4)
 def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(ValueError, match=r"rank 0.*: compression bf16.*: compression none|rank .*do not agree"):
-        fastsync.register_reduce_scatter(sharded(mesh), "none" if rank == 3 else "bf16")
     with pytest.raises(ValueError, match=r"rank 0: compression bf16, fp32 sums; rank 1: compression none, fp32 sums"):
-        fastsync.register_reduce_scatter(sharded(mesh), "none" if rank >= 2 else "bf16")
+        fastsync.register_reduce_scatter(sharded(mesh), "none" if rank % 2 else "bf16")
     model = sharded(mesh["shard"])
     handle = fastsync.register_reduce_scatter(model, "bf16")
     handle.compression = "int8" if rank % 2 else "none"

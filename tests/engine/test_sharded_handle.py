@@ -52,15 +52,13 @@ def test_a_model_is_given_back(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_clipping_is_torch_s(rank: int, world_size: int) -> None:
+def test_the_norm_of_all_shards_is_torch_s_to_find(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
     handle = fastsync.register_reduce_scatter(model)
     step_of(model, 0, rank, world_size)
-    with pytest.raises(ValueError, match=r"got ShardedGradients; model.parameters\(\) always works"):
+    with pytest.raises(ValueError, match=r"got ShardedGradients; for parameters and models under fully_shard use"):
         fastsync.clip_grad_norm_(handle, 0.01)
     expected = torch.cat([full(p.grad).flatten() for p in model.parameters() if p.grad is not None]).norm()
-    norm = fastsync.clip_grad_norm_(model.parameters(), 0.01)
-    torch.testing.assert_close(full(norm), expected)
     assert handle.grad_stats().grad_norm < expected  # of this rank's shards
 
 

@@ -272,13 +272,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(entry_point: s
         before = given.handle.state_dict()
         for scales, message in (
             ({"weights.0": 2.0, "weights.7": 2.0}, r"no parameter named 'weights\.7'; is it another model's state\?"),
-            ({"weights.0": 3.0}, r"the scale of 'weights\.0' is 3\.0, not a power of two"),
-            ({"weights.0": 0.0}, r"the scale of 'weights\.0' is 0\.0, not a power of two"),
-            ({"weights.1": -2.0}, r"the scale of 'weights\.1' is -2\.0, not a power of two"),
-            ({"weights.1": math.inf}, r"the scale of 'weights\.1' is inf"),
-            ({"weights.1": math.nan}, r"the scale of 'weights\.1' is nan"),
-            ({"weights.1": 2.0**-1000}, r"the scale of 'weights\.1' is 9\.33.*e-302"),
-            ({"weights.1": 2.0**1000}, r"the scale of 'weights\.1' is 1\.07.*e\+301"),
         ):
             with pytest.raises(ValueError, match=message):
                 given.handle.load_state_dict({"scales": scales})

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fastsync import Compression
 from fastsync.compression import AnyCompression
@@ -42,40 +40,16 @@ def test_within_one_node_nothing_is_compressed(rank: int, world_size: int) -> No
 
 
 @on_ranks(4)
-def test_a_mesh_says_which_ranks_share_a_node(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
+def test_ranks_of_a_node_add_at_full_width(rank: int, world_size: int) -> None:
     ranks = of_all_ranks(world_size)
     means = {wire: reference.two_level_mean(ranks, 2, dtype) for wire, dtype in WIRES.items()}
     for entry_point in ENTRY_POINTS:
         for wire, mean in means.items():
-            got = averaged(entry_point, ranks[rank], wire, group=mesh)
+            got = averaged(entry_point, ranks[rank], Compression(wire, ranks_per_node=2))
             assert_all_bitwise_equal(got, mean, f"{entry_point}, {wire}: gradient")
     for entry_point in ("hook", "attach"):
-        given = average(entry_point, Given(ranks[0]), "none", group=mesh, bucket_cap_mb=25)
+        given = average(entry_point, Given(ranks[0]), bucket_cap_mb=25)
         for wire in ("none", "int8", "bf16"):
-            given.handle.compression = wire
-            assert given.handle.compression == Compression(wire, reduce="fp32", ranks_per_node=2)
+            given.handle.compression = Compression(wire, ranks_per_node=2)
             got = [grad for grad in given.step(ranks[rank]) if grad is not None]
             assert_all_bitwise_equal(got, means[wire], f"{entry_point}, {wire}: gradient")
-
-
-@on_ranks(4)
-def test_meshes_that_say_something_else_are_refused(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
-    for entry_point in ("hook", "attach"):
-        for compression, message in (
-            ("auto", r"compression: Auto\(.*\) measures ranks whose links are alike.*nodes have 2 each; name"),
-            (Compression("int8", ranks_per_node=4), "compression: ranks_per_node=4, but .* nodes of 2 ranks"),
-            (Compression("int8", algorithm="one_shot"), "ranks_per_node=2 has an algorithm of its own"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                average(entry_point, Given([torch.ones(3)]), compression, group=mesh)
-        for ranks in ([[0, 2], [1, 3]], [[3, 2], [1, 0]]):
-            other = DeviceMesh("cpu", ranks, mesh_dim_names=("nodes", "local"))
-            message = r"process_group: the DeviceMesh has 2 dimensions .* 4 ranks in order"
-            with pytest.raises(ValueError, match=message):
-                average(entry_point, Given([torch.ones(3)]), "none", group=other)
-        parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        message = r"process_group: the DeviceMesh has 2 dimensions \('dp', 'tp'\); .* name it, as in mesh\['dp'\]"
-        with pytest.raises(ValueError, match=message):
-            average(entry_point, Given([torch.ones(3)]), "none", group=parallel)
