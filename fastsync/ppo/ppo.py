@@ -345,7 +345,7 @@ class PPO:
             if grad_norm is not None:
                 steps.append([*metrics.values(), grad_norm])
         names = (*metrics, "grad_norm")
-        logged = [torch.as_tensor(value).detach().float() for of_step in steps for value in of_step]
+        logged = [torch.as_tensor(value, device=self.device).detach().float() for of_step in steps for value in of_step]
         for name, value in zip(names, logged, strict=False):
             if value.dim():
                 raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
