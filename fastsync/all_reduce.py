@@ -28,8 +28,8 @@ def all_reduce_gradients(
     """Averages the gradients of the parameters over the ranks, now, without hooks. Every rank must call it.
 
     A parameter without a gradient here counts as zeros where another rank has one, and keeps ``grad is None`` where
-    none has. The ranks agree anew at each new set of parameters, unless it was among the newest 32 sets of the group,
-    and at each other compression than in its call before. What error feedback has not sent yet stays with the set.
+    none has. The ranks agree anew at each new compression, and at each set of parameters that is not among the newest
+    32 of the group. What error feedback has not sent yet stays with the set.
 
     Args:
         params: the parameters, or their module. They may be others at each call.

@@ -402,8 +402,8 @@ def attach(
             their mean in float32. Buffers are looked up by module and name.
 
     Raises:
-        ValueError: an argument is refused, a parameter is averaged already or of a kind that fastsync does not handle,
-            or the ranks hold different parameters or settings.
+        ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
+            averaged already, or of a kind that fastsync does not handle.
     """
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")

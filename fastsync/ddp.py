@@ -104,9 +104,9 @@ def register_comm_hook(
         The hook's handle: its statistics, its state for checkpoints, and its compression, which may be changed later.
 
     Raises:
-        ValueError: an argument is refused, the model has a hook already or is attached, it holds what the engine does
-            not handle (sparse gradients, complex parameters with a 16-bit wire, dtypes such as float8), or DDP was told
-            to send some parameters past its hook or to leave some buckets out.
+        ValueError: an argument is refused, or the model has a hook already or is attached. Or DDP was told to send some
+            parameters past its hook, or to leave some buckets out. Or fastsync does not handle a parameter: sparse
+            gradients, complex ones with a 16-bit wire, dtypes such as float8.
         RuntimeError: DDP uses its Python reducer, which would skip a C++ hook silently.
     """
     if isinstance(ddp_model, nn.Module):

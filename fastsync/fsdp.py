@@ -151,7 +151,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
     """Reduce-scatters the gradients of a model under ``fully_shard`` by the engine: any wire, sums in float32.
 
     Every module of the model that went through ``fully_shard`` is served, however deep, unless an earlier call serves
-    it. Each rank encodes its gradients once, sends every rank its shard, and adds what it gets in float32, so the error
+    it. Each rank encodes its gradients once, sends every rank its shard, and adds what it gets in float32. So the error
     does not grow with the number of ranks. Mixed precision, accumulation, divide factors and HSDP stay
     ``fully_shard``'s. Call it on every rank, after the last ``fully_shard``.
 
@@ -165,8 +165,8 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
 
     Raises:
         ValueError: an argument is refused, no module went through ``fully_shard``, all are served already, or the ranks
-            differ. Or a module has several groups of parameters or a reduce-scatter of its own, is replicated only, or
-            is sharded over another process group than the others.
+            differ. Or a module has several groups of parameters, or a reduce-scatter of its own. Or it is replicated
+            only, or is sharded over another process group than the others.
     """
     units = _units_of(model)
     for unit in units:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import fastsync
+from fastsync import cli
+from fastsync.ppo.jobs import KINDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -122,6 +126,39 @@ def faults(text: str) -> list[str]:
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_sentences_are_short_and_words_are_the_fields(page: Path) -> None:
     assert faults(page.read_text()) == []
+
+
+def docstrings(tree: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """Those of a public name, its public methods and its fields, each entry of Args and Raises a paragraph."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield from docstrings(node, f"{name}.{node.name}")
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            entries = re.sub(r"^ +\w+: ", "\n", inspect.cleandoc(node.value.value), flags=re.MULTILINE)
+            yield name, re.sub(r"^ +", "", entries, flags=re.MULTILINE)
+
+
+DOCUMENTED = [
+    name for name in fastsync.__all__ if inspect.isroutine(made := getattr(fastsync, name)) or inspect.isclass(made)
+]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_docstrings_are_plain(name: str) -> None:
+    tree = ast.parse(inspect.getsource(getattr(fastsync, name)))
+    assert {place: found for place, text in docstrings(tree, "") if (found := faults(text))} == {}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train"], ["eval"], *(["launch", kind] for kind in KINDS)], ids=str)
+def test_help_texts_are_plain(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--help"])
+    text = re.sub(r"[│╭╰─╮╯]|\(default: .*?\)", " ", capsys.readouterr().out)
+    assert len(text) > 300
+    assert faults(re.sub(r"^ *--?\w.*?(?:  +|$)", "\n", text.replace("\n\n", "\n"), flags=re.MULTILINE)) == []
 
 
 def test_long_sentences_and_private_words_are_found() -> None:
