@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import os
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +22,6 @@ from torch.distributed.rendezvous import rendezvous
 from . import _C
 from ._checks import check_not_sharded, resolve_group
 
-POLL_SECONDS = 0.1
-GRACE_SECONDS = 2.0
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
 
 
@@ -103,12 +99,22 @@ def group_of_this_rank() -> dist.ProcessGroup:
     """Returns the default group, and where there is none a Gloo group of this rank alone."""
     if dist.is_initialized():
         return resolve_group(None)
+    return gloo_group(HashStore(), 0, 1, timedelta(minutes=1), "fastsync: this rank alone")
+
+
+def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, name: str) -> dist.ProcessGroup:
+    """Forms a group that torch does not list: its name counts no other groups, and it ends with its last reference.
+
+    Call its own methods: after an error, functions of ``torch.distributed`` look for a group in that list.
+
+    Args:
+        store: which the ranks meet by. No other group may use it.
+    """
     kind = dist.ProcessGroup.BackendType.GLOO
-    store = HashStore()
-    group = dist.ProcessGroup(store, 0, 1)
+    group = dist.ProcessGroup(store, rank, world_size)
     group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=1)))
-    group._set_group_name(dist.GroupName("fastsync: this rank alone"))
+    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, world_size, timeout))
+    group._set_group_name(dist.GroupName(name))
     return group
 
 
@@ -133,40 +139,6 @@ def dist_sum(values: Tensor, *, process_group: dist.ProcessGroup | None = None) 
 def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Averages ``values`` over the ranks, into a new tensor. Every rank must call it, as ``dist_sum``."""
     return dist_sum(values, process_group=process_group) / dist.get_world_size(process_group)
-
-
-def ranks_left(group: dist.ProcessGroup, progress: int, timeout: timedelta, error: Exception) -> dict[int, int]:
-    """Agrees with the other ranks that have met an error of the group on which ranks are left.
-
-    Each rank writes how far it has come to the store of the default group, and waits twice the time-out for the others:
-    those that only wait in a collective of the old group meet its error later. The first list of ranks that is written
-    then is everybody's. The store has to be alive: it lives with the launcher, or with rank 0.
-
-    Returns:
-        How far each of them has come, by its number in the default group.
-
-    Raises:
-        RuntimeError: the store does not answer, or the others have gone on without this rank.
-    """
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
-    store = PrefixStore(f"fastsync/left/{group.group_name}/", dist.distributed_c10d._get_default_store())
-    try:
-        store.set(str(rank), str(progress))
-        deadline = time.monotonic() + 2 * timeout.total_seconds() + GRACE_SECONDS
-        while not store.check([str(each) for each in ranks]) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        here = [each for each in ranks if store.check([str(each)])]
-        left = json.loads(store.compare_set("ranks", "", json.dumps(here)))
-        if rank in left:
-            return {each: int(store.get(str(each))) for each in left}
-    except Exception as unreachable:
-        raise RuntimeError(
-            f"fastsync: rank {rank} has lost some of ranks {ranks} ({error}), and the store that would tell which "
-            f"does not answer ({unreachable}); it has to live on a host that is not lost"
-        ) from error
-    raise RuntimeError(
-        f"fastsync: ranks {left} have gone on without rank {rank}, which came too late; start it again from their state"
-    ) from error
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ background: A. Douillard and others, Streaming DiLoCo, arXiv 2501.18512, 2025.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +28,9 @@ from . import _C
 from ._checks import resolve_group
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
-from .distributed import broadcast_tensors, ranks_left
+from .distributed import broadcast_tensors
 from .stats import SyncStats
+from .surviving_group import SurvivingGroup
 from .topk import TopK, TopKAverager
 
 if TYPE_CHECKING:
@@ -95,9 +97,7 @@ class DiLoCo:
         self._alpha = fragment_update_alpha
         self._sync_every = sync_every
         self._compression = compression if isinstance(compression, TopK) else as_compression(compression)
-        self._timeout = timedelta(seconds=timeout)
-        ranks = dist.get_process_group_ranks(resolve_group(process_group))
-        self._group = _gloo_group(ranks, self._timeout)
+        self._sites = SurvivingGroup(resolve_group(process_group), timedelta(seconds=timeout))
         self._step = 0
         self._num_averaged = 0  # of fragments, in all
         self._num_begun = 0
@@ -112,8 +112,8 @@ class DiLoCo:
         lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
         tensors = {name: _local(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
-        _C.check_agreement(self._group, "\n".join(lines), torch.device("cpu"))
-        broadcast_tensors(tensors, {}, self._group)
+        _C.check_agreement(self._sites.group, "\n".join(lines), torch.device("cpu"))
+        broadcast_tensors(tensors, {}, self._sites.group)
         self._fragments = [
             _Fragment(part, make, (place + 1) * sync_every // fragments % sync_every, floating if place == 0 else [])
             for place, part in enumerate(parts)
@@ -162,17 +162,17 @@ class DiLoCo:
 
     def _average(self, fragment: _Fragment, number: int) -> None:
         """Moves the fragment's outer weights by the mean difference. The numbers are those of its turn on all ranks."""
-        for tries_left in reversed(range(self._group.size())):
+        for tries_left in reversed(range(self._sites.group.size())):
             try:
                 if number > self._num_averaged:  # else it has come with another rank's state
-                    fragment.average(self._group)
+                    fragment.average(self._sites.group)
                 break
             except RuntimeError as error:
                 if tries_left == 0:  # as often as there were ranks to lose
                     raise
                 self._go_on_without_the_lost(fragment, error)
         if number > self._num_averaged:
-            fragment.step(self._group.size())
+            fragment.step(self._sites.group.size())
             self._num_averaged = number
 
     def stats(self) -> list[SyncStats]:
@@ -181,31 +181,28 @@ class DiLoCo:
         return [handle.stats() for handle in handles if isinstance(handle, GradientSynchronizer)]
 
     def _go_on_without_the_lost(self, fragment: _Fragment, error: RuntimeError) -> None:
-        """Forms a group of the ranks that are left.
+        """Some of those that are left may have got the last mean, and fail at the next.
 
-        Some may have the last mean, and fail at the next one. So all take the outer weights of a rank that has come
-        furthest, and go on from there.
+        So all take over the outer weights of a rank that has come furthest, are equal again, and go on from there.
         """
-        came = ranks_left(self._group, self._num_averaged, self._timeout, error)
+        came = self._sites.go_on_without_the_lost(self._num_averaged, error)
         furthest = max(came, key=lambda rank: (came[rank], -rank))
-        is_behind = self._num_averaged < came[furthest]
-        if is_behind and isinstance(fragment.averager, TopKAverager):
+        if self._num_averaged < came[furthest] and isinstance(fragment.averager, TopKAverager):
             fragment.averager.settle()  # the others have got what this rank sent
-        self._group = _gloo_group(list(came), self._timeout)
         self._make_averagers()
         if len(set(came.values())) > 1:
-            state = [self._outer_state() if dist.get_rank() == furthest else None]
-            dist.broadcast_object_list(state, src=furthest, group=self._group)
-            self._load_outer_state(state[0])
+            state = self._outer_state() if dist.get_rank() == furthest else None
+            self._load_outer_state(self._sites.broadcast_object(state, furthest))
             self._num_averaged = came[furthest]
 
     def _make_averagers(self) -> None:
+        compression, group = self._compression, self._sites.group
         for fragment in self._fragments:
             before = getattr(fragment, "averager", None)
-            if isinstance(self._compression, TopK):
-                fragment.averager = TopKAverager(fragment.outer, self._compression, self._group)
+            if isinstance(compression, TopK):
+                fragment.averager = TopKAverager(fragment.outer, compression, group)
             else:
-                fragment.averager = GradientSynchronizer(fragment.outer, self._compression, self._group, overlap=False)
+                fragment.averager = GradientSynchronizer(fragment.outer, compression, group, overlap=False)
             if before is not None:  # steps and scales may differ by now: all begin anew
                 fragment.averager.load_state_dict(before.state_dict() | {"step": 0, "scales": {}})
 
@@ -215,7 +212,8 @@ class DiLoCo:
         Waits for the fragments that are on their way. Save the state of every rank: what compression has not sent yet
         is each rank's own.
         """
-        self._wait_for_arrivals()
+        if self._newest is not None:
+            self._newest.result()  # they arrive one after the other
         return {
             "step": self._step,
             "due": [fragment.due for fragment in self._fragments],
@@ -227,22 +225,23 @@ class DiLoCo:
         """Takes over what ``state_dict()`` returned, on every rank, beside the model's and the optimizer's states.
 
         Raises:
-            ValueError: it is no such state, or another model's, or was saved with another number of fragments.
+            ValueError: it is of another model, other fragments or another compression. Then nothing has changed.
         """
-        names = [{name: w.shape for name, w in fragment.outer.items()} for fragment in self._fragments]
-        outer = state_dict.get("outer", [])
-        if [{name: w.shape for name, w in each["weights"].items()} for each in outer] != names:
+        before = copy.deepcopy(self.state_dict())
+        if not isinstance(state_dict, dict) or _shapes(state_dict) != _shapes(before):
             raise ValueError("state_dict: expected the state of a DiLoCo with the same parameters and fragments")
-        self._wait_for_arrivals()
-        for fragment, due, unsent in zip(self._fragments, state_dict["due"], state_dict["unsent"], strict=True):
-            fragment.averager.load_state_dict(unsent)  # first, for it refuses what another compression has left
-            fragment.due, fragment.arrival = due, None
-        self._step = state_dict["step"]
-        self._load_outer_state(outer)
+        try:
+            self._load(state_dict)
+        except BaseException:
+            self._load(before)
+            raise
 
-    def _wait_for_arrivals(self) -> None:
-        if self._newest is not None:
-            self._newest.result()  # they arrive one after the other
+    def _load(self, state: dict[str, Any]) -> None:
+        for fragment, due, unsent in zip(self._fragments, state["due"], state["unsent"], strict=True):
+            fragment.averager.load_state_dict(unsent)
+            fragment.due, fragment.arrival = due, None
+        self._step = state["step"]
+        self._load_outer_state(state["outer"])
 
     def _outer_state(self) -> list[dict[str, Any]]:
         return [
@@ -255,8 +254,8 @@ class DiLoCo:
         ]
 
     @torch.no_grad()
-    def _load_outer_state(self, state: list[dict[str, Any]] | None) -> None:
-        for fragment, each in zip(self._fragments, state or [], strict=True):
+    def _load_outer_state(self, state: list[dict[str, Any]]) -> None:
+        for fragment, each in zip(self._fragments, state, strict=True):
             for name, weight in fragment.outer.items():
                 weight.copy_(each["weights"][name])
             fragment.optimizer.load_state_dict(each["optimizer"])
@@ -320,7 +319,7 @@ class _Fragment:
         has_changed = self._own_buffers != self.buffers_mean
         self._changes = torch.where(has_changed, self._own_buffers - self.buffers_mean, 0.0)
         if self._changes.numel() > 0:
-            dist.all_reduce(self._changes, group=group)
+            group.allreduce(self._changes).wait()
         for outer, difference in zip(self.outer.values(), self._differences, strict=True):
             outer.grad = difference.clone()
         self.averager.synchronize()
@@ -348,9 +347,11 @@ def _check_number(name: str, number: object, least: int, most: int) -> None:
         raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {number!r}")
 
 
-def _gloo_group(ranks: list[int], timeout: timedelta) -> Any:
-    """One of its own, for what travels in the background must not come between the calls of the group in a site."""
-    return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+def _shapes(state: Mapping[str, Any]) -> list[object]:
+    """What of a state has to be as it is here."""
+    outer = state.get("outer", [])
+    of_weights = [{name: weight.shape for name, weight in each["weights"].items()} for each in outer]
+    return [sorted(state), of_weights, [each["buffers"].shape for each in outer]]
 
 
 def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:

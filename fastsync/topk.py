@@ -62,7 +62,7 @@ class TopKAverager:
         message = encode(wanted, self._top_k.values_a_block)
         self._unsent_then = wanted - decode(message, self._top_k.values_a_block, wanted.numel())
         messages = [torch.empty_like(message) for _ in range(self._group.size())]
-        dist.all_gather(messages, message, group=self._group)
+        self._group.allgather(messages, message).wait()
         mean = torch.zeros_like(wanted)
         for theirs in messages:  # in the order of ranks, so that all get the same bits
             mean += decode(theirs, self._top_k.values_a_block, mean.numel())

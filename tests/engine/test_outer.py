@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -222,11 +224,14 @@ def trained_until_one_is_lost(rank: int, world_size: int, delay: int) -> list[Te
     model = make_model()
     optimizer = make_optimizer(model)
     with DiLoCo(model, optimizer, sync_every=2, fragments=2, fragment_sync_delay=delay, timeout=3.0) as sync:
+        of_three = weakref.ref(sync._sites.group)
         for step in range(1, 9):
             if rank == 2 and step == 4:
                 os._exit(0)
             train_step(model, optimizer, rank, step)
-        assert torch.distributed.get_process_group_ranks(sync._group) == [0, 1]
+        assert sync._sites.ranks == [0, 1]
+    gc.collect()
+    assert of_three() is None, "the group of before still has its connections"
     return [outer.detach() for fragment in sync._fragments for outer in fragment.outer.values()]
 
 
@@ -272,18 +277,52 @@ def test_ranks_begin_with_rank_0s_weights_and_buffers(rank: int, world_size: int
     assert model[1].running_mean.eq(0).all()
 
 
-@on_ranks(2)
-def test_a_refused_state_changes_nothing(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_may_have_made_different_numbers_of_groups(rank: int, world_size: int) -> None:
+    for _ in range(rank):
+        torch.distributed.new_group([rank], use_local_synchronization=True)
     model = make_model()
-    sync = DiLoCo(model, make_optimizer(model))
-    state = sync.state_dict()
-    before = copy.deepcopy(state["outer"][0]["weights"])
-    weights = {name: weight + 1 for name, weight in before.items()}
-    other = state | {"outer": [state["outer"][0] | {"weights": weights}], "unsent": [{"unsent": torch.zeros(3)}]}
-    with pytest.raises(ValueError, match="state_dict"):
-        sync.load_state_dict(other)
-    after = sync.state_dict()["outer"][0]["weights"]
-    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    optimizer = make_optimizer(model)
+    with LocalSGD(model, optimizer, sync_every=1):
+        train_step(model, optimizer, rank, 0)
+    fastsync.check_consistency(model)
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    """Whether two states are equal, bit for bit."""
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, list):
+        return len(mine) == len(theirs) and all(map(same, mine, theirs))
+    return torch.equal(mine, theirs) if isinstance(mine, Tensor) else mine == theirs
+
+
+@pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), TopK()], ids=str)
+@on_ranks(2)
+def test_a_refused_state_changes_nothing(rank: int, world_size: int, compression: Any) -> None:
+    def trained(steps: int, **options: Any) -> DiLoCo:
+        model = make_model()
+        optimizer = make_optimizer(model)
+        with DiLoCo(model, optimizer, sync_every=2, fragments=2, **options) as sync:
+            for step in range(steps):
+                train_step(model, optimizer, rank, step)
+        return sync
+
+    sync, other = trained(4, compression=compression), trained(6, compression=compression)
+    before, theirs = copy.deepcopy(sync.state_dict()), other.state_dict()
+    without_optimizer = [each | {"optimizer": {"state": {}, "param_groups": []}} for each in theirs["outer"]]
+    refused = [
+        theirs | {"unsent": [theirs["unsent"][0], {"unsent": torch.zeros(3)}]},  # the second is another compression's
+        theirs | {"outer": [theirs["outer"][0], without_optimizer[1]]},
+        {name: part for name, part in theirs.items() if name != "due"},
+        theirs | {"outer": [each | {"buffers": torch.zeros(5)} for each in theirs["outer"]]},
+    ]
+    for state in refused:
+        with pytest.raises(ValueError, match=r"state.dict"):
+            sync.load_state_dict(state)
+        assert same(sync.state_dict(), before)
+    sync.load_state_dict(theirs)
+    assert same(sync.state_dict(), theirs)
 
 
 @on_ranks(2)

@@ -1,0 +1,107 @@
+"""A process group that goes on with the ranks that are left where one is lost."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from .distributed import gloo_group
+
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 2.0
+
+
+class SurvivingGroup:
+    """A Gloo group over the ranks of another one, for what travels beside its calls.
+
+    Its name comes from the first rank, so that ranks may have made different numbers of groups before.
+    """
+
+    group: dist.ProcessGroup
+    """It is another one after a loss. Call its own methods; see ``gloo_group``."""
+    ranks: list[int]
+    """Of the group, by their numbers in the default group."""
+
+    def __init__(self, process_group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._timeout = timeout
+        name = [uuid4().hex]
+        dist.broadcast_object_list(name, group=process_group, group_src=0)
+        self._store: Store = PrefixStore(f"fastsync/{name[0]}/", dist.distributed_c10d._get_default_store())
+        self._form(dist.get_process_group_ranks(process_group))
+
+    def _form(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+        self._store = PrefixStore(f"{ranks}/", self._store)
+        rank, name = ranks.index(dist.get_rank()), f"fastsync: ranks {ranks}"
+        self.group = gloo_group(self._store, rank, len(ranks), self._timeout, name)
+
+    def go_on_without_the_lost(self, progress: int, error: Exception) -> dict[int, int]:
+        """Forms a group of the ranks that are left, once an error of the newest has shown that some are lost.
+
+        The old one ends when nothing holds it any more.
+
+        Args:
+            progress: how far this rank has come.
+            error: what went wrong.
+
+        Returns:
+            How far each rank that is left has come.
+
+        Raises:
+            RuntimeError: the store does not answer, or the others have gone on without this rank.
+        """
+        came = _ranks_left(PrefixStore("left/", self._store), self.ranks, progress, self._timeout, error)
+        self._form(list(came))
+        return came
+
+    def broadcast_object(self, mine: object, source: int) -> Any:
+        """Returns what rank ``source`` of ``ranks`` has given, as ``dist.broadcast_object_list`` does."""
+        root = self.ranks.index(source)
+        sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        numel = torch.tensor([sent.numel()])
+        self.group.broadcast(numel, root).wait()
+        if self.group.rank() != root:
+            sent = torch.empty(int(numel), dtype=torch.uint8)
+        self.group.broadcast(sent, root).wait()
+        return pickle.loads(sent.numpy().tobytes())
+
+
+def _ranks_left(store: Store, ranks: list[int], progress: int, timeout: timedelta, error: Exception) -> dict[int, int]:
+    """Agrees with those of ``ranks`` who have met an error of their group on who is left.
+
+    Each writes to the store, which no other loss may use, how far it has come, and waits for the others to do so: for
+    twice the time-out, for who only waits in a collective of the old group meets its error later. The first list of
+    ranks that is written then is everybody's. The store has to be alive: it lives with the launcher, or with rank 0.
+
+    Returns:
+        How far each of them has come.
+
+    Raises:
+        RuntimeError: the store does not answer, or the others have gone on without this rank.
+    """
+    rank = dist.get_rank()
+    try:
+        store.set(str(rank), str(progress))
+        deadline = time.monotonic() + 2 * timeout.total_seconds() + GRACE_SECONDS
+        while not store.check([str(each) for each in ranks]) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        here = [each for each in ranks if store.check([str(each)])]
+        left = json.loads(store.compare_set("ranks", "", json.dumps(here)))
+        if rank in left:
+            return {each: int(store.get(str(each))) for each in left}
+    except Exception as unreachable:
+        raise RuntimeError(
+            f"fastsync: rank {rank} has lost some of ranks {ranks} ({error}), and the store that would tell which "
+            f"does not answer ({unreachable}); it has to live on a host that is not lost"
+        ) from error
+    raise RuntimeError(
+        f"fastsync: ranks {left} have gone on without rank {rank}, which came too late; start it again from their state"
+    ) from error
