@@ -10,7 +10,7 @@ from fastsync.doctor import install_command
 
 COMMANDS = {
     "ops": "pack and unpack over sizes and numbers of tensors, against a copy of as many bytes and torch's operations",
-    "sync": "a step's gradient synchronisation: fastsync, PyTorch's ways and the bare all_reduce, in turns",
+    "sync": "a step's gradient synchronisation: fastsync, PyTorch's methods and the bare all_reduce, in turns",
     "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop",
@@ -19,8 +19,6 @@ COMMANDS = {
     "outer_loss": "what a token teaches where sites synchronise every H steps: a small GPT, its loss over tokens",
     "predict": "efficiency on more ranks or another link, from a model fitted on rows, and how far to trust it",
     "headline": "the picture of the README, from rows of sync and link",
-    "report": "one report of several runs of scaling: tables, pictures, one page of HTML",
-    "compare": "two runs of the same benchmarks: what has become slower or faster, beyond noise",
 }
 REQUIRED = ("numpy", "rich", "tyro", "jinja2", "matplotlib", "scipy")
 

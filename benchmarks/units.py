@@ -20,12 +20,6 @@ def parse_bytes(text: str) -> int:
     return round(float(match[1]) * BYTES[match[2]])
 
 
-def format_bytes(nbytes: int) -> str:
-    """As ``parse_bytes`` reads it, in the largest unit that leaves a whole number."""
-    unit = next(unit for unit in reversed(BYTES) if nbytes % BYTES[unit] == 0)
-    return f"{nbytes // BYTES[unit]}{unit}"
-
-
 def parse_rate(text: str) -> int:
     """Bits per second of a rate as tc writes it: 100mbit, 1gbit, 2.5gbit.
 

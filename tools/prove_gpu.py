@@ -32,7 +32,7 @@ OF_RANKS = ("engine/test_sums.py",)
 SANITIZED = {"memcheck": "samples or sizes", "racecheck": "samples", "synccheck": "samples"}
 FUSED, GENERIC = {"FASTSYNC_KERNELS": "auto"}, {"FASTSYNC_KERNELS": "aten"}
 HOOK, ATTACH = "fastsync.register_comm_hook", "fastsync.attach"
-WAYS = f"ddp ddp/fp16_compress_hook {HOOK}/none {HOOK}/fp16 {ATTACH}/none {ATTACH}/fp16 {ATTACH}/int8+ef"
+METHODS = f"ddp ddp/fp16_compress_hook {HOOK}/none {HOOK}/fp16 {ATTACH}/none {ATTACH}/fp16 {ATTACH}/int8+ef"
 PROBE = """import torch
 print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep=", ")
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}", end="")"""
@@ -81,7 +81,7 @@ def benchmark(command: str, limit: float, words: str, **environment: str) -> Com
 
 def on_one_and_two_ranks(command: str, limit: float, words: str) -> list[Command]:
     """Two ranks share a GPU where there is one: that they work is shown, and nothing of how training scales."""
-    return [benchmark(command, limit, f"{words} --ways {WAYS} --share-gpus --nproc {nproc}") for nproc in (1, 2)]
+    return [benchmark(command, limit, f"{words} --methods {METHODS} --share-gpus --nproc {nproc}") for nproc in (1, 2)]
 
 
 def all_parts() -> Parts:
@@ -98,7 +98,7 @@ def all_parts() -> Parts:
     of_kernels = "--device cuda --sizes 25MiB --tensors 160"
     ppo = "--device cuda --hyperparameters fastsync --repetitions 1 --timeout 100 --nproc 1"
     sync = on_one_and_two_ranks("sync", 150, "--sizes 0.5m 12m 100MiB --repetitions 20")
-    ddp = on_one_and_two_ranks("ddp", 210, "--models resnet50 gpt2 --scale full")
+    ddp = on_one_and_two_ranks("ddp", 210, "--models mlp gpt2 --scale full")
     return {
         "build": [remove, build, python(60, "-m", "fastsync.cli", "doctor")],
         "tests": [pytest(file, "not captur", 240) for file in alone],

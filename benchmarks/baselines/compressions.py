@@ -1,4 +1,4 @@
-"""Compressions, the names of ways behind their entry point, as fastsync takes them: ``fp16``, ``int8+ef``, ``auto``.
+"""Compressions, the names of methods behind their entry point, as fastsync takes them: ``fp16``, ``int8+ef``, ``auto``.
 
 The wire comes first, and behind it what is not as by default. ``auto``, which measures and chooses, has neither.
 """

@@ -1,4 +1,4 @@
-"""Gradients whose mean over the ranks is known without any communication: what every way is checked against."""
+"""Gradients whose mean over the ranks is known without any communication: what every method is checked against."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -122,7 +122,7 @@ class Gradients(ABC):
 
 
 class Step(ABC):
-    """One way's model, ready to take step after step: ``prepare``, then ``run``, which is what is timed."""
+    """One method's model, ready to take step after step: ``prepare``, then ``run``, which is what is timed."""
 
     def prepare(self) -> None:  # noqa: B027  most have nothing to prepare
         """Comes before ``run``, and is not timed."""
@@ -135,5 +135,5 @@ class Step(ABC):
         """The gradients that the newest ``run`` left, in one vector."""
 
     def stats(self) -> SyncStats | None:
-        """The cost of synchronisation so far, where the way tells."""
+        """The cost of synchronisation so far, where the method tells."""
         return None

@@ -1,4 +1,4 @@
-"""The ways to average a model's gradients over ranks: fastsync's, PyTorch's, hand-written ones, and the limit."""
+"""The methods to average a model's gradients over ranks: fastsync's, PyTorch's, hand-written ones, and the limit."""
 
 import copy
 import inspect
@@ -23,7 +23,7 @@ from fastsync import SyncStats
 from fastsync.compression import parse_compression
 
 MIN_WARMUP = 2
-"""Steps before a way does what it will do from then on: DDP regroups its buckets once, PowerSGD starts at its third."""
+"""Steps before a method does what it goes on to do: DDP regroups its buckets once, PowerSGD starts at its third."""
 
 
 class TrainingStep(Step):
@@ -72,11 +72,6 @@ class BareAllReduce(Step):
 Build = Callable[[Gradients, ProcessGroup], Step]
 
 
-def _alone(workload: Gradients, group: ProcessGroup) -> Step:
-    del group
-    return TrainingStep(workload.model())
-
-
 def _bare(dtype: torch.dtype) -> Build:
     return lambda workload, group: BareAllReduce(workload, group, dtype)
 
@@ -89,7 +84,7 @@ _SYNC_BUFFERS = next(
 
 
 def wrapped(workload: Gradients, group: ProcessGroup, **options: float | bool) -> DistributedDataParallel:
-    """A model in DDP that sends its gradients and nothing else, as all ways do: buffers stay where they are."""
+    """A model in DDP that sends its gradients and nothing else, as all methods do: buffers stay where they are."""
     return DistributedDataParallel(workload.model(), process_group=group, **{_SYNC_BUFFERS: False}, **options)
 
 
@@ -104,8 +99,8 @@ def _ddp(hook: Callable | None = None, **options: bool) -> Build:
 
 
 def _power_sgd(workload: Gradients, group: ProcessGroup) -> Step:
-    # In one bucket: the hook starts all_reduces from callbacks, so with two buckets under way each rank would have them
-    # in an order of its own, and Gloo pairs them by order: a wrong size, or a wait without end.
+    # In one bucket: the hook starts all_reduces from callbacks, so with two buckets on their way each rank would have
+    # them in an order of its own, and Gloo pairs them by order: a wrong size, or a wait without end.
     one_bucket = 1 + workload.flat_grads.nbytes // 2**20
     model = wrapped(workload, group, bucket_cap_mb=one_bucket)
     state = PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -131,15 +126,14 @@ def _attach(compression: str) -> Build:
     return build
 
 
-def all_reduce_concatenated(parameters: list[Tensor], group: dist.ProcessGroup | None = None) -> int:
-    """Averages gradients as trainers without DDP write it. Returns the bytes that were all-reduced."""
+def all_reduce_concatenated(parameters: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Averages gradients as trainers without DDP write it."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
     for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(mean.view_as(gradient))
-    return flat.nbytes
 
 
 def _after_backward(average: Callable[[list[nn.Parameter], ProcessGroup], object]) -> Build:
@@ -149,10 +143,6 @@ def _after_backward(average: Callable[[list[nn.Parameter], ProcessGroup], object
         return TrainingStep(model, lambda: average(parameters, group))
 
     return build
-
-
-def _all_reduce_gradients(parameters: list[nn.Parameter], group: ProcessGroup) -> None:
-    fastsync.all_reduce_gradients(parameters, process_group=group)
 
 
 class ShardedStep(TrainingStep):
@@ -166,7 +156,7 @@ def _fully_shard(reduce_dtype: torch.dtype | None = None, compression: str | Non
     """Parameters stay whole from forward to backward, so that in the backward only gradients travel."""
 
     def build(workload: Gradients, group: ProcessGroup) -> Step:
-        model = copy.deepcopy(workload.model())  # other ways' models have the same memory, and shards are to be its own
+        model = copy.deepcopy(workload.model())  # the memory of other models is the same, and shards are to be its own
         mesh = DeviceMesh.from_group(group, workload.flat_grads.device.type)
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         blocks = [block for blocks in model.modules() if isinstance(blocks, nn.Sequential) for block in blocks]
@@ -181,7 +171,7 @@ def _fully_shard(reduce_dtype: torch.dtype | None = None, compression: str | Non
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     build: Build
     """Makes a step of it. A collective call: on all ranks, in the same order."""
     wire: torch.dtype | None = torch.float32
@@ -224,33 +214,33 @@ SHARED_SUM = "shared_memory_sum"
 """The limit of CPU ranks that share a host."""
 LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_reduce/bf16"}
 BARE = {SHARED_SUM, *LIMITS.values()}
-"""Ways without a backward."""
+"""Methods without a backward."""
 
 
 def _rounding(compression: str) -> Rounding:
     return Rounding(DTYPES[compressions.split(compression)[0]], compressions.half_steps(compression))
 
 
-def _through(entry_point: str, compression: str) -> Way:
+def _through(entry_point: str, compression: str) -> Method:
     """A compression of the engine. What is chosen by measurement may lose as much as the coarsest choice."""
     build, in_ddp = ENTRY_POINTS[entry_point](compression), entry_point == "fastsync.register_comm_hook"
     if (coarsest := compressions.CHOSEN.get(compression)) is not None:
-        return Way(build, None, (_rounding("bf16"), _rounding(coarsest)), compression, in_ddp=in_ddp)
+        return Method(build, None, (_rounding("bf16"), _rounding(coarsest)), compression, in_ddp=in_ddp)
     rounding = _rounding(compression)
-    return Way(build, rounding.wire, (rounding,), compression, in_ddp=in_ddp)
+    return Method(build, rounding.wire, (rounding,), compression, in_ddp=in_ddp)
 
 
-def _scattered(compression: str) -> Way:
+def _scattered(compression: str) -> Method:
     """Of int8 no bound is known: what shares a block depends on how the parameters are sharded."""
     wire = DTYPES[compressions.split(compression)[0]]
     rounding = Rounding(wire, None if wire == torch.float32 else 1.0)
     build, is_int8 = _fully_shard(compression=compression), wire == torch.int8
-    return Way(build, wire, () if is_int8 else (rounding,), approximate=is_int8, scatters=True)
+    return Method(build, wire, () if is_int8 else (rounding,), approximate=is_int8, scatters=True)
 
 
 SHARDED = {
-    "fully_shard/fp32": Way(_fully_shard(), scatters=True),
-    "fully_shard/bf16": Way(_fully_shard(bf16), bf16, scatters=True),
+    "fully_shard/fp32": Method(_fully_shard(), scatters=True),
+    "fully_shard/bf16": Method(_fully_shard(bf16), bf16, scatters=True),
     **{
         f"fastsync.register_reduce_scatter/{name}": _scattered(name)
         for name in ("none", "bf16", "fp16", "int8", "int8+ef")
@@ -258,56 +248,57 @@ SHARDED = {
 }
 """Models under ``fully_shard``: PyTorch's reduce-scatter in the dtype that gradients are cast to, and the engine's."""
 
-WAYS = {
-    "no_sync": Way(_alone, wire=None),
-    SHARED_SUM: Way(BareSum, only="gloo"),
-    **{name: Way(_bare(wire), wire) for wire, name in LIMITS.items()},
-    "ddp": Way(_ddp(), in_ddp=True),
+METHODS = {
+    "no_sync": Method(lambda workload, group: TrainingStep(workload.model()), wire=None),
+    SHARED_SUM: Method(BareSum, only="gloo"),
+    **{name: Method(_bare(wire), wire) for wire, name in LIMITS.items()},
+    "ddp": Method(_ddp(), in_ddp=True),
     # Gradients are views of the buckets, so that none is copied back. It is copied in all the same, because zero_grad,
     # which sets gradients to None by default, drops the views.
-    "ddp/bucket_view": Way(_ddp(gradient_as_bucket_view=True), in_ddp=True),
-    "ddp/allreduce_hook": Way(_ddp(default_hooks.allreduce_hook), in_ddp=True),
-    "ddp/fp16_compress_hook": Way(_ddp(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
-    "ddp/bf16_compress_hook": Way(_ddp(default_hooks.bf16_compress_hook), bf16, only="nccl", in_ddp=True),
-    "ddp/powerSGD_hook": Way(_power_sgd, wire=None, approximate=True, in_ddp=True),
-    "cat": Way(_after_backward(all_reduce_concatenated)),
-    "fastsync.fp16_compress_hook": Way(_ddp(fastsync.fp16_compress_hook), fp16, in_ddp=True),
+    "ddp/bucket_view": Method(_ddp(gradient_as_bucket_view=True), in_ddp=True),
+    "ddp/fp16_compress_hook": Method(_ddp(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
+    "ddp/bf16_compress_hook": Method(_ddp(default_hooks.bf16_compress_hook), bf16, only="nccl", in_ddp=True),
+    "ddp/powerSGD_hook": Method(_power_sgd, wire=None, approximate=True, in_ddp=True),
+    "cat": Method(_after_backward(all_reduce_concatenated)),
+    "fastsync.fp16_compress_hook": Method(_ddp(fastsync.fp16_compress_hook), fp16, in_ddp=True),
     **{
         f"{entry_point}/{name}": _through(entry_point, name)
         for entry_point in ENTRY_POINTS
         for name in (*compressions.DEFAULT, *compressions.ON_REQUEST)
     },
-    "fastsync.all_reduce_gradients/none": Way(_after_backward(_all_reduce_gradients)),
+    "fastsync.all_reduce_gradients/none": Method(
+        _after_backward(lambda parameters, group: fastsync.all_reduce_gradients(parameters, process_group=group))
+    ),
     **SHARDED,
 }
 
-SYNCHRONISED = tuple(name for name in WAYS if name not in {"no_sync", *BARE})
+SYNCHRONISED = tuple(name for name in METHODS if name not in {"no_sync", *BARE})
 """Those that training steps can be taken with."""
 BY_DEFAULT = tuple(
-    name for name, way in WAYS.items() if way.compression not in compressions.ON_REQUEST and not way.scatters
+    name for name, each in METHODS.items() if each.compression not in compressions.ON_REQUEST and not each.scatters
 )
 """Those that are measured where none are named."""
 
 
-def is_right(way: Way, step: Step, workload: Gradients) -> bool:
-    """Checks the step's newest result against what this way promises."""
-    if way.approximate:
+def is_right(method: Method, step: Step, workload: Gradients) -> bool:
+    """Checks the step's newest result against what this method promises."""
+    if method.approximate:
         return True
-    if not way.allowed:
+    if not method.allowed:
         return workload.is_own(step.result())
-    return workload.is_mean(step.result(), *way.allowed)
+    return workload.is_mean(step.result(), *method.allowed)
 
 
 def with_their_limits(names: tuple[str, ...]) -> list[str]:
-    """These ways, with those that they are compared to, in the order of the table."""
-    needed = {*names, "no_sync", *(WAYS[name].limit for name in names)}
-    return [name for name in WAYS if name in needed]
+    """These methods, with those that they are compared to, in the order of the table."""
+    needed = {*names, "no_sync", *(METHODS[name].limit for name in names)}
+    return [name for name in METHODS if name in needed]
 
 
 def left_out(names: list[str], backend: str) -> dict[str, str]:
-    """Names those of these ways that cannot run on this backend, and why."""
+    """Names those of these methods that cannot run on this backend, and why."""
     return {
-        name: f"it takes {WAYS[name].only}, and these ranks have {backend}"
+        name: f"it takes {METHODS[name].only}, and these ranks have {backend}"
         for name in names
-        if WAYS[name].only not in (None, backend)
+        if METHODS[name].only not in (None, backend)
     }

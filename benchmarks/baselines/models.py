@@ -1,4 +1,4 @@
-"""Models to be trained, with synthetic data: a policy of perceptrons, ResNet-50, and a GPT.
+"""Models to be trained, with synthetic data: a policy of perceptrons, and a GPT.
 
 Written out, so that they need no other package; shapes are those of the papers at scale "full", and
 small enough for a laptop's CPU at "small".
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from benchmarks.baselines.gradients import Gradients
 
@@ -116,72 +116,6 @@ def _policy(num_inputs: int, num_actions: int, width: int, batch_size: int, repe
     )
 
 
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the 3x3 strides, as in what is called ResNet v1.5."""
-
-    def __init__(self, num_inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        num_outputs = 4 * width
-        self.body = nn.Sequential(
-            *_convolution(num_inputs, width, 1),
-            nn.ReLU(inplace=True),
-            *_convolution(width, width, 3, stride),
-            nn.ReLU(inplace=True),
-            *_convolution(width, num_outputs, 1),
-        )
-        changes = stride != 1 or num_inputs != num_outputs
-        self.shortcut = nn.Sequential(*_convolution(num_inputs, num_outputs, 1, stride)) if changes else nn.Identity()
-
-    def forward(self, features: Tensor) -> Tensor:
-        return F.relu(self.body(features) + self.shortcut(features))
-
-
-def _convolution(num_inputs: int, num_outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
-    layer = nn.Conv2d(num_inputs, num_outputs, kernel, stride, padding=kernel // 2, bias=False)
-    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-    return layer, nn.BatchNorm2d(num_outputs)
-
-
-class ResNet50(nn.Module):
-    """He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016), table 1, with its loss.
-
-    Args:
-        width: channels of the first layer; 64 in the paper.
-        num_classes: of images.
-    """
-
-    def __init__(self, width: int, num_classes: int) -> None:
-        super().__init__()
-        blocks: list[nn.Module] = []
-        num_inputs = width
-        for stage, num_blocks in enumerate((3, 4, 6, 3)):
-            for index in range(num_blocks):
-                stride = 2 if stage > 0 and index == 0 else 1
-                blocks.append(Bottleneck(num_inputs, width * 2**stage, stride))
-                num_inputs = 4 * width * 2**stage
-        stem = (*_convolution(3, width, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1))
-        head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_inputs, num_classes))
-        self.layers = nn.Sequential(*stem, *blocks, *head)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.layers(images), labels)
-
-
-def _resnet50(width: int, image: int, num_classes: int, batch_size: int, repetitions: int) -> Training:
-    def batch(size: int, generator: torch.Generator) -> Batch:
-        labels = torch.randint(num_classes, (size,), generator=generator)
-        return torch.randn(size, 3, image, image, generator=generator), labels
-
-    return Training(
-        module=lambda: ResNet50(width, num_classes),
-        batch=batch,
-        optimizer=lambda parameters: SGD(parameters, lr=0.0, momentum=0.9, weight_decay=1e-4),
-        batch_size=batch_size,
-        repetitions=repetitions,
-        dimensions={"width": width, "image": image, "classes": num_classes},
-    )
-
-
 class Block(nn.Module):
     """Attention and a perceptron, each behind a LayerNorm and beside a shortcut."""
 
@@ -252,10 +186,6 @@ TRAININGS: dict[str, dict[Scale, Training]] = {
     "mlp": {
         "small": _policy(4, 2, width=64, batch_size=256, repetitions=200),
         "full": _policy(376, 17, width=256, batch_size=4096, repetitions=100),
-    },
-    "resnet50": {
-        "small": _resnet50(32, image=64, num_classes=100, batch_size=4, repetitions=10),
-        "full": _resnet50(64, image=224, num_classes=1000, batch_size=32, repetitions=10),
     },
     "gpt2": {
         "small": _gpt(8192, 64, num_layers=4, width=256, num_heads=4, batch_size=2, repetitions=10),

@@ -23,7 +23,7 @@ ops = torch.ops.fastsync
 
 
 class Buffers:
-    """Gradients of ``numel`` float32 values in all, in ``num_tensors`` uneven tensors, and all that the ways need."""
+    """Gradients of ``numel`` float32 values in all, in ``num_tensors`` uneven tensors, and what the methods need."""
 
     def __init__(self, numel: int, num_tensors: int, wire: torch.dtype, device: torch.device, seed: int = 0) -> None:
         cuts = sorted(random.Random(seed).sample(range(1, numel), num_tensors - 1))
@@ -78,7 +78,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Pass:
-    """One way to do one of the passes."""
+    """One implementation of one of the passes."""
 
     run: Callable[[Buffers], None]
     norm: Callable[[Buffers], Tensor] | None = None
@@ -100,9 +100,9 @@ UNPACKS = {
 PASSES: Mapping[str, Mapping[str, Pass]] = {"pack": PACKS, "unpack": UNPACKS}
 
 
-def is_right(name: str, way: Pass, buffers: Buffers) -> bool:
-    """Runs ``way`` on fresh buffers and compares every bit with the specification, and the norm to rounding."""
-    if way.run is Buffers.copy:
+def is_right(name: str, method: Pass, buffers: Buffers) -> bool:
+    """Runs ``method`` on fresh buffers and compares every bit with the specification, and the norm to rounding."""
+    if method.run is Buffers.copy:
         buffers.copy_target.zero_()
         buffers.copy()
         return torch.equal(buffers.copy_target, buffers.copy_source)
@@ -111,12 +111,12 @@ def is_right(name: str, way: Pass, buffers: Buffers) -> bool:
         expected = torch.empty_like(buffers.wire)
         reference.pack(buffers.grads, expected, torch.zeros_like(buffers.stats), multiplier=MULTIPLIER)
         buffers.wire.fill_(torch.nan)
-        way.run(buffers)
+        method.run(buffers)
         return torch.equal(buffers.wire, expected)
     torch._foreach_mul_(buffers.grads, torch.nan)
-    way.run(buffers)
+    method.run(buffers)
     written = torch.cat(buffers.grads)
     if not torch.equal(written, buffers.wire.to(torch.float32)):
         return False
     # A float32 sum of as many squares, in whatever order.
-    return way.norm is None or torch.allclose(way.norm(buffers), written.double().norm(), rtol=1e-3)
+    return method.norm is None or torch.allclose(method.norm(buffers), written.double().norm(), rtol=1e-3)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.baselines import cleanrl_loop
 from benchmarks.baselines.training import GAE_LAMBDA, GAMMA, Outcome, Training
+from benchmarks.harness.collect import TrainingError
 
 
 def train_fastsync(training: Training) -> Outcome:
@@ -171,7 +172,7 @@ def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
     Whatever ends the wait for it, its ranks and environments end with it.
 
     Raises:
-        RuntimeError: it failed, or has not ended in ``timeout`` seconds.
+        TrainingError: it failed, or has not ended in ``timeout`` seconds.
     """
     command = [sys.executable, "-m", "benchmarks.baselines.trainers", trainer, json.dumps(asdict(training))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -188,12 +189,12 @@ def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
         try:
             printed, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{trainer} has not ended within {timeout:g} s") from None
+            raise TrainingError(f"{trainer} has not ended within {timeout:g} s") from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        raise RuntimeError(f"{trainer} failed:\n{printed}{errors}")
+        raise TrainingError(f"{trainer} failed:\n{printed}{errors}")
     return Outcome(**json.loads(printed.splitlines()[-1]))
 
 

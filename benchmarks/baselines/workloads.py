@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.baselines.gradients import Gradients
-from benchmarks.units import format_bytes, parse_bytes
+from benchmarks.units import parse_bytes
 
 Shapes = list[tuple[int, ...]]
 
@@ -21,11 +21,6 @@ class Size:
     @property
     def numel(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its float32 gradients."""
-        return 4 * self.numel
 
 
 SIZES = {
@@ -71,21 +66,6 @@ def matrices(numel: int, num_tensors: int) -> Shapes:
     rest: Shapes = [(left,)] if left else []
     equal, longer = divmod(rows, num_tensors - len(rest))
     return [(equal + (index < longer), columns) for index in range(num_tensors - len(rest))] + rest
-
-
-def sweep(first: str, last: str) -> list[str]:
-    """Sizes in bytes from ``first`` to ``last``, each four times the one before; the last one may be less.
-
-    Raises:
-        ValueError: ``first`` or ``last`` is no number of bytes, or the first is larger than the last.
-    """
-    smallest, largest = parse_bytes(first), parse_bytes(last)
-    if smallest > largest:
-        raise ValueError(f"sweep={first} {last}: the first size must not be above the last; swap them")
-    sizes = [smallest]
-    while sizes[-1] * 4 < largest:
-        sizes.append(sizes[-1] * 4)
-    return [format_bytes(nbytes) for nbytes in dict.fromkeys((*sizes, largest))]
 
 
 class Model(nn.Module):

@@ -1,27 +1,26 @@
 """``python -m benchmarks ddp``: whole training steps of real models, taken apart into overhead and communication.
 
 A sample is the time of a step, from a barrier until the slowest rank is through it: forward, backward with everything
-that makes its gradients the mean over the ranks, and the optimizer's step. Beside the ways to synchronise run the plain
-model, without DDP, and DDP under ``no_sync``: what is between those two is DDP's own overhead. What a way adds to the
-second, or to the first if it has no DDP, is communication that backward did not hide, and what the way itself costs.
-How long communication takes when nothing hides it, the bare all_reduce tells. Data are synthetic. All ways run in the
-same processes and take turns.
+that makes its gradients the mean over the ranks, and the optimizer's step. Beside the methods to synchronise run the
+plain model, without DDP, and DDP under ``no_sync``: their difference is DDP's own overhead. What a method adds to the
+second, or to the first if it has no DDP, is communication that backward did not hide, and what the method itself costs.
+How long communication takes when nothing hides it, the bare all_reduce tells. Data are synthetic. All methods run in
+the same processes and take turns.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
-import tyro
 from rich.progress import Progress
 
+from benchmarks.baselines.methods import BARE, BY_DEFAULT, METHODS, Method, with_their_limits
 from benchmarks.baselines.models import TRAININGS, Scale
 from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC, PARTS
-from benchmarks.baselines.ways import BARE, BY_DEFAULT, WAYS, Way, with_their_limits
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import Measurement, measure_each, measure_training, measured_figures
-from benchmarks.harness.options import RankOptions, run_on_ranks
+from benchmarks.harness.options import Methods, RankOptions, check_names, run_on_ranks
 from benchmarks.harness.records import Record, RowFile
 from benchmarks.report.table import (
     WITHIN_NOISE,
@@ -36,40 +35,37 @@ from benchmarks.report.table import (
 )
 from fastsync._checks import check_at_least
 
-if TYPE_CHECKING:
-    ModelName = str
-    WayName = str
-else:
-    ModelName = tyro.extras.literal_type_from_choices(TRAININGS)
-    WayName = tyro.extras.literal_type_from_choices(name for name in WAYS if name != "no_sync")
-
-DEFAULT_WAYS = tuple(
+DEFAULT_METHODS = tuple(
     name for name in BY_DEFAULT if name.startswith(("ddp", "fastsync.register_comm_hook/", "fastsync.attach/"))
 )
 
 
 @dataclass(frozen=True)
-class Options(RankOptions):
+class Models:
+    models: tuple[Literal[tuple(TRAININGS)], ...] = tuple(TRAININGS)
+    """What is trained: a policy of perceptrons (mlp), a GPT."""
+    scale: Scale = "small"
+    """small: narrow models and short sequences, for a CPU. full: as in the papers, for GPUs."""
+
+
+@dataclass(frozen=True)
+class Options(RankOptions, Models):
     """Measure training steps of real models: DDP's own overhead, communication, and how much of it backward hides."""
 
-    models: tuple[ModelName, ...] = tuple(TRAININGS)
-    """What is trained: a policy of perceptrons (mlp), ResNet-50, a GPT."""
-    scale: Scale = "small"
-    """small: narrow models, short sequences, small images, for a CPU. full: as in the papers, for GPUs."""
+    methods: Methods = DEFAULT_METHODS
+    """Methods to synchronise. The plain model, DDP under no_sync, and the bare all_reduce of what they send are always
+    measured as well. A name that is unknown gives the list of all."""
+    repetitions: int | None = None
+    """Samples of each method; by default between 200 for the smallest model and 10 for the largest."""
     batch_size: int | None = None
     """Samples in each rank's batch; by default as many as suit the model and the scale."""
-    ways: tuple[WayName, ...] = DEFAULT_WAYS
-    """Ways to synchronise. The plain model, DDP under no_sync, and the bare all_reduce of what they send are always
-    measured as well."""
-    repetitions: int | None = None
-    """Samples of each way; by default between 200 for the smallest model and 10 for the largest."""
     warmup: int = 3
-    """Steps of each way that are not timed."""
+    """Steps of each method that are not timed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.models:
-            raise ValueError(f"models: choose at least one of {', '.join(TRAININGS)}")
+        check_names("methods", self.methods, [name for name in METHODS if name != "no_sync"])
+        check_names("models", self.models, TRAININGS)
         check_at_least(self, batch_size=1)
 
 
@@ -94,15 +90,15 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
         sampling = options.sampling(training.repetitions, device, progress)
         return measure_training("ddp", model, options.scale, batch_size, names, sampling, figures)
 
-    return measure_each(dict.fromkeys(options.models), with_their_limits(options.ways), options, rows, measure_model)
+    return measure_each(dict.fromkeys(options.models), with_their_limits(options.methods), options, rows, measure_model)
 
 
-def breakdown(name: str, way: Way, medians: Mapping[str, float], num_samples: int) -> dict[str, float | None]:
-    """Takes a way's step apart by the medians of all. Seconds, and None where something was not measured or is none.
+def breakdown(name: str, method: Method, medians: Mapping[str, float], num_samples: int) -> dict[str, float | None]:
+    """Takes a method's step apart by the medians of all. Seconds, and None where something was not measured or is none.
 
     over_no_ddp: what it adds to the step of the plain model; of no_sync that is DDP's own overhead.
     exposed: what it adds to the step that is the same but for synchronisation: under no_sync where it is in DDP, of the
-    plain model where it is not. Communication that backward did not hide, and what the way itself costs.
+    plain model where it is not. Communication that backward did not hide, and what the method itself costs.
     hidden: the share of the bare all_reduce's time that it does not add, where the gradients travel.
     samples_per_second: of all ranks together.
     """
@@ -112,11 +108,11 @@ def breakdown(name: str, way: Way, medians: Mapping[str, float], num_samples: in
     figures["samples_per_second"] = num_samples / medians[name]
     if NO_DDP in medians:
         figures["over_no_ddp"] = medians[name] - medians[NO_DDP]
-    without = NO_SYNC if way.in_ddp else NO_DDP
-    if way.averages and without in medians:
+    without = NO_SYNC if method.in_ddp else NO_DDP
+    if method.averages and without in medians:
         exposed = figures["exposed"] = medians[name] - medians[without]
-        if way.limit in medians:
-            figures["hidden"] = 1 - exposed / medians[way.limit]
+        if method.limit in medians:
+            figures["hidden"] = 1 - exposed / medians[method.limit]
     return figures
 
 
@@ -134,7 +130,7 @@ def _hidden(share: float | None) -> str:
 
 
 COLUMNS: Columns = {
-    "way": lambda record: record.way,
+    "method": lambda record: record.method,
     "step, ms": lambda record: spread(record.quantiles),
     "samples/s": lambda record: number(record.figures["samples_per_second"], ",.1f"),
     "over no_ddp, ms": lambda record: cost(record.figures["over_no_ddp"]),

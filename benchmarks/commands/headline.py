@@ -19,7 +19,7 @@ LABELS = {
     "fastsync.attach/fp16": "attach, fp16",
     "fastsync.attach/int8+ef": "attach, int8",
 }
-"""The ways that are shown, from the top down."""
+"""The methods that are shown, from the top down."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         figure = Figure((9, 2.9))
         panels = figure.subplots(1, len(options.rows), sharey=True, squeeze=False).flat
         for axes, path, title in zip(panels, options.rows, options.titles, strict=True):
-            medians = {record.way: record.quantiles["median"] * 1e3 for record in read_json(path)}
-            shown = {label: medians[way] for way, label in LABELS.items()}
+            medians = {record.method: record.quantiles["median"] * 1e3 for record in read_json(path)}
+            shown = {label: medians[method] for method, label in LABELS.items()}
             colours = [COLOURS[0] if label.startswith("attach") else SOFT for label in shown]
             bars = axes.barh(list(shown), list(shown.values()), color=colours)
             times = [f" {ms:.3g} ms ({shown['DDP'] / ms:.1f} ×)" for ms in shown.values()]

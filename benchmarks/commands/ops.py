@@ -1,7 +1,7 @@
 """``python -m benchmarks ops``: pack and unpack against a copy of as many bytes, cat + mul + to, and torch._foreach.
 
 A sample is the time of one call, as the mean over all input sets, each of them used once. Sets of larger sizes do not
-fit into the cache together; those of the smallest do, as the newest gradients do in training. All ways of a pass use
+fit into the cache together; those of the smallest do, as the newest gradients do in training. All methods of a pass use
 the same sets and take turns in an order that changes; "nothing" is what the loop itself costs.
 """
 
@@ -9,30 +9,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 import tyro
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.baselines.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.harness.collect import Collected, collect
-from benchmarks.harness.launches import LAUNCHES, num_launches
 from benchmarks.harness.options import Device, check_json
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import rounds
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, spread
-from benchmarks.units import format_bytes, parse_bytes
+from benchmarks.units import parse_bytes
 from fastsync._checks import check_at_least
 from fastsync.stopwatch import Stopwatch
 
-if TYPE_CHECKING:
-    WireName = str
-else:
-    WireName = tyro.extras.literal_type_from_choices(WIRES)
-
 NOTHING = "nothing"
-"""The way that does nothing: what is measured of it is the harness."""
+"""The method that does nothing: what is measured of it is the harness."""
+LAUNCHES = {
+    "cpu": "launches: operators that one call dispatches, nested ones included.",
+    "cuda": "launches: kernels and copies that one call starts on the GPU, by torch.profiler.",
+}
+"""What is counted, by the device's type."""
 BYTES_IN_SETS = 256 << 20
 MIN_SETS, MAX_SETS = 2, 64
 
@@ -45,18 +46,18 @@ class Options:
     """Bytes of float32 gradients, such as 18KiB, 25MiB or 1GiB."""
     tensors: tuple[int, ...] = (1, 6, 160, 500)
     """Numbers of tensors that they are divided into, unevenly."""
-    wires: tuple[WireName, ...] = tuple(WIRES)
+    wires: tuple[Literal[tuple(WIRES)], ...] = tuple(WIRES)
     """What they are packed to; none is float32."""
     device: Device = "auto"
     """Where; auto takes the GPU if there is one."""
-    repetitions: int = 10
-    """Samples of each way, each of them the mean over all input sets."""
-    warmup: int = 2
-    """Samples of each way that do not count."""
     json: Path | None = None
     """File to write all rows to, with every sample, the settings, versions and hardware."""
+    repetitions: int = 10
+    """Samples of each method, each of them the mean over all input sets."""
+    warmup: int = 2
+    """Samples of each method that do not count."""
     seed: int = 0
-    """Seeds the order of the ways, the gradients and where they are divided."""
+    """Seeds the order of the methods, the gradients and where they are divided."""
 
     def __post_init__(self) -> None:
         check_at_least(self, repetitions=1, warmup=0)
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measures and reports.
 
     Returns:
-        The exit status: 0, 1 if a way gave a wrong result, 130 after Ctrl-C.
+        The exit status: 0, 1 if a method gave a wrong result, 130 after Ctrl-C.
     """
     options = tyro.cli(Options, prog="python -m benchmarks ops", args=arguments)
     collected = collect(measure_all, 1, options, options.json)
@@ -108,41 +109,55 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
 
 
 def measure(name: str, sets: list[Buffers], settings: Mapping[str, Any], device: torch.device) -> list[Record]:
-    """Checks, counts and times all ways of the pass ``name``, one row for each."""
-    ways = PASSES[name]
-    right = {way: is_right(name, ways[way], sets[0]) for way in ways}
-    launches = {way: num_launches(partial(ways[way].run, sets[0]), device) for way in ways}
-    timed: dict[str, Callable[[Buffers], object]] = {way: ways[way].run for way in ways if right[way]}
+    """Checks, counts and times all methods of the pass ``name``, one row for each."""
+    methods = PASSES[name]
+    right = {method: is_right(name, methods[method], sets[0]) for method in methods}
+    launches = {method: num_launches(partial(methods[method].run, sets[0]), device) for method in methods}
+    timed: dict[str, Callable[[Buffers], object]] = {method: methods[method].run for method in methods if right[method]}
     timed[NOTHING] = lambda buffers: None
-    samples: dict[str, list[float]] = {way: [] for way in timed}
+    samples: dict[str, list[float]] = {method: [] for method in timed}
     order = rounds(samples, settings["warmup"] + settings["repetitions"], settings["seed"])
     for turn, names in enumerate(order):
-        for way in names:
-            seconds = _time(timed[way], sets, device)
+        for method in names:
+            seconds = _time(timed[method], sets, device)
             if turn >= settings["warmup"]:
-                samples[way].append(seconds)
-    right = {way: right[way] and is_right(name, ways[way], sets[-1]) for way in ways}
-    medians = {way: quantiles(values)["median"] for way, values in samples.items()}
+                samples[method].append(seconds)
+    right = {method: right[method] and is_right(name, methods[method], sets[-1]) for method in methods}
+    medians = {method: quantiles(values)["median"] for method, values in samples.items()}
     where = environment(device)
     return [
         Record(
             benchmark="ops",
-            way=way,
+            method=method,
             settings={**settings, "pass": name},
-            figures={**figures(way, medians, sets[0].nbytes), "launches": launches[way]},
-            correct=right[way],
-            samples=samples.get(way, []),
+            figures={**figures(method, medians, sets[0].nbytes), "launches": launches[method]},
+            correct=right[method],
+            samples=samples.get(method, []),
             environment=where,
         )
-        for way in ways
+        for method in methods
     ]
 
 
-def figures(way: str, medians: Mapping[str, float], nbytes: int) -> dict[str, float | None]:
+def figures(method: str, medians: Mapping[str, float], nbytes: int) -> dict[str, float | None]:
     """Bytes per second, that by the copy's, and the seconds of a call that are the loop's own, which stay in."""
-    rate = nbytes / medians[way] if way in medians else None
-    over_copy = medians[COPY] / medians[way] if {way, COPY} <= medians.keys() else None
+    rate = nbytes / medians[method] if method in medians else None
+    over_copy = medians[COPY] / medians[method] if {method, COPY} <= medians.keys() else None
     return {"bytes": nbytes, "rate": rate, "of_copy": over_copy, "harness": medians[NOTHING]}
+
+
+def num_launches(run: Callable[[], object], device: torch.device) -> int:
+    """Runs it once under the profiler, and waits for the device."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, acc_events=True) as profiler:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    events = profiler.events() or []
+    if on_gpu:  # collectives are annotated on the device as well, which starts nothing
+        return sum(event.device_type == DeviceType.CUDA and not event.is_user_annotation for event in events)
+    return sum(event.device_type == DeviceType.CPU and "::" in event.name for event in events)
 
 
 def report(collected: Collected) -> None:
@@ -158,7 +173,7 @@ LEGEND = (
     "other figure."
 )
 COLUMNS: Columns = {
-    "way": lambda record: record.way,
+    "method": lambda record: record.method,
     "tensors": lambda record: str(record.settings["num_tensors"]),
     "wire": lambda record: record.settings["wire"],
     "µs": lambda record: spread(record.quantiles, lambda seconds: f"{seconds * 1e6:.1f}"),
@@ -171,7 +186,7 @@ COLUMNS: Columns = {
 
 def _settings(size: str, num_tensors: int, wire: str, sets: int, options: Options) -> dict[str, Any]:
     return {
-        "size": format_bytes(parse_bytes(size)),
+        "size": size,
         "numel": parse_bytes(size) // 4,
         "num_tensors": num_tensors,
         "wire": wire,

@@ -5,8 +5,6 @@ it is told to, for the cores of one machine are not those of several. So what is
 time that is left for computing, and the bytes that a site sends, as its network interface counts them.
 """
 
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,15 +23,14 @@ from torch.optim import SGD, Optimizer
 
 import fastsync
 from benchmarks.baselines.torchft_diloco import torchft_diloco
-from benchmarks.harness.collect import Collected, collect, termination_raises
+from benchmarks.harness.collect import Collected
+from benchmarks.harness.options import check_names
 from benchmarks.harness.records import Record, RowFile, environment
-from benchmarks.network.launch import run_in_namespaces
-from benchmarks.network.namespaces import Network, NetworkError, why_not
+from benchmarks.network.launch import measure_over_links
 from benchmarks.report.table import Columns, grouped_by, number, print_tables
 from benchmarks.units import format_rate, parse_rate
 
 PROG = "python -m benchmarks outer"
-BAD_OPTIONS = 2
 
 
 class Model(nn.Module):
@@ -50,7 +47,7 @@ class Model(nn.Module):
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """How a training synchronises: each step (``every=1``) or in a context that hangs on the optimizer."""
 
     every: int
@@ -64,21 +61,21 @@ def _attached(model: nn.Module) -> nn.Module:
     return model
 
 
-def _diloco(every: int, **options: object) -> Way:
-    return Way(every, context=lambda model, optimizer: fastsync.DiLoCo(model, optimizer, sync_every=every, **options))
+def _diloco(every: int, **options: object) -> Method:
+    return Method(every, context=partial(fastsync.DiLoCo, sync_every=every, **options))
 
 
-def _local_sgd(every: int) -> Way:
+def _local_sgd(every: int) -> Method:
     averager = PeriodicModelAverager(period=every, warmup_steps=0)
     averager.step = every  # it would average before the first step
-    return Way(every, after_step=lambda model: averager.average_parameters(model.parameters()))
+    return Method(every, after_step=lambda model: averager.average_parameters(model.parameters()))
 
 
-WAYS: dict[str, Callable[[], Way]] = {
-    "ddp": lambda: Way(1, DistributedDataParallel),
-    "fastsync.attach/int8+ef": lambda: Way(1, _attached),
+METHODS: dict[str, Callable[[], Method]] = {
+    "ddp": lambda: Method(1, DistributedDataParallel),
+    "fastsync.attach/int8+ef": lambda: Method(1, _attached),
     "torch PeriodicModelAverager, H=50": partial(_local_sgd, 50),
-    "torchft DiLoCo, H=50": lambda: Way(50, context=partial(torchft_diloco, sync_every=50)),
+    "torchft DiLoCo, H=50": lambda: Method(50, context=partial(torchft_diloco, sync_every=50)),
     "fastsync.DiLoCo/int8+ef, H=50": partial(_diloco, 50),
     "fastsync.DiLoCo/int8+ef, H=50, 4 fragments, delay 10": partial(
         _diloco, 50, fragments=4, fragment_sync_delay=10
@@ -94,59 +91,41 @@ WAYS: dict[str, Callable[[], Way]] = {
 class Options:
     """Measure training between sites over slow links. Linux, as root."""
 
-    rate: tuple[str, ...] = ("100mbit", "10mbit")
-    """Of each site's link, each way, as tc writes it. One after the other."""
     sites: tuple[int, ...] = (2, 4)
     """Numbers of sites, one after the other."""
+    rate: tuple[str, ...] = ("100mbit", "10mbit")
+    """Of each site's link, each way, as tc writes it. One after the other."""
+    methods: tuple[str, ...] = tuple(method for method in METHODS if "torchft" not in method or find_spec("torchft"))
+    """How sites synchronise. torchft is measured where it is installed."""
+    json: Path | None = None
+    """File to write all rows to."""
     numel: int = 2_000_000
     """Parameters of the model."""
     step_time: float = 0.1
     """Seconds that a step computes."""
-    ways: tuple[str, ...] = tuple(way for way in WAYS if "torchft" not in way or find_spec("torchft"))
-    """How sites synchronise. torchft is measured where it is installed."""
     rounds: int = 3
     """Outer steps that are timed, after one that is not."""
     each_step: int = 4
     """Steps that are timed of what synchronises each step."""
     timeout: float = 600.0
     """Seconds that ranks wait for each other."""
-    json: Path | None = None
-    """File to write all rows to."""
+
+    def __post_init__(self) -> None:
+        check_names("methods", self.methods, METHODS)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and reports. Returns the exit status: 0; 1 if a rank failed; 2 if this machine cannot do it."""
+    """Measures and reports. Returns the exit status, as ``measure_over_links``."""
     options = tyro.cli(Options, prog=PROG, args=arguments)
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    try:
-        with termination_raises():
-            if reason := why_not():
-                raise NetworkError(reason)
-            collected = collect(measure_rank, 0, options, options.json, _launch)
-    except NetworkError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return BAD_OPTIONS
-    report(collected)
-    return collected.status
+    networks = [(sites, parse_rate(rate)) for sites in options.sites for rate in options.rate]
+    return measure_over_links(PROG, measure_rank, options, networks, 1, report)
 
 
-def _launch(measure: Callable[..., None], nproc: int, options: Options, rows: RowFile) -> list[list[str]]:
-    del nproc
-    for sites in options.sites:
-        for rate in map(parse_rate, options.rate):
-            with Network(sites, rate) as network:
-                try:
-                    run_in_namespaces(network, 1, measure, options, rate, rows)
-                finally:
-                    rows.reload()
-    return [[LEGEND]]
-
-
-def measure_rank(options: Options, rate: int, rows: RowFile) -> None:
-    """Measures all ways as one site, of which rank 0 adds the rows."""
+def measure_rank(options: Options, rows: RowFile, rate: int) -> list[str]:
+    """Measures all methods as one site, of which rank 0 adds the rows. Returns notes."""
     with fastsync.distributed.process_group(options.timeout, backend="gloo") as device:
-        for name in options.ways:
-            seconds, sent, steps = measure(WAYS[name](), options)
+        for name in options.methods:
+            seconds, sent, steps = measure(METHODS[name](), options)
             totals = torch.tensor([seconds, sent], dtype=torch.float64)
             dist.all_reduce(totals, dist.ReduceOp.MAX)
             if dist.get_rank() == 0:
@@ -158,15 +137,16 @@ def measure_rank(options: Options, rate: int, rows: RowFile) -> None:
                 }
                 sample = [float(totals[0]) / steps]
                 rows.add([Record("outer", name, settings, figures, True, sample, environment(device))])
+    return [LEGEND]
 
 
-def measure(way: Way, options: Options) -> tuple[float, int, int]:
+def measure(method: Method, options: Options) -> tuple[float, int, int]:
     """Returns the seconds and bytes of the slowest site's steps, and how many steps those were."""
     torch.manual_seed(0)
     model = Model(options.numel)
-    wrapped = way.wrap(model)
+    wrapped = method.wrap(model)
     optimizer = SGD(model.parameters(), lr=0.01)
-    rounds = options.each_step if way.every == 1 else options.rounds
+    rounds = options.each_step if method.every == 1 else options.rounds
 
     def step() -> None:
         optimizer.zero_grad()
@@ -176,18 +156,18 @@ def measure(way: Way, options: Options) -> tuple[float, int, int]:
         time.sleep(max(0.0, options.step_time - (time.perf_counter() - began)))
         loss.backward()
         optimizer.step()
-        if way.after_step is not None:
-            way.after_step(model)
+        if method.after_step is not None:
+            method.after_step(model)
 
-    with way.context(model, optimizer):
-        for _ in range(way.every):
+    with method.context(model, optimizer):
+        for _ in range(method.every):
             step()
         dist.barrier()
         began, sent_before = time.perf_counter(), bytes_sent()
-        for _ in range(rounds * way.every):
+        for _ in range(rounds * method.every):
             step()
         # As many fragments are on their way as when this began.
-        return time.perf_counter() - began, bytes_sent() - sent_before, rounds * way.every
+        return time.perf_counter() - began, bytes_sent() - sent_before, rounds * method.every
 
 
 def bytes_sent() -> int:
@@ -212,7 +192,7 @@ def _title(record: Record) -> str:
 
 
 COLUMNS: Columns = {
-    "way": lambda record: record.way,
+    "method": lambda record: record.method,
     "computing": lambda record: number(record.figures["computing"], ".1%"),
     "a step, ms": lambda record: number(record.samples[0], ",.1f", 1e-3),
     "sent a step, kB": lambda record: number(record.figures["bytes_a_step"], ",.2f", 1e3),

@@ -1,7 +1,7 @@
 """``python -m benchmarks outer_loss``: what a token teaches, where sites synchronise at each step or every H.
 
 A GPT of 2 M parameters learns to write Python on two sites, each from its own half of the standard library's sources.
-No time is measured: all ways take as many steps, and are judged on a part of the sources that none has seen.
+No time is measured: all methods take as many steps, and are judged on a part of the sources that none has seen.
 """
 
 import copy
@@ -24,6 +24,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import fastsync
 from benchmarks.baselines.models import GPT
 from benchmarks.harness.collect import Collected, collect
+from benchmarks.harness.options import check_names
 from benchmarks.harness.records import Record, RowFile, environment, read_json
 from benchmarks.report.pictures import COLOURS, MARKERS, STYLE
 from benchmarks.report.table import Columns, number, print_tables
@@ -34,28 +35,24 @@ CONTEXT, VALIDATED_BATCHES = 64, 16
 EACH_STEP = "each step"
 OUTER: dict[str, dict[str, Any]] = {
     "int8": {},
+    "int8-lr0.7": {"outer_optimizer": partial(SGD, lr=0.7)},
     "int8-lr1": {"outer_optimizer": partial(SGD, lr=1.0)},
+    "int8-lr1-momentum0.9": {"outer_optimizer": partial(SGD, lr=1.0, momentum=0.9, nesterov=True)},
     "topk": {"compression": fastsync.TopK()},
 }
-"""Arguments of DiLoCo: as in the papers, tuned, and for the slowest links."""
+"""Arguments of DiLoCo: as in the papers, three others to tune it, and for the slowest links."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Train a small GPT on two sites in several ways, and compare the losses at equal tokens."""
+    """Train a small GPT on two sites by several methods, and compare the losses at equal tokens."""
 
+    methods: tuple[str, ...] = ("int8/10", "int8/30", "int8/100", "int8-lr1/10", "int8-lr1/30", "topk/30")
+    """How differences travel between sites, and after how many steps: int8, as in the papers, with lr 0.7 and momentum
+    0.9; int8-lr0.7, int8-lr1, int8-lr1-momentum0.9; topk."""
     seeds: tuple[int, ...] = (0, 1, 2)
     starts: tuple[str, ...] = ("warm", "scratch")
     """warm: from a model that has been trained at each step for --warm-steps."""
-    steps: int = 500
-    warm_steps: int = 300
-    ways: tuple[str, ...] = ("int8/10", "int8/30", "int8/100", "int8-lr1/10", "int8-lr1/30", "topk/30")
-    """How differences travel between sites, and after how many steps. int8-lr1 is without outer momentum."""
-    batch: int = 4
-    """Sequences of 64 bytes that a site takes in each step."""
-    learning_rate: float = 1e-3
-    """Of AdamW, inside each site."""
-    validate_every: int = 50
     json: Path | None = None
     """File to write all rows to."""
     rows: tuple[Path, ...] = ()
@@ -64,6 +61,16 @@ class Options:
     """Rows of ``outer``, for --picture: what a step takes over each link."""
     picture: Path | None = None
     """File to draw the loss into, over the time that it takes to reach it."""
+    steps: int = 500
+    warm_steps: int = 300
+    batch: int = 4
+    """Sequences of 64 bytes that a site takes in each step."""
+    learning_rate: float = 1e-3
+    """Of AdamW, inside each site."""
+    validate_every: int = 50
+
+    def __post_init__(self) -> None:
+        check_names("methods", [method.partition("/")[0] for method in self.methods], OUTER)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure_rank(options: Options, rows: RowFile) -> list[str]:
-    """Trains in all ways as one of two sites."""
+    """Trains in all methods as one of two sites."""
     with process_group(600, backend="gloo") as device:
         sites = Sites(options)
         for seed in options.seeds:
@@ -88,13 +95,13 @@ def measure_rank(options: Options, rows: RowFile) -> list[str]:
             if "warm" in options.starts:
                 sites.train(*begun["warm"], EACH_STEP, options.warm_steps, seed)
             for start in options.starts:
-                for way in (EACH_STEP, *options.ways):
+                for method in (EACH_STEP, *options.methods):
                     model, optimizer = copy.deepcopy(begun[start])
-                    losses = sites.train(model, optimizer, way, options.steps, seed + 100)
+                    losses = sites.train(model, optimizer, method, options.steps, seed + 100)
                     if dist.get_rank() == 0:
                         numbers = {name: value for name, value in vars(options).items() if type(value) in (int, float)}
                         settings = numbers | {"seed": seed, "start": start}
-                        rows.add([Record("outer_loss", way, settings, losses, True, [], environment(device))])
+                        rows.add([Record("outer_loss", method, settings, losses, True, [], environment(device))])
     return [f"{sum(p.numel() for p in model.parameters()):,} parameters"]
 
 
@@ -113,14 +120,14 @@ class Sites:
         model = GPT(256, CONTEXT, num_layers=4, width=192, num_heads=6)
         return model, AdamW(model.parameters(), lr=self._options.learning_rate)
 
-    def train(self, model: nn.Module, optimizer: Optimizer, way: str, steps: int, seed: int) -> dict[str, float]:
+    def train(self, model: nn.Module, optimizer: Optimizer, method: str, steps: int, seed: int) -> dict[str, float]:
         """Returns the sites' mean loss on unseen text after so many steps."""
         generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
         context: AbstractContextManager[object] = nullcontext()
-        if way == EACH_STEP:
+        if method == EACH_STEP:
             sync = fastsync.attach(model)
         else:
-            outer, _, every = way.partition("/")
+            outer, _, every = method.partition("/")
             context = fastsync.DiLoCo(model, optimizer, sync_every=int(every), **OUTER[outer])
         losses = {}
         with context:
@@ -131,7 +138,7 @@ class Sites:
                 optimizer.step()
                 if step % self._options.validate_every == 0:
                     losses[str(step)] = self._validate(model)
-        if way == EACH_STEP:
+        if method == EACH_STEP:
             sync.detach()
         return losses
 
@@ -154,7 +161,7 @@ def _newest(record: Record) -> float:
 COLUMNS: Columns = {
     "start": lambda record: record.settings["start"],
     "seed": lambda record: str(record.settings["seed"]),
-    "synchronised": lambda record: record.way,
+    "synchronised": lambda record: record.method,
     "steps": lambda record: next(reversed(record.figures)),
     "loss": lambda record: number(_newest(record), ".3f"),
 }
@@ -171,12 +178,13 @@ def draw(losses: Sequence[Record], links: Sequence[Record], path: Path) -> None:
         figure = Figure((9, 4.2))
         rates = sorted({record.settings["link"] for record in links}, reverse=True)
         for axes, rate in zip(figure.subplots(1, len(rates), sharey=True, squeeze=False).flat, rates, strict=True):
-            timed = {record.way: record for record in links if record.settings["link"] == rate}
-            for way, colour, marker in zip(dict.fromkeys(each.way for each in warm), COLOURS, MARKERS, strict=False):
-                of_way = [record.figures for record in warm if record.way == way]
-                minutes = [int(step) * seconds_a_step(way, timed) / 60 for step in of_way[0]]
-                means = [sum(figures[step] for figures in of_way) / len(of_way) for step in of_way[0]]
-                axes.plot(minutes, means, color=colour, marker=marker, markersize=4, label=way)
+            timed = {record.method: record for record in links if record.settings["link"] == rate}
+            methods = dict.fromkeys(each.method for each in warm)
+            for method, colour, marker in zip(methods, COLOURS, MARKERS, strict=False):
+                of_method = [record.figures for record in warm if record.method == method]
+                minutes = [int(step) * seconds_a_step(method, timed) / 60 for step in of_method[0]]
+                means = [sum(figures[step] for figures in of_method) / len(of_method) for step in of_method[0]]
+                axes.plot(minutes, means, color=colour, marker=marker, markersize=4, label=method)
             axes.set(xscale="log", xlabel="minutes", title=format_rate(rate))
             axes.grid(visible=True)
         figure.axes[0].set_ylabel("loss, nats a byte")
@@ -184,9 +192,9 @@ def draw(losses: Sequence[Record], links: Sequence[Record], path: Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def seconds_a_step(way: str, timed: Mapping[str, Record]) -> float:
-    """What a step takes with its share of an outer step, from what ``outer`` has timed by way."""
-    kind, _, every = way.partition("/")
-    record = timed[TIMED[kind.removesuffix("-lr1")]]
+def seconds_a_step(method: str, timed: Mapping[str, Record]) -> float:
+    """What a step takes with its share of an outer step, from what ``outer`` has timed by method."""
+    kind, _, every = method.partition("/")
+    record = timed[TIMED[kind.partition("-")[0]]]
     computes, takes = record.settings["step_time"], record.samples[0]
-    return computes + (takes - computes) * int(record.way.partition("H=")[2] or 1) / int(every or 1)
+    return computes + (takes - computes) * int(record.method.partition("H=")[2] or 1) / int(every or 1)

@@ -6,22 +6,19 @@ time of a training's loop: collecting and learning, without start-up.
 
 import importlib.util
 import math
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import tyro
 from rich.progress import TaskID
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.baselines.trainers import run_alone
 from benchmarks.baselines.training import Outcome, Training
-from benchmarks.harness.collect import ending, termination_raises
+from benchmarks.harness.collect import Collected, collect, termination_raises
 from benchmarks.harness.options import check_device, check_json, check_positive, places
 from benchmarks.harness.progress import progress_bars
 from benchmarks.harness.records import Record, RowFile, environment
@@ -47,11 +44,7 @@ OTHERS = {
 CARTPOLE = "CartPole-v1"
 LEARNT = {CARTPOLE: 40.0}
 """A random policy has a mean return of 22: what has learnt nothing has not done the work. Other environments take
-longer than a benchmark does."""
-if TYPE_CHECKING:
-    Name = str
-else:
-    Name = tyro.extras.literal_type_from_choices(HYPERPARAMETERS)
+longer than a benchmark does. Where it has not, its row counts as wrong."""
 
 
 def scaled_to(num_envs: int) -> Training:
@@ -75,26 +68,26 @@ class Options:
 
     env: Literal["CartPole-v1", "HalfCheetah-v5", "ALE/Pong-v5"] = CARTPOLE
     """What to train on. HalfCheetah and Pong have CleanRL's hyperparameters."""
-    hyperparameters: tuple[Name, ...] = tuple(HYPERPARAMETERS)
+    hyperparameters: tuple[Literal[tuple(HYPERPARAMETERS)], ...] = tuple(HYPERPARAMETERS)
     """Whose, on CartPole: they differ in how much is learnt from each step."""
-    num_envs: tuple[int, ...] = ()
-    """In place of them: numbers of environments on each rank, such as 4 16 64 256 1024. The more there are, the fewer
-    steps each takes between updates: 128, 128, 64, 32 and 16, in 4 minibatches or, from 256 on, 8. How far a training
-    comes depends on total_steps: with 500,000 the table's returns tell which settings learn."""
-    nproc: int = 2
-    """Ranks of fastsync's runs on several, and trainings at once of the one without communication."""
-    oversubscribe: bool = False
-    """Allow more ranks than there are cores or GPUs; every table says so."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """What policies compute on. For networks as small as these CPUs are faster."""
     total_steps: int = 60_000
     """Environment steps of each training."""
     repetitions: int = 3
     """Trainings of each kind, with other seeds. The kinds take turns."""
-    timeout: float = 600.0
-    """Seconds after which a training counts as hanging."""
+    nproc: int = 2
+    """Ranks of fastsync's runs on several, and trainings at once of the one without communication."""
     json: Path | None = None
     """File to write all rows to, with every sample, the settings, versions and hardware."""
+    num_envs: tuple[int, ...] = ()
+    """In place of them: numbers of environments on each rank, such as 4 16 64 256 1024. The more there are, the fewer
+    steps each takes between updates: 128, 128, 64, 32 and 16, in 4 minibatches or, from 256 on, 8. How far a training
+    comes depends on total_steps: with 500,000 the table's returns tell which settings learn."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What policies compute on. For networks as small as these CPUs are faster."""
+    oversubscribe: bool = False
+    """Allow more ranks than there are cores or GPUs; every table says so."""
+    timeout: float = 600.0
+    """Seconds after which a training counts as hanging."""
 
     def __post_init__(self) -> None:
         if not self.hyperparameters:
@@ -124,43 +117,32 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0; 1 if a training has learnt nothing, failed or hangs; 130 after Ctrl-C, 143 after SIGTERM.
     """
     options = tyro.cli(Options, prog="python -m benchmarks ppo", args=arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = RowFile(options.json or Path(folder) / "rows.json")
-        rows.add([])  # or those of an earlier run would be shown where this one ends before it has any
-        note, status = "", 0
-        try:
-            with termination_raises():
-                measure_all(options, rows)
-        except (KeyboardInterrupt, SignalException) as error:
-            status, note = ending(error)
-        except RuntimeError as error:
-            note, status = str(error), 1
-        records = rows.read()
-    learnt_nothing = report(records) if records else 0
-    if note:
-        print(f"{note}; what was measured before is shown", file=sys.stderr)
-    return status or learnt_nothing
+    with termination_raises():
+        collected = collect(measure_all, 1, options, options.json, lambda measure, _, *given: [measure(*given)])
+    report(collected)
+    return collected.status
 
 
-def measure_all(options: Options, rows: RowFile) -> None:
-    """Runs all trainings, one after the other. After each the rows have it in."""
+def measure_all(options: Options, rows: RowFile) -> list[str]:
+    """Runs all trainings, one after the other. After each the rows have it in. Returns notes."""
     done: list[Record] = []
     where = environment(torch.device(options.device))
     with progress_bars(shown=True) as progress:
         for name, base in options.sets().items():
-            ways = dict(ways_of(base, options))
-            task = progress.add_task(f"hyperparameters of {name}", total=len(ways) * options.repetitions)
+            methods = dict(methods_of(base, options))
+            task = progress.add_task(f"hyperparameters of {name}", total=len(methods) * options.repetitions)
             outcomes: dict[str, list[Outcome]] = {}
             for repetition in range(options.repetitions):
-                for way, (trainer, training) in ways.items():
+                for method, (trainer, training) in methods.items():
                     seeded = replace(training, seed=1 + repetition)
-                    outcomes.setdefault(way, []).append(run_alone(trainer, seeded, timeout=options.timeout))
-                    rows.replace([*done, *records_of(name, ways, outcomes, where)])
+                    outcomes.setdefault(method, []).append(run_alone(trainer, seeded, timeout=options.timeout))
+                    rows.replace([*done, *records_of(name, methods, outcomes, where)])
                     progress.update(TaskID(task), advance=1, refresh=True)
-            done += records_of(name, ways, outcomes, where)
+            done += records_of(name, methods, outcomes, where)
+    return [] if importlib.util.find_spec("stable_baselines3") else ["Stable-Baselines3 is left out: not installed"]
 
 
-def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:
+def methods_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, Training]]]:
     """Lists what is compared: a name, who trains, and with what."""
     training = replace(base, total_steps=options.total_steps, device=options.device)
     n = options.nproc
@@ -181,7 +163,7 @@ def ways_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[str, 
 
 
 def apart(nproc: int) -> str:
-    """The way that shows what the machine gives: as many trainings at once, each on its own."""
+    """The method that shows what the machine gives: as many trainings at once, each on its own."""
     return f"fastsync, {nproc} × 1 rank, no communication"
 
 
@@ -190,61 +172,56 @@ SB3, CLEANRL_LOOP, ALONE = "stable-baselines3", "CleanRL's loop", "fastsync, 1 r
 
 def records_of(
     name: str,
-    ways: Mapping[str, tuple[str, Training]],
+    methods: Mapping[str, tuple[str, Training]],
     outcomes: Mapping[str, Sequence[Outcome]],
     where: Mapping[str, Any],
 ) -> Iterator[Record]:
-    """A row for each way with an outcome, its speed also as a ratio to the baselines' and, for more ranks, to one's.
+    """A row for each method with an outcome, its speed also as a ratio to the baselines' and, for more ranks, to one's.
 
     A ratio to something that has no outcome yet is None.
     """
-    speeds = {way: median(outcome.speed for outcome in of_way) for way, of_way in outcomes.items()}
+    speeds = {method: median(outcome.speed for outcome in of_method) for method, of_method in outcomes.items()}
 
-    def ratio(way: str, other: str, times: int = 1) -> float | None:
-        return speeds[way] / speeds[other] / times if other in speeds else None
+    def ratio(method: str, other: str, times: int = 1) -> float | None:
+        return speeds[method] / speeds[other] / times if other in speeds else None
 
-    for way, (_, training) in ways.items():
-        if way not in outcomes:
+    for method, (_, training) in methods.items():
+        if method not in outcomes:
             continue
-        of_speed = [outcome.speed for outcome in outcomes[way]]
-        known = [outcome.mean_return for outcome in outcomes[way] if outcome.mean_return is not None]
-        ratios = {f"over_{other}": ratio(way, other) for other in (SB3, CLEANRL_LOOP) if other in speeds}
+        of_speed = [outcome.speed for outcome in outcomes[method]]
+        known = [outcome.mean_return for outcome in outcomes[method] if outcome.mean_return is not None]
+        ratios = {f"over_{other}": ratio(method, other) for other in (SB3, CLEANRL_LOOP) if other in speeds}
         on_cpu = training.device == "cpu"
-        is_wide = training.num_envs > ways[ALONE][1].num_envs
+        is_wide = training.num_envs > methods[ALONE][1].num_envs
         yield Record(
             benchmark="ppo",
-            way=way,
+            method=method,
             settings={
                 "hyperparameters": name,
                 **{key: value for key, value in vars(training).items() if (key, value) != ("device", "cpu")},
                 **({OVERSUBSCRIBED: True} if training.nproc > places(training.nproc, on_cpu) else {}),
             },
             figures={
-                "steps_per_second": speeds[way],
-                "steps_per_second_per_rank": speeds[way] / training.nproc,
+                "steps_per_second": speeds[method],
+                "steps_per_second_per_rank": speeds[method] / training.nproc,
                 "slowest": min(of_speed),
                 "fastest": max(of_speed),
-                "over_environment": ratio(way, "environment alone"),
-                "weak_scaling": ratio(way, ALONE, training.nproc) if is_wide else None,
-                "over_apart": ratio(way, apart(training.nproc)) if is_wide else None,
+                "over_environment": ratio(method, "environment alone"),
+                "weak_scaling": ratio(method, ALONE, training.nproc) if is_wide else None,
+                "over_apart": ratio(method, apart(training.nproc)) if is_wide else None,
                 "mean_return": median(known) if known else None,
                 **ratios,
             },
             correct=all(value > LEARNT.get(training.env, -math.inf) for value in known),
-            samples=[outcome.seconds for outcome in outcomes[way]],
+            samples=[outcome.seconds for outcome in outcomes[method]],
             environment=where,
         )
 
 
-def report(records: Sequence[Record]) -> int:
-    """Prints a table for each set of hyperparameters. Returns the exit status."""
-    by_name = grouped_by(records, lambda record: record.settings["hyperparameters"])
-    missing = [] if importlib.util.find_spec("stable_baselines3") else ["Stable-Baselines3 is left out: not installed"]
-    print_tables(by_name, _title, COLUMNS, (LEGEND, *missing))
-    wrong = [record for record in records if not record.correct]
-    for record in wrong:
-        print(f"{record.way} has learnt nothing: mean return {record.figures['mean_return']}", file=sys.stderr)
-    return 1 if wrong else 0
+def report(collected: Collected) -> None:
+    """Prints a table for each set of hyperparameters."""
+    by_name = grouped_by(collected.records, lambda record: record.settings["hyperparameters"])
+    print_tables(by_name, _title, COLUMNS, (LEGEND, *collected.notes))
 
 
 def _cell(name: str, form: str) -> Callable[[Record], str]:
@@ -252,7 +229,7 @@ def _cell(name: str, form: str) -> Callable[[Record], str]:
 
 
 COLUMNS: Columns = {
-    "trainer": lambda record: record.way + (", OVERSUBSCRIBED" if record.settings.get(OVERSUBSCRIBED) else ""),
+    "trainer": lambda record: record.method + (", OVERSUBSCRIBED" if record.settings.get(OVERSUBSCRIBED) else ""),
     "steps/s": _cell("steps_per_second", ",.0f"),
     "per rank": _cell("steps_per_second_per_rank", ",.0f"),
     "slowest": _cell("slowest", ",.0f"),

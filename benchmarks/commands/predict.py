@@ -5,8 +5,8 @@ Note [The α-β model]
 
         T = steps(n) · α + volume(n) · bytes · β + N · γ + δ
 
-    α is a message's latency and β the seconds a byte of the link, the same for all ways. γ and δ are what one way costs
-    the host, a value and a call. Steps and volume follow from who adds (``ROUTES``). This is Hockney's model of a
+    α is a message's latency and β the seconds a byte of the link, the same for all methods. γ and δ are what a method
+    costs the host, a value and a call. Steps and volume follow from who adds (``ROUTES``). This is Hockney's model of a
     message (R. Hockney, The communication challenge for MPP, 1994), as R. Thakur et al. use it (Optimization of
     collective communication operations in MPICH, 2005). T is linear in the four, so non-negative least squares of the
     relative errors find them. How far the model can be trusted is measured: each world size, or message size where
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import tyro
@@ -48,12 +48,6 @@ BACKWARD_SHARE = 2 / 3
 """Of a step's compute: backward computes two gradients where forward computes one product."""
 NEAR = 4.0
 """Messages within this factor of each other are taken to be off by about as much."""
-if TYPE_CHECKING:
-    ModelName = str
-    Compression = str
-else:
-    ModelName = tyro.extras.literal_type_from_choices(MODELS)
-    Compression = tyro.extras.literal_type_from_choices(WIRE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Options:
 
     rows: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ROWS.json ...")]
     """JSON files that sync or link wrote with --json: several message sizes at two world sizes or more, of one link."""
-    model: ModelName = "resnet50"
+    model: Literal[tuple(MODELS)] = "resnet50"
     """What is trained: its parameters and a step's compute."""
     numel: int | None = None
     """Number of parameters, in place of the model's."""
@@ -70,7 +64,7 @@ class Options:
     """Seconds of one step without communication, in place of what the model would take on a fast GPU."""
     world_sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     """Numbers of ranks to predict."""
-    compression: tuple[Compression, ...] = ("none", "fp16", "bf16")
+    compression: tuple[Literal[tuple(WIRE_BYTES)], ...] = ("none", "fp16", "bf16")
     """What is compared, of fastsync.attach."""
     bandwidth: tuple[str, ...] = ()
     """Of the link, such as 1gbit 25gbit, in place of the fitted one: compression pays where its row is ahead."""
@@ -87,7 +81,7 @@ class Options:
             parse_rate(rate)
 
     @property
-    def ways(self) -> list[str]:
+    def methods(self) -> list[str]:
         """What is compared, as rows name it."""
         return [f"fastsync.attach/{compression}" for compression in self.compression]
 
@@ -110,7 +104,7 @@ class Job(NamedTuple):
 class Point:
     """What synchronisation adds to a step, in seconds: a measured median."""
 
-    way: str
+    method: str
     numel: int
     num_ranks: int
     seconds: float
@@ -118,9 +112,9 @@ class Point:
     """Bytes that the link, idle before, lets through at once."""
 
 
-def demands(way: str, numel: float, num_ranks: int, burst: float = 0.0) -> tuple[float, float]:
+def demands(method: str, numel: float, num_ranks: int, burst: float = 0.0) -> tuple[float, float]:
     """Messages of a sync that follow each other, and the bytes that a rank sends beyond a burst."""
-    compression = way.partition("/")[2]
+    compression = method.partition("/")[2]
     steps, volume = ROUTES[compressions.algorithm(compression, num_ranks)](num_ranks)
     nbytes = numel * WIRE_BYTES[compressions.split(compression)[0]]
     return steps, max(0.0, volume * nbytes - burst)
@@ -133,25 +127,25 @@ class CostModel:
     latency: float
     per_byte: float
     hosts: Mapping[str, tuple[float, float]]
-    """By way: seconds a value, and a call."""
+    """By method: seconds a value, and a call."""
 
     def link_time(
-        self, way: str, numel: float, num_ranks: int, per_byte: float | None = None, burst: float = 0.0
+        self, method: str, numel: float, num_ranks: int, per_byte: float | None = None, burst: float = 0.0
     ) -> float:
         """Seconds on the link; ``per_byte`` may be another link's."""
-        steps, nbytes = demands(way, numel, num_ranks, burst)
+        steps, nbytes = demands(method, numel, num_ranks, burst)
         return steps * self.latency + nbytes * (self.per_byte if per_byte is None else per_byte)
 
-    def host_time(self, way: str, numel: float) -> float:
-        per_value, per_call = self.hosts[way]
+    def host_time(self, method: str, numel: float) -> float:
+        per_value, per_call = self.hosts[method]
         return per_value * numel + per_call
 
-    def sync_time(self, way: str, numel: float, num_ranks: int, burst: float = 0.0) -> float:
+    def sync_time(self, method: str, numel: float, num_ranks: int, burst: float = 0.0) -> float:
         """Seconds of one sync on its own."""
-        return self.link_time(way, numel, num_ranks, burst=burst) + self.host_time(way, numel)
+        return self.link_time(method, numel, num_ranks, burst=burst) + self.host_time(method, numel)
 
     def exposed_time(
-        self, way: str, job: Job, num_ranks: int, per_byte: float | None = None, slower: float = 1
+        self, method: str, job: Job, num_ranks: int, per_byte: float | None = None, slower: float = 1
     ) -> float:
         """Seconds that synchronisation adds to a step, if each sync takes ``slower`` times what the model says.
 
@@ -159,9 +153,9 @@ class CostModel:
         compute and the last one's communication hide nothing, and the host's work never hides.
         """
         in_bucket = job.numel / job.num_buckets
-        link = slower * self.link_time(way, in_bucket, num_ranks, per_byte)
+        link = slower * self.link_time(method, in_bucket, num_ranks, per_byte)
         hidden = job.compute * BACKWARD_SHARE * (1 - 1 / job.num_buckets)
-        host = job.num_buckets * slower * self.host_time(way, in_bucket)
+        host = job.num_buckets * slower * self.host_time(method, in_bucket)
         return max(link, job.num_buckets * link - hidden) + host
 
 
@@ -174,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(Options, prog="python -m benchmarks predict", args=arguments)
     try:
         rows = [row for path in options.rows for row in read_json(path)]
-        points = to_points(rows, options.ways)
+        points = to_points(rows, options.methods)
         model, left_out = fit(points), leave_out(points)
     except ValueError as error:
         print(f"python -m benchmarks predict: {error}", file=sys.stderr)
@@ -185,26 +179,26 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def to_points(rows: Sequence[Record], ways: Sequence[str]) -> list[Point]:
-    """The points of the ways that are compared.
+def to_points(rows: Sequence[Record], methods: Sequence[str]) -> list[Point]:
+    """The points of the methods that are compared.
 
     Raises:
-        ValueError: the rows are of several links or backends, or there are none of a way.
+        ValueError: the rows are of several links or backends, or there are none of a method.
     """
     rows = [row for row in rows if row.benchmark == "sync" and row.samples and row.correct]
     for name in ("link", "backend"):
         if len(found := sorted({str(row.settings.get(name, "unshaped")) for row in rows})) > 1:
             raise ValueError(f"the rows are of several {name}s, {', '.join(found)}: name files of one")
-    alone = {_case(row): median(row.samples) for row in rows if row.way == "no_sync"}
+    alone = {_case(row): median(row.samples) for row in rows if row.method == "no_sync"}
     points = []
     for row in rows:
         settings = row.settings
-        if row.way in ways and settings["world_size"] > 1 and _case(row) in alone:
+        if row.method in methods and settings["world_size"] > 1 and _case(row) in alone:
             added = median(row.samples) - alone[_case(row)]
             if added > 0:  # else it is less than the noise, and has no relative error
                 burst = settings.get("link_burst", 0.0)
-                points.append(Point(row.way, settings["numel"], settings["world_size"], added, burst))
-    if missing := set(ways) - {point.way for point in points}:
+                points.append(Point(row.method, settings["numel"], settings["world_size"], added, burst))
+    if missing := set(methods) - {point.method for point in points}:
         raise ValueError(f"there are no rows of {', '.join(sorted(missing))}: measure it, or change --compression")
     return points
 
@@ -222,20 +216,21 @@ def fit(points: Sequence[Point]) -> CostModel:
     """
     from scipy.optimize import nnls
 
-    ways = list(dict.fromkeys(point.way for point in points))
+    methods = list(dict.fromkeys(point.method for point in points))
     if len({point.num_ranks for point in points}) < 2:
         raise ValueError("rows of two world sizes above 1 are needed at least, to tell the link from the host")
-    for way in ways:
-        if len({point.numel for point in points if point.way == way}) < 2:
-            raise ValueError(f"rows of {way} with two sizes are needed at least, to tell latency from bandwidth")
+    for method in methods:
+        if len({point.numel for point in points if point.method == method}) < 2:
+            raise ValueError(f"rows of {method} with two sizes are needed at least, to tell latency from bandwidth")
     rows = []
     for point in points:
-        host = [value if way == point.way else 0.0 for way in ways for value in (point.numel, 1.0)]
-        rows.append([*demands(point.way, point.numel, point.num_ranks, point.burst), *host])
+        host = [value if method == point.method else 0.0 for method in methods for value in (point.numel, 1.0)]
+        rows.append([*demands(point.method, point.numel, point.num_ranks, point.burst), *host])
     relative = np.array(rows) / np.array([point.seconds for point in points])[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-300)  # columns of one magnitude
     found = nnls(relative / scale, np.ones(len(points)))[0] / scale
-    return CostModel(found[0], found[1], {way: (found[2 + 2 * i], found[3 + 2 * i]) for i, way in enumerate(ways)})
+    hosts = {method: (found[2 + 2 * i], found[3 + 2 * i]) for i, method in enumerate(methods)}
+    return CostModel(found[0], found[1], hosts)
 
 
 def leave_out(points: Sequence[Point]) -> list[tuple[int, float]]:
@@ -255,8 +250,8 @@ def leave_out(points: Sequence[Point]) -> list[tuple[int, float]]:
         except ValueError:
             continue  # what is left does not allow a fit
         for unseen in part:
-            if unseen.way in model.hosts:
-                predicted = model.sync_time(unseen.way, unseen.numel, unseen.num_ranks, unseen.burst)
+            if unseen.method in model.hosts:
+                predicted = model.sync_time(unseen.method, unseen.numel, unseen.num_ranks, unseen.burst)
                 left_out.append((unseen.numel, abs(predicted / unseen.seconds - 1)))
     if not left_out:
         raise ValueError("the rows allow no fit without some of them: measure three world sizes, or three sizes")
@@ -274,21 +269,22 @@ def worst_near(left_out: Sequence[tuple[int, float]], numel: float) -> float:
 def predict(
     options: Options, model: CostModel, points: Sequence[Point], left_out: Sequence[tuple[int, float]]
 ) -> Iterator[Sequence[str]]:
-    """Lines of the table: one for each bandwidth, way and number of ranks."""
+    """Lines of the table: one for each bandwidth, method and number of ranks."""
     job, most_ranks = options.job, max(point.num_ranks for point in points)
     in_bucket, numels = job.numel / job.num_buckets, [point.numel for point in points]
     worst = worst_near(left_out, in_bucket)
-    for rate, way, num_ranks in product(options.bandwidth or [None], options.ways, sorted(set(options.world_sizes))):
+    sizes = sorted(set(options.world_sizes))
+    for rate, method, num_ranks in product(options.bandwidth or [None], options.methods, sizes):
         per_byte = None if rate is None else 8 / parse_rate(rate)
         factors = (1.0, 1 / max(1 - worst, 1e-9), 1 / (1 + worst))
-        exposed = [model.exposed_time(way, job, num_ranks, per_byte, slower) for slower in factors]
+        exposed = [model.exposed_time(method, job, num_ranks, per_byte, slower) for slower in factors]
         efficiency, low, high = (f"{job.compute / (job.compute + seconds):.1%}" for seconds in exposed)
         measured = num_ranks <= most_ranks and min(numels) <= in_bucket <= max(numels) and rate is None
         ranks = f"{num_ranks}{'' if measured else '*'}"
-        yield way, rate or "as fitted", ranks, milliseconds(exposed[0]), efficiency, f"[{low}, {high}]"
+        yield method, rate or "as fitted", ranks, milliseconds(exposed[0]), efficiency, f"[{low}, {high}]"
 
 
-HEADINGS = ("way", "link", "ranks", "exposed, ms", "efficiency", "with the worst error")
+HEADINGS = ("method", "link", "ranks", "exposed, ms", "efficiency", "with the worst error")
 
 
 def report(

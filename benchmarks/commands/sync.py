@@ -1,30 +1,26 @@
-"""``python -m benchmarks sync``: what a step's gradient synchronisation costs, each way against the bare all_reduce.
+"""``python -m benchmarks sync``: what a step's gradient synchronisation costs, each method against the bare all_reduce.
 
 A sample is the time of one backward with everything that makes its gradients the mean over the ranks: from a barrier to
-the moment when the slowest rank has them. Of the bare all_reduce it is the time of that alone. All ways run in the same
-processes and take turns, each with a model and a process group of its own.
+the moment when the slowest rank has them. Of the bare all_reduce it is the time of that alone. All methods run in the
+same processes and take turns, each with a model and a process group of its own.
 
-Sizes are models or bytes of gradients; ``--sweep 1KiB 1GiB`` goes through bytes as nccl-tests does, whose algbw and
-busbw are given.
+Sizes are models or bytes of gradients. algbw and busbw are those of nccl-tests.
 """
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
-import tyro
 from rich.progress import Progress
 
-from benchmarks.baselines.ways import BY_DEFAULT, WAYS, with_their_limits
-from benchmarks.baselines.workloads import SIZES, Size, size_of, sweep
+from benchmarks.baselines.methods import METHODS, with_their_limits
+from benchmarks.baselines.workloads import SIZES, size_of
 from benchmarks.harness.busy import busy_processes
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import measure, measure_each
-from benchmarks.harness.options import RankOptions, run_on_ranks
+from benchmarks.harness.options import RankOptions, check_names, run_on_ranks
 from benchmarks.harness.records import Record, RowFile
-from benchmarks.report.choices import against_the_best
 from benchmarks.report.table import (
     WITHIN_NOISE,
     Columns,
@@ -39,43 +35,30 @@ from benchmarks.report.table import (
 )
 from fastsync._checks import check_at_least
 
-if TYPE_CHECKING:
-    WayName = str
-else:
-    WayName = tyro.extras.literal_type_from_choices(WAYS)
-
 
 @dataclass(frozen=True)
-class Options(RankOptions):
-    """Measure what a step's gradient synchronisation costs: fastsync, its baselines and the limit, taking turns."""
-
+class Sizes:
     sizes: tuple[str, ...] = tuple(SIZES)
     """Models by their number of parameters (5k, 0.5m, 12m), or bytes of float32 gradients (1KiB, 25MiB, 1GiB) in 16
     about equal matrices."""
-    sweep: tuple[str, str] | None = None
-    """First and last of a series of sizes in bytes, such as 1KiB 1GiB, in place of sizes. Each is four times the one
-    before; the last one may be less."""
+
+
+@dataclass(frozen=True)
+class Options(RankOptions, Sizes):
+    """Measure what a step's gradient synchronisation costs: fastsync, its baselines and the limit, taking turns."""
+
+    repetitions: int | None = None
+    """Samples of each method; by default 300, 100 and 20 for the three models, and for bytes as many as make 1 GiB of
+    gradients, between 5 and 300."""
     busy: int = 0
     """Processes that never sleep, beside the ranks, as environment workers and data loaders may be."""
-    ways: tuple[WayName, ...] = BY_DEFAULT
-    """Ways to synchronise; by default all that neither fix an algorithm nor choose by measurement. no_sync and the bare
-    all_reduce of what they send are always measured as well."""
-    repetitions: int | None = None
-    """Samples of each way; by default 300, 100 and 20 for the three models, and for bytes as many as make 1 GiB of
-    gradients, between 5 and 300."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.sizes:
-            raise ValueError(f"sizes: choose at least one of {', '.join(SIZES)}, or bytes such as 1MiB")
+        check_names("methods", self.methods, METHODS)
         check_at_least(self, busy=0)
-        self.all_sizes  # noqa: B018  refuses what is no size
-
-    @property
-    def all_sizes(self) -> dict[str, Size]:
-        """The sizes by name, in the order in which they are measured."""
-        names = self.sizes if self.sweep is None else sweep(*self.sweep)
-        return {name: size_of(name) for name in names}
+        for size in self.sizes:
+            size_of(size)  # which refuses what is none
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -92,18 +75,14 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
         return [replace(record, settings=record.settings | busy) for record in records]
 
     with busy_processes(options.busy if os.environ["RANK"] == "0" else 0):
-        return measure_each(options.all_sizes, with_their_limits(options.ways), options, rows, measure_size)
+        sizes = dict.fromkeys(options.sizes)
+        return measure_each(sizes, with_their_limits(options.methods), options, rows, measure_size)
 
 
 def report(options: Options, collected: Collected) -> None:
-    """Prints a table for each size, with a row for each way; for a sweep the other way round."""
-    records, below = collected.records, (LEGEND, *collected.notes)
-    if options.sweep is not None:
-        by_way = grouped_by(records, lambda record: record.way)
-        print_tables(by_way, lambda record: f"{record.way}, {ranks_on(record)}", COLUMNS_OF_A_WAY, below)
-    else:
-        by_size = grouped_by(records, lambda record: record.settings["size"])
-        print_tables(by_size, _title, COLUMNS_OF_A_SIZE, below, against_the_best)
+    """Prints a table for each size, with a row for each method."""
+    by_size = grouped_by(collected.records, lambda record: record.settings["size"])
+    print_tables(by_size, _title, COLUMNS, (LEGEND, *collected.notes))
 
 
 def _multiple(record: Record, name: str) -> str:
@@ -112,7 +91,8 @@ def _multiple(record: Record, name: str) -> str:
     return WITHIN_NOISE if is_noise else multiple(value, ".2f")
 
 
-FIGURES: Columns = {
+COLUMNS: Columns = {
+    "method": lambda record: record.method,
     "step, ms": lambda record: spread(record.quantiles),
     "over no_sync, ms": lambda record: cost(record.figures["over_no_sync"]),
     "algbw, GB/s": lambda record: number(record.figures["algbw"], "#.3g", 1e9),
@@ -126,8 +106,6 @@ FIGURES: Columns = {
     "wire bytes": lambda record: number(record.figures["wire_bytes"], ",.0f"),
     "error": lambda record: number(record.figures["error"], ".1e"),
 }
-COLUMNS_OF_A_SIZE: Columns = {"way": lambda record: record.way} | FIGURES
-COLUMNS_OF_A_WAY: Columns = {"size": lambda record: record.settings["size"]} | FIGURES
 LEGEND = (
     "step: median [p10, p90] of the slowest rank. over no_sync: what the median adds to no_sync's; of the bare "
     "all_reduce, which has no backward, all of it. algbw: bytes of float32 gradients, compressed or not, by over "

@@ -16,11 +16,12 @@ from benchmarks.harness.records import Record, RowFile
 from fastsync.launch.signals import handling
 from fastsync.launch.torchrun import launch_ranks
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C, as a shell has it: 128 and the signal's number."""
+
+class TrainingError(RuntimeError):
+    """A training that runs in a process of its own failed, or has not ended in time."""
 
 
-ENDINGS = (ChildFailedError, SignalException, KeyboardInterrupt)
+ENDINGS = (ChildFailedError, TrainingError, SignalException, KeyboardInterrupt)
 """What may end a run before its time."""
 
 
@@ -28,7 +29,10 @@ def ending(error: BaseException) -> tuple[int, str]:
     """Returns the exit status and a note for one of ``ENDINGS``."""
     if isinstance(error, ChildFailedError):
         return 1, f"rank {error.get_first_failure()[0]} failed first"  # the launcher has logged its traceback
-    return 128 + error.sigval if isinstance(error, SignalException) else INTERRUPTED, "interrupted"
+    if isinstance(error, TrainingError):
+        return 1, str(error)
+    # As a shell has it.
+    return 128 + (error.sigval if isinstance(error, SignalException) else signal.SIGINT), "interrupted"
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def collect(
             status, note = ending(error)
             notes = [f"{note}; rows measured before are shown"]
         records = rows.read()
-    wrong = [f"WRONG: {record.way} at {record.settings}" for record in records if not record.correct]
+    wrong = [f"WRONG: {record.method} at {record.settings}" for record in records if not record.correct]
     return Collected(records, [*notes, *wrong], status or int(bool(wrong)))
 
 

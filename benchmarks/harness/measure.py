@@ -1,7 +1,7 @@
-"""Checks and times ways to synchronise in turns, and joins what the ranks found.
+"""Checks and times methods to synchronise in turns, and joins what the ranks found.
 
-Every way has a model, gradients and a process group of its own, so that none shares another's buffers, connections or
-threads; only the values of the weights, which nobody changes, are shared.
+Every method has a model, gradients and a process group of its own, so that none shares another's buffers, connections
+or threads; only the values of the weights, which nobody changes, are shared.
 """
 
 import gc
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from benchmarks.baselines.gradients import Gradients
+from benchmarks.baselines.methods import BARE, METHODS, SHARED_SUM, Method, is_right, left_out
 from benchmarks.baselines.models import TRAININGS, ModelGradients, Scale
 from benchmarks.baselines.training_steps import whole_steps
-from benchmarks.baselines.ways import BARE, SHARED_SUM, WAYS, Way, is_right, left_out
 from benchmarks.baselines.workloads import Workload, size_of
 from benchmarks.harness.options import RankOptions
 from benchmarks.harness.progress import progress_bars, watched_rounds
@@ -37,14 +37,14 @@ COSTS = ("exposed_time", "pack_time", "collective_time", "unpack_time", "wire_by
 
 @dataclass(frozen=True)
 class Measurement:
-    """One rank's findings about one way."""
+    """One rank's findings about one method."""
 
     correct: bool
     error: float | None
     """Relative error of the newest gradients, in the 2-norm; None where they are not to be the mean."""
     samples: list[float]
     cost: dict[str, float]
-    """A step's share of SyncStats; empty where the way does not tell."""
+    """A step's share of SyncStats; empty where the method does not tell."""
 
 
 def measure_each(
@@ -56,8 +56,8 @@ def measure_each(
 ) -> list[str]:
     """Measures subjects one after the other, as one rank, of which rank 0 keeps the rows. Returns notes.
 
-    ``measure`` makes the rows of a subject and of these ways, but for those that the backend lacks: on every rank the
-    same, by a collective call.
+    ``measure`` makes the rows of a subject and of these methods, but for those that the backend lacks: on every rank
+    the same, by a collective call.
     """
     with process_group(options.timeout, share_gpus=options.share_gpus) as device:
         excluded = left_out(names, dist.get_backend())
@@ -78,10 +78,10 @@ def settings_of_ranks(sampling: Sampling) -> dict[str, Any]:
 
 
 def measure(size: str, names: Sequence[str], sampling: Sampling) -> list[Record]:
-    """Checks and times these ways at one size. A collective call; every rank gets the same rows."""
-    ways = {name: WAYS[name] for name in names}
+    """Checks and times these methods at one size. A collective call; every rank gets the same rows."""
+    methods = {name: METHODS[name] for name in names}
     shapes, numel = size_of(size).shapes, size_of(size).numel
-    of_rank = measure_ways(Workload(size_of(size), sampling.device, sampling.seed), ways, sampling, size)
+    of_rank = measure_methods(Workload(size_of(size), sampling.device, sampling.seed), methods, sampling, size)
     settings = {"size": size, "numel": numel, "num_tensors": len(shapes), **settings_of_ranks(sampling)}
 
     def figures(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
@@ -91,7 +91,7 @@ def measure(size: str, names: Sequence[str], sampling: Sampling) -> list[Record]
             **measured_figures(name, of_rank),
         }
 
-    return to_records("sync", of_rank, ways, settings, figures, sampling.device)
+    return to_records("sync", of_rank, methods, settings, figures, sampling.device)
 
 
 def measure_training(
@@ -103,14 +103,14 @@ def measure_training(
     sampling: Sampling,
     figures: Callable[[Sequence[Mapping[str, Measurement]], str, Mapping[str, float]], Mapping[str, Any]],
 ) -> list[Record]:
-    """Checks and times training steps without DDP and with these ways. A collective call; all get the same rows.
+    """Checks and times training steps without DDP and with these methods. A collective call; all get the same rows.
 
-    ``figures`` makes those of a row from what the ranks found, the way's name, and the medians of all ways.
+    ``figures`` makes those of a row from what the ranks found, the method's name, and the medians of all methods.
     """
     training = TRAININGS[model][scale]
     gradients = ModelGradients(training, batch_size, sampling.device, sampling.seed)
-    ways = whole_steps(names, training)
-    of_rank = measure_ways(gradients, ways, sampling, model)
+    methods = whole_steps(names, training)
+    of_rank = measure_methods(gradients, methods, sampling, model)
     settings = {
         "model": model,
         "scale": scale,
@@ -120,19 +120,19 @@ def measure_training(
         "num_tensors": len(gradients.shapes),
         **settings_of_ranks(sampling),
     }
-    return to_records(benchmark, of_rank, ways, settings, partial(figures, of_rank), sampling.device)
+    return to_records(benchmark, of_rank, methods, settings, partial(figures, of_rank), sampling.device)
 
 
-def measure_ways(
-    workload: Gradients, ways: Mapping[str, Way], sampling: Sampling, title: str
+def measure_methods(
+    workload: Gradients, methods: Mapping[str, Method], sampling: Sampling, title: str
 ) -> list[dict[str, Measurement]]:
-    """Checks and times ways of the same work. A collective call; every rank gets what all have found, in rank order.
+    """Checks and times methods of the same work. A collective call; every rank gets what all have found, in rank order.
 
-    With the ways an empty step takes its turns, under the name EMPTY.
+    With the methods an empty step takes its turns, under the name EMPTY.
     """
     limit = timedelta(seconds=sampling.timeout)
-    groups = {name: dist.new_group(timeout=limit) for name in ways}
-    here = _measure_here(workload, ways, groups, sampling, title)
+    groups = {name: dist.new_group(timeout=limit) for name in methods}
+    here = _measure_here(workload, methods, groups, sampling, title)
     gc.collect()  # DDP is part of reference cycles and holds its group
     for group in groups.values():
         dist.destroy_process_group(group)
@@ -141,7 +141,7 @@ def measure_ways(
 
 def _measure_here(
     workload: Gradients,
-    ways: Mapping[str, Way],
+    methods: Mapping[str, Method],
     groups: Mapping[str, dist.ProcessGroup],
     sampling: Sampling,
     title: str,
@@ -151,11 +151,11 @@ def _measure_here(
     def watched(rounds: Sequence[Sequence[T]], what: str) -> Iterator[T]:
         return watched_rounds(rounds, sampling.progress, f"{title}: {what}", sampling.timeout)
 
-    steps = {name: way.build(workload, groups[name]) for name, way in ways.items()}
+    steps = {name: method.build(workload, groups[name]) for name, method in methods.items()}
     for step in watched([[step] for step in steps.values()], "check"):
         step.prepare()
         step.run()
-    right = {name: is_right(way, steps[name], workload) for name, way in ways.items()}
+    right = {name: is_right(method, steps[name], workload) for name, method in methods.items()}
     # What is wrong on one rank is timed on none, or the others would wait for it.
     timed = {name: steps[name] for name in steps if all(other[name] for other in all_gather(right))}
     subjects: dict[str, Timed] = {**timed, EMPTY: EmptyStep()}
@@ -163,17 +163,17 @@ def _measure_here(
     time_turns(subjects, watched(order[: sampling.warmup], "warm-up"), sampling.device)
     before = {name: step.stats() for name, step in timed.items()}
     samples = time_turns(subjects, watched(order[sampling.warmup :], "timed"), sampling.device)
-    of_ways = {
+    of_methods = {
         name: Measurement(
             # Once more, on what the last repetition has left.
-            correct=name in timed and is_right(way, steps[name], workload),
-            error=workload.relative_error(steps[name].result()) if way.averages else None,
+            correct=name in timed and is_right(method, steps[name], workload),
+            error=workload.relative_error(steps[name].result()) if method.averages else None,
             samples=samples.get(name, []),
             cost=cost_per_step(before.get(name), steps[name].stats()),
         )
-        for name, way in ways.items()
+        for name, method in methods.items()
     }
-    return {**of_ways, EMPTY: Measurement(correct=True, error=None, samples=samples[EMPTY], cost={})}
+    return {**of_methods, EMPTY: Measurement(correct=True, error=None, samples=samples[EMPTY], cost={})}
 
 
 class EmptyStep:
@@ -200,26 +200,29 @@ def cost_per_step(before: SyncStats | None, after: SyncStats | None) -> dict[str
 def to_records(
     benchmark: str,
     of_rank: Sequence[Mapping[str, Measurement]],
-    ways: Mapping[str, Way],
+    methods: Mapping[str, Method],
     settings: Mapping[str, Any],
     figures: Callable[[str, Mapping[str, float]], Mapping[str, Any]],
     device: torch.device,
 ) -> list[Record]:
-    """One row a way, with the slowest rank's samples; ``figures`` takes its name and all medians. A collective call."""
-    samples = {name: slowest_rank([rank[name].samples for rank in of_rank]) for name in ways}
+    """A row for each method, with the slowest rank's samples. A collective call.
+
+    ``figures`` takes its name and all medians.
+    """
+    samples = {name: slowest_rank([rank[name].samples for rank in of_rank]) for name in methods}
     medians = {name: quantiles(values)["median"] for name, values in samples.items() if values}
     where = all_gather(environment(device))[0]
     return [
         Record(
             benchmark=benchmark,
-            way=name,
-            settings={**settings, "wire": way.wire and str(way.wire).removeprefix("torch.")},
+            method=name,
+            settings={**settings, "wire": method.wire and str(method.wire).removeprefix("torch.")},
             figures=figures(name, medians),
             correct=all(rank[name].correct for rank in of_rank),
             samples=samples[name],
             environment=where,
         )
-        for name, way in ways.items()
+        for name, method in methods.items()
     ]
 
 
@@ -233,7 +236,7 @@ def measured_figures(name: str, of_rank: Sequence[Mapping[str, Measurement]]) ->
 
 
 def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
-    """Derives what a way adds to the step without sync, also as a multiple of the bare all_reduce of what it sends.
+    """Derives what a method adds to the step without sync, also as a multiple of the bare all_reduce of what it sends.
 
     The bare all_reduce has no backward in it: what it adds is all of it. The multiple is not given where something else
     travels than the gradients. What it adds is given as a multiple of what DDP adds, too, and of the bare sum in memory
@@ -242,11 +245,11 @@ def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
     names = ("over_no_sync", "over_all_reduce", "over_ddp", "over_shared_sum")
     figures: dict[str, float | None] = dict.fromkeys(names)
     is_bare = name in BARE
-    if not WAYS[name].averages or name not in medians or not (is_bare or "no_sync" in medians):
+    if not METHODS[name].averages or name not in medians or not (is_bare or "no_sync" in medians):
         return figures
     over_no_sync = medians[name] - (0.0 if is_bare else medians["no_sync"])
     figures["over_no_sync"] = over_no_sync
-    if (limit := WAYS[name].limit) in medians:
+    if (limit := METHODS[name].limit) in medians:
         figures["over_all_reduce"] = over_no_sync / medians[limit]
     if {"ddp", "no_sync"} <= medians.keys():
         figures["over_ddp"] = over_no_sync / (medians["ddp"] - medians["no_sync"])
@@ -259,7 +262,7 @@ def bandwidths(name: str, medians: Mapping[str, float], numel: int, world_size: 
     """Bytes per second as nccl-tests defines them (its doc/PERFORMANCE.md), of float32 gradients before compression.
 
     algbw is bytes by time; busbw is algbw · 2(n − 1)/n, the rate at which each of n ranks has to send at least where
-    nothing is compressed, and so comparable to a link's rate and between numbers of ranks. Of a way the time is what it
+    nothing is compressed, and so comparable to a link's rate and between numbers of ranks. The time is what a method
     adds to the step without sync; where that is not positive, because it hides behind backward or in the noise, there
     is no rate.
     """

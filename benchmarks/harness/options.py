@@ -1,16 +1,16 @@
 """Options that the benchmarks of ranks on this machine share, and the checks that several commands share."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 from rich.progress import Progress
 
-from benchmarks.baselines.ways import BY_DEFAULT, MIN_WARMUP
+from benchmarks.baselines.methods import BY_DEFAULT, MIN_WARMUP
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.records import RowFile
 from benchmarks.harness.timing import TIMEOUT, Sampling
@@ -18,37 +18,42 @@ from fastsync import _C
 from fastsync._checks import check_at_least
 
 Device = Literal["auto", "cpu", "cuda"]
+Methods = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(
+        metavar="METHOD ...", help_behavior_hint="(such as ddp fastsync.attach/none fastsync.attach/int8+ef)"
+    ),
+]
 
 
 @dataclass(frozen=True)
 class RankOptions:
     """The options of a benchmark of ranks on this machine."""
 
+    methods: Methods = BY_DEFAULT
+    """Methods to synchronise. The step without synchronisation and the bare all_reduce of what they send are always
+    measured as well. A name that is unknown gives the list of all."""
     nproc: int = 2
     """Number of ranks, each a process of its own on this machine."""
+    json: Path | None = None
+    """File to write all rows to, with every sample, the settings, versions and hardware."""
+    repetitions: int | None = None
+    """Samples of each method."""
     device: Device = "auto"
     """What ranks compute on. auto: GPUs where there is one for each, or they may share."""
+    warmup: int = 10
+    """Steps of each method that are not timed."""
     oversubscribe: bool = False
     """Allow more ranks than there are cores or GPUs; every table says so."""
     share_gpus: bool = False
     """Let ranks share GPUs where there are fewer, rather than compute on the CPU. They take turns there: it shows that
     everything works, and nothing of how it scales."""
-    ways: tuple[str, ...] = BY_DEFAULT
-    """Ways to synchronise."""
-    repetitions: int | None = None
-    """Samples of each way."""
-    warmup: int = 10
-    """Steps of each way that are not timed."""
-    json: Path | None = None
-    """File to write all rows to, with every sample, the settings, versions and hardware."""
     seed: int = 0
-    """Seeds the order of the ways, the weights and the gradients."""
+    """Seeds the order of the methods, the weights and the gradients."""
     timeout: float = TIMEOUT
     """Seconds that a step may take and that ranks wait for each other."""
 
     def __post_init__(self) -> None:
-        if not self.ways:
-            raise ValueError("ways: choose at least one, such as ddp or fastsync.attach/fp16")
         check_at_least(self, nproc=1, repetitions=1)
         check_warmup(self.warmup)
         check_positive(self, "timeout")
@@ -56,7 +61,7 @@ class RankOptions:
         check_device(self.device, self.nproc, self.oversubscribe, self.share_gpus)
 
     def sampling(self, repetitions: int, device: torch.device, progress: Progress) -> Sampling:
-        """The warm-up, repetitions and order of each way, with ``repetitions`` where none were chosen."""
+        """The warm-up, repetitions and order of each method, with ``repetitions`` where none were chosen."""
         return Sampling(self.warmup, self.repetitions or repetitions, self.seed, self.timeout, device, progress)
 
     @property
@@ -75,7 +80,7 @@ def run_on_ranks(
     """Parses the options of a command, measures on ranks, and reports.
 
     Returns:
-        The exit status: 0; 1 if a way gave a wrong result or a rank failed; 130 after Ctrl-C.
+        The exit status: 0; 1 if a method gave a wrong result or a rank failed; 130 after Ctrl-C.
     """
     options = tyro.cli(options_type, prog=f"python -m benchmarks {command}", args=arguments)
     if options.device == "cpu":
@@ -113,6 +118,14 @@ def check_device(device: Device, nproc: int, oversubscribe: bool, share_gpus: bo
         )
 
 
+def check_names(option: str, chosen: Sequence[str], known: Iterable[str]) -> None:
+    """Refuses names that are not known, and none at all."""
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
+    if not chosen:
+        raise ValueError(f"{option}: choose at least one, such as ddp or fastsync.attach/fp16")
+
+
 def check_positive(options: Any, *names: str) -> None:
     """Refuses numbers that are not above 0."""
     for name in names:
@@ -122,7 +135,7 @@ def check_positive(options: Any, *names: str) -> None:
 
 
 def check_warmup(warmup: int) -> None:
-    """Refuses fewer steps than the ways need to start up."""
+    """Refuses fewer steps than the methods need to start up."""
     if warmup < MIN_WARMUP:
         raise ValueError(f"warmup={warmup} must be at least {MIN_WARMUP}: DDP and PowerSGD start up that long")
 

@@ -25,7 +25,7 @@ class Record:
 
     benchmark: str
     """The command."""
-    way: str
+    method: str
     settings: Mapping[str, Any]
     figures: Mapping[str, float | None]
     """What was derived or counted; None where it is not known."""
@@ -84,7 +84,8 @@ def read_json(path: Path) -> list[Record]:
         raise ValueError(f"{path}: there is no such file")
     names = [field.name for field in fields(Record)]
     try:
-        return [Record(**{name: row[name] for name in names}) for row in json.loads(path.read_text())]
+        rows = [{"method": row.get("way"), **row} for row in json.loads(path.read_text())]  # as it was called before
+        return [Record(**{name: row[name] for name in names}) for row in rows]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no rows of a benchmark: {error!r}") from None
 

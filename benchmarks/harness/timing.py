@@ -19,7 +19,7 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Sampling:
-    """Untimed and timed steps of each way in an order that the seed gives, on a rank's device."""
+    """Untimed and timed steps of each method in an order that the seed gives, on a rank's device."""
 
     warmup: int
     repetitions: int

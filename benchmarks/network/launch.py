@@ -2,11 +2,16 @@
 
 import ctypes
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.network.namespaces import Network
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from benchmarks.harness.collect import Collected, collect, ending, termination_raises
+from benchmarks.harness.records import RowFile
+from benchmarks.network.namespaces import Network, NetworkError, why_not
 from fastsync.launch.torchrun import launch_ranks
 
 MASTER_PORT = 29500
@@ -14,6 +19,54 @@ MASTER_PORT = 29500
 GRACE_SECONDS = 1.0
 """How long an error is kept back, so that where a rank has died, the launcher sees that first."""
 CLONE_NEWNET = 0x40000000
+BAD_OPTIONS = 2
+"""Exit status, as of a wrong option: what was asked for cannot be had here."""
+
+
+def measure_over_links(
+    prog: str,
+    measure: Callable[[Any, RowFile, int], list[str]],
+    options: Any,
+    networks: Iterable[tuple[int, int]],
+    ranks_per_host: int,
+    report: Callable[[Collected], None],
+) -> int:
+    """Calls ``measure(options, rows, rate)`` on new ranks for each number of hosts and rate, and reports.
+
+    Returns:
+        The exit status: 0; 1 if a method gave a wrong result or a rank failed; 2 if this machine cannot do it; 130
+        after Ctrl-C, 143 after SIGTERM.
+    """
+
+    def launch(measure: Callable[..., list[str]], nproc: int, options: Any, rows: RowFile) -> list[list[str]]:
+        del nproc
+        notes: list[list[str]] = []
+        for hosts, rate in networks:
+            with Network(hosts, rate) as network:
+                try:
+                    notes = run_in_namespaces(network, ranks_per_host, measure, options, rows, rate)
+                finally:
+                    rows.reload()
+        return notes
+
+    # For the ranks: GPUs of one machine would find each other past the links, and c10d would warn that these addresses
+    # have no host names.
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    try:
+        with termination_raises():
+            if reason := why_not():
+                raise NetworkError(reason)
+            collected = collect(measure, 0, options, options.json, launch)
+    except NetworkError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return BAD_OPTIONS
+    except (KeyboardInterrupt, SignalException) as error:
+        # Before there were ranks, or while what they ran in was removed.
+        status, note = ending(error)
+        print(f"{prog}: {note}", file=sys.stderr)
+        return status
+    report(collected)
+    return collected.status
 
 
 def run_in_namespaces(

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.baselines.ways import SYNCHRONISED
+from benchmarks.baselines.methods import SYNCHRONISED
+from benchmarks.baselines.training_steps import NO_DDP
 from benchmarks.harness.records import Record
 from benchmarks.harness.statistics import Interval, median_interval, ratio_interval, replicates
 from benchmarks.report.table import OVERSUBSCRIBED, grouped_by
@@ -14,9 +15,9 @@ PARTS = ("compute", "contention", "stragglers", "exposed")
 
 @dataclass(frozen=True)
 class Point:
-    """One way at one world size. Times in seconds."""
+    """One method at one world size. Times in seconds."""
 
-    way: str
+    method: str
     world_size: int
     oversubscribed: bool
     launches: int
@@ -41,7 +42,7 @@ class Point:
 
 
 def points(records: Sequence[Record]) -> list[Point]:
-    """A point for each way and world size that was measured, the ways in the order of the rows.
+    """A point for each method and world size that was measured, the methods in the order of the rows.
 
     Raises:
         ValueError: the rows are of several jobs, of which none can be held against another.
@@ -51,13 +52,11 @@ def points(records: Sequence[Record]) -> list[Point]:
     if len(jobs) > 1:
         raise ValueError(f"the rows are of several jobs, {'; '.join(jobs)}: choose files of one job")
     found = []
-    cases = grouped_by(rows, lambda row: (row.way, row.settings["world_size"]))
-    cases = [case for case in cases if case[0].way in SYNCHRONISED]
-    base = min(cases, key=lambda case: (_world_size(case), median(_replicates(case))), default=[])
-    for of_way in grouped_by(cases, lambda case: case[0].way):
-        of_way.sort(key=_world_size)
-        alone = of_way[0] if _world_size(of_way[0]) == 1 else None
-        found += [_point(base, alone, case) for case in of_way]
+    base, cases = _reference(rows), [case for case in _cases(rows) if case[0].method in SYNCHRONISED]
+    for of_method in grouped_by(cases, lambda case: case[0].method):
+        of_method.sort(key=_world_size)
+        alone = of_method[0] if _world_size(of_method[0]) == 1 else None
+        found += [_point(base, alone, case) for case in of_method]
     return found
 
 
@@ -70,9 +69,29 @@ def _right(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if "model" in record.settings and record.samples and record.correct]
 
 
-def reference(found: Sequence[Point]) -> Point:
-    """The point that all efficiencies are relative to: the fastest way on the smallest world size."""
-    return min(found, key=lambda point: (point.world_size, point.step.value))
+def _cases(rows: Sequence[Record]) -> list[list[Record]]:
+    """The launches of each method and world size."""
+    return grouped_by(rows, lambda row: (row.method, row.settings["world_size"]))
+
+
+def _reference(rows: Sequence[Record]) -> list[Record]:
+    """What all efficiencies are relative to: the step without communication on the smallest world size.
+
+    Without rows of that it is the fastest method there.
+    """
+    return min(
+        _cases(rows),
+        key=lambda case: (_world_size(case), case[0].method != NO_DDP, median(_replicates(case))),
+        default=[],
+    )
+
+
+def reference(records: Sequence[Record]) -> tuple[str, float]:
+    """Its name, and a step's seconds."""
+    base = _reference(_right(records))
+    what = "a step without communication" if base[0].method == NO_DDP else base[0].method
+    ranks = _world_size(base)
+    return f"{what} on {ranks} rank{'s' if ranks > 1 else ''}", median(_replicates(base))
 
 
 def _job(record: Record) -> str:
@@ -101,7 +120,7 @@ def _point(base: Sequence[Record], alone: Sequence[Record] | None, rows: Sequenc
     return Point(
         world_size=_world_size(rows),
         oversubscribed=any(row.settings.get(OVERSUBSCRIBED) for row in rows),
-        way=rows[0].way,
+        method=rows[0].method,
         launches=len(rows),
         step=step,
         efficiency=efficiency,

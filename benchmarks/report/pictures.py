@@ -33,22 +33,22 @@ SOFT = "#59636e"
 
 
 def efficiency_picture(points: Sequence[Point], scaling: str) -> Picture:
-    """Efficiency over world size with intervals, a line for each way, and the ideal."""
+    """Efficiency over world size with intervals, a line for each method, and the ideal."""
     with mpl.rc_context(STYLE):
         figure = Figure()
         axes = figure.subplots()
         axes.axhline(1, color=SOFT, linestyle="--", label="ideal")
-        ways = grouped_by(points, lambda point: point.way)
-        for index, (of_way, colour, marker) in enumerate(zip(ways, cycle(COLOURS), cycle(MARKERS), strict=False)):
+        methods = grouped_by(points, lambda point: point.method)
+        for index, (of_method, colour, marker) in enumerate(zip(methods, cycle(COLOURS), cycle(MARKERS), strict=False)):
             # Moved apart, so that no interval hides another.
-            places = [point.world_size * 2 ** (0.05 * (index - (len(ways) - 1) / 2)) for point in of_way]
-            values = [point.efficiency.value for point in of_way]
-            errors = [_error(point) for point in of_way]
+            places = [point.world_size * 2 ** (0.05 * (index - (len(methods) - 1) / 2)) for point in of_method]
+            values = [point.efficiency.value for point in of_method]
+            errors = [_error(point) for point in of_method]
             axes.errorbar(
-                places, values, list(zip(*errors, strict=True)), color=colour, marker=marker, label=of_way[0].way
+                places, values, list(zip(*errors, strict=True)), color=colour, marker=marker, label=of_method[0].method
             )
-            hollow = [place for place, point in zip(places, of_way, strict=True) if point.oversubscribed]
-            of_hollow = [point.efficiency.value for point in of_way if point.oversubscribed]
+            hollow = [place for place, point in zip(places, of_method, strict=True) if point.oversubscribed]
+            of_hollow = [point.efficiency.value for point in of_method if point.oversubscribed]
             axes.plot(hollow, of_hollow, marker, color=colour, markerfacecolor="white", zorder=3)
         ticks = {point.world_size: _tick(point) for point in points}
         axes.set_xscale("log", base=2)
@@ -60,7 +60,7 @@ def efficiency_picture(points: Sequence[Point], scaling: str) -> Picture:
         axes.set_ylim(0)
         axes.grid(axis="y")
         figure.legend(loc="outside upper left", ncols=4)
-        shown = "; ".join(f"{point.way} on {point.ranks}: {point.efficiency.value:.0%}" for point in points)
+        shown = "; ".join(f"{point.method} on {point.ranks}: {point.efficiency.value:.0%}" for point in points)
         return Picture("efficiency", f"{scaling.capitalize()} efficiency over world size. {shown}", _svg(figure))
 
 
@@ -71,31 +71,31 @@ def _error(point: Point) -> tuple[float, float]:
 
 
 def breakdown_picture(points: Sequence[Point]) -> Picture:
-    """Draws where a step's time goes: a panel for each way, a stack for each world size."""
+    """Draws where a step's time goes: a panel for each method, a stack for each world size."""
     with mpl.rc_context(STYLE):
-        ways = grouped_by(points, lambda point: point.way)
-        columns = min(3, len(ways))
-        num_rows = math.ceil(len(ways) / columns)
+        methods = grouped_by(points, lambda point: point.method)
+        columns = min(3, len(methods))
+        num_rows = math.ceil(len(methods) / columns)
         figure = Figure((9, 0.7 + 3.4 * num_rows))
         panels = figure.subplots(num_rows, columns, sharey=True, squeeze=False).flat
-        for axes, of_way in zip(panels, ways, strict=False):
-            for place, point in enumerate(of_way):
+        for axes, of_method in zip(panels, methods, strict=False):
+            for place, point in enumerate(of_method):
                 _stack(axes, place, point)
-            axes.set_title(of_way[0].way, loc="left")
-            axes.set_xticks(range(len(of_way)), [_tick(point) for point in of_way], fontsize=9)
+            axes.set_title(of_method[0].method, loc="left")
+            axes.set_xticks(range(len(of_method)), [_tick(point) for point in of_method], fontsize=9)
             axes.set_xlabel("ranks")
             axes.set_ylabel("step, ms")
             axes.label_outer()
             axes.tick_params(labelbottom=True)
             axes.grid(axis="y")
             axes.axhline(0, color=SOFT, linewidth=0.8)
-        for axes in panels:  # those that no way has taken
+        for axes in panels:  # those that no method has taken
             axes.set_visible(False)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         unique = dict(zip(labels, handles, strict=True))
         figure.legend(list(unique.values()), list(unique), loc="outside upper left", ncols=len(PARTS))
         shown = "; ".join(
-            f"{point.way} on {point.ranks}: "
+            f"{point.method} on {point.ranks}: "
             + ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in point.parts.items())
             for point in points
         )

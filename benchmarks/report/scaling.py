@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.records import Record
-from benchmarks.harness.statistics import RATIO_HOLDS, SURE_FROM, range_holds_median
+from benchmarks.harness.statistics import RATIO_HOLDS, SURE_FROM
 from benchmarks.report.efficiency import Point, overhead, points, reference
 from benchmarks.report.page import Document, Section
 from benchmarks.report.table import WITHIN_NOISE, cost, ends, make_table, milliseconds, multiple
@@ -23,11 +23,10 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
     scaling = settings.get("scaling", "weak")
     sections = []
     if found:
-        base = reference(found)
-        relative = f"{scaling.capitalize()} efficiency, relative to {base.way} on {base.ranks}, with intervals."
+        relative = f"{scaling.capitalize()} efficiency, relative to {reference(records)[0]}, with intervals."
         parts = "Medians in milliseconds; the parts of a step add up to it."
         sections += [
-            Section("Efficiency", make_table(_efficiency(base), found), relative, efficiency_picture(found, scaling)),
+            Section("Efficiency", make_table(EFFICIENCY, found), relative, efficiency_picture(found, scaling)),
             Section("Where the time goes", make_table(BREAKDOWN, found), parts, breakdown_picture(found)),
         ]
     return Document(
@@ -41,25 +40,17 @@ def scaling_document(records: Sequence[Record], command: str, notes: Sequence[st
     )
 
 
-def _efficiency(base: Point) -> Mapping[str, Callable[[Point], str]]:
-    """Columns, a row for each way and world size."""
-    return {
-        "way": lambda point: point.way,
-        "ranks": lambda point: point.ranks,
-        "step, ms": lambda point: milliseconds(point.step.value),
-        "interval, ms": lambda point: ends(point.step, 1e3),
-        "efficiency": lambda point: f"{point.efficiency.value:.1%}",
-        "interval": lambda point: _sureness(point, base),
-        "launches": lambda point: str(point.launches),
-    }
-
-
-def _sureness(point: Point, base: Point) -> str:
-    return "reference" if point is base else ends(point.efficiency, 100, ".1f", "%")
-
-
+EFFICIENCY: Mapping[str, Callable[[Point], str]] = {
+    "method": lambda point: point.method,
+    "ranks": lambda point: point.ranks,
+    "step, ms": lambda point: milliseconds(point.step.value),
+    "interval, ms": lambda point: ends(point.step, 1e3),
+    "efficiency": lambda point: f"{point.efficiency.value:.1%}",
+    "interval": lambda point: ends(point.efficiency, 100, ".1f", "%"),
+    "launches": lambda point: str(point.launches),
+}
 BREAKDOWN: Mapping[str, Callable[[Point], str]] = {
-    "way": lambda point: point.way,
+    "method": lambda point: point.method,
     "ranks": lambda point: point.ranks,
     "step": lambda point: milliseconds(point.step.value),
     "compute": lambda point: milliseconds(point.compute),
@@ -80,18 +71,25 @@ def _title(settings: Mapping[str, Any], scaling: str) -> str:
 
 
 def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) -> Iterator[str]:
-    largest = {point.way: point for point in found}  # of each way the last one stays
-    for way, last in largest.items():
+    largest = {point.method: point for point in found}  # of each method the last one stays
+    if largest:
+        name, seconds = reference(records)
+        best = min(largest.values(), key=lambda point: (-point.world_size, point.step.value))
+        yield (
+            f"{best.step.value * 1e3:.1f} ms a step on {best.ranks} with {best.method}, the fastest there; "
+            f"{name} takes {seconds * 1e3:.1f} ms."
+        )
+    for method, last in largest.items():
         exposed = f"{last.exposed * 1e3:.1f} of them exposed communication"
         if last.exposed < 0:
             exposed = f"exposed communication {WITHIN_NOISE}"
         yield (
-            f"{way} on {last.ranks}: {last.step.value * 1e3:.1f} ms a step, {exposed}; "
-            f"{last.efficiency.value:.1%} {scaling} efficiency ({_sureness(last, reference(found))})."
+            f"{method} on {last.ranks}: {last.step.value * 1e3:.1f} ms a step, {exposed}; "
+            f"{last.efficiency.value:.1%} {scaling} efficiency ({EFFICIENCY['interval'](last)})."
         )
     measuring = overhead(records)
     if measuring is not None:
-        yield f"Measuring itself costs {measuring * 1e6:.1f} µs a step (an empty step, timed the same way)."
+        yield f"Measuring itself costs {measuring * 1e6:.1f} µs a step (an empty step, timed as the others)."
 
 
 def _caveats(found: Sequence[Point]) -> Iterator[str]:
@@ -102,10 +100,8 @@ def _caveats(found: Sequence[Point]) -> Iterator[str]:
         yield "one launch of a world size: intervals are over its steps and do not show how launches differ"
     elif launches < SURE_FROM:
         yield (
-            f"{launches} launches of a world size: the interval of a step is their whole range, which holds the median "
-            f"with a probability of {range_holds_median(launches):.0%}, and that of an efficiency held the true one in "
-            f"{RATIO_HOLDS[launches]:.0%} of simulated cases; with {SURE_FROM} launches those are "
-            f"{range_holds_median(SURE_FROM):.0%} and {RATIO_HOLDS[SURE_FROM]:.0%}"
+            f"{launches} launches of a world size: a step's interval is their whole range; an efficiency's held the "
+            f"true one in {RATIO_HOLDS[launches]:.0%} of simulated cases; take {SURE_FROM} for 95 %"
         )
 
 
@@ -119,7 +115,7 @@ def _job(records: Sequence[Record], settings: Mapping[str, Any]) -> dict[str, st
 
 def _wrong_ones(records: Sequence[Record]) -> list[str]:
     """Names the rows whose result was wrong."""
-    return [f"WRONG: {record.way} at {dict(record.settings)}" for record in records if not record.correct]
+    return [f"WRONG: {record.method} at {dict(record.settings)}" for record in records if not record.correct]
 
 
 def _environment(records: Sequence[Record]) -> dict[str, str]:

@@ -55,12 +55,10 @@ def print_tables(
     title: Callable[[Record], str],
     columns: Columns,
     below: Iterable[str],
-    below_each: Callable[[Sequence[Record]], Iterable[str]] = lambda rows: (),
 ) -> None:
-    """Prints a table for each group of rows, with lines below each and below all. What is wrong is red."""
+    """Prints a table for each group of rows, and lines below all. What is wrong is red."""
     for rows in groups:
         print_table(title(rows[0]), make_table(columns, rows), [None if row.correct else "red" for row in rows])
-        print_lines(below_each(rows))
     print_lines(below)
 
 
@@ -127,16 +125,3 @@ def grouped_by(rows: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return list(groups.values())
-
-
-def told_apart(row: Any, rows: Sequence[Any]) -> str:
-    """The settings that tell a row from others of the same way, as few as will do, and the mark of an oversubscribed
-    one in any case. Rows are records, or what was made of some."""
-    others = [other for other in rows if other.way == row.way and other is not row]
-    told = []
-    for name, value in row.settings.items():
-        left = [other for other in others if other.settings.get(name) == value]
-        if name != OVERSUBSCRIBED and len(left) < len(others):
-            told.append(f"{name} {value}")
-            others = left
-    return ", ".join([*told, *([OVERSUBSCRIBED] if row.settings.get(OVERSUBSCRIBED) else [])])

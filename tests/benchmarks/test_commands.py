@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.__main__ import main
-from benchmarks.baselines.ways import BY_DEFAULT, WAYS, BareAllReduce, TrainingStep, Way, with_their_limits
-from benchmarks.baselines.workloads import SIZES, size_of, sweep
+from benchmarks.baselines.methods import BY_DEFAULT, METHODS, BareAllReduce, Method, TrainingStep, with_their_limits
+from benchmarks.baselines.workloads import SIZES, size_of
 from benchmarks.harness.collect import collect
 from benchmarks.harness.measure import COSTS, bandwidths, measure, ratios
 from benchmarks.harness.records import Record, RowFile, quantiles, read_json
@@ -31,19 +31,19 @@ CPU = torch.device("cpu")
 
 
 def test_sync_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """All ways by default, and one on request of each kind."""
+    """All methods by default, and one on request of each kind."""
     on_request = {f"fastsync.attach/{name}" for name in ("none+two_shot", "fp16+one_shot", "auto")}
-    ways = [way for way in WAYS if way in BY_DEFAULT or way in on_request]
+    methods = [method for method in METHODS if method in BY_DEFAULT or method in on_request]
     options = ("--sizes", "5k", "--repetitions", "3", "--warmup", "2", "--json", str(tmp_path / "rows.json"))
-    assert main(["sync", *options, "--ways", *ways]) == 0
+    assert main(["sync", *options, "--methods", *methods]) == 0
     said = capfd.readouterr().out
-    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    rows = {row["method"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     refused = "ddp/bf16_compress_hook"
-    assert list(rows) == [way for way in ways if way != refused]
+    assert list(rows) == [method for method in methods if method != refused]
     assert f"{refused} is left out: it takes nccl, and these ranks have gloo" in said
     values = SIZES["5k"].numel
-    for way, row in rows.items():
-        assert way in said
+    for method, row in rows.items():
+        assert method in said
         assert row["correct"]
         assert len(row["samples"]) == 3
         assert min(row["samples"]) > 0
@@ -69,7 +69,6 @@ def test_sizes_are_models_or_bytes():
     for name, message in {"1KB": "not a number of bytes", "60B": "at least 64B", "66B": "multiple of 4B"}.items():
         with pytest.raises(ValueError, match=message):
             size_of(name)
-    assert sweep("1KiB", "20KiB") == ["1KiB", "4KiB", "16KiB", "20KiB"]
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -86,25 +85,25 @@ class WrongOnRank1(BareAllReduce):
         return super().result() + dist.get_rank()
 
 
-def measure_with_wrong_ways(rank: int, world_size: int) -> list[Record]:
+def measure_with_wrong_methods(rank: int, world_size: int) -> list[Record]:
     del rank, world_size
-    WAYS["wrong"] = Way(lambda workload, group: TrainingStep(workload.model()))
-    WAYS["wrong on rank 1"] = Way(lambda workload, group: WrongOnRank1(workload, group, torch.float32))
+    METHODS["wrong"] = Method(lambda workload, group: TrainingStep(workload.model()))
+    METHODS["wrong on rank 1"] = Method(lambda workload, group: WrongOnRank1(workload, group, torch.float32))
     names = with_their_limits(("wrong", "wrong on rank 1", "cat"))
     return measure("5k", names, Sampling(warmup=2, repetitions=4, seed=0))
 
 
 def test_what_is_wrong_is_not_timed():
-    first, second = run_ranks(measure_with_wrong_ways, 2)
+    first, second = run_ranks(measure_with_wrong_methods, 2)
     assert first == second
-    rows = {record.way: record for record in first}
+    rows = {record.method: record for record in first}
     wrong = {"wrong", "wrong on rank 1"}
-    assert {way for way, row in rows.items() if not row.correct} == wrong
-    assert all(len(row.samples) == (0 if way in wrong else 4) for way, row in rows.items())
+    assert {method for method, row in rows.items() if not row.correct} == wrong
+    assert all(len(row.samples) == (0 if method in wrong else 4) for method, row in rows.items())
 
 
-def row(way: str, correct: bool = True) -> Record:
-    return Record("sync", way, {"size": "5k"}, {}, correct, [1.0], {})
+def row(method: str, correct: bool = True) -> Record:
+    return Record("sync", method, {"size": "5k"}, {}, correct, [1.0], {})
 
 
 def add_rows_then(ending: str, rows: RowFile) -> list[str]:
@@ -151,7 +150,7 @@ def test_records_survive_json(tmp_path: Path):
     rows.add([record])
     assert rows.read() == read_json(rows.path) == [record, record]
     assert json.loads(rows.path.read_text())[1]["quantiles"] == {"p10": 0.3, "median": 0.5, "p90": 0.7}
-    rows.path.write_text('[{"way": "ddp"}]')
+    rows.path.write_text('[{"method": "ddp"}]')
     with pytest.raises(ValueError, match=r"rows\.json holds no rows of a benchmark"):
         rows.read()
 
@@ -170,13 +169,11 @@ def test_ratios():
     assert ratios("no_sync", medians) == unknown
 
 
-def test_a_sweep_goes_through_bytes_beside_processes_that_never_sleep(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    options = ("--sweep", "1KiB", "4KiB", "--busy", "1", "--repetitions", "2", "--warmup", "2", "--device", "cpu")
-    assert main(["sync", *options, "--ways", "fastsync.attach/fp16", "--json", str(tmp_path / "rows.json")]) == 0
-    rows = {(row.way, row.settings["size"]): row for row in read_json(tmp_path / "rows.json")}
-    ways = ("no_sync", "all_reduce/fp16", "fastsync.attach/fp16")
-    assert rows.keys() == {(way, size) for way in ways for size in ("1KiB", "4KiB")}
+def test_bytes_beside_processes_that_never_sleep(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    options = ("--sizes", "1KiB", "4KiB", "--busy", "1", "--repetitions", "2", "--warmup", "2", "--device", "cpu")
+    assert main(["sync", *options, "--methods", "fastsync.attach/fp16", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = {(row.method, row.settings["size"]): row for row in read_json(tmp_path / "rows.json")}
+    methods = ("no_sync", "all_reduce/fp16", "fastsync.attach/fp16")
+    assert rows.keys() == {(method, size) for method in methods for size in ("1KiB", "4KiB")}
     assert all(row.correct and row.settings["busy"] == 1 for row in rows.values())
     assert "1 busy processes beside them" in capfd.readouterr().out

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.baselines.gradients import Rounding
+from benchmarks.baselines.methods import METHODS
 from benchmarks.baselines.models import TRAININGS, ModelGradients
 from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC, PARTS, whole_steps
-from benchmarks.baselines.ways import WAYS
 from benchmarks.commands.ddp import breakdown
 from tests.models import group_of_one
 
@@ -22,35 +22,36 @@ CPU = torch.device("cpu")
 
 
 def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    ways = ("ddp", "ddp/fp16_compress_hook", "fastsync.attach/none", "fastsync.attach/fp16")
+    methods = ("ddp", "ddp/fp16_compress_hook", "fastsync.attach/none", "fastsync.attach/fp16")
     options = ("--models", "mlp", "--batch-size", "8", "--repetitions", "3", "--warmup", "2")
-    assert main(["ddp", *options, "--ways", *ways, "--json", str(tmp_path / "rows.json")]) == 0
+    assert main(["ddp", *options, "--methods", *methods, "--json", str(tmp_path / "rows.json")]) == 0
     said = capfd.readouterr().out
-    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert rows.keys() == {NO_DDP, NO_SYNC, "all_reduce/fp32", "all_reduce/fp16", *ways}
-    for way, row in rows.items():
-        assert way in said
+    rows = {row["method"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows.keys() == {NO_DDP, NO_SYNC, "all_reduce/fp32", "all_reduce/fp16", *methods}
+    for method, row in rows.items():
+        assert method in said
         assert row["correct"]
         assert len(row["samples"]) == 3
         assert row["settings"].items() >= {"model": "mlp", "batch_size": 8, "world_size": 2}.items()
-    medians = {way: row["quantiles"]["median"] for way, row in rows.items()}
-    for way in rows.keys() & ways:
-        figures = rows[way]["figures"]
-        assert figures["samples_per_second"] == pytest.approx(2 * 8 / medians[way])
-        without = NO_DDP if way.startswith("fastsync.attach/") else NO_SYNC
-        assert figures["exposed"] == pytest.approx(medians[way] - medians[without])
+    medians = {method: row["quantiles"]["median"] for method, row in rows.items()}
+    for method in rows.keys() & methods:
+        figures = rows[method]["figures"]
+        assert figures["samples_per_second"] == pytest.approx(2 * 8 / medians[method])
+        without = NO_DDP if method.startswith("fastsync.attach/") else NO_SYNC
+        assert figures["exposed"] == pytest.approx(medians[method] - medians[without])
     assert rows["fastsync.attach/fp16"]["figures"]["wire_bytes"] < rows["fastsync.attach/none"]["figures"]["wire_bytes"]
 
 
 def test_models_under_fully_shard_are_measured_too(tmp_path: Path):
-    ways = ("fully_shard/bf16", "fastsync.register_reduce_scatter/none", "fastsync.register_reduce_scatter/int8+ef")
+    methods = ("fully_shard/bf16", "fastsync.register_reduce_scatter/none", "fastsync.register_reduce_scatter/int8+ef")
     options = ("--batch-size", "1", "--repetitions", "2", "--warmup", "2")
-    assert main(["ddp", "--models", "gpt2", *options, "--ways", *ways, "--json", str(tmp_path / "rows.json")]) == 0
-    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert rows.keys() == {NO_DDP, NO_SYNC, *ways}
+    arguments = ["--models", "gpt2", *options, "--methods", *methods, "--json", str(tmp_path / "rows.json")]
+    assert main(["ddp", *arguments]) == 0
+    rows = {row["method"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows.keys() == {NO_DDP, NO_SYNC, *methods}
     assert all(row["correct"] and len(row["samples"]) == 2 for row in rows.values())
-    assert rows[ways[1]]["figures"]["error"] < 1e-6
-    assert rows[ways[2]]["figures"]["wire_bytes"] < 0.3 * rows[ways[1]]["figures"]["wire_bytes"]
+    assert rows[methods[1]]["figures"]["error"] < 1e-6
+    assert rows[methods[2]]["figures"]["wire_bytes"] < 0.3 * rows[methods[1]]["figures"]["wire_bytes"]
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -77,7 +78,7 @@ def test_steps_leave_weights_and_gradients_as_they_were(name: str):
 
 def test_breakdown():
     medians = {NO_DDP: 5.0, NO_SYNC: 6.0, "ddp": 8.0, "all_reduce/fp32": 4.0}
-    assert breakdown("ddp", WAYS["ddp"], medians, num_samples=16) == {
+    assert breakdown("ddp", METHODS["ddp"], medians, num_samples=16) == {
         "over_no_ddp": 3.0,
         "exposed": 2.0,
         "hidden": 0.5,
@@ -85,7 +86,7 @@ def test_breakdown():
     }
     # Without DDP there is none of its overhead: half of the all_reduce is exposed, not a quarter.
     attached = breakdown(
-        "fastsync.attach/none", WAYS["fastsync.attach/none"], medians | {"fastsync.attach/none": 7.0}, 16
+        "fastsync.attach/none", METHODS["fastsync.attach/none"], medians | {"fastsync.attach/none": 7.0}, 16
     )
     assert (attached["over_no_ddp"], attached["exposed"], attached["hidden"]) == (2.0, 2.0, 0.5)
     no_sync = breakdown(NO_SYNC, PARTS[NO_SYNC], medians, num_samples=16)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.baselines.compressions import DEFAULT, ON_REQUEST, half_steps, split
 from benchmarks.baselines.gradients import Rounding
-from benchmarks.baselines.ways import LIMITS, WAYS
+from benchmarks.baselines.methods import LIMITS, METHODS
 from benchmarks.baselines.workloads import Size, Workload
 from tests import reference
 from tests.models import group_of_one
@@ -81,7 +81,7 @@ def test_the_bounds_hold_for_the_specification(name: str, monkeypatch: pytest.Mo
     numel, lengths = workload.flat_grads.numel(), [math.prod(shape) for shape in SHAPES]
     flat = [torch.randn(numel, generator=torch.Generator().manual_seed(1 + rank)) for rank in range(world_size)]
     assert torch.equal(flat[0], workload.flat_grads)
-    (rounding,) = WAYS[f"fastsync.attach/{name}"].allowed
+    (rounding,) = METHODS[f"fastsync.attach/{name}"].allowed
     wire = torch.uint8 if rounding.wire == torch.int8 else rounding.wire
     with_feedback, two_shot = "ef" in split(name)[1], "one_shot" not in name
     residuals = [[torch.zeros(length) for length in lengths] for _ in flat] if with_feedback else None

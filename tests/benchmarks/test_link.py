@@ -46,19 +46,18 @@ def until(condition: Callable[[], object], what: str, timeout: float = 150.0) ->
 
 @needs_namespaces
 def test_sync_runs_over_links(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    options = ("--ranks", "2", "--sizes", "5k", "--ways", "ddp", "--repetitions", "3", "--rate", "100mbit", "1gbit")
+    options = ("--ranks", "2", "--sizes", "5k", "--methods", "ddp", "--repetitions", "3", "--rate", "100mbit", "1gbit")
     assert main(["link", *options, "--json", str(tmp_path / "rows.json")]) == 0
     said = capfd.readouterr().out
     rows = read_json(tmp_path / "rows.json")
-    ways = ["no_sync", "all_reduce/fp32", "ddp"]
-    assert [(row.settings["link"], row.way) for row in rows] == [(rate, way) for rate in (10**8, 10**9) for way in ways]
+    methods = ["no_sync", "all_reduce/fp32", "ddp"]
+    expected = [(rate, method) for rate in (10**8, 10**9) for method in methods]
+    assert [(row.settings["link"], row.method) for row in rows] == expected
     for row in rows:
         assert row.correct
         assert len(row.samples) == 3
         assert row.settings["link_burst"] == burst(row.settings["link"])
         assert row.environment["congestion_control"] == CONGESTION_CONTROL
-        # The kernel's clock drives the bucket, which may lose time on a busy machine but never gains any.
-        assert 0 < row.figures["raw_rate_ring"] < 1.02 * row.settings["link"]
     assert "links of 100 Mbit/s" in said
     assert started_by(os.getpid(), KEEPER) == []
 
@@ -66,9 +65,9 @@ def test_sync_runs_over_links(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 @needs_namespaces
 def test_hosts_of_several_ranks_send_one_sum(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     options = ("--rate", "1gbit", "--ranks", "4", "--ranks-per-host", "2", "--benchmark", "ddp", "--models", "mlp")
-    rest = ("--batch-size", "4", "--repetitions", "2", "--ways", "ddp", "fastsync.attach/bf16")
+    rest = ("--batch-size", "4", "--repetitions", "2", "--methods", "ddp", "fastsync.attach/bf16")
     assert main(["link", *options, *rest, "--json", str(tmp_path / "rows.json")]) == 0
-    rows = {row.way: row for row in read_json(tmp_path / "rows.json")}
+    rows = {row.method: row for row in read_json(tmp_path / "rows.json")}
     numel = rows["ddp"].settings["numel"]
     assert all(row.correct and row.settings["ranks_per_host"] == 2 for row in rows.values())
     assert rows["ddp"].figures["sent_bytes"] == 1.5 * 4 * numel
@@ -82,7 +81,7 @@ def test_hosts_of_several_ranks_send_one_sum(tmp_path: Path, capfd: pytest.Captu
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_nothing_stays_but_the_rows(tmp_path: Path, number: signal.Signals):
     """It soon has rows of a first size, and the second would take minutes."""
-    options = ("--ranks", "2", "--ways", "ddp", "--repetitions", "3", "--rate", "10mbit", "--sizes", "5k", "12m")
+    options = ("--ranks", "2", "--methods", "ddp", "--repetitions", "3", "--rate", "10mbit", "--sizes", "5k", "12m")
     command = (sys.executable, "-m", "benchmarks", "link", *options, "--json", "rows.json")
     environment, rows = os.environ | {"PYTHONPATH": str(ROOT)}, tmp_path / "rows.json"
     process = subprocess.Popen(
@@ -104,39 +103,36 @@ def test_whatever_ends_it_nothing_stays_but_the_rows(tmp_path: Path, number: sig
         assert "Traceback" not in err
 
 
-RAW_RATE = 0.8e9
-"""Of plain TCP, in bit/s."""
-
-
-def row(way: str, wire: str | None, seconds: float) -> Record:
+def row(method: str, wire: str | None, seconds: float) -> Record:
     settings = {"wire": wire, "numel": 10**6, "world_size": 4}
-    return Record("sync", way, settings, {"error": None}, True, [seconds], {"cores": 2})
+    return Record("sync", method, settings, {"error": None}, True, [seconds], {"cores": 2})
 
 
 def test_what_a_link_says_of_a_row():
     rows = [row("no_sync", None, 0.01), row("ddp", "float32", 0.06), row("fastsync.attach/fp16", "float16", 0.03)]
-    no_sync, ddp, fp16 = with_link(rows, 10**9, RAW_RATE)
+    no_sync, ddp, fp16 = with_link(rows, 10**9)
     # 2 · 3/4 · 4 MB are 48 Mbit.
     assert ddp.figures["sent_bytes"] == 6e6
     assert ddp.figures["link_limit"] == pytest.approx(0.048)
     assert ddp.figures["over_link_limit"] == pytest.approx(0.06 / 0.048)
-    assert ddp.figures["over_raw_tcp"] == pytest.approx(1.0)
     assert fp16.figures["link_limit"] == pytest.approx(0.024)
     assert fp16.figures["ddp_over_this"] == pytest.approx(2.0)
     assert [no_sync.figures[name] for name in ("link_limit", "over_link_limit", "ddp_over_this")] == [None] * 3
     assert all(record.settings["oversubscribed"] for record in (no_sync, ddp, fp16))
     enough = replace(rows[1], environment={"cores": 4})
-    assert "oversubscribed" not in next(with_link([enough], 10**9, RAW_RATE)).settings
+    assert "oversubscribed" not in next(with_link([enough], 10**9)).settings
     wrong = replace(rows[1], samples=[])
-    assert next(with_link([wrong], 10**9, RAW_RATE)).figures["over_link_limit"] is None
+    assert next(with_link([wrong], 10**9)).figures["over_link_limit"] is None
 
 
 def test_links_that_the_machine_cannot_fill_are_named():
-    def rows(rate: int, ring: float) -> list[Record]:
-        return list(with_link([row("ddp", "float32", 1.0)], rate, ring))
+    def rows(rate: int, seconds: float, numel: int = 10**8) -> list[Record]:
+        bare = row("all_reduce/fp32", "float32", seconds)
+        return list(with_link([replace(bare, settings=bare.settings | {"numel": numel})], rate))
 
-    (warning,) = slow_links([*rows(10**9, 0.91e9), *rows(10**10, 4e9)])
-    assert "At 10 Gbit/s plain TCP carried 40% of it" in warning
+    # 4.8 Gbit; of a few values latency is the most, whatever the machine is.
+    (warning,) = slow_links([*rows(10**9, 5.2), *rows(10**10, 1.2), *rows(10**9, 1.0, numel=1000)])
+    assert "At 10 Gbit/s the bare all_reduce took 2.50 × the link's limit" in warning
 
 
 def test_what_is_sent_depends_on_who_adds():

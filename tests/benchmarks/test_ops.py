@@ -28,23 +28,23 @@ def test_ops_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[
     path = tmp_path / "rows.json"
     assert main(["ops", *chosen, "--repetitions", "2", "--warmup", "1", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())
-    cases = [(row["settings"]["num_tensors"], row["settings"]["wire"], row["way"]) for row in rows]
-    assert cases == [(n, wire, way) for n in (1, 6) for wire in ("bf16", "none") for way in [*PACKS, *UNPACKS]]
+    cases = [(row["settings"]["num_tensors"], row["settings"]["wire"], row["method"]) for row in rows]
+    assert cases == [(n, wire, method) for n in (1, 6) for wire in ("bf16", "none") for method in [*PACKS, *UNPACKS]]
     for row in rows:
         assert row["correct"]
         assert len(row["samples"]) == 2
         assert row["figures"]["bytes"] == 512 * (6 if row["settings"]["wire"] == "bf16" else 8)
-        if row["way"] == COPY:
+        if row["method"] == COPY:
             assert row["figures"]["of_copy"] == 1
-        if row["way"].startswith("fastsync"):
+        if row["method"].startswith("fastsync"):
             assert row["figures"]["launches"] == 1
     assert "fastsync.pack" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", PASSES)
-def test_all_ways_are_right(name: str, wire: str):
-    assert [way for way in PASSES[name] if not is_right(name, PASSES[name][way], buffers(wire))] == []
+def test_all_methods_are_right(name: str, wire: str):
+    assert [method for method in PASSES[name] if not is_right(name, PASSES[name][method], buffers(wire))] == []
 
 
 def wrong_pack(made: Buffers) -> None:
@@ -58,32 +58,31 @@ def wrong_norm(made: Buffers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "method"),
     [
         ("pack", Pass(wrong_pack)),
         ("unpack", Pass(wrong_norm, Buffers.norm_in_stats)),
         ("unpack", Pass(lambda made: None)),
     ],
 )
-def test_what_is_wrong_is_found(name: str, way: Pass):
-    assert not is_right(name, way, buffers())
+def test_what_is_wrong_is_found(name: str, method: Pass):
+    assert not is_right(name, method, buffers())
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(PASSES, "pack", {**PACKS, "wrong": Pass(wrong_pack)})  # type: ignore[arg-type]
-    rows = {record.way: record for record in measure("pack", [buffers(), buffers()], SETTINGS, CPU)}
-    assert [way for way, record in rows.items() if not record.correct] == ["wrong"]
-    assert {way: len(record.samples) for way, record in rows.items()} == dict.fromkeys(PACKS, 2) | {"wrong": 0}
+    rows = {record.method: record for record in measure("pack", [buffers(), buffers()], SETTINGS, CPU)}
+    assert [method for method, record in rows.items() if not record.correct] == ["wrong"]
+    assert {method: len(record.samples) for method, record in rows.items()} == dict.fromkeys(PACKS, 2) | {"wrong": 0}
 
 
 @pytest.mark.gpu
 def test_kernels_are_counted_and_timed_on_a_gpu():
     cuda = torch.device("cuda")
     for name, most in {"pack": 2, "unpack": 2}.items():
-        rows = {
-            record.way: record for record in measure(name, [buffers(device=cuda), buffers(device=cuda)], SETTINGS, cuda)
-        }
+        records = measure(name, [buffers(device=cuda), buffers(device=cuda)], SETTINGS, cuda)
+        rows = {record.method: record for record in records}
         assert all(record.correct for record in rows.values())
-        ours = next(record for way, record in rows.items() if way.startswith("fastsync"))
+        ours = next(record for method, record in rows.items() if method.startswith("fastsync"))
         assert 1 <= ours.figures["launches"] <= most
         assert min(ours.samples) > 0

@@ -11,7 +11,11 @@ from benchmarks.__main__ import main
 
 REFUSED = {
     "sync --warmup 1": "warmup=1 must be at least 2",
-    "sync --ways": "ways: choose at least one",
+    "sync --methods": "methods: choose at least one",
+    "sync --methods ddp dpp": "methods: 'dpp' is none of no_sync, shared_memory_sum",
+    "sync --sizes 1KB": "not a number of bytes",
+    "outer --methods ddq": "methods: 'ddq' is none of ddp, fastsync.attach/int8+ef",
+    "outer_loss --methods int9/30": "methods: 'int9' is none of int8",
     "sync --nproc 999": "choose fewer, or --oversubscribe",
     "sync --device cuda": "device=cuda: torch sees 0 GPUs, for 2 ranks",
     "sync --json no-such-folder/rows.json": "there is no folder no-such-folder",
@@ -19,13 +23,12 @@ REFUSED = {
     "ops --sizes 8B --tensors 3": "8B are not whole float32 values for 3 tensors",
     "scaling --world-sizes 1,2,4": "4 ranks: this machine has 2 cores",
     "scaling --strong": "--strong takes the number of samples of all ranks together",
-    "scaling --ways ddp/bf16_compress_hook": "it takes nccl, and these ranks have gloo",
+    "scaling --methods ddp/bf16_compress_hook": "it takes nccl, and these ranks have gloo",
     "scaling --report FILE": "is a file",
     "link --rate fast": "rate=fast: expected a number and a unit",
     "link --ranks-per-host 3": "ranks_per_host=3 must divide ranks=4",
     "ppo --nproc 4": "4 ranks: this machine has 2 cores",
     "predict FILE --world-sizes 1": "1 must be 2 or more",
-    "compare --before a.json ./a.json --after b.json": "a file that is named twice is no second launch",
 }
 
 

@@ -15,27 +15,27 @@ from tests.benchmarks.rows import WHERE
 def test_outer_steps_send_less_than_steps(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     options = ["--rate", "1gbit", "--sites", "2", "--numel", "200000", "--rounds", "1", "--step-time", "0.001"]
-    ways = ["ddp", "fastsync.DiLoCo/int8+ef, H=50", "fastsync.DiLoCo/topk, H=30"]
-    assert outer.main([*options, "--ways", *ways, "--json", str(path)]) == 0
-    sent = {record.way: record.figures["bytes_a_step"] for record in read_json(path)}
-    assert sent[ways[2]] < sent[ways[1]] < sent[ways[0]] / 50
+    methods = ["ddp", "fastsync.DiLoCo/int8+ef, H=50", "fastsync.DiLoCo/topk, H=30"]
+    assert outer.main([*options, "--methods", *methods, "--json", str(path)]) == 0
+    sent = {record.method: record.figures["bytes_a_step"] for record in read_json(path)}
+    assert sent[methods[2]] < sent[methods[1]] < sent[methods[0]] / 50
 
 
 def test_losses_are_shown_and_drawn_over_the_time_of_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, links, picture = tmp_path / "rows.json", tmp_path / "links.json", tmp_path / "loss.png"
-    options = ["--steps", "4", "--warm-steps", "1", "--validate-every", "2", "--batch", "1", "--ways", "int8/2"]
+    options = ["--steps", "4", "--warm-steps", "1", "--validate-every", "2", "--batch", "1", "--methods", "int8/2"]
     assert outer_loss.main([*options, "--seeds", "0", "--starts", "warm", "--json", str(rows)]) == 0
-    assert [record.way for record in read_json(rows)] == ["each step", "int8/2"]
+    assert [record.method for record in read_json(rows)] == ["each step", "int8/2"]
     settings = {"link": 10**8, "step_time": 0.1}
     timed = [
-        Record("outer", way, settings, {}, True, [seconds], WHERE)
-        for way, seconds in (("ddp", 0.5), ("fastsync.DiLoCo/int8+ef, H=50", 0.12))
+        Record("outer", method, settings, {}, True, [seconds], WHERE)
+        for method, seconds in (("ddp", 0.5), ("fastsync.DiLoCo/int8+ef, H=50", 0.12))
     ]
     RowFile(links).add(timed)
     shown = ["--rows", str(rows), "--links", str(links), "--picture", str(picture)]
     assert outer_loss.main(shown) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "int8/2" in capsys.readouterr().out
-    by_way = {record.way: record for record in timed}
-    assert outer_loss.seconds_a_step("each step", by_way) == 0.5
-    assert outer_loss.seconds_a_step("int8-lr1/10", by_way) == pytest.approx(0.1 + 0.02 * 50 / 10)
+    by_method = {record.method: record for record in timed}
+    assert outer_loss.seconds_a_step("each step", by_method) == 0.5
+    assert outer_loss.seconds_a_step("int8-lr1/10", by_method) == pytest.approx(0.1 + 0.02 * 50 / 10)

@@ -42,10 +42,9 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("benchmarks.commands.ppo.run_alone", made_up)
     all_installed(monkeypatch)
     status = main(["ppo", "--hyperparameters", "zoo", "--json", str(tmp_path / "rows.json")])
-    rows = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    said = capsys.readouterr()
+    rows = {row["method"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert status == 1
-    assert "CleanRL's loop has learnt nothing: mean return 22.0" in said.err
+    assert "WRONG: CleanRL's loop at" in capsys.readouterr().out
     assert list(rows) == [
         "environment alone",
         "stable-baselines3",
@@ -80,8 +79,8 @@ def test_ppo_keeps_what_was_measured_whatever_ends_it(
     rows = RowFile(tmp_path / "rows.json")
     rows.add([Record("ppo", "of an earlier run", {}, {}, True, [1.0], {})])
     assert main(["ppo", "--hyperparameters", "zoo", "--repetitions", "1", "--json", str(rows.path)]) == 143
-    assert [record.way for record in rows.read()] == ["environment alone", "stable-baselines3"]
-    assert "what was measured before is shown" in capsys.readouterr().err
+    assert [record.method for record in rows.read()] == ["environment alone", "stable-baselines3"]
+    assert "rows measured before are shown" in capsys.readouterr().out
 
 
 def is_gone(pid: int) -> bool:

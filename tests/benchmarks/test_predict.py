@@ -13,15 +13,15 @@ from benchmarks.commands.predict import CostModel, Point, fit, leave_out, worst_
 from benchmarks.harness.records import Record, RowFile
 
 NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
-NONE, FP16, INT8 = WAYS = tuple(f"fastsync.attach/{wire}" for wire in ("none", "fp16", "int8"))
+NONE, FP16, INT8 = METHODS = tuple(f"fastsync.attach/{wire}" for wire in ("none", "fp16", "int8"))
 MODEL = CostModel(100e-6, 8e-8, {NONE: (4e-9, 20e-6), FP16: (2e-9, 30e-6), INT8: (3e-9, 40e-6)})
 """Of a link of 100 Mbit/s."""
 
 
 def made_points(world_sizes: tuple[int, ...] = (2, 4, 8)) -> list[Point]:
     return [
-        Point(way, numel, ranks, MODEL.sync_time(way, numel, ranks))
-        for way in WAYS
+        Point(method, numel, ranks, MODEL.sync_time(method, numel, ranks))
+        for method in METHODS
         for numel in NUMELS
         for ranks in world_sizes
     ]
@@ -32,7 +32,7 @@ def made_rows(world_sizes: tuple[int, ...] = (2, 4, 8), slower_at_8: float = 1.0
         settings = {"size": str(point.numel), "numel": point.numel, "world_size": point.num_ranks, "backend": "gloo"}
         added = point.seconds * (slower_at_8 if point.num_ranks == 8 else 1.0)
         yield Record("sync", "no_sync", settings | more, {}, True, [0.5] * 3, {})
-        yield Record("sync", point.way, settings | more, {}, True, [0.5 + added] * 3, {})
+        yield Record("sync", point.method, settings | more, {}, True, [0.5 + added] * 3, {})
 
 
 def predict(*arguments: str | Path) -> int:
@@ -49,16 +49,16 @@ def test_exact_rows_give_back_the_model_that_made_them():
     found = fit(made_points())
     assert found.latency == pytest.approx(MODEL.latency)
     assert found.per_byte == pytest.approx(MODEL.per_byte)
-    assert dict(found.hosts) == {way: pytest.approx(host) for way, host in MODEL.hosts.items()}
+    assert dict(found.hosts) == {method: pytest.approx(host) for method, host in MODEL.hosts.items()}
     assert all(error < 1e-6 for _, error in leave_out(made_points()))
 
 
 def shown(said: str) -> dict[tuple[str, str, str], list[float]]:
-    """The percentages of each way, link and number of ranks."""
+    """The percentages of each method, link and number of ranks."""
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if "│" in line]
     return {
-        (way, link, ranks): [float(text) / 100 for text in re.findall(r"([\d.]+)%", " ".join(rest))]
-        for way, link, ranks, *rest in rows
+        (method, link, ranks): [float(text) / 100 for text in re.findall(r"([\d.]+)%", " ".join(rest))]
+        for method, link, ranks, *rest in rows
     }
 
 
@@ -70,17 +70,17 @@ def test_figures_come_with_the_error_of_unseen_rows(tmp_path: Path, capsys: pyte
     assert "How far to trust it" in said
     assert "4,000,000 values: median" in said
     found = shown(said)
-    assert found.keys() == {(way, "as fitted", ranks) for way in WAYS for ranks in ("2", "8", "1024*")}
-    for (way, _, ranks), (efficiency, low, high) in found.items():
+    assert found.keys() == {(method, "as fitted", ranks) for method in METHODS for ranks in ("2", "8", "1024*")}
+    for (method, _, ranks), (efficiency, low, high) in found.items():
         assert 0 <= low < efficiency < high < 1
         if ranks == "8":  # measured 1.25 times as slow as the other world sizes foretell
-            measured = 0.1 / (0.1 + 1.25 * MODEL.sync_time(way, 1_000_000, 8))
+            measured = 0.1 / (0.1 + 1.25 * MODEL.sync_time(method, 1_000_000, 8))
             assert low <= measured <= high
 
 
 def test_the_worst_error_is_of_messages_of_about_that_size():
     points = [
-        Point(p.way, p.numel, p.num_ranks, p.seconds * (2.0 if p.numel == 1_000 and p.num_ranks == 8 else 1.0))
+        Point(p.method, p.numel, p.num_ranks, p.seconds * (2.0 if p.numel == 1_000 and p.num_ranks == 8 else 1.0))
         for p in made_points()
     ]
     left_out = leave_out(points)

@@ -27,9 +27,10 @@ def test_a_scaling_report_says_what_was_measured():
     document = scaling_document(scaling_rows(), "python -m benchmarks scaling --oversubscribe")
     rows = lines(document)
     # T(2) is twice T(1), with launches from 0.9 to 1.1 of that.
-    assert ["ddp", "1 rank", "1000.000", "[900.000, 1100.000]", "100.0%", "reference", "3"] in rows
+    assert ["ddp", "1 rank", "1000.000", "[900.000, 1100.000]", "100.0%", "[81.8%, 122.2%]", "3"] in rows
     assert ["ddp", "2 ranks", "2000.000", "[1800.000, 2200.000]", "50.0%", "[40.9%, 61.1%]", "3"] in rows
     assert any(sentence.startswith("ddp on 4 ranks (oversubscribed): 4000.0 ms") for sentence in document.summary)
+    assert document.summary[0].endswith("the fastest there; a step without communication on 1 rank takes 1000.0 ms.")
     for row in rows:
         assert ("oversubscribed" in row[1]) == row[1].startswith("4 ranks")
     page = to_html(document)
@@ -47,13 +48,13 @@ def test_one_launch_claims_nothing():
 def test_the_stacks_of_the_breakdown_are_as_high_as_the_step(monkeypatch: pytest.MonkeyPatch):
     figures: list[Figure] = []
     monkeypatch.setattr(pictures, "_svg", figures.append)
-    found = points([*scaling_rows(), step_row(8, [0.25, 0.25], way="ddp", launch=0, compute=0.5, stragglers=0.25)])
+    found = points([*scaling_rows(), step_row(8, [0.25, 0.25], method="ddp", launch=0, compute=0.5, stragglers=0.25)])
     pictures.breakdown_picture(found)
-    for way, axes in zip(("ddp", "fastsync.attach/fp16"), figures[0].axes, strict=True):
+    for method, axes in zip(("ddp", "fastsync.attach/fp16"), figures[0].axes, strict=True):
         stacks = [0.0] * 4
         for bar in axes.patches:
             stacks[round(bar.get_x() + bar.get_width() / 2)] += bar.get_height()
-        steps = [point.step.value * 1e3 for point in found if point.way == way]
+        steps = [point.step.value * 1e3 for point in found if point.method == method]
         assert stacks[: len(steps)] == pytest.approx(steps)
     # On 8 ranks the parts without communication take longer than the step: what is negative is shown as that.
     assert min(bar.get_height() for bar in figures[0].axes[0].patches) < 0
@@ -61,32 +62,36 @@ def test_the_stacks_of_the_breakdown_are_as_high_as_the_step(monkeypatch: pytest
 
 def test_what_is_less_than_nothing_is_said_to_be_noise():
     rows = [
-        step_row(ranks, [step, step], way="ddp", launch=0, compute=compute, stragglers=0.0)
+        step_row(ranks, [step, step], method="ddp", launch=0, compute=compute, stragglers=0.0)
         for ranks, step, compute in ((1, 0.5, 0.5), (2, 0.4, 0.5))
     ]
     document = scaling_document(rows, "python -m benchmarks scaling")
-    assert document.summary[0].startswith("ddp on 2 ranks: 400.0 ms a step, exposed communication within noise; ")
+    assert document.summary[1].startswith("ddp on 2 ranks: 400.0 ms a step, exposed communication within noise; ")
     breakdown = document.sections[1].table.rows
     assert [list(row)[-2:] for row in breakdown] == [["0.000", "0%"], ["within noise", "within noise"]]
     for share, text in {-1.22: "none", 0.0: "0%", 0.5: "50%", 1.1: "within noise", None: ""}.items():
         assert ddp.COLUMNS["hidden"](replace(rows[0], figures={"hidden": share})) == text
     row = replace(rows[0], figures={"over_no_sync": -1.0, "over_ddp": 0.5})
-    assert sync.FIGURES["× ddp"](row) == sync.FIGURES["over no_sync, ms"](row) == "within noise"
+    assert sync.COLUMNS["× ddp"](row) == sync.COLUMNS["over no_sync, ms"](row) == "within noise"
 
 
 def test_a_report_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows, folder = tmp_path / "rows.json", tmp_path / "report"
     RowFile(rows).add(scaling_rows())
     for expected, said in ((0, "index.html"), (2, "holds a report already; name another folder")):
-        assert main(["report", str(rows), "--report", str(folder)]) == expected
+        if expected == 0:
+            assert main(["scaling", "--rows", str(rows), "--report", str(folder)]) == 0
+        else:
+            with pytest.raises(SystemExit, match=r"^2$"):
+                main(["scaling", "--rows", str(rows), "--report", str(folder)])
         captured = capsys.readouterr()
-        assert said in captured.out + captured.err
+        assert said in " ".join((captured.out + captured.err).replace("│", " ").split())
     assert {path.name for path in folder.iterdir()} == {"rows.json", "index.html", "efficiency.svg", "breakdown.svg"}
     assert read_json(folder / "rows.json") == scaling_rows()
     two_jobs = [step_row(n, [1.0], scaling=kind) for n in (1, 2) for kind in ("weak", "strong")]
     RowFile(tmp_path / "two.json").add(two_jobs)
     for name, said in (("two", "the rows are of several jobs"), ("nowhere", "nowhere.json: there is no such file")):
-        assert main(["report", str(tmp_path / f"{name}.json"), "--report", str(tmp_path / "new")]) == 2
+        assert main(["scaling", "--rows", str(tmp_path / f"{name}.json"), "--report", str(tmp_path / "new")]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 

@@ -14,12 +14,12 @@ from benchmarks.__main__ import main
 from benchmarks.commands import scaling
 from benchmarks.commands.scaling import compute_figures
 from benchmarks.harness.records import Record, read_json
-from benchmarks.report.efficiency import points
+from benchmarks.report.efficiency import points, reference
 from tests.benchmarks.rows import step_row
 
 pytestmark = pytest.mark.end_to_end
 
-TINY = ("--ways", "fastsync.attach/none", "--model", "mlp", "--batch-size", "2", "--steps", "2", "--warmup", "2")
+TINY = ("--methods", "fastsync.attach/none", "--model", "mlp", "--batch-size", "2", "--steps", "2", "--warmup", "2")
 # What follows from times.
 
 
@@ -29,13 +29,14 @@ def test_weak_efficiency_is_the_time_of_one_rank_over_that_of_n():
     assert [point.efficiency for point in points(rows)] == [(1.0, 1.0, 1.0), (0.8, 0.8, 0.8), (0.5, 0.5, 0.5)]
 
 
-def test_all_ways_are_relative_to_the_fastest():
-    rows = [
-        step_row(n, [step] * 3, way=way)
-        for way, steps in (("ddp", (1.25, 2.0)), ("fastsync.attach/none", (1.0, 1.6)))
-        for n, step in zip((1, 2), steps, strict=True)
-    ]
-    assert [point.efficiency.value for point in points(rows)] == [0.8, 0.5, 1.0, 0.625]
+def test_all_methods_are_relative_to_the_plain_step_and_without_it_to_the_fastest():
+    steps_of = {"ddp": (1.25, 2.0), "fastsync.attach/none": (1.0, 1.6), "no_ddp": (0.5, 0.75)}
+    rows = [step_row(n, [steps_of[method][n - 1]] * 3, method=method) for method in steps_of for n in (1, 2)]
+    assert [point.efficiency.value for point in points(rows)] == [0.4, 0.25, 0.5, 0.3125]
+    assert reference(rows) == ("a step without communication on 1 rank", 0.5)
+    without = [row for row in rows if row.method != "no_ddp"]
+    assert [point.efficiency.value for point in points(without)] == [0.8, 0.5, 1.0, 0.625]
+    assert reference(without) == ("fastsync.attach/none on 1 rank", 1.0)
 
 
 def test_intervals_are_over_launches():
@@ -158,7 +159,7 @@ def test_it_launches_ranks(tmp_path: Path):
     options = ("--world-sizes", "1", "2", "--repetitions", "1", "--oversubscribe", "--report", str(folder))
     assert main(["scaling", *TINY, *options]) == 0
     rows = read_json(folder / "rows.json")
-    cases = [(n, way) for n in (1, 2) for way in ("no_ddp", "fastsync.attach/none")]
-    assert [(row.settings["world_size"], row.way) for row in rows] == cases
+    cases = [(n, method) for n in (1, 2) for method in ("no_ddp", "fastsync.attach/none")]
+    assert [(row.settings["world_size"], row.method) for row in rows] == cases
     assert all(row.correct and len(row.samples) == 2 and row.figures["overhead"] > 0 for row in rows)
     assert "fastsync.attach/none on 2 ranks" in (folder / "index.html").read_text()
