@@ -96,6 +96,13 @@ def test_a_report_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "new").exists()
 
 
+def test_the_headline_is_drawn_from_kept_rows(tmp_path: Path):
+    rows = [str(path) for path in RESULTS if "headline" in path.name]
+    titles = [f"panel {number}" for number in range(len(rows))]
+    assert main(["headline", *rows, "--titles", *titles, "--picture", str(tmp_path / "picture.png")]) == 0
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*.json"))
 
 
