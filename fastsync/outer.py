@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from .distributed import broadcast_tensors
 from .stats import SyncStats
 from .surviving_group import SurvivingGroup
 from .topk import TopK, TopKAverager
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 Averager = GradientSynchronizer | TopKAverager
@@ -120,7 +117,7 @@ class DiLoCo:
         ]
         self._make_averagers()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> DiLoCo:
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self.step())
         return self
 
