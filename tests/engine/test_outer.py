@@ -167,7 +167,12 @@ def test_local_sgd_takes_the_mean_of_the_weights_and_of_floating_buffers(rank: i
     assert int(bn.num_batches_tracked) == rank
 
 
-COMPRESSIONS = [Compression("int8", error_feedback=True), "int4+ef", "bf16", TopK(fraction=0.01)]
+COMPRESSIONS = [
+    Compression("int8", error_feedback=True),
+    Compression("int4", error_feedback=True),
+    "bf16",
+    TopK(fraction=0.01),
+]
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
