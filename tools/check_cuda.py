@@ -61,8 +61,7 @@ def main() -> int:
     if nvcc is None:
         print("check-cuda: nvcc is not on the PATH: NOTHING was compiled with it")
         return 0
-    jobs = int(os.environ.get("MAX_JOBS", "2"))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
         results = list(pool.map(compiles, commands(nvcc, Path(folder))))
     print(f"check-cuda: {sum(results)} of {len(results)} files compile")
     return 0 if results and all(results) else 1
