@@ -29,7 +29,7 @@ myst_heading_anchors = 3
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_type_aliases = {"AnyCompression": "AnyCompression"}
+autodoc_preserve_defaults = True
 napoleon_use_rtype = False
 autosummary_generate = True
 python_maximum_signature_line_length = 88
@@ -86,7 +86,26 @@ def write_settings(app: Sphinx) -> None:
         (HELP / f"{name}.md").write_text("\n".join(rows) + "\n")
 
 
+def mend_docstring(app: Sphinx, what: str, name: str, made: object, options: object, lines: list[str]) -> None:
+    """Before napoleon, which takes what comes before a colon for the type of an attribute."""
+    if name == "fastsync.AnyCompression":  # a union has the docstring of all unions
+        lines[:] = [compression_alias()]
+    elif what in ("attribute", "property", "data") and lines:
+        lines[0] = lines[0].replace(": ", " \N{EN DASH} ", 1)
+
+
+def compression_alias() -> str:
+    """Finds the string behind ``AnyCompression``."""
+    body = ast.parse((ROOT / "fastsync" / "compression.py").read_text()).body
+    return next(
+        after.value.value
+        for alias, after in pairwise(body)
+        if isinstance(alias, ast.AnnAssign) and ast.unparse(alias.target) == "AnyCompression"
+    )
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls it once."""
     app.connect("builder-inited", write_helps)
     app.connect("builder-inited", write_settings)
+    app.connect("autodoc-process-docstring", mend_docstring, priority=400)
