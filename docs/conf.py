@@ -90,7 +90,7 @@ def mend_docstring(app: Sphinx, what: str, name: str, made: object, options: obj
     """Before napoleon, which takes what comes before a colon for the type of an attribute."""
     if name == "fastsync.AnyCompression":  # a union has the docstring of all unions
         lines[:] = [compression_alias()]
-    elif what in ("attribute", "property", "data") and lines:
+    if what in ("attribute", "property", "data") and lines:
         lines[0] = lines[0].replace(": ", " \N{EN DASH} ", 1)
 
 

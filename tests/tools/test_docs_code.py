@@ -141,12 +141,12 @@ def run_blocks(rank: int, world_size: int, shown: list[Block]) -> list[tuple[str
     printed = []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        torch.manual_seed(rank)
         for block in shown:
             code, names = block.code.replace("total_steps=500_000", "total_steps=2_000"), Names()
             for handle in ("sync", "hook"):  # there before the losses that it averages
                 if re.search(rf"\b{handle}\.|\({handle},", code) and f"{handle} = " not in code:
                     names[handle]
+            torch.manual_seed(rank)
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 try:
                     exec(compile(code, block.place, "exec"), names)
