@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from tests.drill.rows import Row, table
 
-DRILLS = ("oracle", "hosts", "runs", "links")
+DRILLS = ("oracle", "pytorch", "hosts", "runs", "links", "endurance")
 
 
 def main(words: Sequence[str] | None = None) -> int:
