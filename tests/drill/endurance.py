@@ -46,8 +46,8 @@ def held() -> dict[str, int]:
     }
 
 
-def growth(work: Callable[[int], str], number: int) -> list[str]:
-    """Does the work so many times. Returns what was wrong, and what has grown since some of it was done."""
+def growth(work: Callable[[int], str | None], number: int) -> list[str]:
+    """Does the work so many times, until it says what was wrong. Returns that, or what has grown meanwhile."""
     before: dict[str, int] = {}
     for index in range(number):
         if wrong := work(index):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.drill import __main__, oracle
+from tests.drill import __main__, endurance, oracle
 from tests.drill.cases import Case
 from tests.drill.rows import Row
 from tests.engine.entry_points import ALL
@@ -19,6 +19,13 @@ from tests.engine.entry_points import ALL
 @pytest.mark.parametrize("entry_point", ALL)
 def test_random_cases(entry_point: str) -> None:
     assert oracle.run_cases([Case(entry_point, seed) for seed in range(10)]) == {}
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_grows_is_found(grows: bool) -> None:
+    kept: list[bytearray] = []
+    problems = endurance.growth(lambda _: kept.append(bytearray(b"1") * 2**16) if grows else None, 200)  # type: ignore[func-returns-value]
+    assert [problem.split(" grew")[0] for problem in problems] == ["KiB of memory"] * grows
 
 
 def test_cases_follow_from_their_seeds_and_have_whatever_may_happen() -> None:
