@@ -32,6 +32,9 @@ def describe(error: ChildFailedError) -> tuple[str, str]:
     if not isinstance(message, dict):
         return "", f"rank {rank} failed first: {message}"
     if _ABOUT_ANOTHER.match(message["message"]):
+        for other, lost in error.failures.items():
+            if lost.exitcode < 0:
+                return "", f"rank {other} failed first: {lost.message}"
         rank, message = _cause(Path(failure.error_file), rank - failure.local_rank) or (rank, message)
     traceback = message["extraInfo"]["py_callstack"]
     frames = list(_FRAME.finditer(traceback))

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fastsync.launch.failures import describe
 from fastsync.launch.torchrun import launch_ranks
@@ -68,6 +68,17 @@ def test_an_error_about_another_rank_is_not_the_cause(tmp_path: Path, monkeypatc
     where, reason = describe(error.value)
     assert reason == "rank 0 failed first: OSError: [Errno 28] No space left on device"
     assert "disk_is_full_on_rank_0" in where
+
+
+def test_a_rank_that_was_killed_is_named_before_one_that_noticed() -> None:
+    """Elastic orders failures by whole seconds, and by when it sees a process that died."""
+    died = ProcessFailure(local_rank=1, pid=7, exitcode=-9, error_file="none")
+    noticed = ProcessFailure(local_rank=0, pid=6, exitcode=1, error_file="none")
+    callstack = {"py_callstack": "", "timestamp": str(died.timestamp - 1)}
+    noticed.message = {"message": "RuntimeError: Connection closed by peer", "extraInfo": callstack}
+    noticed.timestamp = died.timestamp - 1
+    error = ChildFailedError("train", {0: noticed, 1: died})
+    assert describe(error) == ("", "rank 1 failed first: Signal 9 (SIGKILL) received by PID 7")
 
 
 class Launched:
