@@ -12,7 +12,8 @@ from tests.conftest import pytest_runtest_setup
 def test_gpu_marker_without_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL_WITHOUT_CUDA", "1")
     pytest_runtest_setup(request.node)  # which has no such marker
-    request.node.add_marker("gpu")
+    # Only for this test: another one looks at the markers of all tests.
+    monkeypatch.setattr(request.node, "own_markers", [*request.node.own_markers, pytest.mark.gpu.mark])
     with pytest.raises(pytest.fail.Exception, match=r"^FAIL_WITHOUT_CUDA=1, but torch sees no CUDA device$"):
         pytest_runtest_setup(request.node)
     monkeypatch.setenv("FAIL_WITHOUT_CUDA", "0")

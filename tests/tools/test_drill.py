@@ -24,7 +24,7 @@ def test_random_cases(entry_point: str) -> None:
 @pytest.mark.parametrize("grows", [False, True])
 def test_what_grows_is_found(grows: bool) -> None:
     kept: list[bytearray] = []
-    problems = endurance.growth(lambda _: kept.append(bytearray(b"1") * 2**16) if grows else None, 200)  # type: ignore[func-returns-value]
+    problems = endurance.growth(lambda _: kept.append(bytearray(b"1") * 2**18) if grows else None, 200)  # type: ignore[func-returns-value]
     assert [problem.split(" grew")[0] for problem in problems] == ["KiB of memory"] * grows
 
 
