@@ -4,8 +4,8 @@
     python examples/rsl_rl_ppo.py
 
 Told of several ranks, RSL-RL's runner opens an NCCL group and wants a GPU for each. So open the group first, and take
-what torchrun has set out of the environment before the runner is made. What RSL-RL would have averaged besides, the KL
-divergence that its learning rate follows, travels with the gradients here, as a rider.
+what torchrun has set out of the environment before the runner is made. RSL-RL would also average the KL
+divergence that its learning rate follows. Here it is sent with the gradients.
 """
 
 import os

@@ -53,25 +53,25 @@ class Settings(RunSettings):
 
     clip_coef: float = 0.2  # The surrogate objective clips the probability ratio to 1 - clip_coef ... 1 + clip_coef.
     anneal_clip: bool = False  # Lower clip_coef linearly to 0 over the run.
-    clip_value_loss: bool = False  # Clip the change of the value since the rollout to clip_coef, too.
+    clip_value_loss: bool = False  # Also clip the change of the value since the rollout to clip_coef.
     vf_coef: float = 0.5  # Weight of the value loss.
     ent_coef: float = 0.01  # Weight of the entropy bonus.
 
     num_epochs: int = 10  # Passes over each rollout.
     num_minibatches: int = 4  # Minibatches per pass, one optimizer step each. It must divide num_envs * num_steps.
     num_micro_batches: int = 1
-    """Parts in which a minibatch goes through the network, to save memory. Gradients are sent once per minibatch."""
+    """Parts of a minibatch that go through the network in turn, to save memory. Each minibatch sends gradients once."""
     learning_rate: float = 1e-3  # Learning rate of Adam at the start.
     lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"
-    """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 where the KL divergence of a
-    minibatch is over twice target_kl, and multiplies it by 1.5 under half of target_kl, within 1e-5 and 1e-2."""
+    """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 if the KL divergence of a
+    minibatch is over twice target_kl, and multiplies it by 1.5 if it is under half. It stays in [1e-5, 1e-2]."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Multiply the learning rate by the number of ranks (linear), or by its square root (sqrt)."""
     warmup_updates: int = 0  # Updates over which the learning rate rises to its full value.
     max_grad_norm: float = 0.5  # Clip the gradient, averaged over ranks, to this norm.
     target_kl: float | None = None
     """Stop learning from a rollout when the KL divergence of a minibatch, over all ranks, exceeds 1.5 times this. With
-    lr_schedule=adaptive change the learning rate instead."""
+    lr_schedule=adaptive it sets the learning rate instead, and does not stop."""
 
     def __post_init__(self) -> None:
         counts = ("num_steps", "num_epochs", "num_minibatches", "num_micro_batches")
@@ -92,7 +92,8 @@ class Settings(RunSettings):
 class Rollout(NamedTuple):
     """T steps of N environments. The next rollout overwrites these tensors.
 
-    A finished episode restarts in a step of its own. That step ignores the action, has reward 0, and is not valid.
+    After an episode ends, the next step only resets the environment. It ignores the action, has reward 0, and is not
+    valid.
     """
 
     observations: Tensor  # [T, N, *observation_shape]
@@ -101,13 +102,13 @@ class Rollout(NamedTuple):
     rewards: Tensor  # [T, N]
     terminated: Tensor  # [T, N] bool: the step led to a terminal state, whose value is 0
     done: Tensor  # [T, N] bool: the step ended the episode, by termination or truncation
-    valid: Tensor  # [T, N] bool: the row is a step of an episode, not a restart
+    valid: Tensor  # [T, N] bool: the row is a step of an episode, not a reset
     log_probs: Tensor  # [T, N]: log-probabilities of the actions
-    next_values: Tensor  # [T, N]: values of the next observations; at the end of an episode, of its last observation
+    next_values: Tensor  # [T, N]: values of the next observations; where an episode ends, of its last one
     episodes: list[Episode]  # the episodes that ended
     infos: dict[str, float]  # means of the numbers that settings.log_info names
-    environment_seconds: float
-    policy_seconds: float
+    environment_seconds: float  # time in the environments
+    policy_seconds: float  # time of everything else, such as the policy's networks
     ended: float  # time.perf_counter() at the end
 
 
@@ -169,7 +170,7 @@ class Collector:
 # --- Advantages -------------------------------------------------------------------------------------------------------
 @fused.Operator
 def discounted_sums(summands: Tensor, decays: Tensor) -> Tensor:
-    """Sums [T, N] of all later rows: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``, and the last is itself."""
+    """Discounted sums [T, N]: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``; the last row is its summand."""
     sums = torch.empty_like(summands)
     following = torch.zeros_like(summands[0])
     for summand, decay, result in zip(summands.flip(0), decays.flip(0), reversed(sums.unbind()), strict=True):
@@ -183,8 +184,8 @@ def estimate_advantages(
     """Generalised advantage estimation (Schulman et al., ICLR 2016, https://arxiv.org/abs/1506.02438, equation 16).
 
     All tensors are [T, N], as in Rollout. The next state has the value 0 where the episode terminated, and
-    ``next_values`` otherwise, also where the episode was truncated. The sum stops at the end of an episode. Restarts
-    get a number too, which has no meaning and affects no other row.
+    ``next_values`` otherwise, also where the episode was truncated. The sum stops at the end of an episode. Rows
+    that only reset an environment get a value too. It has no meaning, and affects no other row.
     """
     deltas = rewards + settings.gamma * next_values * ~terminated - values
     decays = settings.gamma * settings.gae_lambda * (~done).to(deltas.dtype)

@@ -26,7 +26,7 @@ class RunSettings:
     """Environments, network, ranks, and where the results go. Counts of environments are per rank."""
 
     env: str = "CartPole-v1"
-    """Gymnasium environment, or "module:function" that makes one. "module:id" imports module first."""
+    """Gymnasium environment, or "module:function" that makes one. "module:id" imports the module that registers it."""
     seed: int = 1
     """Seeds weights, actions, minibatches and environments. Every environment of every rank gets its own seed."""
     total_steps: int = 200_000  # Environment steps to train for, over all ranks. The last rollout may exceed it.
@@ -38,7 +38,7 @@ class RunSettings:
     """Names of numbers in the environment's info to log, as means over the steps of a rollout."""
 
     policy: str | None = None
-    """A policy of your own, "module:Class" of a fastsync.ppo.Policy. By default the next settings make the network."""
+    """Your own subclass of fastsync.ppo.Policy, as "module:Class". By default the next settings define the network."""
     network: Literal["auto", "separate", "shared"] = "auto"
     """Whether actor and critic share all layers but their last. auto shares them for images only."""
     hidden_sizes: tuple[int, ...] = (64, 64)
@@ -53,7 +53,7 @@ class RunSettings:
     feedback. auto measures and chooses."""
     precision: Precision = "fp32"  # Precision of the computation. bf16 and fp16 use autocast, fp16 also a GradScaler.
     fused: bool = True
-    """Use fused CPU operators where they were proven equal to plain functions. --no-fused: only plain PyTorch."""
+    """On CPUs use fused operators in place of code that you have not changed. --no-fused: only plain PyTorch."""
     num_threads: int | None = None
     """Threads of torch on each rank. By default OMP_NUM_THREADS, else 1, as with torchrun."""
     timeout: float = 120.0  # Seconds that a rank waits for the others before it ends with an error.
@@ -64,8 +64,8 @@ class RunSettings:
     checkpoint_interval: float = 60.0  # Seconds between checkpoints; 0 saves after every rollout.
     keep_checkpoints: int = 3  # Number of newest checkpoints to keep, besides the best.
     resume: str | None = None
-    """auto resumes the run in its folder from the last checkpoint, or begins it. The path of a checkpoint begins a new
-    run from there."""
+    """auto resumes the run of this name from its last checkpoint, or begins it if there is none. A checkpoint's path
+    begins a new run from that checkpoint."""
     wandb_project: str | None = None  # Also log to this project of Weights & Biases.
 
     def __post_init__(self) -> None:
