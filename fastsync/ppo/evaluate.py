@@ -44,13 +44,6 @@ class Evaluate:
             raise ValueError(f"seed={self.seed} must not be negative")
 
 
-def summary(episodes: Sequence[Episode]) -> str:
-    """Formats mean return and length of some episodes."""
-    returns, name = np.array(returns_of(episodes)), "episode" if len(episodes) == 1 else "episodes"
-    length = np.mean([episode.length for episode in episodes])
-    return f"return {returns.mean():.2f} ± {returns.std():.2f} over {len(episodes)} {name} of {length:.1f} steps"
-
-
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and prints the result.
 
@@ -71,7 +64,12 @@ def main(arguments: Sequence[str]) -> int:
         policy = load_policy(checkpoint, environment)
         episodes = play(policy, environment, options.episodes, stochastic=options.stochastic, seed=options.seed)
     how = "sampled actions" if options.stochastic else "likeliest actions"
-    print(f"{checkpoint.settings['env']} after {checkpoint.step:,} steps, {how}: {summary(episodes)}")
+    returns, name = np.array(returns_of(episodes)), "episode" if len(episodes) == 1 else "episodes"
+    length = np.mean([episode.length for episode in episodes])
+    print(
+        f"{checkpoint.settings['env']} after {checkpoint.step:,} steps, {how}: return {returns.mean():.2f} "
+        f"± {returns.std():.2f} over {len(episodes)} {name} of {length:.1f} steps"
+    )
     return 0
 
 

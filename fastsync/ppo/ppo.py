@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
-from .. import attach, clip_grad_norm_
+from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
 from ..compression import parse_compression
+from ..stats import SyncStats
 from ..stopwatch import Stopwatch
 from . import fused
 from .batches import Batch, Buffers, Shuffler, row_weights
-from .envs.interface import Environments, Episode, Step
+from .envs.interface import Environments, Episode
 from .exchange import Exchange
 from .learning_rate import LearningRate
 from .normalize import RewardNormalizer, mean_and_variance, moments
@@ -140,7 +141,10 @@ class Collector:
             stepped = time.perf_counter()
             step = self.environments.step(actions.cpu().numpy())
             environment_seconds += time.perf_counter() - stepped
-            self._record(row, step, episodes)
+            buffers.rewards[row], buffers.terminated[row] = step.rewards, step.terminated
+            buffers.done[row], buffers.valid[row] = step.terminated | step.truncated, step.valid
+            self.next_observation = step.observations
+            episodes.extend(episode._replace(row=row) for episode in step.episodes)
             add_infos(infos, step)
         buffers.observations[-1].copy_(torch.from_numpy(self.next_observation))
         if policy.trunk is not None:
@@ -157,14 +161,6 @@ class Collector:
             policy_seconds=(ended := time.perf_counter()) - began - environment_seconds,
             ended=ended,
         )
-
-    def _record(self, row: int, step: Step, episodes: list[Episode]) -> None:
-        done = step.terminated | step.truncated
-        buffers = self.buffers
-        buffers.rewards[row], buffers.terminated[row], buffers.done[row] = step.rewards, step.terminated, done
-        buffers.valid[row] = step.valid
-        self.next_observation = step.observations
-        episodes.extend(episode._replace(row=row) for episode in step.episodes)
 
 
 # --- Advantages -------------------------------------------------------------------------------------------------------
@@ -275,10 +271,18 @@ class PPO:
         spaces = environments.single_observation_space, environments.single_action_space
         self.policy = make_policy(settings, *spaces, policy).to(device)
         self.exchange = Exchange(device)
-        # From here on all ranks have rank 0's weights, and backward() averages gradients over ranks.
-        self.sync = attach(self.policy, parse_compression(settings.compression))
         lr = torch.tensor(settings.learning_rate, device=device)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=lr, eps=1e-5, fused=True)
+        compression = parse_compression(settings.compression)
+        self.outer: DiLoCo | None = None  # averages weights, if gradients are not averaged
+        # From here on all ranks have rank 0's weights, and backward() averages gradients over the ranks of self.sync.
+        if settings.sync == "gradients":
+            self.sync = attach(self.policy, compression)
+        else:
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            self.sync = attach(self.policy, process_group=alone)
+            kind = DiLoCo if settings.sync == "diloco" else LocalSGD
+            self.outer = kind(self.policy, self.optimizer, sync_every=1, compression=compression)
         self.scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
         self.learning_rate = LearningRate(settings, dist.get_world_size(), self.optimizer)
         self.shuffler = Shuffler(settings.num_minibatches, self.streams)
@@ -324,7 +328,13 @@ class PPO:
             self.policy.normalizer.update(self._moments(rollout.observations, rollout.valid))
         self.step += int(num_valid)
         self.update += 1
+        if self.outer is not None and (self.update % settings.sync_every == 0 or self.step >= settings.total_steps):
+            self.outer.step()  # also after the last update, so that all ranks end with common weights
         return metrics
+
+    def sync_stats(self) -> SyncStats:
+        """Returns what synchronisation of gradients or weights has cost so far."""
+        return self.sync.stats() if self.outer is None else self.outer.stats()[0]
 
     def _moments(self, values: Tensor, valid: Tensor) -> Tensor:
         """Count, sum and sum of squares of the valid rows of ``values`` [T, N, D], over all ranks [1 + 2 D]."""
@@ -341,7 +351,7 @@ class PPO:
             if kl is not None and settings.lr_schedule == "adaptive":
                 self.learning_rate.adapt(kl)
             elif kl is not None and kl > KL_TOLERANCE * (settings.target_kl or math.inf):
-                break  # all ranks stop here, because kl is the same on all
+                break  # all ranks that average gradients stop here, because kl is the same on all
             grad_norm = self._take_step()
             if grad_norm is not None:
                 steps.append([*metrics.values(), grad_norm])

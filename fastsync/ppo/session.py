@@ -107,7 +107,7 @@ class Session:
         dist.barrier()  # rank 0 has spent time on opening the logs
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
-        self._before = ppo.sync.stats(), 0.0
+        self._before = ppo.sync_stats(), 0.0
 
     @property
     def is_over(self) -> bool:
@@ -152,8 +152,9 @@ class Session:
         stopped_by = None
         if self._ppo.step < self._settings.total_steps:
             stopped_by = self._signals.received.name if self._signals.received else "a signal to another rank"
-        check_consistency(self._ppo.policy)
-        returns, sync = returns_of(self._last_episodes), self._ppo.sync.stats()
+        if stopped_by is None or self._ppo.outer is None:  # else ranks differ until weights are averaged again
+            check_consistency(self._ppo.policy)
+        returns, sync = returns_of(self._last_episodes), self._ppo.sync_stats()
         result = TrainResult(self._ppo.step, self._seconds, returns, sync, stopped_by)
         if self._rank == 0:
             self._console.finish(result, self._speed(result.step, result.seconds))
@@ -167,7 +168,7 @@ class Session:
     def _times(self, rollout: Any, now: float) -> PhaseTimes:
         """Returns the times of the update that has just ended."""
         before, waited_before = self._before
-        stats, waited_so_far = self._ppo.sync.stats(), self._ppo.waiting.seconds()
+        stats, waited_so_far = self._ppo.sync_stats(), self._ppo.waiting.seconds()
         self._before = stats, waited_so_far
         self._wire_bytes = stats.wire_bytes - before.wire_bytes
         waited = waited_so_far - waited_before + stats.exposed_time - before.exposed_time
@@ -186,6 +187,8 @@ class Session:
         # The residuals of error feedback differ between ranks. The rest of the engine's state is the same on all.
         residuals = learner["sync"].pop("residuals")
         mine = {"environments": self.environments.state(), "residuals": residuals}
+        if ppo.outer is not None:  # each rank has learnt by itself
+            mine["learner"] = learner
         if ppo.reward_normalizer is not None:
             mine["discounted_return"] = ppo.reward_normalizer.carried.cpu()
         of_rank: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
@@ -212,7 +215,7 @@ class Session:
         num_envs = [len(part["environments"]["restarting"]) for part in saved]
         fits = num_envs == [self.environments.num_envs] * self._world_size
         mine = saved[self._rank] if fits else {}
-        learner = checkpoint.learner
+        learner = checkpoint.learner | mine.get("learner", {})
         learner["sync"] |= {"residuals": mine.get("residuals", {})}
         for name, part in _parts(ppo).items():
             if learner.get(name):
@@ -241,10 +244,10 @@ class Session:
 
 
 def _parts(ppo: Any) -> dict[str, Any]:
-    """Returns what a checkpoint holds of the learner. Except for residuals it is the same on every rank."""
+    """Returns what a checkpoint holds of the learner. Where gradients are averaged, only residuals differ by rank."""
     parts = {"model": ppo.policy, "optimizer": ppo.optimizer, "scaler": ppo.scaler, "sync": ppo.sync}
-    parts |= {"learning_rate": ppo.learning_rate}
-    return parts if ppo.reward_normalizer is None else parts | {"rewards": ppo.reward_normalizer}
+    parts |= {"learning_rate": ppo.learning_rate, "outer": ppo.outer, "rewards": ppo.reward_normalizer}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _check_finite(reports: Sequence[RankReport], update: int) -> None:

@@ -48,9 +48,13 @@ class RunSettings:
     norm_observations: bool = False
     """Normalise observations by their running mean and variance over all ranks, and clip them to [-10, 10]."""
 
+    sync: Literal["gradients", "local_sgd", "diloco"] = "gradients"
+    """What ranks average: gradients, at every optimizer step; or weights, after every sync_every rollouts, for slow
+    links. local_sgd takes the mean of the weights, diloco moves them with an outer optimizer."""
+    sync_every: int = 1  # Rollouts that each rank learns from by itself before weights are averaged.
     compression: str = "none"
-    """How gradients are sent: none, bf16, fp16, int8 or int4. Options follow a plus sign, such as int8+ef for error
-    feedback. auto measures and chooses."""
+    """How gradients or changes of weights are sent: none, bf16, fp16, int8 or int4. Options follow a plus sign, such
+    as int8+ef for error feedback. auto measures and chooses."""
     precision: Precision = "fp32"  # Precision of the computation. bf16 and fp16 use autocast, fp16 also a GradScaler.
     fused: bool = True
     """On CPUs use fused operators in place of code that you have not changed. --no-fused: only plain PyTorch."""
@@ -69,13 +73,16 @@ class RunSettings:
     wandb_project: str | None = None  # Also log to this project of Weights & Biases.
 
     def __post_init__(self) -> None:
-        self._check("must be at least 1", lambda value: value >= 1, "total_steps", "num_envs", "keep_checkpoints")
+        counts = ("total_steps", "num_envs", "keep_checkpoints", "sync_every")
+        self._check("must be at least 1", lambda value: value >= 1, *counts)
         self._check("must be a finite number greater than 0", lambda value: 0 < value < math.inf, "timeout")
         self._check("must be less than 2**63", lambda value: value < 2**63, "seed")
         self._check("must not be negative", lambda value: value >= 0, "seed", "checkpoint_interval")
         self._check("must be greater than 0", lambda value: value is None or value > 0, "num_threads")
         self._check("must be widths of at least 1", lambda sizes: all(n >= 1 for n in sizes), "hidden_sizes")
         parse_compression(self.compression)
+        if self.sync == "gradients" and self.sync_every != 1:
+            raise ValueError(f"sync_every={self.sync_every} is for weights; set sync to 'diloco' or 'local_sgd', too")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the settings as plain data."""

@@ -9,12 +9,14 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
+from fastsync.ppo.runs.folder import check_run
 from tests.ppo.test_runs_checkpoints import assert_same
 from tests.ranks import fresh_process_context, open_group
 
@@ -88,12 +90,15 @@ def num_rows(settings: Settings) -> int:
     return max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path: Path, env: str):
-    """In its own vectorisation, and as copies."""
-    whole = replace(FULL, env=env, runs_dir=str(tmp_path), run_name="whole")
+@pytest.mark.parametrize(
+    ("env", "sync"), [("CartPole-v1", "gradients"), ("Pendulum-v1", "gradients"), ("CartPole-v1", "diloco")]
+)
+def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path: Path, env: str, sync: Any):
+    """In its own vectorisation, and as copies; where ranks average gradients, or learn by themselves for 5 rollouts."""
+    every = 1 if sync == "gradients" else 5
+    whole = replace(FULL, env=env, sync=sync, sync_every=every, runs_dir=str(tmp_path), run_name="whole")
     finish(whole, 2, tmp_path)
-    assert all(float(row["speed/wire_bytes"]) > 0 for row in progress(whole))
+    assert sum(float(row["speed/wire_bytes"]) > 0 for row in progress(whole)) == -(-num_rows(whole) // every)
 
     killed = replace(whole, run_name="killed")
     chance = random.Random(env)
@@ -117,6 +122,17 @@ def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path:
     for part_name in ("step", "update", "learner", "environments", "window", "best_return"):
         assert_same(getattr(got, part_name), getattr(expected, part_name), part_name)
     assert progress(killed) == progress(whole)
+
+
+@pytest.mark.parametrize("sync", ["local_sgd", "diloco"])
+def test_weights_are_common_at_every_end_of_a_run_that_is_made_longer(tmp_path: Path, sync: Any):
+    settings = replace(FULL, sync=sync, sync_every=3, total_steps=500, runs_dir=str(tmp_path), run_name="run")
+    finish(settings, 2, tmp_path)  # which compares the ranks' weights
+    assert newest(settings).update % 3  # so that the last outer step came early
+    longer = replace(settings, total_steps=1_000)
+    finish(longer, 2, tmp_path)
+    with pytest.raises(ValueError, match=f"sync='gradients' cannot resume a run with sync='{sync}'"):
+        check_run(replace(longer, sync="gradients", sync_every=1), 2)
 
 
 def test_a_run_goes_on_with_other_settings_and_another_world_size(tmp_path: Path):

@@ -30,6 +30,7 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, compression="fp16",
         precision="bf16", num_threads=2, timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
         keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
+        sync="diloco", sync_every=3,
     )  # fmt: skip
     same = [
         field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)
@@ -103,6 +104,7 @@ def test_a_file_in_the_folder_comes_before_a_preset(tmp_path: Path, monkeypatch:
     ("bad", "message"),
     [
         ({"total_steps": 0}, "total_steps=0 must be at least 1"),
+        ({"sync_every": 2}, "sync_every=2 is for weights; set sync to 'diloco' or 'local_sgd', too"),
         ({"hidden_sizes": (64, 0)}, r"hidden_sizes=\(64, 0\) must be widths of at least 1"),
         ({"target_kl": 0.0}, "target_kl=0.0 must be greater than 0"),
         ({"timeout": float("inf")}, "timeout=inf must be a finite number greater than 0"),

@@ -20,8 +20,8 @@ from .checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"
 
-# With other values the saved weights do not fit the policy or the observations.
-_FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "norm_observations")
+# With other values the saved state does not fit the policy, the observations, or what ranks average.
+_FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
 # They say where a run is stored.
 _UNMENTIONED = ("resume", "run_name", "runs_dir")
 
