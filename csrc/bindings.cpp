@@ -20,7 +20,6 @@
 #include "passes/backend.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
-#include "transport/shared_gather.h"
 #include "transport/waiting.h"
 
 namespace {
@@ -33,7 +32,6 @@ using fastsync::CompressionTable;
 using fastsync::EngineState;
 using fastsync::HookState;
 using fastsync::ShardedState;
-using fastsync::SharedGather;
 using fastsync::Synchronizer;
 using fastsync::SyncTotals;
 
@@ -194,20 +192,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return fastsync::check_agreement(group, description, device).number;
       },
       py::arg("process_group"), py::arg("description"), py::arg("device"), no_gil);
-  py::class_<SharedGather, std::shared_ptr<SharedGather>>(m, "SharedGather")
-      .def(
-          "all_gather",
-          [](SharedGather& gather, const std::string& message) {
-            std::vector<std::string> messages;
-            {
-              const py::gil_scoped_release released;
-              messages = gather.all_gather(message);
-            }
-            return std::vector<py::bytes>(messages.begin(), messages.end());
-          },
-          py::arg("message"));
-  m.def("shared_gather", &SharedGather::of, py::arg("process_group"), no_gil);
-
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def(
       "device_of_sums", [](const Group& group, c10::Device device) { return fastsync::device_of_sums(*group, device); },

@@ -70,7 +70,7 @@ void BucketWork::receive() {
   sync_->totals_->wire_bytes.add(sum_->sent_bytes());
   stopwatch_->mark(Mark::kDone);
   if (ends_step_) {
-    sync_->whereabouts_->rest();
+    sync_->liveness_->rest();
   }
 }
 
@@ -83,7 +83,7 @@ void BucketWork::discard() {
 // ---- send -----------------------------------------------------------------------------------------------------------
 
 BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
-                       std::shared_ptr<Whereabouts> whereabouts, std::vector<ParameterId> of_parameters,
+                       std::shared_ptr<Liveness> liveness, std::vector<ParameterId> of_parameters,
                        std::shared_ptr<Agreement> agreed)
     : parameters(std::move(of_parameters)),
       agreement(std::move(agreed)),
@@ -92,7 +92,7 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
       teams_(std::move(group), device_),
       failure_(c10::str("fastsync: averaging ", name, " failed on rank ", teams_.all()->rank(), " of ",
                         teams_.all()->size(), ": ")),
-      whereabouts_(std::move(whereabouts)),
+      liveness_(std::move(liveness)),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
       workspace_(new_workspace(device_)) {
   totals_->kernels = kernels_on(device_.type());
@@ -103,7 +103,7 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
                                              const std::vector<bool>& stand_in) {
   const WithoutPythonObjects without_python;
   Bucket bucket = bucket_of(std::move(grads), sync, side_values);
-  whereabouts_->average(sync.step);
+  liveness_->average(sync.step);
   if (needs_scale(sync.compression)) {
     agree_on_scale(bucket);
   } else if (sync.compression.wire != Wire::kFloat16) {
@@ -262,7 +262,7 @@ void BucketSync::agree_on_scale(const Bucket& bucket) {
   if (bucket.weight.defined()) {
     largest.mul_(bucket.weight);
   }
-  guard([&] { teams_.all()->all_reduce({largest}, c10d::ReduceOp::MAX)->wait_for_rows(); });
+  guard([&] { all_reduce(*teams_.all()->group(), device_, {largest}, c10d::ReduceOp::MAX)->wait_for_rows(); });
   const at::Tensor otherwise =
       scale_.defined() ? scale_ : at::ones({1}, at::TensorOptions().dtype(at::kFloat).device(device_));
   scale_ = at::where(largest > 0, aten::power_of_two(aten::scale_exponent_for(largest)), otherwise);

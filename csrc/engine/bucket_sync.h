@@ -102,7 +102,7 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
  public:
   // It notes where the engine stands.
   BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
-             std::shared_ptr<Whereabouts> whereabouts, std::vector<ParameterId> parameters,
+             std::shared_ptr<Liveness> liveness, std::vector<ParameterId> parameters,
              std::shared_ptr<Agreement> agreement);
 
   const std::vector<ParameterId> parameters;
@@ -162,7 +162,7 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   void share_memory(const Bucket& bucket, const Sync& sync);
   bool adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const;
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync);
-  void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *whereabouts_, call); }
+  void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
   c10::Device device_of_gradients_;
   c10::Device device_;
@@ -170,7 +170,7 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   SumMemory memory_;
   double mean_factor_ = 1.0;
   std::string failure_;  // the beginning of errors
-  std::shared_ptr<Whereabouts> whereabouts_;
+  std::shared_ptr<Liveness> liveness_;
   at::Tensor host_memory_;                    // this and the next: of gradients that are elsewhere
   std::shared_ptr<const HostCopies> copies_;  // for the next sum
   ErrorFeedback feedback_;

@@ -146,7 +146,7 @@ bool HookState::agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
             describe(grad_bucket), grad_bucket.getBuffer().device(),
             in_first_step && grad_bucket.getBuffer().layout() == at::kStrided ? grad_bucket.getGradients()
                                                                               : std::vector<at::Tensor>());
-  whereabouts_->rest();
+  liveness_->rest();
   // Only now, for what this rank alone cannot send all have to hear of. DDP hands over complex gradients as the floats
   // they are made of, so the buffer does not tell.
   for (const at::Tensor& parameter : grad_bucket.getParameters()) {

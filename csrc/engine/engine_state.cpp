@@ -42,7 +42,7 @@ uint64_t fingerprint_of(const std::vector<at::Tensor>& gradients) {
 }  // namespace
 
 EngineState::EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name)
-    : group_(std::move(group)), whereabouts_(Whereabouts::of(*group_, std::move(name))) {
+    : group_(std::move(group)), liveness_(Liveness::of(*group_, std::move(name))) {
   Host::check_setting();
 }
 
@@ -71,7 +71,7 @@ bool EngineState::have_agreed(const Agreement& agreement,
 bool EngineState::agree(Agreement& agreement, const std::string& what,
                         const std::shared_ptr<const CompressionTable>& compressions, int64_t step,
                         const std::string& lines, c10::Device device, const std::vector<at::Tensor>& gradients) {
-  whereabouts_->agree(step, agreement.number < 0 ? "it is new" : why_agree_);
+  liveness_->agree(step, agreement.number < 0 ? "it is new" : why_agree_);
   const std::string text =
       c10::str(compressions->description(), "\nstep ", step, "\n", saved_scales_.description(), "\n", lines);
   Agreed agreed;
@@ -94,9 +94,9 @@ void EngineState::warn_of_same_data() const {
 void EngineState::wait_for_ranks(const std::string& what, const std::function<void()>& call) {
   try {
     guard(c10::str("fastsync: ", what, " failed on rank ", group_->getRank(), " of ", group_->getSize(), ": "),
-          *whereabouts_, call);
+          *liveness_, call);
   } catch (const c10::ValueError&) {
-    whereabouts_->rest();
+    liveness_->rest();
     throw;
   }
 }
@@ -131,7 +131,7 @@ std::shared_ptr<BucketSync> EngineState::add_bucket(std::vector<ParameterId> par
                                                     std::shared_ptr<Agreement> agreement, const std::string& name,
                                                     c10::Device device) {
   auto bucket =
-      std::make_shared<BucketSync>(group_, name, device, whereabouts_, std::move(parameters), std::move(agreement));
+      std::make_shared<BucketSync>(group_, name, device, liveness_, std::move(parameters), std::move(agreement));
   bucket->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->device()));
   bucket->feedback().set_residuals(saved_residuals_.take(bucket->parameters, bucket->device()));
   known_buckets_.push_back(bucket);

@@ -95,7 +95,7 @@ class EngineState {
 
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::shared_ptr<Whereabouts> whereabouts_;
+  std::shared_ptr<Liveness> liveness_;
   std::shared_ptr<const CompressionTable> compressions_;
   int64_t step_ = 0;
   std::vector<std::shared_ptr<BucketSync>> known_buckets_;

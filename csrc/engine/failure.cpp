@@ -6,8 +6,8 @@
 
 namespace fastsync {
 
-void raise_failure(const std::string& beginning, const std::string& why, Whereabouts& whereabouts) {
-  const std::string told = whereabouts.roll_call();
+void raise_failure(const std::string& beginning, const std::string& why, Liveness& liveness) {
+  const std::string told = liveness.who_is_missing();
   const auto says = [&](const char* text) { return told.find(text) != std::string::npos; };
   const char* const join = says("of the engine of parameter") ? "with sync.join():"
                            : says("of a DDP hook")            ? "with Join([ddp_model]):"
@@ -19,15 +19,15 @@ void raise_failure(const std::string& beginning, const std::string& why, Whereab
                                   : "");
 }
 
-void guard(const std::string& beginning, Whereabouts& whereabouts, const std::function<void()>& call) {
+void guard(const std::string& beginning, Liveness& liveness, const std::function<void()>& call) {
   try {
     call();
   } catch (const c10::ValueError&) {
     throw;
   } catch (const c10::Error& error) {
-    raise_failure(beginning, error.what_without_backtrace(), whereabouts);
+    raise_failure(beginning, error.what_without_backtrace(), liveness);
   } catch (const std::exception& error) {
-    raise_failure(beginning, error.what(), whereabouts);
+    raise_failure(beginning, error.what(), liveness);
   }
 }
 

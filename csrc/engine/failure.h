@@ -4,14 +4,14 @@
 #include <functional>
 #include <string>
 
-#include "transport/roll_call.h"
+#include "transport/liveness.h"
 
 namespace fastsync {
 
 // Throws c10::Error with the beginning, why, where the ranks are, and what helps where some have no more batches.
-[[noreturn]] void raise_failure(const std::string& beginning, const std::string& why, Whereabouts& whereabouts);
+[[noreturn]] void raise_failure(const std::string& beginning, const std::string& why, Liveness& liveness);
 
 // Calls. What is thrown, but for a c10::ValueError, is the world's doing, and said so.
-void guard(const std::string& beginning, Whereabouts& whereabouts, const std::function<void()>& call);
+void guard(const std::string& beginning, Liveness& liveness, const std::function<void()>& call);
 
 }  // namespace fastsync

@@ -124,7 +124,7 @@ bool ParameterSync::may_go_early(const Bucket& bucket) const {
 // first gradient.
 void ParameterSync::post_weight() {
   if (weight_.is_on() && !weight_.is_posted() && is_laid_out() && have_agreed()) {
-    whereabouts_->average(step_);
+    liveness_->average(step_);
     weight_.post(*group_, buckets_.front().sync->device(), is_poisoned_);
   }
 }
@@ -150,7 +150,7 @@ void ParameterSync::poison() {
   for (const Bucket& bucket : buckets_) {
     BucketWork::drive_later(bucket.work, progress_);
   }
-  whereabouts_->give_up();
+  liveness_->give_up();
 }
 
 // Accumulators that were made under several streams accumulate on several, and this may be yet another one.
@@ -211,7 +211,7 @@ void ParameterSync::send_next() {
 
 at::Tensor ParameterSync::side_values_to_send(c10::Device device) {
   if (const auto* name = side_values_.newcomer()) {
-    whereabouts_->agree(step_, c10::str("piggybacked value '", *name, "' is new"));
+    liveness_->agree(step_, c10::str("piggybacked value '", *name, "' is new"));
     wait_for_ranks("agreement on piggybacked values",
                    [&] { check_agreement(group_, side_values_.newcomers(), device); });
     side_values_.make_slots();
@@ -333,7 +333,7 @@ void ParameterSync::abandon() {
 
 void ParameterSync::end() {
   is_under_way_ = false;
-  whereabouts_->rest();
+  liveness_->rest();
   step_ += 1;
   for (Parameter& parameter : parameters_) {
     parameter.tensor.reset();
@@ -497,7 +497,7 @@ void ParameterSync::agree() {
   }
   side_values_.make_slots();
   if (!is_under_way_) {
-    whereabouts_->rest();
+    liveness_->rest();
   }
 }
 

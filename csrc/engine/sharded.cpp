@@ -75,7 +75,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   if (!have_agreed(*bucket->agreement, compressions_)) {
     agree(*bucket->agreement, "agreement on " + name, compressions_, step,
           c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()), values.device());
-    whereabouts_->rest();
+    liveness_->rest();
   }
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");

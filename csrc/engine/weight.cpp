@@ -31,15 +31,13 @@ void Weight::post(c10d::ProcessGroup& group, c10::Device device, bool is_poisone
     numbers[1 + group.getRank()] = is_active_ ? 1.0 : 0.0;
   }
   sums_ = on_host.to(device, /*non_blocking=*/true);
-  if (group.getSize() > 1) {
-    reduction_ = std::make_unique<Reduction>(group, device, std::vector<at::Tensor>{sums_}, c10d::ReduceOp::SUM);
-  }
+  reduction_ = all_reduce(group, device, {sums_});
   is_posted_ = true;
 }
 
 // A device's stream waits, and not its host.
 bool Weight::has_come() {
-  if (is_posted_ && (!sums_.is_cpu() || !reduction_ || reduction_->have_come())) {
+  if (is_posted_ && (!sums_.is_cpu() || reduction_->have_come())) {
     wait();
   }
   return has_come_;
@@ -50,9 +48,7 @@ void Weight::wait() {
   if (has_come_) {
     return;
   }
-  if (reduction_) {
-    reduction_->wait_for_rows();
-  }
+  reduction_->wait_for_rows();
   const at::Tensor total = sums_.narrow(0, 0, 1);
   active_ = sums_.narrow(0, 1, sums_.numel() - 1);
   factor_ = is_of_sums_ ? at::full_like(total, posted_)

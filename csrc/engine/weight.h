@@ -66,9 +66,9 @@ class Weight {
   bool is_posted_ = false;
   bool has_come_ = false;
   double posted_ = 1.0;
-  std::unique_ptr<Reduction> reduction_;  // null where this rank is alone
-  at::Tensor sums_;                       // float64: of the weights, and 1 or 0 for each rank that has gradients or not
-  at::Tensor active_;                     // those
+  std::unique_ptr<Transfer> reduction_;
+  at::Tensor sums_;    // float64: of the weights, and 1 or 0 for each rank that has gradients or not
+  at::Tensor active_;  // those
   at::Tensor factor_;
   StreamMark taken_;
 };

@@ -84,10 +84,7 @@ void BucketSum::send_to_group(const Piece& piece) {
   if (bucket_.side_values.defined() && plan_->num_side_rows == 0) {
     buffers.push_back(bucket_.side_values = bucket_.side_values.clone());
   }
-  if (plan_->team->is_alone()) {
-    buffers.clear();
-  }
-  transfer(piece, 0) = plan_->team->all_reduce(buffers);
+  transfer(piece, 0) = all_reduce(*plan_->team->group(), bucket_.device, buffers);
 }
 
 void BucketSum::pack(const Piece& piece) const {

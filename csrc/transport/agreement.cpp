@@ -17,19 +17,14 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-std::vector<at::Tensor> all_gather(const Group& group, const at::Tensor& mine, c10::Device device) {
+// A row for each rank, on the CPU.
+at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device device) {
   const WithoutPythonObjects without_python;
   std::vector<at::Tensor> input{mine.to(device_of_sums(*group, device))};
-  std::vector<std::vector<at::Tensor>> output(1);
-  for (int64_t rank = 0; rank < group->getSize(); ++rank) {
-    output[0].push_back(at::empty_like(input[0]));
-  }
+  const at::Tensor all = at::empty({group->getSize(), mine.numel()}, input.front().options());
+  std::vector<std::vector<at::Tensor>> output{all.unbind()};
   group->allgather(output, input)->wait();
-  std::vector<at::Tensor> on_cpu;
-  for (const at::Tensor& tensor : output[0]) {
-    on_cpu.push_back(tensor.cpu());
-  }
-  return on_cpu;
+  return all.cpu();
 }
 
 // "rank 0, 2: compression fp16; rank 1: compression none", for the first line in which the ranks differ.
@@ -51,13 +46,6 @@ std::string first_difference(const std::vector<std::string>& texts) {
   return difference;
 }
 
-// Threads with groups of their own agree side by side.
-void raise_to(std::atomic<int64_t>& number, int64_t least) {
-  int64_t now = number;
-  while (now < least && !number.compare_exchange_weak(now, least)) {
-  }
-}
-
 }  // namespace
 
 // FNV-1a, 64 bits (Fowler, Noll, Vo); std::hash may differ from machine to machine.
@@ -73,12 +61,13 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& tex
   at::Tensor padded = at::zeros({size}, at::kByte);
   std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
   std::vector<std::string> texts;
-  for (const at::Tensor& row : all_gather(group, padded, device)) {
+  for (const at::Tensor& row : all_gather(group, padded, device).unbind()) {
     texts.emplace_back(reinterpret_cast<const char*>(row.data_ptr<uint8_t>()));
   }
   return texts;
 }
 
+// Threads with groups of their own agree side by side.
 Agreed check_agreement(const Group& group, const std::string& description, c10::Device device, uint64_t data) {
   static std::atomic<int64_t> next_number{0};
   if (group->getSize() == 1) {
@@ -87,28 +76,20 @@ Agreed check_agreement(const Group& group, const std::string& description, c10::
   TORCH_CHECK(!is_capturing(device),
               "fastsync: the ranks have to agree on what to synchronise, which cannot be part of ",
               "a CUDA graph: take a step like this one, on all ranks, before capturing it");
-  at::Tensor mine = at::empty({4}, at::kLong);
-  auto* values = mine.data_ptr<int64_t>();
-  values[0] = static_cast<int64_t>(fingerprint(description));
-  values[1] = static_cast<int64_t>(description.size());
-  values[2] = next_number;
-  values[3] = static_cast<int64_t>(data);
-  bool agree = true;
-  bool have_same_data = data != 0;
-  int64_t longest = 0;
-  int64_t number = 0;
-  for (const at::Tensor& theirs : all_gather(group, mine, device)) {
-    const auto* their_values = theirs.const_data_ptr<int64_t>();
-    agree = agree && values[0] == their_values[0] && values[1] == their_values[1];
-    longest = std::max(longest, their_values[1]);
-    number = std::max(number, their_values[2]);
-    have_same_data = have_same_data && values[3] == their_values[3];
+  const at::Tensor mine =
+      at::tensor({static_cast<int64_t>(fingerprint(description)), static_cast<int64_t>(description.size()),
+                  next_number.load(), static_cast<int64_t>(data)},
+                 at::kLong);
+  const at::Tensor all = all_gather(group, mine, device);
+  const at::Tensor is_same = (all == mine).all(/*dim=*/0);
+  const at::Tensor largest = all.amax(/*dim=*/0);
+  if (is_same[0].item<bool>() && is_same[1].item<bool>()) {
+    const auto number = largest[2].item<int64_t>();
+    for (int64_t now = next_number; now <= number && !next_number.compare_exchange_weak(now, number + 1);) {
+    }
+    return {number, data != 0 && is_same[3].item<bool>()};
   }
-  if (agree) {
-    raise_to(next_number, number + 1);
-    return {number, have_same_data};
-  }
-  const auto texts = gather_texts(group, description, longest + 1, device);
+  const auto texts = gather_texts(group, description, largest[1].item<int64_t>() + 1, device);
   TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on what to synchronise: ", first_difference(texts),
                     ". Nothing of this bucket was sent; give every rank the same model and the same settings.");
 }

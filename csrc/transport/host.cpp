@@ -7,6 +7,8 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
+#include <sstream>
 
 #include "transport/agreement.h"
 
@@ -36,18 +38,18 @@ std::string failure_of(const std::function<void()>& call) {
 }
 
 // Every rank does its part, and hears what each rank has to tell. All throw CannotShare where one has thrown.
-std::vector<std::string> vote(const Group& group, const std::function<void(std::string& told)>& part) {
+std::vector<std::string> vote(const Group& group, const std::function<std::string()>& part) {
   std::string text;
-  const std::string failure = failure_of([&] { part(text); });
-  text = failure.empty() ? "+" + text : "-" + failure;
-  std::vector<std::string> found = gather_texts(group, text.substr(0, kLongestText - 1), kLongestText, c10::kCPU);
-  for (size_t rank = 0; rank < found.size(); ++rank) {
-    if (found[rank].front() == '-') {
-      throw CannotShare{c10::str("rank ", rank, ": ", found[rank].substr(1))};
+  const std::string failure = failure_of([&] { text = "+" + part(); });
+  text = failure.empty() ? text : "-" + failure;
+  std::vector<std::string> told = gather_texts(group, text.substr(0, kLongestText - 1), kLongestText, c10::kCPU);
+  for (size_t rank = 0; rank < told.size(); ++rank) {
+    if (told[rank].front() == '-') {
+      throw CannotShare{c10::str("rank ", rank, ": ", told[rank].substr(1))};
     }
-    found[rank].erase(0, 1);
+    told[rank].erase(0, 1);
   }
-  return found;
+  return told;
 }
 
 bool is_on() {
@@ -58,25 +60,28 @@ bool is_on() {
   return setting != "0";
 }
 
-// A file that shows that this process can share memory.
-Descriptor try_memory() {
-  TORCH_CHECK(is_on(), "FASTSYNC_SHARED_MEMORY=0");
-  Descriptor memory = SharedMemory::make(1);
-  const SharedMemory shared(memory, 1);
-  shared.check_room();
-  shared.claim(memory, 0, 1);
-  return memory;
-}
-
 // The same for processes that find each other's memory in /proc. Those of several network namespaces could, too, but
 // are meant to be apart.
 std::string name_of_host() {
+  TORCH_CHECK(is_on(), "FASTSYNC_SHARED_MEMORY=0");
   std::string name;
   TORCH_CHECK(std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), name), "the machine has no boot_id");
   for (const char* const space : {"/proc/self/ns/pid", "/proc/thread-self/ns/net"}) {
     name += " " + std::filesystem::read_symlink(space).string();
   }
   return c10::str(name, " user ", geteuid());
+}
+
+// A process's number in /proc, and when it began, for numbers are given again. Only the number where it has ended, also
+// where nobody has waited for it yet. See proc(5): the name, which may hold anything, is followed by the state, by 18
+// fields, and by the beginning.
+std::string process_of(const std::string& number) {
+  std::ifstream file("/proc/" + number + "/stat");
+  const std::string status(std::istreambuf_iterator<char>(file), {});
+  std::istringstream fields(status.substr(status.rfind(')') + 1));
+  const std::vector<std::string> after_name(std::istream_iterator<std::string>(fields), {});
+  const bool is_there = after_name.size() > 19 && after_name[0] != "Z" && after_name[0] != "X";
+  return number + (is_there ? " " + after_name[19] : "");
 }
 
 int64_t first_byte_of(int64_t place, int64_t size, int64_t bytes) {
@@ -89,13 +94,24 @@ int64_t first_byte_of(int64_t place, int64_t size, int64_t bytes) {
 void Host::check_setting() { is_on(); }
 
 std::string Host::obstacle() {
-  return failure_of([] { SharedMemory::address_of(try_memory()); });
+  return failure_of([] {
+    name_of_host();
+    const SharedMemory made(1);
+    made.claim(0, 1);
+    const SharedMemory opened(made.address(), 1);
+  });
 }
 
 // See Note [Sharing memory with processes that nobody forked].
 Host::Host(const Group& group) {
   try {
-    const auto names = vote(group, [](std::string& told) { told = name_of_host(); });
+    auto names = vote(
+        group, [] { return c10::str(name_of_host(), "\n", process_of(std::filesystem::read_symlink("/proc/self"))); });
+    for (std::string& name : names) {
+      const size_t end = name.find('\n');
+      processes_.push_back(name.substr(end + 1));
+      name.resize(end);
+    }
     for (int64_t rank = 0; rank < group->getSize(); ++rank) {
       const auto is_of_it = [&](const Ranks& ranks) { return names[ranks.front()] == names[rank]; };
       const auto host = std::find_if(hosts_.begin(), hosts_.end(), is_of_it);
@@ -107,58 +123,49 @@ Host::Host(const Group& group) {
     if (hosts_.size() == names.size()) {
       throw CannotShare{"no two ranks are on one host, in one network namespace"};
     }
-    presences_ = vote(group, [&](std::string& told) {
-      presence_ = try_memory();
-      told = SharedMemory::address_of(presence_);
-    });
-    vote(group, [&](std::string& /*told*/) {
-      for (const int64_t rank : ranks()) {
-        SharedMemory::open(presences_[rank]);
-      }
-    });
   } catch (const CannotShare& failure) {
     why_not_ = failure.why;
     hosts_.clear();
-    presence_ = Descriptor();
   }
 }
 
-std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes, std::string& why_not) const {
-  const int64_t rank = group->getRank();
-  const bool is_first = rank == ranks().front();
-  try {
-    Descriptor memory;
-    const auto addresses = vote(group, [&](std::string& told) {
-      if (is_first) {
-        memory = SharedMemory::make(bytes);
-        told = SharedMemory::address_of(memory);
-      }
-    });
-    std::shared_ptr<SharedMemory> shared;
-    vote(group, [&](std::string& /*told*/) {
-      if (!is_first) {
-        memory = SharedMemory::open(addresses[ranks().front()]);
-      }
-      shared = std::make_shared<SharedMemory>(memory, bytes);
-      shared->check_room();
-    });
-    vote(group, [&](std::string& /*told*/) {
-      const auto size = static_cast<int64_t>(ranks().size());
-      const int64_t place = std::find(ranks().begin(), ranks().end(), rank) - ranks().begin();
-      shared->claim(memory, first_byte_of(place, size, bytes), first_byte_of(place + 1, size, bytes));
-    });
-    return shared;
-  } catch (const CannotShare& failure) {
-    why_not = failure.why;
+std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes) {
+  if (!why_not_.empty()) {
     return nullptr;
   }
+  const int64_t rank = group->getRank();
+  std::shared_ptr<SharedMemory> shared;
+  try {
+    const auto addresses = vote(group, [&] {
+      shared = rank == ranks().front() ? std::make_shared<SharedMemory>(bytes) : nullptr;
+      return shared ? shared->address() : "";
+    });
+    vote(group, [&] {
+      shared = shared ? shared : std::make_shared<SharedMemory>(addresses[ranks().front()], bytes);
+      const auto size = static_cast<int64_t>(ranks().size());
+      const int64_t place = std::find(ranks().begin(), ranks().end(), rank) - ranks().begin();
+      shared->claim(first_byte_of(place, size, bytes), first_byte_of(place + 1, size, bytes));
+      return "";
+    });
+    shared->close_file();
+  } catch (const CannotShare& failure) {
+    why_not_ = failure.why;
+    shared.reset();
+  }
+  return shared;
+}
+
+bool Host::has_ended(int64_t rank) const {
+  const std::string& process = processes_[rank];
+  return process_of(process.substr(0, process.find(' '))) != process;
 }
 
 std::vector<Host::Ranks> hosts_of(const Group& group) {
   if (group->getSize() == 1 || group->getBackend(c10::kCPU)->getBackendName() != "gloo") {
     return {};
   }
-  return Host(group).hosts();
+  Host host(group);
+  return host.share(group, 1) ? host.hosts() : std::vector<Host::Ranks>();
 }
 
 }  // namespace fastsync

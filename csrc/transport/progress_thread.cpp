@@ -1,11 +1,11 @@
 #include "transport/progress_thread.h"
 
+#include <ATen/Parallel.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pthread.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -14,8 +14,6 @@
 #include <thread>
 #include <utility>
 #include <vector>
-
-#include "transport/single_threaded.h"
 
 namespace fastsync {
 
@@ -33,6 +31,16 @@ c10::Stream side_stream(c10::Device device) {
   }
   const c10::impl::VirtualGuardImpl guard(device.type());
   return streams.emplace(key, guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true)).first->second;
+}
+
+// This thread does by itself what torch and the passes would share out over threads: each thread that asks gets an
+// OpenMP team of its own, and a second one would fight with backward's for the cores. Before a thread's first parallel
+// region torch sets its number of threads, unless it has: libtorch's code by a flag of its own, and the code inlined
+// here by another.
+void use_one_thread() {
+  at::internal::lazy_init_num_threads();
+  at::get_num_threads();
+  omp_set_num_threads(1);
 }
 
 }  // namespace
@@ -82,44 +90,39 @@ void ProgressThread::post(c10::Device device, std::function<void()> task, bool i
     task();
     return;
   }
+  if (getpid() != process_id_) {  // a forked child has a thread of its own; what the other one was to do stays undone
+    queues_ = std::make_shared<Queues>();
+    process_id_ = getpid();
+  }
   {
     const std::lock_guard<std::mutex> lock(queues_->mutex);
     (is_urgent ? queues_->urgent : queues_->others).push_back(std::move(task));
     if (!std::exchange(queues_->has_thread, true)) {
-      std::thread thread([queues = queues_] {
+      std::thread([queues = queues_] {
         pthread_setname_np(pthread_self(), "fastsync");
-        const SingleThreaded beside_backward;
+        use_one_thread();
         while (const auto next = queues->next()) {
           next();
         }
-      });
-      thread.detach();
+      }).detach();
     }
   }
   queues_->changed.notify_one();
 }
 
-// A forked child has its own, for the thread stays behind.
+// The thread is never told to end. Where there is none, nothing is ever let go of.
 void wait_in_background(std::function<void()> wait) {
-  struct Background {
-    ProgressThread progress;
-    pid_t process_id = getpid();
-  };
-  static std::atomic<Background*> newest;  // never destroyed
-  Background* background = newest;
-  if (background == nullptr || background->process_id != getpid()) {
-    newest = background = new Background();
-  }
+  static auto* const progress = new ProgressThread();
   auto* const kept = new std::function(std::move(wait));
   try {
-    background->progress.post(c10::kCPU, [kept] {
+    progress->post(c10::kCPU, [kept] {
       try {
         (*kept)();
       } catch (const std::exception&) {
       }
       delete kept;
     });
-  } catch (const std::exception&) {  // there is no thread: it is never let go of
+  } catch (const std::exception&) {
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstring>
@@ -60,28 +61,28 @@ class SharedTeam::Arrival final : public Transfer {
 };
 
 std::shared_ptr<SharedTeam> SharedTeam::make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                             std::shared_ptr<Host> host, int64_t region_bytes, std::string& why_not,
-                                             const char* in_rows) {
-  why_not = host->why_not();
-  if (!why_not.empty()) {
-    return nullptr;
-  }
-  const auto size = static_cast<int64_t>(host->ranks().size());
-  auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * region_bytes, why_not);
-  if (!shared) {
-    return nullptr;
-  }
-  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), region_bytes, in_rows));
+                                             std::shared_ptr<Host> host, int64_t region_bytes) {
+  const auto size = static_cast<int64_t>(host->why_not().empty() ? host->ranks().size() : 0);
+  auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * region_bytes);
+  return std::shared_ptr<SharedTeam>(shared ? new SharedTeam(group, std::move(host), std::move(shared), region_bytes)
+                                            : nullptr);
 }
 
 SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
-                       std::shared_ptr<SharedMemory> shared, int64_t region_bytes, const char* in_rows)
+                       std::shared_ptr<SharedMemory> shared, int64_t region_bytes)
     : Team(group, c10::kCPU, host->ranks()),
       host_(std::move(host)),
       shared_(std::move(shared)),
-      in_rows_(in_rows),
+      process_id_(getpid()),
       has_cores_(size() <= num_usable_cores()) {
   region_bytes_ = region_bytes;
+}
+
+// A child that was forked has neither the memory nor left.
+SharedTeam::~SharedTeam() {
+  if (getpid() == process_id_) {
+    numbers_of(rank())[kLeft].raise_to(1);
+  }
 }
 
 SharedTeam::Numbers& SharedTeam::numbers_of(int64_t rank) const {
@@ -115,7 +116,7 @@ void SharedTeam::begin(int64_t attempt, int64_t what) {
 void SharedTeam::check_announced() const {
   for (int64_t peer = 0; announced_ != 0 && peer < size(); ++peer) {
     TORCH_CHECK(numbers_of(peer)[kAnnounced].value.load(std::memory_order_relaxed) == announced_, "rank ", ranks_[peer],
-                " has sent ", in_rows_, " of others, or fewer or more of them, where this rank has sent these");
+                " has sent gradients of others, or fewer or more of them, where this rank has sent these");
   }
 }
 
@@ -148,8 +149,7 @@ std::unique_ptr<Transfer> SharedTeam::all_gather(const at::Tensor& /*buffer*/, c
 
 // Once others have been waited for in vain, they are waited for no more.
 void SharedTeam::wait_for_all(size_t which, int64_t number) {
-  const std::string what =
-      which == kRead ? c10::str(" to have read the ", in_rows_, " of the step before") : c10::str("'s ", in_rows_);
+  const char* const what = which == kRead ? " to have read the gradients of the step before" : "'s gradients";
   std::optional<Waiting::Clock::time_point> deadline;
   for (int64_t step = 1; step < size(); ++step) {
     const int64_t peer = (rank() + step) % size();
@@ -157,11 +157,15 @@ void SharedTeam::wait_for_all(size_t which, int64_t number) {
     if (theirs.has_reached(number)) {
       continue;
     }
-    check_not_failed();
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      TORCH_CHECK(failure_.empty(), failure_);
+    }
     deadline = deadline ? deadline : Waiting::Clock::now() + limit_of(*group_);
     try {
-      const bool is_there = waiting_[which].until(theirs, number, has_cores_, *deadline, [&] { look(which, number); });
-      TORCH_CHECK(is_there, "waited for rank ", ranks_[peer], what, " until the process group's time-out, ",
+      const auto look = [&] { check_others_are_there(which, number); };
+      TORCH_CHECK(waiting_[which].until(theirs, number, has_cores_, *deadline, look), "waited for rank ", ranks_[peer],
+                  what, " until the process group's time-out, ",
                   std::chrono::duration<double>(limit_of(*group_)).count(), " s");
     } catch (const c10::Error& error) {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -172,20 +176,16 @@ void SharedTeam::wait_for_all(size_t which, int64_t number) {
   }
 }
 
-void SharedTeam::check_not_failed() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(failure_.empty(), failure_);
-}
-
-void SharedTeam::look(size_t which, int64_t number) const {
+// Any of those that are waited for: one that has failed may be why another one does not come.
+void SharedTeam::check_others_are_there(size_t which, int64_t number) const {
   for (int64_t peer = 0; peer < size(); ++peer) {
-    const SharedNumber& theirs = numbers_of(peer)[which];
-    if (peer == rank() || theirs.has_reached(number)) {
+    const Numbers& theirs = numbers_of(peer);
+    if (peer == rank() || theirs[which].has_reached(number)) {
       continue;
     }
-    const bool has_given_up = numbers_of(peer)[kGivenUp].has_reached(1);
-    const bool has_left = host_->has_left(ranks_[peer]);
-    TORCH_CHECK(theirs.has_reached(number) || !(has_given_up || has_left), "rank ", ranks_[peer],
+    const bool has_failed = theirs[kGivenUp].has_reached(1);
+    const bool has_left = theirs[kLeft].has_reached(1) || host_->has_ended(ranks_[peer]);
+    TORCH_CHECK(theirs[which].has_reached(number) || !(has_failed || has_left), "rank ", ranks_[peer],
                 has_left ? " has ended, or has left the process group," : " has failed,",
                 " and this rank waits for it");
   }

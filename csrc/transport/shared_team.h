@@ -2,6 +2,8 @@
 // there: a row travels by a number that its rank raises.
 #pragma once
 
+#include <sys/types.h>
+
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -19,11 +21,11 @@ namespace fastsync {
 // number of its own.
 class SharedTeam final : public Team, public std::enable_shared_from_this<SharedTeam> {
  public:
-  // Of this rank's host, with regions of so many bytes; on all ranks of the group together. Null where ranks
-  // cannot share memory: why_not says why. What is in rows is named in errors.
+  // Of this rank's host, with regions of so many bytes; on all ranks of the group together. Null where ranks cannot
+  // share memory: the host says why.
   static std::shared_ptr<SharedTeam> make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                          std::shared_ptr<Host> host, int64_t region_bytes, std::string& why_not,
-                                          const char* in_rows = "gradients");
+                                          std::shared_ptr<Host> host, int64_t region_bytes);
+  ~SharedTeam() override;
 
   at::Tensor allocate(int64_t bytes) override;
   void begin(int64_t attempt, int64_t what = -1) override;
@@ -35,25 +37,25 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
 
  private:
   static constexpr size_t kPhases = 4;
-  static constexpr size_t kRead = kPhases;  // the sums whose rows this rank has read
-  static constexpr size_t kGivenUp = kRead + 1;
-  static constexpr size_t kAnnounced = kGivenUp + 1;
+  static constexpr size_t kRead = kPhases;         // the sums whose rows this rank has read
+  static constexpr size_t kGivenUp = kRead + 1;    // 1 where its sums have failed
+  static constexpr size_t kLeft = kGivenUp + 1;    // 1 where it has let go of the team
+  static constexpr size_t kAnnounced = kLeft + 1;  // what its newest rows are of
   using Numbers = std::array<SharedNumber, kAnnounced + 1>;
 
   class Arrival;
 
   SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
-             std::shared_ptr<SharedMemory> shared, int64_t region_bytes, const char* in_rows);
+             std::shared_ptr<SharedMemory> shared, int64_t region_bytes);
   std::unique_ptr<Transfer> next(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
-  void check_not_failed();
-  void look(size_t which, int64_t number) const;
   void wait_for_all(size_t which, int64_t number);
+  void check_others_are_there(size_t which, int64_t number) const;
   void check_announced() const;
 
   std::shared_ptr<Host> host_;
   std::shared_ptr<SharedMemory> shared_;
-  const char* in_rows_;
+  const pid_t process_id_;
   bool has_cores_;  // for all ranks
   std::array<Waiting, kPhases + 1> waiting_;
   int64_t sum_ = 0;  // the newest, as every rank counts them

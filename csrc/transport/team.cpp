@@ -144,22 +144,28 @@ void Transfer::wait_for_rows() {
 
 void Transfer::wait_until_sent() { wait_for(departures_); }
 
-Reduction::Reduction(c10d::ProcessGroup& group, c10::Device device, const std::vector<at::Tensor>& buffers,
-                     c10d::ReduceOp::RedOpType op) {
+std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device device,
+                                     const std::vector<at::Tensor>& buffers, c10d::ReduceOp::RedOpType op) {
+  if (device.is_cpu() && group.getSize() == 1) {
+    return std::make_unique<Transfer>();  // Gloo would wake a thread to find out that there is nobody to add to
+  }
   c10d::AllreduceOptions options;
   options.reduceOp = op;
+  Transfer::Works works;
+  int64_t sent_bytes = 0;
   const auto post = [&] {
     for (const at::Tensor& buffer : buffers) {
-      sent_bytes_ += static_cast<int64_t>(buffer.nbytes());
+      sent_bytes += static_cast<int64_t>(buffer.nbytes());
       std::vector<at::Tensor> tensors{buffer};
-      arrivals_.push_back(group.allreduce(tensors, options));
+      works.push_back(group.allreduce(tensors, options));
     }
   };
   if (buffers.size() > 1 && group.getBackend(device.type())->supportsCoalescing()) {
-    arrivals_ = {coalesced(group, device, post)};
+    works = {coalesced(group, device, post)};
   } else {
     post();
   }
+  return std::make_unique<Transfer>(std::move(works), sent_bytes);
 }
 
 Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<int64_t> ranks)
@@ -218,11 +224,6 @@ std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows&
         return backend->_allgather_base(all, mine);
       },
       (size() - 1) * rows.stride);
-}
-
-std::unique_ptr<Reduction> Team::all_reduce(const std::vector<at::Tensor>& buffers,
-                                            c10d::ReduceOp::RedOpType op) const {
-  return std::make_unique<Reduction>(*group_, device_, buffers, op);
 }
 
 c10::Device device_of_sums(c10d::ProcessGroup& group, c10::Device device) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace fastsync {
@@ -23,10 +24,15 @@ struct Rows {
 // Rows on their way. What others send is expected from the beginning, so that it travels without asking.
 class Transfer {
  public:
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+  Transfer() = default;
+  // Of what is under way already.
+  Transfer(Works arrivals, int64_t sent_bytes) : arrivals_(std::move(arrivals)), sent_bytes_(sent_bytes) {}
   virtual ~Transfer() = default;
 
   // This rank's rows are filled. On a CPU it may be called again after it failed.
-  virtual void send() = 0;
+  virtual void send() {}
 
   // Until all rows have come, within the group's time limit. On CUDA the current stream waits.
   virtual void wait_for_rows();
@@ -40,8 +46,6 @@ class Transfer {
   int64_t sent_bytes() const { return sent_bytes_; }
 
  protected:
-  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-
   // Each once, for a second wait would be for another message. One that fails leaves those that come after it.
   static void wait_for(Works& works);
 
@@ -50,13 +54,11 @@ class Transfer {
   int64_t sent_bytes_ = 0;
 };
 
-// Buffers that the process group adds up.
-class Reduction final : public Transfer {
- public:
-  Reduction(c10d::ProcessGroup& group, c10::Device device, const std::vector<at::Tensor>& buffers,
-            c10d::ReduceOp::RedOpType op);
-  void send() override {}  // made for buffers that are filled
-};
+// Has the process group add up buffers, over all its ranks. Several travel together where the backend can do that, else
+// side by side.
+std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device device,
+                                     const std::vector<at::Tensor>& buffers,
+                                     c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM);
 
 // How many bytes are worth a transfer of their own, so that packing, travelling and unpacking of neighbours overlap.
 // Large enough that the number of messages costs nothing. NCCL cuts up by itself.
@@ -70,8 +72,6 @@ class Team {
 
   int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
   int64_t rank() const { return rank_; }  // the place among its members
-  // Then there is nobody to add to, but Gloo would wake a thread to find that out.
-  bool is_alone() const { return size() == 1 && device_.is_cpu(); }
 
   // Memory for the rows of sums. Each member fills a region of its own, of which it takes so many bytes, zeros at
   // first.
@@ -103,10 +103,6 @@ class Team {
 
   // Row rank() goes to everybody.
   virtual std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag);
-
-  // Of the whole process group. Several buffers travel together where the backend can do that, else side by side.
-  std::unique_ptr<Reduction> all_reduce(const std::vector<at::Tensor>& buffers,
-                                        c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM) const;
 
  protected:
   std::unique_ptr<Transfer> messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,

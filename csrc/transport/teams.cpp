@@ -50,7 +50,7 @@ const Levels& Teams::hosts() {
 void Teams::make_room(int64_t bytes) {
   hosts_.node.reset();
   shared_.reset();
-  shared_ = SharedTeam::make(all_->group(), host_, bytes, why_not_);
+  shared_ = SharedTeam::make(all_->group(), host_, bytes);
   may_share_ = shared_ != nullptr;
   hosts_.node = shared_;
 }

@@ -41,7 +41,7 @@ class Teams {
   // Whether each host has memory for so many bytes of each rank; or else need not try to have it.
   bool has_room(int64_t bytes) const { return !may_share_ || (shared_ && bytes <= shared_->region_bytes()); }
   void make_room(int64_t bytes);
-  const std::string& why_not_shared() const { return why_not_; }
+  std::string why_not_shared() const { return host_ ? host_->why_not() : ""; }
 
   // This rank's host's, in shared memory; null where there is none.
   const std::shared_ptr<SharedTeam>& shared() const { return shared_; }
@@ -55,7 +55,6 @@ class Teams {
   std::shared_ptr<Host> host_;
   std::shared_ptr<SharedTeam> shared_;
   Levels hosts_;
-  std::string why_not_;
 };
 
 }  // namespace fastsync

@@ -9,9 +9,9 @@
 #include <cerrno>
 #include <climits>
 #include <ctime>
+#include <fstream>
+#include <string>
 #include <thread>
-
-#include "transport/cgroup.h"
 
 namespace fastsync {
 
@@ -43,6 +43,27 @@ bool is_reached_awake(const SharedNumber& number, int64_t reached, bool has_core
   return true;
 }
 
+// How many CPUs' time the control groups (cgroups, of version 2) of this process give it, rounded up; no more than
+// `cores`. Those around its own count, too. In a container the process may have a path that is not there: then the
+// groups count that are.
+int64_t cores_of_cgroups(int64_t cores) {
+  std::ifstream groups("/proc/self/cgroup");
+  std::string path;
+  while (std::getline(groups, path) && !path.starts_with("0::")) {
+  }
+  path = path.starts_with("0::/") ? path.substr(3) : "";
+  for (;; path.resize(path.rfind('/'))) {
+    int64_t quota = 0;
+    int64_t period = 0;
+    if (std::ifstream("/sys/fs/cgroup" + path + "/cpu.max") >> quota >> period && period > 0) {
+      cores = std::min(cores, (quota + period - 1) / period);
+    }
+    if (path.empty()) {
+      return cores;
+    }
+  }
+}
+
 }  // namespace
 
 // Whoever falls asleep says so, notes the changes so far and looks at the value; this does it the other way round. So
@@ -63,7 +84,7 @@ int64_t num_usable_cores() {
   CPU_ZERO(&allowed);
   const bool is_known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
   const int64_t cores = is_known ? CPU_COUNT(&allowed) : std::thread::hardware_concurrency();
-  return std::max<int64_t>(1, std::min(cores, cpus_of_cgroups()));
+  return std::max<int64_t>(1, cores_of_cgroups(cores));
 }
 
 bool Waiting::until(SharedNumber& number, int64_t reached, bool has_cores, Clock::time_point deadline,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -24,7 +25,7 @@ import fastsync
 from fastsync import Compression
 from fastsync.compression import Wire
 from tests import reference
-from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, refuse
+from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at, refuse
 from tests.models import assert_same_on_all_ranks, random_grads
 from tests.ranks import RankError, on_ranks, run_ranks
 
@@ -201,19 +202,19 @@ def averages(sync: fastsync.GradientSynchronizer, parameters: list[nn.Parameter]
     return sync.stats().describe_transport()
 
 
-@pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize(
-    ("call", "error", "said"),
+    ("where", "call", "error", "said"),
     [
-        (Call("memfd_create"), errno.EPERM, "memfd_create of 1 bytes: Operation not permitted"),
-        (Call("fallocate"), errno.ENOSPC, r"fallocate of \d+ bytes: No space left on device"),
+        (0, Call("memfd_create"), errno.EPERM, r"memfd_create of \d+ bytes: Operation not permitted"),
+        (0, Call("fallocate"), errno.ENOSPC, r"fallocate of \d+ bytes: No space left on device"),
+        (1, Call("fallocate"), errno.ENOSPC, r"fallocate of \d+ bytes: No space left on device"),
         # As where processes may not look at each other.
-        (OPENS_MEMORY, errno.EACCES, r"open of another process's memory, /proc/\d+/fd/\d+: Permission denied"),
+        (1, OPENS_MEMORY, errno.EACCES, r"open of another process's memory, /proc/\d+/fd/\d+: Permission denied"),
     ],
 )
 @on_ranks(2)
 def test_where_a_rank_cannot_share_memory_all_send_messages(
-    rank: int, world_size: int, call: Call, error: int, said: str, where: int
+    rank: int, world_size: int, where: int, call: Call, error: int, said: str
 ) -> None:
     before = engine_of([5_000])
     averages(before[1], before[0], rank)
@@ -269,32 +270,60 @@ def test_a_word_that_turns_it_neither_on_nor_off_is_refused(rank: int, world_siz
     assert said in fastsync._C.shared_memory_obstacle()
 
 
-def opens_another_rank(folder: str) -> bool:
-    """Whether this process can open any memory that another one has."""
+def open_memory_in(folder: str) -> bool:
+    """Whether a process has memory in this folder of /proc, and lets this one open it."""
     for name in os.listdir(folder):
-        if "memfd:fastsync" in os.readlink(f"{folder}/{name}"):
-            os.close(os.open(f"{folder}/{name}", os.O_RDWR))
-            return True
+        with contextlib.suppress(FileNotFoundError):
+            if "memfd:fastsync" in os.readlink(f"{folder}/{name}"):
+                os.close(os.open(f"{folder}/{name}", os.O_RDWR))
+                return True
     return False
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-@on_ranks(2)
-def test_no_other_user_opens_the_memory(rank: int, world_size: int) -> None:
-    parameters, sync = engine_of([5_000])
-    assert averages(sync, parameters, rank) == "shared memory"
-    folder = f"/proc/{os.getpid()}/fd"
-    assert opens_another_rank(folder)
+def opens_as_another_user(folder: str) -> bool:
     child = os.fork()
     if child == 0:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
         try:
-            os._exit(opens_another_rank(folder))
+            os._exit(open_memory_in(folder))
         except PermissionError:
             os._exit(77)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 77
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 77
+
+
+def _others_try_while_it_is_shared(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether somebody of the same user, and of another one, can open the memory that rank 0 has made."""
+    parameters, sync = engine_of([5_000], group=dist.new_group(timeout=TIMEOUT))
+    set_grads(parameters, float(rank))
+    if rank == 1:
+        end_at(OPENS_MEMORY, signal.SIGSTOP)
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="Where the ranks are: rank 1"):
+            sync.synchronize()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    folder = f"/proc/{os.getpid()}/fd"
+    while not open_memory_in(folder):
+        time.sleep(0.01)
+    found = True, opens_as_another_user(folder)
+    waiting.join()
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_no_other_user_opens_the_memory() -> None:
+    assert run_ranks(_others_try_while_it_is_shared, 2, lost=[1])[0] == (True, False)
+
+
+@on_ranks(2)
+def test_what_is_shared_has_no_file_that_stays_open(rank: int, world_size: int) -> None:
+    parameters, sync = engine_of([5_000])
+    assert averages(sync, parameters, rank) == "shared memory"
+    assert not open_memory_in("/proc/self/fd")
 
 
 # ---- a rank ends ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Shared memory where a control group limits memory."""
+"""How many cores ranks may count on where control groups limit them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from fastsync import _C
-from tests.engine.test_shared_memory import averages, engine_of
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import run_ranks
 
-MIB = 2**20
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems, which only root may do")
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -34,65 +32,38 @@ def mount(source: Path | str, target: Path, kind: str, flags: int = 0, options: 
 # ---- control groups -------------------------------------------------------------------------------------------------
 
 
-def write_group(folder: str, limit: int | str, used: int, reclaimable: int = 0) -> None:
-    path = CGROUPS / folder
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "memory.max").write_text(f"{limit}\n")
-    (path / "memory.current").write_text(f"{used}\n")
-    (path / "memory.stat").write_text(f"anon 1\ninactive_file {reclaimable}\n")
-
-
-@needs_root
-@on_ranks(2)
-def test_a_rank_whose_cgroup_has_too_little_memory_is_not_killed(rank: int, world_size: int) -> None:
-    """Two ranks' rows of 32 MiB would not fit; one's fits, which is what messages take."""
-    if rank == 1:
-        own_mounts()
-        mount("none", CGROUPS, "tmpfs")
-        write_group("", 80 * MIB, 20 * MIB)
-    small = engine_of([5_000])
-    assert averages(small[1], small[0], rank) == "shared memory"
-    large = engine_of([32 * MIB // 4])
-    for _ in range(2):
-        transport = averages(large[1], large[0], rank)
-        assert transport.startswith(
-            f"process group (no shared memory: rank 1: the memory cgroup has {60 * MIB} bytes left, and "
-        )
-    assert averages(small[1], small[0], rank) == "shared memory"
-
-
-TREES: dict[str, tuple[str, dict[str, tuple[int | str, int, int]], int | None]] = {
-    # /proc/self/cgroup, each folder's limit, use and what can go of it, and what is left, where it is not enough
+TREES: dict[str, tuple[str, dict[str, str], int | None]] = {
+    # /proc/self/cgroup, each folder's cpu.max, and how many CPUs that leaves, where it limits them
     "none": ("0::/\n", {}, None),
-    "enough": ("0::/\n", {"": (90, 80, 0)}, None),
-    "no limit": ("0::/\n", {"": ("max", 80, 0)}, None),
-    "of a container": ("0::/\n", {"": (80, 90, 0)}, -10),
-    "of a container that hides its path": ("0::/docker/5f3a\n", {"": (80, 90, 0)}, -10),
-    "with files that can go": ("0::/\n", {"": (80, 90, 3)}, -7),
-    "nested": ("4:cpu:/a\n0::/job/step\n", {"job/step": (80, 90, 3), "job": (200, 90, 0)}, -7),
-    "around it": ("0::/job/step\n", {"job/step": ("max", 50, 0), "job": (80, 90, 0)}, -10),
-    "version 1": ("4:memory:/job\n", {"job": (80, 90, 0)}, None),
+    "no limit": ("0::/\n", {"": "max 100000"}, None),
+    "more than there are": ("0::/\n", {"": "100000000 100000"}, None),
+    "of a container": ("0::/\n", {"": "100000 100000"}, 1),
+    "a part of one": ("0::/\n", {"": "20000 100000"}, 1),
+    "of a container that hides its path": ("0::/docker/5f3a\n", {"": "100000 100000"}, 1),
+    "nested": ("4:cpu:/a\n0::/job/step\n", {"job/step": "50000 50000", "job": "max 100000"}, 1),
+    "around it": ("0::/job/step\n", {"job/step": "max 100000", "job": "100000 100000"}, 1),
+    "version 1": ("4:cpu:/job\n", {"job": "100000 100000"}, None),
 }
 
 
-def _obstacles(rank: int, world_size: int, own_groups: Path) -> list[str]:
+def _usable_cores(rank: int, world_size: int, own_groups: Path) -> list[int]:
     own_mounts()
     mount(own_groups, Path("/proc/self/cgroup"), "", flags=0x1000)
-    obstacles = []
+    found = []
     for groups, folders, _ in TREES.values():
         mount("none", CGROUPS, "tmpfs")
         own_groups.write_text(groups)
-        for folder, numbers in folders.items():
-            write_group(folder, *numbers)
-        obstacles.append(_C.shared_memory_obstacle())
-    return obstacles
+        for folder, quota in folders.items():
+            (CGROUPS / folder).mkdir(parents=True, exist_ok=True)
+            (CGROUPS / folder / "cpu.max").write_text(f"{quota}\n")
+        found.append(_C.num_usable_cores())
+    return found
 
 
 @needs_root
-def test_what_cgroups_leave(tmp_path: Path) -> None:
+def test_the_cpu_quotas_of_cgroups_are_heeded(tmp_path: Path) -> None:
     own_groups = tmp_path / "cgroup"
     own_groups.touch()
-    [obstacles] = run_ranks(_obstacles, 1, own_groups)
-    for (name, (_, _, left)), obstacle in zip(TREES.items(), obstacles, strict=True):
-        expected = "" if left is None else f"the memory cgroup has {left} bytes left, and 1 are needed"
-        assert obstacle == expected, name
+    [found] = run_ranks(_usable_cores, 1, own_groups)
+    for (name, (_, _, limit)), cores in zip(TREES.items(), found, strict=True):
+        assert cores == (len(os.sched_getaffinity(0)) if limit is None else limit), name

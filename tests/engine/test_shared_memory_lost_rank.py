@@ -120,8 +120,8 @@ CASES = {
         for size, entry_point, lost, at in [
             (2, "attach", 0, Call("memfd_create")),
             (2, "attach", 1, Call("fallocate")),
-            (3, "attach", 2, OPENS_MEMORY),  # to see whether it may
-            (3, "hook", 0, OPENS_MEMORY),
+            (3, "attach", 2, OPENS_MEMORY),
+            (3, "hook", 1, OPENS_MEMORY),
             (3, "attach", 0, Call("ftruncate", 1, 1, is_more=True)),  # of what the others are to open
             (3, "hook", 1, claims_above(1)),  # which all have opened
         ]

@@ -1,0 +1,61 @@
+// Who is missing where a wait for other ranks fails. Each engine notes its state. A thread of the process writes that
+// once a second, as a heartbeat, under the rank's key in the group's store. Whoever fails reads the keys of all ranks.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace fastsync {
+
+// The state of one engine. Thread-safe; touches no Python object.
+class Liveness : public std::enable_shared_from_this<Liveness> {
+ public:
+  // The engine is named in what other ranks are told.
+  static std::shared_ptr<Liveness> of(c10d::ProcessGroup& group, const std::string& engine);
+
+  // Waits for the ranks to agree before a step, and why.
+  void agree(int64_t step, const std::string& why) { note("agreeing before ", step, ", because " + why); }
+  // Averages gradients. This and the next are for every step.
+  void average(int64_t step) { note("averaging in ", step, ""); }
+  // Waits for nobody any more, unless the wait failed: then it stays where it failed.
+  void rest();
+  // Its backward failed, and it waits for nobody.
+  void give_up();
+
+  // To be appended to the error of a wait that failed: which ranks do not answer, and where the others are. Takes a few
+  // seconds at most. Empty where there is no store to ask through.
+  std::string who_is_missing();
+
+ private:
+  friend struct Heartbeat;
+  enum class State { kResting, kWaiting, kFailed };
+
+  Liveness(const c10d::ProcessGroup& group, const std::string& engine);
+  bool can_ask() const;
+  void note(const char* what, int64_t step, const std::string& why);
+  std::string of_step() const { return "step " + std::to_string(step_) + of_engine_; }
+  void write(const std::string& waiting);
+  std::string ask() const;
+
+  const std::string of_engine_;
+  const int64_t rank_;
+  const int64_t size_;
+  std::vector<uint64_t> global_ranks_;                // empty where they are not known
+  const c10::weak_intrusive_ptr<c10d::Store> store_;  // the group's, which may have a server that has to end with it
+  int64_t answered_ = -1;                             // the newest question, for the thread
+  std::mutex mutex_;                                  // guards the next three
+  std::string text_;
+  int64_t step_ = -1;
+  State state_ = State::kResting;
+  std::mutex asking_;  // held by who asks; guards the next two
+  std::string told_;
+  std::chrono::steady_clock::time_point told_at_;
+};
+
+}  // namespace fastsync
