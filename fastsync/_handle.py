@@ -94,16 +94,15 @@ class SyncHandle(ABC):
         residuals = {own[key]: residual for key, residual in given.items() if key in own}
         if given and not residuals:
             warnings.warn(
-                f"fastsync: of what error feedback had not sent, the state has that of other ranks (such as "
-                f"{next(iter(given))!r}) and nothing of rank {own_rank()}, which begins without; to keep it, save the "
-                "state of every rank",
+                f"fastsync: the state has residuals of other ranks (such as {next(iter(given))!r}) and none of rank "
+                f"{own_rank()}, which begins with zeros; to keep them, save the state of every rank",
                 stacklevel=2,
             )
         for name, residual in residuals.items():
             if not _is_residual(residual, named[name]):
                 raise ValueError(
-                    f"state_dict: the residual of {name!r} is not of the parameter's {named[name].numel()} values and "
-                    "precision; is it another model's state?"
+                    f"state_dict: the residual of {name!r} has another size or dtype than the parameter, which has "
+                    f"{named[name].numel()} values; is it another model's state?"
                 )
         self._engine.set_step(state_dict.get("step", 0))
         self._engine.set_scales([(named[name], scale) for name, scale in scales.items()])
@@ -148,7 +147,7 @@ class GradientHandle(SyncHandle):
         self._follow(as_compression(compression))
 
     def explain(self) -> str:
-        """Tells what each bucket of the next step travels with, how it gets to other ranks, and why, in a table.
+        """Returns a table: how each bucket of the next step is compressed and sent, and why.
 
         Raises:
             RuntimeError: no step was synchronised yet. The first one makes the buckets.
@@ -156,8 +155,8 @@ class GradientHandle(SyncHandle):
         stats = self.stats()
         if not stats.buckets:
             raise RuntimeError(
-                "explain: buckets are made when the first backward is synchronised; before it, "
-                "fastsync.measure_group().choose(numel) tells what a bucket of so many values travels with"
+                "explain: buckets are made when the first backward is synchronised; until then, "
+                "fastsync.measure_group().choose(numel) says which compression a bucket of numel values would get"
             )
         return explain(self._candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
 
@@ -280,7 +279,7 @@ def warn_of_generic_kernels(group: dist.ProcessGroup, devices: Iterable[torch.de
             reason = cuda_left_out() if is_nvidia else "fastsync has some for CPUs and for NVIDIA GPUs"
             warnings.warn(
                 f"fastsync: gradients on {kind} are packed by torch's own operations, which take more launches and "
-                f"more memory than fused kernels do: none were built for it{f' ({reason})' if reason else ''}",
+                f"more memory than fused kernels: none were built for {kind}{f' ({reason})' if reason else ''}",
                 stacklevel=5,  # where attach was called
             )
         _seen.add(kind)
@@ -361,7 +360,7 @@ def handle_of(module: nn.Module) -> GradientHandle:
     handles = handles_of(module)
     if len(handles) != 1:
         raise ValueError(
-            f"module: {len(handles) or 'no'} handles of fastsync look after this {type(module).__name__}; pass the "
+            f"module: {len(handles) or 'no'} handles of fastsync belong to this {type(module).__name__}; pass the "
             "module that attach() or register_comm_hook() was given, or keep what they return"
         )
     return handles[0]
@@ -444,8 +443,8 @@ def check_not_unscaled(optimizer: Optimizer | None) -> None:
         stages = [_stages(scaler) for scaler in _scalers]
     if any(OptState.UNSCALED in (each.values() if optimizer is None else [each.get(id(optimizer))]) for each in stages):
         raise RuntimeError(
-            "fastsync.clip_grad_norm_: a GradScaler has unscaled gradients since they were synchronised, so that "
-            "the norm that is known is too large by its scale; pass optimizer= and scaler=, or use "
+            "fastsync.clip_grad_norm_: a GradScaler has unscaled gradients since they were synchronised, so the "
+            "known norm is too large by its scale; pass optimizer= and scaler=, or use "
             "torch.nn.utils.clip_grad_norm_"
         )
 

@@ -40,7 +40,7 @@ class GradientSynchronizer(ClippableHandle):
     A copy or a pickle of it is None: a copied model is a plain one.
     """
 
-    _taken_by = "by attach(); call detach() of what that returned, or set its .compression to change what travels"
+    _taken_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
 
     def __init__(
         self,
@@ -305,8 +305,8 @@ class GradientSynchronizer(ClippableHandle):
         """As ``ClippableHandle.check_unscaled_after_sync``: a backward tells, ``synchronize()`` does not."""
         if self._engine.num_steps() == self._called_step:
             raise RuntimeError(
-                "fastsync.clip_grad_norm_: nothing tells whether unscale_ came before or after synchronize(), so the "
-                "norm is not known; call it before unscale_, which makes no difference to what it does, or use "
+                "fastsync.clip_grad_norm_: unscale_ and synchronize() were both called, and their order is not "
+                "known, so the norm is not known; clip before unscale_, with the same result, or use "
                 "torch.nn.utils.clip_grad_norm_"
             )
 
@@ -334,8 +334,8 @@ class GradientSynchronizer(ClippableHandle):
             way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
             raise RuntimeError(
                 f"fastsync.attach: {type(optimizer).__name__} was about to step with gradients that no rank has "
-                f"averaged, of {name} for one; {way_out}, on every rank. A step that is meant to be this rank's own "
-                "belongs inside no_sync()"
+                f"averaged, such as that of {name}; {way_out}, on every rank. A step that is meant to be this rank's "
+                "own belongs inside no_sync()"
             )
         self._steps_before[optimizer] = num_steps
 

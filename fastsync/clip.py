@@ -62,8 +62,8 @@ def clip_grad_norm_(
         note_scaler(scaler)
         if optimizer is None:
             raise ValueError(
-                "scaler: serves only together with optimizer=, the one that scaler.step() will be called with: for it "
-                "the scaler knows whether the gradients are scaled"
+                "scaler: pass optimizer= too, the one that scaler.step() gets: a scaler knows for each optimizer "
+                "whether its gradients are scaled"
             )
     if norm_type == 2.0:
         grad_norm = _known_norm(sync, optimizer, scaler)

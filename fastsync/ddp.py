@@ -119,7 +119,7 @@ def register_comm_hook(
     if handles_of(ddp_model) or ddp_model._comm_hooks:
         raise ValueError(
             "ddp_model: it has a communication hook already, and DDP takes one, once (mixed_precision is one, too); to "
-            "change what travels, set .compression of the CommHook that the first register_comm_hook returned"
+            "change the compression, set .compression of the CommHook that the first register_comm_hook returned"
         )
     if ddp_model._use_python_reducer:
         raise RuntimeError(

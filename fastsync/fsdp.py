@@ -48,13 +48,13 @@ class _Unit:
 class ShardedGradients(GradientHandle):
     """The handle that ``register_reduce_scatter`` and ``register_all_reduce_hook`` return.
 
-    Statistics are of this rank's shards, and of a reduce-scatter what it gave, before anything else is done to it. On
-    CPUs backward waits for each module's, so all of their time is exposed; ``exposed_time`` has the last one's.
+    Statistics are of this rank's shards, as the reduce-scatter returns them. On CPUs backward waits for each module's
+    reduce-scatter, so all of its time is exposed; ``exposed_time`` counts only the last one.
 
-    State goes by module, number of values that travel together, and rank, such as ``layers.0[4096] of rank 1``: save
-    each rank's own, for the same number of ranks. What error feedback has not sent yet is as large as all of the
-    model's gradients, not as their shards. A new handle has no tensors yet that ``torch.distributed.checkpoint`` could
-    load into: give it the bytes of ``torch.save``, under a key a rank.
+    State is named by module, number of values that are sent together, and rank, such as ``layers.0[4096] of rank 1``.
+    Save each rank's own; it fits the same number of ranks. Residuals are as large as all of the model's gradients, not
+    as their shards. A new handle has no tensors yet that ``torch.distributed.checkpoint`` could load into: give it the
+    bytes of ``torch.save``, under one key for each rank.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
     units = [unit for unit in units if not isinstance(unit.group._reduce_scatter_comm, _EngineReduceScatter)]
     if not units:
         raise ValueError(
-            "model: register_reduce_scatter serves all of its modules already; to change what travels, set "
+            "model: register_reduce_scatter serves all of its modules already; to change the compression, set "
             ".compression of the handle that it returned"
         )
     shard_group = _shard_group_of(units)
@@ -201,7 +201,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
 def register_all_reduce_hook(
     model: nn.Module, compression: AnyCompression = "none", *, process_group: dist.ProcessGroup | DeviceMesh
 ) -> ShardedGradients:
-    """Averages the shards of a model under ``fully_shard`` over its replicas: of HSDP only the slow hop narrows.
+    """Averages the shards of a model under ``fully_shard`` over its replicas: HSDP with only the slow hop compressed.
 
     Shard the model over the ranks of a node alone, as in ``fully_shard(model, mesh=mesh["shard"])``. What the
     reduce-scatter inside the node has given is then averaged over the nodes by the engine. It serves every module that
@@ -211,7 +211,7 @@ def register_all_reduce_hook(
 
     Args:
         model: the model, or a part of it.
-        compression: what travels between replicas, as in ``attach``.
+        compression: between replicas, as in ``attach``.
         process_group: the ranks that hold the same shards, one of each replica: a group or a one-dimensional
             ``DeviceMesh``, as in ``mesh["replicate"]``.
 
@@ -237,7 +237,7 @@ def register_all_reduce_hook(
     if len(both) > 1:
         raise ValueError(
             f"process_group: it has the ranks {sorted(both)} of one replica, which hold different shards; pass the "
-            "ranks that hold the same ones, as in mesh['replicate']"
+            "ranks that hold the same shards, as in mesh['replicate']"
         )
     handle = ShardedGradients(units, compression, group, scatters=False)
     _check_agreement(handle)

@@ -99,8 +99,8 @@ def _ranks_left(store: Store, ranks: list[int], progress: int, timeout: timedelt
             return {each: int(store.get(str(each))) for each in left}
     except Exception as unreachable:
         raise RuntimeError(
-            f"fastsync: rank {rank} has lost some of ranks {ranks} ({error}), and the store that would tell which "
-            f"does not answer ({unreachable}); it has to live on a host that is not lost"
+            f"fastsync: rank {rank} has lost some of ranks {ranks} ({error}), and the store that records which "
+            f"ones does not answer ({unreachable}); do not lose the host that holds the store"
         ) from error
     raise RuntimeError(
         f"fastsync: ranks {left} have gone on without rank {rank}, which came too late; start it again from their state"

@@ -26,7 +26,7 @@ double factor_of(const c10d::ReduceOp& op, int64_t num_ranks) {
       [[fallthrough]];
     }
     default:
-      TORCH_CHECK_VALUE(false, "op: a reduce-scatter of fastsync's takes AVG, SUM and PREMUL_SUM with a number, got ",
+      TORCH_CHECK_VALUE(false, "op: fastsync's reduce-scatter takes AVG, SUM and PREMUL_SUM with a number, got ",
                         "another one (", static_cast<int>(op.op_), ")");
   }
 }

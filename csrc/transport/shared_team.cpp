@@ -116,7 +116,7 @@ void SharedTeam::begin(int64_t attempt, int64_t what) {
 void SharedTeam::check_announced() const {
   for (int64_t peer = 0; announced_ != 0 && peer < size(); ++peer) {
     TORCH_CHECK(numbers_of(peer)[kAnnounced].value.load(std::memory_order_relaxed) == announced_, "rank ", ranks_[peer],
-                " has sent gradients of others, or fewer or more of them, where this rank has sent these");
+                " has sent other gradients, or another number of them, than this rank");
   }
 }
 

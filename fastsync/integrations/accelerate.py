@@ -24,7 +24,7 @@ def register_prepared(model: nn.Module, compression: AnyCompression = "none") ->
 
     Args:
         model: the wrapped model, compiled or not.
-        compression: what travels, as these functions take it.
+        compression: as these functions take it.
 
     Returns:
         The handle.

@@ -19,7 +19,7 @@ class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is che
 
     Args:
         trainer: the Trainer that this is a callback of.
-        compression: what travels, as in ``register_comm_hook``.
+        compression: as in ``register_comm_hook``.
     """
 
     def __init__(self, trainer: Trainer, compression: AnyCompression = "none") -> None:

@@ -196,7 +196,7 @@ def test_hooks_put_on_after_attach(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_handles_are_found_by_their_modules(rank: int, world_size: int) -> None:
     model, ddp_model = Mlp(), DistributedDataParallel(Mlp())
-    with pytest.raises(ValueError, match="no handles of fastsync look after this Mlp"):
+    with pytest.raises(ValueError, match="no handles of fastsync belong to this Mlp"):
         fastsync.handle_of(model)
     for _ in range(2):
         sync = attach(model)
@@ -209,5 +209,5 @@ def test_handles_are_found_by_their_modules(rank: int, world_size: int) -> None:
     both = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     handles = [attach(each) for each in both]
     assert [fastsync.handle_of(each) for each in both] == handles
-    with pytest.raises(ValueError, match="no handles of fastsync look after this ModuleList"):
+    with pytest.raises(ValueError, match="no handles of fastsync belong to this ModuleList"):
         fastsync.handle_of(both)

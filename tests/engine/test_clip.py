@@ -326,7 +326,7 @@ def test_a_scaler_is_refused_where_it_cannot_tell() -> None:
     optimizer, scaler = torch.optim.SGD(model.parameters()), _scaler()
     _backward(model, [torch.ones(4)])
     sync.synchronize()
-    with pytest.raises(ValueError, match="scaler: serves only together with optimizer="):
+    with pytest.raises(ValueError, match="scaler: pass optimizer= too"):
         fastsync.clip_grad_norm_(sync, 1.0, scaler=scaler)
     with pytest.raises(RuntimeError, match="it has scaled no loss yet"):
         fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler)

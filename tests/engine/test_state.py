@@ -167,7 +167,7 @@ def _distributed_checkpoint(rank: int, world_size: int, folder: str, compression
 
     others = {name.replace(f"rank {rank}", f"rank {1 - rank}"): kept for name, kept in state["residuals"].items()}
     _, sync = begin()
-    with pytest.warns(UserWarning, match=f"of rank {1 - rank}'. and nothing of rank {rank}, which begins without"):
+    with pytest.warns(UserWarning, match=f"of rank {1 - rank}'. and none of rank {rank}, which begins with zeros"):
         sync.load_state_dict(state | {"residuals": others})
     elsewhere = {f"no_{name}": kept for name, kept in others.items()}
     with pytest.raises(ValueError, match=f"of rank {1 - rank}'; is it another model's state"):
@@ -198,7 +198,7 @@ def _of_rank_0_alone(rank: int, world_size: int, file: str) -> None:
             again.load_state_dict(saved["sync"])
         said = [str(warning.message) for warning in caught]
         assert len(said) == (0 if rank == 0 else 1), said
-        assert all(f"nothing of rank {rank}, which begins without" in each for each in said)
+        assert all(f"none of rank {rank}, which begins with zeros" in each for each in said)
         assert bool(again.state_dict()["residuals"]) == (rank == 0)
         assert again.state_dict()["step"] == 3
         _steps(resumed, rank, range(3, 5))

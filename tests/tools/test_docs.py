@@ -29,18 +29,6 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def code_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page)], ids=name_of)
-def test_code_is_python_and_calls_what_there_is(page: Path) -> None:
-    for block in code_blocks(page):
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fastsync":
-                assert hasattr(fastsync, node.attr), f"fastsync.{node.attr}"
-
-
 def inline_code(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE))
 

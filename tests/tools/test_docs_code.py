@@ -1,7 +1,7 @@
-"""What README, docs and CONTRIBUTING show is run: each block of Python on two ranks, each command by its own parser.
+"""What README, docs and CONTRIBUTING show is run: each block of Python on two ranks, each command at a small size.
 
 A block has what it does not make itself from ``Names``, such as a model. One that cannot run says why, in a comment
-above it: ``<!-- not run: reason -->``.
+above it: ``<!-- not run: reason -->``. Each command is also read by its own parser, at its full size.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
+import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fastsync
 from benchmarks.harness import options
+from tests.forked import Command
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +113,8 @@ MADE: dict[str, Callable[[Names], Any]] = {
     "ddp_model": lambda names: nn.parallel.DistributedDataParallel(names["model"]),
     "agent": lambda names: names["model"],
     "Agent": lambda names: lambda envs: names["model"],
-    "envs": lambda names: None,
+    "envs": lambda names: SimpleNamespace(obs_rms=SimpleNamespace(mean=np.zeros(4), var=np.ones(4))),
+    "device": lambda names: torch.device("cpu"),
     "optimizer": lambda names: torch.optim.Adam(names["model"].parameters()),
     "scaler": lambda names: torch.amp.GradScaler("cpu"),
     "sync": lambda names: fastsync.attach(names["model"]),
@@ -170,25 +176,35 @@ def test_each_block_of_python_runs_on_two_ranks() -> None:
 
 def test_what_is_not_run_says_why() -> None:
     assert {block.language for block in blocks()} <= LANGUAGES
-    reasons = [block.reason for block in blocks() if block.reason is not None]
-    assert 0 < len(reasons) <= 5
-    assert all(len(reason.split()) > 3 for reason in reasons)
+    left_out = [block for block in blocks() if block.reason is not None]
+    assert 0 < len(left_out) <= 5
+    for block in left_out:
+        compile(block.code, block.place, "exec")
+        assert len(block.reason.split()) > 3
 
 
-def commands() -> list[tuple[str, str]]:
-    """Each command of a block of shell lines, and each that running text and tables show."""
+def commands() -> list[tuple[str, list[str]]]:
+    """Each that blocks, running text and tables show: where, and its words as a shell reads them."""
     found = []
     for block in blocks():
         if block.language == "sh":
             joined = re.sub(r"\\\n\s*", "", block.code)
-            found += [(block.place, line) for line in joined.splitlines() if line.strip()]
+            found += [(block.place, line) for line in joined.splitlines()]
     for page in PAGES:
         text = BLOCK.sub("", page.read_text())
         if page.name == "troubleshooting.md":  # whose first column has messages
             text = re.sub(r"^\| `.*?` \|", "", text, flags=re.MULTILINE)
         shown = re.findall(r"`((?:fastsync|make|python3?|torchrun|pip) [^`\n]+)`", text)
         found += [(str(page.relative_to(ROOT)), line) for line in shown]
-    return sorted(set(found))
+    variables: dict[str, str] = {}
+    read = []
+    for place, line in sorted(set(found)):
+        words = [word for each in shlex.split(line, comments=True) for word in expanded(each, variables)]
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name, value = words.pop(0).split("=", 1)
+            variables[name] = value
+        read.append((place, [word for word in words if word != "..." and not word.startswith("[")]))
+    return [(place, words) for place, words in read if words]
 
 
 class Parsed(Exception):
@@ -278,20 +294,13 @@ def test_each_command_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("run.yaml", "runs/mine/settings.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("env: CartPole-v1\n")
-    variables: dict[str, str] = {}
     shown = commands()
     assert len(shown) > 60
-    for place, line in shown:
-        words = [word for each in shlex.split(line, comments=True) for word in expanded(each, variables)]
-        while words and re.match(r"[A-Z_]+=", words[0]):
-            name, value = words.pop(0).split("=", 1)
-            variables[name] = value
-        words = [word for word in words if word != "..." and not word.startswith("[")]
-        if words:
-            try:
-                READERS[words[0]](words[1:])
-            except BaseException as error:
-                raise AssertionError(f"{place}: {line}") from error
+    for place, words in shown:
+        try:
+            READERS[words[0]](words[1:])
+        except BaseException as error:
+            raise AssertionError(f"{place}: {shlex.join(words)}") from error
 
 
 def expanded(word: str, variables: dict[str, str]) -> list[str]:
@@ -301,3 +310,70 @@ def expanded(word: str, variables: dict[str, str]) -> list[str]:
     if match := re.fullmatch(r"(.*)\{(.*)\}", word):
         return [match[1] + each for each in match[2].split(",")]
     return [word]
+
+
+NOT_RUN = {
+    "--nnodes": "needs several machines",
+    "--launcher ray": "needs Ray, with which tests/ppo/test_launch_ray.py runs",
+    "^fastsync (train|eval|launch [a-z]+)$|benchmarks( predict)?$": "is a name; its whole command is elsewhere",
+    "^(make|pip|python3) |^python -m (tools|build|pytest)": "needs a network or hours, or is run by .ci/run",
+}
+SMALLER = {
+    r"(--nproc(?:-per-node)?)[ =]\d+": r"\1=2",
+    r" runs/CartPole-\S+": " runs/mine --episodes 1",
+    r"--json r2\.json": "--json rows.json",
+    r"(fastsync[. ]train .*|ppo_own_loss.*)": r"\1 --total-steps 2000 --num-epochs 1",
+    r"(benchmarks ops.*)": r"\1 --sizes 18KiB --tensors 6 --repetitions 1",
+    r"(benchmarks (?:sync|link)(?!.*gpt2).*)": r"\1 --sizes 5k --repetitions 2 --warmup 2",
+    r"(benchmarks (?:ddp|link.*gpt2).*)": r"\1 --models mlp --batch-size 2 --repetitions 1 --warmup 2",
+    r"(benchmarks scaling.*)": r"\1 --world-sizes 1 2 --batch-size 2 --steps 2 --warmup 2 --repetitions 1",
+    r"(benchmarks outer.*)": r"\1 --numel 1000 --step-time 0.001 --rate 100mbit --rounds 1 --each-step 1",
+    r"(benchmarks ppo.*)": r"\1 --total-steps 8000 --repetitions 1",
+}
+
+
+def small_commands() -> list[str]:
+    """Each that can be run here, made smaller."""
+    lines = dict.fromkeys(shlex.join(words) for _, words in commands())
+    shown = [line for line in lines if not any(re.search(pattern, line) for pattern in NOT_RUN)]
+    for pattern, smaller in SMALLER.items():
+        shown = [re.sub(pattern, smaller, line) for line in shown]
+    return shown
+
+
+def run_command(words: Sequence[str]) -> object:
+    name, *rest = words
+    if name == "python" and rest[0] != "-m":
+        sys.argv = rest
+        return runpy.run_path(rest[0], run_name="__main__") and None
+    main = {"fastsync": "fastsync.cli", "torchrun": "torch.distributed.run", "python": "benchmarks.__main__"}[name]
+    return import_module(main).main(rest[2:] if name == "python" else rest)
+
+
+def run_in(folder: Path, line: str) -> None:
+    command = Command(run_command, folder, *shlex.split(line), PYTHONPATH=f"{ROOT}:{folder}")
+    try:
+        assert command.wait(200) == 0, command.out + command.err
+    finally:
+        command.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has what the commands name: scripts, settings, rows, an environment, and a run."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "mypkg").mkdir()
+    (folder / "mypkg/envs.py").write_text("import gymnasium\ndef make_env(): return gymnasium.make('CartPole-v1')\n")
+    (folder / "run.yaml").write_text("env: CartPole-v1\n")
+    (folder / "train.py").write_text(next(block.code for block in blocks() if 'print(f"loss' in block.code))
+    for rows in (ROOT / "benchmarks/results").glob("link-100mbit-?-ranks_*.json"):
+        shutil.copy(rows, folder / f"r{rows.name[13]}.json")
+    run_in(folder, "fastsync train --config run.yaml --run-name mine --total-steps 1000")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", small_commands())
+def test_each_command_runs_at_a_small_size(line: str, folder: Path) -> None:
+    run_in(folder, line)
