@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import textwrap
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def write_helps(app: Sphinx) -> None:
         command = [sys.executable, "-m", "fastsync.cli", *words, "--help"]
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
         said = said.partition("╭─ settings options")[0]  # which have a page of their own
-        (HELP / f"{name}.txt").write_text("\n".join(line.rstrip() for line in said.splitlines()))
+        lines = [part for line in said.splitlines() for part in textwrap.wrap(line.rstrip(), 88) or [""]]
+        (HELP / f"{name}.txt").write_text("\n".join(lines))
 
 
 SETTINGS = {"RunSettings": "settings.py", "Settings": "ppo.py"}

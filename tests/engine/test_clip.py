@@ -333,7 +333,7 @@ def test_a_scaler_is_refused_where_it_cannot_tell() -> None:
     _backward(model, [torch.ones(4)], scaler)
     sync.synchronize()
     scaler.unscale_(optimizer)  # before synchronize() as well, for all that anybody can tell
-    with pytest.raises(RuntimeError, match=r"unscale_ came before or after synchronize\(\)"):
+    with pytest.raises(RuntimeError, match="their order is not known"):
         fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="has stepped with these gradients already"):
