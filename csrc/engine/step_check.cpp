@@ -112,7 +112,7 @@ void StepCheck::check(const at::Tensor& sum) const {
               what_, ". The engines that met, and how often each had seen its parameters updated since they met ",
               "before: ", who.str(), ". Has a rank run a backward more than the others, left out an optimizer step, ",
               "changed parameters alone, or run its backwards, or attach(), in another order? These gradients are no ",
-              "mean: go on from a checkpoint. If ranks may differ on purpose, FASTSYNC_STEP_CHECK=0 turns this check off");
+              "mean: go on from a checkpoint. Where ranks may differ so, FASTSYNC_STEP_CHECK=0 turns this check off");
 }
 
 }  // namespace fastsync

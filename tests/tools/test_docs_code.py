@@ -314,6 +314,7 @@ def expanded(word: str, variables: dict[str, str]) -> list[str]:
 
 NOT_RUN = {
     "--nnodes": "needs several machines",
+    "benchmarks ppo ": "takes minutes until all have learnt, and tests/benchmarks/test_ppo.py runs parts of it",
     "--launcher ray": "needs Ray, with which tests/ppo/test_launch_ray.py runs",
     "^fastsync (train|eval|launch [a-z]+)$|benchmarks( predict)?$": "is a name; its whole command is elsewhere",
     "^(make|pip|python3) |^python -m (tools|build|pytest)": "needs a network or hours, or is run by .ci/run",
@@ -327,8 +328,7 @@ SMALLER = {
     r"(benchmarks (?:sync|link)(?!.*gpt2).*)": r"\1 --sizes 5k --repetitions 2 --warmup 2",
     r"(benchmarks (?:ddp|link.*gpt2).*)": r"\1 --models mlp --batch-size 2 --repetitions 1 --warmup 2",
     r"(benchmarks scaling.*)": r"\1 --world-sizes 1 2 --batch-size 2 --steps 2 --warmup 2 --repetitions 1",
-    r"(benchmarks outer.*)": r"\1 --numel 20000 --step-time 0.001 --rate 100mbit --rounds 1 --each-step 1",
-    r"(benchmarks ppo .*)(cleanrl|16) .*": r"\1\2 --total-steps 8000 --repetitions 1",
+    r"(benchmarks outer.*)": r"\1 --numel 200000 --step-time 0.001 --rate 100mbit --rounds 1 --each-step 1",
 }
 
 
