@@ -23,7 +23,7 @@ help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
 	@echo 'make test        set up, then run the tests; SUITE=engine, ppo, benchmarks or tools for some'
 	@echo 'make test-all    and those that run whole commands and other trainers, as every change has to pass'
-	@echo 'make test-slow   run the tests that take minutes: trainings that must reach published returns'
+	@echo 'make test-slow   run the tests that take minutes: trainings that must reach published returns, and the commands of the docs'
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
