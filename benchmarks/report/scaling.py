@@ -85,7 +85,7 @@ def _summary(records: Sequence[Record], found: Sequence[Point], scaling: str) ->
             exposed = f"exposed communication {WITHIN_NOISE}"
         yield (
             f"{method} on {last.ranks}: {last.step.value * 1e3:.1f} ms a step, {exposed}; "
-            f"{last.efficiency.value:.1%} {scaling} efficiency ({EFFICIENCY['interval'](last)})."
+            f"{last.efficiency.value:.1%} {scaling} efficiency, interval {EFFICIENCY['interval'](last)}."
         )
     measuring = overhead(records)
     if measuring is not None:
