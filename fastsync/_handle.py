@@ -198,7 +198,8 @@ class GradientHandle(SyncHandle):
 class ClippableHandle(GradientHandle):
     """A handle of whole gradients: clipping uses the norm that unpacking them has found, and optimizers are watched."""
 
-    _claimed_step = -1
+    _clipped_step = -1  # the newest whose gradients were clipped
+    clips_in_next_step = False
     _taken_by: ClassVar[str]
     """Ends the sentence that a parameter is averaged already: by what, and the way out."""
 
@@ -206,32 +207,21 @@ class ClippableHandle(GradientHandle):
         """Returns the parameters that no other handle may average."""
         return self.parameters()
 
-    def claim_norm(self) -> Tensor:
-        """Returns the newest ``GradStats.grad_norm`` for clipping, once: clipping changes it.
+    def known_norm(self, *, is_unscaled: bool) -> Tensor | None:
+        """Returns the newest ``GradStats.grad_norm``, if the gradients are still those that it is of.
 
-        Raises:
-            RuntimeError: the norm has been used, and no backward was synchronised since.
+        Args:
+            is_unscaled: a GradScaler has divided the gradients since they were computed. Then it is of scaled ones.
         """
-        if self.is_norm_used_up():
-            raise RuntimeError(
-                "fastsync.clip_grad_norm_: no backward was synchronised since these gradients were clipped, so their "
-                "norm is not known; clip once after each synchronised backward (the norm before clipping stays in "
-                "grad_stats), or use torch.nn.utils.clip_grad_norm_"
-            )
-        grad_norm = self.grad_stats().grad_norm
-        self.use_up_norm()
-        return grad_norm
+        return None if self.is_clipped() else self.grad_stats().grad_norm
 
-    def is_norm_used_up(self) -> bool:
+    def is_clipped(self) -> bool:
         """Tells whether the gradients have been clipped since they were synchronised."""
-        return self._engine.num_steps() == self._claimed_step and not self._engine.is_captured()
+        return self._engine.num_steps() == self._clipped_step and not self._engine.is_captured()
 
-    def use_up_norm(self) -> None:
-        """Notes that the gradients are about to be clipped."""
-        self._claimed_step = self._engine.num_steps()
-
-    def check_unscaled_after_sync(self) -> None:
-        """Raises RuntimeError where ``unscale_`` may have come before the gradients were synchronised."""
+    def note_clip(self, in_next_step: bool) -> None:
+        """Notes that the gradients are clipped: now, or in the optimizer's next step."""
+        self._clipped_step, self.clips_in_next_step = self._engine.num_steps(), in_next_step
 
     def check_before_step(self, optimizer: Optimizer, stepped: Mapping[int, Tensor]) -> None:
         """Raises RuntimeError if an optimizer is about to step inside backward. ``stepped``: its parameters, by id."""

@@ -67,7 +67,7 @@ class GradientSynchronizer(ClippableHandle):
         self._engine: _C.Synchronizer = _C.Synchronizer(
             list(self._named.values()), list(self._named), group, self._bucket_cap_bytes, self._op == "sum"
         )
-        self._called_step = self._claimed_step = -1  # the newest that synchronize() was called for; that was clipped
+        self._called_step = self._clipped_step = -1  # the newest that synchronize() was called for; that was clipped
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.compression = compression
 
@@ -284,31 +284,20 @@ class GradientSynchronizer(ClippableHandle):
         """As ``ClippableHandle.taken``: those that are frozen may not stay so."""
         return self._named.values()
 
-    def claim_norm(self) -> Tensor:
-        """As ``ClippableHandle.claim_norm``; also raises if the gradients have changed since the sync.
+    def known_norm(self, *, is_unscaled: bool) -> Tensor | None:
+        """As ``ClippableHandle.known_norm``; also None if the gradients' version counters have changed.
 
-        Their version counters tell. ``GradScaler.unscale_`` does not count itself as a change.
+        ``GradScaler.unscale_`` changes none. It comes after a backward, but nothing tells whether it came before
+        ``synchronize()``.
         """
-        if (
-            self._engine.num_steps() > 0
-            and not self._engine.is_captured()  # a replay of a CUDA graph writes gradients and counts nothing
-            and not self._engine.gradients_are_unchanged()
+        is_called = self._engine.num_steps() == self._called_step
+        if (is_unscaled and is_called) or not (
+            self._engine.num_steps() == 0
+            or self._engine.is_captured()  # a replay of a CUDA graph writes gradients and counts nothing
+            or self._engine.gradients_are_unchanged()
         ):
-            raise RuntimeError(
-                "fastsync.clip_grad_norm_: the gradients have been changed since they were synchronised (by zero_grad, "
-                "clipping, or a backward under no_sync), so their norm is not known; clip right after the synchronised "
-                "backward, or use torch.nn.utils.clip_grad_norm_"
-            )
-        return super().claim_norm()
-
-    def check_unscaled_after_sync(self) -> None:
-        """As ``ClippableHandle.check_unscaled_after_sync``: a backward tells, ``synchronize()`` does not."""
-        if self._engine.num_steps() == self._called_step:
-            raise RuntimeError(
-                "fastsync.clip_grad_norm_: unscale_ and synchronize() were both called, and their order is not "
-                "known, so the norm is not known; clip before unscale_, with the same result, or use "
-                "torch.nn.utils.clip_grad_norm_"
-            )
+            return None
+        return super().known_norm(is_unscaled=is_unscaled)
 
     def check_before_step(self, optimizer: Optimizer, stepped: Mapping[int, Tensor]) -> None:
         """As ``ClippableHandle.check_before_step``; also raises if no sync came since the optimizer's step before.

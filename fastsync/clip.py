@@ -26,8 +26,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales the gradients so that their norm is at most ``max_norm``; the host never waits to find out.
 
-    The norm is the one that unpacking has found. Call it once after each synchronised backward, before anything else
-    changes the gradients.
+    The norm is the one that unpacking has found. If the gradients have been clipped since, or with ``attach`` changed,
+    it takes a pass over them. After ``unscale_`` pass ``scaler``.
 
     Args:
         sync: what ``attach`` or ``register_comm_hook`` returned.
@@ -42,8 +42,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: an argument is refused, or does not go with another one.
-        RuntimeError: the norm is not known: the gradients were clipped, changed or unscaled since they were
-            synchronised. Or it is not finite, with ``error_if_nonfinite``.
+        RuntimeError: no backward was synchronised yet. Or the gradients were clipped already in the optimizer's next
+            step, or unscaled by a scaler that is not passed. Or the norm is not finite, with ``error_if_nonfinite``.
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
@@ -58,62 +58,55 @@ def clip_grad_norm_(
             f"optimizer: it also steps a parameter of shape {list(others[0].shape)} that is not clipped here; "
             "leave optimizer out, or clip all of its parameters together"
         )
-    if scaler is not None and scaler.is_enabled():
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None
+    if scaler is not None:
         note_scaler(scaler)
         if optimizer is None:
             raise ValueError(
                 "scaler: pass optimizer= too, the one that scaler.step() gets: a scaler knows for each optimizer "
                 "whether its gradients are scaled"
             )
-    if norm_type == 2.0:
-        grad_norm = _known_norm(sync, optimizer, scaler)
-    else:
-        grad_norm = _other_norm(sync, norm_type, optimizer, scaler)
+    if sync.is_clipped() and sync.clips_in_next_step:
+        raise RuntimeError(
+            "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
+            "once after each synchronised backward, or leave optimizer out both times"
+        )
+    grad_norm = _norm(sync, norm_type, optimizer, scaler)
     if error_if_nonfinite and not grad_norm.isfinite():
         raise RuntimeError(
             f"fastsync.clip_grad_norm_: the norm of the gradients is {grad_norm.item()}; skip this step, or leave out "
             "error_if_nonfinite"
         )
     divisor = (grad_norm + 1e-6).div_(max_norm).clamp_(min=1.0)
-    if optimizer is not None and not others and _takes_grad_scale(optimizer):
-        _scale_next_step(optimizer, divisor)
+    in_next_step = optimizer is not None and not others and _takes_grad_scale(optimizer)
+    sync.note_clip(in_next_step)
+    if in_next_step:
+        assert optimizer is not None
+        _scale_next_step(optimizer, divisor, sync)
     else:
         _multiply(_gradients(sync), divisor.reciprocal())
     return grad_norm
 
 
-def _known_norm(sync: ClippableHandle, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
-    """The norm of the synchronised gradients, without the scaler's scale."""
-    if scaler is None:
+def _norm(sync: ClippableHandle, norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
+    """The norm of the gradients, without the scaler's scale."""
+    is_unscaled = False
+    if scaler is not None:
+        assert optimizer is not None
+        is_unscaled = has_unscaled(scaler, optimizer)
+        sync.follow_scaler(scaler)
+    known = sync.known_norm(is_unscaled=is_unscaled) if norm_type == 2.0 else None
+    if known is not None and scaler is None:
         check_not_unscaled(optimizer)
-    if scaler is None or not scaler.is_enabled():
-        return sync.claim_norm()
-    assert optimizer is not None
-    if has_unscaled(scaler, optimizer):
-        sync.check_unscaled_after_sync()
-    sync.follow_scaler(scaler)
-    scale = loss_scale(scaler).to(next(iter(sync.parameters())).device, non_blocking=True)
-    return sync.claim_norm() / scale
+    norm = torch.nn.utils.get_total_norm(_gradients(sync), norm_type).float() if known is None else known
+    if scaler is None or (known is None and is_unscaled):
+        return norm
+    return norm / loss_scale(scaler).to(norm.device, non_blocking=True)
 
 
 def _gradients(sync: ClippableHandle) -> list[Tensor]:
     return [parameter.grad for parameter in sync.parameters() if parameter.grad is not None]
-
-
-def _other_norm(
-    sync: ClippableHandle, norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None
-) -> Tensor:
-    """Any norm of the gradients there are, likewise: it takes a pass over them."""
-    if optimizer is not None and _takes_grad_scale(optimizer) and sync.is_norm_used_up():
-        raise RuntimeError(
-            "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step, so their "
-            "norm is not known; clip once after each synchronised backward, or leave optimizer out both times"
-        )
-    norm = torch.nn.utils.get_total_norm(_gradients(sync), norm_type).float()
-    sync.use_up_norm()
-    if scaler is None or optimizer is None or not scaler.is_enabled() or has_unscaled(scaler, optimizer):
-        return norm
-    return norm / loss_scale(scaler).to(norm.device, non_blocking=True)
 
 
 def _takes_grad_scale(optimizer: Optimizer) -> bool:
@@ -129,13 +122,14 @@ def _other_gradients(optimizer: Optimizer, sync: ClippableHandle) -> list[Tensor
     return [parameter.grad for parameter in others if parameter.grad is not None]
 
 
-def _scale_next_step(optimizer: Optimizer, divisor: Tensor) -> None:
+def _scale_next_step(optimizer: Optimizer, divisor: Tensor, sync: ClippableHandle) -> None:
     """For one step: the attribute would stay for the steps after. GradScaler multiplies its own scale into it."""
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
 
     def forget(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if not hasattr(optimizer, "found_inf"):  # GradScaler, which sets it, deletes both itself
             vars(optimizer).pop("grad_scale", None)
+        sync.clips_in_next_step = False
         handle.remove()
 
     handle = optimizer.register_step_post_hook(forget)

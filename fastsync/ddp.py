@@ -68,16 +68,11 @@ class CommHook(HookState, ClippableHandle):
         """The parameters whose gradients the hook averages."""
         return self._parameters
 
-    def claim_norm(self) -> Tensor:
-        """As ``ClippableHandle.claim_norm``; also raises if a pipeline divides the gradients after the hook."""
+    def known_norm(self, *, is_unscaled: bool) -> Tensor | None:
+        """As ``ClippableHandle.known_norm``; also None if a pipeline divides the gradients after the hook."""
         if self._is_stage is None:
             self._is_stage = have_a_stage(self._parameters)
-        if self._is_stage:
-            raise RuntimeError(
-                "fastsync.clip_grad_norm_: a pipeline's schedule divides the gradients after the hook has averaged "
-                "them, so their norm is not known; use torch.nn.utils.clip_grad_norm_"
-            )
-        return super().claim_norm()
+        return None if self._is_stage else super().known_norm(is_unscaled=is_unscaled)
 
 
 # Of the hooks that are called for one bucket at a time.
