@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -84,6 +85,49 @@ Compression make_compression(const std::string& wire, bool sums_in_float32, bool
   return compression;
 }
 
+// The fields of BucketStats in fastsync/stats.py. In sums over buckets, which have no kernels, some keep their
+// defaults.
+py::dict stats_of(const BucketTotals& totals) {
+  // On a GPU a sync goes untimed if the device has not finished it while its events are kept: scale up.
+  const double scale = totals.num_timed > 0 ? static_cast<double>(totals.num_syncs) / totals.num_timed : 0.0;
+  py::dict stats;
+  stats["numel"] = totals.elements;
+  stats["num_syncs"] = totals.num_syncs;
+  stats["wire_bytes"] = totals.wire_bytes.get();
+  stats["pack_time"] = totals.pack_time * scale;
+  stats["collective_time"] = totals.collective_time * scale;
+  stats["unpack_time"] = totals.unpack_time * scale;
+  if (!totals.kernels.empty()) {
+    const char* const shared = totals.num_hosts > 1 ? "two_level" : "shared_memory";
+    stats["transport"] = totals.shares_memory ? shared : "process_group";
+    stats["num_hosts"] = std::max<int64_t>(1, totals.num_hosts);
+    stats["transport_reason"] = totals.why_not_shared;
+    stats["kernels"] = totals.kernels;
+  }
+  return stats;
+}
+
+// Those of SyncStats. How gradients travel is that of the newest bucket.
+py::dict stats_of(const SyncTotals& totals) {
+  py::dict stats = !totals.buckets.empty() ? stats_of(totals.buckets.back()) : py::dict();
+  for (const auto& [name, value] : stats_of(totals.all)) {
+    stats[name] = value;
+  }
+  int64_t numel = 0;
+  py::list buckets;
+  for (const BucketTotals& bucket : totals.buckets) {
+    buckets.append(stats_of(bucket));
+    numel += bucket.elements;
+  }
+  const double scale =
+      totals.num_timed_steps > 0 ? static_cast<double>(totals.num_steps) / totals.num_timed_steps : 0.0;
+  stats["numel"] = numel;
+  stats["num_steps"] = totals.num_steps;
+  stats["exposed_time"] = totals.exposed_time * scale;
+  stats["buckets"] = buckets;
+  return stats;
+}
+
 // A method, called while nobody else calls one.
 template <class Engine = EngineState, class State, class Result, class... Args>
 auto locked(Result (State::*method)(Args...)) {
@@ -111,26 +155,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("shared_memory_obstacle", &fastsync::Host::obstacle);
   m.def("num_usable_cores", &fastsync::num_usable_cores);
 
-  py::class_<BucketTotals>(m, "BucketTotals")
-      .def_readonly("elements", &BucketTotals::elements)
-      .def_readonly("kernels", &BucketTotals::kernels)
-      .def_readonly("shares_memory", &BucketTotals::shares_memory)
-      .def_readonly("num_hosts", &BucketTotals::num_hosts)
-      .def_readonly("why_not_shared", &BucketTotals::why_not_shared)
-      .def_property_readonly("wire_bytes", [](const BucketTotals& totals) { return totals.wire_bytes.get(); })
-      .def_readonly("num_syncs", &BucketTotals::num_syncs)
-      .def_readonly("num_timed", &BucketTotals::num_timed)
-      .def_readonly("pack_time", &BucketTotals::pack_time)
-      .def_readonly("collective_time", &BucketTotals::collective_time)
-      .def_readonly("unpack_time", &BucketTotals::unpack_time);
-
-  py::class_<SyncTotals>(m, "SyncTotals")
-      .def_readonly("buckets", &SyncTotals::buckets)
-      .def_readonly("all", &SyncTotals::all)
-      .def_readonly("num_steps", &SyncTotals::num_steps)
-      .def_readonly("num_timed_steps", &SyncTotals::num_timed_steps)
-      .def_readonly("exposed_time", &SyncTotals::exposed_time);
-
   py::class_<Compression>(m, "Compression")
       .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,
            py::arg("error_feedback") = false, py::arg("algorithm") = py::none(), py::arg("ranks_per_node") = 1);
@@ -150,7 +174,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("grad_stats", locked(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked(&EngineState::num_steps), no_gil)
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
-      .def("totals", locked(&EngineState::totals), no_gil);
+      .def("stats", [](EngineState& engine) {
+        const auto totals = [&engine] {
+          const py::gil_scoped_release no_gil;
+          return engine.locked(&EngineState::totals);
+        }();
+        return stats_of(totals);
+      });
 
   py::class_<HookState, EngineState, std::shared_ptr<HookState>>(m, "HookState")
       .def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
@@ -188,10 +218,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def(
       "check_agreement",
-      [](const Group& group, const std::string& description, c10::Device device) {
-        return fastsync::check_agreement(group, description, device).number;
+      [](const Group& group, const std::string& description, c10::Device device, const std::string& what) {
+        fastsync::check_agreement(group, description, device, /*data=*/0, what.c_str());
       },
-      py::arg("process_group"), py::arg("description"), py::arg("device"), no_gil);
+      py::arg("process_group"), py::arg("description"), py::arg("device"), py::arg("what") = "what to synchronise",
+      no_gil);
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def(
       "device_of_sums", [](const Group& group, c10::Device device) { return fastsync::device_of_sums(*group, device); },

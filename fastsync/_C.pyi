@@ -1,30 +1,11 @@
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket, ProcessGroup, ReduceOp, Reducer
 
 def num_usable_cores() -> int: ...
-
-class BucketTotals:
-    elements: int
-    kernels: str
-    shares_memory: bool
-    num_hosts: int
-    why_not_shared: str
-    wire_bytes: int
-    num_syncs: int
-    num_timed: int
-    pack_time: float
-    collective_time: float
-    unpack_time: float
-
-class SyncTotals:
-    buckets: list[BucketTotals]
-    all: BucketTotals
-    num_steps: int
-    num_timed_steps: int
-    exposed_time: float
 
 class Compression:
     def __init__(
@@ -51,7 +32,7 @@ class EngineState:
     def grad_stats(self) -> Tensor: ...
     def num_steps(self) -> int: ...
     def is_captured(self) -> bool: ...
-    def totals(self) -> SyncTotals: ...
+    def stats(self) -> dict[str, Any]: ...
     def scales(self) -> list[tuple[Tensor, float]]: ...
     def set_scales(self, scales: list[tuple[Tensor, float]]) -> None: ...
 
@@ -96,7 +77,7 @@ class ShardedState(EngineState):
     ) -> None: ...
     def all_reduce(self, identity: Tensor, name: str, values: Tensor) -> None: ...
 
-def check_agreement(process_group: ProcessGroup, description: str, device: torch.device) -> int: ...
+def check_agreement(process_group: ProcessGroup, description: str, device: torch.device, what: str = ...) -> None: ...
 def hosts(process_group: ProcessGroup) -> list[list[int]]: ...
 def register_hook(reducer: Reducer, state: HookState) -> None: ...
 def device_of_sums(process_group: ProcessGroup, device: torch.device) -> torch.device: ...

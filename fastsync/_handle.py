@@ -27,7 +27,7 @@ from .autotune.choose import Candidate, explain, in_engine
 from .autotune.measure import candidates_of
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .doctor import cuda_left_out
-from .stats import GradStats, SyncStats
+from .stats import BucketStats, GradStats, SyncStats
 
 
 def own_rank() -> int:
@@ -49,7 +49,8 @@ class SyncHandle(ABC):
 
     def stats(self) -> SyncStats:
         """Returns what synchronisation has cost so far; on a GPU with an estimate for steps that are under way."""
-        return SyncStats.from_totals(self._engine.totals())
+        stats = self._engine.stats()
+        return SyncStats(**stats | {"buckets": tuple(BucketStats(**bucket) for bucket in stats["buckets"])})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if it had not stopped.

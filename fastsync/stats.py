@@ -1,14 +1,11 @@
 """Statistics of a sync: of the gradients that it averaged, and of what it cost."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from ._checks import format_bytes
-
-if TYPE_CHECKING:
-    from . import _C
 
 SUM_OF_SQUARES, NUM_NONFINITE, NUM_SATURATED = range(3)
 """Columns of the engine's statistics of a bucket."""
@@ -106,36 +103,3 @@ class SyncStats(BucketStats):
             f"SyncStats({self.num_steps} steps through {self.describe_transport()}; in each {len(self.buckets)} "
             f"buckets of {self.numel:,} values, {format_bytes(self.wire_bytes / steps)} sent, {times})"
         )
-
-    @classmethod
-    def from_totals(cls, totals: "_C.SyncTotals") -> "SyncStats":
-        """Makes them of the engine's own counters."""
-        buckets = tuple(BucketStats(**_of_bucket(bucket)) for bucket in totals.buckets)
-        newest = buckets[-1] if buckets else BucketStats(**_of_bucket(totals.all) | {"transport": None, "kernels": ""})
-        timed_share = totals.num_timed_steps / totals.num_steps if totals.num_steps else 0.0
-        return cls(
-            **_of_bucket(totals.all)
-            | {name: getattr(newest, name) for name in ("transport", "num_hosts", "transport_reason", "kernels")}
-            | {"numel": sum(bucket.numel for bucket in buckets)},
-            num_steps=totals.num_steps,
-            exposed_time=totals.exposed_time / timed_share if timed_share else 0.0,
-            buckets=buckets,
-        )
-
-
-def _of_bucket(totals: "_C.BucketTotals") -> dict[str, Any]:
-    # On a GPU a sync goes untimed when the device has not finished it while its events are kept: scale up.
-    scale = totals.num_syncs / totals.num_timed if totals.num_timed else 0.0
-    spans_hosts = "two_level" if totals.num_hosts > 1 else "shared_memory"
-    return {
-        "numel": totals.elements,
-        "num_syncs": totals.num_syncs,
-        "wire_bytes": totals.wire_bytes,
-        "pack_time": totals.pack_time * scale,
-        "collective_time": totals.collective_time * scale,
-        "unpack_time": totals.unpack_time * scale,
-        "transport": spans_hosts if totals.shares_memory else "process_group",
-        "num_hosts": max(1, totals.num_hosts),
-        "transport_reason": totals.why_not_shared,
-        "kernels": totals.kernels,
-    }

@@ -68,7 +68,8 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& tex
 }
 
 // Threads with groups of their own agree side by side.
-Agreed check_agreement(const Group& group, const std::string& description, c10::Device device, uint64_t data) {
+Agreed check_agreement(const Group& group, const std::string& description, c10::Device device, uint64_t data,
+                       const char* what) {
   static std::atomic<int64_t> next_number{0};
   if (group->getSize() == 1) {
     return {next_number++};
@@ -90,8 +91,8 @@ Agreed check_agreement(const Group& group, const std::string& description, c10::
     return {number, data != 0 && is_same[3].item<bool>()};
   }
   const auto texts = gather_texts(group, description, largest[1].item<int64_t>() + 1, device);
-  TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on what to synchronise: ", first_difference(texts),
-                    ". Nothing of this bucket was sent; give every rank the same model and the same settings.");
+  TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on ", what, ": ", first_difference(texts),
+                    "; give every rank the same model and the same settings");
 }
 
 }  // namespace fastsync

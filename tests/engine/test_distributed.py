@@ -162,31 +162,26 @@ def _normalised() -> nn.Sequential:
 def test_what_differs_is_named_on_every_rank(rank: int, world_size: int) -> None:
     model = _normalised()
     fastsync.check_consistency(model)
-    missing = r"'1\.weight' of Sequential .*: ranks \[0, 1\]: sha256 \w+; ranks \[2\]: missing; 5 of 7 entries differ$"
+    missing = r"do not agree on the tensors of Sequential: rank 0, 1: 1\.weight sha256 \w+; rank 2: nothing; give"
     with pytest.raises(RuntimeError, match=missing):
         fastsync.check_consistency(model[:1] if rank == 2 else model)
     # One bit: a comparison by tolerance would not see it.
     model[0].bias.detach().view(torch.int32)[1] ^= rank == 1
-    one_bit = r"^'0\.bias' of Sequential differs between ranks: ranks \[0, 2\]: sha256 \w+; ranks \[1\]: sha256 \w+"
+    one_bit = r"the tensors of Sequential: .*rank (0, 2|1): 0\.bias sha256 \w+; rank (1|0, 2): 0\.bias sha256 \w+; "
     with pytest.raises(RuntimeError, match=one_bit):
         fastsync.check_consistency(model)
     for name, tensor in model.state_dict().items():
         if rank == 1 and name != "0.weight":
             tensor.add_(3 if name == "1.num_batches_tracked" else 0.25)
-    with pytest.raises(RuntimeError, match=rf"{one_bit}; 6 of 7 entries differ"):
+    with pytest.raises(RuntimeError, match=one_bit):
         fastsync.check_consistency(model)
-    for value in (0.0, float("nan")):
-        with torch.no_grad():
-            model[1].weight[0] += value * (rank == 2)
-        with pytest.raises(RuntimeError, match=r"3 of 4 entries differ$"):
-            fastsync.check_consistency(model, buffers=False)
     for dtype in (torch.bfloat16, torch.float64, torch.int16, torch.uint8, torch.bool, torch.complex64):
         other = nn.Module()
         other.register_buffer("values", torch.tensor([[1, 0], [0, rank == 2]]).to(dtype).T)
-        with pytest.raises(RuntimeError, match=r"ranks \[2\]: sha256 \w+; 1 of 1 entries differ"):
+        with pytest.raises(RuntimeError, match=r"rank 2: values sha256 \w+"):
             fastsync.check_consistency(other)
     other.register_buffer("values", torch.zeros(2 + rank))
-    with pytest.raises(RuntimeError, match=r"ranks \[2\]: sha256 \w+; 1 of 1 entries differ; it is a buffer"):
+    with pytest.raises(RuntimeError, match=r"rank 2: values sha256 \w+.* A buffer that every rank takes from its own"):
         fastsync.check_consistency(other)
 
 
@@ -194,7 +189,7 @@ def test_what_differs_is_named_on_every_rank(rank: int, world_size: int) -> None
 def test_buffers_and_ranks_that_do_not_come(rank: int, world_size: int) -> None:
     model = _normalised()
     model(torch.randn(8, 2, generator=torch.Generator().manual_seed(rank)))
-    with pytest.raises(RuntimeError, match=r"'1\.running_mean' of Sequential differs .* is a buffer.*buffers=False"):
+    with pytest.raises(RuntimeError, match=r"rank 0: 1\.running_mean sha256 .* A buffer .*buffers=False"):
         fastsync.check_consistency(model)
     fastsync.check_consistency(model, buffers=False)
     group = dist.new_group(timeout=timedelta(seconds=1))
