@@ -161,17 +161,10 @@ class GradientHandle(SyncHandle):
             )
         return explain(self._candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
 
-    def remeasure(self) -> None:
-        """Measures the process group again if ``compression`` is an ``Auto``, because links have changed.
-
-        Every rank must call it, between steps.
-        """
-        self._follow(self._compression, remeasure=True)
-
-    def _follow(self, compression: Compression | Auto, *, remeasure: bool = False) -> None:
+    def _follow(self, compression: Compression | Auto) -> None:
         named = self._planned_parameters()
         warn_of_generic_kernels(self._group, (parameter.device for parameter in named.values()))
-        candidates = candidates_of(compression, self._group, named, remeasure=remeasure)
+        candidates = candidates_of(compression, self._group, named)
         self._engine.set_compressions(in_engine(candidates))
         self._candidates, self._compression = candidates, compression
 

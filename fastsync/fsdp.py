@@ -121,8 +121,8 @@ class ShardedGradients(GradientHandle):
     def _planned_parameters(self) -> Mapping[str, Tensor]:
         return {f"{index} of {unit}": p for unit in self._units for index, p in enumerate(unit.parameters())}
 
-    def _follow(self, compression: Compression | Auto, *, remeasure: bool = False) -> None:
-        super()._follow(_of_reduce_scatter(compression) if self._scatters else compression, remeasure=remeasure)
+    def _follow(self, compression: Compression | Auto) -> None:
+        super()._follow(_of_reduce_scatter(compression) if self._scatters else compression)
 
 
 class _EngineReduceScatter:

@@ -78,7 +78,7 @@ def measure_group(
     except RuntimeError as error:
         raise RuntimeError(
             f"fastsync: measuring failed on rank {group.rank()} of {group.size()}; does every rank measure, or is "
-            f"compression set to 'auto', or remeasure() called, on this rank alone? {error}"
+            f"compression set to 'auto' on this rank alone? {error}"
         ) from error
     return GroupProfile(tuple(measured), group.size(), hosts, backend, where.type, dtype_name)
 
@@ -99,15 +99,13 @@ def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def candidates_of(
-    compression: Compression | Auto, group: dist.ProcessGroup, named: Mapping[str, Tensor], *, remeasure: bool = False
+    compression: Compression | Auto, group: dist.ProcessGroup, named: Mapping[str, Tensor]
 ) -> tuple[Candidate, ...]:
     """Returns what these parameters' gradients may travel with. Measures the group if that is needed and not done yet.
 
     Raises:
         ValueError: the compression cannot carry one of the parameters, or nodes do not divide the group.
     """
-    if remeasure:
-        _profiles.pop(group, None)
     if isinstance(compression, Compression):
         check_carries(compression.wire, named)
         return (_given(compression, group),)
