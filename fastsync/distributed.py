@@ -25,9 +25,7 @@ _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
 
 
 @contextmanager
-def process_group(
-    timeout: float, *, backend: Literal["nccl", "gloo"] | None = None, share_gpus: bool = False
-) -> Iterator[torch.device]:
+def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = None) -> Iterator[torch.device]:
     """Opens the default process group for the time of a ``with`` block and yields this rank's device.
 
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
@@ -37,8 +35,8 @@ def process_group(
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
         backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. By default NCCL if every rank of every node
-            has a GPU of its own, else Gloo, with a warning if there are GPUs, but too few.
-        share_gpus: NCCL also if ranks have to share GPUs. They take turns then: this is good for tests only.
+            has a GPU of its own, else Gloo, with a warning if there are GPUs, but too few. Where
+            NCCL_MULTI_RANK_GPU_ENABLE is 1, ranks may share GPUs.
 
     Raises:
         ValueError: the backend does not exist, differs from that of an open group, or is ``"nccl"`` and not every rank
@@ -66,7 +64,7 @@ def process_group(
         store, rank, world_size = HashStore(), 0, 1
     gpu = None if backend == "gloo" else _candidate_gpu()
     gpus = _gpus_of_ranks(store, rank, world_size, gpu)
-    takes_gpus = _takes_gpus(gpus, share_gpus)
+    takes_gpus = _takes_gpus(gpus)
     if backend == "nccl" and not takes_gpus:
         raise ValueError(
             f"backend='nccl' needs a GPU for each rank, but {_too_few(gpus)}; leave backend out for the CPU"
@@ -80,8 +78,6 @@ def process_group(
     if takes_gpus:
         assert gpu is not None
         device = gpu
-        if len(set(gpus)) < world_size:
-            let_nccl_share_gpus(rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     else:
@@ -115,16 +111,6 @@ def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, nam
     group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, world_size, timeout))
     group._set_group_name(dist.GroupName(name))
     return group
-
-
-def let_nccl_share_gpus(rank: int) -> None:
-    """Lets ranks of one host use the same GPU, which NCCL refuses; from 2.30 on it can be told not to.
-
-    Before, all that helps is that they look as if they were on different hosts. Call it before NCCL's first use.
-    """
-    os.environ["NCCL_HOSTID"] = f"rank-{rank}"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # all that is left between "hosts", and always there
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
 
 
 def dist_sum(values: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -238,9 +224,9 @@ def _gpus_of_ranks(store: Store, rank: int, world_size: int, mine: torch.device 
     return [gpu.decode() for gpu in store.multi_get(keys)]
 
 
-def _takes_gpus(gpus: Sequence[str], share_gpus: bool) -> bool:
+def _takes_gpus(gpus: Sequence[str]) -> bool:
     """Tells whether every rank has one, and, unless they may be shared, its own: all need one backend."""
-    return all(gpus) and (share_gpus or len(set(gpus)) == len(gpus))
+    return all(gpus) and (len(set(gpus)) == len(gpus) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
 
 
 def _too_few(gpus: Sequence[str]) -> str:

@@ -30,8 +30,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fastsync.distributed import let_nccl_share_gpus
-
 # How long the other ranks may go on after one has failed, so that their errors can be reported as well: longer than
 # they ask each other who is missing.
 GRACE_SECONDS = 5.0
@@ -160,7 +158,8 @@ def _rank_main(
         if "nccl" in backend:
             torch.cuda.set_device(rank % torch.cuda.device_count())
             if world_size > torch.cuda.device_count():
-                let_nccl_share_gpus(rank)
+                # NCCL refuses before 2.30, unless they look as if they were on different hosts.
+                os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_MULTI_RANK_GPU_ENABLE="1")
         # DDP and optimizers import it; imported while a group is open, it keeps the group's threads alive until the
         # interpreter shuts down, which may then abort.
         importlib.import_module("torch._dynamo")

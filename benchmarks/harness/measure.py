@@ -5,6 +5,7 @@ or threads; only the values of the weights, which nobody changes, are shared.
 """
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -59,7 +60,10 @@ def measure_each(
     ``measure`` makes the rows of a subject and of these methods, but for those that the backend lacks: on every rank
     the same, by a collective call.
     """
-    with process_group(options.timeout, share_gpus=options.share_gpus) as device:
+    if options.share_gpus:  # which NCCL refuses before 2.30, unless ranks look as if they were on different hosts
+        host = f"rank-{os.environ['RANK']}"
+        os.environ.update(NCCL_HOSTID=host, NCCL_SOCKET_IFNAME="lo", NCCL_MULTI_RANK_GPU_ENABLE="1")
+    with process_group(options.timeout) as device:
         excluded = left_out(names, dist.get_backend())
         names = [name for name in names if name not in excluded]
         with progress_bars(shown=dist.get_rank() == 0) as progress:

@@ -108,7 +108,7 @@ def test_no_thread_of_the_group_outlives_it() -> None:
     assert process.stdout == "threads of Gloo: []\n", process.stdout + process.stderr
 
 
-def test_nccl_is_chosen_where_every_rank_has_a_gpu_which_it_may_have_to_share() -> None:
+def test_nccl_is_chosen_where_every_rank_has_a_gpu_which_it_may_have_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, alone, shared in (
         (["a", "b"], True, True),
         (["a", "a"], False, True),
@@ -116,7 +116,10 @@ def test_nccl_is_chosen_where_every_rank_has_a_gpu_which_it_may_have_to_share() 
         ([""], False, False),
         (["a"], True, True),
     ):
-        assert (_takes_gpus(gpus, share_gpus=False), _takes_gpus(gpus, share_gpus=True)) == (alone, shared), gpus
+        monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+        assert _takes_gpus(gpus) == alone, gpus
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        assert _takes_gpus(gpus) == shared, gpus
 
 
 @pytest.mark.parametrize(
