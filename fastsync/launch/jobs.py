@@ -1,4 +1,7 @@
-"""Files by which Slurm, Kubernetes and SkyPilot start torchrun: templates beside this module, and what fills them."""
+"""Files by which Slurm, Kubernetes and SkyPilot start torchrun: templates beside this module, and what fills them.
+
+What the command that submits a file can be told, as ``sbatch --partition`` and ``sky launch --infra``, is no option.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,6 @@ class BatchJob(_Machines):
     """Time limit: minutes, hours:minutes:seconds, or days-hours:minutes:seconds."""
     stop_before: int = 120
     """Seconds before the time limit at which ranks are told to save: longer than an update and a checkpoint take."""
-    partition: str | None = None
-    """Partition, where there is no default or another is wanted."""
-    account: str | None = None
-    """Account that the time is charged to."""
     gpus_per_node: int | None = None
     """GPUs to ask for on each machine."""
     cpus_per_node: int | None = None
@@ -77,18 +76,12 @@ class TrainJob(_Machines):
     """File to write. It must not exist yet."""
     name: str = "fastsync"
     """Name of the job, and of the run's folder."""
-    namespace: str | None = None
-    """Namespace, where it is not the default."""
-    runtime: str = "torch-distributed"
-    """The cluster's training runtime."""
     gpus_per_node: int | None = None
     """GPUs of NVIDIA for each pod."""
     cpus_per_node: int | None = None
     """Cores for each pod."""
     memory: str | None = None
     """Memory for each pod, such as 32Gi. What is in shared memory counts."""
-    shared_memory: str = "2Gi"
-    """Most that the ranks of a pod may share in memory: Kubernetes gives a pod 64 MiB otherwise."""
     claim: str | None = None
     """PersistentVolumeClaim for the run's folder, by which a job that is started again goes on."""
 
@@ -96,7 +89,8 @@ class TrainJob(_Machines):
         """Returns the values of the template's places. Raises ValueError where no image is said."""
         if self.image is None:
             raise ValueError("image is missing: say which container image has fastsync-torch with the extra train")
-        resources = _given({"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory})
+        asked = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
+        resources = {name: value for name, value in asked.items() if value is not None} or None
         more = {"command": ["torchrun", *command], "resources": resources, "runs": self.claim and RUNS}
         return _as_json(vars(self) | more)
 
@@ -113,22 +107,13 @@ class Task(_Machines):
     """Name of the task, and of the run's folder."""
     accelerators: str | None = None
     """GPUs of each machine, such as H100:8."""
-    cpus: str | None = None
-    """Cores of each machine, such as 16, or 16+ for at least so many."""
-    infra: str | None = None
-    """Where to look, such as aws, gcp/us-central1 or kubernetes. By default everywhere."""
-    workdir: str | None = None
-    """Folder to copy to the machines, in which setup and training run."""
     setup: str | None = None
     """Shell commands that install fastsync-torch with the extra train."""
-    master_port: int = 29500
-    """A port that is free on the first machine."""
 
     def values(self, command: Sequence[str]) -> dict[str, object]:
         """Returns the values of the template's places."""
-        resources = _given({"infra": self.infra, "accelerators": self.accelerators, "cpus": self.cpus})
         setup = self.setup and f"{self.setup.strip()}\n"
-        texts = {"name": self.name, "workdir": self.workdir, "resources": resources, "setup": setup}
+        texts = {"name": self.name, "accelerators": self.accelerators, "setup": setup}
         return {**vars(self), **_as_json(texts), "command": shlex.join(command)}
 
 
@@ -141,10 +126,6 @@ def job_file(job: BatchJob | TrainJob | Task, command: Sequence[str]) -> str:
     lines = Path(__file__).with_name(job.template).read_text().splitlines(keepends=True)
     kept = [line for line in lines if all(values[name] is not None for name in _PLACE.findall(line))]
     return _PLACE.sub(lambda place: str(values[place[1]]), "".join(kept))
-
-
-def _given(asked: Mapping[str, object]) -> dict[str, object] | None:
-    return {name: value for name, value in asked.items() if value is not None} or None
 
 
 def _as_json(values: Mapping[str, object]) -> dict[str, object]:

@@ -35,13 +35,13 @@ def test_the_script_is_written_once_and_asks_for_what_was_said(
     monkeypatch.chdir(tmp_path)
     arguments = [
         "launch", "slurm", "--nodes", "3", "--nproc", "4", "--gpus-per-node", "4", "--time", "1-00:00:00",
-        "--partition", "long", "--config", "CartPole-v1", "--seed", "7",
+        "--config", "CartPole-v1", "--seed", "7",
     ]  # fmt: skip
     assert main(arguments) == 0
     lines = (tmp_path / "train.sbatch").read_text().splitlines()
     directives = [
         "job-name=fastsync", "output=%x-%j.out", "open-mode=append", "time=1-00:00:00", "signal=B:USR1@120",
-        "partition=long", "nodes=3", "ntasks-per-node=1", "gpus-per-node=4", "requeue",
+        "nodes=3", "ntasks-per-node=1", "gpus-per-node=4", "requeue",
     ]  # fmt: skip
     # Slurm stops to read them at the first command.
     assert lines[: 1 + len(directives)] == ["#!/bin/bash", *(f"#SBATCH --{directive}" for directive in directives)]
