@@ -44,14 +44,6 @@ class GroupProfile:
 
     candidates: tuple[Candidate, ...]
     """From the least lossy compression to the lossiest."""
-    world_size: int
-    ranks_per_host: tuple[int, ...]
-    """How many share memory on each host; empty where none do."""
-    backend: str
-    """Such as ``gloo``, for ``device``."""
-    device: str
-    """Type of the device that gradients were on: ``cpu`` or ``cuda``."""
-    dtype: str
 
     def choose(self, numel: int) -> Compression:
         """Picks the compression for a bucket of ``numel`` values: the least lossy of those that are as fast."""

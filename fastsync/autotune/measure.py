@@ -65,12 +65,12 @@ def measure_group(
     group = resolve_group(process_group)
     named = "; ".join(str(each) for each in compressions(wires, group.size()))  # before anything is sent
     where = _device_of(group) if device is None else torch.device(device)
-    backend, dtype_name = _backend_of(group, where), str(dtype).removeprefix("torch.")
+    _backend_of(group, where)
     try:
-        _C.check_agreement(group, f"measuring {dtype_name} on {where.type} with {named}", where)
-        hosts = tuple(len(ranks) for ranks in _C.hosts(group)) if where.type == "cpu" else ()
+        _C.check_agreement(group, f"measuring {dtype} on {where.type} with {named}", where)
+        num_hosts = len(_C.hosts(group)) if where.type == "cpu" else 1
         # Hosts add over the slowest links; ranks do where there is one host.
-        members = len(hosts) if len(hosts) > 1 else group.size()
+        members = num_hosts if num_hosts > 1 else group.size()
         volumes = {each: volume(each, members, dtype.itemsize) for each in compressions(wires, members)}
         # Alone nothing travels, so nothing can be gained.
         alone = [Candidate(each) for each in volumes]
@@ -80,7 +80,7 @@ def measure_group(
             f"fastsync: measuring failed on rank {group.rank()} of {group.size()}; does every rank measure, or is "
             f"compression set to 'auto' on this rank alone? {error}"
         ) from error
-    return GroupProfile(tuple(measured), group.size(), hosts, backend, where.type, dtype_name)
+    return GroupProfile(tuple(measured))
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

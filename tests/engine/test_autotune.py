@@ -38,12 +38,7 @@ PROFILE = GroupProfile(
         line(NONE, 1e-3, 4e-8, 1000, 100_000),
         line(FP16, 1.1e-3, 2e-8, 1000, 100_000),
         line(INT8, 3e-3, 1e-8, 1000, 100_000),
-    ),
-    world_size=2,
-    ranks_per_host=(2,),
-    backend="gloo",
-    device="cpu",
-    dtype="float32",
+    )
 )
 
 
@@ -117,7 +112,8 @@ def measured(profile: GroupProfile) -> Iterator[None]:
 
 def test_what_is_not_allowed_is_not_chosen_and_complex_gradients_stay_whole() -> None:
     with group_of_one():
-        assert fastsync.measure_group(wires=("none", "int8")).world_size == 1
+        measured_alone = fastsync.measure_group(wires=("none", "int8")).candidates
+        assert [candidate.points for candidate in measured_alone] == [()] * len(measured_alone)
 
         def wires(compression: fastsync.Auto, parameter: torch.Tensor) -> set[str]:
             candidates = candidates_of(compression, dist.group.WORLD, {"weight": parameter})
@@ -221,7 +217,6 @@ def _measures(rank: int, world_size: int) -> GroupProfile:
 def test_ranks_hold_the_same_profile() -> None:
     first, *others = run_ranks(_measures, 2)
     assert all(profile == first for profile in others)
-    assert (first.world_size, first.backend, first.device, first.dtype) == (2, "gloo", "cpu", "float32")
     sizes = {tuple(numel for numel, _ in candidate.points) for candidate in first.candidates}
     assert len(sizes) == 1, "every candidate has a time at every size"
     assert min(seconds for candidate in first.candidates for _, seconds in candidate.points) > 0

@@ -205,7 +205,6 @@ def test_ranks_that_are_lost_are_noticed_on_all_hosts() -> None:
 
 def _profile_of_hosts(rank: int, world_size: int, nodes: Nodes) -> None:
     profile = fastsync.measure_group()
-    assert profile.ranks_per_host == (2, 2)
     assert all(candidate.compression.algorithm != "two_shot" for candidate in profile.candidates), "two hosts add"
 
 
