@@ -67,6 +67,10 @@ class ShardedGradients(GradientHandle):
         self._identities: dict[str, Tensor] = {}
         self._is_in_use = True
         self.compression = compression
+        lines = [f"compression {self.compression}"]
+        for unit in units:
+            lines += [f"{unit}: a parameter of shape {list(p.shape)}, {p.dtype}" for p in unit.parameters()]
+        _C.check_agreement(group, "\n".join(lines), units[0].group.device)
 
     def detach(self) -> None:
         """Gives the modules back what they reduce-scattered with before, or takes the all-reduce hook off."""
@@ -191,7 +195,6 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
     shard_group = _shard_group_of(units)
     assert shard_group is not None
     handle = ShardedGradients(units, compression, shard_group, scatters=True)
-    _check_agreement(handle)
     for unit in units:
         unit.module.set_custom_reduce_scatter(_EngineReduceScatter(handle, unit))
     begin_use(handle, [model])
@@ -240,7 +243,6 @@ def register_all_reduce_hook(
             "ranks that hold the same shards, as in mesh['replicate']"
         )
     handle = ShardedGradients(units, compression, group, scatters=False)
-    _check_agreement(handle)
     for unit in units:
         unit.module.set_all_reduce_hook(lambda values, unit=unit: handle.all_reduce(unit, values))
     begin_use(handle, [model])
@@ -309,11 +311,3 @@ def _of_reduce_scatter(compression: Compression | Auto) -> Compression:
             f"{compression.algorithm!r} and ranks_per_node={compression.ranks_per_node!r}"
         )
     return replace(compression, reduce="fp32")
-
-
-def _check_agreement(handle: ShardedGradients) -> None:
-    """Raises ValueError on all ranks of the group where they differ in modules or compression."""
-    lines = [f"compression {handle.compression}"]
-    for unit in handle._units:
-        lines += [f"{unit}: a parameter of shape {list(p.shape)}, {p.dtype}" for p in unit.parameters()]
-    _C.check_agreement(handle._group, "\n".join(lines), handle._units[0].group.device)
