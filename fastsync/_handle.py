@@ -35,13 +35,10 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class SyncHandle(ABC):
-    """Statistics of an engine, and its state for checkpoints."""
+class SyncHandle:
+    """Statistics of an engine."""
 
     _engine: _C.HookState | _C.Synchronizer | _C.ShardedState
-
-    @abstractmethod
-    def _named_parameters(self) -> Mapping[str, Tensor]: ...
 
     def grad_stats(self) -> GradStats:
         """Returns statistics of the newest backward that was synchronised. Raises RuntimeError before the first."""
@@ -51,6 +48,25 @@ class SyncHandle(ABC):
         """Returns what synchronisation has cost so far; on a GPU with an estimate for steps that are under way."""
         stats = self._engine.stats()
         return SyncStats(**stats | {"buckets": tuple(BucketStats(**bucket) for bucket in stats["buckets"])})
+
+
+class GradientHandle(SyncHandle, ABC):
+    """A handle that knows whose gradients it averages, what they travel with, and why."""
+
+    _group: dist.ProcessGroup
+    _compression: Compression | Auto
+    _candidates: tuple[Candidate, ...]
+    """The compressions that buckets may travel with. Equal on all ranks."""
+    _modules: Sequence[ref[nn.Module]] = ()
+    """The modules that ``handle_of`` finds the handle by, the outermost first."""
+
+    def __repr__(self) -> str:
+        # Asks nothing of the engine, which may be waiting for other ranks in another thread.
+        numels = [parameter.numel() for parameter in self.parameters()]
+        return (
+            f"{type(self).__name__}({len(numels)} parameters with {sum(numels):,} values, "
+            f"compression: {self._compression}, {self._group.size()} ranks)"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if it had not stopped.
@@ -63,6 +79,10 @@ class SyncHandle(ABC):
         named = self._named_parameters()
         scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
         residual_of = {id(parameter): residual for parameter, residual in self._engine.residuals() if residual.any()}
+        is_new = self._engine.num_steps() == self._engine.step() == 0
+        if is_new and not residual_of and any(each.compression.error_feedback for each in self._candidates):
+            trained = (parameter for parameter in named.values() if parameter.requires_grad and parameter.numel() > 0)
+            residual_of = {id(parameter): _no_residual(parameter) for parameter in trained}
         return {
             "step": self._engine.step(),
             "scales": {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of},
@@ -109,35 +129,6 @@ class SyncHandle(ABC):
         self._engine.set_scales([(named[name], scale) for name, scale in scales.items()])
         self._engine.set_residuals([(named[name], residual) for name, residual in residuals.items()])
 
-
-class GradientHandle(SyncHandle):
-    """A handle that knows whose gradients it averages, what they travel with, and why."""
-
-    _group: dist.ProcessGroup
-    _compression: Compression | Auto
-    _candidates: tuple[Candidate, ...]
-    """The compressions that buckets may travel with. Equal on all ranks."""
-    _modules: Sequence[ref[nn.Module]] = ()
-    """The modules that ``handle_of`` finds the handle by, the outermost first."""
-
-    def __repr__(self) -> str:
-        # Asks nothing of the engine, which may be waiting for other ranks in another thread.
-        numels = [parameter.numel() for parameter in self.parameters()]
-        return (
-            f"{type(self).__name__}({len(numels)} parameters with {sum(numels):,} values, "
-            f"compression: {self._compression}, {self._group.size()} ranks)"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As ``SyncHandle.state_dict``."""
-        state = super().state_dict()
-        chosen = (candidate.compression for candidate in self._candidates)
-        is_new = self._engine.num_steps() == self._engine.step() == 0
-        if is_new and not state["residuals"] and any(each.error_feedback for each in chosen):
-            trained = {name: p for name, p in self._named_parameters().items() if p.requires_grad and p.numel() > 0}
-            state["residuals"] = {self._own(name): _no_residual(parameter) for name, parameter in trained.items()}
-        return state
-
     @property
     def compression(self) -> Compression | Auto:
         """The compression. May be set, also to a shorthand, between steps: at the same one on all ranks."""
@@ -167,6 +158,9 @@ class GradientHandle(SyncHandle):
         candidates = candidates_of(compression, self._group, named)
         self._engine.set_compressions(in_engine(candidates))
         self._candidates, self._compression = candidates, compression
+
+    @abstractmethod
+    def _named_parameters(self) -> Mapping[str, Tensor]: ...
 
     def _planned_parameters(self) -> Mapping[str, Tensor]:
         """Returns the parameters whose gradients have to travel."""

@@ -24,18 +24,11 @@ class HookState(SyncHandle):
 
     Args:
         process_group: the group to average over; None for the default group.
-        module: the model whose parameters ``state_dict`` names; not needed otherwise.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, module: nn.Module | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._group = resolve_group(process_group)
         self._engine: _C.HookState = _C.HookState(self._group)
-        self._module = module
-
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
-        if self._module is None:
-            raise ValueError("this HookState does not know its model: create it with HookState(module=model)")
-        return dict(self._module.named_parameters())
 
 
 class CommHook(HookState, ClippableHandle):
@@ -50,7 +43,8 @@ class CommHook(HookState, ClippableHandle):
     def __init__(
         self, ddp_model: DistributedDataParallel, compression: AnyCompression, process_group: dist.ProcessGroup
     ) -> None:
-        super().__init__(process_group, module=ddp_model.module)
+        super().__init__(process_group)
+        self._module = ddp_model.module
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
         # DDP too decides once, when it wraps a model, which parameters it serves.
         self._parameters = [
@@ -59,6 +53,9 @@ class CommHook(HookState, ClippableHandle):
         self._ddp_model = weakref.ref(ddp_model)
         self.compression = compression
         _C.register_hook(ddp_model.reducer, self._engine)
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._module.named_parameters())
 
     def taken(self) -> list[nn.Parameter]:
         """As ``ClippableHandle.taken``."""

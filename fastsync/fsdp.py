@@ -90,7 +90,7 @@ class ShardedGradients(GradientHandle):
         return name  # which ends in the rank
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``SyncHandle.load_state_dict``, with what the same rank has saved."""
+        """As ``GradientHandle.load_state_dict``, with what the same rank has saved."""
         parts = [state_dict.get(name) for name in ("scales", "residuals")] if isinstance(state_dict, dict) else []
         for key in (str(key) for part in parts if isinstance(part, dict) for key in part):
             numel = re.search(r"\[(\d+)\] of rank \d+$", key)

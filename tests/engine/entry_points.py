@@ -100,7 +100,7 @@ def average(
         if entry_point == "hook":
             hook = fastsync.register_comm_hook(ddp, compression, process_group=group)
             return Averaged(ddp, hook, no_sync=ddp.no_sync)
-        state = fastsync.HookState(of_ddp, module=model)
+        state = fastsync.HookState(of_ddp)
         ddp.register_comm_hook(state, DROP_INS[str(compression)])
         return Averaged(ddp, state, no_sync=ddp.no_sync)
     if entry_point == "sharded":

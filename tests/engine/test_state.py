@@ -36,7 +36,7 @@ from tests.ranks import on_ranks, run_ranks
 
 SHAPES = [(300,), (260,), (100, 4)]
 FEEDBACK = fastsync.Compression("int8", error_feedback=True)
-WITH_STATE = ["hook", "drop-in hook", "attach", "synchronize"]
+WITH_STATE = ["hook", "attach", "synchronize"]
 each_with_state = pytest.mark.parametrize("entry_point", WITH_STATE)
 
 
@@ -279,13 +279,3 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(entry_point: s
         for state in ({}, {"scales": None}):
             with pytest.raises(ValueError, match="state_dict: expected what state_dict\\(\\) returns"):
                 given.handle.load_state_dict(state)
-
-
-def test_a_hook_state_without_its_model_says_so() -> None:
-    with group_of_one():
-        state = fastsync.HookState()
-        message = r"does not know its model: create it with HookState\(module=model\)"
-        with pytest.raises(ValueError, match=message):
-            state.state_dict()
-        with pytest.raises(ValueError, match=message):
-            state.load_state_dict({"scales": {}})
