@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,11 +47,14 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     if backend not in ("nccl", "gloo", None):
         raise ValueError(f"backend: expected 'nccl', 'gloo' or None, got {backend!r}")
     if dist.is_initialized():
-        yield _device_of_open_group(backend)
+        if backend is not None and backend not in dist.get_backend_config():
+            opened = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
+            raise ValueError(f"backend={backend!r}: a process group of {opened} is open already; leave backend out")
+        yield torch.device("cpu") if backend == "gloo" else device_of(resolve_group(None))
         return
     # Optimizers import it. Imported while a group is open, it keeps that group alive for good, and Gloo's threads with
     # it; a thread that then drops a tensor while the interpreter shuts down aborts the process.
-    import torch._dynamo
+    importlib.import_module("torch._dynamo")
 
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
@@ -88,6 +92,12 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     yield device
     dist.destroy_process_group()
     gc.collect()  # DDP is part of reference cycles and holds the group
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Returns what a group serves: this rank's GPU if it has NCCL, else the CPU."""
+    has_nccl = "nccl" in dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
 
 
 def group_of_this_rank() -> dist.ProcessGroup:
@@ -201,14 +211,6 @@ def _digest(tensor: Tensor) -> str:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"sha256 {hashlib.sha256(f'{tensor.dtype} {tuple(tensor.shape)}'.encode() + raw).hexdigest()[:16]}"
-
-
-def _device_of_open_group(backend: str | None) -> torch.device:
-    opened = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
-    if backend is not None and backend not in opened:
-        raise ValueError(f"backend={backend!r}: a process group of {opened} is open already; leave backend out")
-    takes_gpu = "nccl" in opened and backend != "gloo"
-    return torch.device("cuda", torch.cuda.current_device()) if takes_gpu else torch.device("cpu")
 
 
 def _candidate_gpu() -> torch.device | None:

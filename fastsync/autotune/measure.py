@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _C
 from .._checks import check_carries, resolve_group
 from ..compression import LOSSIER, Auto, Compression
+from ..distributed import device_of
 from .choose import WIRES, Candidate, GroupProfile, compressions, in_engine, volume
 
 BUDGET = 0.7
@@ -55,7 +56,7 @@ def measure_group(
     Args:
         process_group: the group, or a one-dimensional ``DeviceMesh``; None for the default group.
         wires: what to measure, out of ``"none"``, ``"fp16"``, ``"bf16"`` and ``"int8"`` (with error feedback).
-        device: where gradients are; by default on the GPU if NCCL serves it, else on the CPU.
+        device: where gradients are; by default on the GPU if the group has NCCL, else on the CPU.
         dtype: of the gradients.
 
     Raises:
@@ -64,8 +65,7 @@ def measure_group(
     """
     group = resolve_group(process_group)
     named = "; ".join(str(each) for each in compressions(wires, group.size()))  # before anything is sent
-    where = _device_of(group) if device is None else torch.device(device)
-    _backend_of(group, where)
+    where = device_of(group) if device is None else torch.device(device)
     try:
         _C.check_agreement(group, f"measuring {dtype} on {where.type} with {named}", where)
         num_hosts = len(_C.hosts(group)) if where.type == "cpu" else 1
@@ -81,21 +81,6 @@ def measure_group(
             f"compression set to 'auto' on this rank alone? {error}"
         ) from error
     return GroupProfile(tuple(measured))
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    # Gloo says that it serves CUDA, too, but the engine takes gradients on a GPU to the host for it.
-    serves_cuda = "cuda" in {device.type for device in group._device_types}
-    if torch.cuda.is_available() and serves_cuda and _backend_of(group, torch.device("cuda")) != "gloo":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the group's backend for a device. Raises ValueError where it has none."""
-    if device.type not in {each.type for each in group._device_types}:
-        raise ValueError(f"process_group: it has no backend for {device.type}")
-    return group._get_backend(device).name()
 
 
 def candidates_of(
