@@ -256,7 +256,12 @@ class GradientSynchronizer(ClippableHandle):
         others = {f"parameter {name}": p for name, p in self._without_gradients.items()}
         if self._buffers is not None:
             others |= {f"buffer {name}": buffer for name, buffer in self._buffers.named().items()}
-        broadcast_tensors(self._named, others, self._group, root)
+        lines = [
+            f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
+            for name, tensor in others.items()
+        ]
+        _C.check_agreement(self._group, "\n".join(lines), next(iter(self._named.values())).device)
+        broadcast_tensors([*self._named.values(), *others.values()], self._group, root)
 
     def _keep(self, owner: nn.Module | None) -> None:
         """Stays attached from now on, for as long as the owner lives; without one until ``detach``."""

@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -137,26 +137,9 @@ def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None)
 
 
 @torch.no_grad()
-def broadcast_tensors(
-    named: Mapping[str, Tensor], others: Mapping[str, Tensor], group: dist.ProcessGroup, root: int = 0
-) -> None:
-    """Gives all ranks of the group the tensors of one, in place.
-
-    Args:
-        named: tensors that the ranks have agreed on.
-        others: further tensors, by name.
-        root: the rank of the group that has the values.
-
-    Raises:
-        ValueError: the ranks have different others.
-    """
-    if others:
-        lines = [
-            f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
-            for name, tensor in others.items()
-        ]
-        _C.check_agreement(group, "\n".join(lines), next(iter(named.values())).device)
-    tensors = [tensor.detach() for tensor in (*named.values(), *others.values())]
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, root: int = 0) -> None:
+    """Gives all ranks of the group the tensors of one, in place. The ranks must have agreed on them."""
+    tensors = [tensor.detach() for tensor in tensors]
     # As bytes, for Gloo knows few dtypes.
     flat = [tensor.resolve_conj().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     sent = [each.to(_C.device_of_sums(group, each.device)) for each in flat]

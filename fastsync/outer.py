@@ -110,7 +110,7 @@ class DiLoCo:
         tensors = {name: _local(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
         _C.check_agreement(self._sites.group, "\n".join(lines), torch.device("cpu"))
-        broadcast_tensors(tensors, {}, self._sites.group)
+        broadcast_tensors(tensors.values(), self._sites.group)
         self._fragments = [
             _Fragment(part, make, (place + 1) * sync_every // fragments % sync_every, floating if place == 0 else [])
             for place, part in enumerate(parts)
