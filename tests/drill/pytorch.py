@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from functools import partial
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from tests.drill.rows import Row
+from tests.drill.attempts import Attempts
 
+REPEATS = False
 REASONS = {
     "can only be called once": "the test registers a hook of its own",
     "averaged already": "a model has one hook: the test wraps it in DDP twice",
@@ -33,9 +35,9 @@ WITH_HOOK = "FASTSYNC_DRILL_HOOK"
 SECONDS = 900.0
 
 
-def on_cpu(device: Any) -> Any:
-    is_gpu = isinstance(device, int) and not isinstance(device, bool)
-    return torch.device("cpu") if is_gpu or str(device).startswith("cuda") else device
+def on_cpu(asked: Any) -> Any:
+    is_gpu = isinstance(asked, int) and not isinstance(asked, bool)
+    return torch.device("cpu") if is_gpu or str(asked).startswith("cuda") else asked
 
 
 def with_cpu(options: dict[str, Any]) -> dict[str, Any]:
@@ -63,17 +65,16 @@ def tests_on_cpu() -> type[unittest.TestCase]:
     for name in ("set_device", "synchronize", "manual_seed", "empty_cache"):
         setattr(changed, name, lambda *_, **__: None)
     changed.device_count, changed.current_device = lambda: int(os.environ["WORLD_SIZE"]), lambda: 0
-    changed, move = nn.Module, nn.Module.to
+    changed, move, wrap = nn.Module, nn.Module.to, DistributedDataParallel.__init__
     changed.cuda = lambda self, *_: self
     changed.to = lambda self, *to, **options: move(self, *map(on_cpu, to), **with_cpu(options))
-    changed, wrap = DistributedDataParallel, DistributedDataParallel.__init__
 
     def init(self: DistributedDataParallel, module: nn.Module, **options: Any) -> None:
         wrap(self, module, **{k: v for k, v in options.items() if k not in ("device_ids", "output_device")})
         if os.environ[WITH_HOOK] == "1":
             importlib.import_module("fastsync").register_comm_hook(self)
 
-    changed.__init__ = init
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
     class TestOnCpu(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
         def setUp(self) -> None:
@@ -96,28 +97,27 @@ if os.environ.get(WITH_HOOK):  # pytest collects it here
 def results(with_hook: bool) -> dict[str, str | None]:
     """By test what its failure says, None where it passed; without those that were skipped."""
     with tempfile.TemporaryDirectory() as folder:
-        report = f"{folder}/report.xml"
-        options = ["-q", "-k", "ddp or DistributedDataParallel", "--timeout=60", f"--junitxml={report}"]
+        options = ["-k", "ddp or DistributedDataParallel", "--timeout=60", f"--junitxml={folder}/report.xml"]
         told = {WITH_HOOK: str(int(with_hook)), "BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": folder}
         command = [sys.executable, "-m", "pytest", *options, "-o", "python_files=pytorch.py", __file__]
         subprocess.run(command, env=os.environ | told, capture_output=True, timeout=SECONDS)
-        tests = [test for test in ElementTree.parse(report).iter("testcase") if test.find("skipped") is None]
-    failures = {test.attrib["name"]: test.find("failure") for test in tests}
-    return {name: None if failure is None else failure.text for name, failure in failures.items()}
+        tests = list(ElementTree.parse(f"{folder}/report.xml").iter("testcase"))
+    return {test.attrib["name"]: test.findtext("failure") for test in tests if test.find("skipped") is None}
 
 
-def drill(seed: int, deadline: float) -> list[Row]:
-    """Once, whatever the seed."""
+def compare(name: str, failure: str | None, note: str) -> str:
+    assert failure is None, f"{name}: {failure.strip().splitlines()[-1]}"
+    return note
+
+
+def attempts(seed: int, deadline: float) -> Attempts:
+    """Of each test that passes without the hook."""
     plain, ours = results(with_hook=False), results(with_hook=True)
     passed = [name for name, failure in plain.items() if failure is None]
-    row = Row("PyTorch's DDP tests that pass without our hook", len(passed))
-    rows = {reason: Row(f"of these: {reason}") for reason in REASONS.values()}
+    note = f"{len(plain) - len(passed)} more need a GPU, or what is not here"
     for name in passed:
         failure = ours.get(name, "it did not run")
-        reason = next((why for part, why in REASONS.items() if failure and part in failure + name), None)
-        if reason is not None:
-            rows[reason].add([])
-        elif failure is not None:
-            row.wrong.append(f"{name}: {failure.strip().splitlines()[-1]}")
-    row.note = f"{len(plain) - len(passed)} more need a GPU, or what is not here"
-    return [row, *rows.values()]
+        if reason := next((why for part, why in REASONS.items() if failure and part in failure + name), None):
+            yield f"differs: {reason}", partial(compare, name, None, "")
+        else:
+            yield "passes as without our hook", partial(compare, name, failure, note)
