@@ -62,7 +62,7 @@ test-gpu: venv
 # exceptions it watches. That build comes before the package in this folder on the import path, in the tests and in what
 # they start.
 SANITIZED_TESTS ?= tests/ppo/test_ops.py \
-	$(wildcard $(addprefix tests/engine/test_,entry_points.py agreement.py sums.py two_level.py side_values.py ops*.py ddp*.py attach*.py sharded*.py))
+	$(wildcard $(addprefix tests/engine/test_,entry_points.py sums.py side_values.py ops*.py ddp*.py attach*.py sharded*.py))
 # sanitizer, its runtime, its options
 define test_sanitized
 	mkdir -p build/$(1)

@@ -7,13 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from benchmarks.__main__ import main
 from benchmarks.commands import ddp, sync
 from benchmarks.harness.records import RowFile, read_json
-from benchmarks.report import pictures
-from benchmarks.report.efficiency import points
 from benchmarks.report.page import Document, to_html
 from benchmarks.report.scaling import scaling_document
 from tests.benchmarks.rows import scaling_rows, step_row
@@ -43,21 +40,6 @@ def test_one_launch_claims_nothing():
     document = scaling_document([step_row(1, [1.0]), step_row(2, [1.25])], "command")
     assert "one launch of a world size" in document.notes[0]
     assert ["ddp", "2 ranks", "1250.000", "not known", "80.0%", "not known", "1"] in lines(document)
-
-
-def test_the_stacks_of_the_breakdown_are_as_high_as_the_step(monkeypatch: pytest.MonkeyPatch):
-    figures: list[Figure] = []
-    monkeypatch.setattr(pictures, "_svg", figures.append)
-    found = points([*scaling_rows(), step_row(8, [0.25, 0.25], method="ddp", launch=0, compute=0.5, stragglers=0.25)])
-    pictures.breakdown_picture(found)
-    for method, axes in zip(("ddp", "fastsync.attach/fp16"), figures[0].axes, strict=True):
-        stacks = [0.0] * 4
-        for bar in axes.patches:
-            stacks[round(bar.get_x() + bar.get_width() / 2)] += bar.get_height()
-        steps = [point.step.value * 1e3 for point in found if point.method == method]
-        assert stacks[: len(steps)] == pytest.approx(steps)
-    # On 8 ranks the parts without communication take longer than the step: what is negative is shown as that.
-    assert min(bar.get_height() for bar in figures[0].axes[0].patches) < 0
 
 
 def test_what_is_less_than_nothing_is_said_to_be_noise():

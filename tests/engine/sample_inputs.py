@@ -30,7 +30,7 @@ OPERATORS = ["pack", "unpack", "reduce"]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # None: the gradients' own; uint8: blocks of int8; int8: those of int4.
 WIRE_DTYPES = [None, torch.float16, torch.bfloat16, torch.uint8, torch.int8]
-VALUES = ["ordinary", "mostly_ordinary", "wide", "special", "bits", "zeros"]
+VALUES = ["ordinary", "mostly_ordinary", "wide", "tiny", "halves", "special", "bits", "zeros"]
 
 # What lies in a storage behind the last element of its tensor: nobody may write there. There is room for a warp that
 # goes on to the end of its block of int8, so that this shows in a comparison and not in a crash.
@@ -199,6 +199,12 @@ def random_values(kind: str, numel: int, dtype: torch.dtype, generator: torch.Ge
         return ordinary.to(dtype)
     if kind == "wide":  # over the exponents of float32 in which products and squares lose nothing or everything
         return (ordinary * torch.exp2(torch.randint(-120, 120, (numel,), generator=generator))).to(dtype)
+    if kind == "tiny":  # around the smallest scale of a block, and subnormal
+        return (ordinary * torch.exp2(torch.randint(-135, -105, (numel,), generator=generator))).to(dtype)
+    if kind == "halves":  # between two steps of the block, whose largest value is either wire's largest number
+        values = torch.randint(-7, 7, (numel,), generator=generator) + 0.5
+        values[::256], values[128::256] = 127.0, 7.0
+        return values.to(dtype)
     if kind == "bits":
         return random_bits(numel, dtype, generator)
     if kind == "zeros":
@@ -238,6 +244,9 @@ def sample_inputs(device: str) -> list[BuiltBucket]:
         Bucket(sizes, torch.float64, weight=1 / 3, with_residuals=True),
         Bucket(several, bfloat16, weight=0.0, values="special"),
         Bucket(several, wire_dtype=torch.uint8, weight=0.0, with_residuals=True, values="mostly_ordinary"),
+        Bucket(several, wire_dtype=torch.uint8, num_wires=2, values="halves"),
+        Bucket(several, wire_dtype=torch.int8, with_residuals=True, values="halves"),
+        Bucket(sizes, wire_dtype=torch.uint8, num_wires=2, values="tiny"),
     ]
     return [bucket.build(device) for bucket in buckets]
 

@@ -160,20 +160,6 @@ def test_a_forgotten_synchronize_is_noticed(rank: int, world_size: int) -> None:
     critic.step()
 
 
-@on_ranks(2)
-def test_ranks_whose_gradients_get_ready_in_other_orders(rank: int, world_size: int) -> None:
-    model = Given(_of_all(world_size)[0][0])
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    for step in range(4):
-        everyone, means = _of_all(world_size, step)
-        order = ([[0, 1, 2, 3], [3, 1, 0, 2]] if step % 2 else [[2, 3, 0, 1], [0, 2, 1, 3]])[rank]
-        model.zero_grad()
-        # Where a weight is used last, its gradient is ready first.
-        torch.stack([(model.weights[index] * everyone[rank][index]).sum() for index in order]).sum().backward()
-        assert_all_bitwise_equal(grads_of(model), means, f"step {step}")
-    assert len(sync.stats().buckets) >= 3
-
-
 # ---- kinds of graphs ------------------------------------------------------------------------------------------------
 
 

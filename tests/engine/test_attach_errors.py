@@ -70,7 +70,7 @@ def test_a_backward_that_fails_is_noticed_on_the_other_ranks(
             assert_freed(references)
 
 
-@pytest.mark.parametrize("change", ["compression", "weight", "rider", "state"])
+@pytest.mark.parametrize("change", ["compression", "weight", "piggybacked value", "state"])
 @on_ranks(2, timeout=60)
 def test_what_changes_after_a_failed_backward_is_for_the_next_step(rank: int, world_size: int, change: str) -> None:
     grads = [torch.full((300,), 1.0 + rank)] * 3
@@ -87,14 +87,14 @@ def test_what_changes_after_a_failed_backward_is_for_the_next_step(rank: int, wo
             sync.compression = "bf16"
         elif change == "weight":
             sync.set_weight(2.0)
-        elif change == "rider":
+        elif change == "piggybacked value":
             sync.piggyback("new", torch.tensor(1.0 + rank))
         elif change == "state":
             states: list[Any] = [None] * world_size
             dist.all_gather_object(states, sync.state_dict())
             assert states[0] == states[1]
             sync.load_state_dict({**states[rank], "step": 7})
-    assert change != "rider" or sync.piggybacked() == {} or sync.piggybacked()["new"] == 1.5
+    assert change != "piggybacked value" or sync.piggybacked() == {} or sync.piggybacked()["new"] == 1.5
 
 
 @on_ranks(2)
@@ -143,15 +143,3 @@ def test_an_error_in_one_of_several_engines_keeps_no_rank_waiting(rank: int, wor
         loss.backward()
         assert used.grad.isnan().all()
     assert other.grad.tolist() == [1.5] * 40
-
-
-class _Wrapped(Tensor):
-    """Of no memory of its own, and nothing can be asked of it."""
-
-    @staticmethod
-    def __new__(cls, values: Tensor) -> _Wrapped:
-        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined,no-any-return]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func} of a wrapper")

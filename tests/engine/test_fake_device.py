@@ -136,7 +136,7 @@ def _follows_nccls_rules(rank: int, world_size: int) -> None:
 
     backend.fail_after(1)
     dist.all_reduce(tensor, group=group)
-    with pytest.raises(RuntimeError, match="allreduce failed, as the stand-in group was told to"):
+    with pytest.raises(RuntimeError, match="allreduce failed, as the group was told to"):
         dist.all_reduce(tensor, group=group)
     dist.all_reduce(tensor, group=group)
 

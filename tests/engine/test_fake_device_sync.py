@@ -58,12 +58,12 @@ def begin(entry_point: str, compression: Compression, device: str, group: dist.P
     return average(entry_point, model, compression, group=group, **options)
 
 
-def _step(given: Averaged, grads: list[Tensor | None], rider: Tensor) -> list[Tensor]:
+def _step(given: Averaged, grads: list[Tensor | None], value: Tensor) -> list[Tensor]:
     """What it gives beside the gradients. Where something rides, gradients of two backwards travel."""
     if not isinstance(given.handle, fastsync.GradientSynchronizer):
         given.backward(given.model(grads))
         return [given.grad_norm()]
-    given.handle.piggyback("kl", rider)
+    given.handle.piggyback("kl", value)
     with given.no_sync():
         given.model(grads).backward()
     given.backward(given.model(grads))
@@ -80,7 +80,7 @@ def train(
     """What some steps gave, as copies on the host, to which nothing is copied before the last step is over."""
     rank = dist.get_rank()
     steps = [gradients_of(rank, step, device) for step in range(STEPS)]
-    riders = [torch.full((3,), rank + step / 8, device=device) for step in range(STEPS)]
+    values = [torch.full((3,), rank + step / 8, device=device) for step in range(STEPS)]
     given = begin(entry_point, compression, device, group)
     kept: list[Tensor] = []
     for step in range(STEPS):
@@ -89,7 +89,7 @@ def train(
         may_wait = device != DEVICE or entry_point == "hook" or dist.get_backend(group) == "gloo"
         quiet = FIRST_QUIET_STEP <= step < WITH_MISSING and not may_wait
         with unwaited() if quiet else nullcontext():
-            kept += _step(given, steps[step], riders[step])
+            kept += _step(given, steps[step], values[step])
             for parameter in given.model.parameters():
                 kept.append(torch.tensor(False) if parameter.grad is None else parameter.grad.clone())
     return [tensor.cpu() for tensor in kept]

@@ -92,7 +92,7 @@ def test_no_row_is_read_too_early_or_written_too_late(nodes: Nodes) -> None:
     run_on_hosts(_many_steps, nodes)
 
 
-def _riders_presence_and_doors(rank: int, world_size: int, nodes: Nodes) -> None:
+def _values_beside_presence_and_one_call(rank: int, world_size: int, nodes: Nodes) -> None:
     model = nn.ModuleDict({"all": nn.Linear(40, 30), "some": nn.Linear(40, 30), "none": nn.Linear(4, 3)})
     sync = fastsync.attach(model, "fp16")
     for step in range(3):
@@ -118,8 +118,8 @@ def _riders_presence_and_doors(rank: int, world_size: int, nodes: Nodes) -> None
 
 
 @pytest.mark.parametrize("nodes", [ALTERNATING, THREE], ids=["alternating", "three"])
-def test_riders_presence_and_one_call(nodes: Nodes) -> None:
-    run_on_hosts(_riders_presence_and_doors, nodes)
+def test_piggybacked_values_presence_and_one_call(nodes: Nodes) -> None:
+    run_on_hosts(_values_beside_presence_and_one_call, nodes)
 
 
 def test_groups_of_some_ranks_take_what_their_own_ranks_have() -> None:

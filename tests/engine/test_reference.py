@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
-from tests.engine.sample_inputs import GRAD_DTYPES
+from tests.engine.sample_inputs import GRAD_DTYPES, random_values
 
 HALVES = [torch.float16, torch.bfloat16]
 INF, NAN = math.inf, math.nan
@@ -89,6 +89,39 @@ def test_product_that_overflows_float32_saturates_too() -> None:
     packed, stats = pack([torch.tensor([3e38, -3e38])], torch.bfloat16, 4.0, limit=1024.0)
     assert packed.tolist() == [1024, -1024]
     assert stats[reference.NUM_SATURATED] == 2
+
+
+@given(
+    wire=st.sampled_from([*HALVES, *reference.BLOCK_BITS]),
+    dtype=st.sampled_from(GRAD_DTYPES),
+    values=st.sampled_from(["ordinary", "wide", "zeros", "mostly_ordinary", "bits"]),
+    numel=st.sampled_from([1, 127, 129, 256, 300, 777]),
+    exponent=st.integers(-5, 9),
+    seed=st.integers(0, 2**31),
+)
+@random_examples
+def test_what_is_kept_and_what_was_sent_are_the_value(
+    wire: torch.dtype, dtype: torch.dtype, values: str, numel: int, exponent: int, seed: int
+) -> None:
+    """Over several steps, exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    is_blocks, compute = wire in reference.BLOCK_BITS, torch.float64 if dtype == torch.float64 else torch.float32
+    scale = torch.tensor(2.0**exponent) if wire == torch.float16 else None
+    limit = None if is_blocks else reference.saturation_limit(wire, 1)
+    residual, sent = torch.zeros(numel, dtype=compute), torch.empty(numel, dtype=compute)
+    for _ in range(4):
+        grad, before = random_values(values, numel, dtype, generator), residual.clone()
+        packed = torch.empty(reference.wire_numel([numel], wire), dtype=wire)
+        reference.pack([grad], packed, new_stats(), scale, [residual], limit=limit)
+        reference.unpack(packed, [sent], new_stats(), None if scale is None else scale.clone())
+        value, finite = grad.to(compute) + before, sent.isfinite()
+        assert_bitwise_equal(residual[~finite], before[~finite], "residual where nothing finite was sent")
+        assert is_blocks or torch.equal(finite, value.isfinite())
+        assert_bitwise_equal(residual[finite], (value - sent)[finite], "residual")
+        if compute == torch.float32:
+            largest = limit / (1.0 if scale is None else scale.item()) if limit else reference.BLOCK_LIMIT
+            whole = finite & (value.abs() <= largest)  # others saturated
+            assert torch.equal((residual.double() + sent.double())[whole], value.double()[whole])
 
 
 # ---- unpack and measure ---------------------------------------------------------------------------------------------

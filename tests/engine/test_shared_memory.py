@@ -18,15 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
 from fastsync.compression import Wire
-from tests import reference
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at, refuse
-from tests.models import assert_same_on_all_ranks, random_grads
 from tests.ranks import RankError, on_ranks, run_ranks
 
 DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
@@ -57,44 +55,6 @@ def assert_shared(sync: fastsync.GradientSynchronizer | fastsync.CommHook) -> No
 def assert_mean(parameters: list[nn.Parameter], value: float) -> None:
     for parameter in parameters:
         assert torch.equal(parameter.grad, torch.full_like(parameter, value))
-
-
-# ---- the right bits -------------------------------------------------------------------------------------------------
-
-
-def random_sizes(chance: random.Random) -> list[int]:
-    most = chance.choice([3, 300, 40_000, 700_000])
-    return [chance.choice([0, 1, chance.randrange(most)]) for _ in range(chance.randrange(1, 6))] + [1]
-
-
-def expected_mean(grads: list[list[Tensor]], wire: Wire) -> list[list[Tensor]]:
-    """What may come, by how the engine adds: one of the two."""
-    return [
-        reference.all_reduce_mean(grads, DTYPE_OF[wire], reduce="fp32", algorithm=algorithm)
-        for algorithm in ("one_shot", "two_shot")
-    ]
-
-
-def _random_layouts(rank: int, world_size: int, seed: int) -> None:
-    chance = random.Random(seed)
-    for case in range(6):
-        sizes = random_sizes(chance)
-        wire = chance.choice(WIRES)
-        grads = [random_grads(peer, case, [(size,) for size in sizes], torch.float32) for peer in range(world_size)]
-        parameters, sync = engine_of(sizes, Compression(wire, reduce="fp32"))
-        for parameter, grad in zip(parameters, grads[rank], strict=True):
-            parameter.grad = grad.clone()
-        sync.synchronize()
-        mean = [parameter.grad for parameter in parameters]
-        assert_same_on_all_ranks(mean)
-        means = expected_mean(grads, wire)
-        assert any(all(map(torch.equal, mean, each)) for each in means), f"{wire}, {sizes}"
-        assert_shared(sync)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_random_layouts_give_what_the_reference_gives(world_size: int) -> None:
-    run_ranks(_random_layouts, world_size, world_size)
 
 
 # ---- at any pace ----------------------------------------------------------------------------------------------------
@@ -161,34 +121,6 @@ def shared_mappings() -> list[tuple[int, int]]:
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [line.split()[0].split("-") for line in lines if "memfd:fastsync" in line]
     return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
-
-
-def what_is_open() -> tuple[int, int, int]:
-    """Descriptors, mappings of shared memory, threads."""
-    return len(os.listdir("/proc/self/fd")), len(shared_mappings()), len(os.listdir("/proc/self/task"))
-
-
-@on_ranks(2)
-def test_groups_that_come_and_go_leave_nothing(rank: int, world_size: int) -> None:
-    counts = []
-    for again in range(50):
-        group = dist.new_group()
-        parameters, sync = engine_of([5_000], group=group)
-        set_grads(parameters, float(rank))
-        sync.synchronize()
-        assert_shared(sync)
-        sync.detach()
-        del parameters, sync
-        dist.destroy_process_group(group)
-        if again % 10 == 9:
-            gc.collect()
-            counts.append(what_is_open())
-    descriptors, mappings, threads = counts[-1]
-    assert mappings == 0
-    # One that is about to go may still be there; of the thirty after the first twenty that leak none is missed.
-    assert descriptors <= counts[1][0] + 5
-    assert threads <= counts[1][2] + 5
-    assert not [name for name in os.listdir("/dev/shm") if "fastsync" in name]
 
 
 # ---- the system says no ---------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_equal_weights_change_no_bit(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_riders_are_exact_means_and_change_no_gradient(rank: int, world_size: int) -> None:
+def test_piggybacked_values_are_exact_means_and_change_no_gradient(rank: int, world_size: int) -> None:
     for wire in ("none", "bf16", "fp16"):
         model, alone = (Given(random_grads(0, 0, SHAPES, torch.float32)) for _ in range(2))
         sync = fastsync.attach(model, wire, bucket_cap_mb=SMALL_BUCKETS)
@@ -169,7 +169,7 @@ def test_riders_are_exact_means_and_change_no_gradient(rank: int, world_size: in
             for each in (model, alone):
                 each.zero_grad()
                 each(mine).backward()
-            assert_all_bitwise_equal(grads_of(model), grads_of(alone), f"{wire}: riders changed a gradient")
+            assert_all_bitwise_equal(grads_of(model), grads_of(alone), f"{wire}: values beside it changed a gradient")
             assert torch.equal(sync.grad_stats().grad_norm, reference.grad_stats().grad_norm)
             means = [torch.stack(same).sum(dim=0) / world_size for same in zip(*values, strict=True)]
             assert sync.piggybacked().keys() == {f"{index}" for index in range(len(means))}
@@ -180,7 +180,7 @@ def test_riders_are_exact_means_and_change_no_gradient(rank: int, world_size: in
 
 
 @on_ranks(2)
-def test_riders_go_with_the_next_sync(rank: int, world_size: int) -> None:
+def test_piggybacked_values_go_with_the_next_sync(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     sync.piggyback("value", torch.tensor([float(rank)]))
@@ -196,7 +196,7 @@ def test_riders_go_with_the_next_sync(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_ranks_whose_riders_differ_are_told(rank: int, world_size: int) -> None:
+def test_ranks_whose_piggybacked_values_differ_are_told(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     for wrong in (torch.ones(2, dtype=torch.float64), torch.tensor(1), 0.5):
@@ -214,7 +214,7 @@ def test_ranks_whose_riders_differ_are_told(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_rider_that_some_ranks_leave_out_is_nan(rank: int, world_size: int) -> None:
+def test_a_piggybacked_value_that_some_ranks_leave_out_is_nan(rank: int, world_size: int) -> None:
     """In the second step rank 1 sends no a: rank 0, which asked for its mean, gets nan."""
     for wire in ("none", "fp16"):
         model = Given([torch.ones(3)])

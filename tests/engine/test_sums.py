@@ -130,6 +130,26 @@ def test_torchs_own_operations_give_the_references_bits(world_size: int, way: Wa
     start(_as_the_reference, world_size, GENERIC, way)
 
 
+@on_ranks(2)
+def test_within_one_node_nothing_is_compressed(rank: int, world_size: int) -> None:
+    everyone = [random_grads(other, 0, SHAPES, torch.float32) for other in range(world_size)]
+    expected = reference.all_reduce_mean(everyone, reduce="fp32", algorithm="two_shot")
+    for name in ENTRY_POINTS:
+        given = average(name, Given(everyone[0]), by(world_size, "int8", error_feedback=True), bucket_cap_mb=25)
+        assert_all_bitwise_equal(averaged(given, everyone[rank], "cpu"), expected, f"{name}: gradient")
+
+
+@on_ranks(4)
+def test_the_wire_between_nodes_may_change(rank: int, world_size: int) -> None:
+    everyone = [random_grads(other, 0, SHAPES, torch.float32) for other in range(world_size)]
+    for name in ("hook", "attach"):
+        given = average(name, Given(everyone[0]), bucket_cap_mb=25)
+        for wire in ("none", "int8", "bf16"):
+            given.handle.compression = by(2, wire)
+            expected = mean_by_reference(everyone, 2, wire)
+            assert_all_bitwise_equal(averaged(given, everyone[rank], "cpu"), expected, f"{name}, {wire}: gradient")
+
+
 # ---- what depends on the steps before -------------------------------------------------------------------------------
 
 

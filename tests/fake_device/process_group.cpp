@@ -80,7 +80,7 @@ void Group::check(const std::string& name, const Tensors& tensors, c10::Device d
   }
   if (calls_until_failure_ >= 0 && calls_until_failure_-- == 0) {
     has_failed_ = true;
-    TORCH_CHECK(false, name, " failed, as the stand-in group was told to");
+    TORCH_CHECK(false, name, " failed, as the group was told to");
   }
 }
 
@@ -181,7 +181,7 @@ Group::Work Group::_allgather_base(at::Tensor& output, at::Tensor& input, const 
 
 Group::Work Group::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
   TORCH_CHECK(outputs[rank_].is_alias_of(inputs[rank_]) && outputs[rank_].data_ptr() == inputs[rank_].data_ptr(),
-              "alltoall: the stand-in group does not copy a rank's own tensor");
+              "alltoall: the group does not copy a rank's own tensor");
   Tensors read(inputs), written(outputs);
   read.erase(read.begin() + rank_);
   written.erase(written.begin() + rank_);

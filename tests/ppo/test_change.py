@@ -126,9 +126,7 @@ def test_an_exception_in_the_plain_loss_is_reached(tmp_path: Path):
 
 EDITS = {
     "nothing": ("policies.py", "", ""),
-    "exception": ("ppo.py", "    ratio = log_ratio.exp()", "    raise KeyError('of my own')"),
     "SiLU": ("policies.py", '"tanh": nn.Tanh', '"tanh": nn.SiLU'),
-    "LayerNorm": ("policies.py", "ACTIVATIONS[activation]()]", "nn.LayerNorm(num_outputs), ACTIVATIONS[activation]()]"),
 }
 
 
@@ -144,15 +142,12 @@ def test_what_is_edited_in_the_files_runs(tmp_path: Path):
         edited_file.write_text(edited_file.read_text().replace(old, new))
         command = [sys.executable, "-m", "fastsync.train", "--total-steps", "3000", "--run-name", "run 0"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=os.environ)
-        assert (done.returncode == 0) == (name != "exception"), done.stderr
-        said[name] = done.stdout + done.stderr
-    assert "KeyError: 'of my own'" in said["exception"]
-    rows = {name: rows_of_last(tmp_path / name / "runs") for name in said if name != "exception"}
-    returns = {name: [row["episodes/return"] for row in of_run] for name, of_run in rows.items()}
-    assert returns["SiLU"] != returns["nothing"] != returns["LayerNorm"]
+        assert done.returncode == 0, done.stderr
+        said[name] = done.stdout
+    returns = {name: [row["episodes/return"] for row in rows_of_last(tmp_path / name / "runs")] for name in said}
+    assert returns["SiLU"] != returns["nothing"]
     assert "fused operators run for actor, critic, categorical" in said["nothing"]
     assert "fused operators run for categorical" in said["SiLU"]
-    assert "fused operators run for categorical" in said["LayerNorm"]
 
 
 def without_operators(rank: int, world_size: int, settings: Settings) -> tuple[Weights, str, bool]:
