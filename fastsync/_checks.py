@@ -38,20 +38,6 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
     return process_group.get_group()
 
 
-def check_group(group: dist.ProcessGroup, named: Mapping[str, Tensor]) -> None:
-    """Raises ValueError where the group has no backend for a parameter's device, nor one for the host."""
-    have = {device.type for device in group._device_types}
-    for name, parameter in named.items():
-        if not parameter.requires_grad:
-            continue
-        device = parameter.device
-        if device.type not in have and ("cpu" not in have or device.type == "meta"):
-            raise ValueError(
-                f"process_group: it serves {', '.join(sorted(have))}, but parameter {name} is on {device}; use a group "
-                "whose backend does (Gloo for cpu, NCCL for cuda)"
-            )
-
-
 def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
     """Names those that can have gradients. Raises ValueError if none requires one, or one cannot be synchronised."""
     return with_gradients(named_parameters(module_or_params, argument), argument)

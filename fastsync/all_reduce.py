@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from ._checks import check_group, listed, resolve_group, trainable_parameters
+from ._checks import listed, resolve_group, trainable_parameters
 from .attach import GradientSynchronizer
 from .autotune.choose import in_engine
 from .autotune.measure import candidates_of
@@ -52,7 +52,6 @@ def all_reduce_gradients(
     found = next((each for each in reversed(known) if each.serves(given)), None)
     if found is None:
         named = trainable_parameters(params, "params")
-        check_group(group, named)
         engine = GradientSynchronizer(named, chosen, group)._engine
         # The calls alone decide which engine is forgotten, because they are alike on all ranks: a new engine makes the
         # ranks agree, and a rank must not be alone with that. Lifetimes are not alike, as garbage is collected here and

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._checks import (
-    check_group,
     have_a_stage,
     is_sharded_by_fsdp1,
     is_wrapper,
@@ -212,7 +211,6 @@ class GradientSynchronizer(ClippableHandle):
         if not self._is_attached:
             raise RuntimeError("fastsync: use_group() was called after detach(); attach to the new group")
         group = resolve_group(process_group)
-        check_group(group, self._named)
         state, growth = self.state_dict(), group.size() / self._group.size()
         before = self._engine, self._group
         try:
@@ -411,7 +409,6 @@ def attach(
     named = with_gradients(given, "module_or_params")
     check_free(named, "module_or_params")
     group = resolve_group(process_group)
-    check_group(group, named)
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
     sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap)
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
-from ._checks import check_group, check_not_sharded, have_a_stage, resolve_group
+from ._checks import check_not_sharded, have_a_stage, resolve_group
 from ._handle import ClippableHandle, SyncHandle, begin_use, check_free, handles_of, warn_of_generic_kernels
 from .autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
@@ -126,7 +126,6 @@ def register_comm_hook(
         )
     named = dict(ddp_model.module.named_parameters())
     group = resolve_group(ddp_model.process_group if process_group is None else process_group)
-    check_group(group, named)
     check_free(named, "ddp_model")
     hook = CommHook(ddp_model, compression, group)
     begin_use(hook, [ddp_model], kept_by=[ddp_model])

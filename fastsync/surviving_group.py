@@ -46,7 +46,10 @@ class SurvivingGroup:
     def go_on_without_the_lost(self, progress: int, error: Exception) -> dict[int, int]:
         """Forms a group of the ranks that are left, once an error of the newest has shown that some are lost.
 
-        The old one ends when nothing holds it any more.
+        Each writes to the store how far it has come, and waits for the others to do so: for twice the time-out, for who
+        only waits in a collective of the old group meets its error later. The first list of ranks that is written then
+        is everybody's. The store has to be alive: it lives with the launcher, or with rank 0. The old group ends when
+        nothing holds it any more.
 
         Args:
             progress: how far this rank has come.
@@ -58,8 +61,26 @@ class SurvivingGroup:
         Raises:
             RuntimeError: the store does not answer, or the others have gone on without this rank.
         """
-        came = _ranks_left(PrefixStore("left/", self._store), self.ranks, progress, self._timeout, error)
-        self._form(list(came))
+        store, ranks, rank = PrefixStore("left/", self._store), self.ranks, dist.get_rank()
+        try:
+            store.set(str(rank), str(progress))
+            deadline = time.monotonic() + 2 * self._timeout.total_seconds() + GRACE_SECONDS
+            while not store.check([str(each) for each in ranks]) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            here = [each for each in ranks if store.check([str(each)])]
+            left = json.loads(store.compare_set("ranks", "", json.dumps(here)))
+            came = {each: int(store.get(str(each))) for each in left}
+        except Exception as unreachable:
+            raise RuntimeError(
+                f"fastsync: rank {rank} has lost some of ranks {ranks} ({error}), and the store that would tell which "
+                f"does not answer ({unreachable}); it has to live on a host that is not lost"
+            ) from error
+        if rank not in left:
+            raise RuntimeError(
+                f"fastsync: ranks {left} have gone on without rank {rank}, which came too late; start it again from "
+                "their state"
+            ) from error
+        self._form(left)
         return came
 
     def broadcast_object(self, mine: object, source: int) -> Any:
@@ -72,36 +93,3 @@ class SurvivingGroup:
             sent = torch.empty(int(numel), dtype=torch.uint8)
         self.group.broadcast(sent, root).wait()
         return pickle.loads(sent.numpy().tobytes())
-
-
-def _ranks_left(store: Store, ranks: list[int], progress: int, timeout: timedelta, error: Exception) -> dict[int, int]:
-    """Agrees with those of ``ranks`` who have met an error of their group on who is left.
-
-    Each writes to the store, which no other loss may use, how far it has come, and waits for the others to do so: for
-    twice the time-out, for who only waits in a collective of the old group meets its error later. The first list of
-    ranks that is written then is everybody's. The store has to be alive: it lives with the launcher, or with rank 0.
-
-    Returns:
-        How far each of them has come.
-
-    Raises:
-        RuntimeError: the store does not answer, or the others have gone on without this rank.
-    """
-    rank = dist.get_rank()
-    try:
-        store.set(str(rank), str(progress))
-        deadline = time.monotonic() + 2 * timeout.total_seconds() + GRACE_SECONDS
-        while not store.check([str(each) for each in ranks]) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        here = [each for each in ranks if store.check([str(each)])]
-        left = json.loads(store.compare_set("ranks", "", json.dumps(here)))
-        if rank in left:
-            return {each: int(store.get(str(each))) for each in left}
-    except Exception as unreachable:
-        raise RuntimeError(
-            f"fastsync: rank {rank} has lost some of ranks {ranks} ({error}), and the store that records which "
-            f"ones does not answer ({unreachable}); do not lose the host that holds the store"
-        ) from error
-    raise RuntimeError(
-        f"fastsync: ranks {left} have gone on without rank {rank}, which came too late; start it again from their state"
-    ) from error

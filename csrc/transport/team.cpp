@@ -227,19 +227,16 @@ std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows&
 }
 
 c10::Device device_of_sums(c10d::ProcessGroup& group, c10::Device device) {
-  if (device.is_cpu()) {
-    return device;
-  }
   const std::vector<c10::Device> served = group.getDeviceTypes();
   const auto serves = [&](c10::DeviceType type) {
     return std::any_of(served.begin(), served.end(), [&](c10::Device each) { return each.type() == type; });
   };
   // Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
-  if (serves(device.type()) && group.getBackend(device.type())->getBackendName() != "gloo") {
+  if (!device.is_cpu() && serves(device.type()) && group.getBackend(device.type())->getBackendName() != "gloo") {
     return device;
   }
-  TORCH_CHECK_VALUE(serves(c10::kCPU), "fastsync: the gradients are on ", device, ", and the process group works ",
-                    "neither there nor on CPUs; use NCCL or Gloo");
+  TORCH_CHECK_VALUE(serves(c10::kCPU), "process_group: gradients are on ", device, ", and it works neither there nor ",
+                    "on CPUs; use a group whose backend does (Gloo for cpu, NCCL for cuda)");
   return c10::kCPU;
 }
 

@@ -84,8 +84,11 @@ def test_bad_settings_are_refused_and_leave_nothing_behind(argument: str) -> Non
         message = r"process_group: expected a ProcessGroup that this rank is a member of, a one-dimensional DeviceMesh"
         with pytest.raises(ValueError, match=f"{message}, or None, got {group!r}"):
             call(model, process_group=group)
-    with pytest.raises(ValueError, match=r"process_group: it serves .*cpu.*, but parameter weight is on meta"):
-        call(nn.Linear(2, 2, device="meta"))
+    of_gpus, gloo = dist.ProcessGroup(dist.HashStore(), 0, 1), dist.ProcessGroup.BackendType.GLOO
+    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    of_gpus._register_backend(torch.device("cuda"), gloo, backend)
+    with pytest.raises(ValueError, match=r"process_group: gradients are on cpu, and it works neither there"):
+        call(model, process_group=of_gpus)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     call(model)
