@@ -149,7 +149,7 @@ def test_a_forgotten_synchronize_is_noticed(rank: int, world_size: int) -> None:
     model(everyone[rank]).backward()
     before = [parameter.clone() for parameter in model.parameters()]
     for optimizer, name in ((actor, "0"), (critic, "2")):
-        with pytest.raises(RuntimeError, match=rf"SGD was about to step .* of weights\.{name} .*call synchronize\(\)"):
+        with pytest.raises(RuntimeError, match=rf"SGD was about to step .* of weights\.{name}; call synchronize\(\)"):
             optimizer.step()
     assert_all_bitwise_equal(list(model.parameters()), before, "it stepped all the same")
     with sync.no_sync():

@@ -38,7 +38,7 @@ def test_a_model_is_given_back(rank: int, world_size: int) -> None:
         handle = one(model)
         gradients(model)
         handle.detach()
-        with pytest.raises(ValueError, match="no handles of fastsync look after"):
+        with pytest.raises(ValueError, match="no handles of fastsync belong to"):
             fastsync.handle_of(model)
         for mine, theirs in zip(gradients(model), expected, strict=True):
             assert_bitwise_equal(mine, theirs)
