@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +21,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fastsync.launch import torchrun
 from tests.ranks import fresh_process_context
+
+
+def until(condition: Callable[[], object], what: str, timeout: float = 150.0) -> None:
+    """Waits for it."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout:g} s"
+        time.sleep(0.02)
+
+
+def state_of(pid: int) -> str:
+    """Of a process, as in proc(5); nothing where it is gone, or only waits for a parent that asks for its status."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0].replace("Z", "")
+    return ""
 
 
 @contextmanager

@@ -22,6 +22,7 @@ MAX_IDLE_SCALE_EXPONENT = 24
 BLOCK_VALUES = 128
 BLOCK_BITS = {torch.uint8: 8, torch.int8: 4}
 """Of a value in a block: blocks of int8 are told as uint8, those of int4 as int8."""
+WIRE_DTYPE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
 # 127 times a block's scale, and the mean of such values over any number of ranks, stay below float32's largest.
 BLOCK_LIMIT = torch.finfo(torch.bfloat16).max
 

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from benchmarks.commands.link import sent_bytes, slow_links, with_link
 from benchmarks.harness.records import Record, read_json
 from benchmarks.network.namespaces import CONGESTION_CONTROL, burst
 from tests.benchmarks.test_commands import ROOT
+from tests.forked import until
 
 pytestmark = pytest.mark.end_to_end
 
@@ -35,13 +34,6 @@ def started_by(pid: int, command: str) -> list[int]:
 
 
 RANK, KEEPER = "--multiprocessing-fork", "cat"
-
-
-def until(condition: Callable[[], object], what: str, timeout: float = 150.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout:g} s"
-        time.sleep(0.05)
 
 
 @needs_namespaces

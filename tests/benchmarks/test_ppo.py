@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from benchmarks.baselines.trainers import TRAINERS, run_alone
 from benchmarks.baselines.training import Outcome, Training
 from benchmarks.commands.ppo import OTHERS
 from benchmarks.harness.records import Record, RowFile
+from tests.forked import state_of, until
 
 
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +83,6 @@ def test_ppo_keeps_what_was_measured_whatever_ends_it(
     assert "rows measured before are shown" in capsys.readouterr().out
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def test_a_training_that_hangs_ends_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     launcher = tmp_path / "launcher"
     launcher.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/rank\nwait\n")
@@ -99,10 +92,7 @@ def test_a_training_that_hangs_ends_with_its_ranks(tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError, match="fastsync has not ended within 2 s"):
         run_alone("fastsync", training, timeout=2)
     rank = int((tmp_path / "rank").read_text())
-    deadline = time.monotonic() + 30
-    while not is_gone(rank):
-        assert time.monotonic() < deadline, "the launcher's rank is still there"
-        time.sleep(0.02)
+    until(lambda: not state_of(rank), "the end of the launcher's rank")
 
 
 @pytest.mark.parametrize("trainer", ["fastsync", "environment alone", "stable-baselines3"])

@@ -196,12 +196,12 @@ class _Training:
         self.model = Mlp().to("cuda")
         self.sync = fastsync.attach(self.model, wire, bucket_cap_mb=SMALL_BUCKETS)
         self._optimizer = torch.optim.Adam(self.model.parameters(), fused=True, capturable=True)
-        self.rider: Tensor | None = None
+        self.piggybacks: Tensor | None = None
 
     def backward(self, inputs: Tensor) -> None:
         self.model.zero_grad(set_to_none=False)
-        if self.rider is not None:
-            self.sync.piggyback("value", self.rider * 2)
+        if self.piggybacks is not None:
+            self.sync.piggyback("value", self.piggybacks * 2)
         self.model(inputs).square().mean().backward()
 
     def step(self, inputs: Tensor) -> None:
@@ -255,18 +255,18 @@ def test_every_replay_of_a_captured_step_may_be_clipped(rank: int, world_size: i
 
 
 @on_ranks(1, backend="nccl")
-def test_riders_of_a_captured_step(rank: int, world_size: int) -> None:
-    """What rides in a graph is what it computes anew in each replay; a value of before would ride again and again."""
+def test_piggybacked_values_of_a_captured_step(rank: int, world_size: int) -> None:
+    """In a graph it is what it computes anew in each replay; a value of before would be sent again and again."""
     training, inputs = _Training("none"), batch(rank, 0).to("cuda")
-    value = training.rider = torch.zeros(2, device="cuda")
+    value = training.piggybacks = torch.zeros(2, device="cuda")
     graph = _captured(training.backward, inputs)
     for number in range(STEPS):
         value.fill_(number + rank)
         graph.replay()
         assert training.sync.piggybacked()["value"].tolist() == [2 * number + world_size - 1.0] * 2
-    training.rider = None
+    training.piggybacks = None
     training.sync.piggyback("value", value)
-    message = "rider 'value' was given outside of the CUDA graph that is captured, or on the CPU"
+    message = "'value' was piggybacked outside of the CUDA graph that is captured, or on the CPU"
     with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
         training.backward(inputs)
 

@@ -23,7 +23,6 @@ from tests.engine.hosts import entered, host_of, hosts
 from tests.models import assert_same_on_all_ranks, random_grads
 from tests.ranks import run_ranks
 
-DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
 Nodes = Sequence[Sequence[int]]
 PAIRS: Nodes = [[0, 1], [2, 3]]
@@ -58,7 +57,7 @@ def _random_layouts(rank: int, world_size: int, nodes: Nodes, algorithm: str | N
         mean = [parameter.grad for parameter in parameters]
         assert_same_on_all_ranks(mean)
         means = [
-            reference.two_level_mean(grads, nodes, DTYPE_OF[wire], algorithm=each)
+            reference.two_level_mean(grads, nodes, reference.WIRE_DTYPE[wire], algorithm=each)
             for each in (["one_shot", "two_shot"] if algorithm is None else [algorithm])
         ]
         assert any(all(map(torch.equal, mean, each)) for each in means), f"{wire}, {sizes}"

@@ -35,7 +35,6 @@ from tests.engine.sharded import (
 from tests.ranks import on_ranks, run_ranks
 
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
-DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
 
 
 # ---- the same bits as the reference ---------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ def _as_the_reference(rank: int, world_size: int, device: str) -> None:
             op = [dist.ReduceOp.AVG, dist.ReduceOp.SUM, dist._make_nccl_premul_sum(0.3)][step]
             output = torch.empty(shard, dtype=dtype, device=device)
             engine.reduce_scatter(identity, "all of them", output, inputs[rank].to(device), op)
-            expected = reference.reduce_scatter(inputs, DTYPE_OF[wire], factor=factor, residuals=residuals)
+            expected = reference.reduce_scatter(inputs, reference.WIRE_DTYPE[wire], factor=factor, residuals=residuals)
             what = f"{wire}, {dtype}, {shard} values, step {step}"
             assert_bitwise_equal(output.cpu(), expected[rank], what)
             squares = expected[rank].double().square().sum().item()

@@ -27,8 +27,6 @@ from fastsync.compression import Wire
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at, refuse
 from tests.ranks import RankError, on_ranks, run_ranks
 
-DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
-WIRES: list[Wire] = ["none", "fp16", "bf16", "int8", "int4"]
 TIMEOUT = timedelta(seconds=6)
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at
+from tests.forked import state_of, until
 from tests.ranks import run_ranks
 
 STOPPED = signal.SIGSTOP
@@ -79,12 +79,6 @@ def in_a_step(step: Step, how: signal.Signals) -> None:
     step()
 
 
-def state_of(pid: int) -> str:
-    """As in proc(5); nothing where the process is gone."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.read_text().rpartition(")")[2].split()[0] if status.exists() else ""
-
-
 def take_one_step(step: Step, lost: int) -> None:
     step()
 
@@ -96,8 +90,7 @@ def take_steps_until_it_is_lost(step: Step, lost: int) -> None:
 
 def take_two_steps_once_it_is_lost(step: Step, lost: int) -> None:
     take_good_steps(step)
-    while state_of(lost) not in ("", "T", "Z"):
-        time.sleep(0.01)
+    until(lambda: state_of(lost) in ("", "T"), "its end")
     step()
     step()
 

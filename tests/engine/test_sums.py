@@ -29,13 +29,13 @@ from tests.models import (
     random_grads,
 )
 from tests.ranks import on_ranks, run_ranks
+from tests.reference import WIRE_DTYPE
 
 SHAPES = [(37, 11), (3,), (1,), (700,), (129,), (1000,)]
 SEVERAL_PIECES = [(1_100_003,), (3,)]
 STEPS = 3
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8", "int4"]
 ALGORITHMS: list[Algorithm] = ["one_shot", "two_shot"]
-DTYPE_OF = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.int8}
 GRAD_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 ENTRY_POINTS = ("hook", "attach", "all_reduce")
 
@@ -73,8 +73,8 @@ def by(way: Way, wire: Wire, **options: Any) -> Compression:
 
 def mean_by_reference(everyone: Sequence[Sequence[Tensor]], way: Way, wire: Wire) -> list[Tensor]:
     if isinstance(way, int):
-        return reference.two_level_mean(everyone, way, DTYPE_OF[wire])
-    return reference.all_reduce_mean(everyone, DTYPE_OF[wire], reduce="fp32", algorithm=way)
+        return reference.two_level_mean(everyone, way, WIRE_DTYPE[wire])
+    return reference.all_reduce_mean(everyone, WIRE_DTYPE[wire], reduce="fp32", algorithm=way)
 
 
 def averaged(given: Averaged, grads: Sequence[Tensor], device: str) -> list[Tensor]:
@@ -168,7 +168,7 @@ def _keeps_as_the_reference(rank: int, world_size: int, device: str, way: Algori
         for step in range(3):
             everyone = [random_grads(other, step, shapes, torch.float32) for other in range(world_size)]
             sent = [grads[::-1] for grads in everyone]
-            mean = reference.all_reduce_mean(sent, DTYPE_OF[wire], reduce="fp32", algorithm=way, residuals=kept)
+            mean = reference.all_reduce_mean(sent, WIRE_DTYPE[wire], reduce="fp32", algorithm=way, residuals=kept)
             assert_all_bitwise_equal(averaged(given, everyone[rank], device), mean[::-1], f"{wire}, {way}, step {step}")
             residuals = given.handle.state_dict()["residuals"]
             for index, expected in enumerate(kept[rank][::-1]):
@@ -218,7 +218,7 @@ def _all_reduce(rank: int, world_size: int, device: str) -> None:
             for step in range(STEPS):
                 everyone = [random_grads(other, step, SHAPES, torch.float32) for other in range(world_size)]
                 everyone = [[grad + grad.sign() / 64 for grad in grads] for grads in everyone]
-                mean = reference.all_reduce_mean(everyone, DTYPE_OF[wire])
+                mean = reference.all_reduce_mean(everyone, WIRE_DTYPE[wire])
                 what = f"{wire}, {name}: step {step}, gradient"
                 got = averaged(given, everyone[rank], device)
                 if world_size <= 2:  # one addition, which has no order

@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from fastsync.ppo.cli import Launch, option_words, parse
 from fastsync.ppo.jobs import Slurm, write
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
+from tests.forked import until
 
 ODD = Settings(
     env="it's:mine", hidden_sizes=(8, 4), anneal_clip=True, norm_advantages=False, target_kl=0.01, learning_rate=1e-5,
@@ -104,10 +104,7 @@ class Job:
 
     def signalled(self, number: signal.Signals) -> int:
         """Its exit status, when it gets a signal once the ranks are there."""
-        deadline = time.monotonic() + 30
-        while "started" not in self.log():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: "started" in self.log(), "the ranks' start")
         self.process.send_signal(number)
         return self.process.wait(30)
 

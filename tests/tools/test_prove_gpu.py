@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import state_of, until
 from tools import prove_gpu
 from tools.prove_gpu import ROOT, Command, all_parts, main, run
 
@@ -40,17 +41,7 @@ def test_at_its_limit_a_command_ends_with_what_it_started_and_what_it_printed_is
         assert run(Command(command, 60), log, limit) == status
         assert time.monotonic() - began < 60
         (child,) = re.findall(r"^child (\d+)$", log.read_text(), re.MULTILINE)
-        assert ends(int(child), began + 60)
-
-
-def ends(pid: int, deadline: float) -> bool:
-    """Whether a process ends by then, or waits for a parent that never asks for its status."""
-    stat = Path(f"/proc/{pid}/stat")
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+        until(lambda child=int(child): not state_of(child), "the end of what it had started")
 
 
 def test_one_failure_stops_neither_its_part_nor_the_next(out: Path) -> None:
