@@ -58,7 +58,6 @@ def _ppo_loss(new: Any, batch: Any, settings: Any, remaining: float) -> tuple[Te
 
 _OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "ppo_loss": ("03ae43829a136a04", _ppo_loss),
-    "discounted_sums": ("d7ea576ac0b5eb02", torch.ops.fastsync.discounted_sums.default),
     "categorical": ("6de9fae8a7ad79cb", torch.ops.fastsync.categorical.default),
 }
 """By the name of a plain function: the fingerprint that the operator was proven equal to, and the operator."""

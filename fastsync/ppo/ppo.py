@@ -164,7 +164,6 @@ class Collector:
 
 
 # --- Advantages -------------------------------------------------------------------------------------------------------
-@fused.Operator
 def discounted_sums(summands: Tensor, decays: Tensor) -> Tensor:
     """Discounted sums [T, N]: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``; the last row is its summand."""
     sums = torch.empty_like(summands)

@@ -4,9 +4,11 @@
 #undef TORCH_LIBRARY
 #define TORCH_LIBRARY TORCH_LIBRARY_FRAGMENT  // which takes a name that is a macro
 
+#include <memory>
+
 #include "cuda_runtime.h"
 #include "passes/aten/passes.h"
-#include "passes/chunk_table.h"
+#include "passes/cuda/chunk_table.h"
 #include "passes/ops.cpp"
 
 namespace fastsync::cpu {
@@ -40,37 +42,18 @@ void reduce(const ReduceArgs&, c10::Device) {}
 namespace fastsync {
 namespace {
 
-std::vector<Segment> segments_of(at::IntArrayRef numels) {
-  std::vector<Segment> segments;
-  for (const int64_t numel : numels) {
-    segments.push_back({nullptr, numel, 0});
-  }
-  return segments;
-}
-
 // (segment, begin, length) of every chunk, one after the other.
 std::vector<int64_t> chunk_table(at::IntArrayRef numels, int64_t chunk_size) {
-  const std::vector<Segment> segments = segments_of(numels);
-  const auto num_segments = static_cast<int64_t>(segments.size());
-  std::vector<int64_t> first_chunk(num_segments + 1);
-  number_chunks(segments.data(), num_segments, chunk_size, first_chunk.data());
+  const auto chunks = std::make_unique<cuda::ChunkTable<2000>>();
+  for (const int64_t numel : numels) {
+    chunks->add({nullptr, numel, 0}, chunk_size);
+  }
   std::vector<int64_t> table;
-  for (int64_t index = 0; index < first_chunk.back(); ++index) {
-    const Chunk chunk = find_chunk(segments.data(), first_chunk.data(), num_segments, chunk_size, index);
+  for (int64_t index = 0; index < chunks->num_chunks(); ++index) {
+    const cuda::Chunk chunk = chunks->find(index, chunk_size);
     table.insert(table.end(), {chunk.segment, chunk.begin, chunk.length});
   }
   return table;
-}
-
-// (first, second) of every launch's range, one after the other.
-std::vector<int64_t> launch_ranges(at::IntArrayRef numels, int64_t capacity) {
-  const std::vector<Segment> segments = segments_of(numels);
-  std::vector<int64_t> ranges;
-  for (const auto& [first, second] :
-       split_into_launches(segments.data(), static_cast<int64_t>(segments.size()), capacity)) {
-    ranges.insert(ranges.end(), {first, second});
-  }
-  return ranges;
 }
 
 }  // namespace
@@ -79,5 +62,4 @@ std::vector<int64_t> launch_ranges(at::IntArrayRef numels, int64_t capacity) {
 TORCH_LIBRARY_FRAGMENT(fastsync, library) {
   library.def("set_descending", &emulator::set_descending);
   library.def("chunk_table(int[] numels, int chunk_size) -> int[]", &fastsync::chunk_table);
-  library.def("launch_ranges(int[] numels, int capacity) -> int[]", &fastsync::launch_ranges);
 }

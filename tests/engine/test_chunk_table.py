@@ -1,4 +1,4 @@
-"""How segments are cut into chunks, and calls into launches: the arithmetic that both backends share."""
+"""How the segments of a launch are cut into chunks."""
 
 from __future__ import annotations
 
@@ -43,19 +43,3 @@ def test_chunks_cover_every_element_once_and_in_order(numels: list[int], chunk_s
         for segment, numel in enumerate(numels)
         for begin in range(0, numel, chunk_size)
     ]
-
-
-@pytest.mark.parametrize(
-    ("numels", "expected"),
-    [
-        ([], [(0, 0)]),
-        ([0, 0], [(0, 2)]),
-        ([1, 1, 1], [(0, 3)]),
-        ([1, 1, 1, 1], [(0, 3), (3, 4)]),
-        ([0, 1, 0, 1, 1, 0], [(0, 6)]),
-        ([0, 1, 0, 1, 1, 0, 1, 0], [(0, 6), (6, 8)]),
-        ([1] * 7, [(0, 3), (3, 6), (6, 7)]),
-    ],
-)
-def test_launches_take_at_most_three_nonempty_segments(numels: list[int], expected: list[tuple[int, int]]) -> None:
-    assert _rows(torch.ops.fastsync_emulated.launch_ranges(numels, 3), 2) == expected

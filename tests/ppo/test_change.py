@@ -29,12 +29,12 @@ from fastsync.ppo.cli import Arguments, check_environment, parse
 from fastsync.ppo.evaluate import main
 from fastsync.ppo.fused import Operator, Perceptron, fingerprint, fuse
 from fastsync.ppo.policies import Policy, categorical, make_policy
-from fastsync.ppo.ppo import Evaluated, Settings, discounted_sums, ppo_loss, train
+from fastsync.ppo.ppo import Evaluated, Settings, ppo_loss, train
 from tests.ranks import RankError, run_ranks
 from tests.toy_envs import Countdown
 
 TINY = Settings(total_steps=600, num_envs=4, num_steps=16, num_epochs=2)
-OPERATORS = (ppo_loss, discounted_sums, categorical)
+OPERATORS = (ppo_loss, categorical)
 VECTOR, TWO = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
 Weights = dict[str, Tensor]
 
@@ -162,7 +162,7 @@ def without_operators(rank: int, world_size: int, settings: Settings) -> tuple[W
 
 def test_without_fused_operators_all_is_plain_and_learns_the_same(tmp_path: Path):
     fused, said = trained(tmp_path)
-    assert "fused operators run for actor, critic, categorical, discounted_sums, ppo_loss; plain" in said
+    assert "fused operators run for actor, critic, categorical, ppo_loss; plain" in said
     settings = replace(TINY, runs_dir=str(tmp_path), run_name="plain", fused=False)
     ((plain, said, has_fused),) = run_ranks(without_operators, 1, settings)
     assert "everything runs in plain PyTorch" in said
@@ -195,7 +195,7 @@ def test_a_metric_of_ones_own_is_in_every_log_and_changes_nothing(tmp_path: Path
 
 def test_under_autocast_layers_run_by_themselves_and_the_run_says_so(tmp_path: Path):
     _, said = trained(tmp_path, replace(TINY, precision="bf16"))
-    assert "fused operators run for categorical, discounted_sums, ppo_loss; plain PyTorch runs for everything" in said
+    assert "fused operators run for categorical, ppo_loss; plain PyTorch runs for everything" in said
     assert "estimate_advantages, actor, critic" in said
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastsync.ppo.fused import METRICS, Perceptron
 from fastsync.ppo.policies import Categorical, categorical
-from fastsync.ppo.ppo import Evaluated, Settings, discounted_sums, ppo_loss
+from fastsync.ppo.ppo import Evaluated, Settings, ppo_loss
 
 
 def view_of(values: Tensor) -> Tensor:
@@ -159,17 +159,6 @@ def test_categorical_refuses_what_does_not_fit():
             op(torch.ones(1, 2), torch.tensor([action]))
     with pytest.raises(ValueError, match=r"actions: expected one for each row of logits \[1, 2\], got \[2\]"):
         op(torch.ones(1, 2), torch.tensor([1, 1]))
-
-
-@pytest.mark.parametrize("shape", [(1, 3), (7, 1), (40, 5), (0, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_discounted_sums_are_as_specified(shape: tuple[int, int], dtype: torch.dtype):
-    torch.manual_seed(2)
-    summands, decays = view_of(torch.randn(*shape, dtype=dtype)), view_of(torch.rand(*shape, dtype=dtype))
-    expected = discounted_sums.plain(summands, decays) if shape[0] else summands
-    torch.testing.assert_close(discounted_sums(summands, decays), expected)
-    with pytest.raises(ValueError, match=r"decays: expected .* like summands"):
-        torch.ops.fastsync.discounted_sums(summands, decays[:, :1].expand(shape[0], shape[1] + 1))
 
 
 COLUMNS = ("log_prob", "entropy", "values", "old_log_probs", "advantages", "old_values", "returns", "weights")

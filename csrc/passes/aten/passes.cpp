@@ -49,9 +49,6 @@ void put(const std::vector<at::Tensor>& places, const at::Tensor& values) {
   at::_foreach_copy_(places, values.split_with_sizes(lengths));
 }
 
-// Values of a wire: the first, and how many.
-using Range = std::pair<int64_t, int64_t>;
-
 // The segments that have values, of which one vector holds all, one after the other. Each begins a unit of the wire,
 // and zeros fill up its last one.
 class Segments {
@@ -64,17 +61,21 @@ class Segments {
 
   bool empty() const { return segments_.empty(); }
 
-  // Where on the wire they are, neighbours as one range.
-  std::vector<Range> ranges() const {
-    std::vector<Range> ranges;
-    for (const Segment& segment : segments_) {
-      if (!ranges.empty() && ranges.back().first + ranges.back().second == segment.offset) {
-        ranges.back().second += padded(segment.numel);
-      } else {
-        ranges.emplace_back(segment.offset, padded(segment.numel));
+  // Where they are on a wire, neighbours as one: its values, or the [blocks, bytes] of its blocks.
+  std::vector<at::Tensor> places(const void* wire, DType dtype) const {
+    const WireUnit unit = unit_of(dtype);
+    std::vector<at::Tensor> places;
+    for (auto segment = segments_.begin(); segment != segments_.end();) {
+      const int64_t begin = segment->offset;
+      int64_t end = begin;
+      for (; segment != segments_.end() && segment->offset == end; ++segment) {
+        end += padded(segment->numel);
       }
+      const char* const data = static_cast<const char*>(wire) + begin / unit.values * unit.bytes;
+      places.push_back(unit.values == 1 ? over(data, {end - begin}, scalar_type_of(dtype), device_)
+                                        : over(data, {(end - begin) / unit.values, unit.bytes}, at::kByte, device_));
     }
-    return ranges;
+    return places;
   }
 
   // The filler stands for what does not have the field.
@@ -134,22 +135,6 @@ class Segments {
 };
 
 // ---- values to a wire's and back: wire_format.h in whole tensors ----------------------------------------------------
-
-// Elements of a wire's tensor: those of its values, or [blocks, bytes].
-at::Tensor elements(const void* wire, DType dtype, const Range& range, c10::Device device) {
-  const WireUnit unit = unit_of(dtype);
-  const auto [first, numel] = range;
-  const char* const begin = static_cast<const char*>(wire) + first / unit.values * unit.bytes;
-  return unit.values == 1 ? over(begin, {numel}, scalar_type_of(dtype), device)
-                          : over(begin, {numel / unit.values, unit.bytes}, at::kByte, device);
-}
-std::vector<at::Tensor> elements(const void* wire, DType dtype, const std::vector<Range>& ranges, c10::Device device) {
-  std::vector<at::Tensor> pieces;
-  for (const Range& range : ranges) {
-    pieces.push_back(elements(wire, dtype, range, device));
-  }
-  return pieces;
-}
 
 // Of whole numbers of so many bits, int32 [blocks, kBlockValues], the bytes that they take, and back.
 at::Tensor bytes_of(const at::Tensor& numbers, int bits) {
@@ -227,12 +212,12 @@ at::Tensor scale_or_one(const float* bucket_scale, at::ScalarType compute, c10::
 }
 
 // The sum over the wires of their values there, each times the multiplier. May be the wire itself.
-at::Tensor sum_wires(const void* first, int64_t num_wires, int64_t stride_bytes, DType dtype, double multiplier,
-                     const std::vector<Range>& places, at::ScalarType compute, c10::Device device) {
+at::Tensor sum_wires(const Segments& segments, const void* first, int64_t num_wires, int64_t stride_bytes, DType dtype,
+                     double multiplier, at::ScalarType compute) {
   at::Tensor sum;
   for (int64_t r = 0; r < num_wires; ++r) {
     const char* const wire = static_cast<const char*>(first) + r * stride_bytes;
-    at::Tensor values = decode(joined(elements(wire, dtype, places, device)), dtype, compute);
+    at::Tensor values = decode(joined(segments.places(wire, dtype)), dtype, compute);
     if (multiplier != 1.0) {
       values = values.mul(number(multiplier, compute));
     }
@@ -308,7 +293,7 @@ void pack(const PackArgs& args, c10::Device device) {
   }
   const at::Tensor scaled = within(values.mul(factor), values, limit_of(args.wire_dtype, args.limit), num_saturated);
   const at::Tensor encoded = encode(scaled, args.wire_dtype);
-  put(elements(args.wire, args.wire_dtype, segments.ranges(), device), encoded);
+  put(segments.places(args.wire, args.wire_dtype), encoded);
   if (kept.defined()) {
     const at::Tensor sent = decode(encoded, args.wire_dtype, compute);
     const double largest = largest_of(compute == at::kDouble ? DType::kFloat64 : DType::kFloat32);
@@ -327,8 +312,8 @@ void unpack(const UnpackArgs& args, c10::Device device) {
   }
   const Segments segments(args.segments, args.num_segments, args.wire_dtype, device);
   if (!segments.empty()) {
-    const at::Tensor sum = sum_wires(args.wire, args.num_wires, args.stride_bytes, args.wire_dtype, args.multiplier,
-                                     segments.ranges(), compute, device);
+    const at::Tensor sum =
+        sum_wires(segments, args.wire, args.num_wires, args.stride_bytes, args.wire_dtype, args.multiplier, compute);
     at::Tensor values = sum;
     if (args.bucket_scale != nullptr) {
       values = values.mul(scale_or_one(args.bucket_scale, compute, device).reciprocal());
@@ -363,13 +348,14 @@ void measure(at::TensorList grads, const at::Tensor& stats) {
 
 void reduce(const ReduceArgs& args, c10::Device device) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  if (args.numel == 0) {
+  const Segment all{nullptr, args.numel, 0};
+  const Segments segments(&all, 1, args.wire_dtype, device);
+  if (segments.empty()) {
     return;
   }
   const at::ScalarType compute = compute_of(args.grad_dtype);
-  const std::vector<Range> all{{0, args.numel}};
   at::Tensor values =
-      sum_wires(args.wire, args.num_wires, args.stride_bytes, args.wire_dtype, args.multiplier, all, compute, device);
+      sum_wires(segments, args.wire, args.num_wires, args.stride_bytes, args.wire_dtype, args.multiplier, compute);
   const at::Tensor scale = scale_or_one(args.bucket_scale, compute, device).mul(args.residual_share);
   at::Tensor kept;
   if (args.residual != nullptr) {
@@ -377,7 +363,7 @@ void reduce(const ReduceArgs& args, c10::Device device) {
     values = values.add(kept.mul(scale));
   }
   const at::Tensor encoded = encode(within(values, values, limit_of(args.out_dtype, args.limit)), args.out_dtype);
-  put(elements(args.out, args.out_dtype, all, device), encoded);
+  put(segments.places(args.out, args.out_dtype), encoded);
   if (kept.defined()) {
     const at::Tensor sent = decode(encoded, args.out_dtype, compute);
     const at::Tensor lost = values.sub(sent).mul(scale.reciprocal());

@@ -3,9 +3,9 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <vector>
 
-#include "passes/chunk_table.h"
 #include "passes/pack_unpack.h"
 
 namespace fastsync::cpu {
@@ -13,26 +13,33 @@ namespace fastsync::cpu {
 // A multiple of kBlockValues, so that a chunk begins where a block does.
 constexpr int64_t kChunkSize = 32768;
 
+struct Chunk {
+  const Segment& segment;
+  int64_t begin;  // in elements, within the segment
+  int64_t length;
+};
+
 // Runs work(segment, chunk) -> Partial for every chunk and returns the partials in the chunks' order.
 template <class Partial, class Work>
 std::vector<Partial> for_each_chunk(const Segment* segments, int64_t num_segments, const Work& work) {
-  std::vector<int64_t> first_chunk(num_segments + 1);
-  number_chunks(segments, num_segments, kChunkSize, first_chunk.data());
-  std::vector<Partial> partials(first_chunk[num_segments]);
+  std::vector<Chunk> chunks;
+  int64_t numel = 0;
+  for (const Segment* segment = segments; segment < segments + num_segments; ++segment) {
+    for (int64_t begin = 0; begin < segment->numel; begin += kChunkSize) {
+      chunks.push_back({*segment, begin, std::min(kChunkSize, segment->numel - begin)});
+    }
+    numel += segment->numel;
+  }
+  std::vector<Partial> partials(chunks.size());
   const auto run = [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {
-      const Chunk chunk = find_chunk(segments, first_chunk.data(), num_segments, kChunkSize, index);
-      partials[index] = work(segments[chunk.segment], chunk);
+      partials[index] = work(chunks[index].segment, chunks[index]);
     }
   };
-  int64_t numel = 0;
-  for (int64_t s = 0; s < num_segments; ++s) {
-    numel += segments[s].numel;
-  }
   if (numel <= kChunkSize) {  // waking a thread costs more than this little work
-    run(0, first_chunk[num_segments]);
+    run(0, static_cast<int64_t>(chunks.size()));
   } else {
-    at::parallel_for(0, first_chunk[num_segments], 1, run);
+    at::parallel_for(0, static_cast<int64_t>(chunks.size()), 1, run);
   }
   return partials;
 }

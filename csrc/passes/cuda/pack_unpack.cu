@@ -10,7 +10,7 @@
 #include <string>
 #include <type_traits>
 
-#include "passes/chunk_table.h"
+#include "passes/cuda/chunk_table.h"
 #include "passes/cuda/passes.cuh"
 #include "passes/cuda/totals.cuh"
 
@@ -72,12 +72,7 @@ __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Ch
 
 // Of one launch, as its argument: more gradients than a bucket of ordinary size has.
 constexpr int kMaxSegments = 160;
-
-struct LaunchTable {
-  Segment segments[kMaxSegments];
-  int64_t first_chunk[kMaxSegments + 1];
-  int64_t num_segments;
-};
+using LaunchTable = ChunkTable<kMaxSegments>;
 
 template <class Total>
 struct Workspace {
@@ -140,8 +135,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
              Turn turn) {
   using Total = typename Pass::Total;
   Total total{};
-  for (int64_t index = blockIdx.x; index < table.first_chunk[table.num_segments]; index += gridDim.x) {
-    const Chunk chunk = find_chunk(table.segments, table.first_chunk, table.num_segments, kChunk<Pass>, index);
+  for (int64_t index = blockIdx.x; index < table.num_chunks(); index += gridDim.x) {
+    const Chunk chunk = table.find(index, kChunk<Pass>);
     convert_chunk(pass, table.segments[chunk.segment], chunk, total);
   }
   if constexpr (!std::is_same_v<Total, Nothing>) {
@@ -150,13 +145,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
 }
 
 template <class Pass>
-void launch(const Segment* segments, SegmentRange range, Turn turn, Pass pass, void* workspace, void* stream) {
-  LaunchTable table;
-  Segment* const end = std::copy_if(segments + range.first, segments + range.second, table.segments,
-                                    [](const Segment& segment) { return segment.numel > 0; });
-  table.num_segments = end - table.segments;
-  number_chunks(table.segments, table.num_segments, kChunk<Pass>, table.first_chunk);
-  const int64_t num_blocks = std::clamp<int64_t>(table.first_chunk[table.num_segments], 1, kMaxBlocks);
+void launch(LaunchTable& table, Turn turn, Pass pass, void* workspace, void* stream) {
+  const int64_t num_blocks = std::clamp<int64_t>(table.num_chunks(), 1, kMaxBlocks);
   void* arguments[] = {&table, &pass, &workspace, &turn};
   const cudaError_t error = cudaLaunchKernel(run_pass<Pass>, dim3(static_cast<unsigned>(num_blocks)), dim3(kThreads),
                                              arguments, 0, static_cast<cudaStream_t>(stream));
@@ -170,11 +160,19 @@ void launch(const Segment* segments, SegmentRange range, Turn turn, Pass pass, v
 template <class Pass>
 void run(const Segment* segments, int64_t num_segments, Turn turn, const Pass& pass, void* workspace, void* stream) {
   static_assert(sizeof(Workspace<typename Pass::Total>) <= kWorkspaceBytes);
-  const auto ranges = split_into_launches(segments, num_segments, kMaxSegments);
-  for (const SegmentRange& range : ranges) {
-    const Turn own{turn.is_first && &range == &ranges.front(), turn.is_last && &range == &ranges.back()};
-    launch(segments, range, own, pass, workspace, stream);
+  LaunchTable table{};
+  for (const Segment* segment = segments; segment < segments + num_segments; ++segment) {
+    if (segment->numel == 0) {
+      continue;
+    }
+    if (table.num_segments == kMaxSegments) {
+      launch(table, Turn{turn.is_first, false}, pass, workspace, stream);
+      table = {};
+      turn.is_first = false;
+    }
+    table.add(*segment, kChunk<Pass>);
   }
+  launch(table, turn, pass, workspace, stream);  // of no segments, too: statistics are written all the same
 }
 
 }  // namespace
