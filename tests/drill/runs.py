@@ -42,7 +42,8 @@ class Job(Command):
     def __init__(self, folder: Path, reaching: int | None = None) -> None:
         """Waits until so many updates are done, or it has ended."""
         began, csv, end = time.time(), folder / "run" / "progress.csv", time.monotonic() + SECONDS
-        super().__init__(main, Path(tempfile.mkdtemp()), *SETTINGS.split(), "--runs-dir", str(folder))
+        self._said_in = tempfile.TemporaryDirectory()  # which is not on that disk
+        super().__init__(main, Path(self._said_in.name), *SETTINGS.split(), "--runs-dir", str(folder))
         while reaching is not None and self.poll() is None and time.monotonic() < end:
             is_new = csv.exists() and csv.stat().st_mtime > began  # written when a run goes on, too
             if is_new and len(csv.read_text().splitlines()) > reaching:
@@ -76,8 +77,10 @@ def send(number: signal.Signals, pids: Sequence[int]) -> None:
 @contextmanager
 def disk(flags: int, options: str = "") -> Iterator[None]:
     mount("none", DISK, "tmpfs", REMOUNT | flags, options)
-    yield
-    mount("none", DISK, "tmpfs", REMOUNT, "size=1g")
+    try:
+        yield
+    finally:
+        mount("none", DISK, "tmpfs", REMOUNT, "size=1g")
 
 
 def suffer(seed: int) -> None:
@@ -111,9 +114,11 @@ def suffer(seed: int) -> None:
 
     first = Job(folder, draw.randint(1, UPDATES))
     send(signal.SIGSTOP, stopped := first.members())  # so that it does not end before
-    if first.poll() is None:
-        Job(folder).ends("another run", after="beside another run")
-    send(signal.SIGCONT, stopped)
+    try:
+        if first.poll() is None:
+            Job(folder).ends("another run", after="beside another run")
+    finally:
+        send(signal.SIGCONT, stopped)
     first.ends(FINISHED, after="with damaged checkpoints, beside another run")
 
     (_, one), (_, other) = (

@@ -63,7 +63,7 @@ def disk_is_full_on_rank_0(folder: str) -> None:
 
 def test_an_error_about_another_rank_is_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where ranks leave their errors
-    with pytest.raises(ChildFailedError) as error:
+    with forked_ranks(), pytest.raises(ChildFailedError) as error:
         launch_ranks(disk_is_full_on_rank_0, 2, str(tmp_path))
     where, reason = describe(error.value)
     assert reason == "rank 0 failed first: OSError: [Errno 28] No space left on device"

@@ -22,7 +22,7 @@ from tests.ranks import fresh_process_context, open_group
 
 # Whatever a run carries from one update to the next.
 FULL = Settings(
-    total_steps=4_000, num_envs=4, num_steps=16, num_epochs=2, compression="fp16+ef", precision="fp16",
+    total_steps=3_000, num_envs=4, num_steps=16, num_epochs=2, compression="fp16+ef", precision="fp16",
     norm_observations=True, norm_rewards=True, lr_schedule="adaptive", target_kl=0.01,
     checkpoint_interval=0, resume="auto",
 )  # fmt: skip
