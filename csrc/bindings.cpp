@@ -27,9 +27,11 @@ namespace {
 
 namespace py = pybind11;
 using c10::ivalue::Future;
+using fastsync::Algorithm;
 using fastsync::BucketTotals;
 using fastsync::Compression;
 using fastsync::CompressionTable;
+using fastsync::DType;
 using fastsync::EngineState;
 using fastsync::HookState;
 using fastsync::ShardedState;
@@ -76,13 +78,18 @@ auto run(HookState& state, c10d::GradBucket& bucket, std::shared_ptr<const Compr
   return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(std::move(with_buffer), type));
 }
 
+// Python has checked the names.
 Compression make_compression(const std::string& wire, bool sums_in_float32, bool error_feedback,
                              const std::optional<std::string>& algorithm, int64_t ranks_per_node) {
-  Compression compression{fastsync::wire_from_name(wire), sums_in_float32, error_feedback, {}, ranks_per_node};
-  if (algorithm) {
-    compression.algorithm = fastsync::algorithm_from_name(*algorithm);
-  }
-  return compression;
+  static const std::map<std::string, std::optional<DType>> wires{{"none", std::nullopt},
+                                                                 {"fp16", DType::kFloat16},
+                                                                 {"bf16", DType::kBFloat16},
+                                                                 {"int8", DType::kInt8},
+                                                                 {"int4", DType::kInt4}};
+  static const std::map<std::string, Algorithm> algorithms{{"one_shot", Algorithm::kOneShot},
+                                                           {"two_shot", Algorithm::kTwoShot}};
+  return {wires.at(wire), sums_in_float32, error_feedback,
+          algorithm ? std::optional(algorithms.at(*algorithm)) : std::nullopt, ranks_per_node};
 }
 
 // The fields of BucketStats in fastsync/stats.py. In sums over buckets, which have no kernels, some keep their
@@ -160,7 +167,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("error_feedback") = false, py::arg("algorithm") = py::none(), py::arg("ranks_per_node") = 1);
 
   py::class_<CompressionTable, std::shared_ptr<CompressionTable>>(m, "CompressionTable")
-      .def(py::init<std::vector<CompressionTable::Row>>(), py::arg("rows"));
+      .def(py::init([](decltype(CompressionTable::rows) rows, std::string description) {
+             return CompressionTable{std::move(rows), std::move(description)};
+           }),
+           py::arg("rows"), py::arg("description"));
 
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")
       .def("set_compressions", between_steps(&EngineState::set_compressions), py::arg("compressions"), no_gil)

@@ -23,13 +23,11 @@ int64_t numel_of(const std::vector<at::Tensor>& tensors) {
   return numel;
 }
 
-// Whoever names all_reduce means the process group, and whoever names nodes those, which may be the hosts.
+// Whoever names nodes means those, which may be the hosts.
 std::shared_ptr<Team> team_for(const Teams& teams, const Compression& compression) {
-  if (!teams.shared() || compression.algorithm == Algorithm::kAllReduce) {
-    return teams.all();
-  }
   const int64_t ranks_per_node = compression.ranks_per_node;
-  return ranks_per_node == 1 || teams.hosts_have(ranks_per_node) ? teams.shared() : teams.all();
+  const bool is_of_hosts = teams.shared() && (ranks_per_node == 1 || teams.hosts_have(ranks_per_node));
+  return is_of_hosts ? teams.shared() : teams.all();
 }
 
 }  // namespace
@@ -106,7 +104,7 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
   liveness_->average(sync.step);
   if (needs_scale(sync.compression)) {
     agree_on_scale(bucket);
-  } else if (sync.compression.wire != Wire::kFloat16) {
+  } else if (sync.compression.wire != DType::kFloat16) {
     scale_.reset();  // it does not follow the gradients while another wire is in use
   }
   guard([&] { share_memory(bucket, sync); });
@@ -140,7 +138,7 @@ Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync, co
     copies_ = std::make_shared<const HostCopies>(grads, host_memory_);
     grads = copies_->on_host();
   }
-  const DType wire = wire_dtype(sync.compression.wire, dtype_of(grads.front().scalar_type()));
+  const DType wire = sync.compression.wire_dtype(dtype_of(grads.front().scalar_type()));
   Bucket bucket(std::move(grads), wire, device_);
   bucket.side_values = side_values;
   bucket.output = sync.scatter ? sync.scatter->output : at::Tensor();
@@ -199,7 +197,7 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
                                          : algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team);
   if (algorithm == Algorithm::kAllReduce) {  // what is lossless saturates nowhere
     bucket.multiplier = 1.0 / static_cast<double>(team->size());
-    const bool is_lossless = sync.compression.wire == Wire::kNone;
+    const bool is_lossless = !sync.compression.wire;
     bucket.limit = saturation_limit(is_lossless ? DType::kFloat64 : bucket.wire_dtype, team->size());
   }
   std::vector<int64_t> planned_for{is_shared,
@@ -239,7 +237,7 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
 
 bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression, bool in_place) const {
   const DType dtype = dtype_of(grads.front().scalar_type());
-  const DType wire = wire_dtype(compression.wire, dtype);
+  const DType wire = compression.wire_dtype(dtype);
   return algorithm_for(compression, dtype, numel_of(grads), *team_for(teams_, compression)) != Algorithm::kAllReduce ||
          (wire == DType::kFloat32 && !(in_place && can_be_in_place(grads, wire)));
 }

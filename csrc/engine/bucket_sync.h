@@ -154,7 +154,7 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
 
   bool is_elsewhere() const { return device_ != device_of_gradients_; }
   bool needs_scale(const Compression& compression) const {
-    return compression.wire == Wire::kFloat16 && (!scale_.defined() || has_lost_scale());
+    return compression.wire == DType::kFloat16 && (!scale_.defined() || has_lost_scale());
   }
   bool has_lost_scale() const;
   void agree_on_scale(const Bucket& bucket);

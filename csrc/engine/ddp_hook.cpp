@@ -47,7 +47,8 @@ std::string describe(const c10d::GradBucket& bucket) {
 // kept until now is then a part of the gradients.
 std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compression& compression,
                                      ErrorFeedback& feedback) {
-  if (is_of_blocks(compression.wire) || compression.error_feedback) {
+  const bool is_of_blocks = compression.wire && unit_of(*compression.wire).values > 1;
+  if (is_of_blocks || compression.error_feedback) {
     return bucket.getGradients();
   }
   feedback.add_to(bucket.getGradients());
@@ -153,7 +154,7 @@ bool HookState::agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
     if (!compressions->is_lossless() && parameter.is_complex()) {
       bucket.agreement->compressions.reset();
       TORCH_CHECK_VALUE(false, "fastsync: ", name_of(grad_bucket), " holds ", parameter.scalar_type(),
-                        " gradients, which cannot travel with ", compressions->description(),
+                        " gradients, which cannot travel with ", compressions->description,
                         "; use compression='none'");
     }
   }

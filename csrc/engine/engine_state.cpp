@@ -73,7 +73,7 @@ bool EngineState::agree(Agreement& agreement, const std::string& what,
                         const std::string& lines, c10::Device device, const std::vector<at::Tensor>& gradients) {
   liveness_->agree(step, agreement.number < 0 ? "it is new" : why_agree_);
   const std::string text =
-      c10::str(compressions->description(), "\nstep ", step, "\n", saved_scales_.description(), "\n", lines);
+      c10::str(compressions->description, "\nstep ", step, "\n", saved_scales_.description(), "\n", lines);
   Agreed agreed;
   const uint64_t data = group_->getSize() == 1 || is_capturing(device) ? 0 : fingerprint_of(gradients);
   wait_for_ranks(what, [&] { agreed = check_agreement(group_, text, device, data); });

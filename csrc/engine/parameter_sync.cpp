@@ -386,7 +386,7 @@ void ParameterSync::lay_out() {
     TORCH_CHECK_VALUE(!parameter.takes_part() || (is_supported(parameter.real_dtype()) &&
                                                   (compressions_->is_lossless() || !parameter.tensor.is_complex())),
                       "fastsync: parameter ", parameter.name, " is ", parameter.tensor.scalar_type(),
-                      ", which cannot be synchronised with ", compressions_->description());
+                      ", which cannot be synchronised with ", compressions_->description);
   }
   const auto layout = layout_of(order_of_rank_0());
   TORCH_CHECK_VALUE(static_cast<int64_t>(layout.size()) <= kMaxBuckets, "fastsync: gradients in ", layout.size(),

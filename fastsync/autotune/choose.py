@@ -80,7 +80,10 @@ def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Compression]]:
 
 def in_engine(candidates: Sequence[Candidate]) -> _C.CompressionTable:
     """Converts the choices to the engine's own type, by which it takes one for each bucket."""
-    return _C.CompressionTable([(numel, _in_engine(each)) for numel, each in choices(candidates)])
+    rows = choices(candidates)
+    words = [*(f"{each} up to {numel} values" for numel, each in rows[:-1]), str(rows[-1][1])]
+    description = f"compression {' or '.join(words)}"  # what ranks compare
+    return _C.CompressionTable([(numel, _in_engine(each)) for numel, each in rows], description)
 
 
 def _in_engine(each: Compression) -> _C.Compression:
