@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 
-#include <bit>
 #include <utility>
 
 #include "passes/aten/passes.h"
@@ -200,20 +199,20 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
     const bool is_lossless = !sync.compression.wire;
     bucket.limit = saturation_limit(is_lossless ? DType::kFloat64 : bucket.wire_dtype, team->size());
   }
-  std::vector<int64_t> planned_for{is_shared,
-                                   static_cast<int64_t>(algorithm),
-                                   at_once,
-                                   sync.compression.ranks_per_node,
-                                   sync.tag,
-                                   bucket.num_values,
-                                   static_cast<int64_t>(bucket.grads.size()),
-                                   static_cast<int64_t>(bucket.grad_dtype),
-                                   static_cast<int64_t>(bucket.wire_dtype),
-                                   bucket.side_bytes(),
-                                   bucket.rows_add_up,
-                                   std::bit_cast<int64_t>(bucket.mean_factor),
-                                   sync.in_place};
-  if (memory_.planned_for != planned_for) {
+  const PlanKey key{.algorithm = algorithm,
+                    .is_shared = is_shared,
+                    .at_once = at_once,
+                    .in_place = sync.in_place,
+                    .rows_add_up = bucket.rows_add_up,
+                    .grad_dtype = bucket.grad_dtype,
+                    .wire_dtype = bucket.wire_dtype,
+                    .tag = sync.tag,
+                    .ranks_per_node = sync.compression.ranks_per_node,
+                    .num_values = bucket.num_values,
+                    .num_gradients = bucket.grads.size(),
+                    .side_bytes = bucket.side_bytes(),
+                    .mean_factor = bucket.mean_factor};
+  if (memory_.key != key) {
     Plan plan = [&] {
       switch (algorithm) {
         case Algorithm::kAllReduce:
@@ -230,7 +229,7 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
       }
       TORCH_INTERNAL_ASSERT(false);
     }();
-    memory_ = {std::make_shared<const Plan>(std::move(plan)), std::move(planned_for), {}};
+    memory_ = {std::make_shared<const Plan>(std::move(plan)), key};
   }
   return std::make_unique<BucketSum>(std::move(bucket), memory_);
 }

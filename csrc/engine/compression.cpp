@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "sums/bucket.h"
-
 namespace fastsync {
 
 namespace {

@@ -7,15 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "passes/wire_format.h"
+#include "sums/plan.h"
 #include "transport/team.h"
 
 namespace fastsync {
-
-// kAllReduce: the process group adds, in the wire's dtype. The others add here, in float32 (float64 for float64
-// gradients). kOneShot: every rank gets every rank's values. kTwoShot: rank j gets everybody's shard j, adds, and hands
-// the sums out. kTwoLevel: first inside a node, then between nodes.
-enum class Algorithm : int8_t { kAllReduce, kOneShot, kTwoShot, kTwoLevel };
 
 struct Compression {
   std::optional<DType> wire;  // none: the gradients' own dtype

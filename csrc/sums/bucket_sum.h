@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "sums/bucket.h"
@@ -21,8 +22,8 @@ namespace fastsync {
 // What a bucket keeps from sum to sum.
 struct SumMemory {
   std::shared_ptr<const Plan> plan;
-  std::vector<int64_t> planned_for;  // all that the plan follows from; another plan has fresh memory
-  at::Tensor bytes;                  // that the plan's rows lie in; undefined until its first sum
+  std::optional<PlanKey> key = {};  // another plan has fresh memory
+  at::Tensor bytes = {};            // that the plan's rows lie in; undefined until its first sum
 };
 
 class BucketSum {

@@ -85,6 +85,27 @@ struct Piece {
   }
 };
 
+enum class Algorithm : int8_t { kAllReduce, kOneShot, kTwoShot, kTwoLevel };
+
+// All that the plan of a bucket follows from, but for the memory that ranks share.
+struct PlanKey {
+  Algorithm algorithm;
+  bool is_shared;
+  bool at_once;
+  bool in_place;
+  bool rows_add_up;
+  DType grad_dtype;
+  DType wire_dtype;
+  int tag;
+  int64_t ranks_per_node;
+  int64_t num_values;
+  size_t num_gradients;
+  int64_t side_bytes;
+  double mean_factor;
+
+  bool operator==(const PlanKey& other) const = default;
+};
+
 struct Plan {
   std::shared_ptr<Team> team;  // in whose memory the rows lie
   DType packed_as;
