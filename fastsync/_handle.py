@@ -77,8 +77,9 @@ class GradientHandle(SyncHandle, ABC):
         before the first sync, so that it has tensors to load into; scales then begin anew. Waits for the device.
         """
         named = self._named_parameters()
-        scale_of = {id(parameter): scale for parameter, scale in self._engine.scales()}
-        residual_of = {id(parameter): residual for parameter, residual in self._engine.residuals() if residual.any()}
+        rows = self._engine.saved()
+        scale_of = {id(p): scale for p, scale, _ in rows if scale is not None}
+        residual_of = {id(p): residual for p, _, residual in rows if residual is not None and residual.any()}
         is_new = self._engine.num_steps() == self._engine.step() == 0
         if is_new and not residual_of and any(each.compression.error_feedback for each in self._candidates):
             trained = (parameter for parameter in named.values() if parameter.requires_grad and parameter.numel() > 0)
@@ -126,8 +127,8 @@ class GradientHandle(SyncHandle, ABC):
                     f"{named[name].numel()} values; is it another model's state?"
                 )
         self._engine.set_step(state_dict.get("step", 0))
-        self._engine.set_scales([(named[name], scale) for name, scale in scales.items()])
-        self._engine.set_residuals([(named[name], residual) for name, residual in residuals.items()])
+        saved = dict.fromkeys((*scales, *residuals))
+        self._engine.set_saved([(named[name], scales.get(name), residuals.get(name)) for name in saved])
 
     @property
     def compression(self) -> Compression | Auto:
@@ -169,18 +170,6 @@ class GradientHandle(SyncHandle, ABC):
     @abstractmethod
     def parameters(self) -> Sequence[Tensor]:
         """Returns the parameters whose gradients are averaged."""
-
-    def follow_scaler(self, scaler: GradScaler) -> None:
-        """Scales what error feedback keeps by the loss scale, as gradients are, from the next sync on.
-
-        ``clip_grad_norm_(scaler=...)`` and ``scaler.step(optimizer)`` do so, too. Call it after
-        ``scaler.scale(loss)``, on every rank.
-
-        Raises:
-            RuntimeError: the scaler has scaled no loss yet.
-        """
-        if scaler.is_enabled():
-            self._engine.follow_loss_scale(loss_scale(scaler))
 
 
 class ClippableHandle(GradientHandle):
@@ -224,12 +213,10 @@ class ClippableHandle(GradientHandle):
                     "backward() has returned, or do not attach these parameters"
                 )
 
-    def note_step(self, stepped: Mapping[int, Tensor], scaler: GradScaler | None) -> None:
+    def note_step(self, stepped: Mapping[int, Tensor]) -> None:
         """Tells the engine of an optimizer's step: fused ones and writes to ``.data`` change no version counter."""
         if any(id(parameter) in stepped for parameter in self.parameters()):
             self._engine.note_update()  # type: ignore[union-attr]  # sharded models have no such handle
-            if scaler is not None:
-                self.follow_scaler(scaler)
 
 
 def _no_residual(parameter: Tensor) -> Tensor:
@@ -362,9 +349,10 @@ def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[st
 
 def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     if handles := _clippable():
-        stepped, scaler = _parameters_of(optimizer), _scaler_that_steps()
+        _note_scaler_that_steps()
+        stepped = _parameters_of(optimizer)
         for handle in handles:
-            handle.note_step(stepped, scaler)
+            handle.note_step(stepped)
 
 
 def _parameters_of(optimizer: Optimizer) -> dict[int, Tensor]:
@@ -427,16 +415,13 @@ def check_not_unscaled(optimizer: Optimizer | None) -> None:
         )
 
 
-def _scaler_that_steps() -> GradScaler | None:
+def _note_scaler_that_steps() -> None:
     """Finds the GradScaler that has called the optimizer's step. Nothing but the stack tells."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back
-    if frame is None:
-        return None
-    scaler: GradScaler = frame.f_locals["self"]
-    note_scaler(scaler)
-    return scaler
+    if frame is not None:
+        note_scaler(frame.f_locals["self"])
 
 
 def _stages(scaler: GradScaler) -> dict[int, Any]:

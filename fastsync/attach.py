@@ -232,9 +232,9 @@ class GradientSynchronizer(ClippableHandle):
         of_rank_0 = [(state["step"], state["scales"])]
         dist.broadcast_object_list(of_rank_0, group=group, group_src=0)
         step, scales = of_rank_0[0]
-        self._engine.set_step(step)
         # Others than ours are told to all ranks at the next sync.
-        self._engine.set_scales([(self._named[name], scale) for name, scale in scales.items() if name in self._named])
+        ours = {name: scale for name, scale in scales.items() if name in self._named}
+        self.load_state_dict(state | {"step": step, "scales": ours})
         if init_sync:
             self._init_sync()
 

@@ -95,7 +95,6 @@ def _norm(sync: ClippableHandle, norm_type: float, optimizer: Optimizer | None, 
     if scaler is not None:
         assert optimizer is not None
         is_unscaled = has_unscaled(scaler, optimizer)
-        sync.follow_scaler(scaler)
     known = sync.known_norm(is_unscaled=is_unscaled) if norm_type == 2.0 else None
     if known is not None and scaler is None:
         check_not_unscaled(optimizer)

@@ -154,8 +154,7 @@ bool HookState::agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
     if (!compressions->is_lossless() && parameter.is_complex()) {
       bucket.agreement->compressions.reset();
       TORCH_CHECK_VALUE(false, "fastsync: ", name_of(grad_bucket), " holds ", parameter.scalar_type(),
-                        " gradients, which cannot travel with ", compressions->description,
-                        "; use compression='none'");
+                        " gradients, which cannot travel with ", compressions->description, "; use compression='none'");
     }
   }
   return have_same_data;

@@ -73,7 +73,7 @@ bool EngineState::agree(Agreement& agreement, const std::string& what,
                         const std::string& lines, c10::Device device, const std::vector<at::Tensor>& gradients) {
   liveness_->agree(step, agreement.number < 0 ? "it is new" : why_agree_);
   const std::string text =
-      c10::str(compressions->description, "\nstep ", step, "\n", saved_scales_.description(), "\n", lines);
+      c10::str(compressions->description, "\nstep ", step, "\n", saved_.description(), "\n", lines);
   Agreed agreed;
   const uint64_t data = group_->getSize() == 1 || is_capturing(device) ? 0 : fingerprint_of(gradients);
   wait_for_ranks(what, [&] { agreed = check_agreement(group_, text, device, data); });
@@ -132,8 +132,7 @@ std::shared_ptr<BucketSync> EngineState::add_bucket(std::vector<ParameterId> par
                                                     c10::Device device) {
   auto bucket =
       std::make_shared<BucketSync>(group_, name, device, liveness_, std::move(parameters), std::move(agreement));
-  bucket->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->device()));
-  bucket->feedback().set_residuals(saved_residuals_.take(bucket->parameters, bucket->device()));
+  begin_with_saved(*bucket);
   known_buckets_.push_back(bucket);
   return bucket;
 }
@@ -141,78 +140,42 @@ std::shared_ptr<BucketSync> EngineState::add_bucket(std::vector<ParameterId> par
 void EngineState::forget_buckets(const std::function<bool(const BucketSync&)>& which) {
   const auto is_forgotten = [&](const auto& bucket) { return which(*bucket); };
   std::erase_if(newest_buckets_, is_forgotten);
-  saved_scales_.forget_dead_parameters();
   times_.collect();
   std::erase_if(known_buckets_, [&](const auto& bucket) {
     const bool forgotten = is_forgotten(bucket);
     if (forgotten) {
-      saved_residuals_.record(bucket->parameters, bucket->feedback().residuals());
+      saved_.record_residuals(bucket->parameters, bucket->feedback().residuals());
       forgotten_totals_.add(*bucket->totals());
     }
     return forgotten;
   });
 }
 
-std::vector<ParameterScale> EngineState::scales() {
-  SavedScales newest = saved_scales_;  // which hold until their parameters have been synchronised
+std::vector<SavedState::Row> EngineState::saved() {
+  SavedState newest = saved_;  // which holds until its parameters have been synchronised
   for (const auto& bucket : known_buckets_) {
-    newest.record(bucket->parameters, bucket->scale());
+    newest.record_scale(bucket->parameters, bucket->scale());
+    newest.record_residuals(bucket->parameters, bucket->feedback().residuals());
   }
-  return newest.list();
+  return newest.rows();
 }
 
-void EngineState::set_scales(const std::vector<ParameterScale>& scales) {
-  saved_scales_ = SavedScales(scales);
+void EngineState::set_saved(const std::vector<SavedState::Row>& rows) {
+  saved_ = SavedState(rows);
   agree_anew("a state was loaded");
   for (const auto& bucket : known_buckets_) {
-    bucket->set_scale(saved_scales_.smallest_of(bucket->parameters, bucket->device()));
+    begin_with_saved(*bucket);
   }
 }
 
-std::vector<ParameterResidual> EngineState::residuals() {
-  rescale_residuals();
-  SavedResiduals newest = saved_residuals_;
-  for (const auto& bucket : known_buckets_) {
-    newest.record(bucket->parameters, bucket->feedback().residuals());
-  }
-  return newest.list();
-}
-
-void EngineState::set_residuals(const std::vector<ParameterResidual>& residuals) {
-  saved_residuals_ = SavedResiduals(residuals);
-  scale_of_residuals_ = loss_scale_.defined() ? loss_scale_.clone() : at::Tensor();
-  for (const auto& bucket : known_buckets_) {
-    bucket->feedback().set_residuals(saved_residuals_.take(bucket->parameters, bucket->device()));
-  }
-}
-
-void EngineState::follow_loss_scale(const at::Tensor& scale) {
-  if (!loss_scale_.defined()) {
-    scale_of_residuals_ = scale.clone();
-  }
-  loss_scale_ = scale;
-}
-
-// Without waiting for the device, so there it takes a pass even where the scale has not changed.
-void EngineState::rescale_residuals() {
-  if (!loss_scale_.defined()) {
-    return;
-  }
-  const at::Tensor factor = loss_scale_ / scale_of_residuals_;
-  if (factor.is_cpu() && factor.item<double>() == 1.0) {
-    return;
-  }
-  scale_of_residuals_.copy_(loss_scale_);
-  saved_residuals_.rescale(factor);
-  for (const auto& bucket : known_buckets_) {
-    bucket->feedback().rescale(factor.to(bucket->device(), /*non_blocking=*/true));
-  }
+void EngineState::begin_with_saved(BucketSync& bucket) {
+  bucket.set_scale(saved_.smallest_scale(bucket.parameters, bucket.device()));
+  bucket.feedback().set_residuals(saved_.take_residuals(bucket.parameters, bucket.device()));
 }
 
 // ---- steps, and what they have cost -----------------------------------------------------------------------------
 
 void EngineState::begin_step() {
-  rescale_residuals();
   times_.begin_step();
   num_steps_ += 1;
 }

@@ -52,16 +52,10 @@ class EngineState {
   // Whether the newest sync is part of a CUDA graph, whose replays nobody counts here.
   bool is_captured() { return is_captured_; }
 
-  // The fp16 scale of each parameter's bucket, for checkpoints. Waits for the device.
-  std::vector<ParameterScale> scales();
-  void set_scales(const std::vector<ParameterScale>& scales);
-
-  // What error feedback has not sent yet. Every rank has others.
-  std::vector<ParameterResidual> residuals();
-  void set_residuals(const std::vector<ParameterResidual>& residuals);
-  // The loss is multiplied with what this scalar holds, and so are gradients and what is kept of them: each step begins
-  // with what it holds by then.
-  void follow_loss_scale(const at::Tensor& scale);
+  // For checkpoints: the fp16 scale of each parameter's bucket, and what error feedback has not sent yet, of which
+  // every rank has another. Waits for the device.
+  std::vector<SavedState::Row> saved();
+  void set_saved(const std::vector<SavedState::Row>& rows);
 
  protected:
   // In a forked child it throws c10::Error, which names the way out.
@@ -100,21 +94,18 @@ class EngineState {
   int64_t step_ = 0;
   std::vector<std::shared_ptr<BucketSync>> known_buckets_;
   std::vector<std::shared_ptr<BucketSync>> newest_buckets_;  // of the newest step so far: the entry point says which
-  SavedScales saved_scales_;
+  SavedState saved_;
   ProgressThread progress_;
 
  private:
-  void rescale_residuals();
+  void begin_with_saved(BucketSync& bucket);
 
   const pid_t process_id_ = getpid();
   int64_t version_ = 0;  // of the settings
   std::string why_agree_ = "its compression is another";
-  SavedResiduals saved_residuals_;
   BucketTotals forgotten_totals_;  // of buckets that are no more
   int64_t num_steps_ = 0;
   bool is_captured_ = false;
-  at::Tensor loss_scale_;          // undefined where there is none
-  at::Tensor scale_of_residuals_;  // what it was for the gradients that they are of
   SyncTimes times_;
 };
 

@@ -458,7 +458,7 @@ std::vector<int64_t> ParameterSync::order_of_rank_0() {
 
 void ParameterSync::forget_layout() {
   for (const Bucket& bucket : buckets_) {
-    saved_scales_.record(bucket.sync->parameters, bucket.sync->scale());
+    saved_.record_scale(bucket.sync->parameters, bucket.sync->scale());
   }
   forget_buckets([](const BucketSync& /*bucket*/) { return true; });
   for (Parameter& parameter : parameters_) {

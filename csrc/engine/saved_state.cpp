@@ -5,71 +5,84 @@
 #include <algorithm>
 #include <limits>
 #include <sstream>
+#include <utility>
 
 #include "transport/agreement.h"
 
 namespace fastsync {
 
-SavedScales::SavedScales(const std::vector<ParameterScale>& scales) : SavedState(scales) {
+SavedState::SavedState(const std::vector<Row>& rows) {
   std::ostringstream values;
-  for (const auto& [parameter, scale] : scales) {
-    values << scale << " ";
+  int64_t num_scales = 0;
+  for (const auto& [parameter, scale, residual] : rows) {
+    const ParameterId id(parameter.getIntrusivePtr());
+    entries_.insert_or_assign(id._unsafe_get_target(), Entry{id, scale, residual.value_or(at::Tensor())});
+    if (scale) {
+      values << *scale << " ";
+      num_scales += 1;
+    }
   }
-  description_ = c10::str("saved scales of ", scales.size(), " parameters, fingerprint ", fingerprint(values.str()));
+  description_ = c10::str("saved scales of ", num_scales, " parameters, fingerprint ", fingerprint(values.str()));
 }
 
-void SavedScales::record(const std::vector<ParameterId>& parameters, const at::Tensor& scale) {
-  const double value = scale.defined() ? scale.item<double>() : 0.0;
+std::vector<SavedState::Row> SavedState::rows() const {
+  std::vector<Row> rows;
+  for (const auto& [key, entry] : entries_) {
+    if (auto parameter = entry.id.lock()) {
+      const auto residual = entry.residual.defined() ? std::optional(entry.residual) : std::nullopt;
+      rows.emplace_back(at::Tensor(std::move(parameter)), entry.scale, residual);
+    }
+  }
+  return rows;
+}
+
+SavedState::Entry& SavedState::entry_of(const ParameterId& id) {
+  return entries_.try_emplace(id._unsafe_get_target(), Entry{id}).first->second;
+}
+
+void SavedState::record_scale(const std::vector<ParameterId>& parameters, const at::Tensor& scale) {
+  const auto value = scale.defined() ? std::optional(scale.item<double>()) : std::nullopt;
   for (const ParameterId& id : parameters) {
-    if (scale.defined()) {
-      save(id, value);
-    } else {
-      forget(id);
+    entry_of(id).scale = value;
+  }
+}
+
+void SavedState::record_residuals(const std::vector<ParameterId>& parameters,
+                                  const std::vector<at::Tensor>& residuals) {
+  std::erase_if(entries_, [](const auto& entry) { return entry.second.id.expired(); });
+  for (size_t i = 0; i < residuals.size(); ++i) {
+    if (residuals[i].defined()) {
+      entry_of(parameters[i]).residual = residuals[i];
     }
   }
 }
 
-at::Tensor SavedScales::smallest_of(const std::vector<ParameterId>& parameters, c10::Device device) const {
+at::Tensor SavedState::smallest_scale(const std::vector<ParameterId>& parameters, c10::Device device) const {
   double smallest = std::numeric_limits<double>::infinity();
   for (const ParameterId& id : parameters) {
-    const double* scale = find(id);
-    if (scale == nullptr) {
+    const auto entry = entries_.find(id._unsafe_get_target());
+    if (entry == entries_.end() || !entry->second.scale) {
       return {};
     }
-    smallest = std::min(smallest, *scale);
+    smallest = std::min(smallest, *entry->second.scale);
   }
   return at::full({1}, smallest, at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
-void SavedResiduals::record(const std::vector<ParameterId>& parameters, const std::vector<at::Tensor>& residuals) {
-  forget_dead_parameters();
-  for (size_t i = 0; i < residuals.size(); ++i) {
-    if (residuals[i].defined()) {
-      save(parameters[i], residuals[i]);
-    }
-  }
-}
-
-// What was saved may be the caller's.
-void SavedResiduals::rescale(const at::Tensor& factor) {
-  for (const auto& [parameter, residual] : list()) {
-    save(ParameterId(parameter.getIntrusivePtr()), residual.mul(factor.to(residual.device(), /*non_blocking=*/true)));
-  }
-}
-
 // For the values and the dtype that the parameter's gradients have by now, which is not those of a residual from before
 // a cast: what is of another size is of no use any more.
-std::vector<at::Tensor> SavedResiduals::take(const std::vector<ParameterId>& parameters, c10::Device device) {
-  std::vector<at::Tensor> taken;
+std::vector<at::Tensor> SavedState::take_residuals(const std::vector<ParameterId>& parameters, c10::Device device) {
+  std::vector<at::Tensor> taken(parameters.size());
   bool has_any = false;
-  for (const ParameterId& id : parameters) {
-    const at::Tensor parameter(id.lock());
-    const auto dtype = c10::toRealValueType(parameter.scalar_type()) == at::kDouble ? at::kDouble : at::kFloat;
-    const at::Tensor* residual = find(id);
-    const bool fits = residual != nullptr && residual->numel() == (parameter.is_complex() ? 2 : 1) * parameter.numel();
-    taken.push_back(fits ? residual->to(device, dtype) : at::Tensor());
-    has_any |= fits;
-    forget(id);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto entry = entries_.find(parameters[i]._unsafe_get_target());
+    const at::Tensor residual = entry != entries_.end() ? std::exchange(entry->second.residual, {}) : at::Tensor();
+    const at::Tensor parameter(parameters[i].lock());
+    if (residual.defined() && residual.numel() == (parameter.is_complex() ? 2 : 1) * parameter.numel()) {
+      const bool is_wide = c10::toRealValueType(parameter.scalar_type()) == at::kDouble;
+      taken[i] = residual.to(device, is_wide ? at::kDouble : at::kFloat);
+      has_any = true;
+    }
   }
   return has_any ? taken : std::vector<at::Tensor>();
 }

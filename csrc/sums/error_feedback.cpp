@@ -60,14 +60,6 @@ void ErrorFeedback::take_back(size_t index) {
   }
 }
 
-void ErrorFeedback::rescale(const at::Tensor& factor) {
-  for (const at::Tensor& residual : residuals_) {
-    if (residual.defined()) {
-      residual.mul_(factor.to(residual.device()));
-    }
-  }
-}
-
 // What is finite stays finite.
 void ErrorFeedback::add_to(const std::vector<at::Tensor>& grads) {
   if (residuals_.empty()) {

@@ -32,9 +32,6 @@ class ErrorFeedback {
   // again.
   void take_back(size_t index);
 
-  // The gradients' unit is another from now on.
-  void rescale(const at::Tensor& factor);
-
  private:
   void lay_out(const Bucket& bucket);
 
