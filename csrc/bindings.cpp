@@ -223,13 +223,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("input"), py::arg("op"), no_gil)
       .def("all_reduce", &ShardedState::all_reduce, py::arg("identity"), py::arg("name"), py::arg("values"), no_gil);
 
-  m.def(
-      "check_agreement",
-      [](const Group& group, const std::string& description, c10::Device device, const std::string& what) {
-        fastsync::check_agreement(group, description, device, /*data=*/0, what.c_str());
-      },
-      py::arg("process_group"), py::arg("description"), py::arg("device"), py::arg("what") = "what to synchronise",
-      no_gil);
+  m.def("check_agreement", &fastsync::check_agreement, py::arg("process_group"), py::arg("description"),
+        py::arg("device"), py::arg("what") = "what to synchronise", no_gil);
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def(
       "device_of_sums", [](const Group& group, c10::Device device) { return fastsync::device_of_sums(*group, device); },

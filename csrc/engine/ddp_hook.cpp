@@ -69,12 +69,8 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
   const bool is_last = grad_bucket.isLast();
   step_ += is_first ? 1 : 0;
-  const bool in_first_step = num_steps() == (is_first ? 0 : 1);
   if (!have_agreed(*bucket->agreement, compressions)) {
-    have_same_data_ &= agree_on(*bucket, grad_bucket, compressions, in_first_step);
-    if (in_first_step && have_same_data_ && is_last) {
-      warn_of_same_data();
-    }
+    agree_on(*bucket, grad_bucket, compressions);
   }
   check_buffer(buffer, name_of(grad_bucket));
   if (is_first) {
@@ -90,7 +86,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   auto grads = gradients_of(grad_bucket, sync.compression, bucket->feedback());
   at::Tensor side_values;
   if (is_last) {
-    side_values = stamp(*bucket, grad_bucket.getParameters(), bucket->has_room(grads, sync.compression, sync.in_place));
+    side_values = stamp(*bucket, grad_bucket, bucket->has_room(grads, sync.compression, sync.in_place));
   }
   const WithoutPythonObjects without_python;
   const auto work = bucket->send(std::move(grads), sync, stopwatch, side_values);
@@ -127,7 +123,8 @@ void HookState::note_update() {
 }
 
 // Undefined where none travels: alike on all ranks.
-at::Tensor HookState::stamp(BucketSync& bucket, const std::vector<at::Tensor>& parameters, bool has_room) {
+at::Tensor HookState::stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket, bool has_room) {
+  const auto parameters = grad_bucket.getParameters();
   std::vector<uint32_t> versions;
   std::transform(parameters.begin(), parameters.end(), std::back_inserter(versions),
                  [](const at::Tensor& parameter) { return parameter._version(); });
@@ -136,17 +133,15 @@ at::Tensor HookState::stamp(BucketSync& bucket, const std::vector<at::Tensor>& p
   const c10::Device device = bucket.device();
   StepCheck& step_check = bucket.agreement->step_check;
   step_check.begin_step(step_under_way(), std::move(versions), has_gradients);
-  const auto stamp = step_check.stamp(bucket.agreement->number, device, has_room);
+  const auto grads = num_steps() == 1 ? grad_bucket.getGradients() : std::vector<at::Tensor>();
+  const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, has_room);
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();
 }
 
-bool HookState::agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
-                         const std::shared_ptr<const CompressionTable>& compressions, bool in_first_step) {
-  const bool have_same_data =
-      agree(*bucket.agreement, "agreement on " + name_of(grad_bucket), compressions, step_under_way(),
-            describe(grad_bucket), grad_bucket.getBuffer().device(),
-            in_first_step && grad_bucket.getBuffer().layout() == at::kStrided ? grad_bucket.getGradients()
-                                                                              : std::vector<at::Tensor>());
+void HookState::agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
+                         const std::shared_ptr<const CompressionTable>& compressions) {
+  agree(*bucket.agreement, "agreement on " + name_of(grad_bucket), compressions, step_under_way(),
+        describe(grad_bucket), grad_bucket.getBuffer().device());
   liveness_->rest();
   // Only now, for what this rank alone cannot send all have to hear of. DDP hands over complex gradients as the floats
   // they are made of, so the buffer does not tell.
@@ -157,7 +152,6 @@ bool HookState::agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
                         " gradients, which cannot travel with ", compressions->description, "; use compression='none'");
     }
   }
-  return have_same_data;
 }
 
 namespace {

@@ -29,13 +29,12 @@ class HookState : public EngineState {
   void note_update();
 
  private:
-  at::Tensor stamp(BucketSync& bucket, const std::vector<at::Tensor>& parameters, bool has_room);
-  bool agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
-                const std::shared_ptr<const CompressionTable>& compressions, bool in_first_step);
+  at::Tensor stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket, bool has_room);
+  void agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
+                const std::shared_ptr<const CompressionTable>& compressions);
   int64_t step_under_way() { return step_ - 1; }
 
   bool step_is_open_ = false;
-  bool have_same_data_ = true;  // all buckets of the first step so far
   size_t last_index_ = 0;
 };
 

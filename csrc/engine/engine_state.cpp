@@ -12,35 +12,6 @@
 
 namespace fastsync {
 
-namespace {
-
-// One number of a gradient's first values, in which each counts by its place.
-at::Tensor number_of(const at::Tensor& gradient) {
-  constexpr int64_t kMost = 1 << 16;
-  const at::Tensor values =
-      (gradient.is_complex() ? at::view_as_real(gradient.resolve_conj()) : gradient).reshape({-1});
-  const at::Tensor first = values.narrow(0, 0, std::min(values.numel(), kMost)).cpu().to(at::kDouble);
-  return first.dot(at::arange(1, first.numel() + 1, first.options()));
-}
-
-// 0 where there is nothing to compare: gradients of zeros, or that are not finite.
-uint64_t fingerprint_of(const std::vector<at::Tensor>& gradients) {
-  if (gradients.empty()) {
-    return 0;
-  }
-  std::vector<at::Tensor> numbers;
-  for (const at::Tensor& gradient : gradients) {
-    numbers.push_back(number_of(gradient));
-  }
-  const at::Tensor all = at::stack(numbers);
-  if (!all.isfinite().all().item<bool>() || !all.any().item<bool>()) {
-    return 0;
-  }
-  return fingerprint({static_cast<const char*>(all.const_data_ptr()), all.nbytes()});
-}
-
-}  // namespace
-
 EngineState::EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name)
     : group_(std::move(group)), liveness_(Liveness::of(*group_, std::move(name))) {
   Host::check_setting();
@@ -68,27 +39,15 @@ bool EngineState::have_agreed(const Agreement& agreement,
   return agreement.compressions == compressions && agreement.version == version_;
 }
 
-bool EngineState::agree(Agreement& agreement, const std::string& what,
+void EngineState::agree(Agreement& agreement, const std::string& what,
                         const std::shared_ptr<const CompressionTable>& compressions, int64_t step,
-                        const std::string& lines, c10::Device device, const std::vector<at::Tensor>& gradients) {
+                        const std::string& lines, c10::Device device) {
   liveness_->agree(step, agreement.number < 0 ? "it is new" : why_agree_);
   const std::string text =
       c10::str(compressions->description, "\nstep ", step, "\n", saved_.description(), "\n", lines);
-  Agreed agreed;
-  const uint64_t data = group_->getSize() == 1 || is_capturing(device) ? 0 : fingerprint_of(gradients);
-  wait_for_ranks(what, [&] { agreed = check_agreement(group_, text, device, data); });
-  agreement.number = agreed.number;
+  wait_for_ranks(what, [&] { agreement.number = check_agreement(group_, text, device); });
   agreement.compressions = compressions;
   agreement.version = version_;
-  return agreed.have_same_data;
-}
-
-void EngineState::warn_of_same_data() const {
-  if (group_->getRank() == 0) {
-    TORCH_WARN("fastsync: all ", group_->getSize(), " ranks have the same gradients in their first step, so they seem ",
-               "to train on the same data, and learn no more than one would: give each rank its own part, as ",
-               "torch.utils.data.distributed.DistributedSampler does, or random numbers of its own");
-  }
 }
 
 void EngineState::wait_for_ranks(const std::string& what, const std::function<void()>& call) {

@@ -65,11 +65,9 @@ class EngineState {
   void agree_anew(std::string why);
   bool have_agreed(const Agreement& agreement, const std::shared_ptr<const CompressionTable>& compressions) const;
   // Raises c10::ValueError where the ranks differ in the lines or in settings. What they agree on is named in other
-  // errors. Tells whether the gradients, if any are given, are the same on all ranks, as those of the first step are
-  // where all have the same data.
-  bool agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const CompressionTable>& compressions,
-             int64_t step, const std::string& lines, c10::Device device, const std::vector<at::Tensor>& gradients = {});
-  void warn_of_same_data() const;
+  // errors.
+  void agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const CompressionTable>& compressions,
+             int64_t step, const std::string& lines, c10::Device device);
   // What fails in the call, but for a c10::ValueError, is no fault of the ranks' settings.
   void wait_for_ranks(const std::string& what, const std::function<void()>& call);
 

@@ -67,11 +67,6 @@ void Parameter::check_gradient() const {
                     "plain one (DTensor.to_local(), full_tensor())");
 }
 
-bool Parameter::has_plain_gradient() const {
-  const at::Tensor& gradient = tensor.grad();
-  return gradient.defined() && gradient.layout() == at::kStrided && has_memory(gradient);
-}
-
 at::Tensor Parameter::gradient_to_send() {
   const at::Tensor& gradient = tensor.grad();
   if (has_new_gradient() && lies_like(gradient, tensor)) {

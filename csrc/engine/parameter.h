@@ -38,8 +38,6 @@ struct Parameter {
 
   // Throws c10::ValueError where it has a gradient that cannot travel.
   void check_gradient() const;
-  // There is one, and it can.
-  bool has_plain_gradient() const;
   // One that no sync has averaged.
   bool has_new_gradient() const { return is_new && tensor.grad().defined(); }
   // What travels, dense and as reals. Without a new gradient it is what the gradient is, so that the mean is right

@@ -186,7 +186,7 @@ void ParameterSync::send_next() {
   }
   const c10::Device device = bucket.sync->device();
   const bool ends_step = is_last(bucket);
-  const at::Tensor side_values = ends_step ? side_values_to_send(device) : at::Tensor();
+  const at::Tensor side_values = ends_step ? side_values_to_send(device, grads) : at::Tensor();
   const auto index = static_cast<int>(next_bucket_);
   const Sync sync{compressions_->at(bucket.numel),
                   step_,
@@ -209,7 +209,7 @@ void ParameterSync::send_next() {
   bucket.work->check_sent();
 }
 
-at::Tensor ParameterSync::side_values_to_send(c10::Device device) {
+at::Tensor ParameterSync::side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads) {
   if (const auto* name = side_values_.newcomer()) {
     liveness_->agree(step_, c10::str("piggybacked value '", *name, "' is new"));
     wait_for_ranks("agreement on piggybacked values",
@@ -223,8 +223,9 @@ at::Tensor ParameterSync::side_values_to_send(c10::Device device) {
       buffers.fill_(is_poisoned_ ? std::numeric_limits<double>::quiet_NaN() : 0.0);
     }
   }
-  return side_values_.to_send(agreement_->step_check.stamp(agreement_->number, device), buffers, weight_.is_active(),
-                              is_poisoned_, device);
+  const bool compares_data = num_steps() == 1 && !weight_.is_on();
+  auto stamp = agreement_->step_check.stamp(agreement_->number, device, compares_data ? grads : at::TensorList());
+  return side_values_.to_send(std::move(stamp), buffers, weight_.is_active(), is_poisoned_, device);
 }
 
 void ParameterSync::receive() {
@@ -467,16 +468,6 @@ void ParameterSync::forget_layout() {
   buckets_.clear();
 }
 
-std::vector<at::Tensor> ParameterSync::gradients() const {
-  std::vector<at::Tensor> gradients;
-  for (const Parameter& parameter : parameters_) {
-    if (parameter.takes_part() && parameter.has_plain_gradient()) {  // others are refused
-      gradients.push_back(parameter.tensor.grad());
-    }
-  }
-  return gradients;
-}
-
 void ParameterSync::agree() {
   c10::Device device = c10::kCPU;
   std::ostringstream text;
@@ -490,11 +481,7 @@ void ParameterSync::agree() {
     device = tensor.device();
   }
   text << side_values_.newcomers();
-  const bool compares = is_under_way_ && num_steps() == 1 && !weight_.is_on();
-  if (EngineState::agree(*agreement_, "agreement", compressions_, step_, text.str(), device,
-                         compares ? gradients() : std::vector<at::Tensor>())) {
-    warn_of_same_data();
-  }
+  EngineState::agree(*agreement_, "agreement", compressions_, step_, text.str(), device);
   side_values_.make_slots();
   if (!is_under_way_) {
     liveness_->rest();

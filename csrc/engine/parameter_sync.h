@@ -94,7 +94,6 @@ class ParameterSync : public EngineState {
 
   bool is_laid_out() const { return !buckets_.empty(); }
   bool have_agreed() const { return EngineState::have_agreed(*agreement_, compressions_); }
-  std::vector<at::Tensor> gradients() const;
   void prepare();
   void lay_out();
   void forget_layout();
@@ -106,7 +105,7 @@ class ParameterSync : public EngineState {
   bool may_go_early(const Bucket& bucket) const;
   void post_weight();
   void send_next();
-  at::Tensor side_values_to_send(c10::Device device);
+  at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads);
   void begin_step_check();
   void hand_out();
   void end();

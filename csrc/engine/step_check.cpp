@@ -5,12 +5,14 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <sstream>
 #include <utility>
 
 #include "passes/backend.h"
+#include "transport/agreement.h"
 
 namespace fastsync {
 
@@ -19,6 +21,25 @@ namespace {
 bool is_turned_off() {
   const char* const setting = std::getenv("FASTSYNC_STEP_CHECK");
   return setting != nullptr && std::string(setting) == "0";
+}
+
+// One number of a gradient's first values, in which each counts by its place.
+at::Tensor number_of(const at::Tensor& gradient) {
+  constexpr int64_t kMost = 1 << 16;
+  const at::Tensor first = gradient.reshape({-1}).narrow(0, 0, std::min(gradient.numel(), kMost)).cpu().to(at::kDouble);
+  return first.dot(at::arange(1, first.numel() + 1, first.options()));
+}
+
+// A whole number that float32 holds; 0 where there is nothing to compare: gradients of zeros, or that are not finite.
+float fingerprint_of(at::TensorList gradients) {
+  constexpr uint64_t kMost = (1 << 24) - 1;
+  std::vector<at::Tensor> numbers{at::zeros({}, at::kDouble)};
+  std::transform(gradients.begin(), gradients.end(), std::back_inserter(numbers), number_of);
+  const at::Tensor all = at::stack(numbers);
+  if (!all.isfinite().all().item<bool>() || !all.any().item<bool>()) {
+    return 0.0F;
+  }
+  return static_cast<float>(1 + fingerprint({static_cast<const char*>(all.const_data_ptr()), all.nbytes()}) % kMost);
 }
 
 }  // namespace
@@ -48,7 +69,8 @@ void StepCheck::begin_step(int64_t step, std::vector<uint32_t> versions, bool ha
   versions_ = std::move(versions);
 }
 
-std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device device, bool has_room) {
+std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device device, at::TensorList gradients,
+                                                   bool has_room) {
   constexpr int64_t kOneOf = 16;
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool is_cheap = device.is_cpu() && has_room;
@@ -63,6 +85,7 @@ std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device d
   if (!std::exchange(says_nothing_, false) && !is_off_) {
     stamp[kNumbers * rank_] = static_cast<float>(engine % kLargest + 1);
     stamp[kNumbers * rank_ + 1] = static_cast<float>(std::min(num_updates, kLargest));
+    stamp[kNumbers * rank_ + 2] = gradients.empty() ? 0.0F : fingerprint_of(gradients);
   }
   return stamp;
 }
@@ -101,6 +124,7 @@ void StepCheck::check(const at::Tensor& sum) const {
     }
   }
   if (ranks_of.size() <= 1) {
+    warn_of_same_data(numbers.const_data_ptr<float>());
     return;
   }
   std::ostringstream who;
@@ -113,6 +137,18 @@ void StepCheck::check(const at::Tensor& sum) const {
               "before: ", who.str(), ". Has a rank run a backward more than the others, left out an optimizer step, ",
               "changed parameters alone, or run its backwards, or attach(), in another order? These gradients are no ",
               "mean: go on from a checkpoint. Where ranks may differ so, FASTSYNC_STEP_CHECK=0 turns this check off");
+}
+
+void StepCheck::warn_of_same_data(const float* numbers) const {
+  for (int64_t rank = 0; rank < world_size_; ++rank) {
+    if (rank_ != 0 || numbers[2] == 0.0F || numbers[kNumbers * rank + 2] != numbers[2]) {
+      return;
+    }
+  }
+  TORCH_WARN("fastsync: all ", world_size_,
+             " ranks have the same gradients in their first step, so they seem to train ",
+             "on the same data, and learn no more than one would: give each rank its own part, as ",
+             "torch.utils.data.distributed.DistributedSampler does, or random numbers of its own");
 }
 
 }  // namespace fastsync

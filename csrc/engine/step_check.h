@@ -1,5 +1,6 @@
 // Do the gradients that meet in a sync belong together? Every rank sends along which of its engines this is and how
-// many updates of the parameters it has seen: gradients of different parameters have no mean.
+// many updates of the parameters it has seen: gradients of different parameters have no mean. In the first step it also
+// sends a fingerprint of its gradients, for they are the same on all ranks where all have the same data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,21 +31,24 @@ class StepCheck {
   void say_nothing();
 
   // What every rank sends beside its gradients, in the same steps: its engine and the updates since the stamp before,
-  // as whole numbers up to 255, which any wire's dtype holds, in places where the other ranks send zeros. Empty where
-  // there are no other ranks. The engine's number is one that the ranks have agreed on. Nothing while a CUDA graph is
-  // captured nor, where a stamp costs a copy from the host or, for lack of room, a collective of its own, in most
-  // steps.
-  std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, bool has_room = true);
+  // as whole numbers that float32 holds, in places where the other ranks send zeros. Empty where there are no other
+  // ranks. The engine's number is one that the ranks have agreed on. The gradients are those of the first step, if they
+  // are to be compared. Nothing while a CUDA graph is captured nor, where a stamp costs a copy from the host or, for
+  // lack of room, a collective of its own, in most steps.
+  std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, at::TensorList gradients,
+                                          bool has_room = true);
 
   // Takes a sum over the ranks of stamps. On a CPU it throws c10::Error, on every rank, where they differ. On another
   // device the next one that arrives does, for the host does not wait.
   void arrive(const at::Tensor& sum);
 
  private:
-  static constexpr int64_t kNumbers = 2;  // of a rank: its engine, or 0 from one that says nothing, and its updates
+  // Of a rank: its engine, or 0 from one that says nothing; its updates; and of gradients to compare a fingerprint.
+  static constexpr int64_t kNumbers = 3;
   static constexpr int64_t kLargest = 255;
 
   void check(const at::Tensor& sum) const;
+  void warn_of_same_data(const float* numbers) const;
 
   const int64_t world_size_;
   const int64_t rank_;

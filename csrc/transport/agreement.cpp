@@ -68,19 +68,18 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& tex
 }
 
 // Threads with groups of their own agree side by side.
-Agreed check_agreement(const Group& group, const std::string& description, c10::Device device, uint64_t data,
-                       const char* what) {
+int64_t check_agreement(const Group& group, const std::string& description, c10::Device device,
+                        const std::string& what) {
   static std::atomic<int64_t> next_number{0};
   if (group->getSize() == 1) {
-    return {next_number++};
+    return next_number++;
   }
   TORCH_CHECK(!is_capturing(device),
               "fastsync: the ranks have to agree on what to synchronise, which cannot be part of ",
               "a CUDA graph: take a step like this one, on all ranks, before capturing it");
-  const at::Tensor mine =
-      at::tensor({static_cast<int64_t>(fingerprint(description)), static_cast<int64_t>(description.size()),
-                  next_number.load(), static_cast<int64_t>(data)},
-                 at::kLong);
+  const at::Tensor mine = at::tensor(
+      {static_cast<int64_t>(fingerprint(description)), static_cast<int64_t>(description.size()), next_number.load()},
+      at::kLong);
   const at::Tensor all = all_gather(group, mine, device);
   const at::Tensor is_same = (all == mine).all(/*dim=*/0);
   const at::Tensor largest = all.amax(/*dim=*/0);
@@ -88,7 +87,7 @@ Agreed check_agreement(const Group& group, const std::string& description, c10::
     const auto number = largest[2].item<int64_t>();
     for (int64_t now = next_number; now <= number && !next_number.compare_exchange_weak(now, number + 1);) {
     }
-    return {number, data != 0 && is_same[3].item<bool>()};
+    return number;
   }
   const auto texts = gather_texts(group, description, largest[1].item<int64_t>() + 1, device);
   TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on ", what, ": ", first_difference(texts),

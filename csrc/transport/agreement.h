@@ -21,13 +21,8 @@ std::vector<std::string> gather_texts(const c10::intrusive_ptr<c10d::ProcessGrou
 // Compares a description (lines of text) over all ranks of the group, through tensors on the device. Where they differ,
 // every rank throws c10::ValueError with the first line that differs and which ranks have which version of it. `what`
 // is what they then do not agree on. Only a hash travels while they agree. Returns a number that the group's ranks have
-// agreed on and got from no earlier call. Beside it travels a fingerprint of what this rank trains on, if it is not 0:
-// have_same_data tells whether it is every rank's.
-struct Agreed {
-  int64_t number = 0;
-  bool have_same_data = false;
-};
-Agreed check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& description,
-                       c10::Device device, uint64_t data = 0, const char* what = "what to synchronise");
+// agreed on and got from no earlier call.
+int64_t check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& description,
+                        c10::Device device, const std::string& what = "what to synchronise");
 
 }  // namespace fastsync
