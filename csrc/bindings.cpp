@@ -100,7 +100,7 @@ py::dict stats_of(const BucketTotals& totals) {
   py::dict stats;
   stats["numel"] = totals.elements;
   stats["num_syncs"] = totals.num_syncs;
-  stats["wire_bytes"] = totals.wire_bytes.get();
+  stats["wire_bytes"] = totals.wire_bytes.load();
   stats["pack_time"] = totals.pack_time * scale;
   stats["collective_time"] = totals.collective_time * scale;
   stats["unpack_time"] = totals.unpack_time * scale;

@@ -64,7 +64,7 @@ void BucketWork::receive() {
       copies_->bring_back();
     }
   });
-  sync_->totals_->wire_bytes.add(sum_->sent_bytes());
+  sync_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
   if (ends_step_) {
     sync_->liveness_->rest();

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <tuple>
 #include <unordered_set>
 #include <utility>
 
@@ -134,11 +135,6 @@ void EngineState::begin_with_saved(BucketSync& bucket) {
 
 // ---- steps, and what they have cost -----------------------------------------------------------------------------
 
-void EngineState::begin_step() {
-  times_.begin_step();
-  num_steps_ += 1;
-}
-
 std::shared_ptr<Stopwatch> EngineState::start_bucket(const BucketSync& bucket) {
   const c10::Device device = bucket.device();
   is_captured_ = is_capturing(device);
@@ -156,7 +152,9 @@ at::Tensor EngineState::grad_stats() {
 }
 
 SyncTotals EngineState::totals() {
-  SyncTotals totals = times_.totals();
+  times_.end_step();  // under fully_shard nothing else may
+  times_.collect();
+  SyncTotals totals;
   for (const auto& bucket : newest_buckets_) {
     totals.buckets.push_back(*bucket->totals());
   }
@@ -164,7 +162,8 @@ SyncTotals EngineState::totals() {
   for (const auto& bucket : known_buckets_) {
     totals.all.add(*bucket->totals());
   }
-  totals.num_steps = num_steps_;
+  totals.num_steps = num_steps();
+  std::tie(totals.num_timed_steps, totals.exposed_time) = times_.exposed();
   return totals;
 }
 

@@ -48,7 +48,7 @@ class EngineState {
   // float64 [number of buckets, kNumStats]: a row for each bucket of the newest step.
   at::Tensor grad_stats();
   SyncTotals totals();
-  int64_t num_steps() { return num_steps_; }
+  int64_t num_steps() { return times_.num_steps(); }
   // Whether the newest sync is part of a CUDA graph, whose replays nobody counts here.
   bool is_captured() { return is_captured_; }
 
@@ -81,7 +81,7 @@ class EngineState {
   void forget_buckets(const std::function<bool(const BucketSync&)>& which);
 
   // A step is the buckets between begin_step and end_step, or the next begin_step.
-  void begin_step();
+  void begin_step() { times_.begin_step(); }
   std::shared_ptr<Stopwatch> start_bucket(const BucketSync& bucket);
   void end_step() { times_.end_step(); }
 
@@ -102,7 +102,6 @@ class EngineState {
   int64_t version_ = 0;  // of the settings
   std::string why_agree_ = "its compression is another";
   BucketTotals forgotten_totals_;  // of buckets that are no more
-  int64_t num_steps_ = 0;
   bool is_captured_ = false;
   SyncTimes times_;
 };

@@ -244,7 +244,7 @@ void ParameterSync::receive() {
   side_values_.arrive(buckets_.back().work->side_values(), is_captured());
   if (!is_poisoned_) {
     weight_.use();
-    buckets_.back().sync->totals()->wire_bytes.add(weight_.sent_bytes());
+    buckets_.back().sync->totals()->wire_bytes += weight_.sent_bytes();
     if (buffers_arrive_) {
       const at::Tensor sums = side_values_.buffers();
       buffers_arrive_(sums, weight_.mean(sums, group_->getSize()));

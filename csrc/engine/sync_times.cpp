@@ -1,42 +1,49 @@
 #include "engine/sync_times.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "passes/backend.h"
 #include "transport/progress_thread.h"
 
 namespace fastsync {
 
-void Moment::set(c10::Device device) {
-  if (device.is_cpu()) {
-    time_ = std::chrono::steady_clock::now();
+void Stopwatch::mark(Mark mark) {
+  if (!measures_) {
     return;
   }
-  if (!event_) {
-    event_.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+  Moment& moment = moments_[static_cast<size_t>(mark)];
+  if (device_.is_cpu()) {
+    moment.time = std::chrono::steady_clock::now();
+  } else {
+    moment.event.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT).record(current_stream(device_));
   }
-  event_->record(current_stream(device));
-}
-
-double Moment::seconds_to(const Moment& to) const {
-  return event_ ? event_->elapsedTime(*to.event_) * 1e-3 : std::chrono::duration<double>(to.time_ - time_).count();
-}
-
-void Stopwatch::mark(Mark mark) {
-  if (measures_) {
-    moments_[static_cast<size_t>(mark)].set(device_);
-  }
-  if (mark == Mark::kDone) {
-    marked_done_ = measures_;
-  }
+  marked_done_ = mark == Mark::kDone;
 }
 
 // To ask an event anything ends a capture that is under way.
-bool Stopwatch::done() const { return marked_done_ && !is_capturing(device_) && at(Mark::kDone).has_passed(); }
+bool Stopwatch::done() const {
+  const auto& event = at(Mark::kDone).event;
+  return marked_done_ && !is_capturing(device_) && (!event || event->query());
+}
+
+double Stopwatch::seconds(const Moment& from, const Moment& to) {
+  return from.event ? from.event->elapsedTime(*to.event) * 1e-3
+                    : std::chrono::duration<double>(to.time - from.time).count();
+}
+
+void Stopwatch::add_up() const {
+  totals_->num_timed += 1;
+  totals_->pack_time += seconds(at(Mark::kStart), at(Mark::kSent));
+  totals_->collective_time += seconds(at(Mark::kSent), at(Mark::kReduced));
+  totals_->unpack_time += seconds(at(Mark::kReduced), at(Mark::kDone));
+}
+
+double Stopwatch::seconds_after(const Stopwatch& last) const {
+  return device_ == last.device_ ? seconds(last.at(Mark::kSent), at(Mark::kDone)) : 0.0;
+}
 
 void BucketTotals::add(const BucketTotals& other) {
-  wire_bytes.add(other.wire_bytes.get());
+  wire_bytes += other.wire_bytes;
   num_syncs += other.num_syncs;
   num_timed += other.num_timed;
   pack_time += other.pack_time;
@@ -46,9 +53,7 @@ void BucketTotals::add(const BucketTotals& other) {
 
 void SyncTimes::begin_step() {
   constexpr size_t kMaxSteps = 8;  // how far the host may run ahead of the device before a step goes untimed
-  if (!steps_.empty()) {
-    end_step();  // its last bucket may have been left out
-  }
+  end_step();                      // the last bucket of the one before may have been left out
   collect();
   if (steps_.size() >= kMaxSteps) {
     steps_.pop_front();
@@ -57,55 +62,41 @@ void SyncTimes::begin_step() {
   num_steps_ += 1;
 }
 
-void SyncTimes::end_step() { steps_.back().ended = true; }
+void SyncTimes::end_step() {
+  if (!steps_.empty()) {
+    steps_.back().ended = true;
+  }
+}
 
 std::shared_ptr<Stopwatch> SyncTimes::start_bucket(std::shared_ptr<BucketTotals> totals, c10::Device device) {
   constexpr int64_t kAllUntil = 32;
   constexpr int64_t kOneOf = 16;
   const bool is_timed = device.is_cpu() || num_steps_ <= kAllUntil || num_steps_ % kOneOf == 0;
-  auto stopwatch = std::make_shared<Stopwatch>(device, is_timed && !is_capturing(device));
+  auto stopwatch = std::make_shared<Stopwatch>(std::move(totals), device, is_timed && !is_capturing(device));
+  if (steps_.empty()) {
+    steps_.emplace_back();  // what there was of the step has been added up
+  }
   if (is_timed) {
-    steps_.back().laps.push_back({std::move(totals), stopwatch});
+    steps_.back().buckets.push_back(stopwatch);
   }
   return stopwatch;
 }
 
-SyncTotals SyncTimes::totals() {
-  collect();
-  SyncTotals totals;
-  totals.num_timed_steps = num_timed_steps_;
-  totals.exposed_time = exposed_time_;
-  return totals;
-}
-
 void SyncTimes::collect() {
-  std::erase_if(steps_, [&](Step& step) {
-    const auto is_done = [](const Lap& lap) { return lap.stopwatch->done(); };
-    if (!step.ended || !std::all_of(step.laps.begin(), step.laps.end(), is_done)) {
+  std::erase_if(steps_, [&](const Step& step) {
+    const auto& buckets = step.buckets;
+    if (!step.ended || !std::all_of(buckets.begin(), buckets.end(), [](const auto& each) { return each->done(); })) {
       return false;
     }
-    if (!step.laps.empty()) {
-      add_up(step);
+    double exposed = 0.0;
+    for (const auto& bucket : buckets) {
+      bucket->add_up();
+      exposed = std::max(exposed, bucket->seconds_after(*buckets.back()));
     }
+    num_timed_steps_ += buckets.empty() ? 0 : 1;
+    exposed_time_ += exposed;
     return true;
   });
-}
-
-void SyncTimes::add_up(const Step& step) {
-  double exposed = 0.0;
-  for (const Lap& lap : step.laps) {
-    const Stopwatch& watch = *lap.stopwatch;
-    lap.totals->num_timed += 1;
-    lap.totals->pack_time += watch.at(Mark::kStart).seconds_to(watch.at(Mark::kSent));
-    lap.totals->collective_time += watch.at(Mark::kSent).seconds_to(watch.at(Mark::kReduced));
-    lap.totals->unpack_time += watch.at(Mark::kReduced).seconds_to(watch.at(Mark::kDone));
-    const Stopwatch& last = *step.laps.back().stopwatch;
-    if (last.device() == watch.device()) {
-      exposed = std::max(exposed, last.at(Mark::kSent).seconds_to(watch.at(Mark::kDone)));
-    }
-  }
-  num_timed_steps_ += 1;
-  exposed_time_ += exposed;
 }
 
 }  // namespace fastsync

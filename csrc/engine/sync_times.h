@@ -12,59 +12,19 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fastsync {
 
-enum class Mark : int8_t { kStart, kSent, kReduced, kDone };
-
-// A moment on the device's own clock: on a CPU the host's, elsewhere a place on the current stream.
-class Moment {
- public:
-  void set(c10::Device device);
-  bool has_passed() const { return !event_ || event_->query(); }
-  // From this one, of the same device, both of which have passed.
-  double seconds_to(const Moment& to) const;
-
- private:
-  std::chrono::steady_clock::time_point time_;
-  std::optional<c10::Event> event_;  // takes the place of the time where there is one
-};
-
-// The moments of one bucket's sync.
-class Stopwatch {
- public:
-  Stopwatch(c10::Device device, bool measures) : device_(device), measures_(measures) {}
-
-  void mark(Mark mark);
-  // True once the device has passed kDone. Never of one that does not measure, nor while a CUDA graph is captured, nor
-  // of what was: its events belong to the graph.
-  bool done() const;
-
-  const Moment& at(Mark mark) const { return moments_[static_cast<size_t>(mark)]; }
-  c10::Device device() const { return device_; }
-
- private:
-  c10::Device device_;
-  bool measures_;
-  std::atomic<bool> marked_done_{false};
-  std::array<Moment, 4> moments_;  // by mark
-};
-
 // Some thread adds to it while another one reads.
-class Count {
- public:
-  Count() = default;
-  Count(const Count& other) : value_(other.get()) {}
+struct Count : std::atomic<int64_t> {
+  Count() : atomic(0) {}
+  Count(const Count& other) : atomic(other.load()) {}
   Count& operator=(const Count& other) {
-    value_ = other.get();
+    store(other.load());
     return *this;
   }
-  int64_t get() const { return value_.load(std::memory_order_relaxed); }
-  void add(int64_t more) { value_.fetch_add(more, std::memory_order_relaxed); }
-
- private:
-  std::atomic<int64_t> value_ = 0;
 };
 
 // Sums over the syncs of one bucket. The times, in seconds, are over num_timed of them: those of which the device was
@@ -96,6 +56,39 @@ struct SyncTotals {
   double exposed_time = 0.0;
 };
 
+enum class Mark : int8_t { kStart, kSent, kReduced, kDone };
+
+// The moments of one bucket's sync, on the device's own clock: on a CPU the host's, elsewhere places on a stream.
+class Stopwatch {
+ public:
+  Stopwatch(std::shared_ptr<BucketTotals> totals, c10::Device device, bool measures)
+      : totals_(std::move(totals)), device_(device), measures_(measures) {}
+
+  void mark(Mark mark);
+  // True once the device has passed kDone. Never of one that does not measure, nor while a CUDA graph is captured, nor
+  // of what was: its events belong to the graph.
+  bool done() const;
+  // What follows is for after that.
+  void add_up() const;  // to the totals
+  // How long the last bucket of the step had been on its way when this one was done.
+  double seconds_after(const Stopwatch& last) const;
+
+ private:
+  struct Moment {
+    std::chrono::steady_clock::time_point time;
+    std::optional<c10::Event> event;  // takes the place of the time where there is one
+  };
+
+  const Moment& at(Mark mark) const { return moments_[static_cast<size_t>(mark)]; }
+  static double seconds(const Moment& from, const Moment& to);
+
+  const std::shared_ptr<BucketTotals> totals_;
+  const c10::Device device_;
+  const bool measures_;
+  std::atomic<bool> marked_done_{false};
+  std::array<Moment, 4> moments_;  // by mark
+};
+
 // The stopwatches of the steps under way, and the totals of those that are over. Not thread-safe. Of a device other
 // than a CPU, whose clock costs launches, the first steps are timed and then one of several.
 class SyncTimes {
@@ -107,20 +100,15 @@ class SyncTimes {
   std::shared_ptr<Stopwatch> start_bucket(std::shared_ptr<BucketTotals> totals, c10::Device device);
   // Adds up the steps that the device is done with.
   void collect();
-  // The times alone, of the steps that the device is done with: the buckets' totals are added up by now, too.
-  SyncTotals totals();
+  int64_t num_steps() const { return num_steps_; }
+  // The number of steps that are added up, and their exposed time.
+  std::pair<int64_t, double> exposed() const { return {num_timed_steps_, exposed_time_}; }
 
  private:
-  struct Lap {
-    std::shared_ptr<BucketTotals> totals;
-    std::shared_ptr<Stopwatch> stopwatch;
-  };
   struct Step {
-    std::vector<Lap> laps;
+    std::vector<std::shared_ptr<Stopwatch>> buckets;
     bool ended = false;
   };
-
-  void add_up(const Step& step);
 
   std::deque<Step> steps_;
   int64_t num_steps_ = 0;
