@@ -5,7 +5,9 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <memory>
 
+#include "engine/backward.h"
 #include "passes/backend.h"
 
 namespace fastsync {
@@ -34,8 +36,7 @@ double factor_of(const c10d::ReduceOp& op, int64_t num_ranks) {
 }  // namespace
 
 ShardedState::ShardedState(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : EngineState(std::move(group), "fully_shard's modules"),
-      backward_({[this] { return step_is_open_.load(); }, [this](int) { leave_step_last(); }, nullptr}) {}
+    : EngineState(std::move(group), "fully_shard's modules") {}
 
 void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string& name, const at::Tensor& output,
                                   const at::Tensor& input, const c10d::ReduceOp& op) {
@@ -95,33 +96,20 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
 // them come again.
 void ShardedState::enter_step(const std::shared_ptr<BucketSync>& bucket) {
   const bool is_outside = current_graph_task() == kNoGraphTask;
-  const auto has_come = [&] {
-    return std::find(newest_buckets_.begin(), newest_buckets_.end(), bucket) != newest_buckets_.end();
-  };
-  if (!step_is_open_ || (is_outside ? has_come() : backward_.is_interrupted())) {
+  const bool has_come = std::find(newest_buckets_.begin(), newest_buckets_.end(), bucket) != newest_buckets_.end();
+  if (newest_buckets_.empty() || (is_outside ? has_come : backward_.expired())) {
     newest_buckets_.clear();
     begin_step();
     step_ += 1;
+    if (!is_outside) {
+      const auto token = std::make_shared<char>();
+      torch::autograd::Engine::get_default_engine().queue_callback([token] {});
+      backward_ = token;
+    }
   }
-  step_is_open_ = true;
-  if (!is_outside) {
-    Backward::enter({shared_from_this(), &backward_});
-  }
-  if (!has_come()) {
+  if (newest_buckets_.empty() || !has_come) {
     newest_buckets_.push_back(bucket);
   }
-}
-
-// fully_shard reduce-scatters at the end of backward what it has not before, of each model without a parent in a call
-// of its own: after all of those.
-void ShardedState::leave_step_last() {
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->leave_step(); });
-}
-
-void ShardedState::leave_step() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  step_is_open_ = false;
-  end_step();
 }
 
 }  // namespace fastsync

@@ -5,18 +5,16 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
 
-#include "engine/backward.h"
 #include "engine/engine_state.h"
 
 namespace fastsync {
 
-// Must be owned by a shared_ptr. Thread-safe. For calls of one kind.
-class ShardedState : public EngineState, public std::enable_shared_from_this<ShardedState> {
+// Thread-safe. For calls of one kind.
+class ShardedState : public EngineState {
  public:
   explicit ShardedState(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
@@ -35,11 +33,8 @@ class ShardedState : public EngineState, public std::enable_shared_from_this<Sha
   // Without scatter all ranks get the same values.
   void run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, const Sync::Scatter* scatter);
   void enter_step(const std::shared_ptr<BucketSync>& bucket);
-  void leave_step_last();
-  void leave_step();
 
-  std::atomic<bool> step_is_open_ = false;
-  Backward backward_;  // that the step belongs to
+  std::weak_ptr<void> backward_;  // that the newest step belongs to, until it ends or fails
 
   // Of all reduce-scatters, on the device of the first.
   std::optional<Teams> teams_;
