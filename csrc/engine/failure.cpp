@@ -6,7 +6,17 @@
 
 namespace fastsync {
 
-void raise_failure(const std::string& beginning, const std::string& why, Liveness& liveness) {
+void guard(const std::string& beginning, Liveness& liveness, const std::function<void()>& call) {
+  std::string why;
+  try {
+    return call();
+  } catch (const c10::ValueError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    why = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    why = error.what();
+  }
   const std::string told = liveness.who_is_missing();
   const auto says = [&](const char* text) { return told.find(text) != std::string::npos; };
   const char* const join = says("of the engine of parameter") ? "with sync.join():"
@@ -17,18 +27,6 @@ void raise_failure(const std::string& beginning, const std::string& why, Livenes
               may_have_no_batches ? c10::str(". Where ranks have different numbers of batches, put the training loop ",
                                              "inside `", join, "`")
                                   : "");
-}
-
-void guard(const std::string& beginning, Liveness& liveness, const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::ValueError&) {
-    throw;
-  } catch (const c10::Error& error) {
-    raise_failure(beginning, error.what_without_backtrace(), liveness);
-  } catch (const std::exception& error) {
-    raise_failure(beginning, error.what(), liveness);
-  }
 }
 
 }  // namespace fastsync

@@ -19,6 +19,7 @@
 namespace fastsync {
 
 constexpr auto kAddingWeights = "adding up the ranks' weights";
+constexpr auto kBuffers = "";  // among named side values
 
 ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                              c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
@@ -117,7 +118,7 @@ void ParameterSync::send_full_buckets() {
 
 bool ParameterSync::may_go_early(const Bucket& bucket) const {
   return bucket.num_waiting == 0 && have_agreed() && !bucket.sync->waits_to_send(compressions_->at(bucket.numel)) &&
-         !(is_last(bucket) && (describe_buffers_ || side_values_.newcomer()));
+         !(is_last(bucket) && describe_buffers_);
 }
 
 // Before all that is sent, on every rank: whatever there is to agree on comes after it, unless it is known before the
@@ -210,22 +211,13 @@ void ParameterSync::send_next() {
 }
 
 at::Tensor ParameterSync::side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads) {
-  if (const auto* name = side_values_.newcomer()) {
-    liveness_->agree(step_, c10::str("piggybacked value '", *name, "' is new"));
-    wait_for_ranks("agreement on piggybacked values",
-                   [&] { check_agreement(group_, side_values_.newcomers(), device); });
-    side_values_.make_slots();
-  }
-  at::Tensor buffers;
   if (buffer_values_) {
-    buffers = buffer_values_(weight_.is_first_active(group_->getRank(), device));
-    if (is_poisoned_ || !weight_.is_active()) {
-      buffers.fill_(is_poisoned_ ? std::numeric_limits<double>::quiet_NaN() : 0.0);
-    }
+    side_values_.put(kBuffers, buffer_values_(weight_.is_first_active(group_->getRank(), device)));
+    side_values_.make_slots();
   }
   const bool compares_data = num_steps() == 1 && !weight_.is_on();
   auto stamp = agreement_->step_check.stamp(agreement_->number, device, compares_data ? grads : at::TensorList());
-  return side_values_.to_send(std::move(stamp), buffers, weight_.is_active(), is_poisoned_, device);
+  return side_values_.to_send(std::move(stamp), weight_.is_active(), is_poisoned_, device);
 }
 
 void ParameterSync::receive() {
@@ -245,12 +237,14 @@ void ParameterSync::receive() {
   if (!is_poisoned_) {
     weight_.use();
     buckets_.back().sync->totals()->wire_bytes += weight_.sent_bytes();
-    if (buffers_arrive_) {
-      const at::Tensor sums = side_values_.buffers();
-      buffers_arrive_(sums, weight_.mean(sums, group_->getSize()));
-    }
     hand_out();
-    side_values_.set_means(weight_.mean(side_values_.piggybacked(), group_->getSize()));
+    means_.clear();
+    if (const at::Tensor sums = side_values_.named(); sums.numel() > 0) {
+      means_ = side_values_.by_name(weight_.mean(sums, group_->getSize()));
+      if (const auto means = means_.extract(kBuffers)) {
+        buffers_arrive_(side_values_.by_name(sums).at(kBuffers), means.mapped());
+      }
+    }
   }
   agreement_->step_check.arrive(side_values_.stamps());
 }
@@ -260,7 +254,10 @@ void ParameterSync::piggyback(const std::string& name, const at::Tensor& value) 
   TORCH_CHECK_VALUE(!weight_.is_joining() || !have_agreed() || side_values_.has_slots(name, value), "name: '", name,
                     "' of shape ", value.sizes(), " is new, and ranks that have run out of batches cannot know it: ",
                     "piggyback it on the first sync inside join(), or on an earlier one, on every rank");
-  side_values_.piggyback(name, value);
+  if (!side_values_.has_slots(name, value)) {
+    agree_anew(c10::str("piggybacked value '", name, "' is new"));
+  }
+  side_values_.put(name, value.detach().clone(at::MemoryFormat::Contiguous));
 }
 
 void ParameterSync::set_weight(double weight) {

@@ -36,7 +36,7 @@ class ParameterSync : public EngineState {
   // A float32 tensor to be averaged with the next sync, in place of an earlier one of that name.
   void piggyback(const std::string& name, const at::Tensor& value);
   // The averages that came with the newest sync.
-  const SideValues::Tensors& piggybacked() { return side_values_.means(); }
+  const SideValues::Tensors& piggybacked() { return means_; }
 
   // From the next sync on, this rank's gradients count so much. To be called on all ranks before the same sync, at
   // first.
@@ -116,6 +116,7 @@ class ParameterSync : public EngineState {
   const std::shared_ptr<Agreement> agreement_;
   std::vector<Bucket> buckets_;  // in the order in which they are sent; none while there is no layout
   SideValues side_values_;
+  SideValues::Tensors means_;  // of what was piggybacked on the newest sync
   Weight weight_;
 
   std::function<std::string()> describe_buffers_;  // this and the next two: null where no buffers travel

@@ -54,29 +54,20 @@ at::Tensor SideValues::flags_and_stamp(c10::Device device) {
   return fixed_on_device_;
 }
 
-// ---- piggybacked values ---------------------------------------------------------------------------------------------
+// ---- named values ---------------------------------------------------------------------------------------------------
 
-void SideValues::piggyback(const std::string& name, const at::Tensor& value) {
-  waiting_.insert_or_assign(name, value.detach().clone(at::MemoryFormat::Contiguous));
+void SideValues::put(const std::string& name, at::Tensor value) {
   if (is_capturing(value.device())) {
     given_in_graph_.insert(name);
   } else {
     given_in_graph_.erase(name);
   }
+  waiting_.insert_or_assign(name, std::move(value));
 }
 
 bool SideValues::has_slots(const std::string& name, const at::Tensor& value) const {
   const auto slots = slots_.find(name);
   return slots != slots_.end() && value.sizes() == at::IntArrayRef(slots->second);
-}
-
-const std::string* SideValues::newcomer() const {
-  for (const auto& [name, value] : waiting_) {
-    if (!has_slots(name, value)) {
-      return &name;
-    }
-  }
-  return nullptr;
 }
 
 std::string SideValues::newcomers() const {
@@ -95,11 +86,11 @@ void SideValues::make_slots() {
   }
 }
 
-at::Tensor SideValues::slots_of(const std::string& name, int64_t numel, bool counts, c10::Device device) const {
+at::Tensor SideValues::slots_of(const std::string& name, at::IntArrayRef shape, bool counts, c10::Device device) const {
   const auto sent = sent_.find(name);
   if (sent == sent_.end() || !counts) {
     const double empty = sent == sent_.end() && counts ? std::numeric_limits<double>::quiet_NaN() : 0.0;
-    return at::full({numel}, empty, at::TensorOptions().dtype(at::kFloat).device(device));
+    return at::full({c10::multiply_integers(shape)}, empty, at::TensorOptions().dtype(at::kFloat).device(device));
   }
   TORCH_CHECK_VALUE(!is_capturing(device) || given_in_graph_.contains(name), "fastsync: the value '", name,
                     "' was piggybacked outside of the CUDA graph that is captured, or on the CPU, so each replay ",
@@ -109,22 +100,16 @@ at::Tensor SideValues::slots_of(const std::string& name, int64_t numel, bool cou
 
 // ---- one sync -------------------------------------------------------------------------------------------------------
 
-at::Tensor SideValues::to_send(std::optional<std::vector<float>> stamp, const at::Tensor& buffers, bool counts,
-                               bool has_failed, c10::Device device) {
+at::Tensor SideValues::to_send(std::optional<std::vector<float>> stamp, bool counts, bool has_failed,
+                               c10::Device device) {
   has_new_stamp_ = stamp.has_value();
   if (has_new_stamp_) {
     stamp_ = std::move(*stamp);
   }
   sent_ = has_failed ? Tensors() : std::exchange(waiting_, {});
   std::vector<at::Tensor> all{flags_and_stamp(device)};
-  num_piggybacked_ = 0;
   for (const auto& [name, shape] : slots_) {
-    const int64_t numel = c10::multiply_integers(shape);
-    num_piggybacked_ += numel;
-    all.push_back(slots_of(name, numel, counts || has_failed, device));
-  }
-  if (buffers.defined()) {
-    all.push_back(buffers);
+    all.push_back(slots_of(name, shape, counts || has_failed, device));
   }
   return all.size() == 1 ? all.front() : at::cat(all);
 }
@@ -143,23 +128,17 @@ at::Tensor SideValues::stamps() const {
   return has_new_stamp_ ? sums_.narrow(0, num_fixed() - size, size) : at::Tensor();
 }
 
-at::Tensor SideValues::piggybacked() const { return sums_.narrow(0, num_fixed(), num_piggybacked_); }
-
-at::Tensor SideValues::buffers() const {
-  const int64_t begin = num_fixed() + num_piggybacked_;
-  return sums_.narrow(0, begin, sums_.numel() - begin);
-}
-
-void SideValues::set_means(const at::Tensor& means) {
-  means_.clear();
+SideValues::Tensors SideValues::by_name(const at::Tensor& named) const {
+  Tensors found;
   int64_t offset = 0;
   for (const auto& [name, shape] : slots_) {
     const int64_t numel = c10::multiply_integers(shape);
     if (sent_.contains(name)) {
-      means_[name] = means.narrow(0, offset, numel).view(shape);
+      found[name] = named.narrow(0, offset, numel).view(shape);
     }
     offset += numel;
   }
+  return found;
 }
 
 }  // namespace fastsync

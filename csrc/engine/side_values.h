@@ -12,7 +12,7 @@
 
 namespace fastsync {
 
-// The slots are: a flag for each parameter, the step check's stamp, piggybacked values by name, and the buffers.
+// The slots are: a flag for each parameter, the step check's stamp, and named values.
 class SideValues {
  public:
   // ---- flags: which parameters have a gradient, here and on any rank ----
@@ -31,41 +31,35 @@ class SideValues {
   // Of a gradient that is new on none: whether each has one of an earlier sync.
   bool is_kept_everywhere(size_t place) const { return counts_.const_data_ptr<float>()[place] == 0.0F; }
 
-  // ---- piggybacked values ----
+  // ---- named values ----
 
   using Tensors = std::map<std::string, at::Tensor>;
 
   // For the next sync, in place of an earlier one of that name. A name keeps its slots once the ranks have agreed on
   // it, so that one that some ranks leave empty, as nan, does not change what is sent.
-  void piggyback(const std::string& name, const at::Tensor& value);
+  void put(const std::string& name, at::Tensor value);
   bool has_slots(const std::string& name, const at::Tensor& value) const;
-  // The name of one that waits and has no slots, or those of another shape; null where there is none.
-  const std::string* newcomer() const;
-  // Lines to agree on, of all newcomers; then they get slots.
+  // Lines to agree on, of all that wait and have no slots, or those of another shape; then they get slots.
   std::string newcomers() const;
   void make_slots();
-  // Of those that the newest sync took along.
-  const Tensors& means() const { return means_; }
 
   // ---- one sync ----
 
-  // The vector, on the device. Without a stamp the one before takes its slots. counts: the piggybacked values of this
-  // rank do. A rank that has failed leaves all but the flags empty. Throws c10::ValueError where a CUDA graph is
-  // captured that would repeat the value of one of them.
-  at::Tensor to_send(std::optional<std::vector<float>> stamp, const at::Tensor& buffers, bool counts, bool has_failed,
-                     c10::Device device);
+  // The vector, on the device. Without a stamp the one before takes its slots. counts: the named values of this rank
+  // do. A rank that has failed leaves all but the flags empty. Throws c10::ValueError where a CUDA graph is captured
+  // that would repeat the value of one of them.
+  at::Tensor to_send(std::optional<std::vector<float>> stamp, bool counts, bool has_failed, c10::Device device);
   // The sums over the ranks. They may lie in memory that the next sync writes to.
   void arrive(const at::Tensor& sums, bool is_captured);
   // Of these, the stamps; undefined where none were sent.
   at::Tensor stamps() const;
-  at::Tensor piggybacked() const;
-  at::Tensor buffers() const;
-  // The means of what piggybacked has told.
-  void set_means(const at::Tensor& means);
+  // And the named values, of which by_name gives those that this rank has sent.
+  at::Tensor named() const { return sums_.narrow(0, num_fixed(), sums_.numel() - num_fixed()); }
+  Tensors by_name(const at::Tensor& named) const;
 
  private:
   at::Tensor flags_and_stamp(c10::Device device);
-  at::Tensor slots_of(const std::string& name, int64_t numel, bool counts, c10::Device device) const;
+  at::Tensor slots_of(const std::string& name, at::IntArrayRef shape, bool counts, c10::Device device) const;
   int64_t num_fixed() const { return static_cast<int64_t>(flags_.size() + stamp_.size()); }
 
   float none_ = 0.0F;
@@ -80,8 +74,6 @@ class SideValues {
   Tensors waiting_;
   std::set<std::string> given_in_graph_;  // by the graph itself, anew in each replay
   Tensors sent_;
-  Tensors means_;
-  int64_t num_piggybacked_ = 0;  // slots
 
   at::Tensor sums_;
   at::Tensor counts_;  // the sums of flags, once they are read
