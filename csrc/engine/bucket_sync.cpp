@@ -115,7 +115,11 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
   auto work = std::make_shared<BucketWork>();
   guard([&] {
     auto sum = make_sum(std::move(bucket), sync);
-    feedback_.lend(sum->bucket(), sync.compression.error_feedback, stand_in);
+    if (sync.compression.error_feedback) {
+      feedback_.lend(sum->bucket(), stand_in);
+    } else {
+      feedback_ = ErrorFeedback();
+    }
     sum->send();
     work->sum_ = std::move(sum);
   });

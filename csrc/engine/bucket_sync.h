@@ -83,7 +83,7 @@ class BucketWork {
   // As receive, except that the averages go nowhere. The scale moves on as it does on other ranks.
   void discard();
 
-  bool has_error_feedback() const { return sum_->bucket().keeps_losses; }
+  bool has_error_feedback() const { return sum_->bucket().residual.defined(); }
   // The sums of the side values, after receive. They may lie in memory that the bucket's next sum writes to.
   const at::Tensor& side_values() const { return sum_->bucket().side_values; }
 

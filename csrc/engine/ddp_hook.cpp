@@ -43,16 +43,11 @@ std::string describe(const c10d::GradBucket& bucket) {
 }
 
 // The whole buffer is one gradient as far as the passes are concerned, except where each has blocks or a residual of
-// its own: by the compression, which is the same on all ranks, and not by what this one holds. What error feedback has
-// kept until now is then a part of the gradients.
-std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compression& compression,
-                                     ErrorFeedback& feedback) {
+// its own: by the compression, which is the same on all ranks, and not by what this one holds.
+std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compression& compression) {
   const bool is_of_blocks = compression.wire && unit_of(*compression.wire).values > 1;
-  if (is_of_blocks || compression.error_feedback) {
-    return bucket.getGradients();
-  }
-  feedback.add_to(bucket.getGradients());
-  return {bucket.getBuffer().view({-1})};
+  return is_of_blocks || compression.error_feedback ? bucket.getGradients()
+                                                    : std::vector{bucket.getBuffer().view({-1})};
 }
 
 }  // namespace
@@ -83,7 +78,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   const auto stopwatch = start_bucket(*bucket);
   Sync sync{compressions->at(buffer.numel()), step_under_way(), first_tag(bucket->agreement->number), is_last};
   sync.in_place = bucket->device() == buffer.device();
-  auto grads = gradients_of(grad_bucket, sync.compression, bucket->feedback());
+  auto grads = gradients_of(grad_bucket, sync.compression);
   at::Tensor side_values;
   if (is_last) {
     side_values = stamp(*bucket, grad_bucket, bucket->has_room(grads, sync.compression, sync.in_place));

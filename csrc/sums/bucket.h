@@ -50,9 +50,9 @@ struct Bucket {
   double multiplier = 1.0;   // this and the next: of what is packed
   double limit;
 
-  // Error feedback: what this rank has lost of each value, Compute<G> [num_values], to which the segments point.
+  // Error feedback: what this rank has lost of each value, also in encoding sums, Compute<G> [num_values], to which the
+  // segments point. Undefined without error feedback.
   at::Tensor residual;
-  bool keeps_losses = false;  // of the sums that it encodes, too
 
   int64_t side_bytes() const { return side_values.defined() ? static_cast<int64_t>(side_values.nbytes()) : 0; }
   // The segments' parts among the values of the spans, at the places of those.

@@ -177,7 +177,7 @@ void BucketSum::reduce(const Piece& piece, const Reduce& reduce, const Rows& fro
     }
     ReduceArgs args = bucket_.sum(address(from.offset + bytes_of(first, reduce.dtype)), reduce.dtype, reduce.num_rows,
                                   from.stride, num_values, address(reduce.outs[part]), reduce.share);
-    if (bucket_.keeps_losses) {
+    if (bucket_.residual.defined()) {
       args.residual = bucket_.residual.narrow(0, begin, num_values).data_ptr();
       args.residual_share = reduce.residual_share;
     }

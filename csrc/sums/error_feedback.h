@@ -16,13 +16,8 @@ namespace fastsync {
 // it as this rank's gradient does, so it becomes part of that gradient's.
 class ErrorFeedback {
  public:
-  // Has the bucket's passes send what is kept, and keep what they lose. Where error feedback is off, what there still
-  // is goes with the next gradient of this rank, and what that loses is lost: not with one that stands in for none,
-  // which may go nowhere.
-  void lend(Bucket& bucket, bool is_on, const std::vector<bool>& stand_in);
-
-  // Puts what is kept into the gradients themselves, one for each, where nothing is to be kept any more.
-  void add_to(const std::vector<at::Tensor>& grads);
+  // Has the bucket's passes send what is kept, and keep what they lose.
+  void lend(Bucket& bucket, const std::vector<bool>& stand_in);
 
   // One for each gradient, undefined where nothing is kept.
   std::vector<at::Tensor> residuals() const;
