@@ -66,9 +66,6 @@ void BucketWork::receive() {
   });
   sync_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
-  if (ends_step_) {
-    sync_->liveness_->rest();
-  }
 }
 
 void BucketWork::discard() {
@@ -128,7 +125,6 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
   }
   stopwatch->mark(Mark::kSent);
   work->sync_ = shared_from_this();
-  work->ends_step_ = sync.ends_step;
   work->stopwatch_ = std::move(stopwatch);
   work->copies_ = std::exchange(copies_, nullptr);
   return work;

@@ -48,7 +48,6 @@ struct Sync {
   Compression compression;
   int64_t step = 0;
   int tag = 0;                    // of its messages; the next kTagsPerBucket - 1 are its as well
-  bool ends_step = false;         // once it has been received
   int64_t attempt = 0;            // the same where one step is sent twice, because it failed; 0: each is another
   bool is_weighted_mean = false;  // on all ranks
   at::Tensor weight = {};         // see Bucket
@@ -92,7 +91,6 @@ class BucketWork {
 
   std::shared_ptr<BucketSync> sync_;
   std::unique_ptr<BucketSum> sum_;
-  bool ends_step_ = false;
   std::shared_ptr<Stopwatch> stopwatch_;
   std::shared_ptr<const HostCopies> copies_;  // null where gradients stay where they are
 };

@@ -76,7 +76,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   last_index_ = grad_bucket.getIndex();
   newest_buckets_.push_back(bucket);
   const auto stopwatch = start_bucket(*bucket);
-  Sync sync{compressions->at(buffer.numel()), step_under_way(), first_tag(bucket->agreement->number), is_last};
+  Sync sync{compressions->at(buffer.numel()), step_under_way(), first_tag(bucket->agreement->number)};
   sync.in_place = bucket->device() == buffer.device();
   auto grads = gradients_of(grad_bucket, sync.compression);
   at::Tensor side_values;
@@ -89,9 +89,12 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
     end_step();
   }
   auto future = make_future(buffer.device());
-  auto complete = [work, buffer, future, agreement = bucket->agreement] {
+  auto complete = [work, buffer, future, agreement = bucket->agreement, liveness = is_last ? liveness_ : nullptr] {
     try {
       work->receive();
+      if (liveness) {
+        liveness->rest();
+      }
       agreement->step_check.arrive(work->side_values());
       work->check_sent();
     } catch (...) {

@@ -192,7 +192,6 @@ void ParameterSync::send_next() {
   const Sync sync{compressions_->at(bucket.numel),
                   step_,
                   first_tag(agreement_->number) + index * kTagsPerBucket,
-                  /*ends_step=*/false,
                   num_steps(),
                   /*is_weighted_mean=*/weight_.is_on() && !sums_,
                   weight_.is_on() && !is_poisoned_ ? weight_.factor(device) : at::Tensor()};

@@ -80,7 +80,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   }
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
-  Sync sync{compressions_->at(values.numel()), step, first_tag(bucket->agreement->number), /*ends_step=*/true};
+  Sync sync{compressions_->at(values.numel()), step, first_tag(bucket->agreement->number)};
   sync.scatter = scatter;
   const auto forget_scale = c10::make_scope_exit([&] {
     if (scatter) {
@@ -89,6 +89,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   });
   const auto work = bucket->send({values}, sync, start_bucket(*bucket));
   work->receive();
+  liveness_->rest();
   work->check_sent();
 }
 
