@@ -39,10 +39,6 @@ BucketWork::~BucketWork() {
   }
 }
 
-void BucketWork::check_sent() const {
-  sync_->guard([&] { sum_->check_sent(); });
-}
-
 // Whoever comes late finds nothing, and holds nothing. With this thread's state, for without it a profiler would not
 // see what happens on another thread.
 void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress) {
@@ -117,12 +113,13 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
     } else {
       feedback_ = ErrorFeedback();
     }
+    TORCH_CHECK(!is_half_sent_, "it has failed before, while it was sent, so the ranks no longer meet in one message: ",
+                "begin anew with another process group");
+    is_half_sent_ = !sum->may_be_sent_again();
     sum->send();
+    is_half_sent_ = false;
     work->sum_ = std::move(sum);
   });
-  if (work->sum_->failed_to_send()) {
-    memory_ = SumMemory();
-  }
   stopwatch->mark(Mark::kSent);
   work->sync_ = shared_from_this();
   work->stopwatch_ = std::move(stopwatch);

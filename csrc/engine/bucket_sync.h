@@ -69,10 +69,6 @@ class BucketWork {
  public:
   ~BucketWork();
 
-  // Throws what went wrong in send once others had to expect the bucket: it goes to them as nan, and is to be received
-  // or discarded as any other.
-  void check_sent() const;
-
   // Has the progress thread do what can be done before receive, if there is anything; else receive does it, whatever
   // comes first.
   static void drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress);
@@ -173,6 +169,7 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   std::shared_ptr<const HostCopies> copies_;  // for the next sum
   ErrorFeedback feedback_;
   at::Tensor scale_;
+  bool is_half_sent_ = false;  // the newest sum: its messages would be taken for those of the next one
   bool has_followed_ = false;  // the scale, since it was set, what a sync has summed
   at::Tensor stats_;
   at::Tensor workspace_;

@@ -96,7 +96,6 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
         liveness->rest();
       }
       agreement->step_check.arrive(work->side_values());
-      work->check_sent();
     } catch (...) {
       future->setError(std::current_exception());
       return;

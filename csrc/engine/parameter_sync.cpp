@@ -206,7 +206,6 @@ void ParameterSync::send_next() {
   if (buckets_.size() > 1 || is_poisoned_ || !device.is_cpu()) {
     BucketWork::drive_later(bucket.work, progress_);
   }
-  bucket.work->check_sent();
 }
 
 at::Tensor ParameterSync::side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads) {

@@ -4,7 +4,6 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -52,25 +51,12 @@ void BucketSum::send() {
     }
   }
   for (const Piece& piece : plan_->pieces) {
-    plan_->is_all_reduce ? send_to_group(piece) : send_packed(piece);
-  }
-}
-
-// Others expect every piece, and tell messages apart by their order alone. So where one cannot be packed or sent, it
-// goes as nan, and so do those after it: see check_sent. In memory that ranks share nobody takes one sum for another,
-// so there it is sent again.
-void BucketSum::send_packed(const Piece& piece) {
-  Transfer& first = *transfer(piece, 0);
-  try {
-    failed_to_send() ? fill_with_nan(piece.phases.front()) : pack(piece);
-    first.send();
-  } catch (...) {
-    if (failed_to_send() || plan_->team->shares_memory() || !bucket_.device.is_cpu()) {
-      throw;
+    if (plan_->is_all_reduce) {
+      send_to_group(piece);
+    } else {
+      pack(piece);
+      transfer(piece, 0)->send();
     }
-    failure_to_send_ = std::current_exception();
-    fill_with_nan(piece.phases.front());
-    first.send();
   }
 }
 
@@ -92,13 +78,6 @@ void BucketSum::pack(const Piece& piece) const {
   if (piece.turn.is_last) {
     put_side_values(piece.phases.front());
   }
-}
-
-// All bits are set in nan of any dtype, also as the scale of an int8 block.
-void BucketSum::fill_with_nan(const Phase& phase) const {
-  phase.for_own_rows([&](const Rows& rows, int64_t first, int64_t count) {
-    std::memset(address(rows.begin(first)), 0xFF, count * rows.stride);
-  });
 }
 
 // ---- between phases -------------------------------------------------------------------------------------------------

@@ -36,15 +36,11 @@ class BucketSum {
   // Before send, for error feedback.
   Bucket& bucket() { return bucket_; }
 
-  // Packs piece after piece, each on its way before the next one is packed. Returns at once. Where a piece fails that
-  // others expect by message, check_sent throws why, and the sum is to be finished like any other. Its memory is not
-  // for another sum.
+  // Packs piece after piece, each on its way before the next one is packed. Returns at once. Where it throws, messages
+  // that other ranks have sent by then may be under way, and would be taken for those of another try.
   void send();
-  bool failed_to_send() const { return failure_to_send_ != nullptr; }
-  void check_sent() const {
-    if (failed_to_send()) {
-      std::rethrow_exception(failure_to_send_);
-    }
+  bool may_be_sent_again() const {
+    return plan_->is_all_reduce || plan_->team->shares_memory() || !bucket_.device.is_cpu();
   }
 
   // Does what comes between the first messages and the last ones, if anything does. From any thread, the first of which
@@ -64,10 +60,8 @@ class BucketSum {
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
   std::unique_ptr<Transfer>& transfer(const Piece& piece, size_t phase);
   void expect(const Piece& piece, size_t phase);
-  void send_packed(const Piece& piece);
   void send_to_group(const Piece& piece);
   void pack(const Piece& piece) const;
-  void fill_with_nan(const Phase& phase) const;
   void drive_all();
   void wait_for_rows(const Piece& piece, size_t phase);
   void reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next);
@@ -83,7 +77,6 @@ class BucketSum {
   std::shared_ptr<void> use_;                         // of the memory
   std::vector<std::unique_ptr<Transfer>> transfers_;  // by piece and phase; null until they are expected
   int64_t sent_bytes_ = 0;
-  std::exception_ptr failure_to_send_;
 
   const pid_t process_id_ = getpid();
   std::mutex mutex_;  // held while driving
