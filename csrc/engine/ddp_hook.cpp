@@ -17,15 +17,6 @@ using c10::ivalue::Future;
 
 namespace {
 
-void check_buffer(const at::Tensor& buffer, const std::string& name) {
-  TORCH_CHECK_VALUE(buffer.layout() == at::kStrided, "fastsync: ", name,
-                    " holds a sparse gradient, which fastsync does ",
-                    "not handle; use sparse=False in the embedding, or DDP without a fastsync hook");
-  TORCH_CHECK_VALUE(is_supported(buffer.scalar_type()), "fastsync: ", name, " holds ", buffer.scalar_type(),
-                    " gradients; fastsync handles float32, float64, float16 and bfloat16 (DDP hands over complex "
-                    "gradients as real ones)");
-}
-
 std::string name_of(const c10d::GradBucket& bucket) { return "bucket " + std::to_string(bucket.getIndex()); }
 
 // Lines, for check_agreement.
@@ -40,6 +31,22 @@ std::string describe(const c10d::GradBucket& bucket) {
          << parameters[i].scalar_type() << "\n";
   }
   return text.str();
+}
+
+// Once ranks have agreed, for what one alone cannot send all have to hear of. DDP hands over complex gradients as the
+// floats they are made of, so the buffer does not tell.
+void check(const c10d::GradBucket& bucket, const std::vector<at::Tensor>& parameters,
+           const CompressionTable& compressions) {
+  const at::Tensor& buffer = bucket.getBuffer();
+  TORCH_CHECK_VALUE(buffer.layout() == at::kStrided, "fastsync: ", name_of(bucket), " holds a sparse gradient, which ",
+                    "fastsync does not handle; use sparse=False in the embedding, or DDP without a fastsync hook");
+  TORCH_CHECK_VALUE(is_supported(buffer.scalar_type()), "fastsync: ", name_of(bucket), " holds ", buffer.scalar_type(),
+                    " gradients; fastsync handles float32, float64, float16, bfloat16 and, as pairs of these, complex");
+  for (const at::Tensor& parameter : parameters) {
+    TORCH_CHECK_VALUE(!parameter.is_complex() || compressions.is_lossless(), "fastsync: ", name_of(bucket), " holds ",
+                      parameter.scalar_type(), " gradients, which cannot travel with ", compressions.description,
+                      "; use compression='none'");
+  }
 }
 
 // The whole buffer is one gradient as far as the passes are concerned, except where each has blocks or a residual of
@@ -59,15 +66,18 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   std::unique_lock<std::mutex> lock(mutex_);
   // A bucket's index is no identity, because DDP regroups its buckets after the first backward, nor is its buffer,
   // because hooks wrapped around this one hand over buffers of their own.
-  const auto bucket = find_or_add(grad_bucket.getParameters(), name_of(grad_bucket), buffer.device());
+  const auto parameters = grad_bucket.getParameters();
+  const auto bucket = find_or_add(parameters, name_of(grad_bucket), buffer.device());
   // DDP sends its buckets in order. A backward that failed leaves the rest out.
   const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
   const bool is_last = grad_bucket.isLast();
   step_ += is_first ? 1 : 0;
   if (!have_agreed(*bucket->agreement, compressions)) {
-    agree_on(*bucket, grad_bucket, compressions);
+    agree(*bucket->agreement, "agreement on " + name_of(grad_bucket), compressions, step_under_way(),
+          describe(grad_bucket), buffer.device());
+    liveness_->rest();
   }
-  check_buffer(buffer, name_of(grad_bucket));
+  check(grad_bucket, parameters, *compressions);
   if (is_first) {
     newest_buckets_.clear();
     begin_step();
@@ -133,22 +143,6 @@ at::Tensor HookState::stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket, b
   const auto grads = num_steps() == 1 ? grad_bucket.getGradients() : std::vector<at::Tensor>();
   const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, has_room);
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();
-}
-
-void HookState::agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
-                         const std::shared_ptr<const CompressionTable>& compressions) {
-  agree(*bucket.agreement, "agreement on " + name_of(grad_bucket), compressions, step_under_way(),
-        describe(grad_bucket), grad_bucket.getBuffer().device());
-  liveness_->rest();
-  // Only now, for what this rank alone cannot send all have to hear of. DDP hands over complex gradients as the floats
-  // they are made of, so the buffer does not tell.
-  for (const at::Tensor& parameter : grad_bucket.getParameters()) {
-    if (!compressions->is_lossless() && parameter.is_complex()) {
-      bucket.agreement->compressions.reset();
-      TORCH_CHECK_VALUE(false, "fastsync: ", name_of(grad_bucket), " holds ", parameter.scalar_type(),
-                        " gradients, which cannot travel with ", compressions->description, "; use compression='none'");
-    }
-  }
 }
 
 namespace {

@@ -30,8 +30,6 @@ class HookState : public EngineState {
 
  private:
   at::Tensor stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket, bool has_room);
-  void agree_on(BucketSync& bucket, c10d::GradBucket& grad_bucket,
-                const std::shared_ptr<const CompressionTable>& compressions);
   int64_t step_under_way() { return step_ - 1; }
 
   bool step_is_open_ = false;
