@@ -45,7 +45,7 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 // A graph task's, held by what is to be called at its end. One that fails lets go of those calls without making them,
 // when backward raises: before anything else this thread does. Inside another backward that one's end is waited for.
 struct Backward::Token {
-  explicit Token(std::function<void()> give_up) : give_up(std::move(give_up)) {}
+  explicit Token(void (*give_up)()) : give_up(give_up) {}
 
   ~Token() {
     try {
@@ -60,12 +60,12 @@ struct Backward::Token {
   void fail() const {
     if (const int outer = current_graph_task(); outer != kNoGraphTask) {
       torch::autograd::Engine::get_default_engine().queue_callback([token = of(outer, give_up)] {});
-    } else if (give_up) {
+    } else {
       give_up();
     }
   }
 
-  static std::shared_ptr<Token> of(int graph_task, const std::function<void()>& give_up) {
+  static std::shared_ptr<Token> of(int graph_task, void (*give_up)()) {
     static std::mutex mutex;
     static auto& of_task = *new std::map<int, std::weak_ptr<Token>>();
     const std::lock_guard<std::mutex> lock(mutex);
@@ -74,13 +74,11 @@ struct Backward::Token {
     if (!token) {
       token = std::make_shared<Token>(give_up);
       of_task[graph_task] = token;
-    } else if (!token->give_up) {
-      token->give_up = give_up;
     }
     return token;
   }
 
-  std::function<void()> give_up;
+  void (*const give_up)();
   bool has_ended = false;
 };
 
@@ -91,7 +89,7 @@ void Backward::enter(const std::shared_ptr<Backward>& self) {
     torch::autograd::Engine::get_default_engine().queue_callback([self, graph_task, token = std::move(token)] {
       token->has_ended = true;
       if (self->ends_with(graph_task) && !outer_will_end(self)) {
-        self->calls_.end(graph_task);
+        self->end_(graph_task);
       }
     });
   }
@@ -104,7 +102,7 @@ std::shared_ptr<Backward::Token> Backward::new_token(int graph_task) {
     return nullptr;
   }
   graph_task_ = graph_task;
-  auto token = Token::of(graph_task, calls_.give_up);
+  auto token = Token::of(graph_task, give_up_);
   owner_ = token;
   return token;
 }
@@ -125,7 +123,7 @@ bool Backward::outer_will_end(const std::shared_ptr<Backward>& self) {
     return false;
   }
   const auto enter_outer = [weak = std::weak_ptr(self)] {
-    if (const auto backward = weak.lock(); backward && backward->calls_.is_under_way()) {
+    if (const auto backward = weak.lock(); backward && backward->is_under_way_()) {
       enter(backward);
     }
   };
@@ -148,12 +146,12 @@ bool Backward::outer_will_end(const std::shared_ptr<Backward>& self) {
 
 bool Backward::is_interrupted() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return calls_.is_under_way() && owner_.expired();
+  return is_under_way_() && owner_.expired();
 }
 
 bool Backward::ends_with(int graph_task) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return calls_.is_under_way() && graph_task_ == graph_task;
+  return is_under_way_() && graph_task_ == graph_task;
 }
 
 }  // namespace fastsync

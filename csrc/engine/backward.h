@@ -17,13 +17,10 @@ int current_graph_task();
 // Of one that begins something in backwards. Any thread may ask.
 class Backward {
  public:
-  struct Calls {
-    std::function<bool()> is_under_way;  // whether something has begun that has not ended; from any thread
-    std::function<void(int)> end;        // the graph task has ended, and with it what belongs to it
-    std::function<void()> give_up;       // a backward has failed: once, whoever has entered it; or nothing
-  };
-
-  explicit Backward(Calls calls) : calls_(std::move(calls)) {}
+  // is_under_way: whether something has begun that has not ended; from any thread. end: the graph task has ended, and
+  // with it what belongs to it. give_up: a backward has failed; called once, whoever has entered it.
+  Backward(std::function<bool()> is_under_way, void (*end)(int), void (*give_up)())
+      : is_under_way_(std::move(is_under_way)), end_(end), give_up_(give_up) {}
 
   // Inside a backward, before something begins or goes on: from now on it belongs to this graph task, or, where that
   // runs inside another one's node, as a reentrant checkpoint's does, to what comes after it there.
@@ -41,7 +38,9 @@ class Backward {
   static bool outer_will_end(const std::shared_ptr<Backward>& self);
   std::shared_ptr<Token> new_token(int graph_task);
 
-  const Calls calls_;
+  const std::function<bool()> is_under_way_;
+  void (*const end_)(int);
+  void (*const give_up_)();
 
   // Other threads ask whose backward is under way. If they had to wait until this one's ranks have met, ranks on which
   // threads come in different orders would wait for each other: so this is never held while anything waits.

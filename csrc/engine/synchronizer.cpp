@@ -54,7 +54,7 @@ Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vecto
     : ParameterSync(parameters, std::move(names), group, bucket_cap_bytes, sums),
       is_on_cpu_(parameters.front().is_cpu()),
       sequence_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kSequenceOfAllGroups),
-      backward_({[this] { return is_under_way(); }, &finish, &send_leftovers}) {}
+      backward_([this] { return is_under_way(); }, &finish, &send_leftovers) {}
 
 Synchronizer::~Synchronizer() {
   if (!is_forked()) {  // in a forked child another thread's locks stay locked
