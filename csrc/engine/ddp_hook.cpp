@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 
-#include <algorithm>
-#include <iterator>
 #include <sstream>
 
 #include "engine/backward.h"
@@ -131,15 +129,11 @@ void HookState::note_update() {
 
 // Undefined where none travels: alike on all ranks.
 at::Tensor HookState::stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket, bool has_room) {
-  const auto parameters = grad_bucket.getParameters();
-  std::vector<uint32_t> versions;
-  std::transform(parameters.begin(), parameters.end(), std::back_inserter(versions),
-                 [](const at::Tensor& parameter) { return parameter._version(); });
   // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
   const bool has_gradients = current_graph_task() != kNoGraphTask;
   const c10::Device device = bucket.device();
   StepCheck& step_check = bucket.agreement->step_check;
-  step_check.begin_step(step_under_way(), std::move(versions), has_gradients);
+  step_check.begin_step(step_under_way(), has_gradients);
   const auto grads = num_steps() == 1 ? grad_bucket.getGradients() : std::vector<at::Tensor>();
   const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, has_room);
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();

@@ -60,7 +60,7 @@ void ParameterSync::begin() {
   is_poisoned_ = false;
   side_values_.clear_flags();
   weight_.begin();
-  begin_step_check();
+  agreement_->step_check.begin_step(step_, weight_.is_active());
   is_under_way_ = true;
   begin_step();
 }
@@ -338,16 +338,6 @@ void ParameterSync::end() {
   for (Bucket& bucket : buckets_) {
     bucket.work.reset();
   }
-}
-
-void ParameterSync::begin_step_check() {
-  std::vector<uint32_t> versions;
-  versions.reserve(parameters_.size());
-  for (const Parameter& parameter : parameters_) {
-    // Ranks may do as they like with what is frozen.
-    versions.push_back(parameter.takes_part() ? parameter.tensor._version() : 0);
-  }
-  agreement_->step_check.begin_step(step_, std::move(versions), weight_.is_active());
 }
 
 // ---- the layout -------------------------------------------------------------------------------------------------

@@ -106,7 +106,6 @@ class ParameterSync : public EngineState {
   void post_weight();
   void send_next();
   at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads);
-  void begin_step_check();
   void hand_out();
   void end();
 

@@ -49,7 +49,6 @@ StepCheck::StepCheck(const c10d::ProcessGroup& group, std::string what)
 
 void StepCheck::note_update() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  has_been_told_ = true;
   was_updated_ = true;
 }
 
@@ -58,15 +57,12 @@ void StepCheck::say_nothing() {
   says_nothing_ = true;
 }
 
-void StepCheck::begin_step(int64_t step, std::vector<uint32_t> versions, bool has_gradients) {
+void StepCheck::begin_step(int64_t step, bool has_gradients) {
   const std::lock_guard<std::mutex> lock(mutex_);
   step_ = step;
   says_nothing_ |= !has_gradients;
-  const bool is_first = versions_.empty();
-  const bool was_told = std::exchange(was_updated_, false);
-  const bool was_updated = has_been_told_ ? was_told : versions != versions_;
-  num_updates_ += was_updated && !is_first ? 1 : 0;
-  versions_ = std::move(versions);
+  const bool is_first = std::exchange(is_first_, false);
+  num_updates_ += std::exchange(was_updated_, false) && !is_first ? 1 : 0;
 }
 
 std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device device, at::TensorList gradients,
@@ -135,7 +131,7 @@ void StepCheck::check(const at::Tensor& sum) const {
   TORCH_CHECK(false, "fastsync: the ranks have averaged gradients that do not belong together, by step ", step_, " of ",
               what_, ". The engines that met, and how often each had seen its parameters updated since they met ",
               "before: ", who.str(), ". Has a rank run a backward more than the others, left out an optimizer step, ",
-              "changed parameters alone, or run its backwards, or attach(), in another order? These gradients are no ",
+              "or run its backwards, or attach(), in another order? These gradients are no ",
               "mean: go on from a checkpoint. Where ranks may differ so, FASTSYNC_STEP_CHECK=0 turns this check off");
 }
 

@@ -22,10 +22,9 @@ class StepCheck {
   // What it is of is named in errors.
   StepCheck(const c10d::ProcessGroup& group, std::string what);
 
-  // Before a step. Whether the parameters have been updated since the one before: note_update tells of optimizers'
-  // steps; where it never did, the parameters' version counters do, which are always of the same ones. A rank without
-  // gradients of its own, as one that joins others (DDP's join), says nothing.
-  void begin_step(int64_t step, std::vector<uint32_t> versions, bool has_gradients = true);
+  // Before a step. A rank without gradients of its own, as one that joins others (DDP's join), says nothing.
+  void begin_step(int64_t step, bool has_gradients);
+  // An optimizer has updated the parameters.
   void note_update();
   // In the next stamp, for this rank's parameters have become what another's are.
   void say_nothing();
@@ -60,8 +59,7 @@ class StepCheck {
   int64_t num_updates_ = 0;    // since the stamp before
   int64_t num_costly_ = 0;     // steps in which one would cost
   bool says_nothing_ = false;  // until the next one
-  std::vector<uint32_t> versions_;
-  bool has_been_told_ = false;
+  bool is_first_ = true;
   bool was_updated_ = false;
   at::Tensor on_its_way_;  // a copy of a sum, in pinned memory
   std::optional<c10::Event> has_come_;
