@@ -26,7 +26,7 @@ REPEATS = False
 REASONS = {
     "can only be called once": "the test registers a hook of its own",
     "averaged already": "a model has one hook: the test wraps it in DDP twice",
-    "built with mixed_precision": "DDP's mixed precision has a hook of its own",
+    "has a communication hook already": "DDP's mixed precision has a hook of its own",
     "test_ddp_grad_div_uneven_inputs": "a hook divides by all ranks, as PyTorch's own hooks do",
     "test_ddp_profiling": "the test counts all-reduces; ranks of one host send none",
 }
