@@ -176,15 +176,14 @@ void dispatch_reduce(DType grad, DType wire, DType out, const Call& call) {
 struct WireUnit {
   int64_t values;
   int64_t bytes;
-  int64_t alignment;  // in bytes
-  int bits;           // of a value
+  int bits;  // of a value
 };
 
 inline WireUnit unit_of(DType wire) {
   WireUnit unit{};
   dispatch(wire, [&](auto w) {
     using W = decltype(w);
-    unit = {kUnitValues<W>, sizeof(W), alignof(W), 8 * static_cast<int>(sizeof(W))};
+    unit = {kUnitValues<W>, sizeof(W), 8 * static_cast<int>(sizeof(W))};
     if constexpr (kIsBlock<W>) {
       unit.bits = W::kBits;
     }

@@ -15,15 +15,6 @@
 #define FASTSYNC_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
-// What the CPU's loops for AVX2 call.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
-#include <immintrin.h>
-#define FASTSYNC_HAS_AVX2 1
-#define FASTSYNC_AVX2 __attribute__((always_inline, target("avx2,f16c"))) inline
-#else
-#define FASTSYNC_HAS_AVX2 0
-#endif
-
 namespace fastsync {
 
 // Those of blocks are wires' alone.
@@ -41,8 +32,7 @@ struct BFloat16 {
 // A wire is units of one type, one after the other: single values, or blocks of kBlockValues that share a scale, which
 // have a file each in wires/. A block is a struct of kBits, of a value; the scale, a float; and bytes. A value is a
 // whole number, of at most kBits in two's complement but for the least, times the scale. The scale is nan where a value
-// was not finite. put turns neighbours, a multiple of four of them, into the bytes that they take, and get goes back;
-// put_vectors of 32 and get_vector of 8 do so on AVX2.
+// was not finite. put turns neighbours, a multiple of four of them, into the bytes that they take, and get goes back.
 constexpr int kBlockValues = 128;
 template <class Unit>
 inline constexpr bool kIsBlock = requires { Unit::kBits; };

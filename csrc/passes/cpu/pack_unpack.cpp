@@ -1,28 +1,29 @@
 // The passes of pack_unpack.h on a CPU: chunks of the segments, shared out over threads, each done by the loops of the
 // best instruction set that the machine has.
+#include "passes/pack_unpack.h"
+
+#include <ATen/Parallel.h>
 #include <ATen/Version.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
 
-#include "passes/cpu/chunks.h"
 #include "passes/cpu/tally.h"
-#include "passes/pack_unpack.h"
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define FASTSYNC_HAS_AVX2 1
+#else
+#define FASTSYNC_HAS_AVX2 0
+#endif
 #define FASTSYNC_INLINE __attribute__((always_inline)) inline
 
 namespace fastsync::cpu {
 namespace {
-
-// What is done to a value before it is encoded.
-template <class C>
-struct Scaling {
-  C multiplier;
-  C limit;
-};
 
 // Several ranks' wires, of which each holds the same elements.
 struct Wires {
@@ -34,43 +35,6 @@ struct Wires {
   const W* at(int64_t wire, int64_t index) const {
     return unit_at<W>(static_cast<const char*>(first) + wire * stride_bytes, index);
   }
-};
-
-template <class C, class W>
-C decode_at(const W* wire, int64_t i) {
-  if constexpr (kIsBlock<W>) {
-    const W& block = wire[i / kBlockValues];
-    int32_t numbers[4];
-    W::get(block.bytes + i % kBlockValues / 4 * 4 * W::kBits / 8, numbers);
-    return static_cast<C>(static_cast<float>(numbers[i % 4]) * block.scale);
-  } else {
-    return static_cast<C>(decode(wire[i]));
-  }
-}
-
-// kBlock values of memory that may end before: then they are worked on as a copy, which zeros fill up.
-template <class T>
-class Whole {
- public:
-  Whole(T* memory, int64_t num_units) : memory_(memory), num_units_(num_units) {
-    if (is_copy()) {
-      std::fill(std::copy_n(memory, num_units, copy_), copy_ + kNumUnits, T{});
-    }
-  }
-  T* data() { return is_copy() ? copy_ : memory_; }
-  void put_back() {
-    if (is_copy()) {
-      std::copy_n(copy_, num_units_, memory_);
-    }
-  }
-
- private:
-  static constexpr int64_t kNumUnits = num_units<std::remove_const_t<T>>(kBlock);
-  bool is_copy() const { return num_units_ < kNumUnits && memory_ != nullptr; }
-
-  T* memory_;
-  int64_t num_units_;
-  std::remove_const_t<T> copy_[kNumUnits];
 };
 
 namespace any {
@@ -110,6 +74,52 @@ bool has_avx2() {
 #define FASTSYNC_BEST(...) any::__VA_ARGS__
 #endif
 
+// A multiple of kBlockValues, so that a chunk begins where a block does.
+constexpr int64_t kChunkSize = 32768;
+
+struct Chunk {
+  const Segment& segment;
+  int64_t begin;  // in elements, within the segment
+  int64_t length;
+
+  template <class G>
+  G* data() const {
+    return static_cast<G*>(segment.data) + begin;
+  }
+  template <class C>
+  C* residual() const {
+    return segment.residual == nullptr ? nullptr : static_cast<C*>(segment.residual) + begin;
+  }
+  int64_t place() const { return segment.offset + begin; }  // on the wire
+};
+
+// Runs work(chunk) -> Tally for every chunk of the segments, and adds up what they return, in the chunks' order.
+template <class Work>
+Tally for_each_chunk(const Segment* segments, int64_t num_segments, const Work& work) {
+  std::vector<Chunk> chunks;
+  int64_t numel = 0;
+  for (const Segment* segment = segments; segment < segments + num_segments; ++segment) {
+    for (int64_t begin = 0; begin < segment->numel; begin += kChunkSize) {
+      chunks.push_back({*segment, begin, std::min(kChunkSize, segment->numel - begin)});
+    }
+    numel += segment->numel;
+  }
+  std::vector<Tally> tallies(chunks.size());
+  const auto run = [&](int64_t begin, int64_t end) {
+    std::transform(chunks.begin() + begin, chunks.begin() + end, tallies.begin() + begin, work);
+  };
+  if (numel <= kChunkSize) {  // waking a thread costs more than this little work
+    run(0, static_cast<int64_t>(chunks.size()));
+  } else {
+    at::parallel_for(0, static_cast<int64_t>(chunks.size()), 1, run);
+  }
+  Tally total;
+  for (const Tally& tally : tallies) {
+    total.add(tally);
+  }
+  return total;
+}
+
 template <class C>
 C value_or_one(const float* scale) {
   return static_cast<C>(scale != nullptr ? *scale : 1.0F);
@@ -119,19 +129,13 @@ template <class G, class W>
 void pack_typed(const PackArgs& args) {
   using C = Compute<G>;
   const auto multiplier = static_cast<C>(args.multiplier) * value_or_one<C>(args.bucket_scale);
-  const Scaling<C> scaling{multiplier, limit_on<W, C>(args.limit)};
   const auto weight = static_cast<C>(args.weight != nullptr ? *args.weight : 1.0);
-  const auto counts =
-      for_each_chunk<int64_t>(args.segments, args.num_segments, [&](const Segment& segment, const Chunk& chunk) {
-        auto* residual = from_or_null(static_cast<C*>(segment.residual), chunk.begin);
-        return FASTSYNC_BEST(pack_chunk<W>(chunk_data<const G>(segment, chunk), residual, chunk.length, scaling, weight,
-                                           args.wire, segment.offset + chunk.begin));
-      });
-  double num_saturated = args.turn.is_first ? 0.0 : args.stats[kNumSaturated];
-  for (const int64_t count : counts) {
-    num_saturated += static_cast<double>(count);
-  }
-  args.stats[kNumSaturated] = num_saturated;
+  const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
+    return FASTSYNC_BEST(pack_chunk<W>(chunk.data<const G>(), chunk.residual<C>(), chunk.length, multiplier,
+                                       limit_on<W, C>(args.limit), weight, args.wire, chunk.place()));
+  });
+  args.stats[kNumSaturated] =
+      (args.turn.is_first ? 0.0 : args.stats[kNumSaturated]) + static_cast<double>(tally.num_saturated);
 }
 
 template <class G, class W>
@@ -139,12 +143,11 @@ void unpack_typed(const UnpackArgs& args) {
   using C = Compute<G>;
   const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
   const Wires wires{args.wire, args.num_wires, args.stride_bytes};
-  const auto tallies =
-      for_each_chunk<Tally>(args.segments, args.num_segments, [&](const Segment& segment, const Chunk& chunk) {
-        return FASTSYNC_BEST(unpack_chunk<W>(wires, segment.offset + chunk.begin, chunk_data<G>(segment, chunk),
-                                             chunk.length, static_cast<C>(args.multiplier), inverse_scale));
-      });
-  total_of(tallies).write_to(args.stats, args.turn.is_first);
+  const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
+    return FASTSYNC_BEST(unpack_chunk<W>(wires, chunk.place(), chunk.data<G>(), chunk.length,
+                                         static_cast<C>(args.multiplier), inverse_scale));
+  });
+  tally.write_to(args.stats, args.turn.is_first);
   if (args.turn.is_last && args.bucket_scale != nullptr) {
     *args.bucket_scale = next_bucket_scale(*args.bucket_scale, args.stats[kMaxMagnitude] * args.scale_share);
   }
@@ -153,13 +156,11 @@ void unpack_typed(const UnpackArgs& args) {
 template <class C, class W, class Out>
 void reduce_typed(const ReduceArgs& args) {
   const Wires wires{args.wire, args.num_wires, args.stride_bytes};
-  const Scaling<C> scaling{C(1), limit_on<Out, C>(args.limit)};
   const C scale = value_or_one<C>(args.bucket_scale) * static_cast<C>(args.residual_share);
-  const Segment all{nullptr, args.numel, 0};
-  for_each_chunk<char>(&all, 1, [&](const Segment&, const Chunk& chunk) {
-    FASTSYNC_BEST(reduce_chunk<C, W, Out>(wires, chunk.begin, chunk.length, static_cast<C>(args.multiplier), scaling,
-                                          scale, static_cast<C*>(args.residual), args.out));
-    return char{};
+  const Segment all{nullptr, args.numel, 0, args.residual};
+  for_each_chunk(&all, 1, [&](const Chunk& chunk) {
+    return FASTSYNC_BEST(reduce_chunk<C, W, Out>(wires, chunk.begin, chunk.length, static_cast<C>(args.multiplier),
+                                                 limit_on<Out, C>(args.limit), scale, chunk.residual<C>(), args.out));
   });
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "passes/pack_unpack.h"
 
@@ -11,11 +10,10 @@ namespace fastsync::cpu {
 constexpr int kRow = 16;
 constexpr int64_t kBlock = 256;
 
-// Squares of a block, summed per column in float, and its largest magnitude as bits (ordered like the magnitudes, inf
-// and nan above all).
+// Squares of a block, summed per column in float, and its largest magnitude: a nan's if there is one.
 struct BlockSquares {
   float columns[kRow];
-  uint32_t largest_bits;
+  float largest;
 };
 
 // The sum of squares in double, one sum per column, so that the result depends neither on the number of threads nor on
@@ -26,37 +24,32 @@ struct Tally {
   int64_t num_nonfinite = 0;
   int64_t num_saturated = 0;
 
-  template <class C>
-  void add_value(C value, int column) {
-    const auto wide = static_cast<double>(value);
-    columns[column] += wide * wide;
-    if (is_finite(value)) {
-      largest = std::max(largest, magnitude(wide));
-    } else {
-      num_nonfinite += 1;
-    }
-  }
-
   template <class G>
   void add_values(const G* gradient, int64_t numel) {
     for (int64_t i = 0; i < numel; ++i) {
-      add_value(decode(gradient[i]), static_cast<int>(i % kRow));
+      const auto value = static_cast<double>(decode(gradient[i]));
+      columns[i % kRow] += value * value;
+      if (is_finite(value)) {
+        largest = std::max(largest, magnitude(value));
+      } else {
+        num_nonfinite += 1;
+      }
     }
   }
 
   template <class G>
   void add_block(const BlockSquares& squares, const G* gradient, int64_t numel) {
-    if (squares.largest_bits == 0) {
+    if (squares.largest == 0.0F) {
       return;
     }
-    if (!has_safe_squares(float_from_bits(squares.largest_bits))) {
+    if (!has_safe_squares(squares.largest)) {
       add_values(gradient, numel);
       return;
     }
     for (int j = 0; j < kRow; ++j) {
       columns[j] += static_cast<double>(squares.columns[j]);
     }
-    largest = std::max(largest, static_cast<double>(float_from_bits(squares.largest_bits)));
+    largest = std::max(largest, static_cast<double>(squares.largest));
   }
 
   void add(const Tally& other) {
@@ -76,13 +69,5 @@ struct Tally {
     add_to_stats(stats, is_first, sum, num_nonfinite, num_saturated, largest);
   }
 };
-
-inline Tally total_of(const std::vector<Tally>& tallies) {
-  Tally total;
-  for (const Tally& tally : tallies) {
-    total.add(tally);
-  }
-  return total;
-}
 
 }  // namespace fastsync::cpu

@@ -3,7 +3,7 @@
 // Note [Vectors without intrinsics]
 //   Arithmetic is written in vectors of 32 bytes, which GCC and clang lower to what the target has: one AVX2 register,
 //   or two of SSE2's or NEON's. Both namespaces give the same bits, for each lane is rounded as a single value is.
-//   Only what narrows or widens has instructions of its own, which are all here, and in the files of wires.
+//   Only what narrows or widens 16 bits has instructions of its own, which are all here.
 
 template <class T, int bytes = 32>
 struct VectorOf {
@@ -11,8 +11,8 @@ struct VectorOf {
 };
 template <class C>
 using Vec = typename VectorOf<C>::type;
-using Bits = Vec<uint32_t>;
-using Ints = Vec<int32_t>;
+template <class C>
+using Bits = Vec<std::conditional_t<std::is_same_v<C, double>, int64_t, int32_t>>;
 template <class C>
 inline constexpr int kLanes = 32 / sizeof(C);
 
@@ -33,9 +33,9 @@ FASTSYNC_INLINE Vec<C> load(const T* p) {
     return load_raw<Vec<C>>(p);
   } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, BFloat16>) {
 #if FASTSYNC_AVX2_LOOPS
-    const auto halves = reinterpret_cast<Bits>(_mm256_cvtepu16_epi32(load_raw<__m128i>(p)));
+    const auto halves = reinterpret_cast<Bits<float>>(_mm256_cvtepu16_epi32(load_raw<__m128i>(p)));
 #else
-    const auto halves = __builtin_convertvector(load_raw<VectorOf<uint16_t, 16>::type>(p), Bits);
+    const auto halves = __builtin_convertvector(load_raw<VectorOf<uint16_t, 16>::type>(p), Bits<float>);
 #endif
     return reinterpret_cast<Vec<float>>(halves << 16);
 #if FASTSYNC_AVX2_LOOPS
@@ -51,7 +51,7 @@ FASTSYNC_INLINE Vec<C> load(const T* p) {
   }
 }
 
-// To nearest even. No nan comes here, and nothing that is beyond the type's largest.
+// To nearest even, but for a nan.
 template <class T, class C>
 FASTSYNC_INLINE void store(T* p, Vec<C> vector) {
   if constexpr (std::is_same_v<C, T>) {
@@ -62,8 +62,8 @@ FASTSYNC_INLINE void store(T* p, Vec<C> vector) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves);  // converting into memory is slower
 #endif
   } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, BFloat16>) {
-    const auto bits = reinterpret_cast<Bits>(vector);
-    const Bits high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    const auto bits = reinterpret_cast<Vec<uint32_t>>(vector);
+    const Vec<uint32_t> high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
 #if FASTSYNC_AVX2_LOOPS
     const auto halves = reinterpret_cast<__m256i>(high);
     store_raw(p, _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
@@ -77,59 +77,23 @@ FASTSYNC_INLINE void store(T* p, Vec<C> vector) {
   }
 }
 
-// A block's whole numbers: eight, and thirty-two.
-template <class Block>
-FASTSYNC_INLINE Ints load_numbers(const uint8_t* bytes) {
-#if FASTSYNC_AVX2_LOOPS
-  return reinterpret_cast<Ints>(Block::get_vector(bytes));
-#else
-  int32_t numbers[kLanes<float>];
-  Block::get(bytes, numbers);
-  return load_raw<Ints>(numbers);
-#endif
-}
-template <class Block>
-FASTSYNC_INLINE void store_numbers(const Ints (&numbers)[4], uint8_t* bytes) {
-#if FASTSYNC_AVX2_LOOPS
-  Block::put_vectors(reinterpret_cast<const __m256i(&)[4]>(numbers), bytes);
-#else
-  int32_t all[4 * kLanes<float>];
-  std::memcpy(all, numbers, sizeof(all));
-  Block::put(all, bytes);
-#endif
+template <class C>
+FASTSYNC_INLINE Vec<C> magnitudes(Vec<C> v) {
+  return reinterpret_cast<Vec<C>>(reinterpret_cast<Bits<C>>(v) & std::numeric_limits<decltype(+Bits<C>{}[0])>::max());
 }
 
-// As fastsync::round_to_int.
-FASTSYNC_INLINE Ints round_to_ints(Vec<float> values) {
-#if FASTSYNC_AVX2_LOOPS
-  return reinterpret_cast<Ints>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(values)));
-#else
-  return reinterpret_cast<Ints>(values + 0x1.8p23F) - 0x4B400000;
-#endif
+// The larger of each magnitude, as bits, which are ordered like magnitudes, inf and nan above all.
+template <class C>
+FASTSYNC_INLINE Bits<C> larger(Bits<C> largest, Vec<C> values) {
+  const auto seen = reinterpret_cast<Bits<C>>(magnitudes<C>(values));
+  return largest > seen ? largest : seen;
 }
-
-FASTSYNC_INLINE Vec<float> magnitudes(Vec<float> v) {
-  return reinterpret_cast<Vec<float>>(reinterpret_cast<Bits>(v) & 0x7FFFFFFF);
+FASTSYNC_INLINE Bits<float> max_of(Bits<float> x, Bits<float> y) { return x > y ? x : y; }
+FASTSYNC_INLINE float largest_of(Bits<float> b) {
+  b = max_of(b, Bits<float>{b[4], b[5], b[6], b[7], b[0], b[1], b[2], b[3]});  // g++ 11 has no __builtin_shufflevector
+  b = max_of(b, Bits<float>{b[2], b[3], b[0], b[1], b[6], b[7], b[4], b[5]});
+  return std::bit_cast<float>(max_of(b, Bits<float>{b[1], b[0], b[3], b[2], b[5], b[4], b[7], b[6]})[0]);
 }
-FASTSYNC_INLINE Vec<double> magnitudes(Vec<double> v) { return v < 0.0 ? -v : v; }
-
-// Their bits are ordered like the magnitudes, inf and nan above all.
-FASTSYNC_INLINE Bits max_of(Bits a, Bits b) { return a > b ? a : b; }
-FASTSYNC_INLINE Bits larger(Bits largest, Vec<float> values) {
-  return max_of(largest, reinterpret_cast<Bits>(magnitudes(values)));
-}
-FASTSYNC_INLINE uint32_t largest_of(Bits b) {
-  b = max_of(b, Bits{b[4], b[5], b[6], b[7], b[0], b[1], b[2], b[3]});  // g++ 11 has no __builtin_shufflevector
-  b = max_of(b, Bits{b[2], b[3], b[0], b[1], b[6], b[7], b[4], b[5]});
-  return max_of(b, Bits{b[1], b[0], b[3], b[2], b[5], b[4], b[7], b[6]})[0];
-}
-
-template <class Mask>
-FASTSYNC_INLINE bool holds_everywhere(Mask mask) {
-#if FASTSYNC_AVX2_LOOPS
-  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) == 0xFF;
-#else
-  const auto words = reinterpret_cast<VectorOf<int64_t>::type>(mask);
-  return (words[0] & words[1] & words[2] & words[3]) == -1;
-#endif
+FASTSYNC_INLINE double largest_of(Bits<double> b) {
+  return std::bit_cast<double>(std::max(std::max<int64_t>(b[0], b[1]), std::max<int64_t>(b[2], b[3])));
 }

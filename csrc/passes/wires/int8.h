@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "passes/wire_format.h"
 
@@ -26,20 +25,6 @@ struct Int8Block {
       numbers[i] = static_cast<int8_t>(bytes[i]);
     }
   }
-
-#if FASTSYNC_HAS_AVX2  // GCC 12 would go byte by byte
-  FASTSYNC_AVX2 static void put_vectors(const __m256i (&numbers)[4], uint8_t* bytes) {
-    const __m256i low = _mm256_packs_epi32(numbers[0], numbers[1]);
-    const __m256i high = _mm256_packs_epi32(numbers[2], numbers[3]);
-    // Packing works in halves of 128 bits; this puts its groups of four bytes back in order.
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-    std::memcpy(bytes, &packed, sizeof(packed));
-  }
-  FASTSYNC_AVX2 static __m256i get_vector(const uint8_t* bytes) {
-    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
-  }
-#endif
 };
 
 }  // namespace fastsync
