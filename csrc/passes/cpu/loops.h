@@ -32,18 +32,24 @@ class Whole {
 
 // ---- a wire's values ------------------------------------------------------------------------------------------------
 
+// Calls call(i, value) with each value of blocks.
+template <class C, class W, class Call>
+FASTSYNC_INLINE void decode_blocks(const W* block, int64_t numel, const Call& call) {
+  for (int64_t i = 0; i < numel; i += kBlockValues, ++block) {
+    int32_t numbers[kBlockValues];
+    W::get(block->bytes, numbers);
+    for (int j = 0; j < kBlockValues; ++j) {
+      call(i + j, static_cast<C>(static_cast<float>(numbers[j]) * block->scale));
+    }
+  }
+}
+
 // Calls call(values) with what load takes, kBlock of them: those of blocks are decoded first.
 template <class C, class W, class Call>
 FASTSYNC_INLINE void with_values(const W* wire, int64_t numel, const Call& call) {
   if constexpr (kIsBlock<W>) {
     C values[kBlock];
-    for (int64_t i = 0; i < numel; i += kBlockValues, ++wire) {
-      int32_t numbers[kBlockValues];
-      W::get(wire->bytes, numbers);
-      for (int j = 0; j < kBlockValues; ++j) {
-        values[i + j] = static_cast<C>(static_cast<float>(numbers[j]) * wire->scale);
-      }
-    }
+    decode_blocks<C>(wire, numel, [&](int64_t i, C value) { values[i] = value; });
     std::fill(values + numel, values + kBlock, C{});
     call(static_cast<const C*>(values));
   } else {
@@ -137,38 +143,41 @@ void keep_loss(const C* values, const W* wire, C multiplier, C unit, C* residual
   });
 }
 
-// sums[i] = sum over the wires of element first + i, times the multiplier. Where values need not be decoded in a block
-// of their own, sums stay in registers while all wires are gone through; four make finding the next wire cheap.
+// sums[i] = sum over the wires of element first + i, times the multiplier. Sums of plain values stay in registers while
+// all wires are gone through; four make finding the next wire cheap.
 template <class W, class C>
 void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C* sums) {
   constexpr int kVectors = 4;
-  if constexpr (!kIsBlock<W>) {
-    if (numel == kBlock) {
-      for (int64_t i = 0; i < kBlock; i += kLanes<C> * kVectors) {
-        Vec<C> totals[kVectors];
+  if constexpr (kIsBlock<W>) {
+    decode_blocks<C>(wires.at<W>(0, first), numel, [&](int64_t i, C value) { sums[i] = value * multiplier; });
+    for (int64_t r = 1; r < wires.num; ++r) {
+      decode_blocks<C>(wires.at<W>(r, first), numel, [&](int64_t i, C value) { sums[i] += value * multiplier; });
+    }
+    std::fill(sums + numel, sums + kBlock, C{});
+  } else if (numel == kBlock) {
+    for (int64_t i = 0; i < kBlock; i += kLanes<C> * kVectors) {
+      Vec<C> totals[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        totals[v] = load<C>(wires.at<W>(0, first) + i + v * kLanes<C>) * multiplier;
+      }
+      for (int64_t r = 1; r < wires.num; ++r) {
+        const W* const values = wires.at<W>(r, first) + i;
         for (int v = 0; v < kVectors; ++v) {
-          totals[v] = load<C>(wires.at<W>(0, first) + i + v * kLanes<C>) * multiplier;
-        }
-        for (int64_t r = 1; r < wires.num; ++r) {
-          const W* const values = wires.at<W>(r, first) + i;
-          for (int v = 0; v < kVectors; ++v) {
-            totals[v] += load<C>(values + v * kLanes<C>) * multiplier;
-          }
-        }
-        for (int v = 0; v < kVectors; ++v) {
-          store<C, C>(sums + i + v * kLanes<C>, totals[v]);
+          totals[v] += load<C>(values + v * kLanes<C>) * multiplier;
         }
       }
-      return;
+      for (int v = 0; v < kVectors; ++v) {
+        store<C, C>(sums + i + v * kLanes<C>, totals[v]);
+      }
     }
-  }
-  for (int64_t r = 0; r < wires.num; ++r) {
-    with_values<C>(wires.at<W>(r, first), numel, [&](const auto* values) {
+  } else {
+    for (int64_t r = 0; r < wires.num; ++r) {
+      Whole<const W> values(wires.at<W>(r, first), numel);
       for (int64_t i = 0; i < kBlock; i += kLanes<C>) {
-        const Vec<C> value = load<C>(values + i) * multiplier;
+        const Vec<C> value = load<C>(values.data() + i) * multiplier;
         store<C, C>(sums + i, r == 0 ? value : load<C>(sums + i) + value);
       }
-    });
+    }
   }
 }
 
