@@ -23,12 +23,12 @@ from torch.amp import GradScaler
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
 from ..compression import parse_compression
-from ..distributed import dist_sum
 from ..stats import SyncStats
 from ..stopwatch import Stopwatch
 from . import fused
 from .batches import Batch, Buffers, Shuffler, row_weights
 from .envs.interface import Environments, Episode
+from .exchange import Exchange
 from .learning_rate import LearningRate
 from .normalize import RewardNormalizer, mean_and_variance, moments
 from .policies import Policy, autocast, make_policy
@@ -269,6 +269,7 @@ class PPO:
         self.streams = RandomStreams(settings.seed, first_index=first, num_envs=num_envs, device=device)
         spaces = environments.single_observation_space, environments.single_action_space
         self.policy = make_policy(settings, *spaces, policy).to(device)
+        self.exchange = Exchange(device)
         lr = torch.tensor(settings.learning_rate, device=device)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=lr, eps=1e-5, fused=True)
         compression = parse_compression(settings.compression)
@@ -338,7 +339,7 @@ class PPO:
         """Count, sum and sum of squares of the valid rows of ``values`` [T, N, D], over all ranks [1 + 2 D]."""
         mine = moments(values, valid)
         with self.waiting:
-            return dist_sum(mine)
+            return self.exchange.sum(mine)
 
     def _update(self, batch: Batch, remaining: float) -> dict[str, float]:
         """Epochs of minibatches. Returns the metrics' means over the optimizer steps; NaN if there was none."""

@@ -127,7 +127,7 @@ class Session:
             stop_requested=self._signals.requested,
             checkpoint_due=self._rank == 0 and is_due,
         )
-        reports = gather_reports(mine, self.device)
+        reports = gather_reports(mine, self._ppo.exchange)
         self._last_episodes.extend(ended_episodes(reports))
         gathered_at = time.perf_counter()
         self._gathering_seconds = gathered_at - began  # counted in the next update, because this report is sent
@@ -231,9 +231,9 @@ class Session:
             if ppo.reward_normalizer is not None and "discounted_return" in mine:
                 ppo.reward_normalizer.carried.copy_(mine["discounted_return"])
         notes = []
-        goes_on = [True] * self._world_size
-        dist.all_gather_object(goes_on, observation is not None)
-        if lost := [rank for rank in range(self._world_size) if not goes_on[rank]]:
+        if lost := [
+            rank for rank, goes_on in enumerate(ppo.exchange.all_gather(observation is not None)) if not goes_on
+        ]:
             notes.append(
                 f"the environments of ranks {lost} could not be restored exactly, and begin new episodes: this run is "
                 f"not bitwise what it would have been without the interruption"

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from ...stats import SyncStats
 from ..envs.interface import Episode, Step
+from ..exchange import Exchange
 
 WINDOW = 100
 """Number of last episodes that returns and lengths are means of."""
-
-ROW_BYTES, LENGTH_BYTES = 1 << 13, 4  # of a short message with its length, and of the length
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,41 +54,17 @@ def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
             of_name += np.asarray(step.infos[name])[known].tolist()
 
 
-def gather_reports(mine: RankReport, device: torch.device) -> list[RankReport]:
-    """Returns the reports of all ranks, in rank order. Every rank must call it. ``device`` is the ranks' device.
+def gather_reports(mine: RankReport, exchange: Exchange) -> list[RankReport]:
+    """Returns the reports of all ranks, in rank order. Every rank must call it.
 
     Raises:
         RuntimeError: on every rank, if ranks report metrics of different names.
     """
-    mine = replace(mine, episodes=list(mine.episodes[-WINDOW:]))
-    reports = [mine] * dist.get_world_size()
-    if len(reports) > 1:  # alone it would only wake a thread
-        messages = _gather_short(pickle.dumps(mine)) if device.type == "cpu" else None
-        if messages is None:
-            dist.all_gather_object(reports, mine)
-        else:
-            reports = [pickle.loads(message) for message in messages]
+    reports = exchange.all_gather(replace(mine, episodes=list(mine.episodes[-WINDOW:])))
     others = [rank for rank, report in enumerate(reports) if list(report.metrics) != list(reports[0].metrics)]
     if others:
         raise RuntimeError(f"ranks {others} report other metrics than rank 0; this rank reports {list(mine.metrics)}")
     return reports
-
-
-def _gather_short(message: bytes) -> list[bytes] | None:
-    """Gathers the messages of all ranks in one collective, where ``all_gather_object`` takes two and a millisecond.
-
-    Returns None on every rank if one of them is too long.
-    """
-    row = torch.zeros(ROW_BYTES, dtype=torch.uint8)
-    sent = (len(message).to_bytes(LENGTH_BYTES, "little") + message)[:ROW_BYTES]
-    row[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    told = [row.numpy().tobytes() for row in rows]
-    lengths = [int.from_bytes(of_rank[:LENGTH_BYTES], "little") for of_rank in told]
-    if max(lengths) > ROW_BYTES - LENGTH_BYTES:
-        return None
-    return [of_rank[LENGTH_BYTES:][:length] for of_rank, length in zip(told, lengths, strict=True)]
 
 
 @dataclass(frozen=True)

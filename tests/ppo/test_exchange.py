@@ -1,0 +1,54 @@
+"""What ranks tell each other beside gradients: of any size, at any pace, in shared memory and through the group."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from fastsync.ppo.exchange import Exchange
+from tests.ranks import RankError, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def _everything_comes(rank: int, world_size: int) -> bool:
+    exchange = Exchange(CPU)
+    chance = random.Random(rank)
+    for step in range(300):
+        length = 200_000 if (step + rank) % 50 == 7 else chance.randrange(300)  # through the process group, or a row
+        if chance.random() < 0.05:
+            time.sleep(chance.random() * 2e-3)
+        values = exchange.all_gather((step, rank, "x" * length))
+        assert [value[:2] for value in values] == [(step, peer) for peer in range(world_size)]
+        assert values[rank][2] == "x" * length
+        sums = exchange.sum(torch.tensor([step + rank, 0.1], dtype=torch.float64))
+        expected = torch.zeros(2, dtype=torch.float64)
+        for peer in range(world_size):
+            expected += torch.tensor([step + peer, 0.1], dtype=torch.float64)
+        assert torch.equal(sums, expected)
+    return exchange._sync is not None and exchange._sync.stats().transport == "shared_memory"
+
+
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(1, True), (3, True), (2, False)])
+def test_every_rank_gets_what_all_have_said(world_size: int, shared_memory: bool) -> None:
+    """Without shared memory, too."""
+    through_memory = shared_memory and world_size > 1
+    assert run_ranks(_everything_comes, world_size, shared_memory=shared_memory) == [through_memory] * world_size
+
+
+def _dies(rank: int, world_size: int) -> None:
+    exchange = Exchange(CPU)
+    for step in range(10**6):
+        if rank == 1 and step == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        exchange.all_gather(step)
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1 has ended"):
+        run_ranks(_dies, 3, lost=[1])
