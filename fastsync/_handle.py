@@ -9,7 +9,7 @@ import re
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -26,7 +26,6 @@ from . import _C
 from .autotune.choose import Candidate, explain, in_engine
 from .autotune.measure import candidates_of
 from .compression import AnyCompression, Auto, Compression, as_compression
-from .doctor import cuda_left_out
 from .stats import BucketStats, GradStats, SyncStats
 
 
@@ -155,7 +154,8 @@ class GradientHandle(SyncHandle, ABC):
 
     def _follow(self, compression: Compression | Auto) -> None:
         named = self._planned_parameters()
-        warn_of_generic_kernels(self._group, (parameter.device for parameter in named.values()))
+        for device in {parameter.device for parameter in named.values()}:
+            warn_of_generic_kernels(_C.device_of_sums(self._group, device).type)  # the CPU where the host sums them
         candidates = candidates_of(compression, self._group, named)
         self._engine.set_compressions(in_engine(candidates))
         self._candidates, self._compression = candidates, compression
@@ -179,6 +179,8 @@ class ClippableHandle(GradientHandle):
     clips_in_next_step = False
     _taken_by: ClassVar[str]
     """Ends the sentence that a parameter is averaged already: by what, and the way out."""
+    _ids: frozenset[int]
+    """The ids of the parameters whose gradients are averaged, or would be if they were not frozen."""
 
     def taken(self) -> Iterable[Tensor]:
         """Returns the parameters that no other handle may average."""
@@ -200,22 +202,28 @@ class ClippableHandle(GradientHandle):
         """Notes that the gradients are clipped: now, or in the optimizer's next step."""
         self._clipped_step, self.clips_in_next_step = self._engine.num_steps(), in_next_step
 
-    def check_before_step(self, optimizer: Optimizer, stepped: Mapping[int, Tensor]) -> None:
-        """Raises RuntimeError if an optimizer is about to step inside backward. ``stepped``: its parameters, by id."""
+    def stepped_by(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Yields the parameters of an optimizer whose gradients are averaged."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._ids and parameter.requires_grad:
+                    yield parameter
+
+    def check_before_step(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if an optimizer is about to step inside backward."""
         if torch._C._current_graph_task_id() == -1:
             return
-        for parameter in self.parameters():
-            if id(parameter) in stepped:
-                raise RuntimeError(
-                    f"fastsync: {type(optimizer).__name__} stepped inside backward() with a parameter of shape "
-                    f"{list(parameter.shape)} whose gradients are averaged over ranks when backward() ends, so it "
-                    "would use this rank's own gradients and ranks would drift apart; let one optimizer step after "
-                    "backward() has returned, or do not attach these parameters"
-                )
+        for parameter in self.stepped_by(optimizer):
+            raise RuntimeError(
+                f"fastsync: {type(optimizer).__name__} stepped inside backward() with a parameter of shape "
+                f"{list(parameter.shape)} whose gradients are averaged over ranks when backward() ends, so it "
+                "would use this rank's own gradients and ranks would drift apart; let one optimizer step after "
+                "backward() has returned, or do not attach these parameters"
+            )
 
-    def note_step(self, stepped: Mapping[int, Tensor]) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         """Tells the engine of an optimizer's step: fused ones and writes to ``.data`` change no version counter."""
-        if any(id(parameter) in stepped for parameter in self.parameters()):
+        if any(True for _ in self.stepped_by(optimizer)):
             self._engine.note_update()  # type: ignore[union-attr]  # sharded models have no such handle
 
 
@@ -229,25 +237,18 @@ def _is_residual(residual: object, parameter: Tensor) -> bool:
     return isinstance(residual, Tensor) and residual.dtype == none.dtype and residual.shape == none.shape
 
 
-_seen: set[str] = set()
-
-
-def warn_of_generic_kernels(group: dist.ProcessGroup, devices: Iterable[torch.device]) -> None:
+@cache
+def warn_of_generic_kernels(kind: str) -> None:
     """Warns, once for a type of device, where torch's own operations go over its gradients and nobody has chosen that.
 
-    Gradients that the group sums on the host are a CPU's. Raises ValueError where FASTSYNC_KERNELS is neither "auto"
-    nor "aten".
+    Raises ValueError where FASTSYNC_KERNELS is neither "auto" nor "aten".
     """
-    for kind in {_C.device_of_sums(group, device).type for device in set(devices)} - _seen:
-        if _C.kernels(kind) == "generic" and os.environ.get("FASTSYNC_KERNELS") != "aten":
-            is_nvidia = kind == "cuda" and torch.version.hip is None
-            reason = cuda_left_out() if is_nvidia else "fastsync has some for CPUs and for NVIDIA GPUs"
-            warnings.warn(
-                f"fastsync: gradients on {kind} are packed by torch's own operations, which take more launches and "
-                f"more memory than fused kernels: none were built for {kind}{f' ({reason})' if reason else ''}",
-                stacklevel=5,  # where attach was called
-            )
-        _seen.add(kind)
+    if _C.kernels(kind) == "generic" and os.environ.get("FASTSYNC_KERNELS") != "aten":
+        warnings.warn(
+            f"fastsync: gradients on {kind} are packed by torch's own operations, which take more launches and more "
+            "memory than fused kernels; `fastsync doctor` tells for which devices kernels are built",
+            stacklevel=5,  # where attach was called
+        )
 
 
 # ---- which handles are in use ---------------------------------------------------------------------------------------
@@ -341,22 +342,15 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    if handles := _clippable():
-        stepped = _parameters_of(optimizer)
-        for handle in handles:
-            handle.check_before_step(optimizer, stepped)
+    for handle in _clippable():
+        handle.check_before_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     if handles := _clippable():
         _note_scaler_that_steps()
-        stepped = _parameters_of(optimizer)
-        for handle in handles:
-            handle.note_step(stepped)
-
-
-def _parameters_of(optimizer: Optimizer) -> dict[int, Tensor]:
-    return {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for handle in handles:
+        handle.note_step(optimizer)
 
 
 # ---- GradScalers, asked without waiting for the device --------------------------------------------------------------

@@ -51,6 +51,7 @@ class GradientSynchronizer(ClippableHandle):
         overlap: bool = True,
     ) -> None:
         self._named = dict(named)
+        self._ids = frozenset(map(id, self._named.values()))
         self._without_gradients: dict[str, Tensor] = {}
         self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
         self._op = op
@@ -302,15 +303,15 @@ class GradientSynchronizer(ClippableHandle):
             return None
         return super().known_norm(is_unscaled=is_unscaled)
 
-    def check_before_step(self, optimizer: Optimizer, stepped: Mapping[int, Tensor]) -> None:
+    def check_before_step(self, optimizer: Optimizer) -> None:
         """As ``ClippableHandle.check_before_step``; also raises if no sync came since the optimizer's step before.
 
         Raises:
             ValueError: the parameters are a pipeline stage's, which is not averaged as its schedule goes on.
         """
-        super().check_before_step(optimizer, stepped)
+        super().check_before_step(optimizer)
         if optimizer not in self._steps_before:
-            self._check_later_parameters(stepped)
+            self._check_later_parameters(optimizer)
             if self._overlaps and have_a_stage(self._named.values()):
                 raise ValueError(
                     "overlap: these are the parameters of a pipeline's stage, whose schedule runs a backward for every "
@@ -318,11 +319,12 @@ class GradientSynchronizer(ClippableHandle):
                     "fastsync.attach(..., overlap=False), and call synchronize() after schedule.step()"
                 )
             self._steps_before[optimizer] = 0
-        name = next((name for name, p in self._named.items() if id(p) in stepped and p.grad is not None), None)
-        if name is None or not self._is_enabled:
+        stepped = next((parameter for parameter in self.stepped_by(optimizer) if parameter.grad is not None), None)
+        if stepped is None or not self._is_enabled:
             return
         num_steps = self._engine.num_steps()
         if self._steps_before[optimizer] == num_steps and not self._engine.is_captured():
+            name = next(name for name, parameter in self._named.items() if parameter is stepped)
             way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
             raise RuntimeError(
                 f"fastsync.attach: {type(optimizer).__name__} was about to step with gradients that no rank has "
@@ -331,12 +333,13 @@ class GradientSynchronizer(ClippableHandle):
             )
         self._steps_before[optimizer] = num_steps
 
-    def _check_later_parameters(self, stepped: Mapping[int, Tensor]) -> None:
+    def _check_later_parameters(self, optimizer: Optimizer) -> None:
         """Warns of parameters that the model got later, as adapters are: nobody averages their gradients.
 
         Raises:
             RuntimeError: an optimizer steps these alone.
         """
+        stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         known = taken_parameters()
         owners = [module for known_module in self._modules if (module := known_module()) is not None]
         owned = {id(p): name for owner in reversed(owners) for name, p in owner.named_parameters()}  # the outermost's

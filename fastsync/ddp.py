@@ -50,6 +50,7 @@ class CommHook(HookState, ClippableHandle):
         self._parameters = [
             p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored
         ]
+        self._ids = frozenset(map(id, self._parameters))
         self._ddp_model = weakref.ref(ddp_model)
         self.compression = compression
         _C.register_hook(ddp_model.reducer, self._engine)
@@ -167,7 +168,7 @@ bf16_compress_hook.__name__ = "fastsync_bf16_compress_hook"
 
 def _run(state: object, bucket: GradBucket, wire: str) -> torch.futures.Future[Tensor]:
     found = _state_for(state)
-    warn_of_generic_kernels(found._group, [bucket.buffer().device])
+    warn_of_generic_kernels(_C.device_of_sums(found._group, bucket.buffer().device).type)
     return found._engine.run(bucket, _COMPRESSIONS[wire])
 
 

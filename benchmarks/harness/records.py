@@ -14,7 +14,7 @@ import torch
 
 import fastsync
 from fastsync import _C
-from fastsync.files import replacing
+from fastsync.files import write_whole
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
@@ -62,8 +62,7 @@ class RowFile:
         """Puts rows in the place of all that were added."""
         self._records = list(records)
         lines = [json.dumps(asdict(record) | {"quantiles": record.quantiles}) for record in self._records]
-        with replacing(self.path) as unfinished:
-            unfinished.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+        write_whole(self.path, ("[\n" + ",\n".join(lines) + "\n]\n").encode())
 
     def reload(self) -> None:
         """Takes over what another process has added, so that the next rows come behind it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,7 +55,7 @@ def launch_ranks(
     The ranks find each other through the environment variables that torchrun sets, as
     ``fastsync.distributed.process_group`` reads them. SIGTERM and SIGUSR1 are passed on to the ranks as SIGTERM, so
     that they can end in order and return. After ``stop_timeout`` seconds, or at a second signal, they are ended. Ctrl-C
-    ends ranks at once, and without a traceback.
+    ends ranks at once; those that still import print a traceback.
 
     Args:
         fn: what each rank does: a function at the top level of a module. Arguments and results travel by pickle.
@@ -93,7 +92,11 @@ def launch_ranks(
         signals_to_handle=",".join(number.name for number in LAUNCHERS),
         **place,
     )
-    with _signals_passed_on(stop_timeout) as received, _ctrl_c_kept_from_children():
+    # multiprocessing's helper, which Slurm signals too, inherits what is blocked.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    with _signals_passed_on(stop_timeout) as received:
         try:
             results = elastic_launch(config, _as_rank)(fn, args)
         except ChildFailedError as error:
@@ -130,36 +133,9 @@ def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-@contextmanager
-def _ctrl_c_kept_from_children() -> Iterator[None]:
-    """Lets Ctrl-C, which a terminal sends to all processes, end this process and not each rank's imports.
-
-    A process inherits which signals are blocked from the thread that starts it. So the main thread, which starts ranks,
-    blocks SIGINT; another thread takes it, and Python runs the handler in the main thread as always.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # multiprocessing's helper, which Slurm signals too. Started later, it would let Ctrl-C through again.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    over = threading.Event()
-    thread = threading.Thread(target=over.wait, name="takes Ctrl-C", daemon=True)
-    thread.start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        over.set()
-        thread.join()
-
-
 def _as_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     # From here on Ctrl-C ends it, also where it waits for others in C++, and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does
     return fn(*args)

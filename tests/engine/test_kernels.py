@@ -78,7 +78,7 @@ def _warns_once(rank: int, world_size: int) -> None:
     said = [str(each.message) for each in caught if "fastsync" in str(each.message)]
     assert len(said) == 1
     assert said[0].startswith(f"fastsync: gradients on {DEVICE} are packed by torch's own operations")
-    assert said[0].endswith(f"none were built for {DEVICE} (fastsync has some for CPUs and for NVIDIA GPUs)")
+    assert "fastsync doctor" in said[0]
 
 
 def test_a_device_without_kernels_trains_with_one_warning() -> None:

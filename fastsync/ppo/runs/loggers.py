@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 import math
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...doctor import install_command
-from ...files import replacing
+from ...files import write_whole
 from ..settings import RunSettings
 
 
@@ -59,12 +60,13 @@ class CsvLog:
         self._file.flush()
 
     def _start(self, columns: Sequence[str]) -> None:
-        with replacing(self._path) as unfinished:
-            self._file = unfinished.open("w", newline="")
-            self._writer = csv.DictWriter(self._file, columns, restval="", extrasaction="raise")
-            self._writer.writeheader()
-            self._writer.writerows(self._rows)
-            self._file.flush()
+        kept = io.StringIO(newline="")
+        writer = csv.DictWriter(kept, columns)
+        writer.writeheader()
+        writer.writerows(self._rows)
+        write_whole(self._path, kept.getvalue().encode())
+        self._file = self._path.open("a", newline="")
+        self._writer = csv.DictWriter(self._file, columns)
 
     def close(self) -> None:
         if self._file is not None:
