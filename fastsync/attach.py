@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from ._checks import (
 )
 from ._handle import NOBODY, ClippableHandle, begin_use, check_free, end_use, taken_parameters
 from .compression import AnyCompression
-from .distributed import broadcast_tensors
+from .distributed import as_bytes, broadcast_tensors
 
 BUCKET_CAP_MB = 25.0
 LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
@@ -376,7 +375,7 @@ def attach(
     overlap: bool = True,
     init_sync: bool = True,
     op: str = "mean",
-    broadcast_buffers: bool | Literal["mean"] = False,
+    broadcast_buffers: bool = False,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
@@ -393,8 +392,7 @@ def attach(
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.
         init_sync: first give every rank the parameters and buffers of the group's rank 0.
         op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks.
-        broadcast_buffers: with each sync give every rank rank 0's buffers. With ``"mean"`` floating buffers become
-            their mean in float32. Buffers are looked up by module and name.
+        broadcast_buffers: with each sync give every rank rank 0's buffers. They are looked up by module and name.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
@@ -404,8 +402,11 @@ def attach(
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
     if op not in ("mean", "sum"):
         raise ValueError(f"op: expected 'mean' or 'sum', got {op!r}")
-    if broadcast_buffers not in (True, False, "mean"):
-        raise ValueError(f"broadcast_buffers: expected True, False or 'mean', got {broadcast_buffers!r}")
+    if broadcast_buffers not in (True, False):
+        raise ValueError(
+            f"broadcast_buffers: expected True or False, got {broadcast_buffers!r}; "
+            "fastsync.distributed.dist_mean averages a buffer"
+        )
     if broadcast_buffers and not isinstance(module_or_params, nn.Module):
         raise ValueError("broadcast_buffers: loose parameters have no buffers; pass their module")
     given = named_parameters(module_or_params, "module_or_params")
@@ -430,17 +431,15 @@ _thread = threading.local()
 
 
 class _Buffers:
-    """A module's buffers, which travel beside the gradients, as float32. The module is not kept alive.
+    """A module's buffers, which travel beside the gradients as bytes. The module is not kept alive.
 
-    They are looked up by module and name, because a module may replace them. With ``"mean"`` floating ones become their
-    mean over the ranks; all others become rank 0's. Inside of ``join`` only ranks that still have batches count, and
-    the first of them takes rank 0's place.
+    They are looked up by module and name, because a module may replace them. All become rank 0's. Inside of ``join``
+    the first rank that still has batches takes rank 0's place.
     """
 
-    def __init__(self, owner: nn.Module, broadcast: bool | Literal["mean"]) -> None:
-        self.are_sent = bool(broadcast)
-        self._means = broadcast == "mean"
-        self._sent: list[tuple[Tensor, int]] = []  # and as how many values
+    def __init__(self, owner: nn.Module, are_sent: bool) -> None:
+        self.are_sent = are_sent
+        self._sent: list[Tensor] = []
         self._places: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
         seen: set[int] = set()
         for prefix, module in owner.named_modules():
@@ -462,38 +461,19 @@ class _Buffers:
     def description(self) -> str:
         """Returns what the ranks have to agree on."""
         lines = [f"buffer of shape {list(buffer.shape)}, {buffer.dtype}" for buffer in self.named().values()]
-        return "\n".join([f"broadcast_buffers {'mean' if self._means else True}", *lines, ""])
+        return "\n".join(["broadcast_buffers True", *lines, ""])
 
     def values(self, is_first: Tensor) -> Tensor:
-        """Returns the values that travel, with a 1 behind them. Of buffers that become rank 0's, others send zeros."""
-        all_values = []
-        self._sent = []
-        for buffer in self.named().values():
-            flat = (torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer).reshape(-1)
-            # As bytes where float32 does not hold the values.
-            values = (flat.contiguous().view(torch.uint8) if self._travels_as_bytes(buffer) else flat).float()
-            values = values.to(is_first.device, non_blocking=True)
-            all_values.append(values if self._is_mean(buffer) else torch.where(is_first, values, 0.0))
-            self._sent.append((buffer, values.numel()))
-        return torch.cat([*all_values, torch.ones(1, device=is_first.device)])
+        """Returns the bytes that travel, as float32, with a 1 behind them. Ranks but the first send zeros."""
+        self._sent = list(self.named().values())
+        all_bytes = torch.cat([as_bytes(buffer).to(is_first.device, non_blocking=True) for buffer in self._sent])
+        return torch.cat([torch.where(is_first, all_bytes.float(), 0.0), torch.ones(1, device=is_first.device)])
 
-    def arrive(self, sums: Tensor, means: Tensor) -> None:
+    def arrive(self, sums: Tensor) -> None:
         """Writes the buffers. They stay as they are if a rank has failed, or none has batches."""
         have_come = sums[-1] > 0
-        lengths = [length for _, length in self._sent]
-        arrived = zip(self._sent, sums[:-1].split(lengths), means[:-1].split(lengths), strict=True)
-        for (buffer, _), of_first, mean in arrived:
-            values = mean if self._is_mean(buffer) else of_first
-            dtype = buffer.dtype.to_real()
-            flat = values.to(torch.uint8).view(dtype) if self._travels_as_bytes(buffer) else values.to(dtype)
-            if buffer.is_complex():  # begins at an even offset, which what was split need not have
-                flat = torch.view_as_complex(flat.clone().view(-1, 2))
-            buffer.copy_(torch.where(have_come, flat.view(buffer.shape), buffer.to(flat.device)))
+        of_each = sums[:-1].to(torch.uint8).split([buffer.nbytes for buffer in self._sent])
+        for buffer, of_buffer in zip(self._sent, of_each, strict=True):
+            values = of_buffer.clone().view(buffer.dtype).view(buffer.shape)  # a clone begins at an even address
+            buffer.copy_(torch.where(have_come, values, buffer.to(values.device)))
         self._sent = []
-
-    def _is_mean(self, buffer: Tensor) -> bool:
-        return self._means and (buffer.is_floating_point() or buffer.is_complex())
-
-    def _travels_as_bytes(self, buffer: Tensor) -> bool:
-        held = (torch.float32, torch.float16, torch.bfloat16)
-        return not self._is_mean(buffer) and buffer.dtype.to_real() not in held

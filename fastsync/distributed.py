@@ -140,13 +140,17 @@ def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None)
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, root: int = 0) -> None:
     """Gives all ranks of the group the tensors of one, in place. The ranks must have agreed on them."""
     tensors = [tensor.detach() for tensor in tensors]
-    # As bytes, for Gloo knows few dtypes.
-    flat = [tensor.resolve_conj().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    flat = [as_bytes(tensor) for tensor in tensors]  # for Gloo knows few dtypes
     sent = [each.to(_C.device_of_sums(group, each.device)) for each in flat]
     dist._broadcast_coalesced(group, sent, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
     for tensor, values in zip(tensors, sent, strict=True):
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the values of a tensor, row by row, as uint8: in its own memory if they lie there that way."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def check_consistency(
@@ -191,8 +195,7 @@ def check_consistency(
 
 def _digest(tensor: Tensor) -> str:
     """Hashes the bytes, dtype and shape."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    raw = as_bytes(tensor.detach().cpu()).numpy().tobytes()
     return f"sha256 {hashlib.sha256(f'{tensor.dtype} {tuple(tensor.shape)}'.encode() + raw).hexdigest()[:16]}"
 
 

@@ -239,8 +239,8 @@ void ParameterSync::receive() {
     means_.clear();
     if (const at::Tensor sums = side_values_.named(); sums.numel() > 0) {
       means_ = side_values_.by_name(weight_.mean(sums, group_->getSize()));
-      if (const auto means = means_.extract(kBuffers)) {
-        buffers_arrive_(side_values_.by_name(sums).at(kBuffers), means.mapped());
+      if (means_.erase(kBuffers) > 0) {
+        buffers_arrive_(side_values_.by_name(sums).at(kBuffers));
       }
     }
   }
@@ -304,7 +304,7 @@ void ParameterSync::hand_out() {
 
 void ParameterSync::set_buffers(std::function<std::string()> description,
                                 std::function<at::Tensor(const at::Tensor&)> values,
-                                std::function<void(const at::Tensor&, const at::Tensor&)> arrive) {
+                                std::function<void(const at::Tensor&)> arrive) {
   describe_buffers_ = std::move(description);
   buffers_description_ = describe_buffers_();
   buffer_values_ = std::move(values);

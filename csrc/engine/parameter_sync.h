@@ -50,10 +50,10 @@ class ParameterSync : public EngineState {
 
   // A model's buffers travel with each sync, of all ranks' models or of none's. The ranks have to agree on the
   // description. The values are float32; what becomes of them follows from whether this rank is the first of those that
-  // have gradients: a bool, on the device that they have to be on. arrive gets their sums over the ranks and their
-  // means, nan where a rank has failed.
+  // have gradients: a bool, on the device that they have to be on. arrive gets their sums over the ranks, nan where a
+  // rank has failed.
   void set_buffers(std::function<std::string()> description, std::function<at::Tensor(const at::Tensor&)> values,
-                   std::function<void(const at::Tensor&, const at::Tensor&)> arrive);
+                   std::function<void(const at::Tensor&)> arrive);
 
   // Whether the gradients are still those that the newest sync left.
   bool gradients_are_unchanged();
@@ -120,7 +120,7 @@ class ParameterSync : public EngineState {
 
   std::function<std::string()> describe_buffers_;  // this and the next two: null where no buffers travel
   std::function<at::Tensor(const at::Tensor&)> buffer_values_;
-  std::function<void(const at::Tensor&, const at::Tensor&)> buffers_arrive_;
+  std::function<void(const at::Tensor&)> buffers_arrive_;
   std::string buffers_description_ = "broadcast_buffers False\n";
 
   std::atomic<bool> is_under_way_ = false;
