@@ -1,11 +1,10 @@
-"""Random cases of an entry point: the model, what it is compressed with, and what happens in each step, from a seed."""
+"""Random cases of an entry point: the model, what it is compressed with, and what happens in each step."""
 
 from __future__ import annotations
 
 import math
 import random
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from tests.models import Fails
 
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SHAPES = ((3,), (300,), (7, 40), (2, 130), (1,), (5, 6, 7), (1000,))
-WEIGHTS = (0.0, 0.5, 1.0, 1.0, 2.0, 3.0)
-CAPS = (1e-4, 1e-3, 4e-3, 25.0)  # MiB
+WEIGHTS = (1.0, 1.0, 0.0, 0.5, 2.0, 3.0)
+CAPS = (25.0, 1e-4, 1e-3, 4e-3)  # MiB
 EXTREMES = (math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e30, 65520.0, 65504.0, 1e-38, 1e-45, -0.0)
 LOSSLESS = ("none", "none+fp32", "none+one_shot", "none+two_shot")
 LOSSY = ("bf16", "fp16", "int8", "fp16+fp32", "fp16+two_shot", "bf16+two_shot", "int8+one_shot", "int4")
@@ -29,68 +28,42 @@ WIRES = {"sharded": ("none", "bf16", "fp16", "int8", "int4", "int8+ef"), "drop-i
 """All that these entry points take."""
 
 
-class Case:
-    """All of a case, from its seed. Limits are numbers of parameters and steps, and 0 for what may not happen."""
+def may(draw: random.Random, percent: int) -> bool:
+    """Whether it happens. What is drawn low is simple: so Hypothesis makes a case that fails smaller."""
+    return draw.randrange(100) >= 100 - percent
 
-    def __init__(self, entry_point: str, seed: int, **limits: int) -> None:
-        self.entry_point, self.seed, self.limits = entry_point, seed, limits
-        self.happens: dict[str, int] = {}
-        """What there could be less of."""
+
+class Case:
+    """All of a case."""
+
+    def __init__(self, entry_point: str, draw: random.Random) -> None:
+        self.entry_point, self.seed = entry_point, draw.randrange(2**16)
         self.is_attached = entry_point in ("attach", "synchronize")
         self.is_ddp, self.is_sharded = "hook" in entry_point, entry_point == "sharded"
         self.is_called = entry_point in ("synchronize", "all_reduce")  # by the user, after backward
-        draw = self.draw("case")
         self.world_size, self.cap = draw.choice((2, 2, 3, 4, 5)), draw.choice(CAPS)
         wires = WIRES.get(entry_point) or draw.choice((LOSSLESS, LOSSLESS, LOSSY, FEEDBACK))
         self.compression: Any = parse_compression(draw.choice(wires))
-        if self.may("nodes", 0.2, self.world_size == 4 and entry_point not in WIRES):
+        if self.world_size == 4 and entry_point not in WIRES and may(draw, 20):
             self.compression = replace(parse_compression(draw.choice(NODES)), ranks_per_node=2)
         self.wire, self.has_feedback = self.compression.wire, self.compression.error_feedback
         self.joins = [draw.randint(0, 3) for _ in range(self.world_size)]
         """At the end, the steps that each rank has within join()."""
-        self.may_join = self.may("join", 0.3, self.is_attached and self.wire == "none")
-        self.shares_memory = self.may("memory", 0.5)
-        self.op = "sum" if self.may("sum", 0.25, self.is_attached) else "mean"
-        self.is_weighted = self.may("weights", 0.25, self.is_attached)
-        self.parameters = self._parameters(draw)
-        self.takes_part = [at for at, each in enumerate(self.parameters) if each.takes_part]
-        self.steps = [Step(self, at) for at in range(self._number("steps", draw.randint(3, 9)))]
-
-    def __str__(self) -> str:
-        return shlex.join((self.entry_point, str(self.seed), *(f"{name}={n}" for name, n in self.limits.items())))
-
-    def smaller(self) -> Iterator[Case]:
-        """Cases that have one thing less."""
-        for what, number in self.happens.items():
-            yield Case(self.entry_point, self.seed, **(self.limits | {what: number - 1}))
-
-    def draw(self, what: str) -> random.Random:
-        """Each thing is drawn by itself, so that it stays what it is where another is left out."""
-        return random.Random(f"{self.entry_point} {self.seed} {what}")
-
-    def may(self, what: str, chance: float, is_possible: bool = True, at: int = 0) -> bool:
-        """Whether it happens."""
-        happens = is_possible and self.limits.get(what) != 0 and self.draw(f"{what} {at}").random() < chance
-        self.happens |= {what: 1} if happens else {}
-        return happens
-
-    def _number(self, what: str, drawn: int) -> int:
-        number = min(drawn, self.limits.get(what, drawn))
-        self.happens |= {what: number} if number > 1 else {}
-        return number
-
-    def _parameters(self, draw: random.Random) -> list[Parameter]:
+        self.may_join = self.is_attached and self.wire == "none" and may(draw, 30)
+        self.shares_memory = may(draw, 50)
+        self.op = "sum" if self.is_attached and may(draw, 25) else "mean"
+        self.is_weighted = self.is_attached and may(draw, 25)
         dtypes, shapes = DTYPES, (*SHAPES, (), (2,), (0, 3))
         if self.is_sharded:  # which takes one dtype, and neither strides nor scalars
             dtypes, shapes = (draw.choice(DTYPES),), SHAPES
-        elif self.may("complex", 0.3, self.wire == "none"):
+        elif self.wire == "none" and may(draw, 30):
             dtypes = (*DTYPES, torch.complex64, torch.complex128)
-        number = self._number("parameters", draw.randint(1, 7))
-        found = [Parameter(self, at, dtypes, shapes) for at in range(number)]
-        if not any(each.takes_part for each in found):
-            found.append(Parameter(self, -1, dtypes[:1], SHAPES))
-            found[-1].is_frozen = False
-        return found
+        self.parameters = [Parameter(self, draw, dtypes, shapes) for _ in range(draw.randint(1, 7))]
+        if not any(each.takes_part for each in self.parameters):
+            one = self.parameters[0]
+            one.dtype, one.shape, one.is_frozen = dtypes[0], (7, 40), False
+        self.takes_part = [at for at, each in enumerate(self.parameters) if each.takes_part]
+        self.steps = [Step(self, draw, is_first=at == 0) for at in range(draw.randint(1, 9))]
 
     def gradient(self, rank: int, step: int, index: int, part: int) -> Tensor:
         """Whole numbers at full width, so that sums are exact; else any."""
@@ -107,12 +80,13 @@ class Case:
 class Parameter:
     """What a parameter is, and how large its gradients are."""
 
-    def __init__(self, case: Case, at: int, dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, ...]]) -> None:
-        draw = case.draw(f"parameter {at}")
+    def __init__(
+        self, case: Case, draw: random.Random, dtypes: Sequence[Any], shapes: Sequence[tuple[int, ...]]
+    ) -> None:
         self.dtype, self.shape, self.exponent = draw.choice(dtypes), draw.choice(shapes), draw.randint(-1, 1)
-        self.is_transposed = case.may("transposed", 0.3, not case.is_sharded and len(self.shape) == 2, at)
-        self.is_tied, self.is_frozen = case.may("tied", 0.2, at=at), case.may("frozen", 0.08, at=at)
-        if self.is_frozen and case.may("integer", 0.5, not case.is_sharded, at):
+        self.is_transposed = not case.is_sharded and len(self.shape) == 2 and may(draw, 30)
+        self.is_tied, self.is_frozen = may(draw, 20), may(draw, 8)
+        if self.is_frozen and not case.is_sharded and may(draw, 50):
             self.dtype = torch.int64
 
     def make(self) -> nn.Parameter:
@@ -127,42 +101,38 @@ class Parameter:
 class Step:
     """What happens in a step, in this order."""
 
-    def __init__(self, case: Case, at: int) -> None:
-        draw, ranks, numbers = case.draw(f"step {at}"), range(case.world_size), range(len(case.parameters))
-        keeps_nothing = not case.has_feedback and not case.compression.ranks_per_node and case.world_size > 2
-        self.leaves_group = case.may("group", 0.08, case.is_attached and keeps_nothing and at > 0, at)
+    def __init__(self, case: Case, draw: random.Random, is_first: bool) -> None:
+        ranks, numbers = range(case.world_size), range(len(case.parameters))
+        keeps_nothing = not case.has_feedback and not case.compression.ranks_per_node
+        may_leave = case.is_attached and keeps_nothing and case.world_size > 2 and not is_first
+        self.leaves_group = may_leave and may(draw, 8)
         """From here on the last rank is not of the group."""
-        weights, fails = [draw.choice(WEIGHTS) for _ in ranks], draw.choice(([*ranks], [draw.choice(ranks)]))
-        self.weights = weights if case.may("weights", 0.7, case.is_weighted, at) else None
+        self.weights = [draw.choice(WEIGHTS) for _ in ranks] if case.is_weighted and may(draw, 70) else None
         kinds = ("none", "zero") if case.is_sharded else ("none", "zero", "keep")
-        self.zero = (
-            [draw.choice(kinds)] * len(numbers) if draw.random() < 0.5 else [draw.choice(kinds) for _ in numbers]
-        )
-        self.use, self.accumulate = used(case, f"use {at}"), used(case, f"accumulate {at}")
+        self.zero = [draw.choice(kinds)] * len(numbers) if may(draw, 50) else [draw.choice(kinds) for _ in numbers]
+        self.use, self.accumulate = used(case, draw), used(case, draw)
         """By a second backward, and by one before it under no_sync: which are used, of each rank and parameter."""
-        self.accumulates = case.may("accumulates", 0.2, case.entry_point != "all_reduce", at)
+        self.accumulates = case.entry_point != "all_reduce" and may(draw, 20)
         if self.accumulates and not case.is_attached:  # DDP and fully_shard average what the last backward reaches
             self.use = [one | other for one, other in zip(self.use, self.accumulate, strict=True)]
-        self.fails = (
-            fails if case.may("fails", 0.15, case.entry_point == "attach" and not case.has_feedback, at) else []
-        )
+        may_fail = case.entry_point == "attach" and not case.has_feedback and may(draw, 15)
+        self.fails = draw.choice(([*ranks], [draw.choice(ranks)])) if may_fail else []
         """Ranks whose backward fails, before that which is synchronised."""
-        self.piggybacks = case.may("piggybacks", 0.1, case.is_attached, at)
-        self.reduces = case.may("reduces", 0.15, at=at)
+        self.piggybacks = case.is_attached and may(draw, 10)
+        self.reduces = may(draw, 15)
         """Whether the user has a collective of his own under way meanwhile."""
         extreme = draw.choice(ranks), draw.choice(numbers), draw.choice(EXTREMES)
-        self.extreme = extreme if case.may("extreme", 0.06, at=at) else None
+        self.extreme = extreme if may(draw, 6) else None
         """Rank, parameter, and a value of its gradient."""
 
 
-def used(case: Case, what: str) -> list[set[int]]:
+def used(case: Case, draw: random.Random) -> list[set[int]]:
     """Parameters used on all ranks, on none, or on some; of each rank."""
     rows: list[set[int]] = [set() for _ in range(case.world_size)]
     for index, parameter in enumerate(case.parameters):
-        draw = case.draw(f"{what} {index}")
         kind = draw.choice(("all", "all", "none", "none" if case.is_sharded else "some"))
         for row in rows if not parameter.is_frozen else ():
-            row |= {index} if kind == "all" or (kind == "some" and draw.random() < 0.5) else set()
+            row |= {index} if kind == "all" or (kind == "some" and may(draw, 50)) else set()
     return [row if row & {*case.takes_part} else row | {case.takes_part[0]} for row in rows]
 
 

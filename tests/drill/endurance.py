@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from tests.drill.attempts import Attempts, Steps
-from tests.engine.entry_points import ALL
+from tests.engine.entry_points import ALL, average, mean_of, whole_numbers
+from tests.models import Given
 from tests.ranks import run_ranks
 
-REPEATS = False
-FEWEST_STEPS, STEPS, CYCLES = 1_500, 20_000, 200
-TIMED = 100
-"""Steps that tell how many the time allows."""
+FEWEST_STEPS, STEPS_A_SECOND, CYCLES = 1_500, 50, 200
 SETTLED = 0.25
 """Of the work: what memory has grown by then may be caches that fill."""
 MORE_KIB = 8192
 """By which the rest may grow, as DDP without a hook does with new groups. A leak of the gradients in every tenth step
 or every other cycle is more."""
 SECONDS = 1800.0
+SHAPES = ((300,), (7, 40), (30_000,))
+
+
+class Steps:
+    """Steps of an entry point on gradients that every rank knows of all ranks: a few, which take turns."""
+
+    def __init__(self, rank: int, world_size: int, entry_point: str, group: dist.ProcessGroup | None = None) -> None:
+        everyone = [[whole_numbers(each, turn, SHAPES) for each in range(world_size)] for turn in range(3)]
+        self.averaged = average(entry_point, Given([torch.zeros(shape) for shape in SHAPES]), group=group)
+        self.mine, self.means = [grads[rank] for grads in everyone], [mean_of(grads) for grads in everyone]
+        self.tolerance = 0.0 if world_size in (2, 4) else 1e-6
+
+    def take(self, number: int) -> None:
+        for one, other in zip(self.averaged.step(self.mine[number % 3]), self.means[number % 3], strict=True):
+            assert torch.allclose(one, other, self.tolerance, self.tolerance), f"wrong averages in step {number}"  # type: ignore[arg-type]
 
 
 def held() -> dict[str, int]:
@@ -37,7 +47,6 @@ def held() -> dict[str, int]:
         "KiB of memory": int(status["RssAnon"].split()[0]) + int(status["RssShmem"].split()[0]),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "Python threads": threading.active_count(),
     }
 
 
@@ -53,19 +62,16 @@ def repeat(work: Callable[[int], object], number: int) -> None:
         assert after <= before[what] + more, f"{what} grew from {before[what]} to {after}"
 
 
-def many_steps(rank: int, world_size: int, entry_point: str, seconds: float) -> int:
-    """As many steps as there is time for."""
-    steps, began = Steps(rank, world_size, entry_point), time.monotonic()
-    for index in range(TIMED):
-        steps.take(index)
-    allowed = int(TIMED * seconds / (time.monotonic() - began))
-    number = torch.tensor(min(max(allowed, FEWEST_STEPS), STEPS))
-    dist.broadcast(number, 0)
-    repeat(steps.take, int(number))
-    return int(number)
+def many_steps(rank: int, world_size: int, entry_point: str, number: int) -> None:
+    repeat(Steps(rank, world_size, entry_point).take, number)
 
 
-def cycles(rank: int, world_size: int, with_groups: bool) -> int:
+@pytest.mark.parametrize("entry_point", ALL)
+def test_steps(entry_point: str, seconds: float) -> None:
+    run_ranks(many_steps, 2, entry_point, max(FEWEST_STEPS, int(STEPS_A_SECOND * seconds)), timeout=SECONDS)
+
+
+def cycles(rank: int, world_size: int, with_groups: bool) -> None:
     """A new model and engine each time; with groups, a new group that is destroyed in the end."""
 
     def cycle(index: int) -> None:
@@ -78,17 +84,8 @@ def cycles(rank: int, world_size: int, with_groups: bool) -> int:
             dist.destroy_process_group(group)
 
     repeat(cycle, CYCLES)
-    return CYCLES
 
 
-def endure(work: Callable[..., int], *arguments: object) -> str:
-    return f"{run_ranks(work, 2, *arguments, timeout=SECONDS)[0]:,} times"
-
-
-def attempts(seed: int, deadline: float) -> Attempts:
-    """Everything once. The steps share what time is left."""
-    yield "new engines", partial(endure, cycles, False)
-    yield "new groups", partial(endure, cycles, True)
-    for index, entry_point in enumerate(ALL):
-        seconds = (deadline - time.monotonic()) / (len(ALL) - index)
-        yield f"steps of {entry_point}", partial(endure, many_steps, entry_point, seconds)
+@pytest.mark.parametrize("with_groups", [False, True], ids=["engines", "engines and groups"])
+def test_new(with_groups: bool) -> None:
+    run_ranks(cycles, 2, with_groups, timeout=SECONDS)

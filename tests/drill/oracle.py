@@ -1,34 +1,31 @@
 """Random cases of every entry point against float64: averages, norm, and the same bits on all ranks.
 
 Ranks record what their gradients were before each sync, as a twin of the model has them whose gradients nothing
-averages, and what they are after it. The oracle is plain PyTorch in float64 over the records of all ranks. A case that
-fails loses what it does not need to fail, and is then a line that runs it again:
-
-    python -m tests.drill.oracle attach 17 steps=2 piggybacks=0
+averages, and what they are after it. The oracle is plain PyTorch in float64 over the records of all ranks. Hypothesis
+makes a case that fails smaller, and shows the smallest.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
-import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, note, seed, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.drill.attempts import Attempts
 from tests.drill.cases import Case, Model, Step
 from tests.engine.entry_points import ALL, average, whole
-from tests.ranks import RankError, RankTimeoutError, run_ranks
+from tests.ranks import run_ranks
 
-REPEATS = True
 WIRE_ERROR = {"none": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 2.0**-6, "int4": 2.0**-2}
 """Of the largest gradient: half a step for each rank's rounding, as much for the sum's, and what that adds."""
 FEEDBACK_FACTOR = 3.0
@@ -171,7 +168,7 @@ class Oracle:
     """What the records of a case have to be. Raises AssertionError."""
 
     def __init__(self, case: Case, of_ranks: Sequence[Sequence[Record]]) -> None:
-        self.case, self.largest, self.is_extreme, self.was_saturated = case, 0.0, False, False
+        self.case, self.largest, self.is_extreme = case, 0.0, False
         everything = [record for records in of_ranks for record in records]
         for number in sorted({record.number for record in everything}):
             self.step, self.records = f"step {number}", [each for each in everything if each.number == number]
@@ -183,7 +180,6 @@ class Oracle:
         values = torch.cat([torch.zeros(1), *(grad[finite(grad)].abs().flatten() for grad in sent)])
         self.largest, self.is_finite = max(self.largest, float(values.max())), all(bool(finite(x).all()) for x in sent)
         self.is_extreme |= self.largest > EXTREME or not self.is_finite
-        self.was_saturated |= any(record.statistics and record.statistics[2] for record in self.records)
         has_kept = False
         for index in self.case.takes_part:
             averages = [record.averages[index] for record in self.records]
@@ -217,14 +213,15 @@ class Oracle:
         is_exact = is_whole and torch.equal(expected.to(actual.dtype).to(wide), expected)
         error = (wire + (0.0 if is_exact else 4.0 * torch.finfo(actual.dtype).eps)) * share * self.largest
         off = (widened(actual) - expected).abs()
-        is_close = self.is_extreme or (self.was_saturated and case.wire == "fp16") or bool((off <= error).all())
-        assert is_close, f"{what} is off by {off.max():.3g}, and may be by {error:.3g}"
+        assert self.is_extreme or bool((off <= error).all()), (
+            f"{what} is off by {off.max():.3g}, and may be by {error:.3g}"
+        )
 
     def check_statistics(self, has_kept: bool) -> None:
         """Against the first rank's averages, which are those of all."""
         case, of_ranks = self.case, [record.statistics or (0.0, 0, 0) for record in self.records]
-        assert not self.was_saturated or case.wire == "fp16" or self.is_extreme, "saturated, and the wire is not fp16"
-        norm, num_nonfinite, _ = of_ranks[0]
+        norm, num_nonfinite, num_saturated = of_ranks[0]
+        assert not num_saturated or self.is_extreme, f"{self.step}: {num_saturated} saturated"
         assert len({repr(each[0]) for each in of_ranks}) == 1, f"{self.step}: norms {of_ranks} differ"
         if case.is_sharded:  # whose counts are of shards
             num_nonfinite = sum(each[1] for each in of_ranks)
@@ -238,7 +235,9 @@ class Oracle:
         is_close = abs(norm - right) <= 2e-6 * right if math.isfinite(right) else not math.isfinite(norm)
         assert is_close, f"{self.step}: the norm is {norm} in place of {right}"
         nonfinite = sum(int((~grad.isfinite()).sum()) for grad in grads)
-        assert num_nonfinite == nonfinite, f"{self.step}: num_nonfinite is {num_nonfinite} in place of {nonfinite}"
+        spreads = case.is_sharded and case.wire in ("int8", "int4")  # a nan over its block, which may end in padding
+        right_count = num_nonfinite == nonfinite or (spreads and num_nonfinite > nonfinite > 0)
+        assert right_count, f"{self.step}: num_nonfinite is {num_nonfinite} in place of {nonfinite}"
 
 
 def widened(gradient: Tensor) -> Tensor:
@@ -260,35 +259,15 @@ def record(rank: int, world_size: int, case: Case) -> list[Record]:
     return Run(case, rank).run()
 
 
-def problem_of(case: Case) -> str | None:
-    """Runs a case. Returns what was wrong."""
-    try:
-        Oracle(case, run_ranks(record, case.world_size, case, timeout=SECONDS, shared_memory=case.shares_memory))
-    except (AssertionError, RankError, RankTimeoutError) as error:
-        return str(error).strip().splitlines()[-1]
-    return None
+@settings(max_examples=10, deadline=None, database=None)
+@given(draw=st.randoms(use_true_random=False))
+def check(entry_point: str, draw: random.Random) -> None:
+    case = Case(entry_point, draw)
+    note(json.dumps(case, default=lambda thing: getattr(thing, "__dict__", repr(thing))))
+    Oracle(case, run_ranks(record, case.world_size, case, timeout=SECONDS, shared_memory=case.shares_memory))
 
 
-def shrunk(case: Case, problem: str, deadline: float) -> str:
-    """A line that runs what is left of a case that fails, and what is wrong with it."""
-    for smaller in case.smaller() if time.monotonic() < deadline else ():
-        if still := problem_of(smaller):
-            return shrunk(smaller, still, deadline)
-    return f"python -m tests.drill.oracle {case}: {problem}"
-
-
-def check(case: Case, deadline: float) -> None:
-    if problem := problem_of(case):
-        raise AssertionError(shrunk(case, problem, deadline))
-
-
-def attempts(seed: int, deadline: float) -> Attempts:
-    """A case of every entry point."""
-    for entry_point in ALL:
-        yield f"{entry_point} against float64", partial(check, Case(entry_point, seed), deadline)
-
-
-if __name__ == "__main__":
-    entry_point, seed, *limits = sys.argv[1:]
-    numbers = {name: int(number) for name, number in (limit.split("=") for limit in limits)}
-    sys.exit(problem_of(Case(entry_point, int(seed), **numbers)))
+@pytest.mark.parametrize("entry_point", ALL)
+def test_random_cases(entry_point: str, seeds: Iterable[int]) -> None:
+    for number in seeds:
+        seed(number)(check)(entry_point)

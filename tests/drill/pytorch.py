@@ -1,4 +1,4 @@
-"""PyTorch's own tests of DDP, with our hook and without. What passes without it has to pass with it, or to say why not.
+"""PyTorch's own tests of DDP. What passes without our hook has to pass with it, or to have a reason.
 
 Most of them are written for GPUs. Here they run on CPU ranks: what asks for a GPU gets the CPU.
 """
@@ -6,23 +6,19 @@ Most of them are written for GPUs. Here they run on CPU ranks: what asks for a G
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 import tempfile
 import unittest
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
-from xml.etree import ElementTree
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from tests.drill.attempts import Attempts
+import fastsync
 
-REPEATS = False
 REASONS = {
     "can only be called once": "the test registers a hook of its own",
     "averaged already": "a model has one hook: the test wraps it in DDP twice",
@@ -31,8 +27,7 @@ REASONS = {
     "test_ddp_profiling": "the test counts all-reduces; ranks of one host send none",
 }
 """Of a difference: a part of its error, or of its test's name, and why it is none of ours."""
-WITH_HOOK = "FASTSYNC_DRILL_HOOK"
-SECONDS = 900.0
+RANKS = {"BACKEND": "gloo", "WORLD_SIZE": "2"}
 
 
 def on_cpu(asked: Any) -> Any:
@@ -55,69 +50,61 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **with_cpu(kwargs or {}))
 
 
-def tests_on_cpu() -> type[unittest.TestCase]:
-    """The class with PyTorch's tests of DDP. Changes torch in this process."""
-    common: Any = importlib.import_module("torch.testing._internal.common_distributed")
-    common.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
-    common.skip_if_no_gpu = lambda test: test
-    theirs: Any = importlib.import_module("torch.testing._internal.distributed.distributed_test")
-    changed: Any = torch.cuda
-    for name in ("set_device", "synchronize", "manual_seed", "empty_cache"):
-        setattr(changed, name, lambda *_, **__: None)
-    changed.device_count, changed.current_device = lambda: int(os.environ["WORLD_SIZE"]), lambda: 0
-    changed, move, wrap = nn.Module, nn.Module.to, DistributedDataParallel.__init__
-    changed.cuda = lambda self, *_: self
-    changed.to = lambda self, *to, **options: move(self, *map(on_cpu, to), **with_cpu(options))
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[type[unittest.TestCase]]:
+    """The class with PyTorch's tests of DDP. Meanwhile torch is changed in this process."""
+    with pytest.MonkeyPatch.context() as changed, tempfile.TemporaryDirectory() as folder:
+        for name, value in (RANKS | {"TEMP_DIR": folder}).items():
+            changed.setenv(name, value)
+        common: Any = importlib.import_module("torch.testing._internal.common_distributed")
+        changed.setattr(common, "skip_if_lt_x_gpu", lambda *_, **__: lambda test: test)
+        changed.setattr(common, "skip_if_no_gpu", lambda test: test)
+        changed.setattr(common, "get_timeout", lambda test: 60)
+        module: Any = importlib.import_module("torch.testing._internal.distributed.distributed_test")
+        for name in ("set_device", "synchronize", "manual_seed", "empty_cache"):
+            changed.setattr(torch.cuda, name, lambda *_, **__: None)
+        changed.setattr(torch.cuda, "device_count", lambda: int(RANKS["WORLD_SIZE"]))
+        changed.setattr(torch.cuda, "current_device", lambda: 0)
+        move, wrap = nn.Module.to, DistributedDataParallel.__init__
+        changed.setattr(nn.Module, "to", lambda self, *to, **how: move(self, *map(on_cpu, to), **with_cpu(how)))
 
-    def init(self: DistributedDataParallel, module: nn.Module, **options: Any) -> None:
-        wrap(self, module, **{k: v for k, v in options.items() if k not in ("device_ids", "output_device")})
-        if os.environ[WITH_HOOK] == "1":
-            importlib.import_module("fastsync").register_comm_hook(self)
+        def init(self: DistributedDataParallel, module: nn.Module, **options: Any) -> None:
+            wrap(self, module, **{k: v for k, v in options.items() if k not in ("device_ids", "output_device")})
+            if TestOnCpu.has_our_hook:
+                fastsync.register_comm_hook(self)
 
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+        changed.setattr(DistributedDataParallel, "__init__", init)
 
-    class TestOnCpu(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
-        def setUp(self) -> None:
-            super().setUp()
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+        class TestOnCpu(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
+            has_our_hook = False
 
-        @classmethod
-        def _run(cls, *args: Any, **options: Any) -> None:
-            torch.set_num_threads(1)
-            with OnCpu():
-                super()._run(*args, **options)
+            def setUp(self) -> None:
+                super().setUp()
+                self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
-    return TestOnCpu
+            @classmethod
+            def _run(cls, *args: Any, **options: Any) -> None:
+                torch.set_num_threads(1)
+                with OnCpu():
+                    super()._run(*args, **options)
 
-
-if os.environ.get(WITH_HOOK):  # pytest collects it here
-    TestOnCpu = tests_on_cpu()
-
-
-def results(with_hook: bool) -> dict[str, str | None]:
-    """By test what its failure says, None where it passed; without those that were skipped."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["-k", "ddp or DistributedDataParallel", "--timeout=60", f"--junitxml={folder}/report.xml"]
-        told = {WITH_HOOK: str(int(with_hook)), "BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": folder}
-        command = [sys.executable, "-m", "pytest", *options, "-o", "python_files=pytorch.py", __file__]
-        subprocess.run(command, env=os.environ | told, capture_output=True, timeout=SECONDS)
-        tests = list(ElementTree.parse(f"{folder}/report.xml").iter("testcase"))
-    return {test.attrib["name"]: test.findtext("failure") for test in tests if test.find("skipped") is None}
+        yield TestOnCpu
 
 
-def compare(name: str, failure: str | None, note: str) -> str:
-    assert failure is None, f"{name}: {failure.strip().splitlines()[-1]}"
-    return note
+def problem_of(theirs: Any, name: str, has_our_hook: bool) -> str:
+    """Runs a test. Returns what it says if it does not pass."""
+    result, theirs.has_our_hook = unittest.TestResult(), has_our_hook
+    theirs(name).run(result)
+    return "".join(text for _, text in (*result.failures, *result.errors, *result.skipped)).strip()
 
 
-def attempts(seed: int, deadline: float) -> Attempts:
-    """Of each test that passes without the hook."""
-    plain, ours = results(with_hook=False), results(with_hook=True)
-    passed = [name for name, failure in plain.items() if failure is None]
-    note = f"{len(plain) - len(passed)} more need a GPU, or what is not here"
-    for name in passed:
-        failure = ours.get(name, "it did not run")
-        if reason := next((why for part, why in REASONS.items() if failure and part in failure + name), None):
-            yield f"differs: {reason}", partial(compare, name, None, "")
-        else:
-            yield "passes as without our hook", partial(compare, name, failure, note)
+def test_with_our_hook(theirs: Any, subtests: pytest.Subtests) -> None:
+    tests = [each for each in dir(theirs) if each.startswith("test_")]
+    for name in [each for each in tests if "ddp" in each or "DistributedDataParallel" in each]:
+        with subtests.test(name):
+            if problem_of(theirs, name, has_our_hook=False):
+                pytest.skip("does not pass without our hook: needs a GPU, or what is not here")
+            problem = problem_of(theirs, name, has_our_hook=True)
+            if reason := next((why for part, why in REASONS.items() if problem and part in problem + name), None):
+                pytest.xfail(reason)
+            assert not problem, problem.splitlines()[-1]

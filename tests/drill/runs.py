@@ -8,20 +8,15 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from unittest import SkipTest
 
 from fastsync.cli import main
-from tests.drill.attempts import Attempts
-from tests.engine.test_shared_memory_limits import mount
-from tests.forked import Command
-from tests.ppo.test_resume import CheckpointFolder
-from tests.ppo.test_runs_checkpoints import assert_same
+from tests.engine.test_shared_memory_limits import mount, needs_root
+from tests.forked import Command, until
+from tests.ppo.test_resume import assert_same_end
 
-REPEATS = True
 SETTINGS = """
 train --env CartPole-v1 --nproc 2 --run-name run --resume auto --total-steps 3000 --num-envs 4 --num-steps 16
 --num-epochs 2 --compression fp16+ef --precision fp16 --norm-observations --norm-rewards --lr-schedule
@@ -58,12 +53,11 @@ class Job(Command):
 
     def ends(self, *says: str, after: str) -> None:
         """Waits for the end of all of it, and what it has to say then."""
-        end = time.monotonic() + SECONDS
-        while ((left := self.members()) or self.poll() is None) and time.monotonic() < end:
-            time.sleep(0.1)
+        try:
+            until(lambda: self.poll() is not None and not self.members(), f"{after}, the end of all processes", SECONDS)
+        finally:
+            self.kill()
         status, text = self.poll(), self.out + self.err
-        self.kill()
-        assert not left, f"{after}, processes {left} stay"
         for words in says:
             is_told = words in text and (status == 0) == (words == FINISHED)
             assert is_told, f"{after}, status {status}, {text[-400:]!r}"
@@ -83,19 +77,7 @@ def disk(flags: int, options: str = "") -> Iterator[None]:
         mount("none", DISK, "tmpfs", REMOUNT, "size=1g")
 
 
-def suffer(seed: int) -> None:
-    """Everything, one after the other."""
-    draw, folder = random.Random(seed), DISK / str(seed)
-    if os.geteuid() != 0:
-        raise SkipTest("only root may mount file systems")
-    if not os.path.ismount(DISK):
-        mount("none", DISK, "tmpfs", options="size=1g")
-        Job(WHOLE).ends(FINISHED, after="undisturbed")
-
-    used = sum(path.stat().st_size for path in DISK.rglob("*")) // 1024
-    with disk(0, f"size={used + draw.randint(40, 500)}k"):
-        Job(folder).ends("No space left on device", after="on a full disk")
-
+def break_off(folder: Path, draw: random.Random) -> None:
     job, how = Job(folder, draw.randint(0, UPDATES)), draw.choice(HOWS)
     time.sleep(draw.uniform(0.0, 0.1))
     members = job.members()
@@ -106,12 +88,19 @@ def suffer(seed: int) -> None:
         send(signal.SIGCONT, chosen)
     job.ends(after=f"{how.name} to {len(chosen)} of {len(members)}")
 
-    for path in sorted(folder.glob("run/checkpoints/step-*.pt"))[draw.choice((-1, -2)) :]:
-        content, what = bytearray(path.read_bytes()), draw.choice(("a bit is another", "it is cut", "it is gone"))
+
+def damage(checkpoints: Path, draw: random.Random) -> None:
+    """In the newest, or the two newest, a bit is another, or the end is missing, or the file is."""
+    for path in sorted(checkpoints.glob("step-*.pt"))[draw.choice((-1, -2)) :]:
+        content = bytearray(path.read_bytes())
         at = draw.randrange(len(content))
         content[at] ^= 1 << draw.randrange(8)
-        path.unlink() if what == "it is gone" else path.write_bytes(content[:at] if what == "it is cut" else content)
+        path.unlink()
+        if remains := draw.choice((content, content[:at], b"")):
+            path.write_bytes(remains)
 
+
+def beside_another(folder: Path, draw: random.Random) -> None:
     first = Job(folder, draw.randint(1, UPDATES))
     send(signal.SIGSTOP, stopped := first.members())  # so that it does not end before
     try:
@@ -121,15 +110,19 @@ def suffer(seed: int) -> None:
         send(signal.SIGCONT, stopped)
     first.ends(FINISHED, after="with damaged checkpoints, beside another run")
 
-    (_, one), (_, other) = (
-        CheckpointFolder(each / "run" / "checkpoints", 3).newest() or (0, 0) for each in (folder, WHOLE)
-    )
-    for part in ("step", "update", "learner", "environments", "window", "best_return"):
-        assert_same(getattr(one, part), getattr(other, part), f"the end differs: {part}")
-    with disk(READ_ONLY):
-        Job(folder).ends("Read-only file system", after="on a disk that can only be read")
 
-
-def attempts(seed: int, deadline: float) -> Attempts:
-    """One training."""
-    yield "killed; damaged files; a second run; no room; read-only", partial(suffer, seed)
+@needs_root
+def test_a_training_survives(seeds: Iterable[int]) -> None:
+    mount("none", DISK, "tmpfs", options="size=1g")
+    Job(WHOLE).ends(FINISHED, after="undisturbed")
+    for seed in seeds:
+        draw, folder = random.Random(seed), DISK / str(seed)
+        used = sum(path.stat().st_size for path in DISK.rglob("*")) // 1024
+        with disk(0, f"size={used + draw.randint(40, 500)}k"):
+            Job(folder).ends("No space left on device", after="on a full disk")
+        break_off(folder, draw)
+        damage(folder / "run" / "checkpoints", draw)
+        beside_another(folder, draw)
+        assert_same_end(folder / "run", WHOLE / "run")
+        with disk(READ_ONLY):
+            Job(folder).ends("Read-only file system", after="on a disk that can only be read")

@@ -59,9 +59,9 @@ class Averaged:
         norm = self.handle.grad_stats().grad_norm
         if not isinstance(self.handle, fastsync.ShardedGradients):
             return norm
-        squares = norm.square()  # of this rank's shards
+        squares = norm.double().square()  # of this rank's shards
         dist.all_reduce(squares, group=self.handle._group)
-        return squares.sqrt()
+        return squares.sqrt().to(norm.dtype)
 
 
 @dataclass

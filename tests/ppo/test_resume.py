@@ -72,10 +72,20 @@ def finish(settings: Settings, world_size: int, folder: Path) -> None:
         job.kill()
 
 
-def newest(settings: Settings) -> Checkpoint:
-    found = CheckpointFolder(Path(settings.runs_dir) / str(settings.run_name) / "checkpoints", keep=3).newest()
+def newest_of(run: Path) -> Checkpoint:
+    found = CheckpointFolder(run / "checkpoints", keep=3).newest()
     assert found is not None
     return found[1]
+
+
+def newest(settings: Settings) -> Checkpoint:
+    return newest_of(Path(settings.runs_dir) / str(settings.run_name))
+
+
+def assert_same_end(run: Path, other: Path) -> None:
+    """Bitwise the same training."""
+    for part in ("step", "update", "learner", "environments", "window", "best_return"):
+        assert_same(getattr(newest_of(run), part), getattr(newest_of(other), part), f"the end differs: {part}")
 
 
 def progress(settings: Settings) -> list[dict[str, str]]:
@@ -118,9 +128,7 @@ def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path:
 
     assert resumed_from == sorted(set(resumed_from))
     assert resumed_from[-1] < newest(whole).step
-    expected, got = newest(whole), newest(killed)
-    for part_name in ("step", "update", "learner", "environments", "window", "best_return"):
-        assert_same(getattr(got, part_name), getattr(expected, part_name), part_name)
+    assert_same_end(tmp_path / "killed", tmp_path / "whole")
     assert progress(killed) == progress(whole)
 
 
