@@ -37,7 +37,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         from .train import require_extra
 
         require_extra()
-        from .ppo import cli, evaluate, jobs
+        from .launch import jobs
+        from .ppo import cli, evaluate
     except ImportError as error:  # the extension is not built
         sys.exit(f"fastsync {command}: {error}")
 

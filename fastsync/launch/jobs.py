@@ -1,6 +1,7 @@
-"""Files by which Slurm, Kubernetes and SkyPilot start torchrun: templates beside this module, and what fills them.
+"""``fastsync launch``: writes files by which Slurm, Kubernetes and SkyPilot start the trainer.
 
-What the command that submits a file can be told, as ``sbatch --partition`` and ``sky launch --infra``, is no option.
+Templates lie beside this module. What the command that submits a file can be told, as ``sbatch --partition`` and
+``sky launch --infra``, is no option.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .._checks import check_at_least
+from .._checks import check_at_least, did_you_mean
+from ..ppo.cli import Arguments, option_words, parse
 
 RUNS = "/runs"
 """Where a pod mounts the claim."""
@@ -22,8 +25,12 @@ _PLACE = re.compile(r"{{(\w+)}}")
 
 
 @dataclass(frozen=True)
-class _Machines:
+class Job(Arguments):
+    """A training on machines. A file of settings is read now, so later changes to it have no effect."""
+
     template: ClassVar[str]
+    submit: ClassVar[str]
+    """The command that takes the file."""
 
     nodes: int = 1
     """Machines, or pods."""
@@ -32,13 +39,16 @@ class _Machines:
 
     def __post_init__(self) -> None:
         check_at_least(self, nodes=1, nproc=1)
+        if self.settings.resume not in (None, "auto"):
+            raise ValueError(f"resume={self.settings.resume!r}: jobs always use resume=auto; set run_name instead")
 
 
 @dataclass(frozen=True)
-class BatchJob(_Machines):
-    """The request to Slurm. Before its time is up the job is told to save, and queues itself again."""
+class Slurm(Job):
+    """Write a batch script that trains under Slurm. Shortly before its time limit the job saves and requeues itself."""
 
     template: ClassVar[str] = "slurm.sbatch"
+    submit: ClassVar[str] = "sbatch"
 
     file: str = "train.sbatch"
     """File to write. It must not exist yet."""
@@ -57,18 +67,25 @@ class BatchJob(_Machines):
     max_restarts: int = 0
     """How often the job comes back from its last checkpoint when a rank is lost."""
 
-    def values(self, command: Sequence[str]) -> dict[str, object]:
-        """Returns the values of the template's places."""
+    def values(self) -> dict[str, object]:
+        """Returns the values of the template's places. A launcher on each machine starts the ranks there."""
+        # A requeued job keeps its number, so it finds its run.
+        named = [] if self.settings.run_name else ["--run-name", "$SLURM_JOB_NAME-$SLURM_JOB_ID"]
+        words = ["fastsync", "train", *option_words(self.settings, "resume"), *named, "--resume", "auto"]
+        words += ["--nproc", str(self.nproc), "--nnodes", str(self.nodes), "--node-rank", "$SLURM_NODEID"]
+        words += ["--master-addr", "$master_addr", "--master-port", "$master_port"]
+        words += ["--max-restarts", str(self.max_restarts)]
         # A word that begins with $ is for the shell on the machine, which knows Slurm's variables.
-        words = " ".join(f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in command)
-        return {**vars(self), "command": shlex.quote(f"exec {words}")}
+        command = " ".join(f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in words)
+        return {**vars(self), "command": shlex.quote(f"exec {command}")}
 
 
 @dataclass(frozen=True)
-class TrainJob(_Machines):
-    """The request to Kubeflow Trainer, version 2.2 or newer."""
+class Kubernetes(Job):
+    """Write a TrainJob of Kubeflow Trainer, version 2.2 or newer, that trains on Kubernetes."""
 
     template: ClassVar[str] = "kubernetes.yaml"
+    submit: ClassVar[str] = "kubectl apply -f"
 
     image: str | None = None
     """Container image that has fastsync-torch with the extra train. It must be said."""
@@ -85,21 +102,23 @@ class TrainJob(_Machines):
     claim: str | None = None
     """PersistentVolumeClaim for the run's folder, by which a job that is started again goes on."""
 
-    def values(self, command: Sequence[str]) -> dict[str, object]:
+    def values(self) -> dict[str, object]:
         """Returns the values of the template's places. Raises ValueError where no image is said."""
         if self.image is None:
             raise ValueError("image is missing: say which container image has fastsync-torch with the extra train")
         asked = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
         resources = {name: value for name, value in asked.items() if value is not None} or None
-        more = {"command": ["torchrun", *command], "resources": resources, "runs": self.claim and RUNS}
-        return _as_json(vars(self) | more)
+        settings = self.settings if self.claim is None else replace(self.settings, runs_dir=RUNS)
+        command = ["torchrun", *_words_of_a_rank(settings, self.name)]
+        return _as_json(vars(self) | {"command": command, "resources": resources, "runs": self.claim and RUNS})
 
 
 @dataclass(frozen=True)
-class Task(_Machines):
-    """The request to SkyPilot."""
+class SkyPilot(Job):
+    """Write a SkyPilot task that trains on machines of a cloud or of Kubernetes."""
 
     template: ClassVar[str] = "skypilot.yaml"
+    submit: ClassVar[str] = "sky launch"
 
     file: str = "sky.yaml"
     """File to write. It must not exist yet."""
@@ -110,22 +129,57 @@ class Task(_Machines):
     setup: str | None = None
     """Shell commands that install fastsync-torch with the extra train."""
 
-    def values(self, command: Sequence[str]) -> dict[str, object]:
+    def values(self) -> dict[str, object]:
         """Returns the values of the template's places."""
         setup = self.setup and f"{self.setup.strip()}\n"
         texts = {"name": self.name, "accelerators": self.accelerators, "setup": setup}
-        return {**vars(self), **_as_json(texts), "command": shlex.join(command)}
+        command = shlex.join(_words_of_a_rank(self.settings, self.name))
+        return {**vars(self), **_as_json(texts), "command": command}
 
 
-def job_file(job: BatchJob | TrainJob | Task, command: Sequence[str]) -> str:
-    """Makes the file that starts a command on each machine (Slurm), or torchrun's words on each rank.
+KINDS: dict[str, type[Slurm | Kubernetes | SkyPilot]] = {
+    "slurm": Slurm,
+    "kubernetes": Kubernetes,
+    "skypilot": SkyPilot,
+}
+"""The subcommands of ``fastsync launch``."""
 
-    Lines of the template with a place that has None are left out. Raises ValueError where something has to be said.
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the file that a command line asks for, and returns the exit status.
+
+    Raises:
+        ValueError: there is no such subcommand, the file exists already, or a setting does not suit.
     """
-    values = job.values(command)
+    if not arguments or arguments[0].startswith("-"):
+        print(f"usage: fastsync launch {{{','.join(KINDS)}}} ...", file=sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    name, *options = arguments
+    if name not in KINDS:
+        raise ValueError(f"{name!r} is not one of {', '.join(KINDS)}{did_you_mean(name, KINDS)}")
+    job = parse(KINDS[name], f"fastsync launch {name}", options)
+    text = content(job)
+    try:
+        with Path(job.file).open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(f"file={job.file!r} exists already; remove it or choose another name") from None
+    print(f"wrote {job.file}. Submit it with: {job.submit} {shlex.quote(job.file)}")
+    return 0
+
+
+def content(job: Slurm | Kubernetes | SkyPilot) -> str:
+    """Fills the template of a job. Its lines with a place that has None are left out."""
+    values = job.values()
     lines = Path(__file__).with_name(job.template).read_text().splitlines(keepends=True)
     kept = [line for line in lines if all(values[name] is not None for name in _PLACE.findall(line))]
     return _PLACE.sub(lambda place: str(values[place[1]]), "".join(kept))
+
+
+def _words_of_a_rank(settings: Any, name: str) -> list[str]:
+    """What torchrun starts on each rank. Without a name of its own, the run has the job's."""
+    settings = replace(settings, run_name=settings.run_name or name)
+    return ["-m", "fastsync.train", *option_words(settings, "resume"), "--resume", "auto"]
 
 
 def _as_json(values: Mapping[str, object]) -> dict[str, object]:

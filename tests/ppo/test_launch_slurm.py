@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fastsync.cli import main
+from fastsync.launch.jobs import Slurm, content
 from fastsync.ppo.cli import Launch, option_words, parse
-from fastsync.ppo.jobs import Slurm, write
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
 from tests.forked import until
@@ -87,7 +87,7 @@ class Job:
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("fastsync", FASTSYNC)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
-        (folder / "job.sbatch").write_text(write(options)[0])
+        (folder / "job.sbatch").write_text(content(options))
         self._log = folder / "log"
         self.process = subprocess.Popen(
             ["bash", str(folder / "job.sbatch")],

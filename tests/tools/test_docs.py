@@ -13,7 +13,7 @@ import pytest
 
 import fastsync
 from fastsync import cli
-from fastsync.ppo.jobs import KINDS
+from fastsync.launch.jobs import KINDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
