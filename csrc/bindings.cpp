@@ -227,7 +227,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("device"), py::arg("what") = "what to synchronise", no_gil);
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def(
-      "device_of_sums", [](const Group& group, c10::Device device) { return fastsync::device_of_sums(*group, device); },
+      "check_device", [](const Group& group, c10::Device device) { fastsync::check_device(*group, device); },
       py::arg("process_group"), py::arg("device"));
   m.def(
       "kernels", [](const std::string& type) { return fastsync::kernels_on(device_type(type)); },

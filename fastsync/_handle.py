@@ -155,7 +155,8 @@ class GradientHandle(SyncHandle, ABC):
     def _follow(self, compression: Compression | Auto) -> None:
         named = self._planned_parameters()
         for device in {parameter.device for parameter in named.values()}:
-            warn_of_generic_kernels(_C.device_of_sums(self._group, device).type)  # the CPU where the host sums them
+            _C.check_device(self._group, device)
+            warn_of_generic_kernels(device.type)
         candidates = candidates_of(compression, self._group, named)
         self._engine.set_compressions(in_engine(candidates))
         self._candidates, self._compression = candidates, compression

@@ -141,9 +141,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, root:
     """Gives all ranks of the group the tensors of one, in place. The ranks must have agreed on them."""
     tensors = [tensor.detach() for tensor in tensors]
     flat = [as_bytes(tensor) for tensor in tensors]  # for Gloo knows few dtypes
-    sent = [each.to(_C.device_of_sums(group, each.device)) for each in flat]
-    dist._broadcast_coalesced(group, sent, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
-    for tensor, values in zip(tensors, sent, strict=True):
+    dist._broadcast_coalesced(group, flat, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
+    for tensor, values in zip(tensors, flat, strict=True):
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 

@@ -54,19 +54,13 @@ void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressTh
 }
 
 void BucketWork::receive() {
-  sync_->guard([&] {
-    sum_->finish([&] { stopwatch_->mark(Mark::kReduced); });
-    if (copies_) {
-      copies_->bring_back();
-    }
-  });
+  sync_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
   sync_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
 }
 
 void BucketWork::discard() {
   sum_->bucket().redirect();
-  copies_.reset();
   receive();
 }
 
@@ -77,8 +71,7 @@ BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::
                        std::shared_ptr<Agreement> agreed)
     : parameters(std::move(of_parameters)),
       agreement(std::move(agreed)),
-      device_of_gradients_(device),
-      device_(device_of_sums(*group, device)),
+      device_(device),
       teams_(std::move(group), device_),
       failure_(c10::str("fastsync: averaging ", name, " failed on rank ", teams_.all()->rank(), " of ",
                         teams_.all()->size(), ": ")),
@@ -123,17 +116,10 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
   stopwatch->mark(Mark::kSent);
   work->sync_ = shared_from_this();
   work->stopwatch_ = std::move(stopwatch);
-  work->copies_ = std::exchange(copies_, nullptr);
   return work;
 }
 
 Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync, const at::Tensor& side_values) {
-  if (is_elsewhere()) {
-    TORCH_CHECK_VALUE(!sync.scatter, "fastsync: the gradients are on ", device_of_gradients_, ", where the process ",
-                      "group does not work, and a reduce-scatter is not taken to the host; use NCCL");
-    copies_ = std::make_shared<const HostCopies>(grads, host_memory_);
-    grads = copies_->on_host();
-  }
   const DType wire = sync.compression.wire_dtype(dtype_of(grads.front().scalar_type()));
   Bucket bucket(std::move(grads), wire, device_);
   bucket.side_values = side_values;
@@ -231,13 +217,6 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
   return std::make_unique<BucketSum>(std::move(bucket), memory_);
 }
 
-bool BucketSync::has_room(const std::vector<at::Tensor>& grads, const Compression& compression, bool in_place) const {
-  const DType dtype = dtype_of(grads.front().scalar_type());
-  const DType wire = compression.wire_dtype(dtype);
-  return algorithm_for(compression, dtype, numel_of(grads), *team_for(teams_, compression)) != Algorithm::kAllReduce ||
-         (wire == DType::kFloat32 && !(in_place && can_be_in_place(grads, wire)));
-}
-
 // ---- the scale and the statistics -----------------------------------------------------------------------------------
 
 // After zeros, or nothing finite, the scale may be anything. Where it takes a wait for the device to know that, it
@@ -264,7 +243,7 @@ void BucketSync::agree_on_scale(const Bucket& bucket) {
 
 void BucketSync::measure(const std::vector<at::Tensor>& grads) {
   const at::Tensor largest = stats_.select(0, kMaxMagnitude).clone();
-  aten::measure(is_elsewhere() && !grads.empty() ? HostCopies(grads, host_memory_).on_host() : grads, stats_);
+  aten::measure(grads, stats_);
   stats_.select(0, kMaxMagnitude).copy_(largest);
 }
 

@@ -12,7 +12,6 @@
 
 #include "engine/compression.h"
 #include "engine/failure.h"
-#include "engine/host_copies.h"
 #include "engine/saved_state.h"
 #include "engine/step_check.h"
 #include "engine/sync_times.h"
@@ -88,7 +87,6 @@ class BucketWork {
   std::shared_ptr<BucketSync> sync_;
   std::unique_ptr<BucketSum> sum_;
   std::shared_ptr<Stopwatch> stopwatch_;
-  std::shared_ptr<const HostCopies> copies_;  // null where gradients stay where they are
 };
 
 // Must be owned by a shared_ptr.
@@ -112,17 +110,14 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
                                    std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values = {},
                                    const std::vector<bool>& stand_in = {});
 
-  // Whether side values travel with the gradients, and not in a collective of their own; in_place as in Sync.
-  bool has_room(const std::vector<at::Tensor>& grads, const Compression& compression, bool in_place) const;
+  // Whether side values cost no collective of their own, as far as the sum before tells. The same on all ranks.
+  bool has_room() const { return memory_.plan && !memory_.plan->is_all_reduce; }
 
   // Whether send waits for the other ranks, to share memory with them, or to agree on the first fp16 scale, or on one
   // after a step that says nothing of how large gradients are.
   bool waits_to_send(const Compression& compression) const { return teams_.may_share() || needs_scale(compression); }
 
-  // Where sums, statistics, scales and residuals are, and side values have to be: that of the gradients, or the host
-  // where the process group does not work there. See HostCopies.
   c10::Device device() const { return device_; }
-  c10::Device device_of_gradients() const { return device_of_gradients_; }
 
   // The power of two that fp16 values are multiplied with: one float32 element; undefined where the next fp16 sync
   // finds it out.
@@ -146,7 +141,6 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
  private:
   friend class BucketWork;
 
-  bool is_elsewhere() const { return device_ != device_of_gradients_; }
   bool needs_scale(const Compression& compression) const {
     return compression.wire == DType::kFloat16 && (!scale_.defined() || has_lost_scale());
   }
@@ -158,15 +152,12 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync);
   void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
-  c10::Device device_of_gradients_;
   c10::Device device_;
   Teams teams_;
   SumMemory memory_;
   double mean_factor_ = 1.0;
   std::string failure_;  // the beginning of errors
   std::shared_ptr<Liveness> liveness_;
-  at::Tensor host_memory_;                    // this and the next: of gradients that are elsewhere
-  std::shared_ptr<const HostCopies> copies_;  // for the next sum
   ErrorFeedback feedback_;
   at::Tensor scale_;
   bool is_half_sent_ = false;  // the newest sum: its messages would be taken for those of the next one

@@ -85,11 +85,11 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   newest_buckets_.push_back(bucket);
   const auto stopwatch = start_bucket(*bucket);
   Sync sync{compressions->at(buffer.numel()), step_under_way(), first_tag(bucket->agreement->number)};
-  sync.in_place = bucket->device() == buffer.device();
+  sync.in_place = true;
   auto grads = gradients_of(grad_bucket, sync.compression);
   at::Tensor side_values;
   if (is_last) {
-    side_values = stamp(*bucket, grad_bucket, bucket->has_room(grads, sync.compression, sync.in_place));
+    side_values = stamp(*bucket, grad_bucket);
   }
   const WithoutPythonObjects without_python;
   const auto work = bucket->send(std::move(grads), sync, stopwatch, side_values);
@@ -128,14 +128,14 @@ void HookState::note_update() {
 }
 
 // Undefined where none travels: alike on all ranks.
-at::Tensor HookState::stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket, bool has_room) {
+at::Tensor HookState::stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket) {
   // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
   const bool has_gradients = current_graph_task() != kNoGraphTask;
   const c10::Device device = bucket.device();
   StepCheck& step_check = bucket.agreement->step_check;
   step_check.begin_step(step_under_way(), has_gradients);
   const auto grads = num_steps() == 1 ? grad_bucket.getGradients() : std::vector<at::Tensor>();
-  const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, has_room);
+  const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, bucket.has_room());
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();
 }
 

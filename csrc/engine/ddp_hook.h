@@ -29,7 +29,7 @@ class HookState : public EngineState {
   void note_update();
 
  private:
-  at::Tensor stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket, bool has_room);
+  at::Tensor stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket);
   int64_t step_under_way() { return step_ - 1; }
 
   bool step_is_open_ = false;

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <numeric>
 #include <sstream>
 #include <utility>
@@ -156,7 +155,7 @@ void ParameterSync::poison() {
 
 // Accumulators that were made under several streams accumulate on several, and this may be yet another one.
 void ParameterSync::wait_for_gradients(const Bucket& bucket) const {
-  const c10::Stream current = current_stream(bucket.sync->device_of_gradients());
+  const c10::Stream current = current_stream(bucket.sync->device());
   std::vector<c10::Stream> waited_for;
   for (const size_t index : bucket.parameters) {
     const auto& stream = parameters_[index].stream;
@@ -436,7 +435,7 @@ std::vector<int64_t> ParameterSync::order_of_rank_0() {
   std::erase_if(order, [&](int64_t index) { return !parameters_[index].takes_part(); });
   const WithoutPythonObjects without_python;
   const c10::Device device = parameters_[order.front()].tensor.device();
-  std::vector<at::Tensor> tensors{at::tensor(at::ArrayRef<int64_t>(order)).to(device_of_sums(*group_, device))};
+  std::vector<at::Tensor> tensors{at::tensor(at::ArrayRef<int64_t>(order)).to(device)};
   wait_for_ranks("agreement on the order of gradients", [&] { group_->broadcast(tensors)->wait(); });
   const at::Tensor of_rank_0 = tensors.front().cpu();
   return {of_rank_0.data_ptr<int64_t>(), of_rank_0.data_ptr<int64_t>() + of_rank_0.numel()};

@@ -79,8 +79,8 @@ std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device d
   const int64_t num_updates = std::exchange(num_updates_, 0);
   std::vector<float> stamp(static_cast<size_t>(kNumbers * world_size_), 0.0F);
   if (!std::exchange(says_nothing_, false) && !is_off_) {
-    stamp[kNumbers * rank_] = static_cast<float>(engine % kLargest + 1);
-    stamp[kNumbers * rank_ + 1] = static_cast<float>(std::min(num_updates, kLargest));
+    stamp[kNumbers * rank_] = static_cast<float>(engine + 1);
+    stamp[kNumbers * rank_ + 1] = static_cast<float>(num_updates);
     stamp[kNumbers * rank_ + 2] = gradients.empty() ? 0.0F : fingerprint_of(gradients);
   }
   return stamp;

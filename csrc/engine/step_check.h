@@ -44,7 +44,6 @@ class StepCheck {
  private:
   // Of a rank: its engine, or 0 from one that says nothing; its updates; and of gradients to compare a fingerprint.
   static constexpr int64_t kNumbers = 3;
-  static constexpr int64_t kLargest = 255;
 
   void check(const at::Tensor& sum) const;
   void warn_of_same_data(const float* numbers) const;

@@ -207,14 +207,10 @@ Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
   return std::move(planner).done();
 }
 
-bool can_be_in_place(const std::vector<at::Tensor>& grads, DType wire) {
-  return grads.size() == 1 && dtype_of(grads.front().scalar_type()) == wire;
-}
-
 Plan all_reduce(const std::shared_ptr<Team>& team, const Bucket& bucket, bool in_place) {
   Plan plan{team, bucket.wire_dtype};
   plan.is_all_reduce = true;
-  plan.is_in_place = in_place && can_be_in_place(bucket.grads, bucket.wire_dtype);
+  plan.is_in_place = in_place && bucket.grads.size() == 1 && bucket.grad_dtype == bucket.wire_dtype;
   const bool has_room = bucket.side_bytes() > 0 && bucket.wire_dtype == DType::kFloat32 && !plan.is_in_place;
   plan.bytes = bytes_of(bucket.num_values, bucket.wire_dtype) + (has_room ? bucket.side_bytes() : 0);
   plan.side_values = {0, plan.bytes, 0};

@@ -133,7 +133,6 @@ Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bu
 // memory of its own, else in a collective of their own. in_place: in the gradient's own memory, if there is one of the
 // wire's dtype; nobody else may use it meanwhile.
 Plan all_reduce(const std::shared_ptr<Team>& team, const Bucket& bucket, bool in_place);
-bool can_be_in_place(const std::vector<at::Tensor>& grads, DType wire);
 
 // Bytes of a region that no plan of the bucket needs more of, whatever the bucket travels as.
 int64_t most_bytes(const Bucket& bucket, int64_t num_parts);

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "passes/backend.h"
-#include "transport/team.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {
@@ -20,7 +19,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 // A row for each rank, on the CPU.
 at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device device) {
   const WithoutPythonObjects without_python;
-  std::vector<at::Tensor> input{mine.to(device_of_sums(*group, device))};
+  std::vector<at::Tensor> input{mine.to(device)};
   const at::Tensor all = at::empty({group->getSize(), mine.numel()}, input.front().options());
   std::vector<std::vector<at::Tensor>> output{all.unbind()};
   group->allgather(output, input)->wait();

@@ -226,21 +226,18 @@ std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows&
       (size() - 1) * rows.stride);
 }
 
-c10::Device device_of_sums(c10d::ProcessGroup& group, c10::Device device) {
+// Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
+void check_device(c10d::ProcessGroup& group, c10::Device device) {
   const std::vector<c10::Device> served = group.getDeviceTypes();
-  const auto serves = [&](c10::DeviceType type) {
-    return std::any_of(served.begin(), served.end(), [&](c10::Device each) { return each.type() == type; });
-  };
-  // Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
-  if (!device.is_cpu() && serves(device.type()) && group.getBackend(device.type())->getBackendName() != "gloo") {
-    return device;
-  }
-  TORCH_CHECK_VALUE(serves(c10::kCPU), "process_group: gradients are on ", device, ", and it works neither there nor ",
-                    "on CPUs; use a group whose backend does (Gloo for cpu, NCCL for cuda)");
-  return c10::kCPU;
+  const bool is_served =
+      std::any_of(served.begin(), served.end(), [&](c10::Device each) { return each.type() == device.type(); });
+  TORCH_CHECK_VALUE(is_served && (device.is_cpu() || group.getBackend(device.type())->getBackendName() != "gloo"),
+                    "process_group: gradients are on ", device, ", where it does not work; use a group whose backend ",
+                    "does (Gloo for cpu, NCCL for cuda), as init_process_group('cpu:gloo,cuda:nccl') makes");
 }
 
 std::shared_ptr<Team> make_team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device) {
+  check_device(*group, device);
   std::vector<int64_t> ranks(group->getSize());
   std::iota(ranks.begin(), ranks.end(), 0);
   return std::make_shared<Team>(std::move(group), device, std::move(ranks));

@@ -117,11 +117,10 @@ class Team {
   bool has_collectives_;  // it is a whole group that brings all rows in one call
 };
 
-// Where gradients on a device are summed: there, or on the host where the group works on CPUs alone, as Gloo's does.
-// Throws c10::ValueError where it works on neither.
-c10::Device device_of_sums(c10d::ProcessGroup& group, c10::Device device);
+// Throws c10::ValueError unless the group can sum gradients on the device.
+void check_device(c10d::ProcessGroup& group, c10::Device device);
 
-// All ranks of the group.
+// All ranks of the group. Throws as check_device.
 std::shared_ptr<Team> make_team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device);
 
 }  // namespace fastsync

@@ -3,7 +3,6 @@ waits. What the device proves and what not is in docs/reference/gpu.md."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -70,13 +69,7 @@ def _step(given: Averaged, grads: list[Tensor | None], value: Tensor) -> list[Te
     return [given.handle.piggybacked()["kl"], given.grad_norm()]
 
 
-def train(
-    entry_point: str,
-    compression: Compression,
-    device: str,
-    group: dist.ProcessGroup,
-    begin: Callable[..., Averaged] = begin,
-) -> list[Tensor]:
+def train(entry_point: str, compression: Compression, device: str, group: dist.ProcessGroup) -> list[Tensor]:
     """What some steps gave, as copies on the host, to which nothing is copied before the last step is over."""
     rank = dist.get_rank()
     steps = [gradients_of(rank, step, device) for step in range(STEPS)]
@@ -85,8 +78,8 @@ def train(
     kept: list[Tensor] = []
     for step in range(STEPS):
         given.model.zero_grad()
-        # DDP itself waits where it looks for unused parameters, and over Gloo gradients go to the host.
-        may_wait = device != DEVICE or entry_point == "hook" or dist.get_backend(group) == "gloo"
+        # DDP itself waits where it looks for unused parameters.
+        may_wait = device != DEVICE or entry_point == "hook"
         quiet = FIRST_QUIET_STEP <= step < WITH_MISSING and not may_wait
         with unwaited() if quiet else nullcontext():
             kept += _step(given, steps[step], values[step])
@@ -173,3 +166,14 @@ def _fails_in_a_group(rank: int, world_size: int) -> None:
 
 def test_an_error_in_a_group_leaves_none_open_and_names_the_bucket() -> None:
     fake_device.run_ranks(_fails_in_a_group, 2)
+
+
+def _refuses_gloo(rank: int, world_size: int) -> None:
+    fake_device.load()
+    model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
+    with pytest.raises(ValueError, match=rf"process_group: gradients are on {DEVICE}:0, where it does not work"):
+        fastsync.attach(model, process_group=world())
+
+
+def test_a_group_that_does_not_work_on_the_device_is_refused() -> None:
+    fake_device.run_ranks(_refuses_gloo, 2)

@@ -87,7 +87,7 @@ def test_bad_settings_are_refused_and_leave_nothing_behind(argument: str) -> Non
     of_gpus, gloo = dist.ProcessGroup(dist.HashStore(), 0, 1), dist.ProcessGroup.BackendType.GLOO
     backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     of_gpus._register_backend(torch.device("cuda"), gloo, backend)
-    with pytest.raises(ValueError, match=r"process_group: gradients are on cpu, and it works neither there"):
+    with pytest.raises(ValueError, match=r"process_group: gradients are on cpu, where it does not work"):
         call(model, process_group=of_gpus)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
