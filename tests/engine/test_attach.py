@@ -202,6 +202,19 @@ def test_gradient_checkpoints(rank: int, world_size: int, use_reentrant: bool) -
 
 
 @on_ranks(2)
+def test_a_weight_that_is_shared_between_checkpoints_later(rank: int, world_size: int) -> None:
+    """The bucket waits for all of its gradients in the first such step, too: two come before the bucket's other one."""
+    weight, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    fastsync.attach([weight, other])
+    product = partial(checkpoint, weight.mul, use_reentrant=True)
+    for is_shared in (False, True, True):
+        weight.grad = other.grad = None
+        hidden = other * product(torch.full((3,), rank + 1.0, requires_grad=True))
+        (product(product(hidden)) if is_shared else hidden).sum().backward()
+        assert [each.grad.unique().tolist() for each in (weight, other)] == [[4.5 if is_shared else 1.5], [1.5]]
+
+
+@on_ranks(2)
 def test_ways_to_call_backward(rank: int, world_size: int) -> None:
     everyone, expected = _of_all(world_size)
     twice = [2 * mean for mean in expected]
@@ -284,28 +297,33 @@ def test_an_operator_without_a_gradient_for_a_parameter(rank: int, world_size: i
 # ---- several engines, groups and dtypes -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shared_memory", [False, True])
 @pytest.mark.parametrize("num_groups", [1, 2])
-@on_ranks(2)
+@on_ranks(2, parametrized=["shared_memory"])
 def test_several_engines(rank: int, world_size: int, num_groups: int) -> None:
-    """In one backward and apart, each with gradients that get ready in other orders."""
-    everyone, expected = _of_all(world_size)
-    models = [Given(everyone[0]), Given(everyone[0])]
+    """In one backward and apart, each with gradients that get ready in other orders.
+
+    Without shared memory the process group adds fp16, and pairs its collectives by their order alone.
+    """
+    everyone, expected = zip(*(_of_all(world_size, step) for step in range(2)), strict=True)
+    models = [Given(grads[0]) for grads in everyone]
     groups = [dist.new_group() if num_groups == 2 else None for _ in models]
     syncs = [
-        fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+        fastsync.attach(model, compression="fp16", bucket_cap_mb=SMALL_BUCKETS, process_group=group)
         for model, group in zip(models, groups, strict=True)
     ]
     for step in range(4):
         for model in models:
             model.zero_grad()
-        losses = [model(everyone[rank]) for model in (reversed(models) if (step + rank) % 2 else models)]
+        pairs = list(zip(models, everyone, strict=True))
+        losses = [model(grads[rank]) for model, grads in (reversed(pairs) if (step + rank) % 2 else pairs)]
         if step < 2:
             torch.stack(losses).sum().backward()
         else:
-            for model in models:
-                model(everyone[rank]).backward()
-        for model in models:
-            assert_all_bitwise_equal(grads_of(model), expected, f"step {step}")
+            for model, grads in pairs:
+                model(grads[rank]).backward()
+        for model, means in zip(models, expected, strict=True):
+            assert_all_bitwise_equal(grads_of(model), means, f"step {step}")
     assert [sync.stats().num_steps for sync in syncs] == [4, 4]
 
 

@@ -41,6 +41,7 @@ def test_a_backward_that_fails_is_noticed_on_the_other_ranks(
                     continue
                 for _ in range(1 + step if len(failing) == 2 else 1):
                     backward_of_given(model, grads, fails=fails)
+                dist.barrier()  # what is left goes at once, and not with what the rank does next
                 if fails:
                     continue
                 spoilt = [bool(grad.isnan().all()) for grad in grads_of(model)]
