@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.baselines.cleanrl_loop import Rollout, _policy_loss, _value_loss
+from tests.ppo.test_advantages import GOES_ON, TERMINATES, plain_advantage
 
 
 def test_advantages_are_discounted_sums_of_surprises_up_to_the_end_of_an_episode():
@@ -16,16 +17,12 @@ def test_advantages_are_discounted_sums_of_surprises_up_to_the_end_of_an_episode
     rollout.dones[4] = 1.0  # the episode ends with step 3; step 4 is the first of the next
     last_value = torch.tensor([0.7])
     gamma, gae_lambda = 0.9, 0.8
-    next_values = torch.cat([rollout.values[1:, 0], last_value])
-    continues = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
-    surprises = rollout.rewards[:, 0] + gamma * next_values * continues - rollout.values[:, 0]
-    ends = [3, 3, 3, 3, 5, 5]
-    expected = [
-        sum((gamma * gae_lambda) ** (later - step) * surprises[later] for later in range(step, ends[step] + 1))
-        for step in range(6)
-    ]
+    successors = torch.cat([rollout.values[1:, 0], last_value])
+    ending = [GOES_ON, GOES_ON, GOES_ON, TERMINATES, GOES_ON, GOES_ON]
+    of_env = rollout.rewards[:, 0], rollout.values[:, 0], successors
+    expected = [plain_advantage(step, ending, *of_env, gamma, gae_lambda) for step in range(6)]
     found = rollout.advantages(last_value, torch.zeros(1), gamma, gae_lambda)
-    torch.testing.assert_close(found[:, 0], torch.stack(expected))
+    torch.testing.assert_close(found[:, 0], torch.tensor(expected))
 
 
 def test_losses_are_clipped():

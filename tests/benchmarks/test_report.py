@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.commands import ddp, sync
 from benchmarks.harness.records import RowFile, read_json
 from benchmarks.report.page import Document, to_html
 from benchmarks.report.scaling import scaling_document
@@ -40,21 +38,6 @@ def test_one_launch_claims_nothing():
     document = scaling_document([step_row(1, [1.0]), step_row(2, [1.25])], "command")
     assert "one launch of a world size" in document.notes[0]
     assert ["ddp", "2 ranks", "1250.000", "not known", "80.0%", "not known", "1"] in lines(document)
-
-
-def test_what_is_less_than_nothing_is_said_to_be_noise():
-    rows = [
-        step_row(ranks, [step, step], method="ddp", launch=0, compute=compute, stragglers=0.0)
-        for ranks, step, compute in ((1, 0.5, 0.5), (2, 0.4, 0.5))
-    ]
-    document = scaling_document(rows, "python -m benchmarks scaling")
-    assert document.summary[1].startswith("ddp on 2 ranks: 400.0 ms a step, exposed communication within noise; ")
-    breakdown = document.sections[1].table.rows
-    assert [list(row)[-2:] for row in breakdown] == [["0.000", "0%"], ["within noise", "within noise"]]
-    for share, text in {-1.22: "none", 0.0: "0%", 0.5: "50%", 1.1: "within noise", None: ""}.items():
-        assert ddp.COLUMNS["hidden"](replace(rows[0], figures={"hidden": share})) == text
-    row = replace(rows[0], figures={"over_no_sync": -1.0, "over_ddp": 0.5})
-    assert sync.COLUMNS["× ddp"](row) == sync.COLUMNS["over no_sync, ms"](row) == "within noise"
 
 
 def test_a_report_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

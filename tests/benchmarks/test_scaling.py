@@ -23,12 +23,6 @@ TINY = ("--methods", "fastsync.attach/none", "--model", "mlp", "--batch-size", "
 # What follows from times.
 
 
-def test_weak_efficiency_is_the_time_of_one_rank_over_that_of_n():
-    rows = [step_row(n, [step] * 3, launch=launch) for n, step in ((1, 1.0), (2, 1.25), (4, 2.0)) for launch in (0, 1)]
-    assert [point.world_size for point in points(rows)] == [1, 2, 4]
-    assert [point.efficiency for point in points(rows)] == [(1.0, 1.0, 1.0), (0.8, 0.8, 0.8), (0.5, 0.5, 0.5)]
-
-
 def test_all_methods_are_relative_to_the_plain_step_and_without_it_to_the_fastest():
     steps_of = {"ddp": (1.25, 2.0), "fastsync.attach/none": (1.0, 1.6), "no_ddp": (0.5, 0.75)}
     rows = [step_row(n, [steps_of[method][n - 1]] * 3, method=method) for method in steps_of for n in (1, 2)]
@@ -37,17 +31,6 @@ def test_all_methods_are_relative_to_the_plain_step_and_without_it_to_the_fastes
     without = [row for row in rows if row.method != "no_ddp"]
     assert [point.efficiency.value for point in points(without)] == [0.8, 0.5, 1.0, 0.625]
     assert reference(without) == ("fastsync.attach/none on 1 rank", 1.0)
-
-
-def test_intervals_are_over_launches():
-    """Launches of 1.0 to 1.2 s and 2.0 to 2.4 s; within a launch all steps are alike."""
-    rows = [
-        step_row(n, [n * factor] * 100, launch=launch) for launch, factor in enumerate((1.0, 1.1, 1.2)) for n in (1, 2)
-    ]
-    point = points(rows)[1]
-    assert point.step == (2.2, 2.0, 2.4)
-    assert point.efficiency.value == 0.5
-    assert point.efficiency[1:] == pytest.approx((1.0 / 2.4, 1.2 / 2.0))
 
 
 def test_the_parts_of_a_step_add_up_to_it():

@@ -89,6 +89,8 @@ def theirs() -> Iterator[type[unittest.TestCase]]:
                     super()._run(*args, **options)
 
         yield TestOnCpu
+        for rank in torch.multiprocessing.active_children():  # of a test that was interrupted
+            rank.kill()
 
 
 def problem_of(theirs: Any, name: str, has_our_hook: bool) -> str:

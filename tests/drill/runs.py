@@ -10,18 +10,15 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from fastsync.cli import main
+from fastsync.ppo.cli import option_words
 from tests.engine.test_shared_memory_limits import mount, needs_root
 from tests.forked import Command, until
-from tests.ppo.test_resume import assert_same_end
+from tests.ppo.test_resume import FULL, assert_same_end
 
-SETTINGS = """
-train --env CartPole-v1 --nproc 2 --run-name run --resume auto --total-steps 3000 --num-envs 4 --num-steps 16
---num-epochs 2 --compression fp16+ef --precision fp16 --norm-observations --norm-rewards --lr-schedule
-adaptive --target-kl 0.01 --checkpoint-interval 0
-"""
 UPDATES = 20
 """Fewer than the training takes."""
 DISK, WHOLE = Path("/mnt"), Path("/mnt/whole")
@@ -38,7 +35,8 @@ class Job(Command):
         """Waits until so many updates are done, or it has ended."""
         began, csv, end = time.time(), folder / "run" / "progress.csv", time.monotonic() + SECONDS
         self._said_in = tempfile.TemporaryDirectory()  # which is not on that disk
-        super().__init__(main, Path(self._said_in.name), *SETTINGS.split(), "--runs-dir", str(folder))
+        words = option_words(replace(FULL, run_name="run", runs_dir=str(folder)))
+        super().__init__(main, Path(self._said_in.name), "train", "--nproc", "2", *words)
         while reaching is not None and self.poll() is None and time.monotonic() < end:
             is_new = csv.exists() and csv.stat().st_mtime > began  # written when a run goes on, too
             if is_new and len(csv.read_text().splitlines()) > reaching:

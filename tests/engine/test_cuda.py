@@ -18,9 +18,7 @@ from tests.models import (
     Mlp,
     assert_all_bitwise_equal,
     assert_same_on_all_ranks,
-    backward_of,
     batch,
-    given_ddp,
     grads_of,
     random_grads,
 )
@@ -90,18 +88,6 @@ def _averages(rank: int, world_size: int, entry_point: str, device: str) -> None
 @each_entry_point
 def test_gradients_are_bitwise_the_reference(entry_point: str, world_size: int) -> None:
     run_ranks(_averages, world_size, entry_point, "cuda", backend="nccl")
-
-
-@on_one_and_two_ranks
-@on_ranks(backend="nccl")
-def test_gradients_are_bitwise_ddps_without_a_hook(rank: int, world_size: int) -> None:
-    like = [grad.to("cuda") for grad in _grads(0, 0)]
-    plain, hooked = (given_ddp(like, bucket_cap_mb=SMALL_BUCKETS) for _ in range(2))
-    hook = fastsync.register_comm_hook(hooked)
-    for step in range(STEPS):
-        mine = [grad.to("cuda") for grad in _grads(rank, step)]
-        assert_all_bitwise_equal(backward_of(hooked, mine), backward_of(plain, mine), f"step {step}, gradient")
-    assert len(hook.stats().buckets) >= 3, "DDP did not rebuild its buckets: the test shows less than it says"
 
 
 @each_entry_point

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from tests import emulated
+from tests import compiled, emulated
 
 KERNELS = """
 #include <cuda_runtime.h>
@@ -70,8 +70,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("kernels")
     source = folder / "kernels.cu"
     source.write_text(KERNELS)
-    fibers = f"{emulated.SHIM}/fibers.cpp"
-    built = emulated.compile_library(folder / "kernels", {str(source): emulated.KERNEL_FLAGS, fibers: ["-O2"]})
+    built = compiled.compile_library(folder / "kernels", {str(source): emulated.KERNEL_FLAGS, **emulated.FIBERS})
     return ctypes.CDLL(str(built))
 
 

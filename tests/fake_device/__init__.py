@@ -5,16 +5,14 @@ notes who touches which memory on which stream, so that a missing wait is an err
 ``watched``.
 ``new_group`` gives a process group that keeps NCCL's rules and travels over Gloo.
 
-``build()`` compiles the extension, once for all ranks; ``load()`` registers the device, in ranks only, for a process
-keeps it until it ends.
+``build()`` compiles the extension, before there are ranks; ``load()`` registers the device, in ranks only, for a
+process keeps it until it ends.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
+import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,31 +22,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 
+import setup
 from fastsync import _C as fastsync_C
-from tests import ranks
+from tests import compiled, ranks
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-BUILD = ROOT / "build" / f"fake_device-torch-{torch.__version__}-{sys.implementation.cache_tag}"
 DEVICE = "fake_device"
-LIBRARY = BUILD / f"{DEVICE}.so"
-TIME_LIMIT = 600.0  # seconds; it takes some 30 of two cores that have nothing else to do
+INCLUDED = [f"-I{compiled.ROOT / 'tests/fake_device'}", *setup.system_includes([sysconfig.get_path("include")])]
+# All files at once, for most of a file's time goes into torch's headers.
+SOURCES = {"tests/fake_device/bindings.cpp": ["-O0", *INCLUDED]}
 
 
-def build() -> None:
-    """Compiles what has changed."""
-    sources = [*HERE.glob("*.cpp"), *HERE.glob("*.h"), *(ROOT / "csrc").rglob("*.h")]
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with FileLock(BUILD / "lock"):  # what several processes need, the first builds
-        if LIBRARY.exists() and LIBRARY.stat().st_mtime > max(source.stat().st_mtime for source in sources):
-            return
-        command = [sys.executable, str(HERE / "setup.py"), "--quiet", "build_ext"]
-        command += ["--build-lib", str(BUILD), "--build-temp", str(BUILD)]
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where pip has put ninja
-        subprocess.run(command, cwd=BUILD.parent, env={**os.environ, "PATH": path}, check=True, timeout=TIME_LIMIT)
-        LIBRARY.touch()
+def build() -> Path:
+    """The extension, compiled where something has changed."""
+    return compiled.library(DEVICE, SOURCES, "csrc/**/*.h", "tests/fake_device/*")
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -68,7 +55,7 @@ def load() -> Any:
 @cache
 def load_device() -> Any:
     """As ``load``, for tests of a device that no passes were built for."""
-    spec = importlib.util.spec_from_file_location(DEVICE, LIBRARY)
+    spec = importlib.util.spec_from_file_location(DEVICE, build())
     assert spec is not None
     assert spec.loader is not None
     extension = importlib.util.module_from_spec(spec)

@@ -1,10 +1,11 @@
 // What tests can call; see __init__.py.
 #include <torch/csrc/utils/pybind.h>
 
-#include "device.h"
-#include "order.h"
-#include "passes.h"
-#include "process_group.h"
+#include "device.cpp"
+#include "operators.cpp"
+#include "order.cpp"
+#include "passes.cpp"
+#include "process_group.cpp"
 
 namespace {
 
@@ -22,7 +23,7 @@ c10::intrusive_ptr<fake_device::Group> make_group(c10::intrusive_ptr<c10d::Backe
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(fake_device, m) {
   m.def("take_violations", &fake_device::take_violations);
   m.def("take_host_waits", &fake_device::take_host_waits);
   m.def("allocated_bytes", &fake_device::allocated_bytes);

@@ -9,18 +9,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-import fastsync
 from fastsync.cli import main
 from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
 from fastsync.train import main as train_main
-from tests.forked import Command
+from tests.forked import Command, until
 
 pytestmark = pytest.mark.end_to_end
 
@@ -58,11 +56,8 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     process = subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + LIMIT
-        while len(read_steps(folder)) < 3:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: len(read_steps(folder)) >= 3 or process.poll() is not None, "three updates", LIMIT)
+        assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=LIMIT)
     finally:
@@ -153,9 +148,3 @@ def test_a_rank_that_fails_is_named_with_its_traceback(tmp_path: Path):
     assert 'raise OSError("as told")' in process.err
     last = process.err.splitlines()[-1]
     assert re.fullmatch(r"fastsync train: rank [01] failed first: OSError: as told", last)
-
-
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"fastsync {fastsync.__version__}\n"

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.envs.spaces import random_actions
 from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
 from fastsync.ppo.ppo import Settings
+from tests.forked import state_of, until
 from tests.ranks import fresh_process_context
 from tests.toy_envs import Countdown, Named
 
@@ -183,15 +183,4 @@ def test_processes_that_nobody_closed_end_with_their_rank(tmp_path: Path):
     assert rank.exitcode == -signal.SIGKILL
     pids = [int(pid) for pid in said.read_text().split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 100
-    while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in alive:
-        os.kill(pid, signal.SIGKILL)
-    assert alive == []
-
-
-def is_running(pid: int) -> bool:
-    """Not where it has ended and nobody has asked how."""
-    stat = Path(f"/proc/{pid}/status")
-    return stat.exists() and "\nState:\tZ" not in stat.read_text()
+    until(lambda: not any(map(state_of, pids)), "the end of the environments' processes")

@@ -21,7 +21,7 @@ from fastsync.launch.failures import describe
 from fastsync.launch.torchrun import launch_ranks
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
-from tests.forked import Command, forked_ranks
+from tests.forked import Command, forked_ranks, until
 from tests.ppo.launched import main
 
 pytestmark = pytest.mark.end_to_end
@@ -91,11 +91,8 @@ class Launched:
     def waits_for(self, name: str) -> list[str]:
         """What a rank has said, once it did."""
         file = self._folder / name
-        deadline = time.monotonic() + LIMIT
-        while not file.exists():
-            assert self.command.poll() is None, f"ended with {self.command.poll()}: {self.command.err}"
-            assert time.monotonic() < deadline, f"nobody wrote {name}"
-            time.sleep(0.02)
+        until(lambda: file.exists() or self.command.poll() is not None, f"the writing of {name}", LIMIT)
+        assert file.exists(), f"ended with {self.command.poll()}: {self.command.err}"
         return file.read_text().split()
 
     def ends(self) -> tuple[int, str]:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import csv
 import random
 import time
-from contextlib import redirect_stdout
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fastsync.ppo.ppo import Settings, train
+from fastsync.cli import main
+from fastsync.ppo.cli import option_words
+from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
 from fastsync.ppo.runs.folder import check_run
+from tests.forked import Command
 from tests.ppo.test_runs_checkpoints import assert_same
-from tests.ranks import fresh_process_context, open_group
 
 # Whatever a run carries from one update to the next.
 FULL = Settings(
@@ -29,47 +28,19 @@ FULL = Settings(
 LIMIT = 120.0
 
 
-def run_once(settings: Settings, folder: str, store: str, rank: int, world_size: int) -> None:
-    """One rank's life. What it says goes into the file "said"."""
-    torch.set_num_threads(1)
-    open_group(store, rank, world_size)
-    with (Path(folder) / "said").open("a") as said, redirect_stdout(said):
-        train(settings, torch.device("cpu"))
+def start(settings: Settings, world_size: int) -> Command:
+    words = ("train", "--nproc", str(world_size), *option_words(settings))
+    return Command(main, Path(settings.runs_dir), *words)
 
 
-class Job:
-    """Ranks, each a process of its own."""
-
-    def __init__(self, settings: Settings, world_size: int, folder: Path) -> None:
-        context = fresh_process_context()
-        store = folder / f"store-{time.monotonic_ns()}"
-        self.ranks: list[BaseProcess] = [
-            context.Process(target=run_once, args=(settings, str(folder), str(store), rank, world_size))
-            for rank in range(world_size)
-        ]
-        for rank in self.ranks:
-            rank.start()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether all ranks have ended by then."""
-        deadline = time.monotonic() + seconds
-        for rank in self.ranks:
-            rank.join(max(0.0, deadline - time.monotonic()))
-        return all(rank.exitcode is not None for rank in self.ranks)
-
-    def kill(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.join()
-
-
-def finish(settings: Settings, world_size: int, folder: Path) -> None:
-    job = Job(settings, world_size, folder)
+def finish(settings: Settings, world_size: int) -> str:
+    """A run to its end. Returns what it says."""
+    job = start(settings, world_size)
     try:
-        assert job.wait(LIMIT), "the run did not end in time"
-        assert [rank.exitcode for rank in job.ranks] == [0] * world_size
+        assert job.wait(LIMIT) == 0, job.err
     finally:
         job.kill()
+    return job.out
 
 
 def newest_of(run: Path) -> Checkpoint:
@@ -107,24 +78,24 @@ def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path:
     """In its own vectorisation, and as copies; where ranks average gradients, or learn by themselves for 5 rollouts."""
     every = 1 if sync == "gradients" else 5
     whole = replace(FULL, env=env, sync=sync, sync_every=every, runs_dir=str(tmp_path), run_name="whole")
-    finish(whole, 2, tmp_path)
+    finish(whole, 2)
     assert sum(float(row["speed/wire_bytes"]) > 0 for row in progress(whole)) == -(-num_rows(whole) // every)
 
     killed = replace(whole, run_name="killed")
     chance = random.Random(env)
     resumed_from = []
     for part in (0.3, 0.6):
-        job = Job(killed, 2, tmp_path)
+        job = start(killed, 2)
         deadline = time.monotonic() + LIMIT
         try:
-            while num_rows(killed) < part * num_rows(whole) and time.monotonic() < deadline:
+            while num_rows(killed) < part * num_rows(whole) and job.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(chance.uniform(0, 0.03))  # an update with its checkpoint takes about as long
-            assert not all(rank.exitcode is not None for rank in job.ranks), "the run has ended too early to be killed"
+            assert job.poll() is None, f"the run has ended too early to be killed: {job.err}"
         finally:
             job.kill()
         resumed_from.append(newest(killed).step)
-    finish(killed, 2, tmp_path)
+    finish(killed, 2)
 
     assert resumed_from == sorted(set(resumed_from))
     assert resumed_from[-1] < newest(whole).step
@@ -135,21 +106,20 @@ def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path:
 @pytest.mark.parametrize("sync", ["local_sgd", "diloco"])
 def test_weights_are_common_at_every_end_of_a_run_that_is_made_longer(tmp_path: Path, sync: Any):
     settings = replace(FULL, sync=sync, sync_every=3, total_steps=500, runs_dir=str(tmp_path), run_name="run")
-    finish(settings, 2, tmp_path)  # which compares the ranks' weights
+    finish(settings, 2)  # which compares the ranks' weights
     assert newest(settings).update % 3  # so that the last outer step came early
     longer = replace(settings, total_steps=1_000)
-    finish(longer, 2, tmp_path)
+    finish(longer, 2)
     with pytest.raises(ValueError, match=f"sync='gradients' cannot resume a run with sync='{sync}'"):
         check_run(replace(longer, sync="gradients", sync_every=1), 2)
 
 
 def test_a_run_goes_on_with_other_settings_and_another_world_size(tmp_path: Path):
     settings = replace(FULL, total_steps=500, runs_dir=str(tmp_path), run_name="run")
-    finish(settings, 2, tmp_path)
+    finish(settings, 2)
     step = newest(settings).step
-    finish(replace(settings, total_steps=1_000, precision="fp32", fused=False), 1, tmp_path)
+    said = finish(replace(settings, total_steps=1_000, precision="fp32", fused=False), 1)
     assert newest(settings).step >= 1_000 > step
-    said = (tmp_path / "said").read_text()
     assert "the world size is 1 from here on, it was 2" in said
     assert "precision is 'fp32' from here on, it was 'fp16'" in said
     assert "the residuals of error feedback are dropped" in said
