@@ -110,13 +110,6 @@ def test_layers_that_the_operator_does_not_know_are_not_fused(layer: nn.Module):
     assert torch.equal(known(rows), nn.Sequential(*known)(rows))
 
 
-def test_a_layer_without_bias_takes_the_place_of_one_with(tmp_path: Path):
-    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    fuse(network)
-    network[0] = nn.Linear(4, 4, bias=False)
-    assert network(torch.ones(3, 4)).shape == (3, 2)
-
-
 def test_an_exception_in_the_plain_loss_is_reached(tmp_path: Path):
     own = edited(ppo_loss, tmp_path, "    ratio = log_ratio.exp()", "    raise KeyError('of my own')")
     batch = Batch(*(torch.ones(3) for _ in fields(Batch)))
