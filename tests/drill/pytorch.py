@@ -102,7 +102,7 @@ def problem_of(theirs: Any, name: str, has_our_hook: bool) -> str:
 
 def test_with_our_hook(theirs: Any, subtests: pytest.Subtests) -> None:
     tests = [each for each in dir(theirs) if each.startswith("test_")]
-    for name in [each for each in tests if "ddp" in each or "DistributedDataParallel" in each]:
+    for name in [each for each in tests if "ddp" in each.lower() or "DistributedDataParallel" in each]:
         with subtests.test(name):
             if problem_of(theirs, name, has_our_hook=False):
                 pytest.skip("does not pass without our hook: needs a GPU, or what is not here")
