@@ -30,7 +30,7 @@ help:
 	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL and SkyPilot, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
-	@echo 'make drill       break things on purpose, at random, for half an hour; DRILLS="oracle" DRILL_ARGS="--minutes 5"'
+	@echo 'make drill       break things on purpose, at random, for some 20 minutes; DRILLS="oracle" DRILL_ARGS="--minutes 5"'
 	@echo 'make lint        ruff, mypy and clang-format'
 	@echo 'make format      let ruff and clang-format rewrite the sources'
 	@echo 'make docs        build the site into build/docs'
