@@ -71,6 +71,7 @@ def num_rows(settings: Settings) -> int:
     return max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("env", "sync"), [("CartPole-v1", "gradients"), ("Pendulum-v1", "gradients"), ("CartPole-v1", "diloco")]
 )

@@ -44,6 +44,7 @@ def returns_of(folder: Path, settings: Settings, seeds: Sequence[int], compressi
     return returns
 
 
+@pytest.mark.end_to_end
 @pytest.mark.timeout(600)
 def test_cart_pole_is_learnt(tmp_path: Path):
     assert min(returns_of(tmp_path, Settings(), [1], Compression())) >= 475
