@@ -53,12 +53,6 @@ def step_of(entry_point: str, group: Group) -> Step:
     return step
 
 
-def take_good_steps(step: Step) -> None:
-    """After the first DDP makes its buckets anew, and they share memory anew."""
-    step()
-    step()
-
-
 # ---- where the lost rank is, and what the others do -----------------------------------------------------------------
 
 
@@ -68,13 +62,11 @@ def in_set_up(step: Step, how: signal.Signals, *, at: Call) -> None:
 
 
 def before_a_step(step: Step, how: signal.Signals) -> None:
-    take_good_steps(step)
     os.kill(os.getpid(), how)
 
 
 def in_a_step(step: Step, how: signal.Signals) -> None:
     """Its gradients are there, and it waits for those of the others."""
-    take_good_steps(step)
     end_at(FUTEX_WAIT, how)
     step()
 
@@ -83,13 +75,7 @@ def take_one_step(step: Step, lost: int) -> None:
     step()
 
 
-def take_steps_until_it_is_lost(step: Step, lost: int) -> None:
-    take_good_steps(step)
-    step()
-
-
 def take_two_steps_once_it_is_lost(step: Step, lost: int) -> None:
-    take_good_steps(step)
     until(lambda: state_of(lost) in ("", "T"), "its end")
     step()
     step()
@@ -102,7 +88,7 @@ class Case(NamedTuple):
     is_lost: IsLost
     others: Others
     waits_for: str
-    """What of the lost rank's the others wait for, where they do so in the shared memory."""
+    """What of the lost rank's the others wait for in the shared memory; empty where it is lost in the set-up."""
 
 
 CASES = {
@@ -119,8 +105,8 @@ CASES = {
             (3, "hook", 1, claims_above(1)),  # which all have opened
         ]
     },
-    "before a step, attach": Case(2, "attach", 1, before_a_step, take_steps_until_it_is_lost, "'s gradients"),
-    "before a step, hook": Case(2, "hook", 0, before_a_step, take_steps_until_it_is_lost, "'s gradients"),
+    "before a step, attach": Case(2, "attach", 1, before_a_step, take_one_step, "'s gradients"),
+    "before a step, hook": Case(2, "hook", 0, before_a_step, take_one_step, "'s gradients"),
     # The others have its gradients, but it has not read theirs.
     "in a step, attach": Case(
         2, "attach", 0, in_a_step, take_two_steps_once_it_is_lost, " to have read the gradients of the step before"
@@ -146,9 +132,13 @@ def _all_cases(rank: int, world_size: int, how: signal.Signals) -> tuple[str, fl
     assert mine is not None
     case, group = mine
     step = step_of(case.entry_point, group)
+    if case.waits_for:
+        # Two, for after the first DDP makes its buckets anew, and they share memory anew.
+        step()
+        step()
     pids = [0] * case.world_size
     dist.all_gather_object(pids, os.getpid(), group=group)
-    dist.barrier()  # before any is lost
+    dist.barrier()  # before any is lost, so no rank waits for another to have read the gradients of these steps
     if group.rank() == case.lost:
         case.is_lost(step, how)
         raise AssertionError("this rank was to be lost")
