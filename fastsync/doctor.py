@@ -6,9 +6,9 @@ It runs where the extension is missing or does not load, because that is when it
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import platform
+import re
 import shlex
 import sysconfig
 from collections.abc import Sequence
@@ -65,42 +65,26 @@ def rebuild_command() -> str:
 
 def install_command(extra: str) -> str:
     """The command that installs what an extra of fastsync brings, wherever fastsync itself came from."""
+    packages = _packages_of(extra)
+    return shlex.join(["pip", "install", *(packages or ["--no-build-isolation", "-e", f".[{extra}]"])])
+
+
+def _packages_of(extra: str) -> list[str]:
+    """What pip would install for an extra; nothing where fastsync was not installed by pip."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        return f"pip install --no-build-isolation -e '.[{extra}]'"
-    return shlex.join(["pip", "install", *(line.split(";")[0] for line in lines if f'extra == "{extra}"' in line)])
+        return []
+    return [line.split(";")[0] for line in lines if f'extra == "{extra}"' in line]
 
 
 def _not_built(reason: str) -> str:
-    python = f"Python {sysconfig.get_python_version()}"
-    sentence = (
-        f"fastsync in {HERE} has no extension that works with torch {torch.__version__} and {python} ({reason}): "
+    python = sysconfig.get_python_version()
+    return (
+        f"fastsync in {HERE} has no extension that works with torch {torch.__version__} and Python {python} "
+        f"({reason}): run {rebuild_command()}"
     )
-    if (copy := _built_copy()) is not None:
-        sentence += f"there is one in {copy}, but Python looks into {HERE.parent} first; leave that folder, or "
-    return f"{sentence}run {rebuild_command()}"
 
-
-def _built_copy() -> Path | None:
-    """An installed copy of fastsync that is not this one, as where Python is started in the source tree."""
-    for distribution in metadata.distributions(name=DISTRIBUTION):
-        folder = Path(str(distribution.locate_file("fastsync"))).resolve()
-        if folder != HERE and any(folder.glob("_C.*.so")):
-            return folder
-    return None
-
-
-TRAIN_MODULES = {
-    "filelock": "filelock",
-    "gymnasium": "gymnasium",
-    "numpy": "numpy",
-    "pyyaml": "yaml",
-    "rich": "rich",
-    "tensorboard": "tensorboard",
-    "tyro": "tyro",
-}
-"""Packages of the extra "train" that training cannot do without, and the modules that they bring."""
 
 Facts: TypeAlias = Sequence[tuple[str, str]]
 
@@ -204,7 +188,8 @@ def _limits(extension: ModuleType | None, has_nccl: bool) -> list[str]:
 
 def missing_train_packages() -> list[str]:
     """Lists what training needs and this Python lacks."""
-    return [package for package, module in TRAIN_MODULES.items() if importlib.util.find_spec(module) is None]
+    names = [re.split("[<>=]", package)[0] for package in _packages_of("train")]
+    return [name for name in names if not any(metadata.distributions(name=name))]
 
 
 def _print_section(title: str, facts: Facts) -> None:

@@ -45,39 +45,27 @@ class Job(Arguments):
 
 @dataclass(frozen=True)
 class Slurm(Job):
-    """Write a batch script that trains under Slurm. Shortly before its time limit the job saves and requeues itself."""
+    """Write a batch script that trains under Slurm. Shortly before its time limit the job saves and requeues itself.
+
+    What ``sbatch`` can be told, such as ``--time``, is no option.
+    """
 
     template: ClassVar[str] = "slurm.sbatch"
     submit: ClassVar[str] = "sbatch"
 
     file: str = "train.sbatch"
     """File to write. It must not exist yet."""
-    time: str = "24:00:00"
-    """Time limit: minutes, hours:minutes:seconds, or days-hours:minutes:seconds."""
-    stop_before: int = 120
-    """Seconds before the time limit at which ranks are told to save: longer than an update and a checkpoint take."""
-    gpus_per_node: int | None = None
-    """GPUs to ask for on each machine."""
-    cpus_per_node: int | None = None
-    """Cores to ask for on each machine."""
-    job_name: str = "fastsync"
-    """Name of the job, its output file and, with its number, of the run's folder."""
     setup: str | None = None
     """Shell commands to begin with, such as "source venv/bin/activate"."""
     max_restarts: int = 0
     """How often the job comes back from its last checkpoint when a rank is lost."""
 
     def values(self) -> dict[str, object]:
-        """Returns the values of the template's places. A launcher on each machine starts the ranks there."""
+        """Returns the values of the template's places."""
         # A requeued job keeps its number, so it finds its run.
-        named = [] if self.settings.run_name else ["--run-name", "$SLURM_JOB_NAME-$SLURM_JOB_ID"]
-        words = ["fastsync", "train", *option_words(self.settings, "resume"), *named, "--resume", "auto"]
-        words += ["--nproc", str(self.nproc), "--nnodes", str(self.nodes), "--node-rank", "$SLURM_NODEID"]
-        words += ["--master-addr", "$master_addr", "--master-port", "$master_port"]
-        words += ["--max-restarts", str(self.max_restarts)]
-        # A word that begins with $ is for the shell on the machine, which knows Slurm's variables.
-        command = " ".join(f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in words)
-        return {**vars(self), "command": shlex.quote(f"exec {command}")}
+        named = [] if self.settings.run_name else ["--run-name", '"$SLURM_JOB_NAME-$SLURM_JOB_ID"']
+        words = shlex.join(["-m", "fastsync.train", *option_words(self.settings, "resume")])
+        return {**vars(self), "command": " ".join([words, *named, "--resume", "auto"])}
 
 
 @dataclass(frozen=True)
@@ -124,15 +112,13 @@ class SkyPilot(Job):
     """File to write. It must not exist yet."""
     name: str = "fastsync"
     """Name of the task, and of the run's folder."""
-    accelerators: str | None = None
-    """GPUs of each machine, such as H100:8."""
     setup: str | None = None
     """Shell commands that install fastsync-torch with the extra train."""
 
     def values(self) -> dict[str, object]:
         """Returns the values of the template's places."""
         setup = self.setup and f"{self.setup.strip()}\n"
-        texts = {"name": self.name, "accelerators": self.accelerators, "setup": setup}
+        texts = {"name": self.name, "setup": setup}
         command = shlex.join(_words_of_a_rank(self.settings, self.name))
         return {**vars(self), **_as_json(texts), "command": command}
 

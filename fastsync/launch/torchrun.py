@@ -1,4 +1,4 @@
-"""Starting ranks with torchrun's launcher: on this machine, or this machine's share of several."""
+"""Starting ranks on this machine with torchrun's launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
@@ -27,26 +26,10 @@ END_SECONDS = 5
 """How long ranks have to end at once, before they are killed: those that still import do not listen."""
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The machines that take part, and which of them this one is. The same launch is started on each."""
-
-    number: int = 1
-    rank: int = 0
-    """This machine's number. Ranks count on from those of the machines before."""
-    master_addr: str = "localhost"
-    """Machine 0, as the others reach it."""
-    master_port: int = 29500
-    """A free port there."""
-    timeout: float = 900.0
-    """Seconds that machines wait for each other."""
-
-
 def launch_ranks(
     fn: Callable[..., Any],
     nproc: int,
     *args: Any,
-    nodes: Nodes | None = None,
     max_restarts: int = 0,
     stop_timeout: float = 30.0,
 ) -> list[Any]:
@@ -59,9 +42,8 @@ def launch_ranks(
 
     Args:
         fn: what each rank does: a function at the top level of a module. Arguments and results travel by pickle.
-        nproc: number of ranks on this machine.
+        nproc: number of ranks.
         *args: what ``fn`` is called with.
-        nodes: the machines; by default this one only. Results are those of this machine's ranks.
         max_restarts: how often all ranks are started again when one has failed.
         stop_timeout: seconds that ranks have to end in order when they are told to.
 
@@ -69,28 +51,20 @@ def launch_ranks(
         ChildFailedError: a rank raised or died. Its traceback has been logged.
         SignalException: a signal ended the launch before there were ranks, or they did not end in time.
     """
-    if nodes is None or nodes.number == 1:
-        # Port 0: any that is free.
-        place: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-        run_id, number = str(uuid.uuid4()), 1
-    else:
-        place = {
-            "rdzv_backend": "static",
-            "rdzv_endpoint": f"{nodes.master_addr}:{nodes.master_port}",
-            "rdzv_configs": {"rank": nodes.rank, "timeout": max(1, round(nodes.timeout))},
-        }
-        run_id, number = "fastsync", nodes.number
-    if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # older launchers have 30 s
-        place["shutdown_timeout"] = END_SECONDS
+    # Older launchers have 30 seconds.
+    ending: dict[str, Any] = {"shutdown_timeout": END_SECONDS} if "shutdown_timeout" in vars(LaunchConfig) else {}
     config = LaunchConfig(
-        min_nodes=number,
-        max_nodes=number,
+        min_nodes=1,
+        max_nodes=1,
         nproc_per_node=nproc,
-        run_id=run_id,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # any port that is free
+        local_addr="localhost",
         max_restarts=max_restarts,
         start_method="spawn",
         signals_to_handle=",".join(number.name for number in LAUNCHERS),
-        **place,
+        **ending,
     )
     # multiprocessing's helper, which Slurm signals too, inherits what is blocked.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})

@@ -20,17 +20,14 @@ import numpy as np
 import torch
 import torch.distributed
 import tyro
-from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
 
 from .._checks import check_at_least
 from ..distributed import process_group
 from ..doctor import install_command
 from ..integrations.ray import launch_on_ray
-from ..launch.failures import describe
-from ..launch.torchrun import Nodes, launch_ranks
+from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
 from .envs.spaces import random_actions
 from .policies import make_policy
@@ -93,32 +90,22 @@ def train_rank(settings: Settings) -> str | None:
 
 @dataclass(frozen=True)
 class Launch(Arguments):
-    """Train a policy with PPO on one or more ranks. Each rank is a process."""
+    """Train a policy with PPO on one or more ranks of this machine, or of Ray's cluster. Each rank is a process."""
 
-    nproc: int = 1  # Ranks on each machine; with Ray, on the whole cluster.
+    nproc: int = 1  # Number of ranks.
     launcher: Literal["torchrun", "ray"] = "torchrun"
     """torchrun: this command starts the ranks. ray: Ray starts them on its cluster, which must share runs_dir."""
-    nnodes: int = 1  # Number of machines. Start the same command on each, with its own node-rank.
-    node_rank: int = 0  # Number of this machine, from 0.
-    master_addr: str | None = None  # Name or address of machine 0, for the other machines.
-    master_port: int = 29500  # A free port on machine 0.
     max_restarts: int = 0  # How often to restart the job from its last checkpoint after a rank is lost.
     stop_timeout: float = 120.0  # Seconds that ranks have to finish their update and save when they are asked to stop.
 
     def __post_init__(self) -> None:
-        check_at_least(self, nproc=1, nnodes=1, node_rank=0, max_restarts=0)
+        check_at_least(self, nproc=1, max_restarts=0)
         if not self.stop_timeout > 0:
             raise ValueError(f"stop_timeout={self.stop_timeout} must be more than 0 seconds")
-        if self.launcher == "ray" and (self.nnodes != 1 or self.node_rank):
-            raise ValueError("launcher='ray' uses the machines of its cluster; leave out nnodes and node_rank")
         if self.launcher == "ray" and self.settings.resume not in (None, "auto"):
             raise ValueError(
                 f"resume={self.settings.resume!r}: launcher='ray' resumes with resume='auto' only; set run_name"
             )
-        if self.node_rank >= self.nnodes:
-            raise ValueError(f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}: they count from 0")
-        if self.nnodes > 1 and self.master_addr is None:
-            raise ValueError(f"nnodes={self.nnodes} needs master_addr, the address of machine 0")
 
 
 def check_environment(settings: Settings) -> None:
@@ -163,21 +150,19 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         work: called on each rank with the settings, as ``train_rank``.
 
     Returns:
-        The exit status: 0; 1 if a rank failed, after a message with rank and reason; 143 if a signal stopped the
-        training, after a message how to resume; 130 if that was Ctrl-C.
+        The exit status: 0; 1 if a rank failed, after torchrun's report and a sentence with rank and reason; 143 if a
+        signal stopped the training, after a message how to resume; 130 if that was Ctrl-C.
 
     Raises:
         ValueError: the settings cannot work here, or the run cannot begin or resume. This is checked before ranks
             start, so that the error comes only once.
     """
-    settings, address = options.settings, options.master_addr or "localhost"
+    settings = options.settings
     if settings.run_name is None and settings.resume != "auto":
         # A name with the time of this start, which restarted ranks find.
         settings = replace(settings, run_name=default_run_name(settings, time.time()))
-    nodes = Nodes(options.nnodes, options.node_rank, address, options.master_port, settings.timeout)
     check_environment(settings)
-    if nodes.rank == 0:
-        check_run(settings, options.nproc * nodes.number)
+    check_run(settings, options.nproc)
     if options.max_restarts and settings.resume is None:
         settings = replace(settings, resume="auto")  # for restarted ranks
     if options.launcher == "ray":
@@ -189,14 +174,12 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(is_told)
     stopping: dict[str, Any] = {"max_restarts": options.max_restarts, "stop_timeout": options.stop_timeout}
     try:
-        stopped_by = launch_ranks(work, options.nproc, settings, nodes=nodes, **stopping)
+        stopped_by = launch_ranks(work, options.nproc, settings, **stopping)
     except ChildFailedError as error:
-        where, reason = describe(error)
-        print(f"{where}fastsync train: {reason}", file=sys.stderr)
-        return 1
-    except (DistError, RendezvousError) as error:
-        # Machines did not find each other, or lost machine 0, which holds the store.
-        print(f"fastsync train: machine {nodes.rank} of {nodes.number}: {error}", file=sys.stderr)
+        rank, failure = error.get_first_failure()
+        told: Any = failure.message  # a dict where the rank has raised, a string where its process has died
+        reason = told["message"] if isinstance(told, dict) else told
+        print(f"{error}\nfastsync train: rank {rank} failed first: {reason}", file=sys.stderr)
         return 1
     except SignalException as error:
         ended_by = signal.Signals(error.sigval)

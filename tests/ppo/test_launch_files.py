@@ -73,12 +73,11 @@ def test_the_command_of_a_train_job_trains(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_task_of_skypilot_asks_for_what_was_said_and_starts_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     task = launch(
-        tmp_path, monkeypatch, "skypilot", "--nodes", "2", "--nproc", "3", "--name", "mine", "--accelerators", "H100:3",
+        tmp_path, monkeypatch, "skypilot", "--nodes", "2", "--nproc", "3", "--name", "mine",
         "--setup", "pip install here\npip list", *TINY,
     )  # fmt: skip
-    assert list(task) == ["name", "num_nodes", "resources", "setup", "run"]
+    assert list(task) == ["name", "num_nodes", "setup", "run"]
     assert (task["name"], task["num_nodes"]) == ("mine", 2)
-    assert task["resources"] == {"accelerators": "H100:3"}
     assert task["setup"] == "pip install here\npip list\n"
     (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
@@ -98,13 +97,11 @@ def test_a_task_of_skypilot_asks_for_what_was_said_and_starts_torchrun(tmp_path:
 def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sky = pytest.importorskip("sky", reason="make test-trainers has an environment with SkyPilot")
     launch(
-        tmp_path, monkeypatch, "skypilot", "--nodes", "2", "--nproc", "8", "--name", "mine", "--accelerators", "H100:8",
+        tmp_path, monkeypatch, "skypilot", "--nodes", "2", "--nproc", "8", "--name", "mine",
         "--setup", "pip install here", *TINY,
     )  # fmt: skip
     task = sky.Task.from_yaml(str(tmp_path / "sky.yaml"))  # refuses what its schema does not know
-    (resources,) = task.resources
     assert (task.name, task.num_nodes, task.setup) == ("mine", 2, "pip install here\n")
-    assert resources.accelerators == {"H100": 8}
     assert "-m fastsync.train" in task.run
 
 

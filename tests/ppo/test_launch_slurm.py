@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args as torchrun_arguments
 
 from fastsync.cli import main
 from fastsync.launch.jobs import Slurm, content
-from fastsync.ppo.cli import Launch, option_words, parse
+from fastsync.ppo.cli import Arguments, Launch, option_words, parse
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
 from tests.forked import until
@@ -34,14 +35,13 @@ def test_the_script_is_written_once_and_asks_for_what_was_said(
 ):
     monkeypatch.chdir(tmp_path)
     arguments = [
-        "launch", "slurm", "--nodes", "3", "--nproc", "4", "--gpus-per-node", "4", "--time", "1-00:00:00",
-        "--config", "CartPole-v1", "--seed", "7",
+        "launch", "slurm", "--nodes", "3", "--nproc", "4", "--config", "CartPole-v1", "--seed", "7",
     ]  # fmt: skip
     assert main(arguments) == 0
     lines = (tmp_path / "train.sbatch").read_text().splitlines()
     directives = [
-        "job-name=fastsync", "output=%x-%j.out", "open-mode=append", "time=1-00:00:00", "signal=B:USR1@120",
-        "nodes=3", "ntasks-per-node=1", "gpus-per-node=4", "requeue",
+        "job-name=fastsync", "output=%x-%j.out", "open-mode=append", "signal=B:USR1@120",
+        "nodes=3", "ntasks-per-node=1", "requeue",
     ]  # fmt: skip
     # Slurm stops to read them at the first command.
     assert lines[: 1 + len(directives)] == ["#!/bin/bash", *(f"#SBATCH --{directive}" for directive in directives)]
@@ -75,7 +75,7 @@ exit "$status"
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then printf '%s\\n' first second; else echo "scontrol $*" >> "$LOG"; fi
 """
-FASTSYNC = """#!/bin/bash
+TORCHRUN = """#!/bin/bash
 printf '%q ' "$@" >> "$LOG"; echo >> "$LOG"
 """
 
@@ -84,7 +84,7 @@ class Job:
     """The script, running among programs that are not the real ones."""
 
     def __init__(self, folder: Path, options: Slurm, *, ends_with: int, waits: bool = True) -> None:
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("fastsync", FASTSYNC)):
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", TORCHRUN)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         (folder / "job.sbatch").write_text(content(options))
@@ -114,12 +114,15 @@ def test_each_machine_gets_its_launcher(tmp_path: Path):
     job = Job(tmp_path, options, ends_with=0, waits=False)
     assert job.process.wait(30) == 0
     *commands, last = map(shlex.split, job.log())
-    assert ([command[0] for command in commands], last) == (["train", "train"], ["started"])
+    assert (len(commands), last) == (2, ["started"])
     for node, command in enumerate(commands):
-        launch = parse(Launch, "test", command[1:])
-        assert launch.settings == replace(ODD, run_name="fastsync-41234", resume="auto")
-        assert (launch.nproc, launch.nnodes, launch.node_rank, launch.max_restarts) == (4, 2, node, 2)
-        assert (launch.master_addr, launch.master_port) == ("first", 21234)
+        asked = torchrun_arguments(command)
+        assert (asked.nnodes, asked.node_rank, asked.nproc_per_node, asked.max_restarts) == ("2", node, "4", 2)
+        assert (asked.master_addr, asked.master_port) == ("first", 21234)
+        assert asked.signals_to_handle.endswith(",SIGUSR1")
+        assert (asked.module, asked.training_script) == (True, "fastsync.train")
+        settings = parse(Arguments, "test", asked.training_script_args).settings
+        assert settings == replace(ODD, run_name="fastsync-41234", resume="auto")
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 import signal
 import socket
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from fastsync.launch.failures import describe
 from fastsync.launch.torchrun import launch_ranks
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
@@ -47,38 +43,6 @@ def test_it_returns_what_the_ranks_return_and_raises_if_one_does() -> None:
             launch_ranks(rank_or_failure, 2, 1)
     assert error.value.get_first_failure()[0] == 1
     assert [signal.getsignal(number) for number in signals] == before
-
-
-def disk_is_full_on_rank_0(folder: str) -> None:
-    """Rank 1 learns that rank 0 is gone, and its process ends first."""
-    if os.environ["RANK"] == "0":
-        threading.Thread(target=time.sleep, args=(LIMIT,)).start()  # which its process waits for once it has raised
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    while not list(Path(folder).rglob("0/error.json")):
-        time.sleep(0.01)
-    raise RuntimeError(
-        "fastsync: bucket 0: rank 0 has ended, or has left the process group, and this rank waits for it"
-    )
-
-
-def test_an_error_about_another_rank_is_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where ranks leave their errors
-    with forked_ranks(), pytest.raises(ChildFailedError) as error:
-        launch_ranks(disk_is_full_on_rank_0, 2, str(tmp_path))
-    where, reason = describe(error.value)
-    assert reason == "rank 0 failed first: OSError: [Errno 28] No space left on device"
-    assert "disk_is_full_on_rank_0" in where
-
-
-def test_a_rank_that_was_killed_is_named_before_one_that_noticed() -> None:
-    """Elastic orders failures by whole seconds, and by when it sees a process that died."""
-    died = ProcessFailure(local_rank=1, pid=7, exitcode=-9, error_file="none")
-    noticed = ProcessFailure(local_rank=0, pid=6, exitcode=1, error_file="none")
-    callstack = {"py_callstack": "", "timestamp": str(died.timestamp - 1)}
-    noticed.message = {"message": "RuntimeError: Connection closed by peer", "extraInfo": callstack}
-    noticed.timestamp = died.timestamp - 1
-    error = ChildFailedError("train", {0: noticed, 1: died})
-    assert describe(error) == ("", "rank 1 failed first: Signal 9 (SIGKILL) received by PID 7")
 
 
 class Launched:
@@ -162,7 +126,8 @@ def test_a_lost_job_comes_back_under_its_name_until_the_rank_that_is_lost_is_nam
         os.kill(int(pid), signal.SIGKILL)
         status, said = launcher.ends()
     assert status == 1
-    assert said == f"fastsync train: rank 1 failed first: Signal 9 (SIGKILL) received by PID {pid}"
+    assert said.startswith("fastsync train: rank ")  # the other one may have been the first to say that this is lost
+    assert f"Signal 9 (SIGKILL) received by PID {pid}" in launcher.command.err
 
 
 @pytest.mark.parametrize(
@@ -194,28 +159,3 @@ def test_ctrl_c_ends_ranks_that_still_start_in_seconds(tmp_path: Path):
     assert status == 130
     assert line.startswith("fastsync train: ended by SIGINT before ")
     assert line.endswith(" had a checkpoint")
-
-
-def test_two_machines_make_one_job(tmp_path: Path):
-    """Both are this machine. A rank of one is killed, and all come back; then one launcher is stopped."""
-    port = str(free_port())
-
-    def node(rank: int) -> tuple[str, ...]:
-        return ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "localhost", "--master-port", port)
-
-    options = ("--nproc", "1", "--timeout", "30", "--max-restarts", "1")
-    # The second one first: it has to wait.
-    with launched(tmp_path, *node(1), *options) as second, launched(tmp_path, *node(0), *options) as first:
-        for attempt in range(2):
-            said = [first.waits_for(f"attempt{attempt}-rank{rank}") for rank in range(2)]
-            assert [words[1] for words in said] == ["2", "2"]
-            # Ranks count by machine: the second one's child is rank 1.
-            assert int(said[1][0]) in children(second.command.pid)
-            if attempt == 0:
-                os.kill(int(said[1][0]), signal.SIGKILL)
-        os.kill(second.command.pid, signal.SIGUSR1)  # as SLURM sends it ahead of a job's end
-        assert (second.ends()[0], first.ends()[0]) == (143, 143)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
