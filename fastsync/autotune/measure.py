@@ -29,8 +29,6 @@ SMALLEST, LARGEST = 2**12, 2**21
 """Gradient values. More than the largest would tell nothing new: all is bandwidth there."""
 FACTOR = 8
 """From one size to the next."""
-GROWTH = 10.0
-"""No sync of ``FACTOR`` times as many values is taken to last longer than this, compared to the one before."""
 MIN_TURNS, MAX_TURNS = 3, 15
 SHARE = 0.1
 """Of the budget, for more than ``MIN_TURNS`` of a size that is not the last one."""
@@ -50,8 +48,7 @@ def measure_group(
 ) -> GroupProfile:
     """Measures what syncs take on a process group, in under a second. Every rank must call it.
 
-    ``compression="auto"`` does so by itself. On links of a very high latency it takes as long as one small sync with
-    each candidate.
+    ``compression="auto"`` does so by itself. On very slow links it takes longer: two small syncs with each candidate.
 
     Args:
         process_group: the group, or a one-dimensional ``DeviceMesh``; None for the default group.
@@ -74,7 +71,7 @@ def measure_group(
         volumes = {each: volume(each, members, dtype.itemsize) for each in compressions(wires, members)}
         # Alone nothing travels, so nothing can be gained.
         alone = [Candidate(each) for each in volumes]
-        measured = alone if group.size() == 1 else Survey(volumes, _Turns(group, where, dtype)).candidates()
+        measured = alone if group.size() == 1 else Survey(volumes, _Turns(group, where, dtype, volumes)).candidates()
     except RuntimeError as error:
         raise RuntimeError(
             f"fastsync: measuring failed on rank {group.rank()} of {group.size()}; does every rank measure, or is "
@@ -125,77 +122,81 @@ def _allowed(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) ->
 class _Turns:
     """``TakeTurn`` on a process group."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, compressions: Iterable[Compression]
+    ) -> None:
         self._group, self._device, self._dtype = group, device, dtype
+        self._compressions = list(compressions)
         self._parameter = torch.empty(0)
-        self._engines: dict[Compression, _C.Synchronizer] = {}
+        self._engines: list[_C.Synchronizer] = []
         self._began: float | None = None
         self._num_turns = 0
 
-    def __call__(self, active: Sequence[Compression], numel: int) -> tuple[list[float], float]:
+    def __call__(self, numel: int) -> tuple[list[float], float]:
         if numel != self._parameter.numel():
-            self._prepare(active, numel)
+            self._prepare(numel)
         if self._began is None:
             # Backends connect ranks when they first talk to each other: a part of starting, not of a sync.
-            for compression in active:
-                self._sync(compression)
+            for engine in self._engines:
+                self._seconds(engine)
             self._began = time.perf_counter()
         # A rank that leaves a sync early waits in the next one, so the order must change.
-        first = self._num_turns % len(active)
+        first = self._num_turns % len(self._engines)
         self._num_turns += 1
         ready = torch.zeros(1, device=self._device)
         dist.all_reduce(ready, group=self._group)
         ready.item()  # waits for a GPU
-        of_each = {compression: self._sync(compression) for compression in (*active[first:], *active[:first])}
-        elapsed = time.perf_counter() - self._began
+        times = torch.zeros(len(self._engines) + 1, dtype=torch.float64)
+        for index in (*range(first, len(self._engines)), *range(first)):
+            times[index] = self._seconds(self._engines[index])
+        times[-1] = time.perf_counter() - self._began
         # The slowest rank counts, and all ranks have to decide by the same numbers.
-        joined = torch.tensor([*map(of_each.__getitem__, active), elapsed], dtype=torch.float64).to(self._device)
-        dist.all_reduce(joined, dist.ReduceOp.MAX, group=self._group)
-        *seconds, elapsed = joined.tolist()
+        slowest = times.to(self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
+        *seconds, elapsed = slowest.tolist()
         return seconds, elapsed
 
-    def _prepare(self, active: Sequence[Compression], numel: int) -> None:
+    def _prepare(self, numel: int) -> None:
         # Equal on all ranks, so that averaging changes little from one turn to the next. Engines do not keep it alive.
         gradient = torch.linspace(-1.0, 1.0, numel).to(self._device, self._dtype)
         self._parameter = torch.empty_like(gradient).requires_grad_()
         self._parameter.grad = gradient
-        for compression in active:
+        self._engines = []
+        for compression in self._compressions:
             engine = _C.Synchronizer([self._parameter], ["artificial"], self._group, self._parameter.nbytes)
             engine.set_compressions(in_engine([Candidate(compression)]))
             engine.agree()
-            self._engines[compression] = engine
+            self._engines.append(engine)
 
-    def _sync(self, compression: Compression) -> float:
+    def _seconds(self, engine: _C.Synchronizer) -> float:
+        """Times one sync."""
         start = time.perf_counter()
-        self._engines[compression].synchronize()
+        engine.synchronize()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start
 
 
-TakeTurn = Callable[[Sequence[Compression], int], tuple[list[float], float]]
-"""Syncs so many values once with each. Seconds of each, and since measuring began: the same on all ranks."""
+TakeTurn = Callable[[int], tuple[list[float], float]]
+"""Syncs so many values once with each candidate. Seconds of each, and since measuring began: the same on all ranks."""
 
 
 class Survey:
     """Measures whole syncs at rising sizes, and extends them by a cost model: a latency, and a time for each byte.
 
-    Where not even the second size fits for all, only the candidate that sends least is measured, and its time for a
-    byte goes for all.
-
     Args:
         volumes: bytes that a rank sends of each value, with each of the candidates.
         take_turn: what measures. Nothing else decides, so that all ranks decide alike.
-        budget: seconds. A size is begun if a turn fits in even if it takes ``GROWTH`` times as long.
+        budget: seconds. The first two sizes take a turn each, whatever the budget: the cost model needs them. A size
+            after them is begun if ``MIN_TURNS`` are expected to fit.
     """
 
     def __init__(self, volumes: Mapping[Compression, float], take_turn: TakeTurn, budget: float = BUDGET) -> None:
         self._volumes, self._take_turn, self._budget = volumes, take_turn, budget
         self._spent = 0.0
-        self._active = list(volumes)
         self._points: dict[Compression, dict[int, float]] = {compression: {} for compression in volumes}
         self._samples: list[list[float]] = []
-        """Of the newest size, for each turn the seconds of each that is active."""
+        """Of the newest size, for each turn the seconds of each candidate."""
 
     def candidates(self) -> list[Candidate]:
         """Measures them."""
@@ -203,49 +204,31 @@ class Survey:
         while True:
             self._samples = []
             self._take_turns(numel, min(self._spent + SHARE * self._budget, self._budget))
-            if numel >= LARGEST or not self._prepare_next():
+            if numel >= LARGEST or (numel > SMALLEST and not self._next_fits()):
                 break
             numel *= FACTOR
         # The time that is left goes into the size that decides about all larger ones.
         self._take_turns(numel, self._budget)
-        beyond = [(FACTOR * numel, seconds) for seconds in self._expected().values()] if numel > SMALLEST else []
-        steady = [_steady(points) for points in self._points.values()]
-        extended = [(*points, *beyond[index : index + 1]) for index, points in enumerate(steady)]
-        return [Candidate(*each) for each in zip(self._volumes, extended, strict=True)]
+        beyond = self._expected()
+        return [
+            Candidate(compression, (*_steady(points), (FACTOR * numel, beyond[compression])))
+            for compression, points in self._points.items()
+        ]
 
     def _take_turns(self, numel: int, until: float) -> None:
-        """Until so much time is spent, but ``MIN_TURNS`` if the budget allows it."""
+        """One at least, ``MIN_TURNS`` if the budget allows them, and more until so much time is spent."""
         while not self._samples or (
             len(self._samples) < MAX_TURNS
             and self._spent + sum(self._samples[-1]) <= (self._budget if len(self._samples) < MIN_TURNS else until)
         ):
-            seconds, self._spent = self._take_turn(self._active, numel)
+            seconds, self._spent = self._take_turn(numel)
             self._samples.append(seconds)
-        for compression, of_turns in zip(self._active, zip(*self._samples, strict=True), strict=True):
+        for points, of_turns in zip(self._points.values(), zip(*self._samples, strict=True), strict=True):
             # The lower quartile: what disturbs a turn only ever adds to it.
-            self._points[compression][numel] = sorted(of_turns)[(len(of_turns) - 1) // 4]
-        for compression in self._points.keys() - self._active:
-            (alone,) = self._active
-            rise = max(0.0, self._points[alone][numel] - self._points[alone][numel // FACTOR])
-            further = rise * self._volumes[compression] / self._volumes[alone]
-            self._points[compression][numel] = self._points[compression][numel // FACTOR] + further
+            points[numel] = sorted(of_turns)[(len(of_turns) - 1) // 4]
 
-    def _prepare_next(self) -> bool:
-        """Decides who is measured at the next size; False where the time is too short for anybody."""
-        if len(self._points[self._active[0]]) > 1:
-            expected = self._expected()
-            often = MIN_TURNS * sum(expected[compression] for compression in self._active)
-            return self._fits(self._active) and self._spent + often <= self._budget
-        # Nothing is known about larger sizes yet, so it is enough if one turn fits.
-        for chosen in (self._active, [min(self._active, key=self._volumes.__getitem__)]):
-            if self._fits(chosen):
-                self._active = chosen
-                return True
-        return False
-
-    def _fits(self, chosen: Sequence[Compression]) -> bool:
-        newest = sum(list(self._points[compression].values())[-1] for compression in chosen)
-        return self._spent + GROWTH * newest <= self._budget
+    def _next_fits(self) -> bool:
+        return self._spent + MIN_TURNS * sum(self._expected().values()) <= self._budget
 
     def _expected(self) -> dict[Compression, float]:
         """Seconds of each at the next size, by its latency and what its bytes cost."""
