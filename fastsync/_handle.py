@@ -139,7 +139,7 @@ class GradientHandle(SyncHandle, ABC):
         self._follow(as_compression(compression))
 
     def explain(self) -> str:
-        """Returns a table: how each bucket of the next step is compressed and sent, and why.
+        """Returns a line for each run of equal buckets: what they travel with in the next step, and why.
 
         Raises:
             RuntimeError: no step was synchronised yet. The first one makes the buckets.

@@ -118,29 +118,26 @@ def volume(compression: Compression, world_size: int, itemsize: int = 4) -> floa
     return copies * (itemsize if compression.wire == "none" else _BYTES[compression.wire])
 
 
-def _reason(candidates: Sequence[Candidate], numel: int) -> str:
-    """Says in a few words why ``choose`` picks what it picks."""
-    if len(candidates) == 1:
-        return "given"
-    chosen = choose(candidates, numel)
-    fastest = min(candidates, key=lambda candidate: candidate.predict(numel))
-    if chosen is fastest:
-        return "fastest"
-    better = "loses less" if chosen.compression.wire != fastest.compression.wire else "simpler"
-    return f"as fast as {fastest.compression} within {TOLERANCE - 1:.0%}, and {better}"
-
-
 def explain(candidates: Sequence[Candidate], numels: Sequence[int], transport: str) -> str:
-    """Lays out what each bucket travels with and why, given their numbers of values in the order they are sent."""
-    lines = [("buckets", "values", "candidate", "predicted ms", "chosen")]
-    for numel, same in groupby(enumerate(numels), key=lambda item: item[1]):
-        indices = [index for index, _ in same]
-        bucket = (str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}", f"{numel:,}")
-        chosen = choose(candidates, numel)
-        for index, candidate in enumerate(candidates):
-            seconds = f"{candidate.predict(numel) * 1e3:.3f}" if candidate.points else ""
-            why = _reason(candidates, numel) if candidate is chosen else ""
-            lines.append((*(bucket if index == 0 else ("", "")), str(candidate.compression), seconds, why))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [f"{a:<{w[0]}}  {b:>{w[1]}}  {c:<{w[2]}}  {d:>{w[3]}}  {e}" for w in [widths] for a, b, c, d, e in lines]
-    return "\n".join([f"through: {transport}", *(line.rstrip() for line in text)])
+    """Says what each bucket travels with and why, given their numbers of values in the order they are sent."""
+    lines = [f"through: {transport}"]
+    first = 0
+    for numel, same in groupby(numels):
+        last = first + len(list(same)) - 1
+        buckets = f"bucket {first}" if first == last else f"buckets {first}-{last}"
+        lines.append(f"{buckets}, {numel:,} values: {_explain(candidates, numel)}")
+        first = last + 1
+    return "\n".join(lines)
+
+
+def _explain(candidates: Sequence[Candidate], numel: int) -> str:
+    chosen = choose(candidates, numel)
+    if len(candidates) == 1:
+        return f"{chosen.compression}; given"
+    fastest = min(candidates, key=lambda candidate: candidate.predict(numel))
+    reason = "the fastest"
+    if chosen is not fastest:
+        better = "loses less" if chosen.compression.wire != fastest.compression.wire else "is simpler"
+        slower = chosen.predict(numel) / fastest.predict(numel) - 1
+        reason = f"{slower:.1%} slower than {fastest.compression}, but {better}"
+    return f"{chosen.compression}; {chosen.predict(numel) * 1e3:.3f} ms predicted; {reason}"
