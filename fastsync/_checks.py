@@ -107,8 +107,11 @@ def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
 def check_not_sharded(named: Mapping[str, Tensor], argument: str) -> None:
     """Raises ValueError for parameters of which this rank holds a part only, or might."""
     for name, parameter in named.items():
-        if is_sharded_by_fsdp1(parameter) or is_wrapper(parameter):
-            is_fsdp1 = is_sharded_by_fsdp1(parameter)
+        # FullyShardedDataParallel's: a flat parameter, or a view of one in the original's place.
+        is_fsdp1 = getattr(parameter, "_fsdp_flattened", False) or getattr(parameter, "_is_flat_param", False)
+        # Subclasses that wrap other tensors, such as DTensor, have no memory of their own.
+        is_wrapper = type(parameter) not in (Tensor, nn.Parameter) and hasattr(parameter, "__tensor_flatten__")
+        if is_fsdp1 or is_wrapper:
             kind = "sharded by FullyShardedDataParallel" if is_fsdp1 else f"a {type(parameter).__name__}"
             raise ValueError(
                 f"{argument}: parameter {name} is {kind}, and this handles plain tensors that every rank holds whole. "
@@ -116,16 +119,6 @@ def check_not_sharded(named: Mapping[str, Tensor], argument: str) -> None:
                 "fully_shard with the data-parallel dimension of the mesh first, or, for whole replicas, with one of a "
                 "single rank, and fastsync.register_all_reduce_hook"
             )
-
-
-def is_sharded_by_fsdp1(parameter: Tensor) -> bool:
-    """Tells whether it is FullyShardedDataParallel's: a flat parameter, or a view of one in the original's place."""
-    return bool(getattr(parameter, "_fsdp_flattened", False) or getattr(parameter, "_is_flat_param", False))
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Tells whether it is of a subclass that wraps other tensors, such as DTensor, and has no memory of its own."""
-    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
 
 
 def have_a_stage(parameters: Iterable[Tensor]) -> bool:

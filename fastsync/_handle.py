@@ -57,7 +57,7 @@ class GradientHandle(SyncHandle, ABC):
     _candidates: tuple[Candidate, ...]
     """The compressions that buckets may travel with. Equal on all ranks."""
     _modules: Sequence[ref[nn.Module]] = ()
-    """The modules that ``handle_of`` finds the handle by, the outermost first."""
+    """The modules that ``handle_of`` finds the handle by."""
 
     def __repr__(self) -> str:
         # Asks nothing of the engine, which may be waiting for other ranks in another thread.
@@ -264,7 +264,7 @@ NOBODY = nn.Module()
 
 
 def begin_use(handle: GradientHandle, modules: Sequence[nn.Module], kept_by: Iterable[nn.Module] = ()) -> None:
-    """Lets ``handle_of`` find the handle by its modules, the outermost first, and watches optimizers' steps.
+    """Lets ``handle_of`` find the handle by its modules, and watches optimizers' steps.
 
     The handle must not keep the modules of ``kept_by`` alive, which keep it alive.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,15 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from . import _C
-from ._checks import (
-    have_a_stage,
-    is_sharded_by_fsdp1,
-    is_wrapper,
-    named_parameters,
-    resolve_group,
-    with_gradients,
-)
-from ._handle import NOBODY, ClippableHandle, begin_use, check_free, end_use, taken_parameters
+from ._checks import have_a_stage, named_parameters, resolve_group, with_gradients
+from ._handle import NOBODY, ClippableHandle, begin_use, check_free, end_use
 from .compression import AnyCompression
 from .distributed import as_bytes, broadcast_tensors
 
@@ -310,7 +302,7 @@ class GradientSynchronizer(ClippableHandle):
         """
         super().check_before_step(optimizer)
         if optimizer not in self._steps_before:
-            self._check_later_parameters(optimizer)
+            # Zero-bubble schedules pass the hooks of all stages but the first, so what is checked below may not notice.
             if self._overlaps and have_a_stage(self._named.values()):
                 raise ValueError(
                     "overlap: these are the parameters of a pipeline's stage, whose schedule runs a backward for every "
@@ -331,33 +323,6 @@ class GradientSynchronizer(ClippableHandle):
                 "own belongs inside no_sync()"
             )
         self._steps_before[optimizer] = num_steps
-
-    def _check_later_parameters(self, optimizer: Optimizer) -> None:
-        """Warns of parameters that the model got later, as adapters are: nobody averages their gradients.
-
-        Raises:
-            RuntimeError: an optimizer steps these alone.
-        """
-        stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        known = taken_parameters()
-        owners = [module for known_module in self._modules if (module := known_module()) is not None]
-        owned = {id(p): name for owner in reversed(owners) for name, p in owner.named_parameters()}  # the outermost's
-        later = [
-            owned[key]
-            for key, parameter in stepped.items()
-            if key in owned and key not in known and parameter.requires_grad
-            if not is_wrapper(parameter) and not is_sharded_by_fsdp1(parameter)  # which FSDP averages
-        ]
-        if not later:
-            return
-        names = f"{', '.join(later[:3])}{', ...' if len(later) > 3 else ''}"
-        message = (
-            f"fastsync.attach: {len(later)} of the optimizer's parameters are not averaged, for the attached model got "
-            f"them later, as by load_state_dict(assign=True): {names}; call detach(), and attach anew"
-        )
-        if known.keys().isdisjoint(stepped):
-            raise RuntimeError(message)
-        warnings.warn(message, stacklevel=5)  # where step() is called
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named

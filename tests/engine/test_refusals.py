@@ -208,38 +208,6 @@ def test_a_parameter_is_averaged_by_one_engine() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_parameters_in_the_places_of_those_that_were_attached() -> None:
-    model, unrelated = Mlp(), nn.Linear(2, 2)
-    sync = fastsync.attach(model)
-    for step in range(2):
-        optimizer = torch.optim.SGD(model.parameters())
-        model(torch.ones(1, 32)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\)") if step else nullcontext():
-            optimizer.step()
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        model.load_state_dict(state, assign=True)
-    torch.optim.SGD(unrelated.parameters()).step()
-    sync.detach()
-    fastsync.attach(model)
-    torch.optim.SGD(model.parameters()).step()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_parameters_that_the_model_got_later_are_told_of_once() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    fastsync.attach(model)
-    model[1] = nn.Linear(2, 1)
-    model[0].adapter = nn.Linear(2, 2)
-    model[0].adapter.bias.requires_grad_(False)
-    optimizer = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()])
-    told = r"3 of the optimizer's parameters .*: 0\.adapter\.weight, 1\.weight, 1\.bias; call detach\(\)"
-    with pytest.warns(UserWarning, match=told) as warned:  # noqa: PT031
-        optimizer.step()
-        optimizer.step()
-    assert [warning.filename for warning in warned] == [__file__]
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_sparse_gradients_that_show_up_late() -> None:
     embedding = nn.Embedding(3, 2)
     sync = fastsync.attach(embedding)
