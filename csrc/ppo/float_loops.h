@@ -6,7 +6,7 @@
 
 namespace fastsync {
 
-// values → tanh(values), in place: within 2 units in the last place of the exact value (tests/ppo/test_ops.py).
+// values → tanh(values), in place: within 2.5 units in the last place of the exact value (tests/ppo/test_ops.py).
 void fast_tanh(float* values, int64_t numel);
 
 // The gradient [rows, width] of activated = tanh(x) → that of x, in place, and into sums [width] its sum over rows.
