@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -30,18 +30,19 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     """Opens the default process group for the time of a ``with`` block and yields this rank's device.
 
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR, MASTER_PORT). Without RANK this process is the only rank. A group that is open already, as Ray opens
-    one for its workers, is used as it is, and stays open.
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without RANK this process is the only rank. A group that is open
+    already, as Ray opens one for its workers, is used as it is, and stays open.
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
-        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. By default NCCL if every rank of every node
-            has a GPU of its own, else Gloo, with a warning if there are GPUs, but too few. Where
-            NCCL_MULTI_RANK_GPU_ENABLE is 1, ranks may share GPUs.
+        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. By default NCCL if a rank sees as many GPUs
+            as its machine has ranks, else Gloo, with a warning if it sees fewer, but some. All machines need GPUs, or
+            none. Pass ``"nccl"`` where a launcher shows each rank its own GPU only. Where NCCL_MULTI_RANK_GPU_ENABLE
+            is 1, ranks may share GPUs.
 
     Raises:
-        ValueError: the backend does not exist, differs from that of an open group, or is ``"nccl"`` and not every rank
-            has a GPU: on every rank.
+        ValueError: the backend does not exist, differs from that of an open group, or is ``"nccl"`` and this rank sees
+            no GPU.
         RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
     """
     if backend not in ("nccl", "gloo", None):
@@ -52,6 +53,9 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
             raise ValueError(f"backend={backend!r}: a process group of {opened} is open already; leave backend out")
         yield torch.device("cpu") if backend == "gloo" else device_of(resolve_group(None))
         return
+    num_gpus = torch.cuda.device_count()
+    if backend == "nccl" and not num_gpus:
+        raise ValueError("backend='nccl' needs GPUs, and this rank sees none; leave backend out for the CPU")
     # Optimizers import it. Imported while a group is open, it keeps that group alive for good, and Gloo's threads with
     # it; a thread that then drops a tensor while the interpreter shuts down aborts the process.
     importlib.import_module("torch._dynamo")
@@ -64,29 +68,27 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
             # Ranks that torchrun starts again meet in the same store, which still holds the addresses of those before.
             # Elsewhere the store is new, and machines that have joined later count their attempts anew.
             store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     else:
-        store, rank, world_size = HashStore(), 0, 1
-    gpu = None if backend == "gloo" else _candidate_gpu()
-    gpus = _gpus_of_ranks(store, rank, world_size, gpu)
-    takes_gpus = _takes_gpus(gpus)
-    if backend == "nccl" and not takes_gpus:
-        raise ValueError(
-            f"backend='nccl' needs a GPU for each rank, but {_too_few(gpus)}; leave backend out for the CPU"
-        )
-    if any(gpus) and backend is None and not takes_gpus and rank == 0:
-        warnings.warn(
-            f"all ranks train on the CPU, though there are GPUs: {_too_few(gpus)}. Start a rank for each GPU, or say "
-            "that you mean the CPU with backend='gloo'",
-            stacklevel=3,  # where the with block begins
-        )
-    if takes_gpus:
-        assert gpu is not None
-        device = gpu
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
-    else:
+        store, rank, world_size, local_rank, local_size = HashStore(), 0, 1, 0, 1
+    is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if backend is None and num_gpus and num_gpus < local_size and not is_shared:
+        backend = "gloo"
+        if rank == 0:
+            warnings.warn(
+                f"all ranks train on the CPU: rank 0 sees {num_gpus} GPU(s) for the {local_size} ranks of its machine. "
+                "Start a rank for each GPU, or say that you mean the CPU with backend='gloo'. If a launcher shows each "
+                "rank its own GPU only, pass backend='nccl', or set NCCL_MULTI_RANK_GPU_ENABLE=1",
+                stacklevel=3,  # where the with block begins
+            )
+    if backend == "gloo" or not num_gpus:
         device = torch.device("cpu")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    else:
+        device = torch.device("cuda", local_rank % num_gpus)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     # After an error the group ends with the process: ended here, other ranks might be the first to report a failure,
     # and NCCL would keep the error back until what is in flight is done.
     yield device
@@ -196,29 +198,3 @@ def _digest(tensor: Tensor) -> str:
     """Hashes the bytes, dtype and shape."""
     raw = as_bytes(tensor.detach().cpu()).numpy().tobytes()
     return f"sha256 {hashlib.sha256(f'{tensor.dtype} {tuple(tensor.shape)}'.encode() + raw).hexdigest()[:16]}"
-
-
-def _candidate_gpu() -> torch.device | None:
-    """The GPU this rank would take. A launcher may show it all GPUs of the node, or just its own."""
-    num_gpus = torch.cuda.device_count()
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % num_gpus) if num_gpus else None
-
-
-def _gpus_of_ranks(store: Store, rank: int, world_size: int, mine: torch.device | None) -> list[str]:
-    """The GPU that each rank of every node would take, by its number in the world; empty for one that has none."""
-    keys = [f"fastsync/gpu/{rank}" for rank in range(world_size)]
-    store.set(keys[rank], str(torch.cuda.get_device_properties(mine).uuid) if mine else "")
-    return [gpu.decode() for gpu in store.multi_get(keys)]
-
-
-def _takes_gpus(gpus: Sequence[str]) -> bool:
-    """Tells whether every rank has one, and, unless they may be shared, its own: all need one backend."""
-    return all(gpus) and (len(set(gpus)) == len(gpus) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
-
-
-def _too_few(gpus: Sequence[str]) -> str:
-    """Says in half a sentence why not every rank has a GPU of its own."""
-    without = [rank for rank, gpu in enumerate(gpus) if not gpu]
-    if without:
-        return f"ranks {without} of {len(gpus)} have none"
-    return f"{len(gpus)} ranks share {len(set(gpus))}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.distributed import _takes_gpus, dist_mean, dist_sum, process_group
+from fastsync.distributed import dist_mean, dist_sum, process_group
 from tests.ppo.test_launch_torchrun import free_port
 from tests.ranks import on_ranks
 
@@ -108,49 +110,67 @@ def test_no_thread_of_the_group_outlives_it() -> None:
     assert process.stdout == "threads of Gloo: []\n", process.stdout + process.stderr
 
 
-def test_nccl_is_chosen_where_every_rank_has_a_gpu_which_it_may_have_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpus, alone, shared in (
-        (["a", "b"], True, True),
-        (["a", "a"], False, True),
-        (["a", ""], False, False),
-        ([""], False, False),
-        (["a"], True, True),
+@on_ranks(2)
+def test_two_ranks_and_one_gpu_train_on_the_cpu(rank: int, world_size: int, port: int) -> None:
+    _launched(rank, world_size, port)
+    with (
+        mock.patch("torch.cuda.device_count", return_value=1),
+        warnings.catch_warnings(record=True) as told,
+        process_group(timeout=30) as device,
     ):
-        monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-        assert _takes_gpus(gpus) == alone, gpus
-        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-        assert _takes_gpus(gpus) == shared, gpus
+        assert dist_sum(torch.ones(1)).item() == 2
+        assert (device.type, dist.get_backend()) == ("cpu", "gloo")
+    expected = "all ranks train on the CPU: rank 0 sees 1 GPU(s) for the 2 ranks of its machine."
+    assert [expected in str(each.message) for each in told] == [True] * (rank == 0)
+    assert all(each.filename == __file__ for each in told)
+    _for_run_ranks_to_end()
 
 
 @pytest.mark.parametrize(
-    ("gpus", "too_few"), [(["a", "b", "a"], "3 ranks share 2"), (["a", "", ""], r"ranks \[1, 2\] of 3 have none")]
+    ("num_gpus", "local_size", "backend", "is_shared", "device"),
+    [
+        (4, 4, None, False, "cuda:3"),
+        (8, 4, None, False, "cuda:3"),
+        (2, 4, None, True, "cuda:1"),
+        (1, 4, "nccl", False, "cuda:0"),  # a launcher shows each rank its own
+        (4, 4, "gloo", False, "cpu"),
+        (2, 4, "gloo", False, "cpu"),
+        (0, 4, None, True, "cpu"),
+    ],
 )
-def test_too_few_gpus_are_told(gpus: list[str], too_few: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastsync.distributed._gpus_of_ranks", lambda *arguments: gpus)
-    with (
-        pytest.warns(UserWarning, match=rf"^all ranks train on the CPU, though there are GPUs: {too_few}\. ") as warned,
-        process_group(timeout=10) as device,
-    ):
-        assert (device.type, dist.get_backend()) == ("cpu", "gloo")
-    assert warned[0].filename == __file__
-    with (
-        pytest.raises(ValueError, match=f"^backend='nccl' needs a GPU for each rank, but {too_few}"),
-        process_group(timeout=10, backend="nccl"),
-    ):
-        pass
-
-
-@pytest.mark.parametrize(("backend", "gpus"), [("gloo", ["a", "a"]), (None, ["", ""])])
-def test_nothing_is_said_where_the_cpu_is_meant(
-    backend: Literal["gloo"] | None, gpus: list[str], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+def test_nccl_is_chosen_where_a_rank_sees_as_many_gpus_as_there_are_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+    num_gpus: int,
+    local_size: int,
+    backend: Any,
+    is_shared: bool,
+    device: str,
 ) -> None:
-    monkeypatch.setattr("fastsync.distributed._gpus_of_ranks", lambda *arguments: gpus)
-    with process_group(timeout=10, backend=backend) as device:
-        assert device.type == "cpu"
+    place = {"RANK": 11, "WORLD_SIZE": 12, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": local_size}
+    for name, value in {**place, "NCCL_MULTI_RANK_GPU_ENABLE": int(is_shared)}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    monkeypatch.setattr("fastsync.distributed.rendezvous", lambda *arguments, **options: iter([(mock.Mock(), 11, 12)]))
+    with (
+        mock.patch("torch.cuda.set_device"),
+        mock.patch("torch.distributed.init_process_group") as init,
+        mock.patch("torch.distributed.destroy_process_group"),
+        process_group(timeout=10, backend=backend) as chosen,
+    ):
+        assert str(chosen) == device
+    assert init.call_args.args == ("gloo" if device == "cpu" else "nccl",)
     assert not recwarn.list
-    message = r"^backend: expected 'nccl', 'gloo' or None, got 'mpi'$"
-    with pytest.raises(ValueError, match=message), process_group(timeout=10, backend="mpi"):  # type: ignore[arg-type]
-        pass
+
+
+def test_backends_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for backend, message in (
+        ("nccl", "^backend='nccl' needs GPUs, and this rank sees none; leave backend out"),
+        ("mpi", "^backend: expected 'nccl', 'gloo' or None, got 'mpi'$"),
+    ):
+        with pytest.raises(ValueError, match=message), process_group(timeout=10, backend=backend):  # type: ignore[arg-type]
+            pass
 
 
 # ---- check_consistency ----------------------------------------------------------------------------------------------
