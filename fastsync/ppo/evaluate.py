@@ -19,7 +19,6 @@ from .envs.lookup import find_env
 from .envs.vector import EpisodeRecorder, RecordedEnvironments
 from .policies import Policy, make_policy
 from .ppo import Settings
-from .random_streams import RandomStreams
 from .runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from .runs.folder import CHECKPOINTS
 from .runs.metrics import returns_of
@@ -30,13 +29,12 @@ UNSEEN = 2**31
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Play episodes with a trained policy, and print their mean return."""
+    """Play episodes with a trained policy, by its likeliest actions, and print their mean return."""
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A checkpoint, or the folder of a run, which stands for its newest checkpoint."""
     episodes: int = 10  # Number of episodes.
-    stochastic: bool = False  # Sample actions as in training, instead of taking the likeliest.
-    seed: int = 0  # Seeds episodes and actions.
+    seed: int = 0  # Seeds episodes.
 
     def __post_init__(self) -> None:
         check_at_least(self, episodes=1)
@@ -61,13 +59,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"fastsync eval: {error}", file=sys.stderr)
         return 1
     with make_environment(checkpoint, seed=options.seed) as environment:
-        policy = load_policy(checkpoint, environment)
-        episodes = play(policy, environment, options.episodes, stochastic=options.stochastic, seed=options.seed)
-    how = "sampled actions" if options.stochastic else "likeliest actions"
+        episodes = play(load_policy(checkpoint, environment), environment, options.episodes)
     returns, name = np.array(returns_of(episodes)), "episode" if len(episodes) == 1 else "episodes"
     length = np.mean([episode.length for episode in episodes])
     print(
-        f"{checkpoint.settings['env']} after {checkpoint.step:,} steps, {how}: return {returns.mean():.2f} "
+        f"{checkpoint.settings['env']} after {checkpoint.step:,} steps, likeliest actions: return {returns.mean():.2f} "
         f"± {returns.std():.2f} over {len(episodes)} {name} of {length:.1f} steps"
     )
     return 0
@@ -119,25 +115,13 @@ def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
 
 
 @torch.no_grad()
-def play(
-    policy: Policy, environment: Environments, num_episodes: int, *, stochastic: bool = False, seed: int = 0
-) -> list[Episode]:
-    """Plays episodes in a single environment, one after the other.
-
-    With ``stochastic`` actions are sampled with the seed. Otherwise the likeliest actions are taken.
-    """
-    distribution = policy.distribution
-    streams = RandomStreams(seed, first_index=0, num_envs=1, device=torch.device("cpu"))
+def play(policy: Policy, environment: Environments, num_episodes: int) -> list[Episode]:
+    """Plays episodes in a single environment, one after the other, with the likeliest actions."""
     observations = environment.reset()
     episodes: list[Episode] = []
     while len(episodes) < num_episodes:
         outputs = policy.outputs(policy.features(torch.from_numpy(observations).to(policy.observation_dtype)))
-        if stochastic:
-            noise = distribution.noise(streams.uniform(1, distribution.num_outputs, policy.dtype))
-            actions = distribution.sample(outputs, noise[0])
-        else:
-            actions = distribution.mode(outputs)
-        step = environment.step(actions.numpy())
+        step = environment.step(policy.distribution.mode(outputs).numpy())
         observations = step.observations
         episodes += step.episodes
     return episodes

@@ -27,10 +27,10 @@ def checkpoint_of(policy: ActorCritic, step: int = 1000) -> Checkpoint:
     return replace(made, learner=made.learner | {"model": policy.state_dict()})
 
 
-def evaluate(policy: ActorCritic, episodes: int, **options: object) -> list[Episode]:
+def evaluate(policy: ActorCritic, episodes: int) -> list[Episode]:
     checkpoint = checkpoint_of(policy)
     with make_environment(checkpoint, seed=0) as environment:
-        return play(load_policy(checkpoint, environment), environment, episodes, **options)
+        return play(load_policy(checkpoint, environment), environment, episodes)
 
 
 def leaning_to_1(bias: float) -> ActorCritic:
@@ -45,17 +45,6 @@ def leaning_to_1(bias: float) -> ActorCritic:
 def test_the_likeliest_actions_are_taken():
     assert [tuple(each[1:3]) for each in evaluate(leaning_to_1(0.1), 3)] == [(31.0, 5)] * 3
     assert returns_of(evaluate(leaning_to_1(-0.1), 1)) == [0.0]
-
-
-def test_actions_can_be_drawn():
-    policy = leaning_to_1(0.0)
-    first, again, other = (evaluate(policy, 20, stochastic=True, seed=seed) for seed in (0, 0, 1))
-    assert first == again
-    assert returns_of(first) != returns_of(other)
-    # The bits of a return are the actions.
-    ones = sum(int(value).bit_count() for value in returns_of(first))
-    assert 30 < ones < 70
-    assert returns_of(evaluate(leaning_to_1(50.0), 3, stochastic=True)) == [31.0] * 3
 
 
 def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
