@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .. import _C
 from ..compression import LOSSIER, Algorithm, Compression, Wire
@@ -30,14 +33,10 @@ class Candidate:
     points: tuple[tuple[int, float], ...] = ()
     """(gradient values, seconds), the first rising, the second not falling. A single candidate needs none."""
 
-    def predict(self, numel: int) -> float:
-        """Estimates the seconds that a sync of so many values takes, on the line through the points beside it."""
-        points = self.points
-        if len(points) < 2 or numel <= points[0][0]:
-            return points[0][1] if points else 0.0
-        right = next((index for index in range(1, len(points)) if points[index][0] >= numel), -1)
-        (less, seconds), (more, longer) = points[right - 1], points[right]
-        return seconds + (longer - seconds) * (numel - less) / (more - less)
+    def predict(self, numel: float | NDArray[np.float64]) -> NDArray[np.float64]:
+        """Estimates the seconds of a sync of so many values, on the line through the points beside it."""
+        seconds: NDArray[np.float64] = np.interp(numel, *np.transpose(self.points or [(1, 0.0)]))
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,11 @@ def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Candidate]]:
 
     It is the first one that is as fast as the fastest, so that a lossier one has to earn its place.
     """
-    chosen: list[tuple[int, Candidate]] = []
-    sizes = SIZES if len(candidates) > 1 else SIZES[-1:]
-    for before, numel in pairwise([0, *sizes]):
-        seconds = [candidate.predict((before + 1 + numel) // 2) for candidate in candidates]
-        first = next(index for index, each in enumerate(seconds) if each <= TOLERANCE * min(seconds))
-        if chosen and chosen[-1][1] is candidates[first]:
-            chosen.pop()
-        chosen.append((numel, candidates[first]))
-    return chosen
+    middles = (np.array([1, *SIZES[:-1]]) + SIZES) // 2
+    seconds = np.stack([candidate.predict(middles) for candidate in candidates])
+    chosen = (seconds <= TOLERANCE * seconds.min(axis=0)).argmax(axis=0)
+    last_of_each = [*np.flatnonzero(np.diff(chosen)), len(SIZES) - 1]
+    return [(SIZES[index], candidates[chosen[index]]) for index in last_of_each]
 
 
 def in_engine(candidates: Sequence[Candidate]) -> _C.CompressionTable:
@@ -134,7 +129,7 @@ def _explain(candidates: Sequence[Candidate], numel: int) -> str:
     chosen = choose(candidates, numel)
     if len(candidates) == 1:
         return f"{chosen.compression}; given"
-    fastest = min(candidates, key=lambda candidate: candidate.predict(numel))
+    fastest = min(candidates, key=lambda candidate: float(candidate.predict(numel)))
     reason = "the fastest"
     if chosen is not fastest:
         better = "loses less" if chosen.compression.wire != fastest.compression.wire else "is simpler"

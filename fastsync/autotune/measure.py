@@ -21,7 +21,7 @@ from .. import _C
 from .._checks import check_carries, resolve_group
 from ..compression import LOSSIER, Auto, Compression
 from ..distributed import device_of
-from .choose import WIRES, Candidate, GroupProfile, compressions, in_engine, volume
+from .choose import SIZES, WIRES, Candidate, GroupProfile, compressions, in_engine, volume
 
 BUDGET = 0.7
 """Seconds that measuring may take, connecting the ranks not counted."""
@@ -204,14 +204,14 @@ class Survey:
         while True:
             self._samples = []
             self._take_turns(numel, min(self._spent + SHARE * self._budget, self._budget))
-            if numel >= LARGEST or (numel > SMALLEST and not self._next_fits()):
+            if numel >= LARGEST or (numel > SMALLEST and not self._fits(FACTOR * numel)):
                 break
             numel *= FACTOR
         # The time that is left goes into the size that decides about all larger ones.
         self._take_turns(numel, self._budget)
-        beyond = self._expected()
+        beyond = self._expected(SIZES[-1])
         return [
-            Candidate(compression, (*_steady(points), (FACTOR * numel, beyond[compression])))
+            Candidate(compression, (*_steady(points), (SIZES[-1], beyond[compression])))
             for compression, points in self._points.items()
         ]
 
@@ -227,11 +227,11 @@ class Survey:
             # The lower quartile: what disturbs a turn only ever adds to it.
             points[numel] = sorted(of_turns)[(len(of_turns) - 1) // 4]
 
-    def _next_fits(self) -> bool:
-        return self._spent + MIN_TURNS * sum(self._expected().values()) <= self._budget
+    def _fits(self, numel: int) -> bool:
+        return self._spent + MIN_TURNS * sum(self._expected(numel).values()) <= self._budget
 
-    def _expected(self) -> dict[Compression, float]:
-        """Seconds of each at the next size, by its latency and what its bytes cost."""
+    def _expected(self, numel: int) -> dict[Compression, float]:
+        """Seconds of each at a larger size, by its latency and what its bytes cost."""
         newest = {compression: _steady(points)[-2:] for compression, points in self._points.items()}
         per_byte = {
             compression: (longer - seconds) / (more - less) / self._volumes[compression]
@@ -239,9 +239,9 @@ class Survey:
         }
         usual = median_low([value for value in per_byte.values() if value > 0] or [0.0])
         found = {}
-        for compression, (_, (numel, seconds)) in newest.items():
+        for compression, (_, (measured, seconds)) in newest.items():
             cost = min(max(per_byte[compression], usual / UNUSUAL), usual * UNUSUAL)
-            found[compression] = seconds + (FACTOR - 1) * numel * self._volumes[compression] * cost
+            found[compression] = seconds + (numel - measured) * self._volumes[compression] * cost
         return found
 
 
