@@ -102,27 +102,6 @@ class RunSettings:
 
 
 Kind = TypeVar("Kind", bound=RunSettings)
-NUMBERS = tyro.constructors.ConstructorRegistry()
-"""Reads integers such as 1e6, too, which YAML takes for text."""
-
-
-@NUMBERS.primitive_rule
-def _integers(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[int] | None:
-    def read(words: list[str]) -> int:
-        try:
-            return int(words[0])
-        except ValueError:
-            number = float(words[0])
-        if not number.is_integer():
-            raise ValueError(f"{words[0]} is not an integer")
-        return int(number)
-
-    if info.type is not int:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        1, "INT", read, is_instance=lambda value: isinstance(value, int), str_from_instance=lambda value: [str(value)]
-    )
-
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -141,7 +120,7 @@ def load_settings(source: str, kind: type[Kind]) -> Kind:
     Raises:
         ValueError: there is no such file or preset, or the content is not YAML.
     """
-    return tyro.cli(kind, prog=source, args=file_words(source), registry=NUMBERS)
+    return tyro.cli(kind, prog=source, args=file_words(source))
 
 
 def file_words(source: str) -> list[str]:
