@@ -367,11 +367,6 @@ def attach(
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
     if op not in ("mean", "sum"):
         raise ValueError(f"op: expected 'mean' or 'sum', got {op!r}")
-    if broadcast_buffers not in (True, False):
-        raise ValueError(
-            f"broadcast_buffers: expected True or False, got {broadcast_buffers!r}; "
-            "fastsync.distributed.dist_mean averages a buffer"
-        )
     if broadcast_buffers and not isinstance(module_or_params, nn.Module):
         raise ValueError("broadcast_buffers: loose parameters have no buffers; pass their module")
     given = named_parameters(module_or_params, "module_or_params")
