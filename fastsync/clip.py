@@ -32,7 +32,8 @@ def clip_grad_norm_(
     Args:
         sync: what ``attach`` or ``register_comm_hook`` returned.
         max_norm: positive, for gradients without a scaler's scale. It may be a 0-dim tensor on their device.
-        optimizer: the one that steps with these gradients. A fused one takes the coefficient into its next step.
+        optimizer: the one that steps with these gradients. A fused one that steps no others takes the coefficient into
+            its next step.
         scaler: the one that has scaled the loss. It needs ``optimizer``.
         norm_type: of which p-norm; any but 2 takes a pass over the gradients.
         error_if_nonfinite: raise if the norm is inf or nan, before anything is scaled. On a GPU the host waits.
@@ -51,12 +52,6 @@ def clip_grad_norm_(
         raise ValueError(
             f"sync: expected what attach or register_comm_hook returned, got {type(sync).__name__}; for parameters and "
             "models under fully_shard use torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
-        )
-    others = [] if optimizer is None else _other_gradients(optimizer, sync)
-    if others and scaler is None:
-        raise ValueError(
-            f"optimizer: it also steps a parameter of shape {list(others[0].shape)} that is not clipped here; "
-            "leave optimizer out, or clip all of its parameters together"
         )
     if scaler is not None and not scaler.is_enabled():
         scaler = None
@@ -79,12 +74,11 @@ def clip_grad_norm_(
             "error_if_nonfinite"
         )
     divisor = (grad_norm + 1e-6).div_(max_norm).clamp_(min=1.0)
-    in_next_step = optimizer is not None and not others and _takes_grad_scale(optimizer)
-    sync.note_clip(in_next_step)
-    if in_next_step:
-        assert optimizer is not None
+    if optimizer is not None and _takes_grad_scale(optimizer, sync):
+        sync.note_clip(in_next_step=True)
         _scale_next_step(optimizer, divisor, sync)
     else:
+        sync.note_clip(in_next_step=False)
         _multiply(_gradients(sync), divisor.reciprocal())
     return grad_norm
 
@@ -108,17 +102,18 @@ def _gradients(sync: ClippableHandle) -> list[Tensor]:
     return [parameter.grad for parameter in sync.parameters() if parameter.grad is not None]
 
 
-def _takes_grad_scale(optimizer: Optimizer) -> bool:
-    """Tells whether its step divides the gradients by ``optimizer.grad_scale``, as GradScaler makes use of."""
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+def _takes_grad_scale(optimizer: Optimizer, sync: ClippableHandle) -> bool:
+    """Tells whether its step divides the handle's gradients, and no others, by ``optimizer.grad_scale``.
 
-
-def _other_gradients(optimizer: Optimizer, sync: ClippableHandle) -> list[Tensor]:
-    """Finds those that it steps, but the handle does not clip."""
+    GradScaler makes use of it, too.
+    """
     clipped = set(map(id, sync.parameters()))
-    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in clipped]
-    return [parameter.grad for parameter in others if parameter.grad is not None]
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") for group in optimizer.param_groups)
+        and all(id(parameter) in clipped for parameter in stepped)
+    )
 
 
 def _scale_next_step(optimizer: Optimizer, divisor: Tensor, sync: ClippableHandle) -> None:
