@@ -357,7 +357,7 @@ def attach(
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.
         init_sync: first give every rank the parameters and buffers of the group's rank 0.
         op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks.
-        broadcast_buffers: with each sync give every rank rank 0's buffers. They are looked up by module and name.
+        broadcast_buffers: with each sync give every rank rank 0's buffers, those that the modules have by then.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
@@ -393,30 +393,21 @@ _thread = threading.local()
 class _Buffers:
     """A module's buffers, which travel beside the gradients as bytes. The module is not kept alive.
 
-    They are looked up by module and name, because a module may replace them. All become rank 0's. Inside of ``join``
-    the first rank that still has batches takes rank 0's place.
+    They are looked up in each step, because a module may replace them. All become rank 0's. Inside of ``join`` the
+    first rank that still has batches takes rank 0's place.
     """
 
     def __init__(self, owner: nn.Module, are_sent: bool) -> None:
         self.are_sent = are_sent
         self._sent: list[Tensor] = []
-        self._places: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
-        seen: set[int] = set()
-        for prefix, module in owner.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    self._places[f"{prefix}.{name}" if prefix else name] = weakref.ref(module), name
+        self._modules = [(prefix, weakref.ref(module)) for prefix, module in owner.named_modules() if module._buffers]
 
     def named(self) -> dict[str, Tensor]:
-        """Returns what is there by now, by name."""
-        found: dict[str, Tensor] = {}
-        for full_name, (module_ref, name) in self._places.items():
-            module = module_ref()
-            buffer = None if module is None else module._buffers.get(name)
-            if buffer is not None:
-                found[full_name] = buffer
-        return found
+        """Returns what is there by now, by name; what modules share by the first."""
+        alive = [(prefix, module) for prefix, known in self._modules if (module := known()) is not None]
+        named = [each for prefix, module in alive for each in module.named_buffers(prefix, recurse=False)]
+        first_name = {id(buffer): name for name, buffer in reversed(named)}
+        return {name: buffer for name, buffer in named if name == first_name[id(buffer)]}
 
     def description(self) -> str:
         """Returns what the ranks have to agree on."""

@@ -135,6 +135,20 @@ def test_several_backwards_of_one_graph(rank: int, world_size: int) -> None:
     assert_same_on_all_ranks([model.layers[1].running_mean])
 
 
+@on_ranks(2)
+def test_a_buffer_that_modules_share_travels_once(rank: int, world_size: int) -> None:
+    sent = []
+    for second in (torch.zeros(1000), None):
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        model[0].register_buffer("table", torch.full((1000,), float(rank)))
+        model[1].register_buffer("table", model[0].table if second is None else second)
+        sync = fastsync.attach(model, broadcast_buffers=True)
+        model(_inputs(rank, 0)).sum().backward()
+        assert not model[0].table.any(), "not rank 0's"
+        sent.append(sync.stats().wire_bytes)
+    assert sent[0] > sent[1] + 3000
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="broadcast_buffers: loose parameters have no buffers"):
