@@ -291,19 +291,16 @@ def _clippable() -> list[ClippableHandle]:
         return [handle for handle in _in_use if isinstance(handle, ClippableHandle)]
 
 
-def taken_parameters() -> dict[int, ClippableHandle]:
-    """Returns which handle averages a parameter, by the parameter's id."""
-    return {id(parameter): handle for handle in _clippable() for parameter in handle.taken()}
-
-
 def check_free(named: Mapping[str, Tensor], argument: str) -> None:
     """Raises ValueError where a handle in use averages one of these parameters already."""
-    if not taken_parameters().keys().isdisjoint(map(id, named.values())):
+    names = {id(parameter): name for name, parameter in named.items()}
+    if any(id(parameter) in names for handle in _clippable() for parameter in handle.taken()):
         gc.collect()  # DDP is part of reference cycles, and that one may be in use no more
-    taken = taken_parameters()
-    for name, parameter in named.items():
-        if id(parameter) in taken:
-            raise ValueError(f"{argument}: parameter {name} is averaged already, {taken[id(parameter)]._taken_by}")
+    for handle in _clippable():
+        for parameter in handle.taken():
+            if id(parameter) in names:
+                name = names[id(parameter)]
+                raise ValueError(f"{argument}: parameter {name} is averaged already, {handle._taken_by}")
 
 
 def handles_of(module: nn.Module) -> list[GradientHandle]:

@@ -184,15 +184,16 @@ TakeTurn = Callable[[int], tuple[list[float], float]]
 class Survey:
     """Measures whole syncs at rising sizes, and extends them by a cost model: a latency, and a time for each byte.
 
+    The first two sizes take a turn each, whatever the budget: the cost model needs them. A size after them is begun if
+    ``MIN_TURNS`` are expected to fit.
+
     Args:
         volumes: bytes that a rank sends of each value, with each of the candidates.
         take_turn: what measures. Nothing else decides, so that all ranks decide alike.
-        budget: seconds. The first two sizes take a turn each, whatever the budget: the cost model needs them. A size
-            after them is begun if ``MIN_TURNS`` are expected to fit.
     """
 
-    def __init__(self, volumes: Mapping[Compression, float], take_turn: TakeTurn, budget: float = BUDGET) -> None:
-        self._volumes, self._take_turn, self._budget = volumes, take_turn, budget
+    def __init__(self, volumes: Mapping[Compression, float], take_turn: TakeTurn) -> None:
+        self._volumes, self._take_turn = volumes, take_turn
         self._spent = 0.0
         self._points: dict[Compression, dict[int, float]] = {compression: {} for compression in volumes}
         self._samples: list[list[float]] = []
@@ -203,12 +204,12 @@ class Survey:
         numel = SMALLEST
         while True:
             self._samples = []
-            self._take_turns(numel, min(self._spent + SHARE * self._budget, self._budget))
+            self._take_turns(numel, min(self._spent + SHARE * BUDGET, BUDGET))
             if numel >= LARGEST or (numel > SMALLEST and not self._fits(FACTOR * numel)):
                 break
             numel *= FACTOR
         # The time that is left goes into the size that decides about all larger ones.
-        self._take_turns(numel, self._budget)
+        self._take_turns(numel, BUDGET)
         beyond = self._expected(SIZES[-1])
         return [
             Candidate(compression, (*_steady(points), (SIZES[-1], beyond[compression])))
@@ -219,7 +220,7 @@ class Survey:
         """One at least, ``MIN_TURNS`` if the budget allows them, and more until so much time is spent."""
         while not self._samples or (
             len(self._samples) < MAX_TURNS
-            and self._spent + sum(self._samples[-1]) <= (self._budget if len(self._samples) < MIN_TURNS else until)
+            and self._spent + sum(self._samples[-1]) <= (BUDGET if len(self._samples) < MIN_TURNS else until)
         ):
             seconds, self._spent = self._take_turn(numel)
             self._samples.append(seconds)
@@ -228,7 +229,7 @@ class Survey:
             points[numel] = sorted(of_turns)[(len(of_turns) - 1) // 4]
 
     def _fits(self, numel: int) -> bool:
-        return self._spent + MIN_TURNS * sum(self._expected(numel).values()) <= self._budget
+        return self._spent + MIN_TURNS * sum(self._expected(numel).values()) <= BUDGET
 
     def _expected(self, numel: int) -> dict[Compression, float]:
         """Seconds of each at a larger size, by its latency and what its bytes cost."""
