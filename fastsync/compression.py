@@ -46,18 +46,18 @@ class Compression:
     """With ``reduce="fp32"``. ``"one_shot"``: every rank sends all of its values to every other. ``"two_shot"``: every
     rank adds a part of the values, rounds the sums once more and sends them to all. By default one_shot between two
     ranks and for small buckets, else two_shot."""
-    ranks_per_node: int | None = None
+    ranks_per_node: int = 1
     """Two levels: nodes have so many ranks, with consecutive numbers. Inside a node gradients are added at full width;
     between nodes they travel as said here. The number of ranks has to be a multiple of it. A single node does not
-    compress. Needs ``reduce="fp32"``, and has an algorithm of its own. None or 1: all links are alike."""
+    compress. Needs ``reduce="fp32"``, and has an algorithm of its own. With 1 all links are alike."""
 
     def __post_init__(self) -> None:
         if self.wire not in get_args(Wire):
             raise unknown(self.wire)
-        if self.ranks_per_node is not None and (type(self.ranks_per_node) is not int or self.ranks_per_node < 1):
-            raise ValueError(f"compression: ranks_per_node has to be None or at least 1, got {self.ranks_per_node!r}")
+        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
+            raise ValueError(f"compression: ranks_per_node has to be at least 1, got {self.ranks_per_node!r}")
         if self.reduce is None:
-            object.__setattr__(self, "reduce", "fp32" if self.wire in BLOCKS or self._has_two_levels() else "wire")
+            object.__setattr__(self, "reduce", "fp32" if self.wire in BLOCKS or self.ranks_per_node > 1 else "wire")
         options = {
             "reduce": get_args(Reduce),
             "algorithm": (None, *get_args(Algorithm)),
@@ -73,7 +73,7 @@ class Compression:
         """Says which two values do not go together."""
         if self.error_feedback and self.wire == "none":
             return "error_feedback needs a wire that loses something, and 'none' does not"
-        if self._has_two_levels() and self.algorithm is not None:
+        if self.ranks_per_node > 1 and self.algorithm is not None:
             return f"ranks_per_node={self.ranks_per_node} has an algorithm of its own; leave out {self.algorithm!r}"
         if self.reduce == "fp32":
             return None
@@ -83,12 +83,9 @@ class Compression:
             return "error_feedback needs reduce='fp32': nobody keeps what an all-reduce loses"
         if self.algorithm is not None:
             return f"algorithm={self.algorithm!r} needs reduce='fp32'; with reduce='wire' the all-reduce has its own"
-        if self._has_two_levels():
+        if self.ranks_per_node > 1:
             return f"ranks_per_node={self.ranks_per_node} needs reduce='fp32': no all-reduce knows of nodes"
         return None
-
-    def _has_two_levels(self) -> bool:
-        return self.ranks_per_node is not None and self.ranks_per_node > 1
 
     def __str__(self) -> str:
         """In a few words, such as ``int8, error feedback, two_shot``."""
@@ -96,7 +93,7 @@ class Compression:
         if self.error_feedback:
             words.append("error feedback")
         words.append("all_reduce" if self.reduce == "wire" else self.algorithm or "fp32 sums")
-        if self.ranks_per_node is not None:
+        if self.ranks_per_node > 1:
             words.append(f"{self.ranks_per_node} ranks per node")
         return ", ".join(words)
 

@@ -305,7 +305,7 @@ def _of_reduce_scatter(compression: Compression | Auto) -> Compression:
         raise ValueError(
             f"compression: {compression} measures all-reduces, and this is a reduce-scatter; name a Compression"
         )
-    if compression.algorithm is not None or compression.ranks_per_node is not None:
+    if compression.algorithm is not None or compression.ranks_per_node > 1:
         raise ValueError(
             f"compression: a reduce-scatter has one algorithm, over ranks whose links are alike; leave out algorithm="
             f"{compression.algorithm!r} and ranks_per_node={compression.ranks_per_node!r}"

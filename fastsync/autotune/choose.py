@@ -79,7 +79,7 @@ def in_engine(candidates: Sequence[Candidate]) -> _C.CompressionTable:
 
 def _in_engine(each: Compression) -> _C.Compression:
     sums_in_float32 = each.reduce == "fp32"
-    return _C.Compression(each.wire, sums_in_float32, each.error_feedback, each.algorithm, each.ranks_per_node or 1)
+    return _C.Compression(each.wire, sums_in_float32, each.error_feedback, each.algorithm, each.ranks_per_node)
 
 
 def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:

@@ -95,7 +95,7 @@ def candidates_of(
 
 
 def _given(compression: Compression, group: dist.ProcessGroup) -> Candidate:
-    ranks_per_node = compression.ranks_per_node or 1
+    ranks_per_node = compression.ranks_per_node
     if group.size() % ranks_per_node:
         raise ValueError(
             f"compression: ranks_per_node={ranks_per_node} does not divide the process group's {group.size()} ranks; "

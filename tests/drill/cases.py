@@ -103,7 +103,7 @@ class Step:
 
     def __init__(self, case: Case, draw: random.Random, is_first: bool) -> None:
         ranks, numbers = range(case.world_size), range(len(case.parameters))
-        keeps_nothing = not case.has_feedback and not case.compression.ranks_per_node
+        keeps_nothing = not case.has_feedback and case.compression.ranks_per_node == 1
         may_leave = case.is_attached and keeps_nothing and case.world_size > 2 and not is_first
         self.leaves_group = may_leave and may(draw, 8)
         """From here on the last rank is not of the group."""

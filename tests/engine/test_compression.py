@@ -96,10 +96,10 @@ def test_who_adds_follows_from_the_wire() -> None:
         ({"wire": "fp16", "error_feedback": True}, "error_feedback needs reduce='fp32'"),
         ({"reduce": "fp32", "error_feedback": True}, "error_feedback needs a wire that loses something"),
         ({"wire": "int8", "error_feedback": "yes"}, "error_feedback has to be one of True, False, got 'yes'"),
-        ({"wire": "int8", "ranks_per_node": 0}, "ranks_per_node has to be None or at least 1, got 0"),
+        ({"wire": "int8", "ranks_per_node": 0}, "ranks_per_node has to be at least 1, got 0"),
         ({"wire": "bf16", "reduce": "wire", "ranks_per_node": 2}, "ranks_per_node=2 needs reduce='fp32'"),
         ({"wire": "int8", "algorithm": "two_shot", "ranks_per_node": 2}, "ranks_per_node=2 has an algorithm"),
-        ({"wire": "int8", "ranks_per_node": True}, "ranks_per_node has to be None or at least 1, got True"),
+        ({"wire": "int8", "ranks_per_node": True}, "ranks_per_node has to be at least 1, got True"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, object], message: str) -> None:
