@@ -37,9 +37,7 @@ class Evaluate:
     seed: int = 0  # Seeds episodes.
 
     def __post_init__(self) -> None:
-        check_at_least(self, episodes=1)
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must not be negative")
+        check_at_least(self, episodes=1, seed=0)
 
 
 def main(arguments: Sequence[str]) -> int:
