@@ -142,10 +142,7 @@ def check_at_least(options: Any, **least: int) -> None:
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Asks, at the end of a sentence, for the names most like this one; empty if none is like it."""
     known = {known.lower(): known for known in names}
-    word = name.lower()
-    near = difflib.get_close_matches(word.replace("-", "_"), known) or difflib.get_close_matches(
-        word, known, cutoff=0.5
-    )
+    near = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
     return f"; did you mean {' or '.join(known[found] for found in near)}?" if near else ""
 
 
