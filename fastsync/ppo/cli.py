@@ -34,7 +34,7 @@ from .policies import make_policy
 from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
-from .session import use_threads
+from .session import use_one_thread
 from .settings import file_words, words_of
 
 STOPPED = 128 + 15
@@ -80,7 +80,7 @@ def train_rank(settings: Settings) -> str | None:
     Returns:
         The name of the signal that stopped the training early, or None.
     """
-    use_threads(settings)
+    use_one_thread()
     with process_group(settings.timeout) as device:
         # Rank 0's settings count. They may come from the folder of a run, which only rank 0 has to see.
         of_rank_0 = [settings]

@@ -36,12 +36,9 @@ from .runs.metrics import (
 from .settings import RunSettings
 
 
-def use_threads(settings: RunSettings) -> None:
-    """Sets the number of threads that torch computes with."""
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        # As torchrun does. More threads gain nothing on networks this small, and cost much where a core is busy.
+def use_one_thread() -> None:
+    """Has torch compute with one thread, as torchrun does, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:  # more gain nothing on networks this small, and cost much on busy cores
         torch.set_num_threads(1)
 
 
@@ -54,7 +51,7 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
     """
     with ExitStack() as stack:
         if not dist.is_initialized():
-            use_threads(settings)
+            use_one_thread()
         chosen = stack.enter_context(process_group(settings.timeout))
         opened = [stack.enter_context(open_run(settings, dist.get_world_size())) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(opened)

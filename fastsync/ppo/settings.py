@@ -58,8 +58,6 @@ class RunSettings:
     precision: Precision = "fp32"  # Precision of the computation. bf16 and fp16 use autocast, fp16 also a GradScaler.
     fused: bool = True
     """On CPUs use fused operators in place of code that you have not changed. --no-fused: only plain PyTorch."""
-    num_threads: int | None = None
-    """Threads of torch on each rank. By default OMP_NUM_THREADS, else 1, as with torchrun."""
     timeout: float = 120.0  # Seconds that a rank waits for the others before it ends with an error.
 
     runs_dir: str = "runs"  # Folder that holds one folder per run.
@@ -78,7 +76,6 @@ class RunSettings:
         self._check("must be a finite number greater than 0", lambda value: 0 < value < math.inf, "timeout")
         self._check("must be less than 2**63", lambda value: value < 2**63, "seed")
         self._check("must not be negative", lambda value: value >= 0, "seed", "checkpoint_interval")
-        self._check("must be greater than 0", lambda value: value is None or value > 0, "num_threads")
         self._check("must be widths of at least 1", lambda sizes: all(n >= 1 for n in sizes), "hidden_sizes")
         parse_compression(self.compression)
         if self.sync == "gradients" and self.sync_every != 1:

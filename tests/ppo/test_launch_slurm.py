@@ -21,7 +21,7 @@ from tests.forked import until
 
 ODD = Settings(
     env="it's:mine", hidden_sizes=(8, 4), anneal_clip=True, norm_advantages=False, target_kl=0.01, learning_rate=1e-5,
-    run_name="a run", num_threads=3,
+    run_name="a run",
 )  # fmt: skip
 
 
