@@ -95,9 +95,13 @@ def main() -> int:
     Returns:
         0 if the engine works on this machine; 1 if not, or if there is an NVIDIA GPU and no kernels for it were built.
     """
-    extension, error = _load_extension()
+    extension: ModuleType | None = None
+    obstacles = []
+    try:
+        extension = load("_C")
+    except ImportError as error:
+        obstacles.append(f"the engine: {error}")
     has_nccl = dist.is_nccl_available()
-    obstacles = [f"the engine: {error}"] if extension is None else []
     if not dist.is_gloo_available():
         obstacles.append("several ranks on the CPU: this torch has no Gloo; install a torch that has")
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not available"
@@ -111,14 +115,6 @@ def main() -> int:
         print(f"  {line}")
     without_kernels = extension is not None and not extension.built_with_cuda() and _has_nvidia_gpu()
     return 1 if obstacles or without_kernels else 0
-
-
-def _load_extension() -> tuple[ModuleType | None, str]:
-    """The extension, or None and the reason why it does not load."""
-    try:
-        return load("_C"), ""
-    except ImportError as error:
-        return None, str(error)
 
 
 def _versions() -> Facts:

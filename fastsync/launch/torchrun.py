@@ -27,11 +27,7 @@ END_SECONDS = 5
 
 
 def launch_ranks(
-    fn: Callable[..., Any],
-    nproc: int,
-    *args: Any,
-    max_restarts: int = 0,
-    stop_timeout: float = 30.0,
+    fn: Callable[..., Any], nproc: int, *args: Any, max_restarts: int = 0, stop_timeout: float = 30.0
 ) -> list[Any]:
     """Calls ``fn(*args)`` on ``nproc`` ranks, each a process of its own, and returns their results in rank order.
 
