@@ -105,6 +105,9 @@ class Shuffler:
     @staticmethod
     def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
         """Yields equal parts, as views."""
+        if num_parts == 1:
+            yield batch
+            return
         columns = {name: column.chunk(num_parts) for name, column in vars(batch).items()}
         for part in range(num_parts):
             yield Batch(**{name: parts[part] for name, parts in columns.items()})

@@ -144,7 +144,7 @@ class Collector:
             buffers.rewards[row], buffers.terminated[row] = step.rewards, step.terminated
             buffers.done[row], buffers.valid[row] = step.terminated | step.truncated, step.valid
             self.next_observation = step.observations
-            episodes.extend(episode._replace(row=row) for episode in step.episodes)
+            episodes += [episode._replace(row=row) for episode in step.episodes]
             add_infos(infos, step)
         buffers.observations[-1].copy_(torch.from_numpy(self.next_observation))
         if policy.trunk is not None:
@@ -355,11 +355,13 @@ class PPO:
             if grad_norm is not None:
                 steps.append([*metrics.values(), grad_norm])
         names = (*metrics, "grad_norm")
-        logged = [torch.as_tensor(value, device=self.device).detach().float() for of_step in steps for value in of_step]
+        logged = [torch.as_tensor(value, device=self.device) for of_step in steps for value in of_step]
         for name, value in zip(names, logged, strict=False):
             if value.dim():
                 raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
-        means = torch.stack(logged).view(len(steps), -1).mean(0).tolist() if steps else [math.nan] * len(names)
+        none = [math.nan] * len(names)
+        with torch.no_grad():
+            means = torch.stack(logged).float().view(len(steps), -1).mean(0).tolist() if steps else none
         return dict(zip(names, means, strict=True)) | {"optimizer_steps": len(steps)}
 
     def _take_step(self) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -101,6 +102,7 @@ class Session:
                 self._stack.callback(logger.close)
             for sentence in self._notes:
                 self._console.say(sentence)
+        gc.collect()  # what starting up has left, of which a collection in the loop would take longer than an update
         dist.barrier()  # rank 0 has spent time on opening the logs
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +26,7 @@ class Episode(NamedTuple):
     row: int = 0  # row of the rollout in which it ended
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """The result of a step of N environments. The next step may overwrite these arrays."""
 
     observations: Array  # [N, ...], dtype of the environment
