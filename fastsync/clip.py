@@ -5,14 +5,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ._handle import (
-    ClippableHandle,
-    GradientHandle,
-    check_not_unscaled,
-    has_unscaled,
-    loss_scale,
-    note_scaler,
-)
+from ._handle import ClippableHandle, GradientHandle, check_not_unscaled, has_unscaled, loss_scale, note_scaler
 
 
 def clip_grad_norm_(
