@@ -153,7 +153,6 @@ FASTSYNC_WIDE void fast_tanh(float* values, int64_t numel) {
 }
 
 FASTSYNC_WIDE void tanh_backward(float* grad, const float* activated, int64_t rows, int64_t width, float* sums) {
-  std::fill_n(sums, width, 0.0F);
   for (int64_t column = 0; column < width; column += kColumns) {
     const int64_t columns = std::min(kColumns, width - column);
     for (int64_t begin = 0; begin < rows; begin += kTermsOfSum) {
@@ -173,7 +172,7 @@ FASTSYNC_WIDE void tanh_backward(float* grad, const float* activated, int64_t ro
   }
 }
 
-void matmul(const Matrix& left, const Matrix& right, const float* addend, int64_t rows, int64_t inner, int64_t columns,
+void matmul(const Matrix& left, const Matrix& right, Matrix start, int64_t rows, int64_t inner, int64_t columns,
             float* product) {
   std::vector<float> packed;
   Matrix whole = right;
@@ -187,8 +186,10 @@ void matmul(const Matrix& left, const Matrix& right, const float* addend, int64_
     }
     whole = {packed.data(), stride, 1};
   }
-  const std::vector<float> zeros(addend == nullptr ? columns : 0);
-  Matrix start{addend == nullptr ? zeros.data() : addend, 0, 1};
+  const std::vector<float> zeros(start.values == nullptr ? columns : 0);
+  if (start.values == nullptr) {
+    start = {zeros.data(), 0, 1};
+  }
   int64_t begin = 0;
   do {
     const Matrix of_left{left.values + begin * left.column_stride, left.row_stride, left.column_stride};

@@ -9,7 +9,7 @@ namespace fastsync {
 // values → tanh(values), in place: within 2.5 units in the last place of the exact value (tests/ppo/test_ops.py).
 void fast_tanh(float* values, int64_t numel);
 
-// The gradient [rows, width] of activated = tanh(x) → that of x, in place, and into sums [width] its sum over rows.
+// The gradient [rows, width] of activated = tanh(x) → that of x, in place. Its sum over rows is added to sums [width].
 void tanh_backward(float* grad, const float* activated, int64_t rows, int64_t width, float* sums);
 
 // A matrix as it lies in memory: the distance of its rows, and of its columns.
@@ -19,9 +19,9 @@ struct Matrix {
   int64_t column_stride;
 };
 
-// product [rows, columns], each row right behind the other: left [rows, inner] * right [inner, columns], plus addend
-// [columns] in each row if there is one.
-void matmul(const Matrix& left, const Matrix& right, const float* addend, int64_t rows, int64_t inner, int64_t columns,
+// product [rows, columns], each row right behind the other: start + left [rows, inner] * right [inner, columns]. start
+// may be the product itself, or null for 0.
+void matmul(const Matrix& left, const Matrix& right, Matrix start, int64_t rows, int64_t inner, int64_t columns,
             float* product);
 
 }  // namespace fastsync

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -18,28 +19,34 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-Matrix as_it_is(const at::Tensor& tensor) { return {tensor.const_data_ptr<float>(), tensor.size(1), 1}; }
-Matrix transposed(const at::Tensor& tensor) { return {tensor.const_data_ptr<float>(), 1, tensor.size(1)}; }
+// Rows that go through all layers before the next ones do, so that they stay in a core's cache. Sums over rows are the
+// same with more, for matmul adds up 256 at a time.
+constexpr int64_t kBlock = 512;
 
-// As matmul, into a new tensor.
-at::Tensor product(const Matrix& left, const Matrix& right, const float* addend, int64_t rows, int64_t inner,
-                   int64_t columns) {
-  auto result = at::empty({rows, columns}, at::kFloat);
-  matmul(left, right, addend, rows, inner, columns, result.data_ptr<float>());
-  return result;
+Matrix rows_from(int64_t row, const at::Tensor& tensor) {
+  return {tensor.const_data_ptr<float>() + row * tensor.size(1), tensor.size(1), 1};
 }
+Matrix transposed(const Matrix& matrix) { return {matrix.values, matrix.column_stride, matrix.row_stride}; }
 
 // What each layer gives, activated but for the last one's: [B, outputs] of rows [B, inputs].
-variable_list layers_forward(at::Tensor rows, at::TensorList weights, at::TensorList biases) {
+variable_list layers_forward(const at::Tensor& rows, at::TensorList weights, at::TensorList biases) {
   variable_list outputs;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    const int64_t num_inputs = weights[i].size(1), num_outputs = weights[i].size(0);
-    rows = product(as_it_is(rows), transposed(weights[i]), biases[i].const_data_ptr<float>(), rows.size(0), num_inputs,
-                   num_outputs);
-    if (i + 1 < weights.size()) {
-      fast_tanh(rows.data_ptr<float>(), rows.numel());
+  for (const at::Tensor& weight : weights) {
+    outputs.push_back(at::empty({rows.size(0), weight.size(0)}, at::kFloat));
+  }
+  for (int64_t begin = 0; begin < rows.size(0); begin += kBlock) {
+    const int64_t num_rows = std::min(kBlock, rows.size(0) - begin);
+    Matrix inputs = rows_from(begin, rows);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const int64_t width = weights[i].size(0);
+      float* result = outputs[i].data_ptr<float>() + begin * width;
+      const Matrix bias{biases[i].const_data_ptr<float>(), 0, 1};
+      matmul(inputs, transposed(rows_from(0, weights[i])), bias, num_rows, weights[i].size(1), width, result);
+      if (i + 1 < weights.size()) {
+        fast_tanh(result, num_rows * width);
+      }
+      inputs = {result, width, 1};
     }
-    outputs.push_back(rows);
   }
   return outputs;
 }
@@ -61,25 +68,37 @@ class Perceptron : public torch::autograd::Function<Perceptron> {
     const auto saved = context->get_saved_variables();
     const size_t num_layers = saved.size() / 2;
     variable_list grads(2 * num_layers + 1);  // in the order of forward's arguments
-    at::Tensor grad = grad_outputs.front().contiguous();
-    at::Tensor bias_grad = grad.sum(0);
-    for (size_t i = num_layers; i-- > 0;) {
-      const at::Tensor& inputs = saved[i];
-      const at::Tensor& weight = saved[num_layers + i];
-      const int64_t num_rows = grad.size(0), num_inputs = weight.size(1), num_outputs = weight.size(0);
-      grads[1 + i] = product(transposed(grad), as_it_is(inputs), nullptr, num_outputs, num_rows, num_inputs);
-      grads[1 + num_layers + i] = bias_grad;
-      if (i > 0 || context->needs_input_grad(0)) {
-        grad = product(as_it_is(grad), as_it_is(weight), nullptr, num_rows, num_outputs, num_inputs);
-      }
-      if (i > 0) {
-        bias_grad = at::empty({num_inputs}, at::kFloat);
-        tanh_backward(grad.data_ptr<float>(), inputs.const_data_ptr<float>(), num_rows, num_inputs,
-                      bias_grad.data_ptr<float>());
-      }
+    const at::Tensor outer_grad = grad_outputs.front().contiguous();
+    const bool of_input = context->needs_input_grad(0);
+    if (of_input) {
+      grads[0] = at::empty_like(saved[0]);
     }
-    if (context->needs_input_grad(0)) {
-      grads[0] = grad;
+    variable_list hidden;  // gradients of each layer's inputs, for a block
+    for (size_t i = 0; i < num_layers; ++i) {
+      const at::Tensor& weight = saved[num_layers + i];
+      grads[1 + i] = at::zeros_like(weight);
+      grads[1 + num_layers + i] = i + 1 < num_layers ? at::zeros({weight.size(0)}, at::kFloat) : outer_grad.sum(0);
+      hidden.push_back(at::empty({std::min(kBlock, outer_grad.size(0)), weight.size(1)}, at::kFloat));
+    }
+    for (int64_t begin = 0; begin < outer_grad.size(0); begin += kBlock) {
+      const int64_t num_rows = std::min(kBlock, outer_grad.size(0) - begin);
+      Matrix grad = rows_from(begin, outer_grad);
+      for (size_t i = num_layers; i-- > 0;) {
+        const at::Tensor& weight = saved[num_layers + i];
+        const int64_t num_inputs = weight.size(1), num_outputs = weight.size(0);
+        const Matrix inputs = rows_from(begin, saved[i]);
+        float* of_weight = grads[1 + i].data_ptr<float>();
+        matmul(transposed(grad), inputs, {of_weight, num_inputs, 1}, num_outputs, num_rows, num_inputs, of_weight);
+        if (i == 0 && !of_input) {
+          break;
+        }
+        float* of_inputs = i > 0 ? hidden[i].data_ptr<float>() : grads[0].data_ptr<float>() + begin * num_inputs;
+        matmul(grad, rows_from(0, weight), {nullptr, 0, 1}, num_rows, num_outputs, num_inputs, of_inputs);
+        if (i > 0) {
+          tanh_backward(of_inputs, inputs.values, num_rows, num_inputs, grads[num_layers + i].data_ptr<float>());
+        }
+        grad = {of_inputs, num_inputs, 1};
+      }
     }
     return grads;
   }
