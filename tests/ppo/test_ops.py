@@ -61,11 +61,14 @@ def test_perceptron_of_any_size(sizes: tuple[int, ...], num_rows: int):
     plain = layers(sizes)
     fused, exact = Perceptron(*copy.deepcopy(plain)), copy.deepcopy(plain).double()
     inputs, grad = torch.randn(num_rows, sizes[0]), torch.randn(num_rows, sizes[-1])
-    for model, rows in ((plain, inputs), (fused, inputs), (exact, inputs.double())):
+    differentiated = []
+    for model in (plain, fused, exact):
+        rows = inputs.to(next(model.parameters()).dtype, copy=True).requires_grad_()
         outputs = model(rows)
         outputs.backward(grad.to(outputs.dtype))
+        differentiated.append([rows, *model.parameters()])
     torch.testing.assert_close(fused(inputs), plain(inputs), rtol=1e-5, atol=1e-6)
-    for mine, theirs, true in zip(fused.parameters(), plain.parameters(), exact.parameters(), strict=True):
+    for theirs, mine, true in zip(*differentiated, strict=True):
         bound = 4 * (theirs.grad - true.grad).abs().max() + 1e-6  # as near to the true one as the library is
         assert (mine.grad - true.grad).abs().max() <= bound
 
