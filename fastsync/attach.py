@@ -357,7 +357,7 @@ def attach(
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.
         init_sync: first give every rank the parameters and buffers of the group's rank 0.
         op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks.
-        broadcast_buffers: with each sync give every rank rank 0's buffers, those that the modules have by then.
+        broadcast_buffers: with each sync give every rank rank 0's buffers, of modules that had some at the start.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
@@ -367,6 +367,8 @@ def attach(
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
     if op not in ("mean", "sum"):
         raise ValueError(f"op: expected 'mean' or 'sum', got {op!r}")
+    if broadcast_buffers not in (True, False):
+        raise ValueError(f"broadcast_buffers: expected True or False, got {broadcast_buffers!r}")
     if broadcast_buffers and not isinstance(module_or_params, nn.Module):
         raise ValueError("broadcast_buffers: loose parameters have no buffers; pass their module")
     given = named_parameters(module_or_params, "module_or_params")

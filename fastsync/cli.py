@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fastsync {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     # No help of their own: `fastsync train --help` shows the settings.
-    commands.add_parser("train", help="train a policy with PPO on several ranks and machines", add_help=False)
+    commands.add_parser("train", help="train a policy with PPO on several ranks", add_help=False)
     commands.add_parser("launch", help="write the file by which Slurm, Kubernetes or SkyPilot trains", add_help=False)
     commands.add_parser("eval", help="play episodes with a trained policy", add_help=False)
     commands.add_parser("doctor", help="tell what works on this machine, and what does not")

@@ -25,8 +25,8 @@ def clip_grad_norm_(
     Args:
         sync: what ``attach`` or ``register_comm_hook`` returned.
         max_norm: positive, for gradients without a scaler's scale. It may be a 0-dim tensor on their device.
-        optimizer: the one that steps with these gradients. A fused one that steps no others takes the coefficient into
-            its next step.
+        optimizer: the one that steps with these gradients. A fused one that steps these and no others takes the
+            coefficient into its next step.
         scaler: the one that has scaled the loss. It needs ``optimizer``.
         norm_type: of which p-norm; any but 2 takes a pass over the gradients.
         error_if_nonfinite: raise if the norm is inf or nan, before anything is scaled. On a GPU the host waits.
@@ -96,16 +96,16 @@ def _gradients(sync: ClippableHandle) -> list[Tensor]:
 
 
 def _takes_grad_scale(optimizer: Optimizer, sync: ClippableHandle) -> bool:
-    """Tells whether its step divides the handle's gradients, and no others, by ``optimizer.grad_scale``.
+    """Tells whether its step divides all of the handle's gradients, and no others, by ``optimizer.grad_scale``.
 
     GradScaler makes use of it, too.
     """
-    clipped = set(map(id, sync.parameters()))
-    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    clipped = {id(parameter) for parameter in sync.parameters() if parameter.grad is not None}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
-        and all(id(parameter) in clipped for parameter in stepped)
+        and stepped == clipped
     )
 
 

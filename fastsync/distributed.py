@@ -35,14 +35,13 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
-        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. By default NCCL if a rank sees as many GPUs
-            as its machine has ranks, else Gloo, with a warning if it sees fewer, but some. All machines need GPUs, or
-            none. Pass ``"nccl"`` where a launcher shows each rank its own GPU only. Where NCCL_MULTI_RANK_GPU_ENABLE
-            is 1, ranks may share GPUs.
+        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. By default rank 0 decides: for NCCL if it
+            sees as many GPUs as LOCAL_WORLD_SIZE, else for Gloo, with a warning if it sees some. Pass ``"nccl"`` where
+            a launcher shows each rank its own GPU only. Where NCCL_MULTI_RANK_GPU_ENABLE is 1, ranks may share GPUs.
 
     Raises:
-        ValueError: the backend does not exist, differs from that of an open group, or is ``"nccl"`` and this rank sees
-            no GPU.
+        ValueError: the backend does not exist, differs from that of an open group, or is NCCL and this rank sees no
+            GPU.
         RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
     """
     if backend not in ("nccl", "gloo", None):
@@ -53,9 +52,6 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
             raise ValueError(f"backend={backend!r}: a process group of {opened} is open already; leave backend out")
         yield torch.device("cpu") if backend == "gloo" else device_of(resolve_group(None))
         return
-    num_gpus = torch.cuda.device_count()
-    if backend == "nccl" and not num_gpus:
-        raise ValueError("backend='nccl' needs GPUs, and this rank sees none; leave backend out for the CPU")
     # Optimizers import it. Imported while a group is open, it keeps that group alive for good, and Gloo's threads with
     # it; a thread that then drops a tensor while the interpreter shuts down aborts the process.
     importlib.import_module("torch._dynamo")
@@ -68,25 +64,28 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
             # Ranks that torchrun starts again meet in the same store, which still holds the addresses of those before.
             # Elsewhere the store is new, and machines that have joined later count their attempts anew.
             store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     else:
-        store, rank, world_size, local_rank, local_size = HashStore(), 0, 1, 0, 1
-    is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if backend is None and num_gpus and num_gpus < local_size and not is_shared:
-        backend = "gloo"
-        if rank == 0:
+        store, rank, world_size = HashStore(), 0, 1
+    num_gpus = torch.cuda.device_count()
+    if backend is None and rank == 0:
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus))
+        is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        takes_gpus = num_gpus > 0 and (is_shared or num_ranks <= num_gpus)
+        store.set("fastsync/backend", "nccl" if takes_gpus else "gloo")
+        if num_gpus and not takes_gpus:
             warnings.warn(
-                f"all ranks train on the CPU: rank 0 sees {num_gpus} GPU(s) for the {local_size} ranks of its machine. "
+                f"all ranks train on the CPU: rank 0 sees {num_gpus} GPU(s) for the {num_ranks} ranks of its machine. "
                 "Start a rank for each GPU, or say that you mean the CPU with backend='gloo'. If a launcher shows each "
                 "rank its own GPU only, pass backend='nccl', or set NCCL_MULTI_RANK_GPU_ENABLE=1",
                 stacklevel=3,  # where the with block begins
             )
-    if backend == "gloo" or not num_gpus:
+    if (backend or store.get("fastsync/backend").decode()) == "gloo":
         device = torch.device("cpu")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     else:
-        device = torch.device("cuda", local_rank % num_gpus)
+        if not num_gpus:
+            raise ValueError(f"backend: NCCL needs GPUs, and rank {rank} sees none; pass backend='gloo' for the CPU")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % num_gpus)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     # After an error the group ends with the process: ended here, other ranks might be the first to report a failure,

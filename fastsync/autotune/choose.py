@@ -16,9 +16,9 @@ from ..compression import LOSSIER, Algorithm, Compression, Wire
 TOLERANCE = 1.03
 """Times within this factor of the least are as good, for repetitions differ by as much."""
 SIZES = sorted({round(2 ** (step / 32)) for step in range(40 * 32 + 1)})
-"""Gradient values. What is chosen between two sizes is chosen in their middle. They are so near that it stays within
-5 % of the fastest, as long as eight times as many values take at most 13 times as long. What holds up to the last size
-goes on."""
+"""Gradient values. What is chosen in the middle of two sizes holds between them, and what holds up to the last goes on.
+They are so near that each choice stays within 5 % of the fastest. That takes syncs of eight times as many values to
+last at most 13 times as long."""
 WIRES: tuple[Wire, ...] = ("none", "fp16", "bf16", *LOSSIER)
 """From the one that loses least to the one that loses most."""
 _BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}

@@ -123,10 +123,10 @@ class _Turns:
     """``TakeTurn`` on a process group."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, compressions: Iterable[Compression]
+        self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, measured: Iterable[Compression]
     ) -> None:
         self._group, self._device, self._dtype = group, device, dtype
-        self._compressions = list(compressions)
+        self._compressions = list(measured)
         self._parameter = torch.empty(0)
         self._engines: list[_C.Synchronizer] = []
         self._began: float | None = None
@@ -138,7 +138,7 @@ class _Turns:
         if self._began is None:
             # Backends connect ranks when they first talk to each other: a part of starting, not of a sync.
             for engine in self._engines:
-                self._seconds(engine)
+                self._time_sync(engine)
             self._began = time.perf_counter()
         # A rank that leaves a sync early waits in the next one, so the order must change.
         first = self._num_turns % len(self._engines)
@@ -148,7 +148,7 @@ class _Turns:
         ready.item()  # waits for a GPU
         times = torch.zeros(len(self._engines) + 1, dtype=torch.float64)
         for index in (*range(first, len(self._engines)), *range(first)):
-            times[index] = self._seconds(self._engines[index])
+            times[index] = self._time_sync(self._engines[index])
         times[-1] = time.perf_counter() - self._began
         # The slowest rank counts, and all ranks have to decide by the same numbers.
         slowest = times.to(self._device)
@@ -168,7 +168,7 @@ class _Turns:
             engine.agree()
             self._engines.append(engine)
 
-    def _seconds(self, engine: _C.Synchronizer) -> float:
+    def _time_sync(self, engine: _C.Synchronizer) -> float:
         """Times one sync."""
         start = time.perf_counter()
         engine.synchronize()

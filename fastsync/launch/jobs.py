@@ -1,7 +1,7 @@
 """``fastsync launch``: writes files by which Slurm, Kubernetes and SkyPilot start the trainer.
 
-Templates lie beside this module. What the command that submits a file can be told, as ``sbatch --partition`` and
-``sky launch --infra``, is no option.
+Templates lie beside this module. Options of the command that submits a file, such as ``sbatch --partition`` and ``sky
+launch --infra``, are none here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Job(Arguments):
 class Slurm(Job):
     """Write a batch script that trains under Slurm. Shortly before its time limit the job saves and requeues itself.
 
-    What ``sbatch`` can be told, such as ``--time``, is no option.
+    Pass the options of ``sbatch``, such as ``--time``, to ``sbatch``.
     """
 
     template: ClassVar[str] = "slurm.sbatch"

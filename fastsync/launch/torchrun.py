@@ -62,13 +62,13 @@ def launch_ranks(
         signals_to_handle=",".join(number.name for number in LAUNCHERS),
         **ending,
     )
-    # multiprocessing's helper, which Slurm signals too, inherits what is blocked.
+    # multiprocessing's helper, which a batch system may signal too, inherits what is blocked.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     with _signals_passed_on(stop_timeout) as received:
         try:
-            results = elastic_launch(config, _as_rank)(fn, args)
+            results = elastic_launch(config, run_rank)(fn, args)
         except ChildFailedError as error:
             if received and error.get_first_failure()[1].exitcode == -signal.SIGTERM:
                 # It was told to stop before it could listen.
@@ -103,7 +103,8 @@ def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _as_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def run_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Calls ``fn(*args)`` as a rank. torchrun's report has this name."""
     # From here on Ctrl-C ends it, also where it waits for others in C++, and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "OMP_NUM_THREADS" not in os.environ:

@@ -34,7 +34,6 @@ from .policies import make_policy
 from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
-from .session import use_one_thread
 from .settings import file_words, words_of
 
 STOPPED = 128 + 15
@@ -80,7 +79,6 @@ def train_rank(settings: Settings) -> str | None:
     Returns:
         The name of the signal that stopped the training early, or None.
     """
-    use_one_thread()
     with process_group(settings.timeout) as device:
         # Rank 0's settings count. They may come from the folder of a run, which only rank 0 has to see.
         of_rank_0 = [settings]
@@ -179,7 +177,7 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         rank, failure = error.get_first_failure()
         told: Any = failure.message  # a dict where the rank has raised, a string where its process has died
         reason = told["message"] if isinstance(told, dict) else told
-        print(f"{error}\nfastsync train: rank {rank} failed first: {reason}", file=sys.stderr)
+        print(f"{error}\nfastsync train: torchrun saw rank {rank} fail first: {reason}", file=sys.stderr)
         return 1
     except SignalException as error:
         ended_by = signal.Signals(error.sigval)

@@ -37,12 +37,6 @@ from .runs.metrics import (
 from .settings import RunSettings
 
 
-def use_one_thread() -> None:
-    """Has torch compute with one thread, as torchrun does, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:  # more gain nothing on networks this small, and cost much on busy cores
-        torch.set_num_threads(1)
-
-
 @contextmanager
 def open_session(settings: RunSettings, device: torch.device | None) -> Iterator[Session]:
     """Opens what a training needs, for a ``with`` block. Every rank must call it.
@@ -51,8 +45,8 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         ValueError: the environment is not supported, the run folder exists already, or the run cannot be resumed.
     """
     with ExitStack() as stack:
-        if not dist.is_initialized():
-            use_one_thread()
+        if "OMP_NUM_THREADS" not in os.environ:  # one, as torchrun has it: more gain nothing on networks this small
+            torch.set_num_threads(1)
         chosen = stack.enter_context(process_group(settings.timeout))
         opened = [stack.enter_context(open_run(settings, dist.get_world_size())) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(opened)
@@ -102,7 +96,7 @@ class Session:
                 self._stack.callback(logger.close)
             for sentence in self._notes:
                 self._console.say(sentence)
-        gc.collect()  # what starting up has left, of which a collection in the loop would take longer than an update
+        gc.collect()  # start-up's garbage: in the loop a collection takes longer than an update
         dist.barrier()  # rank 0 has spent time on opening the logs
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()

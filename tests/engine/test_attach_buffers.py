@@ -151,5 +151,7 @@ def test_a_buffer_that_modules_share_travels_once(rank: int, world_size: int) ->
 
 @pytest.mark.usefixtures("one_rank")
 def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="broadcast_buffers: expected True or False, got 'mean'"):
+        fastsync.attach(Normed(), broadcast_buffers="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="broadcast_buffers: loose parameters have no buffers"):
         fastsync.attach(Normed().parameters(), broadcast_buffers=True)

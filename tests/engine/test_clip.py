@@ -232,6 +232,14 @@ def test_handles_that_share_an_optimizer_are_clipped_apart(name: str, scales: bo
             torch.testing.assert_close(model.weights[0], expected.weights[0], rtol=1e-5, atol=1e-6)
 
 
+def test_an_optimizer_of_some_of_the_parameters_clips_none_in_its_step() -> None:
+    model, sync = _given("attach", [torch.ones(4), torch.ones(3)])
+    optimizers = [OPTIMIZERS["SGD"]([parameter]) for parameter in model.parameters()]
+    _backward(model, [torch.ones(4), torch.ones(3)])
+    fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizers[0])
+    assert nn.utils.get_total_norm(grads_of(model)).item() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("unscales_first", [True, False])
 def test_other_norms_with_a_scaler(unscales_first: bool) -> None:
     model, sync = _given("attach", [torch.ones(4)])

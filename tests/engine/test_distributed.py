@@ -114,7 +114,7 @@ def test_no_thread_of_the_group_outlives_it() -> None:
 def test_two_ranks_and_one_gpu_train_on_the_cpu(rank: int, world_size: int, port: int) -> None:
     _launched(rank, world_size, port)
     with (
-        mock.patch("torch.cuda.device_count", return_value=1),
+        mock.patch("torch.cuda.device_count", return_value=8 if rank else 1),  # rank 0 decides
         warnings.catch_warnings(record=True) as told,
         process_group(timeout=30) as device,
     ):
@@ -147,11 +147,13 @@ def test_nccl_is_chosen_where_a_rank_sees_as_many_gpus_as_there_are_ranks(
     is_shared: bool,
     device: str,
 ) -> None:
-    place = {"RANK": 11, "WORLD_SIZE": 12, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": local_size}
+    place = {"RANK": 0, "WORLD_SIZE": 12, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": local_size}
     for name, value in {**place, "NCCL_MULTI_RANK_GPU_ENABLE": int(is_shared)}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
-    monkeypatch.setattr("fastsync.distributed.rendezvous", lambda *arguments, **options: iter([(mock.Mock(), 11, 12)]))
+    monkeypatch.setattr(
+        "fastsync.distributed.rendezvous", lambda *arguments, **options: iter([(dist.HashStore(), 0, 12)])
+    )
     with (
         mock.patch("torch.cuda.set_device"),
         mock.patch("torch.distributed.init_process_group") as init,
@@ -166,7 +168,7 @@ def test_nccl_is_chosen_where_a_rank_sees_as_many_gpus_as_there_are_ranks(
 def test_backends_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for backend, message in (
-        ("nccl", "^backend='nccl' needs GPUs, and this rank sees none; leave backend out"),
+        ("nccl", "^backend: NCCL needs GPUs, and rank 0 sees none; pass backend='gloo'"),
         ("mpi", "^backend: expected 'nccl', 'gloo' or None, got 'mpi'$"),
     ):
         with pytest.raises(ValueError, match=message), process_group(timeout=10, backend=backend):  # type: ignore[arg-type]

@@ -53,21 +53,27 @@ def test_a_train_job_is_what_kubeflow_says_it_is(tmp_path: Path, monkeypatch: py
     assert "--runs-dir /runs --run-name fastsync --resume auto" in " ".join(spec["trainer"]["command"])
 
 
-def test_the_command_of_a_train_job_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    job = launch(tmp_path, monkeypatch, "kubernetes", "--image", "mine", "--nproc", "2", "--name", "mine", *TINY)
+def test_the_command_of_a_train_job_trains_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both are this machine."""
+    job = launch(tmp_path, monkeypatch, "kubernetes", "--image", "mine", "--nodes", "2", "--name", "mine", *TINY)
     trainer = job["spec"]["trainer"]
     # What Kubeflow sets in a pod.
-    sets = {"NNODES": trainer["numNodes"], "NPROC_PER_NODE": trainer["numProcPerNode"], "NODE_RANK": 0}
+    sets = {"NNODES": trainer["numNodes"], "NPROC_PER_NODE": trainer["numProcPerNode"]}
     sets |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
     environment |= {f"PET_{name}": str(value) for name, value in sets.items()}
-    command = trainer["command"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def pod(rank: int) -> subprocess.Popen[str]:
+        own = environment | {"PET_NODE_RANK": str(rank)}
+        return subprocess.Popen(trainer["command"], cwd=tmp_path, env=own, stdout=subprocess.PIPE, text=True)
+
+    pods = [pod(rank) for rank in range(2)]
+    said = [each.communicate(timeout=150)[0] for each in pods]
+    assert [each.returncode for each in pods] == [0, 0], said
     # The title stands over the table, once: the ranks have compared their weights before, and one of them prints.
-    assert done.stdout.count("on 2 ranks, compression int8+ef") == 1
-    assert done.stdout.splitlines()[-1] == "written to runs/mine"
+    assert said[0].count("on 2 ranks, compression int8+ef") == 1
+    assert said[0].splitlines()[-1] == "written to runs/mine"
     assert find_checkpoint(tmp_path / "runs" / "mine").step >= 1000
 
 

@@ -109,8 +109,9 @@ class Job:
         return self.process.wait(30)
 
 
-def test_each_machine_gets_its_launcher(tmp_path: Path):
-    options = Slurm(nodes=2, nproc=4, max_restarts=2, settings=replace(ODD, run_name=None), setup="export SEEN=1")
+@pytest.mark.parametrize(("run_name", "expected"), [(None, "fastsync-41234"), ("a 'run' of $HOME",) * 2])
+def test_each_machine_gets_its_launcher(run_name: str | None, expected: str, tmp_path: Path):
+    options = Slurm(nodes=2, nproc=4, max_restarts=2, settings=replace(ODD, run_name=run_name), setup="export SEEN=1")
     job = Job(tmp_path, options, ends_with=0, waits=False)
     assert job.process.wait(30) == 0
     *commands, last = map(shlex.split, job.log())
@@ -122,7 +123,7 @@ def test_each_machine_gets_its_launcher(tmp_path: Path):
         assert asked.signals_to_handle.endswith(",SIGUSR1")
         assert (asked.module, asked.training_script) == (True, "fastsync.train")
         settings = parse(Arguments, "test", asked.training_script_args).settings
-        assert settings == replace(ODD, run_name="fastsync-41234", resume="auto")
+        assert settings == replace(ODD, run_name=expected, resume="auto")
 
 
 @pytest.mark.parametrize(

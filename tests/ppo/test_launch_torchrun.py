@@ -126,7 +126,7 @@ def test_a_lost_job_comes_back_under_its_name_until_the_rank_that_is_lost_is_nam
         os.kill(int(pid), signal.SIGKILL)
         status, said = launcher.ends()
     assert status == 1
-    assert said.startswith("fastsync train: rank ")  # the other one may have been the first to say that this is lost
+    assert said.startswith("fastsync train: torchrun saw rank ")  # perhaps the other one, which says that this is lost
     assert f"Signal 9 (SIGKILL) received by PID {pid}" in launcher.command.err
 
 

@@ -39,13 +39,6 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
     assert load_settings(write(tmp_path, dump_settings(settings)), Settings) == settings
 
 
-def test_what_yaml_takes_for_text_or_leaves_out_is_a_setting(tmp_path: Path):
-    text = "learning_rate: 1e-4\ntotal_steps: 1_000_000\ngamma: 1\nhidden_sizes: [128, 100]\ntarget_kl: ~\n"
-    settings = load_settings(write(tmp_path, text), Settings)
-    assert settings == Settings(learning_rate=1e-4, total_steps=10**6, gamma=1.0, hidden_sizes=(128, 100))
-    assert (type(settings.gamma), type(settings.total_steps)) == (float, int)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
