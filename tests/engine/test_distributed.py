@@ -134,7 +134,6 @@ def test_two_ranks_and_one_gpu_train_on_the_cpu(rank: int, world_size: int, port
         (2, 4, None, True, "cuda:1"),
         (1, 4, "nccl", False, "cuda:0"),  # a launcher shows each rank its own
         (4, 4, "gloo", False, "cpu"),
-        (2, 4, "gloo", False, "cpu"),
         (0, 4, None, True, "cpu"),
     ],
 )
