@@ -256,7 +256,7 @@ def warn_of_generic_kernels(kind: str) -> None:
 
 # One thread may attach while another steps, or detaches; and a handle may be collected while this is held.
 _lock = threading.RLock()
-_in_use: WeakSet[GradientHandle] = WeakSet()
+_in_use: set[ref[GradientHandle]] = set()  # not a WeakSet, which is slow to iterate over: every step does
 _kept: WeakKeyDictionary[nn.Module, list[GradientHandle]] = WeakKeyDictionary()
 """Keeps handles alive for as long as one of these modules lives."""
 NOBODY = nn.Module()
@@ -270,7 +270,7 @@ def begin_use(handle: GradientHandle, modules: Sequence[nn.Module], kept_by: Ite
     """
     handle._modules = [ref(module) for module in modules]
     with _lock:
-        _in_use.add(handle)
+        _in_use.add(ref(handle, _in_use.discard))
         for module in kept_by:
             _kept.setdefault(module, []).append(handle)
     _watch_optimizers()
@@ -279,7 +279,7 @@ def begin_use(handle: GradientHandle, modules: Sequence[nn.Module], kept_by: Ite
 def end_use(handle: GradientHandle) -> None:
     """Ends what ``begin_use`` began."""
     with _lock:
-        _in_use.discard(handle)
+        _in_use.discard(ref(handle))
         for handles in _kept.values():
             if handle in handles:
                 handles.remove(handle)
@@ -288,7 +288,7 @@ def end_use(handle: GradientHandle) -> None:
 def _clippable() -> list[ClippableHandle]:
     """Returns those in use, in a list of its own: another thread may attach meanwhile."""
     with _lock:
-        return [handle for handle in _in_use if isinstance(handle, ClippableHandle)]
+        return [handle for known in tuple(_in_use) if isinstance(handle := known(), ClippableHandle)]
 
 
 def check_free(named: Mapping[str, Tensor], argument: str) -> None:
@@ -306,7 +306,8 @@ def check_free(named: Mapping[str, Tensor], argument: str) -> None:
 def handles_of(module: nn.Module) -> list[GradientHandle]:
     """Returns the handles that ``begin_use`` was called with for this module."""
     with _lock:
-        return [handle for handle in _in_use if any(known() is module for known in handle._modules)]
+        alive = [handle for known in tuple(_in_use) if (handle := known()) is not None]
+    return [handle for handle in alive if any(known() is module for known in handle._modules)]
 
 
 def handle_of(module: nn.Module) -> GradientHandle:
@@ -359,8 +360,9 @@ _scalers: WeakSet[GradScaler] = WeakSet()
 
 def note_scaler(scaler: GradScaler) -> None:
     """Remembers the scaler for ``check_not_unscaled``."""
-    with _lock:
-        _scalers.add(scaler)
+    if scaler.is_enabled():
+        with _lock:
+            _scalers.add(scaler)
 
 
 def loss_scale(scaler: GradScaler) -> Tensor:
@@ -418,6 +420,4 @@ def _note_scaler_that_steps() -> None:
 
 def _stages(scaler: GradScaler) -> dict[int, Any]:
     """Returns the stages of optimizers that were unscaled or stepped since the last update, by the optimizer's id."""
-    if not scaler.is_enabled():
-        return {}
     return {key: state["stage"] for key, state in scaler._per_optimizer_states.items()}

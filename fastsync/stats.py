@@ -8,7 +8,7 @@ from torch import Tensor
 from ._checks import format_bytes
 
 SUM_OF_SQUARES, NUM_NONFINITE, NUM_SATURATED = range(3)
-"""Columns of the engine's statistics of a bucket."""
+"""Places in the engine's statistics."""
 
 Transport: TypeAlias = Literal["process_group", "shared_memory", "two_level"]
 
@@ -20,8 +20,8 @@ class GradStats:
     device; nothing else here does.
     """
 
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows  # the engine's statistics, float64 [buckets, 4]
+    def __init__(self, sums: Tensor) -> None:
+        self._sums = sums  # over buckets, float64 [4]
 
     def __repr__(self) -> str:
         return (
@@ -32,12 +32,12 @@ class GradStats:
     @property
     def grad_norm(self) -> Tensor:
         """2-norm over all synchronised gradients, float32; inf or nan if a gradient is."""
-        return self._rows.select(1, SUM_OF_SQUARES).sum().sqrt().float()
+        return self._sums[SUM_OF_SQUARES].sqrt().float()
 
     @property
     def num_nonfinite(self) -> Tensor:
         """Number of averaged values that are inf or nan, int64. The same on all ranks."""
-        return self._rows[:, NUM_NONFINITE].sum().long()
+        return self._sums[NUM_NONFINITE].long()
 
     @property
     def num_saturated(self) -> Tensor:
@@ -45,7 +45,7 @@ class GradStats:
 
         Every rank also counts sums (``op="sum"``) that the gradients' own dtype does not hold.
         """
-        return self._rows[:, NUM_SATURATED].sum().long()
+        return self._sums[NUM_SATURATED].long()
 
 
 @dataclass(frozen=True, kw_only=True)

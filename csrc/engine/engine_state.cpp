@@ -148,7 +148,7 @@ at::Tensor EngineState::grad_stats() {
   for (const auto& bucket : newest_buckets_) {
     rows.push_back(bucket->stats().to(newest_buckets_.front()->device(), /*non_blocking=*/true));
   }
-  return at::stack(rows);
+  return rows.size() == 1 ? rows.front().clone() : at::stack(rows).sum(0);
 }
 
 SyncTotals EngineState::totals() {

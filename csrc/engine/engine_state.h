@@ -45,7 +45,7 @@ class EngineState {
   int64_t step() { return step_; }
   void set_step(int64_t step) { step_ = step; }
 
-  // float64 [number of buckets, kNumStats]: a row for each bucket of the newest step.
+  // float64 [kNumStats]: the sums over the newest step's buckets.
   at::Tensor grad_stats();
   SyncTotals totals();
   int64_t num_steps() { return times_.num_steps(); }

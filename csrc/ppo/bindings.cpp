@@ -1,5 +1,13 @@
-// The trainer's operators are torch.ops.fastsync.*, which the other files of this folder define: importing the module
-// registers them.
+// fastsync._ppo: the trainer's operators, called without a dispatcher, which takes longer than some of them compute.
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.doc() = "Operators of fastsync.ppo, as torch.ops.fastsync.*."; }
+#include "ppo/operators.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("perceptron", torch::wrap_pybind_function(fastsync::perceptron));
+  m.def("categorical", torch::wrap_pybind_function(fastsync::categorical));
+  m.def("choose", torch::wrap_pybind_function(fastsync::choose));
+  m.def("ppo_objective", torch::wrap_pybind_function(fastsync::ppo_objective));
+  m.def("ppo_minibatch", torch::wrap_pybind_function(fastsync::ppo_minibatch));
+}

@@ -16,37 +16,34 @@ from .random_streams import RandomStreams
 
 
 class Buffers:
-    """Memory for a rollout of T steps of N environments, allocated once."""
+    """Memory for T steps of N environments, allocated once: arrays that share it with tensors on the CPU.
 
-    def __init__(self, num_steps: int, environments: Environments, policy: Policy, device: torch.device) -> None:
+    Attributes:
+        observations: [T + 1, N, *observation_shape]; the last row is the first of the next rollout.
+        inputs: the rows of observations, as tensors.
+        actions: [T, N, *action_shape].
+        rewards: [T, N].
+        terminated, done, valid: [T, N], as in ``ppo.Rollout``.
+    """
+
+    def __init__(self, num_steps: int, environments: Environments, policy: Policy) -> None:
         distribution, num_envs = policy.distribution, environments.num_envs
         shape = environments.single_observation_space.shape
         assert shape is not None
-
-        def rows(number: int, *shape: int, dtype: torch.dtype = policy.dtype) -> Tensor:
-            return torch.empty(number, num_envs, *shape, dtype=dtype, device=device)
-
+        observations = torch.empty(num_steps + 1, num_envs, *shape, dtype=policy.observation_dtype)
         action_dtype = policy.dtype if distribution.dtype.is_floating_point else distribution.dtype
-        # The last row of observations and of values is the first of the next rollout.
-        self.observations = rows(num_steps + 1, *shape, dtype=policy.observation_dtype)
-        self.actions = rows(num_steps, *distribution.shape, dtype=action_dtype)
-        self.outputs = rows(num_steps, distribution.num_outputs)
-        self.values = rows(num_steps + 1)
+        self.observations, self.inputs = observations.numpy(), observations.unbind()
+        self.actions = torch.empty(num_steps, num_envs, *distribution.shape, dtype=action_dtype).numpy()
         self.rewards = np.empty((num_steps, num_envs))
         self._flags = np.empty((3, num_steps, num_envs), dtype=np.bool_)
         self.terminated, self.done, self.valid = self._flags
-        # Views of each row, made once.
-        columns = (self.observations[:-1], self.outputs, self.actions, self.values[:-1])
-        self.rows = list(zip(*(column.unbind() for column in columns), strict=True))
 
-    def columns(self) -> dict[str, Any]:
-        """Returns columns of ``ppo.Rollout`` [T, N, ...] by name, on the device."""
-        rewards = torch.from_numpy(self.rewards).to(self.values.device, self.values.dtype)
-        flags = torch.from_numpy(self._flags).to(self.values.device).unbind()
-        return {
-            "observations": self.observations[:-1], "actions": self.actions, "values": self.values[:-1],
-            "rewards": rewards, **dict(zip(("terminated", "done", "valid"), flags, strict=True)),
-        }  # fmt: skip
+    def columns(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """Returns the columns as tensors on a device, by their names in ``ppo.Rollout``; rewards of that dtype."""
+        arrays = {"observations": self.observations, "actions": self.actions, "flags": self._flags}
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        flags = dict(zip(("terminated", "done", "valid"), tensors.pop("flags").unbind(), strict=True))
+        return {**tensors, **flags, "rewards": torch.from_numpy(self.rewards).to(device, dtype)}
 
 
 def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_minibatches: int) -> Tensor:

@@ -12,13 +12,16 @@ import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .. import _ppo  # noqa: F401 registers torch.ops.fastsync.*
+from .. import _ppo
+
+Result = TypeVar("Result")
 
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 """The metrics that ``ppo_loss`` returns."""
@@ -29,6 +32,10 @@ SMALL = 1 << 16
 _is_enabled = True
 _ran: dict[str, bool] = {}
 """Whether the operator ran at the last call, by the names of functions and layers."""
+_known: dict[str, Operator[Any]] = {}
+"""The functions under ``@Operator``, by their names."""
+_seen: dict[nn.Module, Any] | None = None
+"""What is known of modules, inside of ``look_once``."""
 
 
 def enable(enabled: bool, own: Sequence[Callable[..., Any]] = ()) -> None:
@@ -47,36 +54,92 @@ def what_ran() -> str:
     return f"fused operators run for {by_operator}; plain PyTorch runs for everything else{plain and f': {plain}'}"
 
 
-def _ppo_loss(new: Any, batch: Any, settings: Any, remaining: float) -> tuple[Tensor, dict[str, Tensor]]:
-    loss, metrics = torch.ops.fastsync.ppo_objective.default(
-        new.log_prob, new.entropy, new.values, batch.log_probs, batch.advantages, batch.values, batch.returns,
-        batch.weights, settings.clip_coef * remaining if settings.anneal_clip else settings.clip_coef,
-        settings.vf_coef, settings.ent_coef, settings.clip_value_loss,
-    )  # fmt: skip
+@contextmanager
+def look_once() -> Iterator[None]:
+    """Inside, each policy's layers and hooks are looked at once, for looking takes as long as a small layer does."""
+    global _seen
+    before, _seen = _seen, {}
+    try:
+        yield
+    finally:
+        _seen = before
+
+
+def _look(module: nn.Module, at: Callable[[], Result]) -> Result:
+    if _seen is None:
+        return at()
+    if module not in _seen:
+        _seen[module] = at()
+    result: Result = _seen[module]
+    return result
+
+
+# ---- what replaces a function: it returns None for what it cannot compute --------------------------------------------
+
+
+def _categorical(logits: Tensor, actions: Tensor) -> Any:
+    return _ppo.categorical(logits, actions) if _suits(logits) else None
+
+
+def _choose(logits: Tensor, noise: Tensor) -> Any:
+    return _ppo.choose(logits, noise) if _suits(logits) else None
+
+
+def _ppo_loss(new: Any, batch: Any, settings: Any, remaining: float) -> Any:
+    if not _suits(new.log_prob):
+        return None
+    columns = batch.log_probs, batch.advantages, batch.values, batch.returns, batch.weights
+    return _with_names(_ppo.ppo_objective(*new[:3], *columns, *_coefficients(settings, remaining)))
+
+
+def _minibatch_loss(policy: Any, batch: Any, settings: Any, remaining: float, loss: Any) -> Any:
+    """One node of the graph, for a policy of two perceptrons and one choice a step."""
+    can = loss is _known["ppo_loss"] and loss.is_proven and settings.precision == "fp32" and torch.is_grad_enabled()
+    layers = _look(policy, lambda: _perceptrons(policy)) if can and _suits_layers(batch.observations) else None
+    if layers is None:
+        return None
+    rows = batch.observations, batch.actions
+    columns = batch.log_probs, batch.advantages, batch.values, batch.returns, batch.weights
+    return _with_names(_ppo.ppo_minibatch(*rows, *columns, *layers, *_coefficients(settings, remaining)))
+
+
+def _coefficients(settings: Any, remaining: float) -> tuple[float, float, float, bool]:
+    clip = settings.clip_coef * remaining if settings.anneal_clip else settings.clip_coef
+    return clip, settings.vf_coef, settings.ent_coef, settings.clip_value_loss
+
+
+def _with_names(result: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, metrics = result
     return loss, dict(zip(METRICS, metrics.unbind(), strict=True))
 
 
 _OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "categorical": ("6de9fae8a7ad79cb", _categorical),
+    "choose": ("1c79cdf067ea4aac", _choose),
     "ppo_loss": ("03ae43829a136a04", _ppo_loss),
-    "categorical": ("6de9fae8a7ad79cb", torch.ops.fastsync.categorical.default),
+    "minibatch_loss": ("0e335790be27afe9", _minibatch_loss),
 }
 """By the name of a plain function: the fingerprint that the operator was proven equal to, and the operator."""
 
+_METHODS = ("forward", "features", "outputs", "value", "_in_full_precision")
+_PROVEN = "fab5d27990fd7278"
+"""The fingerprint of a policy's methods, and of its distribution's, that ``minibatch_loss`` was proven equal for."""
 
-def fingerprint(function: Callable[..., Any]) -> str:
-    """Hashes a function's source without decorators, docstring and comments. Empty if there is no source."""
-    try:
-        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError):
-        return ""
-    assert isinstance(definition, ast.FunctionDef)
-    if ast.get_docstring(definition) is not None:
-        definition.body = definition.body[1:]
-    text = ast.unparse(definition.args) + "".join(map(ast.unparse, definition.body))
+
+def fingerprint(*functions: Callable[..., Any]) -> str:
+    """Hashes functions' source without decorators, docstrings and comments. Empty where there is none."""
+    text = ""
+    for function in functions:
+        try:
+            definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        except (OSError, TypeError, SyntaxError):  # the last of a lambda within an expression
+            return ""
+        if not isinstance(definition, ast.FunctionDef):
+            return ""
+        if ast.get_docstring(definition) is not None:
+            definition.body = definition.body[1:]
+        text += ast.unparse(definition.args) + "".join(map(ast.unparse, definition.body))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-Result = TypeVar("Result")
 
 
 class Operator(Generic[Result]):
@@ -86,6 +149,7 @@ class Operator(Generic[Result]):
         functools.update_wrapper(self, plain)
         self.plain = plain
         self._proven, self._operator = _OPERATORS[plain.__name__]
+        _known.setdefault(plain.__name__, self)
 
     @functools.cached_property
     def is_proven(self) -> bool:
@@ -93,10 +157,13 @@ class Operator(Generic[Result]):
         return fingerprint(self.plain) == self._proven
 
     def __call__(self, *args: Any) -> Result:
-        tensor = args[0] if isinstance(args[0], Tensor) else args[0][0]
-        can = _is_enabled and self.is_proven and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-        _ran[self.plain.__name__] = can
-        return self._operator(*args) if can else self.plain(*args)
+        can = _is_enabled and self.is_proven and not torch.compiler.is_compiling()
+        result: Result | None = self._operator(*args) if can else None
+        _ran[self.plain.__name__] = result is not None
+        return self.plain(*args) if result is None else result
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
 
 
 class Perceptron(nn.Sequential):
@@ -110,26 +177,64 @@ class Perceptron(nn.Sequential):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., outputs] of [..., inputs]."""
-        layers = list(self._modules.values())
-        can = rows.dtype is torch.float32 and rows.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-        can = can and not torch.compiler.is_compiling() and _alternate(layers)
-        _ran[self.name] = can
-        if not can:
+        can = _suits_layers(rows) and not torch.compiler.is_compiling()
+        operands = _look(self, self.operands) if can else None
+        _ran[self.name] = operands is not None
+        if operands is None:
             layer_by_layer: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
             return layer_by_layer
-        # Reading the layers' dicts is faster than their attributes.
-        linear = [layer._parameters for layer in layers[::2]]
-        weights, biases = [layer["weight"] for layer in linear], [layer["bias"] for layer in linear]
-        outputs: Tensor = torch.ops.fastsync.perceptron.default(rows, weights, biases)
+        outputs: Tensor = _ppo.perceptron(rows, *operands)
         return outputs
+
+    def operands(self) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Returns weights and biases; None where the operator cannot compute the layers."""
+        layers = list(self._modules.values())
+        if not _alternate(layers):
+            return None
+        # Reading the layers' dicts is faster than their attributes.
+        linear: list[Any] = [layer._parameters for layer in layers[::2]]
+        return [layer["weight"] for layer in linear], [layer["bias"] for layer in linear]
+
+
+def _suits(rows: Tensor) -> bool:
+    return rows.dtype is torch.float32 and rows.device.type == "cpu"
+
+
+def _suits_layers(rows: Tensor) -> bool:
+    return _suits(rows) and not torch.is_autocast_enabled("cpu")
+
+
+def _perceptrons(policy: Any) -> list[list[Tensor]] | None:
+    """Returns weights and biases of actor and critic; None unless these and one choice a step are all of the policy."""
+    if policy.trunk is not None or policy.normalizer is not None or policy.distribution.shape or _has_hooks(policy):
+        return None
+    methods = [*(getattr(policy, name) for name in _METHODS), policy.distribution.log_prob_and_entropy]
+    if not _known["categorical"].is_proven or not _are_proven(*(getattr(each, "__func__", each) for each in methods)):
+        return None
+    operands = list[list[Tensor]]()
+    for layers in (policy.actor, policy.critic):
+        of_layers = layers.operands() if type(layers) is Perceptron and not _has_hooks(layers) else None
+        if of_layers is None:
+            return None
+        operands += of_layers
+    return operands
+
+
+@functools.cache
+def _are_proven(*methods: Any) -> bool:
+    return fingerprint(*methods) == _PROVEN
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _alternate(layers: list[Any]) -> bool:
     """Returns whether these are linear layers with biases and tanh between them, without hooks."""
     for index, layer in enumerate(layers):
-        if type(layer) is not (nn.Tanh if index % 2 else nn.Linear):
-            return False
-        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        if type(layer) is not (nn.Tanh if index % 2 else nn.Linear) or _has_hooks(layer):
             return False
         if layer._parameters.get("bias", 0) is None:  # a linear layer without bias
             return False

@@ -35,6 +35,12 @@ def categorical(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
     return log_probabilities.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropy
 
 
+@fused.Operator
+def choose(logits: Tensor, noise: Tensor) -> Tensor:
+    """The likeliest [B] of logits + noise [B, n]: with Gumbel noise a sample of the logits' distribution."""
+    return torch.argmax(logits + noise, dim=-1)
+
+
 class ActionDistribution(nn.Module, ABC):
     """A distribution over the actions of one kind of space.
 
@@ -91,7 +97,7 @@ class Categorical(ActionDistribution):
         return -torch.log(-torch.log(uniform))
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        return self.mode(outputs + noise)
+        return choose(outputs, noise) if not self.shape else self.mode(outputs + noise)
 
     def mode(self, outputs: Tensor) -> Tensor:
         if not self.shape:
@@ -183,11 +189,16 @@ class Policy(nn.Module):
 
     def outputs(self, features: Tensor) -> Tensor:
         """Computes the distribution's outputs [..., num_outputs], in full precision also under autocast."""
-        return _in_full_precision(self.actor(features))
+        return self._in_full_precision(self.actor(features))
 
     def value(self, features: Tensor) -> Tensor:
         """Computes values, the expected discounted returns [...], in full precision also under autocast."""
-        return _in_full_precision(self.critic(features)).squeeze(-1)
+        return self._in_full_precision(self.critic(features)).squeeze(-1)
+
+    @staticmethod
+    def _in_full_precision(outputs: Tensor) -> Tensor:
+        """Converts 16-bit outputs of autocast to float32."""
+        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -274,11 +285,6 @@ def initialized(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
-
-
-def _in_full_precision(outputs: Tensor) -> Tensor:
-    """Converts 16-bit outputs of autocast to float32."""
-    return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
 class _Convolutions(nn.Module):

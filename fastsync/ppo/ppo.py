@@ -26,6 +26,7 @@ from ..compression import parse_compression
 from ..stats import SyncStats
 from ..stopwatch import Stopwatch
 from . import fused
+from .adam import Adam
 from .batches import Batch, Buffers, Shuffler, row_weights
 from .envs.interface import Environments, Episode
 from .exchange import Exchange
@@ -91,7 +92,7 @@ class Settings(RunSettings):
 
 # --- Rollout ----------------------------------------------------------------------------------------------------------
 class Rollout(NamedTuple):
-    """T steps of N environments. The next rollout overwrites these tensors.
+    """T steps of N environments. The next rollout may overwrite these tensors.
 
     After an episode ends, the next step only resets the environment. It ignores the action, has reward 0, and is not
     valid.
@@ -118,43 +119,47 @@ class Collector:
 
     def __init__(self, settings: Settings, environments: Environments, policy: Policy, streams: RandomStreams) -> None:
         self.settings, self.environments, self.policy, self.streams = settings, environments, policy, streams
-        self.buffers = Buffers(settings.num_steps, environments, policy, streams.device)
+        self.buffers = Buffers(settings.num_steps, environments, policy)
         self.next_observation = environments.reset()  # [N, *observation_shape]
 
     @torch.no_grad()
+    @fused.look_once()
     def collect(self) -> Rollout:
         """Takes T steps in each environment."""
         began, environment_seconds = time.perf_counter(), 0.0
         policy, buffers, distribution = self.policy, self.buffers, self.policy.distribution
         uniform = self.streams.uniform(self.settings.num_steps, distribution.num_outputs, policy.dtype)
         noises = distribution.noise(uniform).unbind()  # T of [N, num_outputs]
-        episodes = list[Episode]()
+        outputs, values, episodes = list[Tensor](), list[Tensor](), list[Episode]()
         infos: dict[str, list[float]] = {name: [] for name in self.settings.log_info}
-        for row, (observations, outputs, actions, values) in enumerate(buffers.rows):  # views of the buffers' row
-            observations.copy_(torch.from_numpy(self.next_observation))
-            features = policy.features(observations)
-            computed = policy.outputs(features)  # [N, num_outputs], such as logits
-            outputs.copy_(computed)
+        for row, noise in enumerate(noises):
+            buffers.observations[row] = self.next_observation
+            features = policy.features(buffers.inputs[row].to(self.streams.device))
+            outputs.append(policy.outputs(features))  # [N, num_outputs], such as logits
             if policy.trunk is not None:
-                values.copy_(policy.value(features))
-            actions.copy_(distribution.sample(computed, noises[row]))
+                values.append(policy.value(features))
+            buffers.actions[row] = distribution.sample(outputs[-1], noise).cpu().numpy()
             stepped = time.perf_counter()
-            step = self.environments.step(actions.cpu().numpy())
+            step = self.environments.step(buffers.actions[row])
             environment_seconds += time.perf_counter() - stepped
             buffers.rewards[row], buffers.terminated[row] = step.rewards, step.terminated
             buffers.done[row], buffers.valid[row] = step.terminated | step.truncated, step.valid
             self.next_observation = step.observations
             episodes += [episode._replace(row=row) for episode in step.episodes]
             add_infos(infos, step)
-        buffers.observations[-1].copy_(torch.from_numpy(self.next_observation))
+        buffers.observations[-1] = self.next_observation
+        columns = buffers.columns(policy.dtype, self.streams.device)
+        observations = columns.pop("observations")  # [T + 1, N, *observation_shape]
         if policy.trunk is not None:
-            buffers.values[-1] = policy.value(policy.features(buffers.observations[-1]))
+            of_all = torch.stack([*values, policy.value(policy.features(observations[-1]))])
         else:  # a separate critic is evaluated once, for all rows
-            buffers.values.copy_(policy.value(policy.features(buffers.observations)))
+            of_all = policy.value(policy.features(observations))  # [T + 1, N]
         return Rollout(
-            **buffers.columns(),
-            log_probs=distribution.log_prob(buffers.outputs, buffers.actions),
-            next_values=buffers.values[1:],
+            **columns,
+            observations=observations[:-1],
+            values=of_all[:-1],
+            next_values=of_all[1:],
+            log_probs=distribution.log_prob(torch.stack(outputs), columns["actions"]),
             episodes=episodes,
             infos={name: mean(values) for name, values in infos.items()},
             environment_seconds=environment_seconds,
@@ -166,10 +171,10 @@ class Collector:
 # --- Advantages -------------------------------------------------------------------------------------------------------
 def discounted_sums(summands: Tensor, decays: Tensor) -> Tensor:
     """Discounted sums [T, N]: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``; the last row is its summand."""
-    sums = torch.empty_like(summands)
-    following = torch.zeros_like(summands[0])
-    for summand, decay, result in zip(summands.flip(0), decays.flip(0), reversed(sums.unbind()), strict=True):
-        following = torch.addcmul(summand, decay, following, out=result)
+    sums = summands.clone()
+    following, *rows = reversed(sums.unbind())
+    for row, decay in zip(rows, decays[:-1].flip(0), strict=True):
+        following = row.addcmul_(decay, following)
     return sums
 
 
@@ -239,8 +244,9 @@ Loss = Callable[[Evaluated, Batch, Settings, float], tuple[Tensor, dict[str, Ten
 Advantages = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Settings], Tensor]
 
 
+@fused.Operator
 def minibatch_loss(
-    policy: Policy, batch: Batch, settings: Settings, remaining: float, loss: Loss = ppo_loss
+    policy: Policy, batch: Batch, settings: Settings, remaining: float, loss: Loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Evaluates the policy on a minibatch, and then the loss."""
     with autocast(settings.precision, batch.log_probs.device):  # the loss stays in fp32, for sums in 16 bits are coarse
@@ -271,7 +277,7 @@ class PPO:
         self.policy = make_policy(settings, *spaces, policy).to(device)
         self.exchange = Exchange(device)
         lr = torch.tensor(settings.learning_rate, device=device)
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=lr, eps=1e-5, fused=True)
+        self.optimizer = Adam(self.policy.parameters(), lr=lr, eps=1e-5)
         compression = parse_compression(settings.compression)
         self.outer: DiLoCo | None = None  # averages weights, if gradients are not averaged
         # From here on all ranks have rank 0's weights, and backward() averages gradients over the ranks of self.sync.
@@ -341,6 +347,7 @@ class PPO:
         with self.waiting:
             return self.exchange.sum(mine)
 
+    @fused.look_once()
     def _update(self, batch: Batch, remaining: float) -> dict[str, float]:
         """Epochs of minibatches. Returns the metrics' means over the optimizer steps; NaN if there was none."""
         settings, steps = self.settings, list[list[Tensor]]()

@@ -28,13 +28,13 @@ from fastsync.ppo.batches import Batch
 from fastsync.ppo.cli import Arguments, check_environment, parse
 from fastsync.ppo.evaluate import main
 from fastsync.ppo.fused import Operator, Perceptron, fingerprint, fuse
-from fastsync.ppo.policies import Policy, categorical, make_policy
-from fastsync.ppo.ppo import Evaluated, Settings, ppo_loss, train
+from fastsync.ppo.policies import Policy, categorical, choose, make_policy
+from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss, train
 from tests.ranks import RankError, run_ranks
 from tests.toy_envs import Countdown
 
 TINY = Settings(total_steps=600, num_envs=4, num_steps=16, num_epochs=2)
-OPERATORS = (ppo_loss, categorical)
+OPERATORS = (ppo_loss, categorical, choose, minibatch_loss)
 VECTOR, TWO = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
 Weights = dict[str, Tensor]
 
@@ -139,8 +139,8 @@ def test_what_is_edited_in_the_files_runs(tmp_path: Path):
         said[name] = done.stdout
     returns = {name: [row["episodes/return"] for row in rows_of_last(tmp_path / name / "runs")] for name in said}
     assert returns["SiLU"] != returns["nothing"]
-    assert "fused operators run for actor, critic, categorical" in said["nothing"]
-    assert "fused operators run for categorical" in said["SiLU"]
+    assert "fused operators run for actor, choose, critic, categorical, minibatch_loss" in said["nothing"]
+    assert "fused operators run for choose, categorical, ppo_loss; plain" in said["SiLU"]
 
 
 def without_operators(rank: int, world_size: int, settings: Settings) -> tuple[Weights, str, bool]:
@@ -155,7 +155,7 @@ def without_operators(rank: int, world_size: int, settings: Settings) -> tuple[W
 
 def test_without_fused_operators_all_is_plain_and_learns_the_same(tmp_path: Path):
     fused, said = trained(tmp_path)
-    assert "fused operators run for actor, critic, categorical, ppo_loss; plain" in said
+    assert "fused operators run for actor, choose, critic, categorical, minibatch_loss; plain" in said
     settings = replace(TINY, runs_dir=str(tmp_path), run_name="plain", fused=False)
     ((plain, said, has_fused),) = run_ranks(without_operators, 1, settings)
     assert "everything runs in plain PyTorch" in said
@@ -188,7 +188,7 @@ def test_a_metric_of_ones_own_is_in_every_log_and_changes_nothing(tmp_path: Path
 
 def test_under_autocast_layers_run_by_themselves_and_the_run_says_so(tmp_path: Path):
     _, said = trained(tmp_path, replace(TINY, precision="bf16"))
-    assert "fused operators run for categorical, ppo_loss; plain PyTorch runs for everything" in said
+    assert "fused operators run for choose, categorical, ppo_loss; plain PyTorch runs for everything" in said
     assert "estimate_advantages, actor, critic" in said
 
 
@@ -238,7 +238,7 @@ def of_one_step(
 
 def test_advantages_of_ones_own_are_what_is_learnt_from(tmp_path: Path):
     one_step, said = trained(tmp_path, advantages=of_one_step)
-    assert "fused operators run for actor, critic, categorical, ppo_loss; plain" in said
+    assert "fused operators run for actor, choose, critic, categorical, minibatch_loss; plain" in said
     assert "everything else: of_one_step" in said
     assert are_equal(one_step, trained(tmp_path, replace(TINY, gae_lambda=0.0))[0])
     assert not are_equal(one_step, trained(tmp_path)[0])

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 
-from fastsync.ppo.fused import METRICS, Perceptron
-from fastsync.ppo.policies import Categorical, categorical
-from fastsync.ppo.ppo import Evaluated, Settings, ppo_loss
+from fastsync import _ppo
+from fastsync.ppo import fused
+from fastsync.ppo.adam import Adam
+from fastsync.ppo.batches import Batch
+from fastsync.ppo.fused import METRICS, Perceptron, what_ran
+from fastsync.ppo.policies import Categorical, Policy, categorical, choose, make_policy
+from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss
 
 
 def view_of(values: Tensor) -> Tensor:
@@ -50,11 +56,6 @@ def test_perceptron_is_its_layers(shape: tuple[int, ...]):
         assert torch.equal(fused(inputs), result)
 
 
-def test_perceptron_in_float64_is_layer_by_layer():
-    plain = layers().double()
-    assert torch.equal(Perceptron(*plain)(torch.ones(2, 4).double()), plain(torch.ones(2, 4).double()))
-
-
 @pytest.mark.parametrize("sizes", [(3, 70, 33, 5), (17, 64, 1), (130, 16, 4), (20, 260, 260, 2)])
 @pytest.mark.parametrize("num_rows", [1, 5, 64, 700])
 def test_perceptron_of_any_size(sizes: tuple[int, ...], num_rows: int):
@@ -76,7 +77,7 @@ def test_perceptron_of_any_size(sizes: tuple[int, ...], num_rows: int):
 def test_sums_over_many_rows_are_exact():
     ones, inputs = [torch.ones(1, 1)] * 2, torch.full((100_000, 1), 0.1)
     weights, biases = ([each.clone().requires_grad_() for each in ones] for _ in range(2))
-    torch.ops.fastsync.perceptron(inputs, weights, [bias.flatten() for bias in biases]).mean().backward()
+    _ppo.perceptron(inputs, weights, [bias.flatten() for bias in biases]).mean().backward()
     exact = [each.detach().double().requires_grad_() for each in weights + biases]
     hidden = torch.tanh(inputs.double() @ exact[0] + exact[2])
     expected = torch.autograd.grad((hidden @ exact[1] + exact[3]).mean(), exact)
@@ -89,7 +90,7 @@ def test_perceptron_takes_views(viewed: int):
     operands = [torch.randn(7, 4), torch.randn(3, 4), torch.randn(3)]
     operands[viewed] = view_of(operands[viewed])
     inputs, weight, bias = (each.requires_grad_() for each in operands)
-    result = torch.ops.fastsync.perceptron(inputs, [weight], [bias])
+    result = _ppo.perceptron(inputs, [weight], [bias])
     expected = nn.functional.linear(inputs, weight, bias)
     torch.testing.assert_close(result, expected)
     grad = torch.randn(7, 3)
@@ -106,7 +107,7 @@ def test_perceptron_under_autocast_casts_as_its_layers():
 
 
 def test_perceptron_refuses_what_does_not_fit():
-    op, weight, bias = torch.ops.fastsync.perceptron, torch.ones(3, 4), torch.ones(3)
+    op, weight, bias = _ppo.perceptron, torch.ones(3, 4), torch.ones(3)
     with pytest.raises(ValueError, match=r"biases: expected 1, one for each of the layers, at least one, got 0"):
         op(torch.ones(2, 4), [weight], [])
     with pytest.raises(ValueError, match=r"weights: expected float32 \[3, 5\] on the CPU, got Float \[3, 4\] on cpu"):
@@ -120,7 +121,7 @@ def test_perceptron_refuses_what_does_not_fit():
 
 def tanh(values: Tensor) -> Tensor:
     one, zero = torch.ones(1, 1), torch.zeros(1)
-    return torch.ops.fastsync.perceptron(values.unsqueeze(1), [one, one], [zero, zero]).squeeze(1)
+    return _ppo.perceptron(values.unsqueeze(1), [one, one], [zero, zero]).squeeze(1)
 
 
 def test_tanh_is_within_2_5_units_in_the_last_place():
@@ -134,34 +135,36 @@ def test_tanh_is_within_2_5_units_in_the_last_place():
 
 
 @pytest.mark.parametrize("shape", [(9,), (4, 5), (0,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_categorical_is_as_specified(shape: tuple[int, ...], dtype: torch.dtype):
+def test_categorical_and_choose_are_as_specified(shape: tuple[int, ...]):
     torch.manual_seed(1)
-    logits = view_of(5 * torch.randn(*shape, 6, dtype=dtype)).requires_grad_()
+    logits = view_of(5 * torch.randn(*shape, 6)).requires_grad_()
     actions = torch.randint(6, shape)
     log_prob, entropy = Categorical(6).log_prob_and_entropy(logits, actions)
     expected = categorical.plain(logits, actions)
     torch.testing.assert_close((log_prob, entropy), expected)
-    weights = torch.randn(2, *shape, dtype=dtype)
+    weights = torch.randn(2, *shape)
     mine = torch.autograd.grad((log_prob * weights[0] + entropy * weights[1]).sum(), logits)
     total = (expected[0] * weights[0] + expected[1] * weights[1]).sum()
     torch.testing.assert_close(mine, torch.autograd.grad(total, logits))
-    torch.testing.assert_close(Categorical(6).log_prob(logits, actions), expected[0])
+    noise = view_of(torch.randn(*shape, 6).round())
+    for rows in (logits.detach(), torch.zeros(*shape, 6), torch.where(noise > 1, torch.nan, noise)):
+        assert torch.equal(_ppo.choose(rows, noise), choose.plain(rows, noise))
 
 
 def test_categorical_keeps_its_precision_far_from_zero():
     logits = torch.tensor([[1e4, 1e4 - 1], [-80.0, 80.0], [-200.0, 200.0]])
-    result = torch.ops.fastsync.categorical(logits, torch.tensor([1, 0, 1]))
+    result = _ppo.categorical(logits, torch.tensor([1, 0, 1]))
     torch.testing.assert_close(tuple(result), categorical.plain(logits, torch.tensor([1, 0, 1])))
 
 
-def test_categorical_refuses_what_does_not_fit():
-    op = torch.ops.fastsync.categorical
+def test_categorical_and_choose_refuse_what_does_not_fit():
     for action in (-1, 2):
         with pytest.raises(IndexError, match=rf"actions: expected choices from 0 to 1, got {action}"):
-            op(torch.ones(1, 2), torch.tensor([action]))
-    with pytest.raises(ValueError, match=r"actions: expected one for each row of logits \[1, 2\], got \[2\]"):
-        op(torch.ones(1, 2), torch.tensor([1, 1]))
+            _ppo.categorical(torch.ones(1, 2), torch.tensor([action]))
+    with pytest.raises(ValueError, match=r"actions: expected Long \[1\] on the CPU, got Long \[2\]"):
+        _ppo.categorical(torch.ones(1, 2), torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match=r"noise: expected float32 \[1, 2\] on the CPU, got Float \[2\]"):
+        _ppo.choose(torch.ones(1, 2), torch.ones(2))
 
 
 COLUMNS = ("log_prob", "entropy", "values", "old_log_probs", "advantages", "old_values", "returns", "weights")
@@ -177,13 +180,13 @@ def objective(given: dict[str, Tensor], plain: bool = False, **changes: Any) -> 
     return loss, torch.stack(list(figures.values()))
 
 
-def columns(num_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def columns(num_rows: int) -> dict[str, Tensor]:
     torch.manual_seed(2)
-    result = {name: torch.randn(num_rows, dtype=dtype) for name in COLUMNS}
+    result = {name: torch.randn(num_rows) for name in COLUMNS}
     result["weights"].abs_()
     # Within and beyond the clipping range, on its bounds, and equal to what was before.
-    result["log_prob"] = result["old_log_probs"] + 0.3 * torch.randn(num_rows, dtype=dtype)
-    result["values"] = result["old_values"] + 0.3 * torch.randn(num_rows, dtype=dtype)
+    result["log_prob"] = result["old_log_probs"] + 0.3 * torch.randn(num_rows)
+    result["values"] = result["old_values"] + 0.3 * torch.randn(num_rows)
     for name, old in (("log_prob", "old_log_probs"), ("values", "old_values")):
         result[name][:10] = result[old][:10]
     result["old_values"][10:20] = 0  # so that what is added is exact
@@ -197,16 +200,15 @@ def columns(num_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_clipping_range_may_shrink(plain: bool):
-    given = columns(200, torch.float32)
+    given = columns(200)
     annealed, _ = objective(given, plain, clip_coef=0.4, anneal_clip=True)
     assert torch.equal(annealed, objective(given, plain, clip_coef=0.1)[0])
     assert not torch.equal(annealed, objective(given, plain, clip_coef=0.4)[0])
 
 
 @pytest.mark.parametrize("clip_value_loss", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_objective_is_as_specified(clip_value_loss: bool, dtype: torch.dtype):
-    given = columns(2000, dtype)
+def test_objective_is_as_specified(clip_value_loss: bool):
+    given = columns(2000)
     learnt = [given["log_prob"], given["entropy"], given["values"]]
     loss, figures = objective(given, clip_value_loss=clip_value_loss)
     expected_loss, expected_figures = objective(given, plain=True, clip_value_loss=clip_value_loss)
@@ -219,7 +221,7 @@ def test_objective_is_as_specified(clip_value_loss: bool, dtype: torch.dtype):
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_what_is_not_finite_shows_in_the_loss_and_in_a_gradient(column: str):
-    given = {name: values.detach() for name, values in columns(50, torch.float32).items()}
+    given = {name: values.detach() for name, values in columns(50).items()}
     given[column][30] = torch.nan
     learnt = [given[name].requires_grad_() for name in ("log_prob", "entropy", "values")]
     loss, _ = objective(given)
@@ -229,11 +231,80 @@ def test_what_is_not_finite_shows_in_the_loss_and_in_a_gradient(column: str):
 
 
 def test_objective_refuses_what_does_not_fit():
-    given = columns(50, torch.float32)
-    with pytest.raises(ValueError, match=r"returns: expected Float \[50\] on the CPU like log_prob, got Float \[49\]"):
+    given = columns(50)
+    with pytest.raises(ValueError, match=r"returns: expected float32 \[50\] on the CPU, got Float \[49\]"):
         objective(given | {"returns": torch.ones(49)})
     with pytest.raises(ValueError, match=r"returns: expected constants, got a tensor that requires a gradient"):
         objective(given | {"returns": torch.ones(50, requires_grad=True)})
-    on_meta = [column.detach().to("meta") for column in given.values()]
-    with pytest.raises(ValueError, match=r"log_prob: expected real numbers on the CPU, got Float on meta"):
-        torch.ops.fastsync.ppo_objective(*on_meta, 0.2, 0.5, 0.1, True)
+
+
+BOX, THREE = spaces.Box(-1, 1, (4,)), spaces.Discrete(3)
+
+
+def minibatch(num_rows: int = 40, action_space: Any = THREE, **changes: Any) -> tuple[Policy, Batch]:
+    torch.manual_seed(3)
+    policy = make_policy(Settings(hidden_sizes=(16, 8), **changes), BOX, action_space)
+    given = [torch.randn(num_rows) for _ in range(5)]
+    actions = torch.randint(3, (num_rows, *policy.distribution.shape)).to(policy.distribution.dtype)
+    return policy, Batch(torch.randn(num_rows, 4), actions, -given[0].abs(), *given[1:4], weights=given[4].abs())
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 700])
+@pytest.mark.parametrize("clip_value_loss", [False, True])
+def test_the_loss_of_a_minibatch_is_bitwise_that_of_its_parts(num_rows: int, clip_value_loss: bool):
+    policy, batch = minibatch(num_rows)
+    settings, parameters = Settings(clip_value_loss=clip_value_loss), list(policy.parameters())
+    results = []
+    for function in (minibatch_loss, minibatch_loss.plain):
+        loss, figures = function(policy, batch, settings, 0.5, ppo_loss)
+        results.append([loss, *figures.values(), *torch.autograd.grad(4 * loss, parameters)])
+    assert all(map(torch.equal, *results))
+
+
+CHANGES: dict[str, Callable[[Policy], Any]] = {
+    "nothing": lambda policy: None,
+    "a hook of the policy": lambda policy: policy.register_forward_hook(lambda *_: None),
+    "a hook of the actor": lambda policy: policy.actor.register_forward_hook(lambda *_: None),
+    "a hook of a layer": lambda policy: policy.critic[0].register_full_backward_hook(lambda *_: None),
+    "another layer": lambda policy: policy.actor.append(nn.Tanh()),
+    "another method": lambda policy: setattr(policy, "value", lambda features: policy.critic(features).squeeze(-1)),
+    "another distribution": lambda policy: setattr(policy.distribution, "log_prob_and_entropy", categorical.plain),
+}
+
+
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"norm_observations": True}, {"network": "shared"}, {"action_space": BOX}, {"precision": "bf16"}, {"fused": False}
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "others"), [*((change, {}) for change in CHANGES), *(("nothing", o) for o in OTHERS)]
+)
+def test_one_node_stands_for_a_minibatch_only_where_it_computes_the_same(change: str, others: dict[str, Any]):
+    policy, batch = minibatch(**others)
+    CHANGES[change](policy)
+    fused.enable(others.get("fused", True))
+    settings = Settings(precision=others.get("precision", "fp32"))
+    minibatch_loss(policy, batch, settings, 1.0, ppo_loss)
+    assert ("minibatch_loss" in what_ran().partition(";")[0]) == ((change, others) == ("nothing", {}))
+    fused.enable(True)
+
+
+def test_adam_is_torchs():
+    mine, theirs = layers(), layers()
+    lr = torch.tensor(0.01)
+    optimizers: Any = Adam(mine.parameters(), lr, 1e-5), torch.optim.Adam(theirs.parameters(), lr, eps=1e-5, fused=True)
+    for step in range(8):
+        lr.mul_(0.9)
+        for model, optimizer in zip((mine, theirs), optimizers, strict=True):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            for parameter in list(model.parameters())[step % 2 :]:  # one has no gradient every other step
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.grad_scale = torch.tensor(2.0 + step) if step % 3 else None
+            optimizer.found_inf = torch.tensor(float(step == 4)) if step % 4 == 0 else None
+            optimizer.step()
+        assert all(map(torch.equal, mine.parameters(), theirs.parameters()))
+        if step == 5:
+            for optimizer, other in (optimizers, optimizers[::-1]):
+                optimizer.load_state_dict(copy.deepcopy(other.state_dict()))

@@ -15,7 +15,7 @@ from fastsync.ppo.batches import Batch, Shuffler, row_weights
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.fused import METRICS
 from fastsync.ppo.policies import Policy, make_policy
-from fastsync.ppo.ppo import PPO, Settings, minibatch_loss
+from fastsync.ppo.ppo import PPO, Settings, minibatch_loss, ppo_loss
 from tests.models import group_of_one
 
 SETTINGS = Settings(ent_coef=0.03, vf_coef=0.7, precision="fp64", hidden_sizes=(16, 16))
@@ -42,7 +42,7 @@ def sample(num_rows: int, *, seed: int = 0) -> tuple[Policy, Batch]:
 
 
 def loss_of(policy: Policy, batch: Batch, settings: Settings = SETTINGS) -> tuple[Tensor, Tensor]:
-    loss, figures = minibatch_loss(policy, batch, settings, 1.0)
+    loss, figures = minibatch_loss(policy, batch, settings, 1.0, ppo_loss)
     return loss, torch.stack(list(figures.values()))
 
 

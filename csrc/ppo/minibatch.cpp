@@ -1,0 +1,87 @@
+// ppo_minibatch: the loss of a minibatch and all gradients, as one node of the autograd graph.
+// minibatch_loss in fastsync/ppo/ppo.py is the specification, for a policy of two perceptrons and one choice a step.
+//
+// Most of a small policy's minibatch goes into the nodes of the graph, not into what they compute.
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <utility>
+
+#include "ppo/operators.h"
+
+namespace fastsync {
+namespace {
+
+using torch::autograd::AutogradContext;
+
+struct Minibatch {
+  at::Tensor observations, actions;
+  Layers actor, critic;
+  Columns columns;  // from old_log_probs on
+  Coefficients coefficients;
+};
+
+class Loss : public torch::autograd::Function<Loss> {
+ public:
+  static Tensors forward(AutogradContext* context, at::TensorList /*parameters*/, Minibatch& batch) {
+    auto actor = layers_forward(batch.observations, batch.actor);
+    auto critic = layers_forward(batch.observations, batch.critic);
+    const auto choices = evaluate_choices(actor.back(), batch.actions);
+    batch.columns[0] = choices.log_prob;
+    batch.columns[1] = choices.entropy;
+    batch.columns[2] = critic.back().squeeze(1);
+    const auto results = objective(batch.columns, batch.coefficients);
+    actor.back() = choices_backward(choices, batch.actions, results[2], results[3]);
+    critic.back() = results[4].unsqueeze(1);
+    Tensors saved;
+    for (const auto* each : {&actor, &critic, &batch.actor.weights, &batch.critic.weights}) {
+      saved.insert(saved.end(), each->begin(), each->end());
+    }
+    context->save_for_backward(std::move(saved));
+    context->saved_data["actor"] = static_cast<int64_t>(batch.actor.weights.size());
+    context->mark_non_differentiable({results[1]});
+    return {results[0], results[1]};
+  }
+
+  static Tensors backward(AutogradContext* context, const Tensors& grad_outputs) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "fastsync::ppo_minibatch has no second derivative");
+    const auto saved = context->get_saved_variables();
+    const at::TensorList all(saved);
+    const size_t of_actor = context->saved_data["actor"].toInt(), of_both = saved.size() / 2 - 1;
+    const auto weights = all.slice(of_both + 2);
+    const auto grads = scaled({all[of_actor], all[of_both + 1]}, grad_outputs.front());
+    auto result = layers_backward(all.slice(0, of_actor), weights.slice(0, of_actor), grads[0], false);
+    const auto of_critic =
+        layers_backward(all.slice(of_actor + 1, of_both - of_actor), weights.slice(of_actor), grads[1], false);
+    result.erase(result.begin());  // of the observations
+    result.insert(result.end(), of_critic.begin() + 1, of_critic.end());
+    result.emplace_back();  // of the batch
+    return result;
+  }
+};
+
+}  // namespace
+
+std::pair<at::Tensor, at::Tensor> ppo_minibatch(const at::Tensor& observations, const at::Tensor& actions,
+                                                const at::Tensor& old_log_probs, const at::Tensor& advantages,
+                                                const at::Tensor& old_values, const at::Tensor& returns,
+                                                const at::Tensor& weights, const Tensors& actor_weights,
+                                                const Tensors& actor_biases, const Tensors& critic_weights,
+                                                const Tensors& critic_biases, double clip_coef, double vf_coef,
+                                                double ent_coef, bool clip_value_loss) {
+  TORCH_CHECK_VALUE(observations.dim() == 2, "observations: expected [B, inputs], got ", observations.sizes());
+  const int64_t width = observations.size(1);
+  Minibatch batch{checked(observations, "observations", observations.sizes()),
+                  actions.contiguous(),
+                  {actor_weights, actor_biases, width},
+                  {critic_weights, critic_biases, width},
+                  {at::Tensor{}, at::Tensor{}, at::Tensor{}, old_log_probs, advantages, old_values, returns, weights},
+                  {clip_coef, vf_coef, ent_coef, clip_value_loss}};
+  Tensors parameters;
+  for (const auto* each : {&actor_weights, &actor_biases, &critic_weights, &critic_biases}) {
+    parameters.insert(parameters.end(), each->begin(), each->end());
+  }
+  const auto outputs = Loss::apply(at::TensorList(parameters), batch);
+  return {outputs[0], outputs[1]};
+}
+
+}  // namespace fastsync
