@@ -288,7 +288,7 @@ def end_use(handle: GradientHandle) -> None:
 def _clippable() -> list[ClippableHandle]:
     """Returns those in use, in a list of its own: another thread may attach meanwhile."""
     with _lock:
-        return [handle for known in tuple(_in_use) if isinstance(handle := known(), ClippableHandle)]
+        return [handle for known in _in_use.copy() if isinstance(handle := known(), ClippableHandle)]
 
 
 def check_free(named: Mapping[str, Tensor], argument: str) -> None:
@@ -306,7 +306,7 @@ def check_free(named: Mapping[str, Tensor], argument: str) -> None:
 def handles_of(module: nn.Module) -> list[GradientHandle]:
     """Returns the handles that ``begin_use`` was called with for this module."""
     with _lock:
-        alive = [handle for known in tuple(_in_use) if (handle := known()) is not None]
+        alive = [handle for known in _in_use.copy() if (handle := known()) is not None]
     return [handle for handle in alive if any(known() is module for known in handle._modules)]
 
 

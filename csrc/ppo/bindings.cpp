@@ -5,9 +5,9 @@
 #include "ppo/operators.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("perceptron", torch::wrap_pybind_function(fastsync::perceptron));
-  m.def("categorical", torch::wrap_pybind_function(fastsync::categorical));
-  m.def("choose", torch::wrap_pybind_function(fastsync::choose));
-  m.def("ppo_objective", torch::wrap_pybind_function(fastsync::ppo_objective));
-  m.def("ppo_minibatch", torch::wrap_pybind_function(fastsync::ppo_minibatch));
+  m.def("perceptron", torch::wrap_pybind_function_no_gil(fastsync::perceptron));
+  m.def("categorical", torch::wrap_pybind_function_no_gil(fastsync::categorical));
+  m.def("choose", torch::wrap_pybind_function_no_gil(fastsync::choose));
+  m.def("ppo_objective", torch::wrap_pybind_function_no_gil(fastsync::ppo_objective));
+  m.def("ppo_minibatch", torch::wrap_pybind_function_no_gil(fastsync::ppo_minibatch));
 }

@@ -1,4 +1,4 @@
-// Choices out of several: log-probabilities and entropies, with their gradient, and samples. Categorical and choose in
+// Choices out of several: log-probabilities and entropies, with their gradient, and samples. categorical and choose in
 // fastsync/ppo/policies.py are the specification.
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -8,9 +8,17 @@
 #include "ppo/operators.h"
 
 namespace fastsync {
+namespace {
+
+at::Tensor checked_logits(const at::Tensor& logits) {
+  TORCH_CHECK_VALUE(logits.dim() > 0 && logits.size(-1) > 0, "logits: expected [..., choices], got ", logits.sizes());
+  return checked(logits, "logits", logits.sizes());
+}
+
+}  // namespace
 
 Choices evaluate_choices(const at::Tensor& logits, const at::Tensor& actions) {
-  const int64_t num_rows = logits.size(0), num_choices = logits.size(1);
+  const int64_t num_rows = checked_logits(logits).size(0), num_choices = logits.size(1);
   TORCH_CHECK_VALUE(actions.device().is_cpu() && actions.scalar_type() == at::kLong && actions.dim() == 1 &&
                         actions.size(0) == num_rows,
                     "actions: expected Long [", num_rows, "] on the CPU, got ", actions.scalar_type(), " ",
@@ -80,15 +88,15 @@ class Categorical : public torch::autograd::Function<Categorical> {
 }  // namespace
 
 std::pair<at::Tensor, at::Tensor> categorical(const at::Tensor& logits, const at::Tensor& actions) {
-  const auto rows = checked(logits, "logits", logits.sizes());
-  TORCH_CHECK_VALUE(rows.dim() > 0 && rows.size(-1) > 0, "logits: expected [..., choices], got ", rows.sizes());
-  const auto results = Categorical::apply(rows.view({-1, rows.size(-1)}), actions.flatten());
+  const auto rows = checked_logits(logits);
+  TORCH_CHECK_VALUE(actions.sizes() == rows.sizes().slice(0, rows.dim() - 1),
+                    "actions: expected one for each row of logits ", rows.sizes(), ", got ", actions.sizes());
+  const auto results = Categorical::apply(rows.flatten(0, -2), actions.flatten().contiguous());
   return {results[0].view(actions.sizes()), results[1].view(actions.sizes())};
 }
 
 at::Tensor choose(const at::Tensor& logits, const at::Tensor& noise) {
-  const auto rows = checked(logits, "logits", logits.sizes()), noises = checked(noise, "noise", logits.sizes());
-  TORCH_CHECK_VALUE(rows.dim() > 0 && rows.size(-1) > 0, "logits: expected [..., choices], got ", rows.sizes());
+  const auto rows = checked_logits(logits), noises = checked(noise, "noise", logits.sizes());
   auto actions = at::empty(rows.sizes().slice(0, rows.dim() - 1), at::kLong);
   const int64_t num_choices = rows.size(-1);
   for (int64_t row = 0; row < actions.numel(); ++row) {

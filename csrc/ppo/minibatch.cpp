@@ -62,11 +62,11 @@ class Loss : public torch::autograd::Function<Loss> {
 }  // namespace
 
 std::pair<at::Tensor, at::Tensor> ppo_minibatch(const at::Tensor& observations, const at::Tensor& actions,
+                                                const Tensors& actor_weights, const Tensors& actor_biases,
+                                                const Tensors& critic_weights, const Tensors& critic_biases,
                                                 const at::Tensor& old_log_probs, const at::Tensor& advantages,
                                                 const at::Tensor& old_values, const at::Tensor& returns,
-                                                const at::Tensor& weights, const Tensors& actor_weights,
-                                                const Tensors& actor_biases, const Tensors& critic_weights,
-                                                const Tensors& critic_biases, double clip_coef, double vf_coef,
+                                                const at::Tensor& weights, double clip_coef, double vf_coef,
                                                 double ent_coef, bool clip_value_loss) {
   TORCH_CHECK_VALUE(observations.dim() == 2, "observations: expected [B, inputs], got ", observations.sizes());
   const int64_t width = observations.size(1);

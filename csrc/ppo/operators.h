@@ -58,7 +58,7 @@ Tensors objective(Columns columns, const Coefficients& coefficients);
 // Gradients of a loss, from those for a gradient of 1.
 Tensors scaled(Tensors grads, const at::Tensor& grad_loss);
 
-// The operators: their arguments are in the order of the plain functions' in fastsync/ppo, which say what they are.
+// The operators. fused.py in fastsync/ppo calls them in place of plain functions, which say what the arguments are.
 
 at::Tensor perceptron(const at::Tensor& input, const Tensors& weights, const Tensors& biases);
 
@@ -75,11 +75,11 @@ std::pair<at::Tensor, at::Tensor> ppo_objective(const at::Tensor& log_prob, cons
                                                 const at::Tensor& returns, const at::Tensor& weights, double clip_coef,
                                                 double vf_coef, double ent_coef, bool clip_value_loss);
 std::pair<at::Tensor, at::Tensor> ppo_minibatch(const at::Tensor& observations, const at::Tensor& actions,
+                                                const Tensors& actor_weights, const Tensors& actor_biases,
+                                                const Tensors& critic_weights, const Tensors& critic_biases,
                                                 const at::Tensor& old_log_probs, const at::Tensor& advantages,
                                                 const at::Tensor& old_values, const at::Tensor& returns,
-                                                const at::Tensor& weights, const Tensors& actor_weights,
-                                                const Tensors& actor_biases, const Tensors& critic_weights,
-                                                const Tensors& critic_biases, double clip_coef, double vf_coef,
+                                                const at::Tensor& weights, double clip_coef, double vf_coef,
                                                 double ent_coef, bool clip_value_loss);
 
 }  // namespace fastsync

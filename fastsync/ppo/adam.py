@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 class Adam(torch.optim.Adam):
     """``torch.optim.Adam(fused=True)`` without what takes longer than updates of small parameters do.
 
-    It computes the same, calls the same hooks and has the same state. It has no closures.
+    It computes the same, calls the same hooks and has the same state. It takes no closures.
 
     Args:
         parameters: to optimize.
@@ -22,30 +21,34 @@ class Adam(torch.optim.Adam):
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: Tensor, eps: float) -> None:
         super().__init__(parameters, lr=lr, eps=eps, fused=True)
-        for p in self.param_groups[0]["params"]:
-            step = torch.zeros((), dtype=torch.float32, device=p.device)
-            self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Takes a step with the gradients there are. ``grad_scale`` and ``found_inf`` are as GradScaler sets them."""
-        (group,) = self.param_groups
-        stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in stepped]
-        if not states:
-            return
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        steps = [state["step"] for state in states]
-        counted = torch.ones_like(steps[0]) if found_inf is None else 1 - found_inf
-        torch._foreach_add_(steps, [counted] * len(steps))
-        torch._fused_adam_(
-            stepped, [parameter.grad for parameter in stepped], [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states], [], steps, lr=group["lr"], beta1=group["betas"][0],
-            beta2=group["betas"][1], weight_decay=0.0, eps=group["eps"], amsgrad=False, maximize=False,
-            grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip
+        for group in self.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self.state[parameter] or self._begin(parameter) for parameter in stepped]
+            if not states:
+                continue
+            steps = [state["step"] for state in states]
+            counted = torch.ones_like(steps[0]) if found_inf is None else 1 - found_inf
+            torch._foreach_add_(steps, [counted] * len(steps))
+            torch._fused_adam_(
+                stepped, [parameter.grad for parameter in stepped], [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states], [], steps, lr=group["lr"], beta1=group["betas"][0],
+                beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False,
+                maximize=group["maximize"], grad_scale=grad_scale, found_inf=found_inf,
+            )  # fmt: skip
+
+    def _begin(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        return state

@@ -10,40 +10,61 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .envs.interface import Environments
+from .envs.interface import Array, Environments
 from .policies import Policy
 from .random_streams import RandomStreams
 
 
 class Buffers:
-    """Memory for T steps of N environments, allocated once: arrays that share it with tensors on the CPU.
+    """Memory for a rollout of T steps of N environments, allocated once."""
 
-    Attributes:
-        observations: [T + 1, N, *observation_shape]; the last row is the first of the next rollout.
-        inputs: the rows of observations, as tensors.
-        actions: [T, N, *action_shape].
-        rewards: [T, N].
-        terminated, done, valid: [T, N], as in ``ppo.Rollout``.
-    """
-
-    def __init__(self, num_steps: int, environments: Environments, policy: Policy) -> None:
+    def __init__(self, num_steps: int, environments: Environments, policy: Policy, device: torch.device) -> None:
         distribution, num_envs = policy.distribution, environments.num_envs
         shape = environments.single_observation_space.shape
         assert shape is not None
-        observations = torch.empty(num_steps + 1, num_envs, *shape, dtype=policy.observation_dtype)
+
+        def rows(number: int, *shape: int, dtype: torch.dtype = policy.dtype) -> Tensor:
+            return torch.empty(number, num_envs, *shape, dtype=dtype, device=device)
+
         action_dtype = policy.dtype if distribution.dtype.is_floating_point else distribution.dtype
-        self.observations, self.inputs = observations.numpy(), observations.unbind()
-        self.actions = torch.empty(num_steps, num_envs, *distribution.shape, dtype=action_dtype).numpy()
+        # The last row of observations and of values is the first of the next rollout.
+        self.observations = rows(num_steps + 1, *shape, dtype=policy.observation_dtype)
+        self.actions = rows(num_steps, *distribution.shape, dtype=action_dtype)
+        self.outputs = rows(num_steps, distribution.num_outputs)
+        self.values = rows(num_steps + 1)
         self.rewards = np.empty((num_steps, num_envs))
         self._flags = np.empty((3, num_steps, num_envs), dtype=np.bool_)
         self.terminated, self.done, self.valid = self._flags
+        # Views of each row, made once.
+        self.rows = list(zip(self.outputs.unbind(), self.values[:-1].unbind(), strict=True))
+        self._observations, self._actions = self.observations.unbind(), self.actions.unbind()
+        # Arrays that share memory with them, where numpy can.
+        self._arrays = None
+        if device.type == "cpu" and policy.dtype != torch.bfloat16:
+            self._arrays = self.observations.numpy(), self.actions.numpy()
 
-    def columns(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """Returns the columns as tensors on a device, by their names in ``ppo.Rollout``; rewards of that dtype."""
-        arrays = {"observations": self.observations, "actions": self.actions, "flags": self._flags}
-        tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-        flags = dict(zip(("terminated", "done", "valid"), tensors.pop("flags").unbind(), strict=True))
-        return {**tensors, **flags, "rewards": torch.from_numpy(self.rewards).to(device, dtype)}
+    def observe(self, row: int, observations: Array) -> Tensor:
+        """Keeps the observations [N, *observation_shape] before a step, and returns them on the device."""
+        if self._arrays is None:
+            self._observations[row].copy_(torch.from_numpy(observations))
+        else:  # takes a third of the time
+            self._arrays[0][row] = observations
+        return self._observations[row]
+
+    def act(self, row: int, actions: Tensor) -> Array:
+        """Keeps the actions [N, *action_shape] of a step, and returns them as an array."""
+        kept = self._actions[row].copy_(actions)
+        array: Array = kept.cpu().numpy() if self._arrays is None else self._arrays[1][row]
+        return array
+
+    def columns(self) -> dict[str, Any]:
+        """Returns columns of ``ppo.Rollout`` [T, N, ...] by name, on the device."""
+        rewards = torch.from_numpy(self.rewards).to(self.values.device, self.values.dtype)
+        flags = torch.from_numpy(self._flags).to(self.values.device).unbind()
+        return {
+            "observations": self.observations[:-1], "actions": self.actions, "values": self.values[:-1],
+            "rewards": rewards, **dict(zip(("terminated", "done", "valid"), flags, strict=True)),
+        }  # fmt: skip
 
 
 def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_minibatches: int) -> Tensor:

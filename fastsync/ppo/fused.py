@@ -2,7 +2,8 @@
 
 An operator replaces a function under ``@Operator`` only while the function's source has the fingerprint noted here;
 ``tests/ppo/test_ops.py`` compares the two. An operator replaces a ``torch.nn.Sequential`` only while it consists of
-small linear layers with tanh between them, without hooks. Everything else runs as it is written.
+small linear layers with tanh between them, without hooks. That of ``minibatch_loss`` needs both: the loss and the
+policy's methods as they were proven, and such layers. Everything else runs as it is written.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import functools
 import hashlib
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from .. import _ppo
 
@@ -32,10 +35,8 @@ SMALL = 1 << 16
 _is_enabled = True
 _ran: dict[str, bool] = {}
 """Whether the operator ran at the last call, by the names of functions and layers."""
-_known: dict[str, Operator[Any]] = {}
-"""The functions under ``@Operator``, by their names."""
-_seen: dict[nn.Module, Any] | None = None
-"""What is known of modules, inside of ``look_once``."""
+_seen = threading.local()
+"""``policies`` is a dict inside of ``look_once``: what is known of each."""
 
 
 def enable(enabled: bool, own: Sequence[Callable[..., Any]] = ()) -> None:
@@ -56,22 +57,12 @@ def what_ran() -> str:
 
 @contextmanager
 def look_once() -> Iterator[None]:
-    """Inside, each policy's layers and hooks are looked at once, for looking takes as long as a small layer does."""
-    global _seen
-    before, _seen = _seen, {}
+    """Inside, the operator of ``minibatch_loss`` looks at a policy once. Looking takes a tenth of the minibatch."""
+    _seen.policies = {}
     try:
         yield
     finally:
-        _seen = before
-
-
-def _look(module: nn.Module, at: Callable[[], Result]) -> Result:
-    if _seen is None:
-        return at()
-    if module not in _seen:
-        _seen[module] = at()
-    result: Result = _seen[module]
-    return result
+        del _seen.policies
 
 
 # ---- what replaces a function: it returns None for what it cannot compute --------------------------------------------
@@ -88,38 +79,40 @@ def _choose(logits: Tensor, noise: Tensor) -> Any:
 def _ppo_loss(new: Any, batch: Any, settings: Any, remaining: float) -> Any:
     if not _suits(new.log_prob):
         return None
-    columns = batch.log_probs, batch.advantages, batch.values, batch.returns, batch.weights
-    return _with_names(_ppo.ppo_objective(*new[:3], *columns, *_coefficients(settings, remaining)))
+    learnt = new.log_prob, new.entropy, new.values
+    return _with_names(_ppo.ppo_objective(*learnt, *_constants(batch, settings, remaining)))
 
 
 def _minibatch_loss(policy: Any, batch: Any, settings: Any, remaining: float, loss: Any) -> Any:
     """One node of the graph, for a policy of two perceptrons and one choice a step."""
-    can = loss is _known["ppo_loss"] and loss.is_proven and settings.precision == "fp32" and torch.is_grad_enabled()
-    layers = _look(policy, lambda: _perceptrons(policy)) if can and _suits_layers(batch.observations) else None
-    if layers is None:
+    can = _is_proven("ppo_loss", loss) and settings.precision == "fp32" and torch.is_grad_enabled()
+    policies: dict[nn.Module, Any] = getattr(_seen, "policies", {})
+    if policy not in policies:
+        policies[policy] = _perceptrons(policy)
+    if not can or not _suits_layers(batch.observations) or policies[policy] is None:
         return None
     rows = batch.observations, batch.actions
-    columns = batch.log_probs, batch.advantages, batch.values, batch.returns, batch.weights
-    return _with_names(_ppo.ppo_minibatch(*rows, *columns, *layers, *_coefficients(settings, remaining)))
+    return _with_names(_ppo.ppo_minibatch(*rows, *policies[policy], *_constants(batch, settings, remaining)))
 
 
-def _coefficients(settings: Any, remaining: float) -> tuple[float, float, float, bool]:
+def _constants(batch: Any, settings: Any, remaining: float) -> tuple[Any, ...]:
     clip = settings.clip_coef * remaining if settings.anneal_clip else settings.clip_coef
-    return clip, settings.vf_coef, settings.ent_coef, settings.clip_value_loss
+    columns = batch.log_probs, batch.advantages, batch.values, batch.returns, batch.weights
+    return *columns, clip, settings.vf_coef, settings.ent_coef, settings.clip_value_loss
 
 
 def _with_names(result: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    loss, metrics = result
-    return loss, dict(zip(METRICS, metrics.unbind(), strict=True))
+    return result[0], dict(zip(METRICS, result[1].unbind(), strict=True))
 
 
-_OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "categorical": ("6de9fae8a7ad79cb", _categorical),
-    "choose": ("1c79cdf067ea4aac", _choose),
-    "ppo_loss": ("03ae43829a136a04", _ppo_loss),
-    "minibatch_loss": ("0e335790be27afe9", _minibatch_loss),
+_OPERATORS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...]]] = {
+    "categorical": ("6de9fae8a7ad79cb", _categorical, ()),
+    "choose": ("1c79cdf067ea4aac", _choose, ()),
+    "ppo_loss": ("03ae43829a136a04", _ppo_loss, ()),
+    "minibatch_loss": ("046cc000ad947059", _minibatch_loss, ("autocast",)),
 }
-"""By the name of a plain function: the fingerprint that the operator was proven equal to, and the operator."""
+"""By the name of a plain function: the fingerprint of it and of the functions named last, and the operator that was
+proven equal."""
 
 _METHODS = ("forward", "features", "outputs", "value", "_in_full_precision")
 _PROVEN = "fab5d27990fd7278"
@@ -127,14 +120,16 @@ _PROVEN = "fab5d27990fd7278"
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
-    """Hashes functions' source without decorators, docstrings and comments. Empty where there is none."""
+    """Hashes functions' source without docstrings and comments. Empty if one has none, or decorators of one's own."""
     text = ""
     for function in functions:
         try:
             definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         except (OSError, TypeError, SyntaxError):  # the last of a lambda within an expression
             return ""
-        if not isinstance(definition, ast.FunctionDef):
+        if not isinstance(definition, ast.FunctionDef) or hasattr(function, "__wrapped__"):
+            return ""
+        if not {"fused.Operator", "staticmethod"}.issuperset(map(ast.unparse, definition.decorator_list)):
             return ""
         if ast.get_docstring(definition) is not None:
             definition.body = definition.body[1:]
@@ -148,13 +143,12 @@ class Operator(Generic[Result]):
     def __init__(self, plain: Callable[..., Result]) -> None:
         functools.update_wrapper(self, plain)
         self.plain = plain
-        self._proven, self._operator = _OPERATORS[plain.__name__]
-        _known.setdefault(plain.__name__, self)
+        self._proven, self._operator, self._uses = _OPERATORS[plain.__name__]
 
     @functools.cached_property
     def is_proven(self) -> bool:
         """Whether the operator was proven equal to the function as it is written now."""
-        return fingerprint(self.plain) == self._proven
+        return fingerprint(self.plain, *(self.plain.__globals__[name] for name in self._uses)) == self._proven
 
     def __call__(self, *args: Any) -> Result:
         can = _is_enabled and self.is_proven and not torch.compiler.is_compiling()
@@ -178,7 +172,7 @@ class Perceptron(nn.Sequential):
     def forward(self, rows: Tensor) -> Tensor:
         """[..., outputs] of [..., inputs]."""
         can = _suits_layers(rows) and not torch.compiler.is_compiling()
-        operands = _look(self, self.operands) if can else None
+        operands = self.operands() if can else None
         _ran[self.name] = operands is not None
         if operands is None:
             layer_by_layer: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
@@ -189,7 +183,7 @@ class Perceptron(nn.Sequential):
     def operands(self) -> tuple[list[Tensor], list[Tensor]] | None:
         """Returns weights and biases; None where the operator cannot compute the layers."""
         layers = list(self._modules.values())
-        if not _alternate(layers):
+        if not _alternate(layers) or _has_any_global_hook():
             return None
         # Reading the layers' dicts is faster than their attributes.
         linear: list[Any] = [layer._parameters for layer in layers[::2]]
@@ -206,18 +200,18 @@ def _suits_layers(rows: Tensor) -> bool:
 
 def _perceptrons(policy: Any) -> list[list[Tensor]] | None:
     """Returns weights and biases of actor and critic; None unless these and one choice a step are all of the policy."""
-    if policy.trunk is not None or policy.normalizer is not None or policy.distribution.shape or _has_hooks(policy):
+    kind, distribution, networks = type(policy), policy.distribution, (policy.actor, policy.critic)
+    if policy.trunk is not None or policy.normalizer is not None or distribution.shape:
         return None
-    methods = [*(getattr(policy, name) for name in _METHODS), policy.distribution.log_prob_and_entropy]
-    if not _known["categorical"].is_proven or not _are_proven(*(getattr(each, "__func__", each) for each in methods)):
+    if any(type(network) is not Perceptron for network in networks) or any(map(_is_changed, (policy, *networks))):
         return None
-    operands = list[list[Tensor]]()
-    for layers in (policy.actor, policy.critic):
-        of_layers = layers.operands() if type(layers) is Perceptron and not _has_hooks(layers) else None
-        if of_layers is None:
-            return None
-        operands += of_layers
-    return operands
+    evaluate = type(distribution).log_prob_and_entropy
+    changed = vars(policy).keys() & set(_METHODS) or "log_prob_and_entropy" in vars(distribution)
+    if changed or not _are_proven(*(getattr(kind, name) for name in _METHODS), evaluate):
+        return None
+    actor, critic = (network.operands() for network in networks)
+    can = _is_proven("categorical", evaluate.__globals__.get("categorical"))
+    return [*actor, *critic] if can and actor is not None and critic is not None else None
 
 
 @functools.cache
@@ -225,20 +219,31 @@ def _are_proven(*methods: Any) -> bool:
     return fingerprint(*methods) == _PROVEN
 
 
-def _has_hooks(module: Any) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def _is_proven(name: str, function: Any) -> bool:
+    return isinstance(function, Operator) and function.plain.__name__ == name and function.is_proven
+
+
+def _is_changed(module: Any) -> bool:
+    """Returns whether a call of the module does more than its class's ``forward``."""
+    own = vars(module)
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    is_replaced = "forward" in own or "_compiled_call_impl" in own
+    return bool(hooks) or is_replaced or type(module).__call__ is not nn.Module.__call__
 
 
 def _alternate(layers: list[Any]) -> bool:
     """Returns whether these are linear layers with biases and tanh between them, without hooks."""
-    for index, layer in enumerate(layers):
-        if type(layer) is not (nn.Tanh if index % 2 else nn.Linear) or _has_hooks(layer):
+    kind, other = nn.Linear, nn.Tanh  # type: tuple[type[nn.Module], type[nn.Module]]
+    for layer in layers:
+        own = layer.__dict__  # every step of an environment comes here
+        if type(layer) is not kind or "forward" in own or "_compiled_call_impl" in own:
             return False
-        if layer._parameters.get("bias", 0) is None:  # a linear layer without bias
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             return False
-    return len(layers) % 2 == 1
+        if kind is nn.Linear and own["_parameters"].get("bias") is None:
+            return False
+        kind, other = other, kind
+    return kind is nn.Tanh
 
 
 def fuse(policy: nn.Module) -> None:

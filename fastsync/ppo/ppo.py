@@ -92,7 +92,7 @@ class Settings(RunSettings):
 
 # --- Rollout ----------------------------------------------------------------------------------------------------------
 class Rollout(NamedTuple):
-    """T steps of N environments. The next rollout may overwrite these tensors.
+    """T steps of N environments. The next rollout overwrites these tensors.
 
     After an episode ends, the next step only resets the environment. It ignores the action, has reward 0, and is not
     valid.
@@ -119,47 +119,42 @@ class Collector:
 
     def __init__(self, settings: Settings, environments: Environments, policy: Policy, streams: RandomStreams) -> None:
         self.settings, self.environments, self.policy, self.streams = settings, environments, policy, streams
-        self.buffers = Buffers(settings.num_steps, environments, policy)
+        self.buffers = Buffers(settings.num_steps, environments, policy, streams.device)
         self.next_observation = environments.reset()  # [N, *observation_shape]
 
     @torch.no_grad()
-    @fused.look_once()
     def collect(self) -> Rollout:
         """Takes T steps in each environment."""
         began, environment_seconds = time.perf_counter(), 0.0
         policy, buffers, distribution = self.policy, self.buffers, self.policy.distribution
         uniform = self.streams.uniform(self.settings.num_steps, distribution.num_outputs, policy.dtype)
         noises = distribution.noise(uniform).unbind()  # T of [N, num_outputs]
-        outputs, values, episodes = list[Tensor](), list[Tensor](), list[Episode]()
+        episodes = list[Episode]()
         infos: dict[str, list[float]] = {name: [] for name in self.settings.log_info}
-        for row, noise in enumerate(noises):
-            buffers.observations[row] = self.next_observation
-            features = policy.features(buffers.inputs[row].to(self.streams.device))
-            outputs.append(policy.outputs(features))  # [N, num_outputs], such as logits
+        for row, (outputs, values) in enumerate(buffers.rows):  # views of the buffers' row
+            features = policy.features(buffers.observe(row, self.next_observation))
+            computed = policy.outputs(features)  # [N, num_outputs], such as logits
+            outputs.copy_(computed)
             if policy.trunk is not None:
-                values.append(policy.value(features))
-            buffers.actions[row] = distribution.sample(outputs[-1], noise).cpu().numpy()
+                values.copy_(policy.value(features))
+            actions = buffers.act(row, distribution.sample(computed, noises[row]))
             stepped = time.perf_counter()
-            step = self.environments.step(buffers.actions[row])
+            step = self.environments.step(actions)
             environment_seconds += time.perf_counter() - stepped
             buffers.rewards[row], buffers.terminated[row] = step.rewards, step.terminated
             buffers.done[row], buffers.valid[row] = step.terminated | step.truncated, step.valid
             self.next_observation = step.observations
             episodes += [episode._replace(row=row) for episode in step.episodes]
             add_infos(infos, step)
-        buffers.observations[-1] = self.next_observation
-        columns = buffers.columns(policy.dtype, self.streams.device)
-        observations = columns.pop("observations")  # [T + 1, N, *observation_shape]
+        last = buffers.observe(self.settings.num_steps, self.next_observation)
         if policy.trunk is not None:
-            of_all = torch.stack([*values, policy.value(policy.features(observations[-1]))])
+            buffers.values[-1] = policy.value(policy.features(last))
         else:  # a separate critic is evaluated once, for all rows
-            of_all = policy.value(policy.features(observations))  # [T + 1, N]
+            buffers.values.copy_(policy.value(policy.features(buffers.observations)))
         return Rollout(
-            **columns,
-            observations=observations[:-1],
-            values=of_all[:-1],
-            next_values=of_all[1:],
-            log_probs=distribution.log_prob(torch.stack(outputs), columns["actions"]),
+            **buffers.columns(),
+            log_probs=distribution.log_prob(buffers.outputs, buffers.actions),
+            next_values=buffers.values[1:],
             episodes=episodes,
             infos={name: mean(values) for name, values in infos.items()},
             environment_seconds=environment_seconds,

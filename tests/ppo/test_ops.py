@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from fastsync.ppo import fused
 from fastsync.ppo.adam import Adam
 from fastsync.ppo.batches import Batch
 from fastsync.ppo.fused import METRICS, Perceptron, what_ran
-from fastsync.ppo.policies import Categorical, Policy, categorical, choose, make_policy
+from fastsync.ppo.policies import ActorCritic, Categorical, Policy, categorical, choose, make_policy
 from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss
 
 
@@ -138,7 +139,7 @@ def test_tanh_is_within_2_5_units_in_the_last_place():
 def test_categorical_and_choose_are_as_specified(shape: tuple[int, ...]):
     torch.manual_seed(1)
     logits = view_of(5 * torch.randn(*shape, 6)).requires_grad_()
-    actions = torch.randint(6, shape)
+    actions = view_of(torch.randint(6, shape))
     log_prob, entropy = Categorical(6).log_prob_and_entropy(logits, actions)
     expected = categorical.plain(logits, actions)
     torch.testing.assert_close((log_prob, entropy), expected)
@@ -161,10 +162,12 @@ def test_categorical_and_choose_refuse_what_does_not_fit():
     for action in (-1, 2):
         with pytest.raises(IndexError, match=rf"actions: expected choices from 0 to 1, got {action}"):
             _ppo.categorical(torch.ones(1, 2), torch.tensor([action]))
-    with pytest.raises(ValueError, match=r"actions: expected Long \[1\] on the CPU, got Long \[2\]"):
+    with pytest.raises(ValueError, match=r"actions: expected one for each row of logits \[1, 2\], got \[2\]"):
         _ppo.categorical(torch.ones(1, 2), torch.tensor([1, 1]))
     with pytest.raises(ValueError, match=r"noise: expected float32 \[1, 2\] on the CPU, got Float \[2\]"):
         _ppo.choose(torch.ones(1, 2), torch.ones(2))
+    with pytest.raises(ValueError, match=r"logits: expected \[..., choices\], got \[1, 0\]"):
+        _ppo.categorical(torch.ones(1, 0), torch.tensor([0]))
 
 
 COLUMNS = ("log_prob", "entropy", "values", "old_log_probs", "advantages", "old_values", "returns", "weights")
@@ -261,17 +264,38 @@ def test_the_loss_of_a_minibatch_is_bitwise_that_of_its_parts(num_rows: int, cli
     assert all(map(torch.equal, *results))
 
 
-CHANGES: dict[str, Callable[[Policy], Any]] = {
+class Called(ActorCritic):
+    def __call__(self, rows: Tensor) -> Any:  # type: ignore[override]
+        outputs, values = super().__call__(rows)
+        return outputs, 2 * values
+
+
+class Decorated(ActorCritic):
+    @functools.wraps(ActorCritic.value)
+    def value(self, features: Tensor) -> Tensor:
+        return 2 * super().value(features)
+
+
+def doubled(module: nn.Module, given: Any, result: Tensor) -> Tensor:
+    return 2 * result
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda policy: None,
-    "a hook of the policy": lambda policy: policy.register_forward_hook(lambda *_: None),
-    "a hook of the actor": lambda policy: policy.actor.register_forward_hook(lambda *_: None),
-    "a hook of a layer": lambda policy: policy.critic[0].register_full_backward_hook(lambda *_: None),
+    "a hook of the policy": lambda policy: policy.register_forward_pre_hook(lambda _, rows: (rows[0] * 2,)),
+    "a hook of the actor": lambda policy: policy.actor.register_forward_hook(doubled),
+    "a hook of a layer": lambda policy: policy.critic[0].register_forward_hook(doubled),
     "another layer": lambda policy: policy.actor.append(nn.Tanh()),
-    "another method": lambda policy: setattr(policy, "value", lambda features: policy.critic(features).squeeze(-1)),
-    "another distribution": lambda policy: setattr(policy.distribution, "log_prob_and_entropy", categorical.plain),
+    "another critic": lambda policy: setattr(policy, "critic", nn.Linear(4, 1)),
+    "a method": lambda policy: setattr(policy, "value", lambda features: 2 * policy.critic(features).squeeze(-1)),
+    "another's method": lambda policy: setattr(policy, "value", minibatch()[0].double().float().value),
+    "a layer's method": lambda policy: setattr(policy.critic, "forward", lambda rows: rows.sum(-1, keepdim=True)),
+    "a distribution's method": lambda policy: setattr(
+        policy.distribution, "log_prob_and_entropy", lambda *given: [2 * each for each in categorical(*given)]
+    ),
+    "another call": lambda policy: setattr(policy, "__class__", Called),
+    "a decorator": lambda policy: setattr(policy, "__class__", Decorated),
 }
-
-
 OTHERS: tuple[dict[str, Any], ...] = (
     {"norm_observations": True}, {"network": "shared"}, {"action_space": BOX}, {"precision": "bf16"}, {"fused": False}
 )  # fmt: skip
@@ -284,10 +308,13 @@ def test_one_node_stands_for_a_minibatch_only_where_it_computes_the_same(change:
     policy, batch = minibatch(**others)
     CHANGES[change](policy)
     fused.enable(others.get("fused", True))
-    settings = Settings(precision=others.get("precision", "fp32"))
-    minibatch_loss(policy, batch, settings, 1.0, ppo_loss)
-    assert ("minibatch_loss" in what_ran().partition(";")[0]) == ((change, others) == ("nothing", {}))
-    fused.enable(True)
+    try:
+        given = policy, batch, Settings(precision=others.get("precision", "fp32")), 1.0, ppo_loss
+        result, _ = minibatch_loss(*given)
+        assert ("minibatch_loss" in what_ran().partition(";")[0]) == ((change, others) == ("nothing", {}))
+        assert torch.equal(result, minibatch_loss.plain(*given)[0])
+    finally:
+        fused.enable(True)
 
 
 def test_adam_is_torchs():
@@ -307,4 +334,7 @@ def test_adam_is_torchs():
         assert all(map(torch.equal, mine.parameters(), theirs.parameters()))
         if step == 5:
             for optimizer, other in (optimizers, optimizers[::-1]):
-                optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+                state = copy.deepcopy(other.state_dict())
+                state["state"].pop(0, None)  # as of a parameter that never had a gradient
+                state["param_groups"][0]["weight_decay"] = 0.1
+                optimizer.load_state_dict(state)
