@@ -20,16 +20,9 @@ load("_C")
 load("_ppo")
 
 __all__ = [
-    "ActorCritic",
-    "Batch",
-    "Evaluated",
-    "Policy",
-    "Settings",
-    "estimate_advantages",
-    "hidden_layers",
-    "ppo_loss",
+    "ActorCritic", "Batch", "Evaluated", "Policy", "Settings", "estimate_advantages", "hidden_layers", "ppo_loss",
     "train",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

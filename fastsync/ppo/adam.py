@@ -11,22 +11,12 @@ from torch import Tensor, nn
 class Adam(torch.optim.Adam):
     """``torch.optim.Adam(fused=True)`` without what takes longer than updates of small parameters do.
 
-    It computes the same, calls the same hooks and has the same state. It takes no closures.
-
-    Args:
-        parameters: to optimize.
-        lr: learning rate, a 0-dim tensor, so that it can change without a copy.
-        eps: added to the denominator.
+    It computes the same, calls the same hooks and has the same state. It takes no closures. The learning rate is a
+    0-dim tensor, so that it can change without a copy.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: Tensor, eps: float) -> None:
         super().__init__(parameters, lr=lr, eps=eps, fused=True)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -34,8 +24,12 @@ class Adam(torch.optim.Adam):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self.state[parameter] or self._begin(parameter) for parameter in stepped]
-            if not states:
+            states = [self.state[parameter] for parameter in stepped]
+            for parameter, state in zip(stepped, states, strict=True):
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            if not stepped:
                 continue
             steps = [state["step"] for state in states]
             counted = torch.ones_like(steps[0]) if found_inf is None else 1 - found_inf
@@ -46,9 +40,3 @@ class Adam(torch.optim.Adam):
                 beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False,
                 maximize=group["maximize"], grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
-
-    def _begin(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        return state

@@ -65,9 +65,7 @@ def look_once() -> Iterator[None]:
         del _seen.policies
 
 
-# ---- what replaces a function: it returns None for what it cannot compute --------------------------------------------
-
-
+# What replaces a function returns None for what it cannot compute.
 def _categorical(logits: Tensor, actions: Tensor) -> Any:
     return _ppo.categorical(logits, actions) if _suits(logits) else None
 
@@ -84,12 +82,12 @@ def _ppo_loss(new: Any, batch: Any, settings: Any, remaining: float) -> Any:
 
 
 def _minibatch_loss(policy: Any, batch: Any, settings: Any, remaining: float, loss: Any) -> Any:
-    """One node of the graph, for a policy of two perceptrons and one choice a step."""
-    can = _is_proven("ppo_loss", loss) and settings.precision == "fp32" and torch.is_grad_enabled()
+    # One node of the graph, for a policy of two perceptrons and one choice a step.
     policies: dict[nn.Module, Any] = getattr(_seen, "policies", {})
     if policy not in policies:
         policies[policy] = _perceptrons(policy)
-    if not can or not _suits_layers(batch.observations) or policies[policy] is None:
+    is_full = settings.precision == "fp32" and _suits(batch.observations) and not torch.is_autocast_enabled("cpu")
+    if policies[policy] is None or not is_full or not _is_proven("ppo_loss", loss) or not torch.is_grad_enabled():
         return None
     rows = batch.observations, batch.actions
     return _with_names(_ppo.ppo_minibatch(*rows, *policies[policy], *_constants(batch, settings, remaining)))
@@ -157,9 +155,6 @@ class Operator(Generic[Result]):
         return self.plain(*args) if result is None else result
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
-
-
 class Perceptron(nn.Sequential):
     """Linear layers with tanh between them, which one operator computes if it can; see ``fuse``.
 
@@ -171,7 +166,7 @@ class Perceptron(nn.Sequential):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., outputs] of [..., inputs]."""
-        can = _suits_layers(rows) and not torch.compiler.is_compiling()
+        can = _suits(rows) and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
         operands = self.operands() if can else None
         _ran[self.name] = operands is not None
         if operands is None:
@@ -192,10 +187,6 @@ class Perceptron(nn.Sequential):
 
 def _suits(rows: Tensor) -> bool:
     return rows.dtype is torch.float32 and rows.device.type == "cpu"
-
-
-def _suits_layers(rows: Tensor) -> bool:
-    return _suits(rows) and not torch.is_autocast_enabled("cpu")
 
 
 def _perceptrons(policy: Any) -> list[list[Tensor]] | None:

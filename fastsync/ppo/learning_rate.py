@@ -14,13 +14,7 @@ _ADAPTIVE_FACTOR = 1.5
 
 
 class LearningRate:
-    """Sets the learning rate of an optimizer, whose ``lr`` must be a 0-dim tensor.
-
-    Args:
-        settings: ``ppo.Settings``.
-        world_size: number of ranks.
-        optimizer: the optimizer.
-    """
+    """Sets the learning rate of an optimizer, whose ``lr`` must be a 0-dim tensor, by ``ppo.Settings``."""
 
     def __init__(self, settings: Any, world_size: int, optimizer: Optimizer) -> None:
         self._settings, self._optimizer, self._warmup = settings, optimizer, 1.0

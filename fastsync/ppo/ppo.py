@@ -272,7 +272,8 @@ class PPO:
         self.policy = make_policy(settings, *spaces, policy).to(device)
         self.exchange = Exchange(device)
         lr = torch.tensor(settings.learning_rate, device=device)
-        self.optimizer = Adam(self.policy.parameters(), lr=lr, eps=1e-5)
+        self.parameters = list(self.policy.parameters())
+        self.optimizer = Adam(self.parameters, lr=lr, eps=1e-5)
         compression = parse_compression(settings.compression)
         self.outer: DiLoCo | None = None  # averages weights, if gradients are not averaged
         # From here on all ranks have rank 0's weights, and backward() averages gradients over the ranks of self.sync.
@@ -347,7 +348,8 @@ class PPO:
         """Epochs of minibatches. Returns the metrics' means over the optimizer steps; NaN if there was none."""
         settings, steps = self.settings, list[list[Tensor]]()
         for minibatch in self.shuffler.minibatches(batch, settings.num_epochs):
-            self.optimizer.zero_grad()
+            for parameter in self.parameters:
+                parameter.grad = None
             metrics, kl = self._backward(minibatch, remaining)
             if kl is not None and settings.lr_schedule == "adaptive":
                 self.learning_rate.adapt(kl)

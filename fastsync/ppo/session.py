@@ -63,14 +63,9 @@ class Session:
     """One rank's side of a training in its run's folder. Rank 0 prints, logs and saves."""
 
     def __init__(
-        self,
-        settings: RunSettings,
-        environments: Environments,
-        device: torch.device,
-        signals: StopSignals,
-        stack: ExitStack,
-        opened: Opened,
-    ) -> None:
+        self, settings: RunSettings, environments: Environments, device: torch.device, signals: StopSignals,
+        stack: ExitStack, opened: Opened,
+    ) -> None:  # fmt: skip
         self.environments, self.device = environments, device
         self._settings, self._signals, self._stack = settings, signals, stack
         self._folder, self._checkpoint, self._notes = opened
@@ -189,15 +184,10 @@ class Session:
         if of_rank is None:
             return
         checkpoint = Checkpoint(
-            settings=self._settings.as_dict(),
-            world_size=self._world_size,
-            step=ppo.step,
-            update=ppo.update,
-            seconds=self._seconds,
-            learner=learner | {"num_draws": ppo.streams.num_draws},
-            environments=of_rank,
+            settings=self._settings.as_dict(), world_size=self._world_size, step=ppo.step, update=ppo.update,
+            seconds=self._seconds, learner=learner | {"num_draws": ppo.streams.num_draws}, environments=of_rank,
             window=[list(episode) for episode in self._last_episodes],
-        )
+        )  # fmt: skip
         self._checkpoints.save(checkpoint, mean(returns_of(self._last_episodes)))
 
     def _resume(self, checkpoint: Checkpoint) -> list[str]:

@@ -8,11 +8,6 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
-FRAME_SKIP = 4
-NUM_FRAMES = 4
-SCREEN_SIZE = 84
-NOOP_MAX = 30
-
 
 class LifeByLife(gymnasium.Wrapper[Any, Any, Any, Any]):
     """An episode is a life, and rewards are clipped to 1, 0 or -1.
@@ -82,5 +77,5 @@ def wrap_atari(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     Raises:
         gymnasium.error.DependencyNotInstalled: OpenCV is missing.
     """
-    env = AtariPreprocessing(env, noop_max=NOOP_MAX, frame_skip=FRAME_SKIP, screen_size=SCREEN_SIZE)
-    return FrameStackObservation(LifeByLife(env), NUM_FRAMES)
+    env = AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
+    return FrameStackObservation(LifeByLife(env), 4)

@@ -22,14 +22,7 @@ IN_LOGS_ONLY = {f"learning/{name}" for name in ("clip_fraction", "grad_norm", "o
 
 
 class RunConsole:
-    """Prints the progress of a run, one line for every twentieth of it.
-
-    Args:
-        title: title of the run.
-        total_steps: environment steps of the whole run, over all ranks.
-        first_step: the step that the run begins or resumes at.
-        world_size: the number of ranks.
-    """
+    """Prints the progress of a run, one line for every twentieth of it. Steps are those of all ranks."""
 
     def __init__(self, title: str, total_steps: int, first_step: int, world_size: int) -> None:
         self._console = Console()

@@ -9,26 +9,21 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...doctor import install_command
 from ...files import write_whole
 from ..settings import RunSettings
 
 
-class Logger(Protocol):
-    """Logs the metrics of each update."""
+def open_loggers(
+    folder: Path, settings: RunSettings, resumed_step: int
+) -> list[CsvLog | TensorBoardLog | WandbLog]:  # fmt: skip
+    """Opens the loggers of a run. They drop what they hold about steps after ``resumed_step``.
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Logs metrics after ``step`` environment steps. NaN means not known."""
-
-    def close(self) -> None:
-        """Writes what is still buffered."""
-
-
-def open_loggers(folder: Path, settings: RunSettings, resumed_step: int) -> list[Logger]:
-    """Opens the loggers of a run. They drop what they hold about steps after ``resumed_step``."""
-    loggers: list[Logger] = [
+    ``log`` takes the number of environment steps and the metrics, of which NaN are not known.
+    """
+    loggers: list[CsvLog | TensorBoardLog | WandbLog] = [
         CsvLog(folder / "progress.csv", resumed_step),
         TensorBoardLog(folder, settings.as_dict(), resumed_step),
     ]
@@ -40,9 +35,7 @@ def open_loggers(folder: Path, settings: RunSettings, resumed_step: int) -> list
 class CsvLog:
     """A row for each update. The first row decides the columns. A field is empty if the metric is not known.
 
-    Args:
-        path: the file. Its rows up to ``resumed_step`` stay.
-        resumed_step: the step that the run resumes at; 0 for a new run.
+    Rows up to ``resumed_step`` stay.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
