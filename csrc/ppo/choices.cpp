@@ -18,14 +18,15 @@ at::Tensor checked_logits(const at::Tensor& logits) {
 }  // namespace
 
 Choices evaluate_choices(const at::Tensor& logits, const at::Tensor& actions) {
-  const int64_t num_rows = checked_logits(logits).size(0), num_choices = logits.size(1);
+  const auto rows = checked_logits(logits);
+  const int64_t num_rows = rows.size(0), num_choices = rows.size(1);
   TORCH_CHECK_VALUE(actions.device().is_cpu() && actions.scalar_type() == at::kLong && actions.dim() == 1 &&
                         actions.size(0) == num_rows,
                     "actions: expected Long [", num_rows, "] on the CPU, got ", actions.scalar_type(), " ",
                     actions.sizes(), " on ", actions.device());
-  Choices result{logits.new_empty({num_rows}), logits.new_empty({num_rows}), at::empty_like(logits)};
+  Choices result{rows.new_empty({num_rows}), rows.new_empty({num_rows}), at::empty_like(rows)};
   for (int64_t row = 0; row < num_rows; ++row) {
-    const float* in = logits.const_data_ptr<float>() + row * num_choices;
+    const float* in = rows.const_data_ptr<float>() + row * num_choices;
     float* out = result.log_probabilities.data_ptr<float>() + row * num_choices;
     const float largest = *std::max_element(in, in + num_choices);
     float sum = 0;
@@ -91,7 +92,7 @@ std::pair<at::Tensor, at::Tensor> categorical(const at::Tensor& logits, const at
   const auto rows = checked_logits(logits);
   TORCH_CHECK_VALUE(actions.sizes() == rows.sizes().slice(0, rows.dim() - 1),
                     "actions: expected one for each row of logits ", rows.sizes(), ", got ", actions.sizes());
-  const auto results = Categorical::apply(rows.flatten(0, -2), actions.flatten().contiguous());
+  const auto results = Categorical::apply(rows.view({-1, rows.size(-1)}), actions.flatten().contiguous());
   return {results[0].view(actions.sizes()), results[1].view(actions.sizes())};
 }
 

@@ -1,5 +1,5 @@
-// ppo_objective: PPO's loss and what is logged of it, with its gradient, in one pass over the rows
-// on the CPU. ppo_loss in fastsync/ppo/ppo.py is the specification.
+// ppo_objective: PPO's loss and what is logged of it, with its gradient, in one pass over the rows. ppo_loss in
+// fastsync/ppo/ppo.py is the specification.
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -97,7 +97,7 @@ Tensors evaluate_rows(const Columns& columns, const Coefficients& coefficients) 
 }  // namespace
 
 Tensors objective(Columns columns, const Coefficients& coefficients) {
-  const auto shape = columns.front().sizes();
+  const auto shape = columns.front().sizes().vec();
   TORCH_CHECK_VALUE(coefficients.clip >= 0, "clip_coef: expected a number from 0 on, got ", coefficients.clip);
   for (size_t i = 0; i < columns.size(); ++i) {
     TORCH_CHECK_VALUE(i < kNumVariables || !columns[i].requires_grad(), kColumnNames[i],

@@ -57,7 +57,7 @@ def what_ran() -> str:
 
 @contextmanager
 def look_once() -> Iterator[None]:
-    """Inside, the operator of ``minibatch_loss`` looks at a policy once. Looking takes a tenth of the minibatch."""
+    """Inside, the operator of ``minibatch_loss`` looks at a policy once, not in every minibatch."""
     _seen.policies = {}
     try:
         yield

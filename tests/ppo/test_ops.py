@@ -135,7 +135,7 @@ def test_tanh_is_within_2_5_units_in_the_last_place():
     torch.testing.assert_close(tanh(special), torch.tanh(special), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("shape", [(9,), (4, 5), (0,)])
+@pytest.mark.parametrize("shape", [(9,), (4, 5), (0,), ()])
 def test_categorical_and_choose_are_as_specified(shape: tuple[int, ...]):
     torch.manual_seed(1)
     logits = view_of(5 * torch.randn(*shape, 6)).requires_grad_()
@@ -147,6 +147,7 @@ def test_categorical_and_choose_are_as_specified(shape: tuple[int, ...]):
     mine = torch.autograd.grad((log_prob * weights[0] + entropy * weights[1]).sum(), logits)
     total = (expected[0] * weights[0] + expected[1] * weights[1]).sum()
     torch.testing.assert_close(mine, torch.autograd.grad(total, logits))
+    torch.testing.assert_close(Categorical(6).log_prob(logits, actions), expected[0])
     noise = view_of(torch.randn(*shape, 6).round())
     for rows in (logits.detach(), torch.zeros(*shape, 6), torch.where(noise > 1, torch.nan, noise)):
         assert torch.equal(_ppo.choose(rows, noise), choose.plain(rows, noise))
@@ -239,6 +240,9 @@ def test_objective_refuses_what_does_not_fit():
         objective(given | {"returns": torch.ones(49)})
     with pytest.raises(ValueError, match=r"returns: expected constants, got a tensor that requires a gradient"):
         objective(given | {"returns": torch.ones(50, requires_grad=True)})
+    on_meta = [column.detach().to("meta") for column in given.values()]
+    with pytest.raises(ValueError, match=r"log_prob: expected float32 \[50\] on the CPU, got Float \[50\] on meta"):
+        _ppo.ppo_objective(*on_meta, 0.2, 0.5, 0.1, True)
 
 
 BOX, THREE = spaces.Box(-1, 1, (4,)), spaces.Discrete(3)
@@ -288,7 +292,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another layer": lambda policy: policy.actor.append(nn.Tanh()),
     "another critic": lambda policy: setattr(policy, "critic", nn.Linear(4, 1)),
     "a method": lambda policy: setattr(policy, "value", lambda features: 2 * policy.critic(features).squeeze(-1)),
-    "another's method": lambda policy: setattr(policy, "value", minibatch()[0].double().float().value),
+    "another's method": lambda policy: setattr(policy, "value", minibatch()[0].value),
     "a layer's method": lambda policy: setattr(policy.critic, "forward", lambda rows: rows.sum(-1, keepdim=True)),
     "a distribution's method": lambda policy: setattr(
         policy.distribution, "log_prob_and_entropy", lambda *given: [2 * each for each in categorical(*given)]
