@@ -22,7 +22,6 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 constexpr microseconds kAwake(150);  // after which it sleeps
-constexpr microseconds kSoon(50);    // asleep for less than this, it might as well have stayed awake
 constexpr milliseconds kLookEvery(100);
 
 long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* limit) {
@@ -30,8 +29,7 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 }
 
 // Where there are cores for all ranks it gives none away, for somebody else who took it would keep it for milliseconds.
-bool is_reached_awake(const SharedNumber& number, int64_t reached, bool has_cores) {
-  const auto deadline = Clock::now() + kAwake;
+bool is_reached_awake(const SharedNumber& number, int64_t reached, bool has_cores, Clock::time_point deadline) {
   while (!number.has_reached(reached)) {
     if (Clock::now() > deadline) {
       return false;
@@ -75,6 +73,7 @@ void SharedNumber::raise_to(int64_t number) {
   value.store(number, std::memory_order_seq_cst);
   num_changes.fetch_add(1, std::memory_order_seq_cst);
   if (num_asleep.load(std::memory_order_seq_cst) > 0) {
+    woken_at.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
     futex(num_changes, FUTEX_WAKE, INT_MAX, nullptr);
   }
 }
@@ -93,11 +92,11 @@ bool Waiting::until(SharedNumber& number, int64_t reached, bool has_cores, Clock
     was_late_ = false;
     return true;
   }
-  if (!was_late_ && is_reached_awake(number, reached, has_cores)) {
-    return true;
-  }
   const auto began = Clock::now();
   auto now = began;
+  if (!was_late_ && is_reached_awake(number, reached, has_cores, began + kAwake)) {
+    return true;
+  }
   while (!number.has_reached(reached) && now < deadline) {
     number.num_asleep.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = number.num_changes.load(std::memory_order_seq_cst);
@@ -111,7 +110,9 @@ bool Waiting::until(SharedNumber& number, int64_t reached, bool has_cores, Clock
       look();
     }
   }
-  was_late_ = now - began > kSoon;
+  // What it took to wake up does not count: it may be longer than others are late.
+  const Clock::time_point woken{Clock::duration(number.woken_at.load(std::memory_order_relaxed))};
+  was_late_ = woken - began > kAwake;
   return number.has_reached(reached);
 }
 

@@ -12,6 +12,7 @@ namespace fastsync {
 // Zeros are a valid one. On cache lines of its own, for one process writes it; two, for some CPUs fetch them in pairs.
 struct alignas(128) SharedNumber {
   std::atomic<int64_t> value;
+  std::atomic<int64_t> woken_at;      // nanoseconds of the host's monotonic clock
   std::atomic<uint32_t> num_changes;  // what others sleep on, for the system takes 32 bits
   std::atomic<uint32_t> num_asleep;
 
