@@ -20,7 +20,8 @@ def _everything_comes(rank: int, world_size: int) -> bool:
     exchange = Exchange(CPU)
     chance = random.Random(rank)
     for step in range(300):
-        length = 200_000 if (step + rank) % 50 == 7 else chance.randrange(300)  # through the process group, or a row
+        short = chance.choice([0, 300, 4050, 4070])  # of one row, or of two
+        length = 200_000 if (step + rank) % 50 == 7 else short
         if chance.random() < 0.05:
             time.sleep(chance.random() * 2e-3)
         values = exchange.all_gather((step, rank, "x" * length))
@@ -31,6 +32,8 @@ def _everything_comes(rank: int, world_size: int) -> bool:
         for peer in range(world_size):
             expected += torch.tensor([step + peer, 0.1], dtype=torch.float64)
         assert torch.equal(sums, expected)
+    assert exchange.sum(torch.tensor(2.0)).item() == 2.0 * world_size
+    assert exchange.sum(torch.empty(3, 0)).shape == (3, 0)
     return exchange._sync is not None and exchange._sync.stats().transport == "shared_memory"
 
 
