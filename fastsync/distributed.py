@@ -35,13 +35,14 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
-        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. By default rank 0 decides: for NCCL if it
-            sees as many GPUs as LOCAL_WORLD_SIZE, else for Gloo, with a warning if it sees some. Pass ``"nccl"`` where
-            a launcher shows each rank its own GPU only. Where NCCL_MULTI_RANK_GPU_ENABLE is 1, ranks may share GPUs.
+        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. A rank that names none takes rank 0's. If
+            rank 0 names none, it takes NCCL if it sees as many GPUs as LOCAL_WORLD_SIZE, else Gloo, with a warning if
+            it sees some. Pass ``"nccl"`` where a launcher shows each rank its own GPU only. Where
+            NCCL_MULTI_RANK_GPU_ENABLE is 1, ranks may share GPUs.
 
     Raises:
-        ValueError: the backend does not exist, differs from that of an open group, or is NCCL and this rank sees no
-            GPU.
+        ValueError: the backend does not exist, differs from rank 0's or from that of an open group, or is NCCL and this
+            rank sees no GPU.
         RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
     """
     if backend not in ("nccl", "gloo", None):
@@ -67,19 +68,13 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     else:
         store, rank, world_size = HashStore(), 0, 1
     num_gpus = torch.cuda.device_count()
-    if backend is None and rank == 0:
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus))
-        is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        takes_gpus = num_gpus > 0 and (is_shared or num_ranks <= num_gpus)
-        store.set("fastsync/backend", "nccl" if takes_gpus else "gloo")
-        if num_gpus and not takes_gpus:
-            warnings.warn(
-                f"all ranks train on the CPU: rank 0 sees {num_gpus} GPU(s) for the {num_ranks} ranks of its machine. "
-                "Start a rank for each GPU, or say that you mean the CPU with backend='gloo'. If a launcher shows each "
-                "rank its own GPU only, pass backend='nccl', or set NCCL_MULTI_RANK_GPU_ENABLE=1",
-                stacklevel=3,  # where the with block begins
-            )
-    if (backend or store.get("fastsync/backend").decode()) == "gloo":
+    if rank == 0:
+        store.set("fastsync/backend", backend or _backend_for(num_gpus))
+    of_rank_0 = store.get("fastsync/backend").decode()
+    if backend not in (None, of_rank_0):
+        way_out = "name the same one on every rank, or none here"
+        raise ValueError(f"backend={backend!r} on rank {rank}, but rank 0 has taken {of_rank_0!r}; {way_out}")
+    if of_rank_0 == "gloo":
         device = torch.device("cpu")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     else:
@@ -88,11 +83,29 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % num_gpus)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
+    if rank == 0:
+        store.delete_key("fastsync/backend")  # all have read it, and a later group may have another
     # After an error the group ends with the process: ended here, other ranks might be the first to report a failure,
     # and NCCL would keep the error back until what is in flight is done.
     yield device
     dist.destroy_process_group()
     gc.collect()  # DDP is part of reference cycles and holds the group
+
+
+def _backend_for(num_gpus: int) -> Literal["nccl", "gloo"]:
+    """Returns what rank 0 chooses, which sees so many GPUs."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus))
+    is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if num_gpus > 0 and (is_shared or num_ranks <= num_gpus):
+        return "nccl"
+    if num_gpus > 0:
+        warnings.warn(
+            f"all ranks train on the CPU: rank 0 sees {num_gpus} GPU(s) for the {num_ranks} ranks of its machine. "
+            "Start a rank for each GPU, or say that you mean the CPU with backend='gloo'. If a launcher shows each "
+            "rank its own GPU only, pass backend='nccl', or set NCCL_MULTI_RANK_GPU_ENABLE=1",
+            stacklevel=4,  # where the with block begins
+        )
+    return "gloo"
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -126,6 +126,21 @@ def test_two_ranks_and_one_gpu_train_on_the_cpu(rank: int, world_size: int, port
     _for_run_ranks_to_end()
 
 
+@on_ranks(2)
+def test_what_rank_0_names_is_taken(rank: int, world_size: int, port: int) -> None:
+    _launched(rank, world_size, port)
+    with mock.patch("torch.cuda.device_count", return_value=8):
+        if rank == 1:
+            message = (
+                "backend='nccl' on rank 1, but rank 0 has taken 'gloo'; name the same one on every rank, or none here"
+            )
+            with pytest.raises(ValueError, match=message), process_group(timeout=30, backend="nccl"):
+                pass
+        with process_group(timeout=30, backend=None if rank else "gloo"):
+            assert dist_sum(torch.ones(1)).item() == 2
+    _for_run_ranks_to_end()
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "local_size", "backend", "is_shared", "device"),
     [
