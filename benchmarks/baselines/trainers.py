@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,6 +26,8 @@ from benchmarks.baselines import cleanrl_loop
 from benchmarks.baselines.training import GAE_LAMBDA, GAMMA, Outcome, Training
 from benchmarks.harness.collect import TrainingError
 
+MEETINGS, COLUMNS = "meetings", 16  # a file of how often each rank has come; a row is a rank's, for its cache lines
+
 
 def train_fastsync(training: Training) -> Outcome:
     from fastsync.launch.torchrun import launch_ranks
@@ -32,13 +36,17 @@ def train_fastsync(training: Training) -> Outcome:
         return launch_ranks(fastsync_rank, training.nproc, _settings(training, folder))[0]
 
 
-def train_fastsync_apart(training: Training) -> Outcome:
-    """Each rank trains a policy of its own, all at the same time: what the machine gives where nobody communicates."""
+def train_fastsync_apart(training: Training, *, in_step: bool = False) -> Outcome:
+    """Each rank trains a policy of its own, all at the same time: what the machine gives where nobody communicates.
+
+    In step, ranks also wait for each other before each update and each optimizer step.
+    """
     from fastsync.launch.torchrun import launch_ranks
 
     each = replace(training, total_steps=training.total_steps // training.nproc)
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = launch_ranks(fastsync_rank_apart, training.nproc, _settings(each, folder))
+        np.zeros((training.nproc, COLUMNS)).tofile(f"{folder}/{MEETINGS}")
+        outcomes = launch_ranks(fastsync_rank_apart, training.nproc, _settings(each, folder), in_step)
     returns = [outcome.mean_return for outcome in outcomes if outcome.mean_return is not None]
     return Outcome(
         sum(outcome.steps for outcome in outcomes),
@@ -82,16 +90,42 @@ def fastsync_rank(settings: Any) -> Outcome:
     return Outcome(result.step, result.seconds, None if math.isnan(result.mean_return) else result.mean_return)
 
 
-def fastsync_rank_apart(settings: Any) -> Outcome:
+def fastsync_rank_apart(settings: Any, in_step: bool) -> Outcome:
     """As fastsync_rank, in a world of its own, which begins when all have come this far."""
     from fastsync.distributed import process_group
 
-    rank = int(os.environ["RANK"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with process_group(settings.timeout):
         dist.barrier()
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
-    return fastsync_rank(replace(settings, seed=settings.seed + rank, runs_dir=f"{settings.runs_dir}/{rank}"))
+    meetings = np.memmap(f"{settings.runs_dir}/{MEETINGS}", np.float64, shape=(world_size, COLUMNS))
+    own = replace(settings, seed=settings.seed + rank, runs_dir=f"{settings.runs_dir}/{rank}")
+    with _meeting(meetings[:, 0], rank) if in_step else nullcontext():
+        return fastsync_rank(own)
+
+
+@contextmanager
+def _meeting(counts: Any, rank: int) -> Iterator[None]:
+    """Inside, trainings begin, ranks begin to learn, and they take their optimizer steps, once all have come so far."""
+    from fastsync.ppo.ppo import PPO
+    from fastsync.ppo.session import Session
+
+    def after_all(method: Callable[..., Any]) -> Callable[..., Any]:
+        def waits(*given: Any) -> Any:
+            counts[rank] += 1
+            while counts.min() < counts[rank]:
+                os.sched_yield()
+            return method(*given)
+
+        return waits
+
+    steps = {"learn": after_all(PPO.learn), "_take_step": after_all(PPO._take_step)}
+    try:
+        with patch.multiple(PPO, **steps), patch.object(Session, "begin", after_all(Session.begin)):
+            yield
+    finally:
+        counts[rank] = np.inf  # others may have more updates
 
 
 def train_sb3(training: Training) -> Outcome:
@@ -158,6 +192,7 @@ def step_environment_alone(training: Training) -> Outcome:
 TRAINERS: dict[str, Callable[[Training], Outcome]] = {
     "fastsync": train_fastsync,
     "fastsync apart": train_fastsync_apart,
+    "fastsync in step": partial(train_fastsync_apart, in_step=True),
     "stable-baselines3": train_sb3,
     "cleanrl loop": cleanrl_loop.train,
     "environment alone": step_environment_alone,

@@ -160,11 +160,17 @@ def methods_of(base: Training, options: Options) -> Iterator[tuple[str, tuple[st
         wide = replace(training, nproc=n, num_envs=n * training.num_envs, total_steps=n * training.total_steps)
         yield f"fastsync, {n} ranks, {n} × the batch", ("fastsync", wide)
         yield apart(n), ("fastsync apart", wide)
+        yield in_step(n), ("fastsync in step", wide)
 
 
 def apart(nproc: int) -> str:
     """The method that shows what the machine gives: as many trainings at once, each on its own."""
     return f"fastsync, {nproc} × 1 rank, no communication"
+
+
+def in_step(nproc: int) -> str:
+    """The method that shows what the machine gives if ranks only wait for each other."""
+    return f"fastsync, {nproc} × 1 rank, in step"
 
 
 SB3, CLEANRL_LOOP, ALONE = "stable-baselines3", "CleanRL's loop", "fastsync, 1 rank"
@@ -209,6 +215,7 @@ def records_of(
                 "over_environment": ratio(method, "environment alone"),
                 "weak_scaling": ratio(method, ALONE, training.nproc) if is_wide else None,
                 "over_apart": ratio(method, apart(training.nproc)) if is_wide else None,
+                "over_in_step": ratio(method, in_step(training.nproc)) if is_wide else None,
                 "mean_return": median(known) if known else None,
                 **ratios,
             },
@@ -239,14 +246,15 @@ COLUMNS: Columns = {
     "of environment alone": _cell("over_environment", ".1%"),
     "weak scaling": _cell("weak_scaling", ".0%"),
     "of no communication": _cell("over_apart", ".0%"),
+    "in step": _cell("over_in_step", ".0%"),
     "return": _cell("mean_return", ".0f"),
 }
 LEGEND = (
     "steps/s: environment steps of all ranks by the time of the training's loop, median of the repetitions. weak "
     "scaling: speed by number of ranks, over that of one rank with as many environments as each of them; of no "
     "communication: over as many trainings at once that never communicate, with the same batch on each rank; their own "
-    "weak scaling is what the cores give. return: of the last 100 episodes; after few steps it "
-    "shows that something was learnt."
+    "weak scaling is what the cores give. in step: over the same that only wait for each other, before each update and "
+    "optimizer step. return: of the last 100 episodes; after few steps it shows that something was learnt."
 )
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.baselines.trainers import TRAINERS, run_alone
+from benchmarks.baselines.trainers import TRAINERS, _meeting, run_alone
 from benchmarks.baselines.training import Outcome, Training
 from benchmarks.commands.ppo import OTHERS
 from benchmarks.harness.records import Record, RowFile
+from fastsync.ppo.ppo import PPO
 from tests.forked import state_of, until
 
 
@@ -34,7 +38,7 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     """
 
     def made_up(trainer: str, training: Training, *, timeout: float) -> Outcome:
-        ours = {"fastsync": 1000.0 * training.nproc, "fastsync apart": 1250.0 * training.nproc}
+        ours = {"fastsync": 1000.0 * training.nproc, "fastsync apart": 2500.0, "fastsync in step": 2000 / 0.9}
         speed = {**ours, "stable-baselines3": 500.0}.get(trainer, 250.0)
         returned = {"environment alone": None, "cleanrl loop": 22.0}.get(trainer, 100.0 + training.seed)
         return Outcome(training.total_steps, training.total_steps / speed, returned)
@@ -54,6 +58,7 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "fastsync, 2 ranks, same batch",
         "fastsync, 2 ranks, 2 × the batch",
         "fastsync, 2 × 1 rank, no communication",
+        "fastsync, 2 × 1 rank, in step",
     ]
     figures = rows["fastsync, 2 ranks, same batch"]["figures"]
     assert (figures["steps_per_second"], figures["steps_per_second_per_rank"]) == (2000, 1000)
@@ -61,7 +66,8 @@ def test_ppo_compares_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert figures["mean_return"] == 102  # of the seeds 1, 2 and 3
     wide = rows["fastsync, 2 ranks, 2 × the batch"]
     assert wide["settings"]["num_envs"] == 2 * rows["fastsync, 1 rank"]["settings"]["num_envs"]
-    assert (wide["figures"]["weak_scaling"], wide["figures"]["over_apart"]) == (1, 0.8)
+    ratios = [wide["figures"][name] for name in ("weak_scaling", "over_apart", "over_in_step")]
+    assert ratios == pytest.approx([1, 0.8, 0.9])
 
 
 def test_ppo_keeps_what_was_measured_whatever_ends_it(
@@ -112,9 +118,25 @@ def assert_trains(train: Callable[[Training], Outcome]) -> None:
     assert 9 < outcome.mean_return < 200
 
 
-@pytest.mark.parametrize("trainer", ["fastsync", "fastsync apart", "stable-baselines3", "cleanrl loop"])
+@pytest.mark.parametrize("trainer", sorted(TRAINERS.keys() - {"environment alone"}))
 def test_trainings_run(trainer: str):
     assert_trains(TRAINERS[trainer])
+
+
+@pytest.mark.parametrize("method", ["learn", "_take_step"])
+def test_ranks_in_step_go_on_once_all_have_come(method: str):
+    counts, came = np.zeros(2), list[list[float]]()
+
+    def other_rank() -> None:
+        while counts[0] < 1:
+            pass
+        counts[1] = 1
+
+    with mock.patch.object(PPO, method, side_effect=lambda _: came.append(counts.tolist())), _meeting(counts, 0):
+        threading.Thread(target=other_rank, daemon=True).start()
+        getattr(PPO, method)(None)
+    assert came == [[1, 1]]
+    assert counts.tolist() == [np.inf, 1]
 
 
 def test_a_training_runs_in_a_process_of_its_own():
