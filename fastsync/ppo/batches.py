@@ -38,10 +38,8 @@ class Buffers:
         # Views of each row, made once.
         self.rows = list(zip(self.outputs.unbind(), self.values[:-1].unbind(), strict=True))
         self._observations, self._actions = self.observations.unbind(), self.actions.unbind()
-        # Arrays that share memory with them, where numpy can.
-        self._arrays = None
-        if device.type == "cpu" and policy.dtype != torch.bfloat16:
-            self._arrays = self.observations.numpy(), self.actions.numpy()
+        # Arrays that share memory with them.
+        self._arrays = (self.observations.numpy(), self.actions.numpy()) if device.type == "cpu" else None
 
     def observe(self, row: int, observations: Array) -> Tensor:
         """Keeps the observations [N, *observation_shape] before a step, and returns them on the device."""

@@ -246,7 +246,7 @@ def make_policy(
         kind: a subclass of Policy, or a function that returns one, of both spaces and the settings.
 
     Raises:
-        ValueError: there is no such class, or the result is not a Policy.
+        ValueError: there is no such class, the result is not a Policy, or its parameters are of 16 bits.
     """
     name: Any = kind
     if kind is None:
@@ -257,6 +257,8 @@ def make_policy(
         raise ValueError(f"policy={name!r} made a {type(policy).__name__}; it has to be a fastsync.ppo.Policy")
     if settings.precision == "fp64":
         policy.double()
+    for dtype in {parameter.dtype for parameter in policy.parameters()} - {torch.float32, torch.float64}:
+        raise ValueError(f"policy={name!r} has parameters of {dtype}; leave them in float32, and set precision")
     if settings.fused and not policy._sees_images:  # with images convolutions take most of the time
         fused.fuse(policy)
     return policy

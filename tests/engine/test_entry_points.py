@@ -339,10 +339,12 @@ def test_inf_and_nan_of_one_rank_reach_all_and_are_counted(rank: int, world_size
             assert not given.grad_norm().isfinite()
             stats = given.handle.grad_stats()
             assert stats.num_saturated == 0
-            assert stats.num_nonfinite == (4 if entry_point != "sharded" else [1, 2, 1][rank])
+            number = 4 if entry_point != "sharded" else [1, 2, 1][rank]
+            assert stats.num_nonfinite == number
         (averaged,) = _there(given.step(healthy))
         assert averaged.tolist() == healthy[0].tolist()
         assert given.handle.grad_stats().num_nonfinite == 0
+        assert stats.num_nonfinite == number, "the statistics of a step have become those of the next"
 
 
 @each_averaging

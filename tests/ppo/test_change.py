@@ -28,7 +28,7 @@ from fastsync.ppo.batches import Batch
 from fastsync.ppo.cli import Arguments, check_environment, parse
 from fastsync.ppo.evaluate import main
 from fastsync.ppo.fused import Operator, Perceptron, fingerprint, fuse
-from fastsync.ppo.policies import Policy, categorical, choose, make_policy
+from fastsync.ppo.policies import ActorCritic, Policy, categorical, choose, make_policy
 from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss, train
 from tests.ranks import RankError, run_ranks
 from tests.toy_envs import Countdown
@@ -264,6 +264,7 @@ def test_a_policy_that_cannot_be_made_is_named_before_ranks_start():
         "builtins:divmod": "cannot be used: TypeError: divmod expected 2",
         f"{__name__}:WrongShapes": r"computes outputs \(1, 2\) and values \(\) of one observation; they must be",
         f"{__name__}:no_policy": "made a Linear; it has to be a fastsync.ppo.Policy",
+        f"{__name__}:in_16_bits": "has parameters of torch.bfloat16; leave them in float32, and set precision",
     }
     for policy, reason in reasons.items():
         with pytest.raises(ValueError, match=f"policy='{policy}' {reason}"):
@@ -274,6 +275,12 @@ class WrongShapes(Policy):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.actor, self.critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+
+
+def in_16_bits(*arguments: Any) -> Policy:
+    policy = ActorCritic(*arguments)
+    policy.critic.bfloat16()
+    return policy
 
 
 def no_policy(*arguments: Any) -> nn.Module:

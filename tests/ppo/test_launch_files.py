@@ -69,7 +69,12 @@ def test_the_command_of_a_train_job_trains_on_two_machines(tmp_path: Path, monke
         return subprocess.Popen(trainer["command"], cwd=tmp_path, env=own, stdout=subprocess.PIPE, text=True)
 
     pods = [pod(rank) for rank in range(2)]
-    said = [each.communicate(timeout=150)[0] for each in pods]
+    try:
+        said = [each.communicate(timeout=150)[0] for each in pods]
+    finally:
+        for each in pods:
+            each.terminate()  # torchrun ends its ranks
+            each.wait(60)
     assert [each.returncode for each in pods] == [0, 0], said
     # The title stands over the table, once: the ranks have compared their weights before, and one of them prints.
     assert said[0].count("on 2 ranks, compression int8+ef") == 1

@@ -6,14 +6,17 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from fastsync import _ppo
 from fastsync.ppo import fused
@@ -319,6 +322,35 @@ def test_one_node_stands_for_a_minibatch_only_where_it_computes_the_same(change:
         assert torch.equal(result, minibatch_loss.plain(*given)[0])
     finally:
         fused.enable(True)
+
+
+def test_a_hook_of_all_modules_runs():
+    policy, batch = minibatch()
+    given = policy, batch, Settings(), 1.0, ppo_loss
+    before, _ = minibatch_loss(*given)
+    handle = register_module_forward_hook(lambda _, given, result: 2 * result if type(result) is Tensor else None)
+    try:
+        result, _ = minibatch_loss(*given)
+        assert torch.equal(result, minibatch_loss.plain(*given)[0])
+        assert not torch.equal(result, before)
+    finally:
+        handle.remove()
+
+
+def test_an_operator_depends_on_what_its_function_uses(monkeypatch: pytest.MonkeyPatch):
+    assert fused.Operator(minibatch_loss.plain).is_proven
+    monkeypatch.setitem(minibatch_loss.plain.__globals__, "autocast", lambda precision, device: nullcontext())
+    assert not fused.Operator(minibatch_loss.plain).is_proven
+
+
+def test_an_update_looks_at_its_policy_once():
+    policy, batch = minibatch()
+    with mock.patch("fastsync.ppo.fused._perceptrons", wraps=fused._perceptrons) as look:
+        for within, times in ((fused.look_once(), 1), (nullcontext(), 4)):
+            with within:
+                for _ in range(3):
+                    minibatch_loss(policy, batch, Settings(), 1.0, ppo_loss)
+            assert look.call_count == times
 
 
 def test_adam_is_torchs():
