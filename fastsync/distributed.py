@@ -23,6 +23,7 @@ from . import _C
 from ._checks import check_not_sharded, resolve_group
 
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
+_num_opened = 0  # default groups of several ranks so far, which may share a store
 
 
 @contextmanager
@@ -68,9 +69,11 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     else:
         store, rank, world_size = HashStore(), 0, 1
     num_gpus = torch.cuda.device_count()
+    global _num_opened
+    key = f"fastsync/backend{_num_opened}"
     if rank == 0:
-        store.set("fastsync/backend", backend or _backend_for(num_gpus))
-    of_rank_0 = store.get("fastsync/backend").decode()
+        store.set(key, backend or _backend_for(num_gpus))
+    of_rank_0 = store.get(key).decode()
     if backend not in (None, of_rank_0):
         way_out = "name the same one on every rank, or none here"
         raise ValueError(f"backend={backend!r} on rank {rank}, but rank 0 has taken {of_rank_0!r}; {way_out}")
@@ -83,8 +86,7 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % num_gpus)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
-    if rank == 0:
-        store.delete_key("fastsync/backend")  # all have read it, and a later group may have another
+    _num_opened += world_size > 1
     # After an error the group ends with the process: ended here, other ranks might be the first to report a failure,
     # and NCCL would keep the error back until what is in flight is done.
     yield device
