@@ -224,6 +224,15 @@ def runtime_library() -> str:
     return f":{versioned[0]}" if versioned and not (folder / "libcudart.so").exists() else "cudart"
 
 
+def loaded_libstdcxx() -> list[str]:
+    """The libstdc++ that torch has loaded, for the linker; nothing if torch is built with another library.
+
+    Some compilers link theirs statically. But two of them in a process share locales: streams lose numbers, or crash.
+    """
+    files = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libstdc++.so" in line)
+    return sorted(set(files))[:1]
+
+
 def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanitizer: str = "") -> setuptools.Extension:
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
@@ -241,7 +250,7 @@ def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanit
         sources,
         depends=[path for path in files("csrc/**/*") if os.path.isfile(path)],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
-        extra_link_args=SANITIZERS.get(sanitizer, []),
+        extra_link_args=[*SANITIZERS.get(sanitizer, []), *loaded_libstdcxx()],
     )
     if with_cuda:
         extension.libraries = [runtime_library() if name == "cudart" else name for name in extension.libraries]

@@ -139,6 +139,15 @@ def _system_folders(flags: list[str]) -> list[str]:
     return [folder for option, folder in pairwise(flags) if option == "-isystem"]
 
 
+def test_a_compiler_with_a_static_libstdcxx_links_torchs(setup_script: ModuleType, tmp_path: Path) -> None:
+    source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    source.write_text("#include <iostream>\nvoid say(int number) { std::cout << number; }\n")
+    command = ["g++", "-shared", "-fPIC", "-static-libstdc++", str(source), "-o", str(library)]
+    subprocess.run([*command, *setup_script.loaded_libstdcxx()], check=True)
+    needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    assert "libstdc++.so" in needed
+
+
 def test_extension_brings_no_openmp_runtime_of_its_own() -> None:
     from fastsync import _C, _ppo
 
