@@ -355,26 +355,26 @@ class PPO:
                 self.learning_rate.adapt(kl)
             elif kl is not None and kl > KL_TOLERANCE * (settings.target_kl or math.inf):
                 break  # all ranks that average gradients stop here, because kl is the same on all
-            grad_norm = self._take_step()
-            if grad_norm is not None:
-                steps.append([*metrics.values(), grad_norm])
+            steps.append([*metrics.values(), self._take_step()])
         names = (*metrics, "grad_norm")
         logged = [torch.as_tensor(value, device=self.device) for of_step in steps for value in of_step]
         for name, value in zip(names, logged, strict=False):
             if value.dim():
                 raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
-        none = [math.nan] * len(names)
         with torch.no_grad():
-            means = torch.stack(logged).float().view(len(steps), -1).mean(0).tolist() if steps else none
-        return dict(zip(names, means, strict=True)) | {"optimizer_steps": len(steps)}
+            table = torch.stack(logged).float().view(len(steps), -1) if steps else torch.empty(0, len(names))
+            if self.scaler.is_enabled():
+                table = table[table[:, -1].isfinite()]  # GradScaler has skipped the other steps
+            means = table.mean(0).tolist()
+        return dict(zip(names, means, strict=True)) | {"optimizer_steps": len(table)}
 
-    def _take_step(self) -> Tensor | None:
-        """One optimizer step, the same on every rank. Returns the gradient norm; None if GradScaler skipped it."""
-        max_norm, scale = self.settings.max_grad_norm, self.scaler.get_scale()
+    def _take_step(self) -> Tensor:
+        """One optimizer step, the same on every rank, for which the host does not wait. Returns the gradient norm."""
+        max_norm = self.settings.max_grad_norm
         grad_norm = clip_grad_norm_(self.sync, max_norm, optimizer=self.optimizer, scaler=self.scaler)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return grad_norm if self.scaler.get_scale() >= scale else None
+        return grad_norm
 
     def _backward(self, minibatch: Batch, remaining: float) -> tuple[dict[str, Tensor], Tensor | None]:
         """Computes gradients. Returns this rank's metrics and, with target_kl, the KL divergence over all ranks."""
