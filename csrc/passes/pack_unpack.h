@@ -224,7 +224,7 @@ namespace cuda {
 
 // Scratch memory of one bucket on the device, all zero before its first use; the kernels leave it ready for the next.
 // Two launches that share it must not overlap. reduce needs none.
-constexpr int64_t kMaxBlocks = 512;
+constexpr int64_t kMaxBlocks = 2048;
 constexpr int64_t kWorkspaceBytes = (1 + 4 * kMaxBlocks) * 8;
 
 // Throw std::runtime_error with CUDA's message when a launch fails.

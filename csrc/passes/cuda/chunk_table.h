@@ -17,7 +17,7 @@ struct Chunk {
 template <int kMaxSegments>
 struct ChunkTable {
   int64_t num_segments;
-  Segment segments[kMaxSegments];
+  Segment segments[kMaxSegments + 1];     // and an empty one behind them
   int64_t first_chunk[kMaxSegments + 1];  // of each segment; then the number of all chunks
 
   // Empty segments have no chunk.
@@ -41,9 +41,20 @@ struct ChunkTable {
         high = middle;
       }
     }
-    const int64_t begin = (index - first_chunk[low]) * chunk_size;
-    const int64_t left = segments[low].numel - begin;
-    return {low, begin, left < chunk_size ? left : chunk_size};
+    return chunk_at(low, (index - first_chunk[low]) * chunk_size, chunk_size);
+  }
+
+  // The one behind it; an empty one behind the last.
+  FASTSYNC_HOST_DEVICE Chunk next(const Chunk& chunk, int64_t chunk_size) const {
+    const bool is_last_of_segment = chunk.begin + chunk_size >= segments[chunk.segment].numel;
+    return is_last_of_segment ? chunk_at(chunk.segment + 1, 0, chunk_size)
+                              : chunk_at(chunk.segment, chunk.begin + chunk_size, chunk_size);
+  }
+
+ private:
+  FASTSYNC_HOST_DEVICE Chunk chunk_at(int64_t segment, int64_t begin, int64_t chunk_size) const {
+    const int64_t left = segments[segment].numel - begin;
+    return {segment, begin, left < chunk_size ? left : chunk_size};
   }
 };
 

@@ -17,10 +17,13 @@
 namespace fastsync::cuda {
 namespace {
 
-// kMaxBlocks blocks of kThreads fit on an H100 or H200 at once, so that a launch has no second wave. Their number does
-// not follow the device, because the order of the sums follows their number: all GPUs give the same statistics.
+// The number of blocks does not follow the device, because the order of the sums follows it: all GPUs give the same
+// statistics. kEvenBlocks fit on an H100 or H200 at once. More of them, where each has kChunksOfBlock chunks at least,
+// let those that are done early be followed by others.
 constexpr int kThreads = 256;
 constexpr int kMinBlocksPerMultiprocessor = 4;
+constexpr int64_t kEvenBlocks = 512;
+constexpr int64_t kChunksOfBlock = 4;
 
 // Each thread has this many vectors in flight before it uses the first: more values do not fit into its registers.
 template <class Pass>
@@ -31,16 +34,19 @@ constexpr int kChunk = kThreads * kVectors<Pass> * Pass::kWidth;
 
 // One chunk. Neighbouring threads take neighbouring vectors; a warp goes on as long as the block that it shares has a
 // value, for its threads encode it together. Input and output may be the same memory, but no thread writes what another
-// reads. The order of the sums does not depend on where in memory the values lie.
-template <class Pass>
+// reads. The order of the sums does not depend on where in memory the values lie. A whole chunk is of full length and
+// aligned, so that no vector needs to be looked at.
+template <bool kWhole, class Pass>
 __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Chunk& chunk,
                               typename Pass::Total& total) {
   static_assert(kChunk<Pass> % Pass::kUnit == 0);
   const auto length = static_cast<int>(chunk.length);
   const auto index_of = [](int v) { return (v * kThreads + static_cast<int>(threadIdx.x)) * Pass::kWidth; };
-  const auto num_valid_at = [&](int v) { return max(0, min(Pass::kWidth, length - index_of(v))); };
-  const auto place_of = [&](int v) { return Place{segment, chunk.begin + index_of(v), num_valid_at(v)}; };
-  const auto takes_part = [&](int v) { return index_of(v) / Pass::kUnit * Pass::kUnit < length; };
+  const auto num_valid_at = [&](int v) {
+    return kWhole ? Pass::kWidth : max(0, min(Pass::kWidth, length - index_of(v)));
+  };
+  const auto place_of = [&](int v) { return Place{segment, chunk.begin + index_of(v), num_valid_at(v), kWhole}; };
+  const auto takes_part = [&](int v) { return kWhole || index_of(v) / Pass::kUnit * Pass::kUnit < length; };
   typename Pass::Loaded loaded[kVectors<Pass>];
 #pragma unroll
   for (int v = 0; v < kVectors<Pass>; ++v) {
@@ -48,15 +54,14 @@ __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Ch
       loaded[v] = pass.load(place_of(v));
     }
   }
-  const Pass scaled = pass.with_scale();  // read here, so that the loads above need not wait for the scale
   typename Pass::Total::Batch batch{};
 #pragma unroll
   for (int v = 0; v < kVectors<Pass>; ++v) {
     if (takes_part(v)) {
       typename Pass::C values[Pass::kWidth];
-      scaled.decode(place_of(v), loaded[v], values);
+      pass.decode(place_of(v), loaded[v], values);
       typename Pass::Total::Batch of_vector{};  // of its own: fewer roundings follow each other
-      scaled.encode(place_of(v), values, of_vector);
+      pass.encode(place_of(v), values, of_vector);
       batch.add(of_vector);
     }
   }
@@ -135,9 +140,17 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
              Turn turn) {
   using Total = typename Pass::Total;
   Total total{};
-  for (int64_t index = blockIdx.x; index < table.num_chunks(); index += gridDim.x) {
-    const Chunk chunk = table.find(index, kChunk<Pass>);
-    convert_chunk(pass, table.segments[chunk.segment], chunk, total);
+  const Pass scaled = pass.with_scale();
+  const int64_t end = table.num_chunks() * (blockIdx.x + 1) / gridDim.x;
+  int64_t index = table.num_chunks() * blockIdx.x / gridDim.x;
+  for (Chunk chunk = table.find(index, kChunk<Pass>); index < end; ++index) {
+    const Segment& segment = table.segments[chunk.segment];
+    if (chunk.length == kChunk<Pass> && pass.is_aligned(segment)) {
+      convert_chunk<true>(scaled, segment, chunk, total);
+    } else {
+      convert_chunk<false>(scaled, segment, chunk, total);
+    }
+    chunk = table.next(chunk, kChunk<Pass>);
   }
   if constexpr (!std::is_same_v<Total, Nothing>) {
     add_to_stats(pass, total, *workspace, turn);
@@ -146,7 +159,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
 
 template <class Pass>
 void launch(LaunchTable& table, Turn turn, Pass pass, void* workspace, void* stream) {
-  const int64_t num_blocks = std::clamp<int64_t>(table.num_chunks(), 1, kMaxBlocks);
+  const int64_t num_even = std::clamp<int64_t>(table.num_chunks(), 1, kEvenBlocks);
+  const int64_t num_blocks = std::clamp(table.num_chunks() / kChunksOfBlock, num_even, kMaxBlocks);
   void* arguments[] = {&table, &pass, &workspace, &turn};
   const cudaError_t error = cudaLaunchKernel(run_pass<Pass>, dim3(static_cast<unsigned>(num_blocks)), dim3(kThreads),
                                              arguments, 0, static_cast<cudaStream_t>(stream));

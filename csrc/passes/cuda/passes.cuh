@@ -11,11 +11,13 @@
 
 namespace fastsync::cuda {
 
-// Of a thread's values in their segment: the first num_valid from the index on.
+// Of a thread's values in their segment: the first num_valid from the index on. Of a whole chunk all are valid, and the
+// gradient and the first wire are aligned.
 struct Place {
   const Segment& segment;
   int64_t index;
   int num_valid;
+  bool is_whole;
 };
 
 // A pointer is chosen, not a value: a branch would make the compiler write every loop twice.
@@ -65,9 +67,13 @@ struct Sum {
   int64_t stride_bytes;
   C multiplier;
 
-  __device__ Encoded<W, kWidth> load(int64_t wire, int64_t index, int num_valid) const {
+  __device__ Encoded<W, kWidth> load(int64_t wire, int64_t index, int num_valid, bool known_whole = false) const {
     const char* const begin = static_cast<const char*>(first_wire) + wire * stride_bytes;
-    return Encoded<W, kWidth>::load(reinterpret_cast<const W*>(begin), index, num_valid);
+    return Encoded<W, kWidth>::load(reinterpret_cast<const W*>(begin), index, num_valid, known_whole);
+  }
+
+  __device__ bool is_aligned(int64_t index) const {
+    return Encoded<W, kWidth>::is_aligned(unit_at<W>(first_wire, index));
   }
 
   __device__ void add_up(const Encoded<W, kWidth>& of_first, int64_t index, int num_valid, C (&sums)[kWidth]) const {
@@ -110,8 +116,13 @@ struct Pack {
     return scaled;
   }
 
+  __device__ bool is_aligned(const Segment& segment) const {
+    return Loaded::is_aligned(static_cast<const G*>(segment.data)) &&
+           Encoded<W, kWidth>::is_aligned(unit_at<W>(wire, segment.offset));
+  }
+
   __device__ Loaded load(const Place& at) const {
-    return Loaded::load(static_cast<const G*>(at.segment.data), at.index, at.num_valid);
+    return Loaded::load(static_cast<const G*>(at.segment.data), at.index, at.num_valid, at.is_whole);
   }
 
   __device__ void decode(const Place& at, const Loaded& loaded, C (&values)[kWidth]) const {
@@ -133,7 +144,7 @@ struct Pack {
       total.count += saturated;
     }
     const auto sent = Encoded<W, kWidth>::of(scaled);
-    sent.store(wire, at.segment.offset + at.index, at.num_valid);
+    sent.store(wire, at.segment.offset + at.index, at.num_valid, at.is_whole);
     if (at.segment.residual != nullptr) {
       keep_loss(at, values, sent, C(1) / factor, C(1));
     }
@@ -162,7 +173,13 @@ struct Unpack {
     return scaled;
   }
 
-  __device__ Loaded load(const Place& at) const { return sum.load(0, at.segment.offset + at.index, at.num_valid); }
+  __device__ bool is_aligned(const Segment& segment) const {
+    return Encoded<G, kWidth>::is_aligned(static_cast<const G*>(segment.data)) && sum.is_aligned(segment.offset);
+  }
+
+  __device__ Loaded load(const Place& at) const {
+    return sum.load(0, at.segment.offset + at.index, at.num_valid, at.is_whole);
+  }
 
   __device__ void decode(const Place& at, const Loaded& loaded, C (&values)[kWidth]) const {
     sum.add_up(loaded, at.segment.offset + at.index, at.num_valid, values);
@@ -180,7 +197,7 @@ struct Unpack {
         batch.num_saturated += saturated;
       }
     }
-    gradients.store(static_cast<G*>(at.segment.data), at.index, at.num_valid);
+    gradients.store(static_cast<G*>(at.segment.data), at.index, at.num_valid, at.is_whole);
   }
 
   __device__ void move_on() const {
@@ -214,7 +231,11 @@ struct Reduce {
     return scaled;
   }
 
-  __device__ Loaded load(const Place& at) const { return sum.load(0, at.index, at.num_valid); }
+  __device__ bool is_aligned(const Segment& /*segment*/) const {
+    return Encoded<Out, kWidth>::is_aligned(out) && sum.is_aligned(0);
+  }
+
+  __device__ Loaded load(const Place& at) const { return sum.load(0, at.index, at.num_valid, at.is_whole); }
 
   __device__ void decode(const Place& at, const Loaded& loaded, C (&values)[kWidth]) const {
     sum.add_up(loaded, at.index, at.num_valid, values);
@@ -229,7 +250,7 @@ struct Reduce {
       within[i] = scale_and_clamp(values[i], C(1), limit, saturated);
     }
     const auto sent = Encoded<Out, kWidth>::of(within);
-    sent.store(out, at.index, at.num_valid);
+    sent.store(out, at.index, at.num_valid, at.is_whole);
     if (at.segment.residual != nullptr) {
       keep_loss(at, values, sent, C(1), C(1) / scale);
     }

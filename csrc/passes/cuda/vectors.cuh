@@ -45,9 +45,10 @@ struct Encoded {
     return encoded;
   }
 
-  __device__ static Encoded load(const W* data, int64_t index, int num_valid) {
+  // Known to be whole: all are valid, and lie where a vector can.
+  __device__ static Encoded load(const W* data, int64_t index, int num_valid, bool known_whole = false) {
     Encoded loaded{};
-    if (is_whole(data + index, num_valid)) {
+    if (known_whole || (num_valid == kWidth && is_aligned(data + index))) {
       loaded.vector = *reinterpret_cast<const Whole*>(data + index);
     } else {
 #pragma unroll
@@ -60,8 +61,8 @@ struct Encoded {
     return loaded;
   }
 
-  __device__ void store(W* data, int64_t index, int num_valid) const {
-    if (is_whole(data + index, num_valid)) {
+  __device__ void store(W* data, int64_t index, int num_valid, bool known_whole = false) const {
+    if (known_whole || (num_valid == kWidth && is_aligned(data + index))) {
       *reinterpret_cast<Whole*>(data + index) = vector;
     } else {
 #pragma unroll
@@ -78,10 +79,7 @@ struct Encoded {
     return static_cast<C>(decode(vector.values[i]));
   }
 
- private:
-  __device__ static bool is_whole(const W* data, int num_valid) {
-    return num_valid == kWidth && reinterpret_cast<uintptr_t>(data) % sizeof(Whole) == 0;
-  }
+  __device__ static bool is_aligned(const W* data) { return reinterpret_cast<uintptr_t>(data) % sizeof(Whole) == 0; }
 };
 
 // A thread's share of a block, which the whole warp encodes together. What is not valid is zero.
@@ -114,12 +112,12 @@ struct Encoded<Block, kWidth> {
     return encoded;
   }
 
-  __device__ static Encoded load(const Block* blocks, int64_t index, int /*num_valid*/) {
+  __device__ static Encoded load(const Block* blocks, int64_t index, int /*num_valid*/, bool /*known_whole*/ = false) {
     const Block& block = blocks[index / kBlockValues];
     return {block.scale, *reinterpret_cast<const Whole*>(block.bytes + byte_of(index))};
   }
 
-  __device__ void store(Block* blocks, int64_t index, int /*num_valid*/) const {
+  __device__ void store(Block* blocks, int64_t index, int /*num_valid*/, bool /*known_whole*/ = false) const {
     Block& block = blocks[index / kBlockValues];
     *reinterpret_cast<Whole*>(block.bytes + byte_of(index)) = vector;
     if (index % kBlockValues == 0) {
@@ -133,6 +131,8 @@ struct Encoded<Block, kWidth> {
     Block::get(vector.values, numbers);
     return static_cast<C>(static_cast<float>(numbers[i]) * scale);
   }
+
+  __device__ static bool is_aligned(const Block* /*blocks*/) { return true; }
 
  private:
   __device__ static int64_t byte_of(int64_t index) { return index % kBlockValues * Block::kBits / 8; }
